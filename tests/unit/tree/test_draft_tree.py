@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.tree.candidates import cases
+from vllm_specplug.tree import BUILDERS, ROOT, DraftTree
+
+
+def make_tree(token_ids, parent_indices, depths) -> DraftTree:
+    return DraftTree(
+        token_ids=np.array(token_ids, np.int64),
+        parent_indices=np.array(parent_indices, np.int32),
+        depths=np.array(depths, np.int32),
+        scores=np.zeros(len(token_ids), np.float32),
+    )
+
+
+#        root
+#       /    \
+#     5:0    6:1
+#     /  \     \
+#   5:2  7:3   5:4
+#   /
+# 9:5
+FORKED = ([5, 6, 5, 7, 5, 9], [ROOT, ROOT, 0, 0, 1, 2], [1, 1, 2, 2, 2, 3])
+
+
+def test_empty_tree_has_no_nodes_and_only_the_root_row():
+    tree = DraftTree.empty()
+    tree.validate()
+    assert tree.num_nodes == len(tree) == 0
+    assert tree.max_depth == 0
+    assert tree.child_of(ROOT, 0) is None
+    assert tree.ancestor_mask().tolist() == [[True]]
+
+
+def test_chain_is_one_branch():
+    tree = DraftTree.chain([3, 3, 4], scores=[-0.5, -1.0, -2.5])
+    tree.validate()
+    assert tree.parent_indices.tolist() == [ROOT, 0, 1]
+    assert tree.depths.tolist() == [1, 2, 3]
+    assert tree.scores.tolist() == [-0.5, -1.0, -2.5]
+    assert np.array_equal(tree.ancestor_mask(), np.tril(np.ones((4, 4), bool)))
+
+
+def test_child_of_and_path_to_follow_the_branches():
+    tree = make_tree(*FORKED)
+    tree.validate()
+    assert tree.max_depth == 3
+    assert tree.child_of(ROOT, 5) == 0
+    assert tree.child_of(ROOT, 6) == 1
+    assert tree.child_of(0, 5) == 2
+    assert tree.child_of(0, 7) == 3
+    assert tree.child_of(1, 5) == 4
+    assert tree.child_of(2, 9) == 5
+    assert tree.child_of(1, 7) is None
+    assert tree.child_of(ROOT, 9) is None
+    assert tree.path_to(5) == [0, 2, 5]
+    assert tree.path_to(4) == [1, 4]
+
+
+def test_prefix_forgets_the_children_it_drops():
+    tree = make_tree(*FORKED)
+    assert tree.child_of(2, 9) == 5
+    shorter = tree.prefix(5)
+    shorter.validate()
+    assert shorter.num_nodes == 5
+    assert shorter.child_of(2, 9) is None
+    assert shorter.child_of(1, 5) == 4
+    assert tree.prefix(6) is tree
+    assert tree.prefix(99) is tree
+    assert tree.prefix(0).num_nodes == 0
+
+
+@given(cases(), st.sampled_from(BUILDERS), st.integers(0, 45))
+def test_every_prefix_is_a_tree(case, builder, num_nodes):
+    tree = case.build(builder)
+    shorter = tree.prefix(num_nodes)
+    shorter.validate()
+    assert shorter.num_nodes == min(num_nodes, tree.num_nodes)
+    assert shorter.token_ids.tolist() == tree.token_ids[:num_nodes].tolist()
+
+
+@given(cases(), st.sampled_from(BUILDERS))
+def test_ancestor_mask_equals_brute_force(case, builder):
+    tree = case.build(builder)
+    size = tree.num_nodes + 1
+    expected = np.zeros((size, size), bool)
+    for row in range(size):
+        column = row
+        while column != 0:
+            expected[row, column] = True
+            column = int(tree.parent_indices[column - 1]) + 1
+        expected[row, 0] = True
+    assert np.array_equal(tree.ancestor_mask(), expected)
+
+
+@given(cases(), st.sampled_from(BUILDERS))
+def test_child_of_equals_linear_search(case, builder):
+    tree = case.build(builder)
+    for parent in range(-1, tree.num_nodes):
+        for token in range(8):
+            found = [
+                n
+                for n in range(tree.num_nodes)
+                if tree.parent_indices[n] == parent and tree.token_ids[n] == token
+            ]
+            assert len(found) <= 1
+            assert tree.child_of(parent, token) == (found[0] if found else None)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "parent_indices", "depths", "message"),
+    [
+        ([1, 2], [1, ROOT], [2, 1], "a parent must precede its child, but node 0 has 1"),
+        ([1, 2], [ROOT, 1], [1, 2], "a parent must precede its child, but node 1 has 1"),
+        ([1, 2], [ROOT, -2], [1, 1], "a parent must precede its child, but node 1 has -2"),
+        ([1, 2], [ROOT, 0], [1, 1], "one deeper than its parent, but node 1 has 1"),
+        ([1, 2], [ROOT, ROOT], [1, 2], "one deeper than its parent, but node 1 has 2"),
+        ([1, -1], [ROOT, 0], [1, 2], "token ids are not negative, but node 1 has -1"),
+        ([4, 4], [ROOT, ROOT], [1, 1], "node 1 is a second child of node -1 with token 4"),
+    ],
+)
+def test_validate_names_the_broken_invariant(token_ids, parent_indices, depths, message):
+    with pytest.raises(ValueError, match=message):
+        make_tree(token_ids, parent_indices, depths).validate()
+
+
+def test_validate_names_shape_and_dtype():
+    tree = DraftTree.chain([1, 2])
+    wrong = DraftTree(tree.token_ids, tree.parent_indices[:1], tree.depths, tree.scores)
+    with pytest.raises(ValueError, match=r"parent_indices has shape \(1,\)"):
+        wrong.validate()
+    wrong = DraftTree(tree.token_ids, tree.parent_indices, tree.depths.astype(float), tree.scores)
+    with pytest.raises(ValueError, match=r"depths .* float64; expected \(2,\) and int32"):
+        wrong.validate()

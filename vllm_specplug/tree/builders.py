@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builders: from per-depth draft candidates to one tree of at most `budget` nodes.
+
+A block drafter gives one distribution per depth, independent of which branch a node lies on. The
+log-probability of a path is then the sum of one candidate per depth, and the expected number of
+accepted drafts of a tree, under the draft's own distribution, is the sum over its nodes of
+exp(score).
+
+`best_first` maximises that sum exactly. Nodes come out in order of falling score, so every prefix
+of its tree is the best tree of that size too: cutting it to a smaller budget costs nothing.
+
+`accum_logp`, `entropy` and `hybrid` follow the JetSpec paper: the best frontier node is expanded
+into all of its children at once, so that low-ranked siblings take budget from deeper nodes. They
+differ in what "best" means. The paper's budget counts the root, ours does not: its N is our
+`budget` + 1.
+
+Candidate rows are sorted by falling log-probability and repeat no token, as top-k returns them. A
+row ends at its first log-probability that is not finite: such a candidate is never drafted.
+
+Trees of serving size have tens of nodes, where plain Python lists and a heap beat array code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specplug.tree.draft_tree import ROOT, DraftTree
+
+DEFAULT_HYBRID_LAMBDA = 0.1
+
+# Nodes as parallel lists: token, parent, depth, score.
+_Nodes = tuple[list[int], list[int], list[int], list[float]]
+# (token rows [D][K], log-probability rows [D][K], budget, hybrid_lambda) -> nodes
+_Builder = Callable[[list[list[int]], list[list[float]], int, float], _Nodes]
+
+
+def build_tree(
+    builder: str,
+    # [D, K]
+    token_ids: npt.NDArray[np.int64],
+    # [D, K]
+    log_probs: npt.NDArray[np.float32],
+    budget: int,
+    *,
+    tree_width: int,
+    tree_depth: int,
+    hybrid_lambda: float = DEFAULT_HYBRID_LAMBDA,
+) -> DraftTree:
+    """Build one tree.
+
+    Args:
+        builder: one of `BUILDERS`.
+        token_ids: candidates of each depth, best first.
+        log_probs: their log-probabilities under the draft.
+        budget: most nodes of the tree, root excluded; 0 gives the empty tree.
+        tree_width: most children of one node; candidates beyond it are not looked at.
+        tree_depth: deepest level used, capped by D.
+        hybrid_lambda: weight of the entropy term of `hybrid`, in nats; other builders ignore it.
+
+    Raises:
+        ValueError: if `builder` is not known.
+    """
+    build = _get_builder(builder)
+    assert token_ids.ndim == 2, token_ids.shape
+    assert token_ids.shape == log_probs.shape, (token_ids.shape, log_probs.shape)
+    return _build_one(
+        build, token_ids, log_probs, int(budget), tree_width, int(tree_depth), hybrid_lambda
+    )
+
+
+def build_trees(
+    builder: str,
+    # [B, D, K]
+    token_ids: npt.NDArray[np.int64],
+    # [B, D, K]
+    log_probs: npt.NDArray[np.float32],
+    # [B]
+    budgets: Sequence[int] | npt.NDArray[np.int32],
+    *,
+    tree_width: int,
+    # one for all, or [B]
+    tree_depth: int | Sequence[int] | npt.NDArray[np.int32],
+    hybrid_lambda: float = DEFAULT_HYBRID_LAMBDA,
+) -> list[DraftTree]:
+    """`build_tree` for B requests, each with its own budget and, if given so, its own depth."""
+    build = _get_builder(builder)
+    assert token_ids.ndim == 3, token_ids.shape
+    assert token_ids.shape == log_probs.shape, (token_ids.shape, log_probs.shape)
+    num_reqs = len(token_ids)
+    if isinstance(tree_depth, int | np.integer):
+        depths = [int(tree_depth)] * num_reqs
+    else:
+        depths = list(tree_depth)
+    return [
+        _build_one(build, tokens, logps, int(budget), tree_width, int(depth), hybrid_lambda)
+        for tokens, logps, budget, depth in zip(token_ids, log_probs, budgets, depths, strict=True)
+    ]
+
+
+def _build_one(
+    build: _Builder,
+    token_ids: npt.NDArray[np.int64],
+    log_probs: npt.NDArray[np.float32],
+    budget: int,
+    tree_width: int,
+    tree_depth: int,
+    hybrid_lambda: float,
+) -> DraftTree:
+    assert tree_width >= 1, tree_width
+    if budget <= 0 or tree_depth <= 0:
+        return DraftTree.empty()
+    rows = log_probs[:tree_depth, :tree_width]
+    logp_rows = rows.tolist()
+    if not np.isfinite(rows).all():
+        logp_rows = [_finite_head(row) for row in logp_rows]
+    token_rows = token_ids[:tree_depth, :tree_width].tolist()
+    tokens, parents, depths, scores = build(token_rows, logp_rows, budget, hybrid_lambda)
+    return DraftTree(
+        token_ids=np.array(tokens, dtype=np.int64),
+        parent_indices=np.array(parents, dtype=np.int32),
+        depths=np.array(depths, dtype=np.int32),
+        scores=np.array(scores, dtype=np.float32),
+    )
+
+
+def _finite_head(row: list[float]) -> list[float]:
+    for rank, value in enumerate(row):
+        if not math.isfinite(value):
+            return row[:rank]
+    return row
+
+
+def _best_first(
+    token_rows: list[list[int]], logp_rows: list[list[float]], budget: int, _: float
+) -> _Nodes:
+    """The `budget` paths of highest score, by lazy expansion.
+
+    The heap holds candidates, not nodes. A popped candidate becomes a node; only then do its next
+    sibling and its first child become candidates. Both score no higher than it does, so candidates
+    leave the heap in order of falling score and the heap never holds more than budget + 1.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    scores: list[float] = []
+    if not logp_rows or not logp_rows[0]:
+        return tokens, parents, depths, scores
+    num_rows = len(logp_rows)
+    first = logp_rows[0]
+    # (-score, order of entry, parent, depth - 1, rank, parent's score); the second breaks ties,
+    # earlier first.
+    heap = [(-first[0], 0, ROOT, 0, 0, 0.0)]
+    entered = 1
+    node = 0
+    while heap:
+        neg_score, _order, parent, row, rank, parent_score = heappop(heap)
+        tokens.append(token_rows[row][rank])
+        parents.append(parent)
+        depths.append(row + 1)
+        scores.append(-neg_score)
+        if node + 1 == budget:
+            break
+        logps = logp_rows[row]
+        rank += 1
+        if rank < len(logps):
+            score = parent_score + logps[rank]
+            heappush(heap, (-score, entered, parent, row, rank, parent_score))
+            entered += 1
+        row += 1
+        if row < num_rows and logp_rows[row]:
+            score = -neg_score + logp_rows[row][0]
+            heappush(heap, (-score, entered, node, row, 0, -neg_score))
+            entered += 1
+        node += 1
+    return tokens, parents, depths, scores
+
+
+def _expand_all_children(
+    token_rows: list[list[int]],
+    logp_rows: list[list[float]],
+    budget: int,
+    priority: Callable[[float, int], float],
+) -> _Nodes:
+    """The paper's expansion: pop the best frontier node, append all of its children, push each.
+
+    `priority(score, depth)` orders the frontier, highest first, earlier appended first on ties.
+    The last expansion is cut where the budget ends. A node of the last depth is never expanded.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    scores: list[float] = []
+    num_rows = len(logp_rows)
+    # (-priority, node); nodes are numbered as they are appended, so the index breaks ties.
+    heap = [(0.0, ROOT)]
+    count = 0
+    while heap and count < budget:
+        _neg_priority, parent = heappop(heap)
+        depth = depths[parent] if parent != ROOT else 0
+        if depth == num_rows:
+            continue
+        score = scores[parent] if parent != ROOT else 0.0
+        child_depth = depth + 1
+        for token, logp in zip(token_rows[depth], logp_rows[depth], strict=False):
+            if count == budget:
+                break
+            child_score = score + logp
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(child_depth)
+            scores.append(child_score)
+            heappush(heap, (-priority(child_score, child_depth), count))
+            count += 1
+    return tokens, parents, depths, scores
+
+
+def _accum_logp(
+    token_rows: list[list[int]], logp_rows: list[list[float]], budget: int, _: float
+) -> _Nodes:
+    """The paper's default: the frontier is ordered by cumulative log-probability."""
+    return _expand_all_children(token_rows, logp_rows, budget, lambda score, depth: score)
+
+
+def _entropy(
+    token_rows: list[list[int]], logp_rows: list[list[float]], budget: int, _: float
+) -> _Nodes:
+    """Expand where the draft is least sure: ordered by the entropy at the children's depth."""
+    entropies = _child_entropies(logp_rows)
+    return _expand_all_children(
+        token_rows, logp_rows, budget, lambda score, depth: entropies[depth]
+    )
+
+
+def _hybrid(
+    token_rows: list[list[int]], logp_rows: list[list[float]], budget: int, hybrid_lambda: float
+) -> _Nodes:
+    """Cumulative log-probability plus `hybrid_lambda` times the entropy at the children's depth."""
+    entropies = _child_entropies(logp_rows)
+    return _expand_all_children(
+        token_rows,
+        logp_rows,
+        budget,
+        lambda score, depth: score + hybrid_lambda * entropies[depth],
+    )
+
+
+def _child_entropies(logp_rows: list[list[float]]) -> list[float]:
+    """[D + 1] entropy in nats of the draft at depth d + 1, for a node of depth d; 0 at the end.
+
+    Only the candidates are known, so the rest of the vocabulary counts as one token. That is a
+    lower bound of the true entropy, tight when the candidates hold most of the mass.
+    """
+    entropies = []
+    for row in logp_rows:
+        probs = [math.exp(logp) for logp in row]
+        rest = 1.0 - sum(probs)
+        entropy = -sum(p * logp for p, logp in zip(probs, row, strict=True))
+        if rest > 0.0:
+            entropy -= rest * math.log(rest)
+        entropies.append(entropy)
+    entropies.append(0.0)
+    return entropies
+
+
+_BUILDERS: dict[str, _Builder] = {
+    "best_first": _best_first,
+    "accum_logp": _accum_logp,
+    "entropy": _entropy,
+    "hybrid": _hybrid,
+}
+
+BUILDERS: tuple[str, ...] = tuple(_BUILDERS)
+
+
+def _get_builder(name: str) -> _Builder:
+    build = _BUILDERS.get(name)
+    if build is None:
+        raise ValueError(f"tree_builder={name!r} is not known; choose one of {', '.join(BUILDERS)}")
+    return build

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flat draft tree that every drafter returns and verification reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+ROOT = -1
+"""Parent index of the nodes directly below the root."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DraftTree:
+    """A tree of draft tokens below the last committed token.
+
+    The root is that committed token. It is not a node, so N counts draft tokens only. A parent
+    always stands before its children; hence every prefix of the arrays is a tree as well, and a
+    scheduler that keeps only the first n drafts needs to know nothing about trees. Siblings never
+    repeat a token. A chain is a tree of one branch, no draft is the tree of zero nodes.
+    """
+
+    # [N]
+    token_ids: npt.NDArray[np.int64]
+    # [N] index of the parent node, ROOT (-1) for the children of the root
+    parent_indices: npt.NDArray[np.int32]
+    # [N] distance to the root, 1 for its children
+    depths: npt.NDArray[np.int32]
+    # [N] cumulative draft log-probability of the path from the root; zeros when a drafter has none
+    scores: npt.NDArray[np.float32]
+
+    _children: dict[tuple[int, int], int] | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def empty(cls) -> DraftTree:
+        """The tree of no nodes: this request is decoded plainly."""
+        return cls(
+            token_ids=np.empty(0, np.int64),
+            parent_indices=np.empty(0, np.int32),
+            depths=np.empty(0, np.int32),
+            scores=np.empty(0, np.float32),
+        )
+
+    @classmethod
+    def chain(
+        cls,
+        token_ids: Sequence[int] | npt.NDArray[np.int64],
+        scores: Sequence[float] | npt.NDArray[np.float32] | None = None,
+    ) -> DraftTree:
+        """One branch. `token_ids` [N]; `scores` [N] cumulative log-probabilities, default zeros."""
+        tokens = np.asarray(token_ids, dtype=np.int64)
+        num_nodes = len(tokens)
+        return cls(
+            token_ids=tokens,
+            parent_indices=np.arange(-1, num_nodes - 1, dtype=np.int32),
+            depths=np.arange(1, num_nodes + 1, dtype=np.int32),
+            scores=(
+                np.zeros(num_nodes, np.float32)
+                if scores is None
+                else np.asarray(scores, dtype=np.float32)
+            ),
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.token_ids)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest node, 0 for the empty tree."""
+        return int(self.depths.max()) if len(self.depths) else 0
+
+    def prefix(self, num_nodes: int) -> DraftTree:
+        """The tree of the first `num_nodes` nodes (views, no copy), or the whole, smaller tree."""
+        assert num_nodes >= 0, num_nodes
+        if num_nodes >= self.num_nodes:
+            return self
+        return DraftTree(
+            token_ids=self.token_ids[:num_nodes],
+            parent_indices=self.parent_indices[:num_nodes],
+            depths=self.depths[:num_nodes],
+            scores=self.scores[:num_nodes],
+        )
+
+    def child_of(self, parent_index: int, token_id: int) -> int | None:
+        """Index of the child of `parent_index` (ROOT for the root) that carries `token_id`."""
+        children = self._children
+        if children is None:
+            keys = zip(self.parent_indices.tolist(), self.token_ids.tolist(), strict=True)
+            children = {key: node for node, key in enumerate(keys)}
+            # The arrays are never written after construction, so the index cannot go stale.
+            object.__setattr__(self, "_children", children)
+        return children.get((parent_index, token_id))
+
+    def path_to(self, node: int) -> list[int]:
+        """Node indices from a child of the root down to `node`, both included."""
+        path = []
+        while node != ROOT:
+            path.append(node)
+            node = int(self.parent_indices[node])
+        path.reverse()
+        return path
+
+    def ancestor_mask(self) -> npt.NDArray[np.bool_]:
+        """[N+1, N+1]: row i attends column j. Row and column 0 are the root, node n is n + 1.
+
+        Every row attends itself, its ancestors and the root, nothing else.
+        """
+        size = self.num_nodes + 1
+        mask = np.zeros((size, size), dtype=np.bool_)
+        mask[0, 0] = True
+        for node, parent in enumerate(self.parent_indices.tolist()):
+            mask[node + 1] = mask[parent + 1]
+            mask[node + 1, node + 1] = True
+        return mask
+
+    def validate(self) -> None:
+        """Check every invariant of the class.
+
+        Raises:
+            ValueError: naming the invariant that is broken and the first node that breaks it.
+        """
+        num_nodes = self.num_nodes
+        for name, dtype in (
+            ("token_ids", np.int64),
+            ("parent_indices", np.int32),
+            ("depths", np.int32),
+            ("scores", np.float32),
+        ):
+            array = getattr(self, name)
+            if array.shape != (num_nodes,) or array.dtype != dtype:
+                raise ValueError(
+                    f"DraftTree.{name} has shape {array.shape} and dtype {array.dtype}; "
+                    f"expected ({num_nodes},) and {np.dtype(dtype)}"
+                )
+        parents, depths = self.parent_indices, self.depths
+        nodes = np.arange(num_nodes)
+        _require((parents >= ROOT) & (parents < nodes), "a parent must precede its child", parents)
+        expected = np.where(parents == ROOT, 1, depths[parents] + 1) if num_nodes else depths
+        _require(depths == expected, "a node is one deeper than its parent", depths)
+        _require(self.token_ids >= 0, "token ids are not negative", self.token_ids)
+        seen: set[tuple[int, int]] = set()
+        for node, key in enumerate(zip(parents.tolist(), self.token_ids.tolist(), strict=True)):
+            if key in seen:
+                raise ValueError(
+                    f"DraftTree: siblings never repeat a token, but node {node} is a second child "
+                    f"of node {key[0]} with token {key[1]}"
+                )
+            seen.add(key)
+
+
+def _require(holds: npt.NDArray[np.bool_], invariant: str, values: npt.NDArray[np.integer]) -> None:
+    if not holds.all():
+        node = int(np.argmin(holds))
+        raise ValueError(f"DraftTree: {invariant}, but node {node} has {values[node]}")
