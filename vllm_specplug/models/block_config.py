@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of a block draft head, read from z-lab/JetSpec or speculators `config.json`."""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_CONTAINERS = ("jetspec_config", "dflash_config")
+_UNSUPPORTED_FLAGS = {
+    "sample_from_anchor": "slot 0 of a block must be the anchor itself",
+    "use_swa": "draft layers attend the whole context",
+    "attention_sink_bias": "attention sinks are not implemented",
+    "attention_value_scale": "value scaling is not implemented",
+}
+
+
+def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """Zero-based target layers of a config that names none: spread from 1 to n - 3, rounded;
+    the middle layer for a head of one layer."""
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
+
+
+@dataclass(frozen=True)
+class BlockHeadConfig:
+    """Shape of a JetSpec/DFlash head.
+
+    `target_layer_ids` are zero-based: id i is the output of the target's decoder layer i.
+    `block_size` counts the anchor, so a block drafts `block_size - 1` tokens.
+    `causal` is the mask inside a block: JetSpec true, DFlash false.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    target_layer_ids: tuple[int, ...]
+    block_size: int = 16
+    causal: bool = True
+    mask_token_id: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
+                     "num_attention_heads", "num_key_value_heads", "vocab_size"):
+            _require(isinstance(getattr(self, name), int) and getattr(self, name) >= 1,
+                     name, getattr(self, name), "an integer >= 1")
+        _require(self.num_attention_heads % self.num_key_value_heads == 0,
+                 "num_key_value_heads", self.num_key_value_heads,
+                 f"a divisor of num_attention_heads = {self.num_attention_heads}")
+        _require(self.block_size >= 2, "block_size", self.block_size,
+                 "an integer >= 2 (the anchor and at least one drafted token)")
+        _require(len(self.target_layer_ids) >= 1, "target_layer_ids", self.target_layer_ids,
+                 "at least one layer id")
+        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
+        _require(1 <= self.draft_vocab_size <= self.vocab_size, "draft_vocab_size",
+                 self.draft_vocab_size, f"1..{self.vocab_size} (vocab_size)")
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafted depth D of one block."""
+        return self.block_size - 1
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on q.k before the softmax."""
+        return float(self.head_dim**-0.5)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, *, num_target_layers: int | None = None,
+                        causal: bool | None = None) -> BlockHeadConfig:
+        """Reads `directory/config.json`; see `from_dict`."""
+        path = Path(directory) / "config.json"
+        if not path.is_file():
+            raise ValueError(f"draft head {str(directory)!r} has no config.json; give the folder "
+                             "that holds config.json and model.safetensors")
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}; fetch the head again") from None
+        return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], *, num_target_layers: int | None = None,
+                  causal: bool | None = None) -> BlockHeadConfig:
+        """From a parsed `config.json` of either format.
+
+        Args:
+            raw: the JSON object.
+            num_target_layers: decoder layers of the target, used where the config names no layers.
+            causal: overrides the mask the config states.
+
+        Raises:
+            ValueError: field, value, legal values and remedy.
+        """
+        if raw.get("speculators_model_type") is not None or "transformer_layer_config" in raw:
+            return _from_speculators(raw, causal)
+        return _from_zlab(raw, num_target_layers, causal)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A z-lab/JetSpec `config.json` object; `from_dict` reads it back unchanged."""
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "attention_bias": self.attention_bias,
+            "hidden_act": "silu",
+            "layer_types": ["full_attention"] * self.num_hidden_layers,
+            "tie_word_embeddings": False,
+            "block_size": self.block_size,
+            "dtype": "bfloat16",
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+                "target_hidden_size": self.target_hidden_size,
+                "causal_head": self.causal,
+            },
+        }
+
+
+def _require(condition: bool, name: str, value: object, legal: str) -> None:
+    if not condition:
+        raise ValueError(f"draft head config: {name} = {value!r}, legal: {legal}; correct the "
+                         "head's config.json or use another head")
+
+
+def _need(raw: Mapping[str, Any], name: str) -> Any:
+    if raw.get(name) is None:
+        raise ValueError(f"draft head config: {name} is missing; legal: an integer; the head's "
+                         "config.json is incomplete, fetch it again")
+    return raw[name]
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], num_layers: int) -> None:
+    types = raw.get("layer_types") or []
+    other = {i: kind for i, kind in enumerate(types[:num_layers]) if kind != "full_attention"}
+    _require(not other, "layer_types", other,
+             "'full_attention' for every draft layer (sliding-window heads are not supported)")
+    for name, reason in _UNSUPPORTED_FLAGS.items():
+        _require(not raw.get(name), name, raw.get(name), f"absent or false ({reason})")
+    _require(raw.get("logit_scale") in (None, 1, 1.0), "logit_scale", raw.get("logit_scale"), "1.0")
+    _require(raw.get("hidden_act") in (None, "silu"), "hidden_act", raw.get("hidden_act"), "'silu'")
+
+
+def _rope_theta(raw: Mapping[str, Any]) -> float:
+    theta = raw.get("rope_theta")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(name) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        _require(kind in ("default", None), f"{name}.rope_type", kind, "'default' (plain rotary)")
+        if rope.get("rope_theta") is not None:
+            theta = rope["rope_theta"]
+    return float(theta if theta is not None else 10000.0)
+
+
+def _layer_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
+    hidden, heads = _need(raw, "hidden_size"), _need(raw, "num_attention_heads")
+    _refuse_unsupported(raw, _need(raw, "num_hidden_layers"))
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": _need(raw, "intermediate_size"),
+        "num_hidden_layers": raw["num_hidden_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or hidden // heads,
+        "vocab_size": _need(raw, "vocab_size"),
+        "rms_norm_eps": float(raw.get("rms_norm_eps") or 1e-6),
+        "rope_theta": _rope_theta(raw),
+        "attention_bias": bool(raw.get("attention_bias", False)),
+    }
+
+
+def _from_zlab(raw: Mapping[str, Any], num_target_layers: int | None,
+               causal: bool | None) -> BlockHeadConfig:
+    # Both containers are accepted; where both are there the method's own one wins key by key.
+    container: dict[str, Any] = {}
+    for name in reversed(_CONTAINERS):
+        container.update(raw.get(name) or {})
+    shape = _layer_shape(raw)
+    _refuse_unsupported(container, 0)
+    if causal is None:
+        stated = [raw.get("is_causal"), container.get("causal_head"), container.get("causal"),
+                  container.get("is_causal"), raw.get("causal_head"), raw.get("causal")]
+        known = [value for value in stated if value is not None]
+        causal = bool(known[0]) if known else raw.get("jetspec_config") is not None
+    layer_ids = container.get("target_layer_ids", raw.get("target_layer_ids"))
+    if layer_ids is None:
+        num_target_layers = num_target_layers or raw.get("num_target_layers")
+        _require(num_target_layers is not None, "target_layer_ids", None,
+                 "a list of zero-based target layers")
+        assert num_target_layers is not None
+        layer_ids = default_target_layer_ids(num_target_layers, shape["num_hidden_layers"])
+    block_size = raw.get("block_size", container.get("block_size"))
+    mask = container.get("mask_token_id", raw.get("mask_token_id"))
+    return BlockHeadConfig(
+        **shape,
+        draft_vocab_size=raw.get("draft_vocab_size") or container.get("draft_vocab_size")
+        or shape["vocab_size"],
+        target_hidden_size=container.get("target_hidden_size")
+        or raw.get("target_hidden_size") or shape["hidden_size"],
+        target_layer_ids=tuple(int(i) for i in layer_ids),
+        block_size=16 if block_size is None else int(block_size),
+        causal=causal,
+        mask_token_id=mask,
+    )
+
+
+def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadConfig:
+    kind = raw.get("speculators_model_type")
+    _require(kind in ("dflash", "jetspec"), "speculators_model_type", kind, "'dflash', 'jetspec'")
+    shape = _layer_shape(_need(raw, "transformer_layer_config"))
+    _refuse_unsupported(raw, 0)
+    if causal is None:
+        # The library's flag governs the block mask as vLLM reads it; absent means bidirectional.
+        causal = not raw.get("sliding_window_non_causal", True)
+    aux = raw.get("aux_hidden_state_layer_ids")
+    _require(bool(aux), "aux_hidden_state_layer_ids", aux, "a list of layer ids, each >= 1")
+    assert aux is not None
+    # An id there counts the embedding as 0, so decoder layer i is i + 1.
+    layer_ids = tuple(int(i) - 1 for i in aux)
+    return BlockHeadConfig(
+        **shape,
+        draft_vocab_size=raw.get("draft_vocab_size") or shape["vocab_size"],
+        target_hidden_size=raw.get("target_hidden_size") or shape["hidden_size"],
+        target_layer_ids=layer_ids,
+        block_size=int(raw.get("block_size") or 8),
+        causal=causal,
+        mask_token_id=raw.get("mask_token_id"),
+    )
