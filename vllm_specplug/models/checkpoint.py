@@ -105,6 +105,27 @@ def load_block_head(
     return head.eval(), extras
 
 
+def inspect_block_head(
+    directory: str | Path, target_config: Any, *, causal: bool | None = None
+) -> BlockHeadConfig:
+    """Checks a head against its target from its config and tensor headers, reading no weights.
+
+    Takes the arguments and raises the errors of `load_block_head`, before anything is started.
+    """
+    directory = Path(directory)
+    config = BlockHeadConfig.from_pretrained(
+        directory,
+        num_target_layers=int(_field(target_config, "num_hidden_layers")),
+        causal=causal,
+    )
+    shapes = _read_tensors(directory, headers_only=True)
+    config = _check_target(config, target_config, shapes)
+    with torch.device("meta"):
+        head = BlockHead(config)
+    _check_tensors(directory, config, head, shapes)
+    return config
+
+
 def save_block_head(
     directory: str | Path,
     head: BlockHead,
@@ -147,8 +168,11 @@ def _cast(tensor: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tenso
     return tensor if tensor is None or dtype is None else tensor.to(dtype)
 
 
-def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the folder by their name without the optional 'model.' prefix."""
+def _read_tensors(directory: Path, headers_only: bool = False) -> dict[str, torch.Tensor]:
+    """All tensors of the folder by their name without the optional 'model.' prefix.
+
+    With `headers_only` they are meta tensors: names and shapes, no data.
+    """
     index = directory / INDEX_NAME
     single = directory / WEIGHTS_NAME
     if single.is_file():
@@ -183,7 +207,11 @@ def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
         try:
             with safe_open(path, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118 - not a mapping
-                    tensors[name.removeprefix("model.")] = handle.get_tensor(name)
+                    tensors[name.removeprefix("model.")] = (
+                        torch.empty(handle.get_slice(name).get_shape(), device="meta")
+                        if headers_only
+                        else handle.get_tensor(name)
+                    )
         except Exception as error:
             raise ValueError(f"{path} cannot be read as safetensors ({error}); fetch it again") from None
     return tensors

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combinations only the whole engine config shows, refused before any process starts."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from dataclasses import fields
+from typing import Any
+
+from vllm_specplug.compat.spec_config import SpecPlugSpeculativeConfig, tree_config
+from vllm_specplug.config import tree_option_names
+from vllm_specplug.methods import METHOD_NAMES
+
+
+def _refuse(method: str, what: str, remedy: str) -> None:
+    raise ValueError(f"Speculative method {method!r} cannot be used with {what}. {remedy}.")
+
+
+def check_option_names(spec_method: str | None, options: dict[str, Any] | None) -> None:
+    """Refuses unknown keys of one of our methods, with the nearest legal name.
+
+    Raises:
+        ValueError: naming the key, its value and every legal key.
+    """
+    options = options or {}
+    method = spec_method or options.get("method")
+    if method not in METHOD_NAMES:
+        return
+    legal = {f.name for f in fields(SpecPlugSpeculativeConfig) if f.init}
+    for key, value in options.items():
+        name = key.replace("-", "_")
+        if name not in legal:
+            near = difflib.get_close_matches(name, sorted(legal), n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            usual = ("model", "num_speculative_tokens", *tree_option_names())
+            raise ValueError(
+                f"speculative_config has no option {key!r} (given {value!r}). {hint}"
+                f"Options of method {method!r}: {', '.join(usual)}."
+            )
+
+
+def check_engine_config(vllm_config: Any) -> None:
+    """Refuses targets and engine options that trees do not support.
+
+    Raises:
+        ValueError: naming the field, its value and what to do.
+    """
+    spec = tree_config(vllm_config)
+    if spec is None:
+        return
+    method = str(spec.plugin_method)
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    text = model.hf_text_config
+
+    if parallel.pipeline_parallel_size > 1:
+        _refuse(
+            method,
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}",
+            "Use pipeline_parallel_size=1 (tensor parallelism works)",
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        _refuse(method, "context parallelism", "Leave the context-parallel sizes at 1")
+    if vllm_config.lora_config is not None:
+        _refuse(method, "enable_lora=True", "Serve without LoRA, or merge the adapter")
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        _refuse(
+            method,
+            f"kv_cache_dtype={cache_dtype!r}",
+            'Use kv_cache_dtype="auto"; quantised caches are not supported yet',
+        )
+    if model.use_mla:
+        _refuse(method, f"MLA targets ({model.architectures[0]})", "Use a target with MHA or GQA")
+    if model.is_hybrid or model.is_attention_free:
+        _refuse(
+            method,
+            f"hybrid or attention-free targets ({model.architectures[0]})",
+            "Recurrent state cannot follow a tree; use a pure attention target",
+        )
+    if model.is_encoder_decoder or model.runner_type != "generate":
+        _refuse(
+            method, f"runner {model.runner_type!r} of this target", "Use a decoder-only target"
+        )
+    if model.uses_mrope:
+        _refuse(method, "M-RoPE targets", "Use a target with one-dimensional rotary positions")
+    if model.is_multimodal_model:
+        _refuse(
+            method, f"multimodal targets ({model.architectures[0]})", "Use a text-only target"
+        )
+    window = getattr(text, "sliding_window", None)
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    if (window and getattr(text, "use_sliding_window", True)) or "sliding_attention" in layer_types:
+        _refuse(
+            method,
+            f"sliding-window targets (sliding_window={window})",
+            "Use a target whose layers all have full attention",
+        )
+    for field in ("attn_logit_softcapping", "attention_sinks"):
+        if getattr(text, field, None):
+            _refuse(method, f"targets with {field}", "Use a target without it")
+    if not _has_aux_hidden_states(model):
+        _refuse(
+            method,
+            f"targets without auxiliary hidden states ({model.architectures[0]})",
+            "The model class must implement vLLM's SupportsEagle3 (Llama, Qwen2/3 and others do)",
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        _refuse(method, "async_scheduling=True", "Leave async scheduling out; it is not used")
+    _check_token_budget(method, spec, vllm_config.scheduler_config)
+
+
+def _has_aux_hidden_states(model: Any) -> bool:
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    model_cls, _ = ModelRegistry.resolve_model_cls(model.architectures, model)
+    return supports_eagle3(model_cls)
+
+
+def _check_token_budget(
+    method: str, spec: SpecPlugSpeculativeConfig, scheduler_config: Any
+) -> None:
+    rows = spec.num_speculative_tokens + 1
+    if rows > scheduler_config.max_num_batched_tokens:
+        raise ValueError(
+            f"speculative_config.num_speculative_tokens={spec.num_speculative_tokens} needs "
+            f"{rows} rows for one request, but max_num_batched_tokens="
+            f"{scheduler_config.max_num_batched_tokens}. Lower num_speculative_tokens or raise "
+            "--max-num-batched-tokens."
+        )
+
+
+def install() -> None:
+    """Ledger: engine_config. Wraps `EngineArgs.create_engine_config` with our checks."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if getattr(original, "_specplug_checks", False):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_option_names(self.spec_method, self.speculative_config)
+        vllm_config = original(self, *args, **kwargs)
+        check_engine_config(vllm_config)
+        return vllm_config
+
+    create_engine_config._specplug_checks = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]

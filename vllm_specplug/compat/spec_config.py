@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SpeculativeConfig` with our methods and their typed options.
+
+Must stay importable by dotted path before any plugin has run: the engine core and the
+workers unpickle instances of this class, possibly before they load plugins.
+
+vLLM reads the annotations of config classes as types: no `from __future__ import annotations`.
+"""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
+from vllm.config.utils import config
+from vllm.logger import init_logger
+from vllm.utils.hashing import safe_hash
+
+from vllm_specplug.config import (
+    DEFAULT_TREE_NODES,
+    TreeOptions,
+    changed_tree_options,
+    check_tree_depth,
+    check_tree_shape,
+    check_vllm_options,
+    option_error,
+)
+from vllm_specplug.methods import METHOD_NAMES, get_method
+
+logger = init_logger(__name__)
+
+# What `custom_class` is told to instantiate; the worker replaces it by the method's drafter.
+PROPOSER_PATH = "vllm_specplug.runtime.proposer.TreeProposer"
+
+_PLUGIN_METHODS = Literal["jetspec"]
+assert set(_PLUGIN_METHODS.__args__) == set(METHOD_NAMES)  # type: ignore[attr-defined]
+
+
+@config
+class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
+    """vLLM's speculative options, our methods, and the options of `TreeOptions`."""
+
+    method: Literal[SpeculativeMethod, _PLUGIN_METHODS] | None = None  # type: ignore[valid-type]
+    """The name of the speculative method to use; vLLM's own, or one of vllm-specplug's."""
+    plugin_method: str | None = Field(default=None, init=False)
+    """Set when the method is one of ours; `method` then reads "custom_class"."""
+    head_path: str | None = Field(default=None, init=False)
+    """Directory of the draft checkpoint, resolved."""
+    draft_depth: int | None = Field(default=None, init=False)
+    """Depth trees are drafted to."""
+    aux_layers: tuple[int, ...] = Field(default=(), init=False)
+    """Auxiliary hidden-state layers of the target, in vLLM's numbering (output of decoder
+    layer i is i + 1)."""
+
+    def __post_init__(self) -> Any:
+        if self.method not in METHOD_NAMES:
+            changed = changed_tree_options(self)
+            if changed:
+                raise option_error(
+                    changed[0],
+                    getattr(self, changed[0]),
+                    f"only the methods {', '.join(METHOD_NAMES)} have it, not {self.method!r}",
+                    f"Leave {changed[0]} out or choose one of those methods",
+                )
+            return super().__post_init__()
+
+        method = get_method(str(self.method))
+        if self.num_speculative_tokens is None:
+            self.num_speculative_tokens = max(DEFAULT_TREE_NODES, self.tree_depth or 0)
+        check_tree_shape(self.num_speculative_tokens, self.tree_depth, self.tree_width)
+        check_vllm_options(self, _vllm_defaults(), method.name)
+        if method.needs_head:
+            self._resolve_head(method.name)
+        self.plugin_method = method.name
+        self.method = "custom_class"
+        self.model = PROPOSER_PATH
+        super().__post_init__()
+        self._claim_worker()
+        logger.info("%r", self)
+        return self
+
+    def _resolve_head(self, method: str) -> None:
+        # Imported here: reading a head needs torch modules that plain vLLM never loads.
+        from vllm_specplug.models.checkpoint import inspect_block_head
+
+        path = resolve_head_path(self.model, method)
+        head = inspect_block_head(
+            path, self.target_model_config.hf_text_config, causal=self.causal
+        )
+        self.head_path = str(path)
+        self.draft_depth = check_tree_depth(self.tree_depth, head.block_size)
+        if self.num_speculative_tokens < self.draft_depth:
+            self.draft_depth = self.num_speculative_tokens
+        self.aux_layers = tuple(i + 1 for i in head.target_layer_ids)
+
+    def _claim_worker(self) -> None:
+        """Ledger: worker_cls. Our worker builds the model runner with the tree mixin."""
+        from vllm.platforms import current_platform
+
+        parallel = self.target_parallel_config
+        if parallel.worker_cls != "auto":
+            raise ValueError(
+                f"worker_cls={parallel.worker_cls!r} cannot be combined with "
+                f"speculative method {self.plugin_method!r}, which brings its own worker. "
+                "Leave --worker-cls out."
+            )
+        parallel.worker_cls = (
+            "vllm_specplug.runtime.worker_cpu.TreeCPUWorker"
+            if current_platform.is_cpu()
+            else "vllm_specplug.runtime.worker_gpu.TreeGPUWorker"
+        )
+
+    def compute_hash(self) -> str:
+        """The parent's hash, plus the auxiliary layers: they change the compiled graph."""
+        parent = super().compute_hash()
+        if self.plugin_method is None:
+            return parent
+        factors = str((parent, self.plugin_method, self.aux_layers))
+        return safe_hash(factors.encode(), usedforsecurity=False).hexdigest()
+
+    def __repr__(self) -> str:
+        if self.plugin_method is None:
+            return super().__repr__()
+        head = Path(self.head_path).name if self.head_path else None
+        return (
+            f"SpeculativeConfig(method={self.plugin_method!r}, head={head!r}, "
+            f"nodes={self.num_speculative_tokens}, depth={self.draft_depth}, "
+            f"width={self.tree_width}, builder={self.tree_builder!r})"
+        )
+
+
+def _vllm_defaults() -> dict[str, Any]:
+    """Defaults of vLLM's own speculative options by name."""
+    defaults = {}
+    for field in fields(SpeculativeConfig):
+        default: Any = field.default
+        defaults[field.name] = default.default if hasattr(default, "default") else default
+    return defaults
+
+
+def resolve_head_path(model: str | None, method: str) -> Path:
+    """Folder of the draft head: a local path, or a hub id that is in the local cache.
+
+    Nothing is downloaded while serving.
+
+    Raises:
+        ValueError: when there is no such folder and no cached copy.
+    """
+    if not model:
+        raise option_error(
+            "model",
+            model,
+            f"method {method!r} needs a draft head",
+            'Give its folder, e.g. "model": "/path/to/head"',
+        )
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    remedy = "Give the folder that holds config.json and model.safetensors"
+    if model.count("/") == 1 and not path.is_absolute():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            return Path(snapshot_download(model, local_files_only=True))
+        except (LocalEntryNotFoundError, ValueError, OSError):
+            remedy = f"Download it first: hf download {model}"
+    raise option_error("model", model, "there is no such folder", remedy)
+
+
+def install() -> None:
+    """Ledger: spec_config. Swaps the class `EngineArgs` builds speculative configs from."""
+    import vllm.engine.arg_utils as arg_utils
+
+    arg_utils.SpeculativeConfig = SpecPlugSpeculativeConfig  # type: ignore[misc]
+
+
+def tree_config(vllm_config: Any) -> SpecPlugSpeculativeConfig | None:
+    """Our speculative config of `vllm_config`, or None when another method (or none) runs."""
+    spec = vllm_config.speculative_config
+    if isinstance(spec, SpecPlugSpeculativeConfig) and spec.plugin_method is not None:
+        return spec
+    return None

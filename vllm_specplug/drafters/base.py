@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drafter is given and what it must return.
+
+A drafter knows nothing of vLLM. The runtime hands it the target's weights it shares, a cache
+for its context keys and values that lives in vLLM's pages, and per step the hidden states of
+newly committed tokens and the requests to draft for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from vllm_specplug.config import TreeBuilderName
+from vllm_specplug.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """The options a drafter reads, resolved."""
+
+    head_path: str | None
+    num_nodes: int
+    """Node budget of one tree, root excluded."""
+    tree_depth: int
+    tree_width: int
+    tree_builder: TreeBuilderName
+    hybrid_lambda: float
+    causal: bool | None
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """What a head shares with its target."""
+
+    # [V, H]
+    embed_tokens: torch.Tensor
+    # [V, H]
+    lm_head: torch.Tensor
+    dtype: torch.dtype
+    device: torch.device
+    text_config: object
+    """The target's Hugging Face text config."""
+
+
+@dataclass(frozen=True)
+class DraftCacheSpec:
+    """Shape of one draft layer's context cache."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class CommittedTokens:
+    """Tokens whose target forward is final after this step, of all requests, flat."""
+
+    # One [T, Ht] per auxiliary layer; T rows of the target forward
+    aux_hidden_states: list[torch.Tensor]
+    # [M] int64, row of the target forward each token was computed in
+    rows: torch.Tensor
+    # [M] int64
+    positions: torch.Tensor
+    # [M] int64, slot of the paged cache each token owns
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DraftRequests:
+    """The requests to draft for in this step; R of them."""
+
+    # [R] the last committed token of each: root of its tree, not yet in the target's cache
+    anchors: list[int]
+    # [R] committed tokens before the anchor, which is also the anchor's position
+    context_lens: list[int]
+    # [R] row of each request in the block table
+    req_indices: list[int]
+    # [R] most nodes of each tree
+    budgets: list[int]
+    # [R] most children of a node; 1 asks for a chain
+    widths: list[int]
+    # [R] deepest node worth drafting
+    depths: list[int]
+
+    def __len__(self) -> int:
+        return len(self.anchors)
+
+
+class DraftCache(Protocol):
+    """Context keys and values of the draft layers in vLLM's paged cache."""
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
+
+    def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> BlockAttention:
+        """Attention of `rows` block rows per request over its paged context and the block."""
+
+
+class BlockAttention(Protocol):
+    """Attention of one draft forward, all requests at once."""
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """query [R * rows, Hq, Dh], key and value [R * rows, Hkv, Dh] -> [R * rows, Hq, Dh]."""
+
+
+class Drafter(ABC):
+    """One drafting method.
+
+    Order of calls: `load`, then every step `observe` with what was committed and, when
+    anybody is to be drafted for, `propose`.
+    """
+
+    def __init__(self, options: DrafterOptions) -> None:
+        self.options = options
+
+    @abstractmethod
+    def load(self, target: TargetWeights) -> None:
+        """Loads the draft checkpoint and what it shares with the target.
+
+        Raises:
+            ValueError: when the checkpoint is not for this target, or is incomplete.
+        """
+
+    @abstractmethod
+    def cache_specs(self) -> list[DraftCacheSpec]:
+        """The caches that must live in vLLM's pages, one per draft layer."""
+
+    def bind_cache(self, cache: DraftCache) -> None:
+        """Gives the drafter its pages, once they exist."""
+        self.cache = cache
+
+    @abstractmethod
+    def observe(self, committed: CommittedTokens) -> None:
+        """Takes in newly committed tokens. Called every step, drafting or not."""
+
+    @abstractmethod
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        """One tree per request, within its budget, width and depth."""

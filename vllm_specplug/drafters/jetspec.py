@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JetSpec: one forward of a causal block head drafts every depth of every tree.
+
+The head sees the target's hidden states of all committed tokens (its context, cached in the
+target's pages) and one block per request: the anchor token's embedding and mask embeddings.
+Slot j gives the distribution of the token j positions after the anchor, shared by all
+branches of that depth; the builder turns these marginals into a tree.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_specplug.drafters.base import (
+    CommittedTokens,
+    DraftCacheSpec,
+    Drafter,
+    DraftRequests,
+    TargetWeights,
+)
+from vllm_specplug.models.checkpoint import load_block_head
+from vllm_specplug.tree import DraftTree, build_tree
+
+
+class JetSpecDrafter(Drafter):
+    """Block head of the JetSpec and DFlash family; causal or bidirectional by its config."""
+
+    @torch.inference_mode()
+    def load(self, target: TargetWeights) -> None:
+        assert self.options.head_path is not None
+        head, extras = load_block_head(
+            self.options.head_path, target.text_config, causal=self.options.causal
+        )
+        self.head = head.to(device=target.device, dtype=target.dtype)
+        self.config = head.config
+        embed = extras.embed_tokens if extras.embed_tokens is not None else target.embed_tokens
+        # [V, H]
+        self.embed_tokens = embed.to(device=target.device, dtype=target.dtype)
+        if extras.mask_from_embedding:
+            self.head.mask_embedding.copy_(self.embed_tokens[self.config.mask_token_id])
+        # [V'] target id of each draft id, where the draft vocabulary is reduced
+        self.target_ids: torch.Tensor | None = None
+        if extras.d2t is not None:
+            self.target_ids = extras.target_ids(self.config.draft_vocab_size)
+        lm_head = extras.lm_head
+        if lm_head is None:
+            lm_head = target.lm_head
+            if self.target_ids is not None:
+                lm_head = lm_head[self.target_ids.to(lm_head.device)]
+        # [V', H]
+        self.lm_head = lm_head.to(device=target.device, dtype=target.dtype).contiguous()
+
+    def cache_specs(self) -> list[DraftCacheSpec]:
+        spec = DraftCacheSpec(self.config.num_key_value_heads, self.config.head_dim)
+        return [spec] * self.config.num_hidden_layers
+
+    def observe(self, committed: CommittedTokens) -> None:
+        rows = committed.rows
+        aux = torch.cat([hidden[rows] for hidden in committed.aux_hidden_states], dim=-1)
+        features = self.head.context_features(aux)
+        keys, values = self.head.context_kv(features, committed.positions)
+        self.cache.write(keys, values, committed.slots)
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        depth = max(requests.depths)
+        width = max(requests.widths)
+        token_ids, log_probs = self.candidates(requests, depth, width)
+        return [
+            build_tree(
+                self.options.tree_builder,
+                token_ids[r, : requests.depths[r]],
+                log_probs[r, : requests.depths[r]],
+                requests.budgets[r],
+                tree_width=requests.widths[r],
+                tree_depth=requests.depths[r],
+                hybrid_lambda=self.options.hybrid_lambda,
+            )
+            for r in range(len(requests))
+        ]
+
+    def candidates(
+        self, requests: DraftRequests, depth: int, width: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The `width` likeliest tokens of each depth.
+
+        Returns:
+            Target token ids int64 [R, depth, width], best first, and their natural
+            log-probabilities float32 [R, depth, width].
+        """
+        num_reqs = len(requests)
+        # A bidirectional block was trained whole; a causal one may stop at the last depth read.
+        rows = depth + 1 if self.config.causal else self.config.block_size
+        block = self.head.block_embeds(self.embed_tokens[torch.tensor(requests.anchors)], rows)
+        starts = torch.tensor(requests.context_lens)
+        positions = starts[:, None] + torch.arange(rows)
+        # Slots past the model's last position are never used: depths are capped before.
+        positions = positions.clamp_(max=self.options.max_model_len - 1)
+
+        attend = self.cache.block_attention(requests, rows, self.config.causal)
+        hidden = self.head(block.flatten(0, 1), positions.flatten(), attend)
+        hidden = hidden.unflatten(0, (num_reqs, rows))[:, 1 : depth + 1]
+        logits = torch.nn.functional.linear(hidden, self.lm_head).float()
+        top = logits.topk(min(width, logits.shape[-1]), dim=-1)
+        log_probs = top.values - logits.logsumexp(dim=-1, keepdim=True)
+        ids = top.indices
+        if self.target_ids is not None:
+            ids = self.target_ids[ids]
+        return ids.numpy(), log_probs.numpy()

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods by name, and where their drafters live."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """What the rest of the project needs to know of a method before importing it."""
+
+    name: str
+    drafter: str
+    """Dotted path of the drafter class, imported only in the worker."""
+    needs_head: bool
+    """Whether `model` must name a draft checkpoint."""
+    summary: str
+
+
+_METHODS = {
+    info.name: info
+    for info in (
+        MethodInfo(
+            name="jetspec",
+            drafter="vllm_specplug.drafters.jetspec.JetSpecDrafter",
+            needs_head=True,
+            summary="causal block head over target features, tree by best-first expansion",
+        ),
+    )
+}
+
+METHOD_NAMES: tuple[str, ...] = tuple(_METHODS)
+
+
+def get_method(name: str) -> MethodInfo:
+    """The method called `name`.
+
+    Raises:
+        ValueError: for an unknown name, listing the known ones.
+    """
+    try:
+        return _METHODS[name]
+    except KeyError:
+        raise ValueError(
+            f"method={name!r} is not one of this plugin's methods; known: {', '.join(METHOD_NAMES)}"
+        ) from None
+
+
+def load_drafter_class(name: str) -> type[Any]:
+    """Imports and returns the drafter class of the method called `name`."""
+    module, _, attribute = get_method(name).drafter.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mixin that turns vLLM's V1 model runner into one that verifies trees.
+
+vLLM's scheduler stays stock: the N nodes of a tree are N draft tokens to it. The overrides
+below follow the order of a step. Ledger: runner_*.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from vllm_specplug.budget import RowBudget
+from vllm_specplug.compat.spec_config import tree_config
+from vllm_specplug.drafters.base import CommittedTokens, DraftRequests
+from vllm_specplug.kernels import compact_kv, tree_metadata
+from vllm_specplug.kvcache import path_moves
+from vllm_specplug.metrics import StepStats
+from vllm_specplug.runtime.draft_cache import DraftKVLayer, PagedDraftCache
+from vllm_specplug.runtime.proposer import TreeProposer
+from vllm_specplug.runtime.step import StepRequest, TreeStep
+from vllm_specplug.runtime.target_sampler import TargetSampler
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.verify.cpu import cpu_kv_layout
+from vllm_specplug.verify.tree_rows import TreeRows, attach_tree_rows
+
+logger = init_logger(__name__)
+
+# Rows one step may verify before trees shrink, where the user did not say.
+DEFAULT_STEP_ROWS = {"cpu": 32, "cuda": 1024}
+
+
+class TreeRunnerMixin:
+    """Put before `GPUModelRunner` or a subclass of it."""
+
+    drafter: TreeProposer
+
+    def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, device, *args, **kwargs)  # type: ignore[call-arg]
+        spec = tree_config(vllm_config)
+        assert spec is not None
+        self.tree_spec = spec
+        if spec.aux_layers:
+            self.use_aux_hidden_state_outputs = True
+        self.row_budget = RowBudget(
+            max_nodes=spec.num_speculative_tokens,
+            max_step_rows=spec.max_step_rows or DEFAULT_STEP_ROWS[device.type],
+        )
+        # Trees proposed in the last step, by request id; consumed by the next one.
+        self.proposed_trees: dict[str, DraftTree] = {}
+        self.tree_step = TreeStep([])
+        self.specplug_stats = StepStats()
+
+    # -- set-up ---------------------------------------------------------------------------
+
+    def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
+        return self.tree_spec.aux_layers or super()._get_eagle3_aux_layers_from_config()
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        groups = self.kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ValueError(
+                f"Speculative method {self.tree_spec.plugin_method!r} needs all attention layers "
+                f"in one KV cache group; this target makes {len(groups)}. Use a target whose "
+                "layers all have full attention, and a head with the target's KV shape."
+            )
+        context = self.compilation_config.static_forward_context
+        caches = [
+            context[name].kv_cache
+            for name in groups[0].layer_names
+            if not isinstance(context[name], DraftKVLayer)
+        ]
+        self.target_kv_caches: list[torch.Tensor] = caches
+        block_size, head_dim = caches[0].shape[2], caches[0].shape[3] // 2
+        _, self.kv_layout = cpu_kv_layout(caches[0].dtype, block_size, head_dim)
+        self.kv_block_size = block_size
+        layers = self.drafter.cache_layers
+        if layers:
+            self.drafter.drafter.bind_cache(
+                PagedDraftCache(
+                    layers,
+                    block_table=lambda: self.input_batch.block_table[0].get_device_tensor(
+                        self.input_batch.num_reqs
+                    ),
+                    scale=layers[0].spec.head_dim ** -0.5,
+                )
+            )
+
+    # -- before the forward ---------------------------------------------------------------
+
+    def _prepare_inputs(
+        self, scheduler_output: Any, num_scheduled_tokens: np.ndarray
+    ) -> tuple[Any, ...]:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        starts = self.query_start_loc.np
+        requests = []
+        for i, req_id in enumerate(self.input_batch.req_ids):
+            tokens = drafts.get(req_id, ())
+            first, end = int(starts[i]), int(starts[i + 1])
+            request = StepRequest(
+                first_row=first,
+                root_row=end - len(tokens) - 1,
+                end_row=end,
+                num_computed=int(self.input_batch.num_computed_tokens_cpu[i]),
+                tree=self._tree_for(req_id, tokens),
+            )
+            requests.append(request)
+            if not request.is_linear:
+                assert request.tree is not None
+                depths = torch.from_numpy(request.tree.depths.astype(np.int64))
+                # Slots stay linear (super computed them); only rotary positions follow depth.
+                self.positions[request.root_row + 1 : end] = (
+                    request.context_len + depths.to(self.positions.device)
+                )
+        self.proposed_trees.clear()
+        self.tree_step = TreeStep(requests)
+        return prepared
+
+    def _tree_for(self, req_id: str, tokens: Any) -> DraftTree | None:
+        """The tree behind scheduled draft tokens, cut to what was scheduled.
+
+        None when they are not ours: vLLM pads resumed requests with -1 drafts that nobody
+        proposed. Such rows are linear and none of them can be accepted.
+        """
+        if not tokens:
+            return DraftTree.empty()
+        tree = self.proposed_trees.get(req_id)
+        if tree is None:
+            return None
+        tree = tree.prefix(len(tokens))
+        if tree.token_ids.tolist() != list(tokens):
+            return None
+        return tree
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        step = self.tree_step
+        if common is None or not step.has_trees or kwargs.get("for_cudagraph_capture"):
+            return attn_metadata, common
+        covers = all(r.decodes for r in step.requests)
+        members = [
+            (i, r) for i, r in enumerate(step.requests) if (r.decodes if covers else not r.is_linear)
+        ]
+        rows = TreeRows(
+            metadata=tree_metadata(
+                req_indices=[i for i, _ in members],
+                row_starts=[r.root_row for _, r in members],
+                context_lens=[r.context_len for _, r in members],
+                parents=[r.tree.parent_indices for _, r in members if r.tree is not None],
+                block_table=common.block_table_tensor,
+            ),
+            covers_batch=covers,
+        )
+        for metadata in {id(m): m for m in attn_metadata.values()}.values():
+            attach_tree_rows(metadata, rows)
+        return attn_metadata, common
+
+    # -- after the forward ----------------------------------------------------------------
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        assert logits is not None and spec_decode_metadata is not None
+        start = time.perf_counter()
+        num_drafts = spec_decode_metadata.num_draft_tokens
+        root_rows = [0] * len(num_drafts)
+        for i in range(1, len(num_drafts)):
+            root_rows[i] = root_rows[i - 1] + num_drafts[i - 1] + 1
+        num_reqs = self.input_batch.num_reqs
+        discarded = set(np.nonzero(self.discard_request_mask.np[:num_reqs])[0].tolist())
+        sampler = TargetSampler(
+            self.sampler,
+            logits,
+            self.input_batch.sampling_metadata,
+            self.input_batch.req_output_token_ids,
+            discarded,
+        )
+        walk, output = sampler.walk([r.tree for r in self.tree_step.requests], root_rows)
+        sampled = time.perf_counter()
+        for request, path in zip(self.tree_step.requests, walk.accepted_paths, strict=True):
+            request.accepted_path = path
+        self._compact_accepted_paths()
+        compacted = time.perf_counter()
+        self._record_verification(sampled - start, compacted - sampled)
+        return output
+
+    def _compact_accepted_paths(self) -> None:
+        """Makes accepted paths contiguous before anything can read or hash their blocks."""
+        block_table = self.input_batch.block_table[0].block_table.np
+        sources, targets = path_moves(
+            (
+                (r.accepted_path, r.context_len, block_table[i])
+                for i, r in enumerate(self.tree_step.requests)
+                if r.accepted_path and not r.is_linear
+            ),
+            self.kv_block_size,
+        )
+        if len(sources):
+            compact_kv(
+                self.target_kv_caches,
+                torch.from_numpy(sources),
+                torch.from_numpy(targets),
+                self.kv_layout,
+            )
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        # vLLM rewinds the generators of discarded samples, which a CPU generator cannot do and
+        # ours never advanced: hide them.
+        generators = self.input_batch.generators
+        num_reqs = self.input_batch.num_reqs
+        hidden = {
+            int(i): generators.pop(int(i))
+            for i in np.nonzero(self.discard_request_mask.np[:num_reqs])[0]
+            if int(i) in generators
+        }
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            generators.update(hidden)
+
+    # -- drafting -------------------------------------------------------------------------
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # vLLM's rule is for the whole batch; ours is each request's depth in `_draft_requests`.
+        return common_attn_metadata is not None
+
+    @torch.inference_mode()
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        common_attn_metadata: Any,
+        slot_mappings: Any,
+    ) -> list[list[int]]:
+        start = time.perf_counter()
+        drafter = self.drafter.drafter
+        assert aux_hidden_states is not None
+        rows, slot_rows, positions = self.tree_step.committed_rows()
+        slots = common_attn_metadata.slot_mapping[torch.from_numpy(slot_rows)]
+        drafter.observe(
+            CommittedTokens(
+                aux_hidden_states=aux_hidden_states,
+                rows=torch.from_numpy(rows),
+                positions=torch.from_numpy(positions),
+                slots=slots,
+            )
+        )
+        requests = self._draft_requests(sampled_token_ids, sampling_metadata)
+        drafts: list[list[int]] = [[] for _ in self.input_batch.req_ids]
+        if len(requests):
+            trees = drafter.propose(requests)
+            for i, tree in zip(requests.req_indices, trees, strict=True):
+                if tree.num_nodes:
+                    self.proposed_trees[self.input_batch.req_ids[i]] = tree
+                    drafts[i] = tree.token_ids.tolist()
+        self.specplug_stats.add_draft_time(time.perf_counter() - start)
+        return drafts
+
+    def _draft_requests(
+        self, sampled_token_ids: list[list[int]], sampling_metadata: Any
+    ) -> DraftRequests:
+        """Who is drafted for, from which anchor, and how much each may draft."""
+        requests = DraftRequests([], [], [], [], [], [])
+        running = [i for i, tokens in enumerate(sampled_token_ids) if tokens]
+        nodes = self.row_budget.nodes_per_request(len(running))
+        holder = sampling_metadata.thinking_budget_state_holder
+        if nodes == 0 or (holder is not None and holder.has_tracked_requests()):
+            self.specplug_stats.add_plain(
+                "batch" if nodes == 0 else "thinking_budget", len(running)
+            )
+            return requests
+        for i in running:
+            state = self.requests[self.input_batch.req_ids[i]]
+            num_tokens = int(self.input_batch.num_tokens_no_spec[i])
+            params = state.sampling_params
+            remaining = self.max_model_len - num_tokens - 1
+            if params is not None and params.max_tokens is not None:
+                # The step after this one always emits a token of its own.
+                remaining = min(remaining, params.max_tokens - len(state.output_token_ids) - 1)
+            depth = min(self.drafter.options.tree_depth, remaining, nodes)
+            if depth < 1:
+                self.specplug_stats.add_plain("near_max_len", 1)
+                continue
+            structured = params is not None and params.structured_outputs is not None
+            requests.anchors.append(sampled_token_ids[i][-1])
+            requests.context_lens.append(num_tokens - 1)
+            requests.req_indices.append(i)
+            requests.budgets.append(nodes if not structured else depth)
+            # vLLM walks a grammar along the flat draft list: only a chain reads right there.
+            requests.widths.append(1 if structured else self.drafter.options.tree_width)
+            requests.depths.append(depth)
+        return requests
+
+    def _record_verification(self, verify_s: float, compact_s: float) -> None:
+        for r in self.tree_step.requests:
+            if r.tree is not None and r.tree.num_nodes:
+                self.specplug_stats.add_tree(r.tree.num_nodes, len(r.accepted_path))
+        self.specplug_stats.add_verify_time(verify_s, compact_s)

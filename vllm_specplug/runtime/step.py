@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runner remembers between the phases of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_specplug.tree import DraftTree
+
+
+@dataclass
+class StepRequest:
+    """One request's rows in the target forward of this step."""
+
+    first_row: int
+    """First row of the flat query: prompt chunk, recomputed tokens or the root itself."""
+    root_row: int
+    """Row of the last token that is not a draft; its logits decide the next token."""
+    end_row: int
+    num_computed: int
+    """Committed tokens in the cache before this step; position of `first_row`."""
+    tree: DraftTree | None
+    """The tree under verification; None when the rows after the root are not ours."""
+    accepted_path: list[int] = field(default_factory=list)
+
+    @property
+    def context_len(self) -> int:
+        """Tokens before the root, which is also the root's position."""
+        return self.num_computed + self.root_row - self.first_row
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the stock causal mask and positions are right for these rows."""
+        tree = self.tree
+        return tree is None or tree.max_depth == tree.num_nodes
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the rows are a root and its tree, nothing before it."""
+        return self.first_row == self.root_row and self.tree is not None
+
+
+@dataclass
+class TreeStep:
+    """All requests of one step, in batch order."""
+
+    requests: list[StepRequest]
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether any request needs more than the stock causal path."""
+        return any(not r.is_linear for r in self.requests)
+
+    def committed_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows whose tokens are committed once the accepted paths are known.
+
+        Returns:
+            Row each token was computed in, row whose slot it owns after compaction, and its
+            position; int64 [M] each.
+        """
+        rows: list[np.ndarray] = []
+        slots: list[np.ndarray] = []
+        positions: list[np.ndarray] = []
+        for r in self.requests:
+            linear = np.arange(r.first_row, r.root_row + 1 + len(r.accepted_path))
+            computed = linear.copy()
+            if r.accepted_path:
+                nodes = np.asarray(r.accepted_path)
+                computed[len(linear) - len(nodes) :] = r.root_row + 1 + nodes
+            rows.append(computed)
+            slots.append(linear)
+            positions.append(r.num_computed + linear - r.first_row)
+        return np.concatenate(rows), np.concatenate(slots), np.concatenate(positions)

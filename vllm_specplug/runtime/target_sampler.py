@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling the target row by row with vLLM's own sampler, as plain decoding would.
+
+Between two depths of the walk this does what vLLM does between two steps: the sampled
+token joins the request's output and stateful logits processors are told. So penalties,
+bad words, `min_tokens`, seeds and logprobs see exactly what they see in plain decoding.
+
+Ledger: target_sampler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from vllm_specplug.accept import WalkResult, walk_trees
+from vllm_specplug.tree import DraftTree
+
+PLACEHOLDER_TOKEN_ID = -1
+
+
+class TargetSampler:
+    """One step's walk over logits rows.
+
+    Args:
+        sampler: vLLM's sampler.
+        logits: [rows, V], the rows of all requests, each root followed by its nodes.
+        metadata: vLLM's sampling metadata of the batch.
+        outputs: each request's live output token list, as vLLM's processors hold it.
+        discarded: requests whose sample is thrown away (prompt chunks); they neither
+            advance their random state nor grow their output.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        outputs: list[list[int] | None],
+        discarded: set[int],
+    ) -> None:
+        self.sampler = sampler
+        self.logits = logits
+        self.metadata = metadata
+        self.outputs = outputs
+        self.discarded = discarded
+        self.logprobs: list[LogprobsTensors] = []
+
+    def walk(
+        self, trees: list[DraftTree | None], root_rows: list[int]
+    ) -> tuple[WalkResult, SamplerOutput]:
+        """Walks all trees; returns the walk and vLLM's sampler output (-1 padded)."""
+        if self._plain_argmax():
+            tokens = self.logits.argmax(dim=-1).tolist()
+            result = walk_trees(trees, root_rows, lambda rows, live: [tokens[r] for r in rows])
+        else:
+            kept = [len(output or ()) for output in self.outputs]
+            try:
+                result = walk_trees(trees, root_rows, self._sample)
+            finally:
+                # vLLM's bookkeeping appends the step's tokens itself.
+                for output, length in zip(self.outputs, kept, strict=True):
+                    if output is not None:
+                        del output[length:]
+        width = max(len(tokens) for tokens in result.token_ids)
+        padded = [
+            tokens + [PLACEHOLDER_TOKEN_ID] * (width - len(tokens)) for tokens in result.token_ids
+        ]
+        return result, SamplerOutput(
+            sampled_token_ids=torch.tensor(padded, dtype=torch.int32, device=self.logits.device),
+            logprobs_tensors=self._stack_logprobs(),
+        )
+
+    def _plain_argmax(self) -> bool:
+        """Whether the sampler would take nothing but the argmax of every row."""
+        m = self.metadata
+        holder = m.thinking_budget_state_holder
+        return (
+            m.all_greedy
+            and m.no_penalties
+            and not m.bad_words_token_ids
+            and m.allowed_token_ids_mask is None
+            and m.max_num_logprobs is None
+            and not m.logprob_token_ids
+            and (holder is None or not holder.has_tracked_requests())
+            and all(
+                isinstance(p, MinTokensLogitsProcessor) and not p.min_toks
+                for p in m.logitsprocs.non_argmax_invariant
+            )
+        )
+
+    def _sample(self, rows: list[int], live: list[bool]) -> list[int]:
+        alive = {i for i, is_live in enumerate(live) if is_live and i not in self.discarded}
+        generators = {i: g for i, g in self.metadata.generators.items() if i in alive}
+        index = torch.tensor(rows, device=self.logits.device)
+        # Advanced indexing copies: the sampler edits logits in place.
+        output = self.sampler(
+            logits=self.logits[index],
+            sampling_metadata=replace(self.metadata, generators=generators),
+        )
+        if output.logprobs_tensors is not None:
+            self.logprobs.append(output.logprobs_tensors)
+        tokens = output.sampled_token_ids[:, 0].tolist()
+        for i in alive:
+            history = self.outputs[i]
+            if history is not None:
+                history.append(tokens[i])
+        for processor in self.metadata.logitsprocs.all:
+            processor.update_state(None)
+        return tokens
+
+    def _stack_logprobs(self) -> LogprobsTensors | None:
+        """One entry per (request, depth), request major, as vLLM's parser expects them."""
+        if not self.logprobs:
+            return None
+        num_reqs = self.logprobs[0].logprobs.shape[0]
+
+        def stacked(name: str) -> torch.Tensor:
+            parts = [getattr(step, name) for step in self.logprobs]
+            if parts[0].numel() == 0:  # full-vocabulary logprobs carry no ids or ranks
+                return torch.empty((num_reqs * len(parts), 0), dtype=parts[0].dtype)
+            return torch.stack(parts, dim=1).flatten(0, 1)
+
+        return LogprobsTensors(
+            stacked("logprob_token_ids"), stacked("logprobs"), stacked("selected_token_ranks")
+        )
