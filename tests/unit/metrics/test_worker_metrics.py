@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from vllm_specplug.metrics import SpecPlugMetrics, StepStats, format_interval
+
+LOGGER = logging.getLogger("specplug.test.worker_metrics")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def make_metrics(clock, **options) -> SpecPlugMetrics:
+    return SpecPlugMetrics(logger=LOGGER, clock=clock, log_interval_s=10.0, **options)
+
+
+def step(metrics: SpecPlugMetrics, num_nodes=16, num_accepted=2):
+    metrics.stats.observe_draft(num_nodes, num_accepted)
+    return metrics.end_step()
+
+
+def test_each_step_gives_its_own_payload(clock):
+    metrics = make_metrics(clock)
+    assert step(metrics, 16, 2) == {"drafts": 1, "nodes": 16, "by_depth": [1, 1]}
+    assert metrics.end_step() is None
+    assert step(metrics, 8, 0) == {"drafts": 1, "nodes": 8, "by_depth": []}
+
+
+def test_one_line_an_interval_about_that_interval_only(clock, caplog):
+    metrics = make_metrics(clock)
+    with caplog.at_level(logging.INFO):
+        for _ in range(25):  # one step a second, from second 0
+            step(metrics, num_accepted=3)
+            clock.now += 1.0
+        assert len(caplog.messages) == 2
+        for _ in range(10):
+            step(metrics, num_accepted=0)
+            clock.now += 1.0
+    assert [m.partition(" (")[0] for m in caplog.messages] == [
+        "specplug: mean acceptance length 4.00",
+        "specplug: mean acceptance length 4.00",
+        "specplug: mean acceptance length 2.20",  # 4 of 10 steps accepted 3
+    ]
+
+
+def test_an_idle_worker_says_nothing(clock, caplog):
+    metrics = make_metrics(clock)
+    with caplog.at_level(logging.INFO):
+        for _ in range(100):
+            metrics.end_step()
+            clock.now += 1.0
+    assert not caplog.messages
+
+
+def test_other_ranks_return_payloads_and_stay_silent(clock, caplog):
+    metrics = make_metrics(clock, is_reporting=False)
+    with caplog.at_level(logging.INFO):
+        for _ in range(600):
+            assert step(metrics, num_accepted=0) is not None
+            clock.now += 1.0
+    assert not caplog.messages
+
+
+def test_watchdog_is_fed(clock, caplog):
+    metrics = make_metrics(clock, head="heads/mine")
+    for _ in range(512):
+        step(metrics, num_accepted=0)
+    assert "over the last 512 drafts of heads/mine" in caplog.messages[0]
+
+
+def test_format_interval():
+    stats = StepStats()
+    stats.merge(
+        {
+            "drafts": 100,
+            "nodes": 1520,
+            "by_depth": [71, 38, 15, 7],
+            "plain": {"grammar": 2, "batch": 10},
+            "ms": {"draft": [3.0, 3.2], "verify": [30.6, 31.4], "compact": [0.2]},
+        }
+    )
+    assert format_interval(stats) == (
+        "specplug: mean acceptance length 2.31 (accepted 1.31 of 15.2 nodes) "
+        "| by depth 0.71 0.38 0.15 0.07 | draft 3.1 ms verify 31 ms compact 0.20 ms "
+        "| plain steps 12 (batch 10, grammar 2)"
+    )
+
+
+def test_format_interval_without_trees_and_with_deep_ones():
+    stats = StepStats()
+    stats.observe_plain("batch", 7)
+    assert format_interval(stats) == "specplug: no trees verified | plain steps 7 (batch 7)"
+    stats = StepStats()
+    stats.observe_draft(20, 12)
+    assert format_interval(stats).endswith("by depth " + "1.00 " * 10 + "...")

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `specplug:` metrics of one front end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from vllm_specplug.metrics.step_stats import PHASES, PLAIN_REASONS, Payload
+
+NAMESPACE = "specplug:"
+
+_MS_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
+_NODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+_PHASE_HELP = {
+    "draft": "Milliseconds per step for drafting and building trees.",
+    "verify": "Milliseconds per step for the target's forward over tree rows and the walk.",
+    "compact": "Milliseconds per step for moving the KV of accepted paths together.",
+}
+
+
+@dataclass(frozen=True)
+class _Families:
+    """Metric families of one registry, which takes each name only once."""
+
+    drafts: Counter
+    nodes: Counter
+    accepted: Counter
+    plain_steps: Counter
+    step_nodes: Histogram
+    milliseconds: Mapping[str, Histogram]
+    tree_budget: Gauge
+
+
+_families: WeakKeyDictionary[CollectorRegistry, _Families] = WeakKeyDictionary()
+
+
+def _get_families(labelnames: Sequence[str], registry: CollectorRegistry) -> _Families:
+    families = _families.get(registry)
+    if families is None:
+        families = _families[registry] = _make_families(labelnames, registry)
+    return families
+
+
+def _make_families(labelnames: Sequence[str], registry: CollectorRegistry) -> _Families:
+    def counter(name: str, documentation: str, *extra: str) -> Counter:
+        return Counter(NAMESPACE + name, documentation, [*labelnames, *extra], registry=registry)
+
+    def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(
+            NAMESPACE + name, documentation, labelnames, buckets=buckets, registry=registry
+        )
+
+    return _Families(
+        drafts=counter("drafts", "Draft trees verified."),
+        nodes=counter("draft_nodes", "Draft tree nodes verified, roots excluded."),
+        accepted=counter(
+            "accepted_tokens",
+            "Draft tokens accepted, by depth in the tree; the sum over depths is all of them.",
+            "depth",
+        ),
+        plain_steps=counter(
+            "plain_steps", "Decode steps of single requests without a tree, by reason.", "reason"
+        ),
+        step_nodes=histogram(
+            "step_nodes", "Draft tree nodes of all requests of one step together.", _NODE_BUCKETS
+        ),
+        milliseconds={
+            phase: histogram(f"{phase}_milliseconds", _PHASE_HELP[phase], _MS_BUCKETS)
+            for phase in PHASES
+        },
+        tree_budget=Gauge(
+            NAMESPACE + "tree_budget",
+            "Most nodes one tree could have in the last step that drafted.",
+            labelnames,
+            multiprocess_mode="mostrecent",
+            registry=registry,
+        ),
+    )
+
+
+class PrometheusExporter:
+    """Turns payloads of `StepStats` into Prometheus metrics.
+
+    | Metric | Type | Extra label |
+    |---|---|---|
+    | `specplug:drafts_total` | counter | |
+    | `specplug:draft_nodes_total` | counter | |
+    | `specplug:accepted_tokens_total` | counter | `depth` |
+    | `specplug:plain_steps_total` | counter | `reason` |
+    | `specplug:step_nodes` | histogram | |
+    | `specplug:draft_milliseconds`, `verify_...`, `compact_...` | histogram | |
+    | `specplug:tree_budget` | gauge | |
+
+    Mean acceptance length over a window is
+    `1 + sum(rate(specplug:accepted_tokens_total[5m])) / sum(rate(specplug:drafts_total[5m]))`.
+
+    Exporters of one registry share the metric families, so a second engine in the same process
+    adds its labels instead of failing. Label names must then be the same.
+    """
+
+    def __init__(
+        self, labels: Mapping[str, str], registry: CollectorRegistry | None = None
+    ) -> None:
+        """`labels`: name and value of the labels every metric carries, in vLLM's case
+        `model_name` and `engine`. `registry` defaults to the process's."""
+        families = _get_families(tuple(labels), REGISTRY if registry is None else registry)
+        values = tuple(labels.values())
+        self._values = values
+        self._accepted_family = families.accepted
+        self._accepted: list[Counter] = []
+        self._drafts = families.drafts.labels(*values)
+        self._nodes = families.nodes.labels(*values)
+        # All reasons and phases exist from the start, so that a rate over them is never empty.
+        self._plain = {r: families.plain_steps.labels(*values, r) for r in PLAIN_REASONS}
+        self._step_nodes = families.step_nodes.labels(*values)
+        self._ms = {p: h.labels(*values) for p, h in families.milliseconds.items()}
+        self._tree_budget = families.tree_budget.labels(*values)
+
+    def observe(self, payload: Payload | None) -> None:
+        """Add one payload. Keys and labels this version does not know are ignored."""
+        if not payload:
+            return
+        if drafts := payload.get("drafts"):
+            self._drafts.inc(drafts)
+            self._nodes.inc(payload["nodes"])
+            for index, count in enumerate(payload["by_depth"]):
+                if index == len(self._accepted):
+                    child = self._accepted_family.labels(*self._values, str(index + 1))
+                    self._accepted.append(child)
+                self._accepted[index].inc(count)
+        for reason, count in payload.get("plain", {}).items():
+            if (plain := self._plain.get(reason)) is not None:
+                plain.inc(count)
+        for num_nodes in payload.get("step_nodes", ()):
+            self._step_nodes.observe(num_nodes)
+        for phase, values in payload.get("ms", {}).items():
+            if (histogram := self._ms.get(phase)) is not None:
+                for value in values:
+                    histogram.observe(value)
+        if (budget := payload.get("budget")) is not None:
+            self._tree_budget.set(budget)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain numbers about trees, collected by the runner and sent onwards as a payload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PLAIN_REASONS = ("batch", "opted_out", "grammar", "near_max_len", "no_draft")
+"""Why a request decoded a step without a tree: the batch left no rows for one, the request does not
+want one, its grammar cannot follow one, no position is left for one, or the drafter had nothing."""
+
+PHASES = ("draft", "verify", "compact")
+"""Timed parts of a step: drafting and building trees; the target's forward and the walk; moving the
+accepted path's KV together."""
+
+Payload = dict[str, Any]
+"""Strings, ints, floats, lists and dicts of them: fit for msgpack, pickle and JSON alike."""
+
+
+@dataclass
+class StepStats:
+    """Sums since the last `drain`. A draft is one request's tree in one verification step.
+
+    Everything is counted where it is verified, not where it is drafted: a tree that the scheduler
+    cut counts with the nodes that were left, one that it dropped does not count. Mean acceptance
+    length = 1 + accepted / drafts follows vLLM.
+    """
+
+    num_drafts: int = 0
+    # nodes verified, roots excluded
+    num_nodes: int = 0
+    # [deepest accepted so far] drafts that were accepted to depth index + 1 or deeper
+    accepted_by_depth: list[int] = field(default_factory=list)
+    # requests' decode steps without a tree, by reason
+    plain_steps: dict[str, int] = field(default_factory=dict)
+    # nodes of all requests together, one entry a step that had any
+    step_nodes: list[int] = field(default_factory=list)
+    # milliseconds by phase, one entry a step that had the phase
+    milliseconds: dict[str, list[float]] = field(default_factory=dict)
+    # most nodes a tree could have in the last step that drafted
+    tree_budget: int | None = None
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted_by_depth)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a verified draft yields, the target's own token included; 1.0 without drafts."""
+        return 1.0 + self.num_accepted / self.num_drafts if self.num_drafts else 1.0
+
+    def observe_draft(self, num_nodes: int, num_accepted: int) -> None:
+        """One verified tree of `num_nodes` >= 1 nodes, accepted down to depth `num_accepted`."""
+        assert 0 <= num_accepted <= num_nodes, (num_accepted, num_nodes)
+        assert num_nodes > 0, "a request without a tree is a plain step"
+        self.num_drafts += 1
+        self.num_nodes += num_nodes
+        by_depth = self.accepted_by_depth
+        if num_accepted > len(by_depth):
+            by_depth.extend([0] * (num_accepted - len(by_depth)))
+        for index in range(num_accepted):
+            by_depth[index] += 1
+
+    def observe_step_nodes(self, num_nodes: int) -> None:
+        """Nodes that all trees of one step had together."""
+        self.step_nodes.append(num_nodes)
+
+    def observe_plain(self, reason: str, count: int = 1) -> None:
+        """`count` requests decoded a step without a tree."""
+        assert reason in PLAIN_REASONS, reason
+        if count:
+            self.plain_steps[reason] = self.plain_steps.get(reason, 0) + count
+
+    def observe_ms(self, phase: str, milliseconds: float) -> None:
+        """Wall time of one phase in one step."""
+        assert phase in PHASES, phase
+        self.milliseconds.setdefault(phase, []).append(milliseconds)
+
+    def to_payload(self) -> Payload | None:
+        """The sums as plain data, None when there is nothing to tell."""
+        payload: Payload = {}
+        if self.num_drafts:
+            payload["drafts"] = self.num_drafts
+            payload["nodes"] = self.num_nodes
+            payload["by_depth"] = list(self.accepted_by_depth)
+        if self.plain_steps:
+            payload["plain"] = dict(self.plain_steps)
+        if self.step_nodes:
+            payload["step_nodes"] = list(self.step_nodes)
+        if self.milliseconds:
+            payload["ms"] = {phase: list(values) for phase, values in self.milliseconds.items()}
+        if self.tree_budget is not None:
+            payload["budget"] = self.tree_budget
+        return payload or None
+
+    def merge(self, payload: Payload | None) -> None:
+        """Add what another process, or an earlier step, counted."""
+        if not payload:
+            return
+        self.num_drafts += payload.get("drafts", 0)
+        self.num_nodes += payload.get("nodes", 0)
+        by_depth = payload.get("by_depth", ())
+        if len(by_depth) > len(self.accepted_by_depth):
+            missing = len(by_depth) - len(self.accepted_by_depth)
+            self.accepted_by_depth.extend([0] * missing)
+        for index, count in enumerate(by_depth):
+            self.accepted_by_depth[index] += count
+        for reason, count in payload.get("plain", {}).items():
+            self.plain_steps[reason] = self.plain_steps.get(reason, 0) + count
+        self.step_nodes.extend(payload.get("step_nodes", ()))
+        for phase, values in payload.get("ms", {}).items():
+            self.milliseconds.setdefault(phase, []).extend(values)
+        self.tree_budget = payload.get("budget", self.tree_budget)
+
+    def reset(self) -> None:
+        """Back to zero; the object stays the one that others hold."""
+        self.num_drafts = 0
+        self.num_nodes = 0
+        self.accepted_by_depth = []
+        self.plain_steps = {}
+        self.step_nodes = []
+        self.milliseconds = {}
+        self.tree_budget = None
+
+    def drain(self) -> Payload | None:
+        """`to_payload`, then `reset`."""
+        payload = self.to_payload()
+        if payload is not None:
+            self.reset()
+        return payload

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A warning, once, when drafting runs but gains nothing."""
+
+from __future__ import annotations
+
+import logging
+
+LIKELY_CAUSES = (
+    "the head was trained for another target, or for another thinking mode of this one",
+    "target_layer_ids follow another convention (ours are zero-based: id i is the output of "
+    "decoder layer i; one off lowers acceptance, more of it collapses it)",
+    "the head's in-block attention is read wrongly (see option `causal` and `causal_head` in the "
+    "checkpoint's config)",
+    "prompts use another chat template than the training data, or none",
+    "the draft vocabulary map (`d2t`) belongs to another tokenizer",
+)
+
+
+class AcceptanceWatchdog:
+    """Watches mean acceptance length over windows of `window` drafts.
+
+    A window, not a lifetime average: a server that drafted well for a day and then meets traffic
+    its head was never trained for still gets the warning. One full window below `threshold` is
+    enough; a head that works at all is far above it.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        *,
+        head: str = "the draft head",
+        threshold: float = 1.1,
+        window: int = 512,
+    ) -> None:
+        assert threshold > 1.0, threshold
+        assert window >= 1, window
+        self._logger = logger
+        self._head = head
+        self._threshold = threshold
+        self._window = window
+        self._drafts = 0
+        self._accepted = 0
+        self.has_warned = False
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """Drafts verified since the last call, and the draft tokens accepted from them."""
+        if self.has_warned:
+            return
+        self._drafts += num_drafts
+        self._accepted += num_accepted
+        if self._drafts < self._window:
+            return
+        mean_acceptance_length = 1.0 + self._accepted / self._drafts
+        if mean_acceptance_length < self._threshold:
+            self.has_warned = True
+            self._logger.warning(
+                "specplug: mean acceptance length is %.2f over the last %d drafts of %s: drafting "
+                "costs time and gains next to nothing. The output is not affected. Likely causes: "
+                "%s.",
+                mean_acceptance_length,
+                self._drafts,
+                self._head,
+                "; ".join(f"({i}) {cause}" for i, cause in enumerate(LIKELY_CAUSES, start=1)),
+            )
+        self._drafts = 0
+        self._accepted = 0
