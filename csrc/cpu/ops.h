@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operators registered under torch.ops.specplug; argument shapes are documented in
+// kernels/src/dispatch.py.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace specplug {
+
+void tree_attn(const torch::stable::Tensor& query, const torch::stable::Tensor& key_cache,
+               const torch::stable::Tensor& value_cache, torch::stable::Tensor& output,
+               const torch::stable::Tensor& plan_rows, const torch::stable::Tensor& mask_words,
+               const torch::stable::Tensor& block_table, double scale, int64_t layout,
+               int64_t block_size, const std::optional<torch::stable::Tensor>& tables,
+               const std::optional<torch::stable::Tensor>& tail_key,
+               const std::optional<torch::stable::Tensor>& tail_value);
+
+void compact_kv(const std::vector<torch::stable::Tensor>& kv_caches,
+                const torch::stable::Tensor& src_slots, const torch::stable::Tensor& dst_slots,
+                const torch::stable::Tensor& tables);
+
+void ancestor_words(const torch::stable::Tensor& parents, const torch::stable::Tensor& row_counts,
+                    torch::stable::Tensor& words);
+
+}  // namespace specplug

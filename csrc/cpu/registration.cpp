@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// torch.ops.specplug: everything goes through torch's stable ABI, so one build serves several
+// torch releases.
+#include <torch/csrc/stable/library.h>
+
+#include "isa.h"
+#include "ops.h"
+
+namespace specplug {
+
+// Bit i is set when instruction set i (plain, avx2, avx512, avx512_bf16, amx) can run here.
+int64_t cpu_isas() {
+  int64_t mask = 0;
+  for (int isa = 0; isa < kNumIsas; ++isa)
+    if (isa_supported(isa)) mask |= int64_t{1} << isa;
+  return mask;
+}
+
+void set_cpu_isa(int64_t isa) {
+  STD_TORCH_CHECK(isa >= 0 && isa < kNumIsas && isa_supported(static_cast<int>(isa)),
+                  "set_cpu_isa: instruction set ", isa, " cannot run on this machine");
+  set_isa_limit(static_cast<int>(isa));
+}
+
+std::string cpu_variant(bool bf16) { return select_variant(bf16)->name; }
+
+STABLE_TORCH_LIBRARY(specplug, m) {
+  m.def(
+      "tree_attn(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a!) output, "
+      "Tensor plan, Tensor mask_words, Tensor block_table, float scale, int layout, "
+      "int block_size, Tensor? tables, Tensor? tail_key, Tensor? tail_value) -> ()");
+  m.def(
+      "compact_kv(Tensor(a!)[] kv_caches, Tensor src_slots, Tensor dst_slots, Tensor tables) "
+      "-> ()");
+  m.def("ancestor_words(Tensor parents, Tensor row_counts, Tensor(a!) words) -> ()");
+  m.def("cpu_isas() -> int");
+  m.def("set_cpu_isa(int isa) -> ()");
+  m.def("cpu_variant(bool bf16) -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
+  m.impl("tree_attn", TORCH_BOX(&tree_attn));
+  m.impl("compact_kv", TORCH_BOX(&compact_kv));
+  m.impl("ancestor_words", TORCH_BOX(&ancestor_words));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isas", TORCH_BOX(&cpu_isas));
+  m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
+  m.impl("cpu_variant", TORCH_BOX(&cpu_variant));
+}
+
+}  // namespace specplug

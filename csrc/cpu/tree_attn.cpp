@@ -1,0 +1,636 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tree attention over a paged KV cache: splits the work, walks the blocks, merges the shares.
+#include "tree_attn.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "ops.h"
+
+namespace specplug {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr int kMaxHeadSize = 1024;
+// Rows (query rows x query heads of a KV head) that share one pass over the context.
+constexpr int kMaxItemRows = 512;
+// Below this much work (rows x groups, in units of 16 rows) waking other threads costs more.
+constexpr int64_t kParallelCost = 24;
+
+// Growing 64-byte aligned scratch; contents are not kept.
+class Scratch {
+ public:
+  char* get(size_t bytes) {
+    if (bytes > size_) {
+      size_ = bytes + bytes / 2;
+      data_.reset(static_cast<char*>(std::aligned_alloc(64, (size_ + 63) / 64 * 64)));
+      STD_TORCH_CHECK(data_ != nullptr, "tree_attn: out of memory for ", size_, " bytes");
+    }
+    return data_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  std::unique_ptr<char, Free> data_;
+  size_t size_ = 0;
+};
+
+// Everything about the call that does not change between items.
+struct Problem {
+  const AttnVariant* variant;
+  bool bf16;
+  LayoutKind layout;
+  bool direct;  // panels can be read from the cache without packing
+  int head_size, block_size, num_kv_heads, group_size;
+  int padded_words;  // words of a query row, a multiple of an AMX tile row
+  float scale_log2;
+  const char *query, *key_cache, *value_cache;
+  int64_t q_row, q_head;                        // elements
+  int64_t k_block, k_head, v_block, v_head;     // elements
+  char* output;
+  int64_t o_row, o_head;
+  const int32_t *req_index, *row_start, *row_count, *context_len, *mask_start;
+  const int64_t* words;
+  int64_t words_per_row;
+  const int32_t* block_table;
+  int64_t table_row;
+  const int32_t *k_table, *v_table;
+  const char *tail_key, *tail_value;  // null: the tail is in the cache
+  int64_t tail_k_row, tail_k_head, tail_v_row, tail_v_head;
+  int element;  // bytes
+};
+
+// Rows [first_row, first_row + rows) of the packed (query row, query head) rows of one KV head.
+struct Item {
+  int req, head, first_row, rows;
+  int context_groups, groups;
+  int num_pieces, first_piece;
+};
+
+// Groups [begin, end) of one item, done by one thread.
+struct Piece {
+  int item, begin, end;
+  int64_t partial;  // offset of its share in the workspace (floats); -1: whole item
+};
+
+struct Plan {
+  std::vector<Item> items;
+  std::vector<Piece> pieces;
+  std::vector<int> thread_begin;  // first piece of each thread, plus the end
+  std::unique_ptr<std::atomic<int>[]> pending;
+  size_t pending_size = 0;
+  Scratch partials;
+};
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+int64_t group_cost(const Item& item) { return (item.rows + 15) / 16 + 1; }
+
+int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) {
+  plan.items.clear();
+  plan.pieces.clear();
+  plan.thread_begin.clear();
+  int64_t total = 0;
+  for (int r = 0; r < num_reqs; ++r) {
+    const int rows = p.row_count[r] * p.group_size;
+    const bool dense = p.tail_key != nullptr;
+    const int context_groups =
+        dense ? ceil_div(p.context_len[r], kGroup) : p.context_len[r] / kGroup;
+    const int groups = dense ? context_groups + ceil_div(p.row_count[r], kGroup)
+                             : ceil_div(p.context_len[r] + p.row_count[r], kGroup);
+    const int chunks = ceil_div(rows, kMaxItemRows);
+    const int per_chunk = ceil_div(ceil_div(rows, chunks), kRowBlock) * kRowBlock;
+    for (int h = 0; h < p.num_kv_heads; ++h)
+      for (int first = 0; first < rows; first += per_chunk) {
+        plan.items.push_back(
+            {r, h, first, std::min(per_chunk, rows - first), context_groups, groups, 0, 0});
+        total += group_cost(plan.items.back()) * groups;
+      }
+  }
+  const int64_t threads =
+      std::max<int64_t>(1, std::min<int64_t>(max_threads, total / kParallelCost));
+
+  // Threads take equal consecutive stretches of all groups of all items.
+  int64_t done = 0;
+  int thread = 0;
+  int64_t limit = total / threads;
+  int64_t partial = 0;
+  plan.thread_begin.push_back(0);
+  for (int i = 0; i < static_cast<int>(plan.items.size()); ++i) {
+    Item& item = plan.items[i];
+    const int64_t cost = group_cost(item);
+    item.first_piece = static_cast<int>(plan.pieces.size());
+    int g = 0;
+    while (g < item.groups) {
+      int end = item.groups;
+      if (thread + 1 < threads) {
+        const int64_t room = (limit - done + cost / 2) / cost;
+        if (room <= 0) {
+          ++thread;
+          plan.thread_begin.push_back(static_cast<int>(plan.pieces.size()));
+          limit = total * (thread + 1) / threads;
+          continue;
+        }
+        end = static_cast<int>(std::min<int64_t>(item.groups, g + room));
+      }
+      plan.pieces.push_back({i, g, end, -1});
+      done += cost * (end - g);
+      g = end;
+    }
+    item.num_pieces = static_cast<int>(plan.pieces.size()) - item.first_piece;
+    if (item.num_pieces > 1)
+      for (int k = 0; k < item.num_pieces; ++k) {
+        plan.pieces[item.first_piece + k].partial = partial;
+        const int64_t padded = ceil_div(item.rows, 16) * 16;
+        partial += padded * (p.head_size + 2);
+        partial = (partial + 15) / 16 * 16;
+      }
+  }
+  while (static_cast<int64_t>(plan.thread_begin.size()) <= threads)
+    plan.thread_begin.push_back(static_cast<int>(plan.pieces.size()));
+  return partial;
+}
+
+// 32 mask bits of one row starting at tail column j0 (negative: context, always attended).
+uint32_t mask_bits(const int64_t* words, int64_t words_per_row, int j0) {
+  if (j0 <= -kGroup) return 0xffffffffu;
+  const auto word = [&](int64_t w) -> uint64_t {
+    return w < words_per_row ? static_cast<uint64_t>(words[w]) : 0;
+  };
+  if (j0 < 0) {
+    const int context = -j0;
+    return static_cast<uint32_t>(word(0) << context) | ((1u << context) - 1u);
+  }
+  const int shift = j0 & 63;
+  uint64_t bits = word(j0 >> 6) >> shift;
+  if (shift > 32) bits |= word((j0 >> 6) + 1) << (64 - shift);
+  return static_cast<uint32_t>(bits);
+}
+
+// The per-thread buffers of one worker.
+struct Buffers {
+  uint32_t *q, *p;
+  float *s, *o, *m, *l;
+  char* packed;
+};
+
+class Worker {
+ public:
+  Worker(const Problem& problem, Plan& plan) : p_(problem), plan_(plan) {}
+
+  void run(int thread) {
+    const int begin = plan_.thread_begin[thread];
+    const int end = plan_.thread_begin[thread + 1];
+    if (begin == end) return;
+    p_.variant->begin();
+    for (int i = begin; i < end; ++i) run_piece(plan_.pieces[i]);
+    p_.variant->end();
+  }
+
+ private:
+  static constexpr int64_t kPackedLd = kTileGroups * kGroup;
+
+  int64_t packed_k_bytes() const { return int64_t{kGroup} * p_.padded_words * 4; }
+  int64_t packed_v_bytes() const { return int64_t{kGroup} * p_.head_size * 4; }
+
+  void reserve(int rows) {
+    static thread_local Scratch scratch;
+    const int64_t padded = ceil_div(rows, kRowBlock) * kRowBlock;
+    const auto up = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
+    const int64_t q = up(padded * p_.padded_words * 4);
+    const int64_t o = up(padded * p_.head_size * 4);
+    const int64_t state = up(padded * 4);
+    const int64_t s = up(kRowBlock * kPackedLd * 4);
+    const int64_t packed = kTileGroups * (packed_k_bytes() + packed_v_bytes());
+    char* at = scratch.get(q + o + 2 * state + 2 * s + packed);
+    b_.q = reinterpret_cast<uint32_t*>(at);
+    b_.o = reinterpret_cast<float*>(at += q);
+    b_.m = reinterpret_cast<float*>(at += o);
+    b_.l = reinterpret_cast<float*>(at += state);
+    b_.s = reinterpret_cast<float*>(at += state);
+    b_.p = reinterpret_cast<uint32_t*>(at += s);
+    b_.packed = at += s;
+  }
+
+  void load_query(const Item& item) {
+    const int words = p_.variant->bf16_dot ? p_.head_size / 2 : p_.head_size;
+    for (int i = 0; i < item.rows; ++i) {
+      const int row = (item.first_row + i) / p_.group_size;
+      const int head = (item.first_row + i) % p_.group_size;
+      const int64_t at = (p_.row_start[item.req] + row) * p_.q_row +
+                         (item.head * p_.group_size + head) * p_.q_head;
+      uint32_t* to = b_.q + static_cast<int64_t>(i) * p_.padded_words;
+      const char* from = p_.query + at * p_.element;
+      if (p_.variant->bf16_dot || !p_.bf16) {
+        std::memcpy(to, from, static_cast<size_t>(words) * 4);
+      } else {
+        const uint16_t* half = reinterpret_cast<const uint16_t*>(from);
+        for (int d = 0; d < words; ++d) to[d] = static_cast<uint32_t>(half[d]) << 16;
+      }
+      for (int d = words; d < p_.padded_words; ++d) to[d] = 0;
+    }
+    // Row tiles are computed whole; the rows past the end are never read back.
+    const int padded = ceil_div(item.rows, 16) * 16;
+    std::memset(b_.q + static_cast<int64_t>(item.rows) * p_.padded_words, 0,
+                static_cast<size_t>(padded - item.rows) * p_.padded_words * 4);
+  }
+
+  const char* cache_at(const char* base, int64_t block_stride, int64_t head_stride,
+                       const Item& item, int slot) const {
+    const int64_t block =
+        p_.block_table[p_.req_index[item.req] * p_.table_row + slot / p_.block_size];
+    return base + (block * block_stride + item.head * head_stride) * p_.element;
+  }
+
+  void packed_group(int index, KvGroup& group) {
+    char* k = b_.packed + index * (packed_k_bytes() + packed_v_bytes());
+    group.k = k;
+    group.k_panel = int64_t{kPanel} * p_.padded_words * 4;
+    group.k_row = kPanel * 4;
+    group.v = k + packed_k_bytes();
+    if (p_.variant->bf16_dot) {
+      group.v_panel = int64_t{kGroup} / 2 * kPanel * 4;
+      group.v_row = kPanel * 4;
+    } else {
+      group.v_panel = kPanel * 4;
+      group.v_row = int64_t{p_.head_size} * 4;
+    }
+  }
+
+  // Slots [slot, slot + valid) of the cache, valid <= 32.
+  void cache_group(const Item& item, int slot, int valid, int index, KvGroup& group) {
+    if (p_.direct) {
+      const char* k = cache_at(p_.key_cache, p_.k_block, p_.k_head, item, slot);
+      const char* v = cache_at(p_.value_cache, p_.v_block, p_.v_head, item, slot);
+      const int first = slot % p_.block_size;
+      if (p_.layout == LayoutKind::kVnni) {
+        // K: [tokens/16][dims/2][16 tokens][2 dims]; V: [dims/16][tokens/2][16 dims][2 tokens]
+        group.k = k + static_cast<int64_t>(first) * p_.head_size * 2;
+        group.k_panel = int64_t{kPanel} * p_.head_size * 2;
+        group.k_row = kPanel * 4;
+        group.v = v + static_cast<int64_t>(first) * kPanel * 2;
+        group.v_panel = int64_t{kPanel} * p_.block_size * 2;
+        group.v_row = kPanel * 4;
+        if (valid < kGroup) copy_vnni_values(valid, index, group);
+        return;
+      }
+      if (valid == kGroup) {
+        // K: [dims][tokens]; V: [tokens][dims]
+        group.k = k + first * 4;
+        group.k_panel = kPanel * 4;
+        group.k_row = int64_t{p_.block_size} * 4;
+        group.v = v + static_cast<int64_t>(first) * p_.head_size * 4;
+        group.v_panel = kPanel * 4;
+        group.v_row = int64_t{p_.head_size} * 4;
+        return;
+      }
+    }
+    packed_group(index, group);
+    for (int half = 0; half < 2; ++half) {
+      const int left = std::max(0, std::min(kPanel, valid - half * kPanel));
+      PackSource src = {};
+      src.kind = p_.layout == LayoutKind::kVec ? PackSource::kVec : PackSource::kTable;
+      // A half without valid slots may lie past the end of the block table.
+      const int at = left > 0 ? slot + half * kPanel : slot;
+      src.k = cache_at(p_.key_cache, p_.k_block, p_.k_head, item, at);
+      src.v = cache_at(p_.value_cache, p_.v_block, p_.v_head, item, at);
+      src.first = at % p_.block_size;
+      src.valid = left;
+      src.block_size = p_.block_size;
+      src.k_table = p_.k_table;
+      src.v_table = p_.v_table;
+      p_.variant->pack(src, p_.bf16, half, p_.head_size, p_.padded_words,
+                       const_cast<char*>(group.k), const_cast<char*>(group.v));
+    }
+  }
+
+  // Unused slots may hold NaN, and 0 x NaN is NaN: their V is read as zero.
+  void copy_vnni_values(int valid, int index, KvGroup& group) {
+    KvGroup packed;
+    packed_group(index, packed);
+    char* to = const_cast<char*>(packed.v);
+    for (int panel = 0; panel < p_.head_size / kPanel; ++panel) {
+      const char* from = group.v + panel * group.v_panel;
+      uint32_t* out = reinterpret_cast<uint32_t*>(to + panel * packed.v_panel);
+      const int pairs = valid / 2;
+      std::memcpy(out, from, static_cast<size_t>(pairs) * 64);
+      std::memset(out + pairs * kPanel, 0, static_cast<size_t>(kPanel - pairs) * 64);
+      if (valid & 1) {
+        const uint32_t* last = reinterpret_cast<const uint32_t*>(from) + pairs * kPanel;
+        for (int d = 0; d < kPanel; ++d) out[pairs * kPanel + d] = last[d] & 0xffffu;
+      }
+    }
+    group.v = packed.v;
+    group.v_panel = packed.v_panel;
+  }
+
+  void dense_group(const Item& item, int first, int valid, int index, KvGroup& group) {
+    packed_group(index, group);
+    for (int half = 0; half < 2; ++half) {
+      const int left = std::max(0, std::min(kPanel, valid - half * kPanel));
+      const int64_t row = p_.mask_start[item.req] + first + (left > 0 ? half * kPanel : 0);
+      PackSource src = {};
+      src.kind = PackSource::kDense;
+      src.k = p_.tail_key + (row * p_.tail_k_row + item.head * p_.tail_k_head) * p_.element;
+      src.v = p_.tail_value + (row * p_.tail_v_row + item.head * p_.tail_v_head) * p_.element;
+      src.valid = left;
+      src.k_stride = p_.tail_k_row;
+      src.v_stride = p_.tail_v_row;
+      p_.variant->pack(src, p_.bf16, half, p_.head_size, p_.padded_words,
+                       const_cast<char*>(group.k), const_cast<char*>(group.v));
+    }
+  }
+
+  // First tail column of a group; very negative when the mask does not touch it.
+  static constexpr int kNoMask = -(1 << 30);
+
+  int prepare_group(const Item& item, int g, int index, KvGroup& group) {
+    const int context = p_.context_len[item.req];
+    const int tail = p_.row_count[item.req];
+    const int slot = g * kGroup;
+    if (p_.tail_key != nullptr) {
+      if (g >= item.context_groups) {
+        const int first = (g - item.context_groups) * kGroup;
+        dense_group(item, first, std::min(kGroup, tail - first), index, group);
+        return first;
+      }
+      const int valid = std::min(kGroup, context - slot);
+      cache_group(item, slot, valid, index, group);
+      return valid == kGroup ? kNoMask : valid;  // a cut context group: see row_bits
+    }
+    cache_group(item, slot, std::min(kGroup, context + tail - slot), index, group);
+    return slot + kGroup <= context ? kNoMask : slot - context;
+  }
+
+  void run_piece(const Piece& piece) {
+    Item& item = plan_.items[piece.item];
+    reserve(item.rows);
+    load_query(item);
+    const int padded = ceil_div(item.rows, 16) * 16;
+    float *o = b_.o, *m = b_.m, *l = b_.l;
+    if (piece.partial >= 0) {
+      m = reinterpret_cast<float*>(plan_.partials.get(0)) + piece.partial;
+      l = m + padded;
+      o = l + padded;
+    }
+    const int total = piece.end - piece.begin;
+    const int tiles = ceil_div(total, kTileGroups);
+    int g = piece.begin;
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int n = (piece.end - g + tiles - tile - 1) / (tiles - tile);
+      run_tile(item, g, n, tile == 0, m, l, o);
+      g += n;
+    }
+    RowTarget target;
+    target.base = p_.output + (p_.row_start[item.req] * p_.o_row +
+                               item.head * p_.group_size * p_.o_head) * p_.element;
+    target.row_stride = p_.o_row;
+    target.head_stride = p_.o_head;
+    target.group_size = p_.group_size;
+    target.bf16 = p_.bf16;
+    if (piece.partial < 0) {
+      p_.variant->write(o, l, item.rows, p_.head_size, target, item.first_row);
+      return;
+    }
+    // Whoever finishes an item last merges its shares, in their order.
+    if (plan_.pending[piece.item].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    const float* base = reinterpret_cast<const float*>(plan_.partials.get(0));
+    std::vector<Partial> parts(item.num_pieces);
+    for (int k = 0; k < item.num_pieces; ++k) {
+      const float* at = base + plan_.pieces[item.first_piece + k].partial;
+      parts[k] = {at, at + padded, at + 2 * padded};
+    }
+    p_.variant->combine(parts.data(), item.num_pieces, item.rows, p_.head_size, target,
+                        item.first_row);
+  }
+
+  void run_tile(const Item& item, int g, int n, bool first, float* m, float* l, float* o) {
+    KvGroup groups[kTileGroups];
+    int columns[kTileGroups];
+    for (int i = 0; i < n; ++i) columns[i] = prepare_group(item, g + i, i, groups[i]);
+    const AttnVariant& v = *p_.variant;
+    for (int r = 0; r < item.rows; r += kRowBlock) {
+      const int rows = std::min(kRowBlock, item.rows - r);
+      v.scores(b_.q + static_cast<int64_t>(r) * p_.padded_words, p_.padded_words, rows,
+               p_.padded_words, groups, n, b_.s, kPackedLd);
+      for (int i = 0; i < n; ++i) {
+        if (columns[i] == kNoMask) continue;
+        uint32_t bits[kRowBlock];
+        row_bits(item, g + i, columns[i], r, rows, bits);
+        v.mask(b_.s + i * kGroup, kPackedLd, rows, bits);
+      }
+      const int64_t at = static_cast<int64_t>(r) * p_.head_size;
+      v.softmax(b_.s, kPackedLd, rows, n * kGroup, p_.scale_log2, first, m + r, l + r, o + at,
+                p_.head_size, b_.p, kPackedLd);
+      v.values(b_.p, kPackedLd, rows, groups, n, p_.head_size, first, o + at);
+    }
+  }
+
+  void row_bits(const Item& item, int g, int column, int first, int rows, uint32_t* bits) const {
+    if (p_.tail_key != nullptr && g < item.context_groups) {
+      const uint32_t valid = (1u << column) - 1u;
+      for (int i = 0; i < rows; ++i) bits[i] = valid;
+      return;
+    }
+    const int64_t* words = p_.words + p_.mask_start[item.req] * p_.words_per_row;
+    const int last = p_.row_count[item.req];
+    // Bits past the last row of the tree are ignored, whatever the words hold.
+    const int left = last - column;
+    const uint32_t exists = left >= kGroup ? 0xffffffffu : (1u << left) - 1u;
+    int previous = -1;
+    uint32_t value = 0;
+    for (int i = 0; i < rows; ++i) {
+      const int row = (item.first_row + first + i) / p_.group_size;
+      if (row != previous)
+        value = mask_bits(words + row * p_.words_per_row, p_.words_per_row, column) & exists;
+      previous = row;
+      bits[i] = value;
+    }
+  }
+
+  const Problem& p_;
+  Plan& plan_;
+  Buffers b_;
+};
+
+void check(const Tensor& t, const char* name, ScalarType dtype, int64_t dim) {
+  STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == dtype && t.dim() == dim, "tree_attn: ", name,
+                  " must be a CPU tensor of ", dim, " dimensions and the documented dtype; got ",
+                  t.dim(), " dimensions");
+}
+
+}  // namespace
+
+void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+               Tensor& output, const Tensor& plan_rows, const Tensor& mask_words,
+               const Tensor& block_table, double scale, int64_t layout, int64_t block_size,
+               const std::optional<Tensor>& tables, const std::optional<Tensor>& tail_key,
+               const std::optional<Tensor>& tail_value) {
+  const ScalarType dtype = query.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Float,
+                  "tree_attn: query must be float32 or bfloat16");
+  check(query, "query", dtype, 3);
+  check(output, "output", dtype, 3);
+  check(key_cache, "key_cache", dtype, 4);
+  check(value_cache, "value_cache", dtype, 4);
+  check(plan_rows, "plan", ScalarType::Int, 2);
+  check(mask_words, "mask_words", ScalarType::Long, 2);
+  check(block_table, "block_table", ScalarType::Int, 2);
+  STD_TORCH_CHECK(layout >= 0 && layout <= 2, "tree_attn: unknown layout ", layout);
+  STD_TORCH_CHECK(scale > 0, "tree_attn: scale must be positive, got ", scale);
+
+  Problem p = {};
+  p.bf16 = dtype == ScalarType::BFloat16;
+  p.element = p.bf16 ? 2 : 4;
+  p.variant = select_variant(p.bf16);
+  p.layout = static_cast<LayoutKind>(layout);
+  p.head_size = static_cast<int>(query.size(2));
+  p.block_size = static_cast<int>(block_size);
+  p.num_kv_heads = static_cast<int>(key_cache.size(1));
+  const int64_t num_heads = query.size(1);
+  const int64_t interior = block_size * p.head_size;
+  STD_TORCH_CHECK(p.head_size % kPanel == 0 && p.head_size > 0 && p.head_size <= kMaxHeadSize,
+                  "tree_attn: head size ", p.head_size, " is not a multiple of ", kPanel,
+                  " up to ", kMaxHeadSize);
+  STD_TORCH_CHECK(block_size > 0 && block_size % kPanel == 0, "tree_attn: block size ", block_size,
+                  " is not a multiple of ", kPanel);
+  STD_TORCH_CHECK(num_heads % p.num_kv_heads == 0, "tree_attn: ", num_heads,
+                  " query heads do not divide by ", p.num_kv_heads, " KV heads");
+  STD_TORCH_CHECK(key_cache.size(2) * key_cache.size(3) == interior &&
+                      value_cache.size(2) * value_cache.size(3) == interior &&
+                      key_cache.size(0) == value_cache.size(0) &&
+                      value_cache.size(1) == p.num_kv_heads,
+                  "tree_attn: cache shapes do not match block size ", block_size,
+                  " and head size ", p.head_size);
+  STD_TORCH_CHECK(key_cache.stride(2) == key_cache.size(3) && key_cache.stride(3) == 1 &&
+                      value_cache.stride(2) == value_cache.size(3) && value_cache.stride(3) == 1,
+                  "tree_attn: the interior of a cache block must be contiguous");
+  STD_TORCH_CHECK(query.stride(2) == 1 && output.stride(2) == 1 &&
+                      output.size(1) == num_heads && output.size(2) == p.head_size,
+                  "tree_attn: query and output must match and be contiguous in the head");
+  STD_TORCH_CHECK(plan_rows.size(0) == 5 && plan_rows.is_contiguous() &&
+                      mask_words.is_contiguous() && block_table.stride(1) == 1,
+                  "tree_attn: plan [5, R], mask_words [M, W] must be contiguous");
+  p.group_size = static_cast<int>(num_heads / p.num_kv_heads);
+  const int words = p.variant->bf16_dot ? p.head_size / 2 : p.head_size;
+  p.padded_words = p.variant->bf16_dot ? ceil_div(words, kPanel) * kPanel : words;
+  p.direct = block_size % kGroup == 0 &&
+             (p.variant->bf16_dot ? p.layout == LayoutKind::kVnni && p.head_size % kGroup == 0
+                                  : p.layout == LayoutKind::kVec && !p.bf16);
+  p.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
+  p.query = static_cast<const char*>(query.data_ptr());
+  p.q_row = query.stride(0);
+  p.q_head = query.stride(1);
+  p.key_cache = static_cast<const char*>(key_cache.data_ptr());
+  p.value_cache = static_cast<const char*>(value_cache.data_ptr());
+  p.k_block = key_cache.stride(0);
+  p.k_head = key_cache.stride(1);
+  p.v_block = value_cache.stride(0);
+  p.v_head = value_cache.stride(1);
+  p.output = static_cast<char*>(output.data_ptr());
+  p.o_row = output.stride(0);
+  p.o_head = output.stride(1);
+
+  const int num_reqs = static_cast<int>(plan_rows.size(1));
+  const int32_t* rows = static_cast<const int32_t*>(plan_rows.data_ptr());
+  p.req_index = rows;
+  p.row_start = rows + num_reqs;
+  p.row_count = rows + 2 * num_reqs;
+  p.context_len = rows + 3 * num_reqs;
+  p.mask_start = rows + 4 * num_reqs;
+  p.words = static_cast<const int64_t*>(mask_words.data_ptr());
+  p.words_per_row = mask_words.size(1);
+  p.block_table = static_cast<const int32_t*>(block_table.data_ptr());
+  p.table_row = block_table.stride(0);
+  if (p.layout != LayoutKind::kVec && !p.direct) {
+    STD_TORCH_CHECK(tables.has_value() && tables->scalar_type() == ScalarType::Int &&
+                        tables->is_contiguous() && tables->numel() == 2 * interior,
+                    "tree_attn: this layout needs the offset tables [2, block, head]");
+    p.k_table = static_cast<const int32_t*>(tables->data_ptr());
+    p.v_table = p.k_table + interior;
+  }
+  STD_TORCH_CHECK(tail_key.has_value() == tail_value.has_value(),
+                  "tree_attn: give both tail_key and tail_value or neither");
+  int64_t tail_rows = 0;
+  if (tail_key.has_value()) {
+    check(*tail_key, "tail_key", dtype, 3);
+    check(*tail_value, "tail_value", dtype, 3);
+    STD_TORCH_CHECK(tail_key->size(1) == p.num_kv_heads && tail_key->size(2) == p.head_size &&
+                        tail_value->size(0) == tail_key->size(0) &&
+                        tail_value->size(1) == p.num_kv_heads &&
+                        tail_value->size(2) == p.head_size && tail_key->stride(2) == 1 &&
+                        tail_value->stride(2) == 1,
+                    "tree_attn: tail_key and tail_value must be [M, Hkv, Dh]");
+    p.tail_key = static_cast<const char*>(tail_key->data_ptr());
+    p.tail_value = static_cast<const char*>(tail_value->data_ptr());
+    p.tail_k_row = tail_key->stride(0);
+    p.tail_k_head = tail_key->stride(1);
+    p.tail_v_row = tail_value->stride(0);
+    p.tail_v_head = tail_value->stride(1);
+    tail_rows = tail_key->size(0);
+  }
+
+  // Wrong metadata would read foreign memory: check all of it before any thread starts.
+  for (int r = 0; r < num_reqs; ++r) {
+    const int64_t slots =
+        p.context_len[r] + (p.tail_key != nullptr ? 0 : int64_t{p.row_count[r]});
+    STD_TORCH_CHECK(p.row_count[r] > 0 && p.context_len[r] >= 0 && p.row_start[r] >= 0 &&
+                        int64_t{p.row_start[r]} + p.row_count[r] <= query.size(0) &&
+                        int64_t{p.row_start[r]} + p.row_count[r] <= output.size(0) &&
+                        p.mask_start[r] >= 0 &&
+                        int64_t{p.mask_start[r]} + p.row_count[r] <= mask_words.size(0) &&
+                        (p.tail_key == nullptr ||
+                         int64_t{p.mask_start[r]} + p.row_count[r] <= tail_rows) &&
+                        p.req_index[r] >= 0 && p.req_index[r] < block_table.size(0) &&
+                        slots <= block_table.size(1) * block_size,
+                    "tree_attn: tree ", r, " does not fit: rows ", p.row_start[r], "+",
+                    p.row_count[r], ", context ", p.context_len[r], ", block table row ",
+                    p.req_index[r]);
+    const int32_t* blocks = p.block_table + p.req_index[r] * p.table_row;
+    for (int64_t i = 0; i * block_size < slots; ++i)
+      STD_TORCH_CHECK(blocks[i] >= 0 && blocks[i] < key_cache.size(0), "tree_attn: block ",
+                      blocks[i], " of tree ", r, " is outside the cache of ", key_cache.size(0),
+                      " blocks");
+  }
+  if (num_reqs == 0) return;
+
+  static thread_local Plan plan;
+  const int64_t partial_floats = build_plan(
+      p, num_reqs, static_cast<int>(torch::stable::get_num_threads()), plan);
+  if (partial_floats > 0) {
+    plan.partials.get(static_cast<size_t>(partial_floats) * 4);
+    if (plan.pending_size < plan.items.size()) {
+      plan.pending_size = plan.items.size() * 2;
+      plan.pending.reset(new std::atomic<int>[plan.pending_size]);
+    }
+    for (size_t i = 0; i < plan.items.size(); ++i)
+      plan.pending[i].store(plan.items[i].num_pieces, std::memory_order_relaxed);
+  }
+  const int threads = static_cast<int>(plan.thread_begin.size()) - 1;
+  Plan& shared = plan;
+  if (threads == 1) {
+    Worker(p, shared).run(0);
+    return;
+  }
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    Worker worker(p, shared);
+    for (int64_t t = begin; t < end; ++t) worker.run(static_cast<int>(t));
+  });
+}
+
+}  // namespace specplug

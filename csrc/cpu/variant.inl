@@ -1,0 +1,399 @@
+// SPDX-License-Identifier: Apache-2.0
+// Body of one instruction-set variant. Included once per translation unit, after a
+// `#pragma GCC target`, with
+//   VEC_WORDS  lanes of 32 bits in one vector (4, 8 or 16)
+//   MAX_ROWS   rows of the register block
+//   MAX_PANELS panels of 16 columns of the register block (1 or 2)
+//   BF16_DOT   1 if words are bf16 pairs and DOT(acc, a, b) is defined by the includer
+// Everything here has internal linkage: the same names exist in every variant.
+
+namespace {
+
+typedef float VecF __attribute__((vector_size(VEC_WORDS * 4)));
+typedef int32_t VecI __attribute__((vector_size(VEC_WORDS * 4)));
+typedef uint32_t VecU __attribute__((vector_size(VEC_WORDS * 4)));
+typedef float VecFu __attribute__((vector_size(VEC_WORDS * 4), aligned(4)));
+typedef uint32_t VecUu __attribute__((vector_size(VEC_WORDS * 4), aligned(2)));
+
+constexpr int kVecs = kPanel / VEC_WORDS;  // vectors in a panel row
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE VecF load_f(const float* p) { return *reinterpret_cast<const VecFu*>(p); }
+INLINE void store_f(float* p, VecF v) { *reinterpret_cast<VecFu*>(p) = v; }
+
+#if !BF16_DOT
+INLINE VecF dot_word(VecF acc, uint32_t a, VecU b) {
+  float x;
+  __builtin_memcpy(&x, &a, 4);
+  return acc + x * reinterpret_cast<VecF>(b);
+}
+#define DOT dot_word
+#endif
+
+// 2^x for x <= ~100; exactly 0 below 2^-126 (so for -inf), never denormal.
+INLINE VecF exp2_vec(VecF x) {
+  const VecF zero = {};
+  const VecF low = zero - 126.0f;
+  const VecF clamped = x < low ? low : x;
+  const VecF magic = zero + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits
+  const VecF shifted = clamped + magic;
+  const VecF frac = clamped - (shifted - magic);
+#if BF16_DOT
+  // The weights are rounded to bf16: a cubic (7.5e-5) is far below that rounding.
+  VecF p = zero + 0.0551716685295105f;
+  p = p * frac + 0.2426111251115799f;
+  p = p * frac + 0.6932609677314758f;
+  p = p * frac + 0.9999280571937561f;
+#else
+  VecF p = zero + 0.0013276472454890609f;
+  p = p * frac + 0.009675540961325169f;
+  p = p * frac + 0.05550713092088699f;
+  p = p * frac + 0.24022120237350464f;
+  p = p * frac + 0.6931469440460205f;
+  p = p * frac + 1.0000001192092896f;
+#endif
+  const VecI scaled =
+      reinterpret_cast<VecI>(p) + (reinterpret_cast<VecI>(shifted) << 23);
+  return x < low ? zero : reinterpret_cast<VecF>(scaled);
+}
+
+INLINE float exp2_scalar(float x) {
+  VecF v = {};
+  return exp2_vec(v + x)[0];
+}
+
+INLINE float max_lanes(VecF v) {
+  float m = v[0];
+  for (int i = 1; i < VEC_WORDS; ++i) m = v[i] > m ? v[i] : m;
+  return m;
+}
+
+INLINE float sum_lanes(VecF v) {
+  float s = 0;
+  for (int i = 0; i < VEC_WORDS; ++i) s += v[i];
+  return s;
+}
+
+// ---- products --------------------------------------------------------------
+
+template <int ROWS, int PANELS>
+struct Block {
+  VecF acc[ROWS][PANELS * kVecs];
+
+  INLINE void zero(Block& self) {
+    for (int m = 0; m < ROWS; ++m)
+      for (int j = 0; j < PANELS * kVecs; ++j) self.acc[m][j] = VecF{};
+  }
+  INLINE void load(Block& self, const float* c, int64_t ld) {
+    for (int m = 0; m < ROWS; ++m)
+      for (int j = 0; j < PANELS * kVecs; ++j)
+        self.acc[m][j] = load_f(c + m * ld + j * VEC_WORDS);
+  }
+  INLINE void store(const Block& self, float* c, int64_t ld) {
+    for (int m = 0; m < ROWS; ++m)
+      for (int j = 0; j < PANELS * kVecs; ++j)
+        store_f(c + m * ld + j * VEC_WORDS, self.acc[m][j]);
+  }
+  INLINE void multiply(Block& self, const uint32_t* a, int64_t ld_a, const char* b,
+                       int64_t panel, int64_t row, int words) {
+#pragma GCC unroll 2
+    for (int k = 0; k < words; ++k) {
+      VecU col[PANELS * kVecs];
+      for (int p = 0; p < PANELS; ++p)
+        for (int j = 0; j < kVecs; ++j)
+          col[p * kVecs + j] = *reinterpret_cast<const VecUu*>(b + p * panel + j * VEC_WORDS * 4);
+      for (int m = 0; m < ROWS; ++m)
+        for (int j = 0; j < PANELS * kVecs; ++j)
+          self.acc[m][j] = DOT(self.acc[m][j], a[m * ld_a + k], col[j]);
+      b += row;
+    }
+  }
+};
+
+template <int ROWS, int PANELS>
+void scores_block(const uint32_t* q, int64_t ld_q, int words, const KvGroup& group, int panel,
+                  float* s, int64_t ld_s) {
+  using B = Block<ROWS, PANELS>;
+  B block;
+  B::zero(block);
+  B::multiply(block, q, ld_q, group.k + panel * group.k_panel, group.k_panel, group.k_row, words);
+  B::store(block, s, ld_s);
+}
+
+constexpr int kGroupWords = BF16_DOT ? kGroup / 2 : kGroup;
+
+template <int ROWS, int PANELS>
+void values_block(const uint32_t* p, int64_t ld_p, const KvGroup* groups, int num_groups,
+                  int panel, bool first, float* o, int64_t ld_o) {
+  using B = Block<ROWS, PANELS>;
+  B block;
+  if (first)
+    B::zero(block);
+  else
+    B::load(block, o, ld_o);
+  for (int g = 0; g < num_groups; ++g) {
+    B::multiply(block, p + g * kGroupWords, ld_p, groups[g].v + panel * groups[g].v_panel,
+                groups[g].v_panel, groups[g].v_row, kGroupWords);
+  }
+  B::store(block, o, ld_o);
+}
+
+// Calls f<ROWS> for the run-time number of rows.
+template <int ROWS, class F>
+INLINE void with_rows(int rows, const F& f) {
+  if constexpr (ROWS > 1) {
+    if (rows < ROWS) return with_rows<ROWS - 1>(rows, f);
+  }
+  f(std::integral_constant<int, ROWS>{});
+}
+
+// Splits rows into blocks of nearly equal height: 27 rows become 9+9+9, not 12+12+3.
+template <class F>
+INLINE void for_row_blocks(int rows, const F& f) {
+  const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+  int done = 0;
+  for (int i = 0; i < blocks; ++i) {
+    const int n = (rows - done + blocks - i - 1) / (blocks - i);
+    with_rows<MAX_ROWS>(n, [&](auto height) { f(height, done); });
+    done += n;
+  }
+}
+
+void scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
+            int num_groups, float* s, int64_t ld_s) {
+  for_row_blocks(rows, [&](auto height, int m) __attribute__((always_inline)) {
+    for (int g = 0; g < num_groups; ++g)
+      for (int p = 0; p < kGroup / kPanel; p += MAX_PANELS)
+        scores_block<decltype(height)::value, MAX_PANELS>(
+            q + m * ld_q, ld_q, words, groups[g], p, s + m * ld_s + g * kGroup + p * kPanel, ld_s);
+  });
+}
+
+void values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
+            int head_size, bool first, float* o) {
+  const int panels = head_size / kPanel;
+  for_row_blocks(rows, [&](auto height, int m) __attribute__((always_inline)) {
+    constexpr int kRows = decltype(height)::value;
+    int panel = 0;
+    for (; panel + MAX_PANELS <= panels; panel += MAX_PANELS)
+      values_block<kRows, MAX_PANELS>(p + m * ld_p, ld_p, groups, num_groups, panel, first,
+                                      o + m * head_size + panel * kPanel, head_size);
+    if (MAX_PANELS > 1 && panel < panels)
+      values_block<kRows, 1>(p + m * ld_p, ld_p, groups, num_groups, panel, first,
+                             o + m * head_size + panel * kPanel, head_size);
+  });
+}
+
+// ---- softmax ---------------------------------------------------------------
+
+void mask(float* s, int64_t ld_s, int rows, const uint32_t* bits) {
+  VecU lane;
+  for (int i = 0; i < VEC_WORDS; ++i) lane[i] = 1u << i;
+  const VecU none = {};
+  const VecF minus_inf = VecF{} - __builtin_inff();
+  for (int m = 0; m < rows; ++m) {
+    if (bits[m] == 0xffffffffu) continue;
+    for (int j = 0; j < kGroup / VEC_WORDS; ++j) {
+      float* at = s + m * ld_s + j * VEC_WORDS;
+      const VecU set = (none + (bits[m] >> (j * VEC_WORDS))) & lane;
+      // A select, not an addition: an unused slot may hold NaN.
+      store_f(at, set != none ? load_f(at) : minus_inf);
+    }
+  }
+}
+
+// The reference exponent m of a row only moves when the maximum has grown by more than 2^8:
+// weights stay within fp32 (and bf16 keeps its relative precision), and o is seldom rescaled.
+constexpr float kRescaleAbove = 8.0f;
+constexpr float kNoScore = -1e30f;
+
+#if BF16_DOT
+INLINE void store_weights(uint32_t* p, int64_t col, VecF w) { STORE_BF16(p, col, w); }
+#else
+INLINE void store_weights(uint32_t* p, int64_t col, VecF w) {
+  store_f(reinterpret_cast<float*>(p) + col, w);
+}
+#endif
+
+void softmax(float* s, int64_t ld_s, int rows, int cols, float scale_log2, bool first, float* m,
+             float* l, float* o, int head_size, uint32_t* p, int64_t ld_p) {
+  for (int r = 0; r < rows; ++r) {
+    const float* row = s + r * ld_s;
+    VecF top = load_f(row);
+    VecF top2 = load_f(row + VEC_WORDS);
+    for (int c = 2 * VEC_WORDS; c < cols; c += 2 * VEC_WORDS) {
+      const VecF x = load_f(row + c);
+      const VecF y = load_f(row + c + VEC_WORDS);
+      top = x > top ? x : top;
+      top2 = y > top2 ? y : top2;
+    }
+    const float peak = max_lanes(top > top2 ? top : top2) * scale_log2;
+    if (first) {
+      m[r] = peak > kNoScore ? peak : kNoScore;
+      l[r] = 0.0f;
+    } else if (peak > m[r] + kRescaleAbove) {
+      const float alpha = exp2_scalar(m[r] - peak);
+      m[r] = peak;
+      l[r] *= alpha;
+      for (int d = 0; d < head_size; d += VEC_WORDS)
+        store_f(o + r * head_size + d, load_f(o + r * head_size + d) * alpha);
+    }
+    const float shift = m[r];
+    VecF sum = {};
+#pragma GCC unroll 4
+    for (int c = 0; c < cols; c += VEC_WORDS) {
+      const VecF w = exp2_vec(load_f(row + c) * scale_log2 - shift);
+      sum += w;
+      store_weights(p + r * ld_p, c, w);
+    }
+    l[r] += sum_lanes(sum);
+  }
+}
+
+// ---- packing ---------------------------------------------------------------
+
+INLINE uint32_t to_f32_word(uint16_t x) { return static_cast<uint32_t>(x) << 16; }
+
+template <class Src, class K, class V>
+INLINE void pack_with(const K& k_at, const V& v_at, int valid, int half, int head_size,
+                      int padded_words, void* k_dst, void* v_dst, bool k_readable) {
+  uint32_t* k = static_cast<uint32_t*>(k_dst) + half * kPanel * (int64_t)padded_words;
+  uint32_t* v = static_cast<uint32_t*>(v_dst);
+  // Slots past `valid` may hold anything: their K may be read when it is inside a block (scores
+  // are masked later), their V never (0 x NaN).
+  const int k_valid = k_readable ? kPanel : valid;
+#if BF16_DOT
+  static_assert(sizeof(Src) == 2, "bf16 variants only see bf16 caches");
+  for (int d = 0; d < head_size; d += 2) {
+    uint32_t* out = k + d / 2 * kPanel;
+    if (k_valid == kPanel)
+      for (int t = 0; t < kPanel; ++t)
+        out[t] = static_cast<uint32_t>(k_at(t, d)) | static_cast<uint32_t>(k_at(t, d + 1)) << 16;
+    else
+      for (int t = 0; t < kPanel; ++t)
+        out[t] = t < k_valid ? static_cast<uint32_t>(k_at(t, d)) |
+                                   static_cast<uint32_t>(k_at(t, d + 1)) << 16
+                             : 0;
+  }
+  for (int w = head_size / 2; w < padded_words; ++w)
+    for (int t = 0; t < kPanel; ++t) k[w * kPanel + t] = 0;
+  for (int panel = 0; panel < head_size / kPanel; ++panel)
+    for (int t = 0; t < kPanel; t += 2) {
+      uint32_t* out = v + (panel * kPanel + (half * kPanel + t) / 2) * kPanel;
+      const int d0 = panel * kPanel;
+      if (t + 1 < valid)
+        for (int d = 0; d < kPanel; ++d)
+          out[d] = static_cast<uint32_t>(v_at(t, d0 + d)) |
+                   static_cast<uint32_t>(v_at(t + 1, d0 + d)) << 16;
+      else
+        for (int d = 0; d < kPanel; ++d)
+          out[d] = t < valid ? static_cast<uint32_t>(v_at(t, d0 + d)) : 0;
+    }
+#else
+  const auto word = [](Src x) -> uint32_t {
+    if constexpr (sizeof(Src) == 2) return to_f32_word(x);
+    return x;
+  };
+  for (int d = 0; d < head_size; ++d) {
+    uint32_t* out = k + d * kPanel;
+    if (k_valid == kPanel)
+      for (int t = 0; t < kPanel; ++t) out[t] = word(k_at(t, d));
+    else
+      for (int t = 0; t < kPanel; ++t) out[t] = t < k_valid ? word(k_at(t, d)) : 0;
+  }
+  for (int t = 0; t < kPanel; ++t) {
+    uint32_t* out = v + (half * kPanel + t) * static_cast<int64_t>(head_size);
+    if (t < valid)
+      for (int d = 0; d < head_size; ++d) out[d] = word(v_at(t, d));
+    else
+      for (int d = 0; d < head_size; ++d) out[d] = 0;
+  }
+#endif
+}
+
+template <class Src>
+void pack_typed(const PackSource& src, int half, int head_size, int padded_words, void* k_dst,
+                void* v_dst) {
+  const Src* k = static_cast<const Src*>(src.k);
+  const Src* v = static_cast<const Src*>(src.v);
+  if (src.kind == PackSource::kVec) {
+    const int block_size = src.block_size;
+    k += src.first;
+    v += static_cast<int64_t>(src.first) * head_size;
+    pack_with<Src>([&](int t, int d) { return k[static_cast<int64_t>(d) * block_size + t]; },
+                   [&](int t, int d) { return v[static_cast<int64_t>(t) * head_size + d]; },
+                   src.valid, half, head_size, padded_words, k_dst, v_dst, true);
+  } else if (src.kind == PackSource::kTable) {
+    const int32_t* kt = src.k_table + static_cast<int64_t>(src.first) * head_size;
+    const int32_t* vt = src.v_table + static_cast<int64_t>(src.first) * head_size;
+    pack_with<Src>([&](int t, int d) { return k[kt[t * head_size + d]]; },
+                   [&](int t, int d) { return v[vt[t * head_size + d]]; }, src.valid, half,
+                   head_size, padded_words, k_dst, v_dst, true);
+  } else {
+    pack_with<Src>([&](int t, int d) { return k[t * src.k_stride + d]; },
+                   [&](int t, int d) { return v[t * src.v_stride + d]; }, src.valid, half,
+                   head_size, padded_words, k_dst, v_dst, false);
+  }
+}
+
+void pack(const PackSource& src, bool src_bf16, int half, int head_size, int padded_words,
+          void* k_dst, void* v_dst) {
+#if !BF16_DOT
+  if (!src_bf16)
+    return pack_typed<uint32_t>(src, half, head_size, padded_words, k_dst, v_dst);
+#endif
+  pack_typed<uint16_t>(src, half, head_size, padded_words, k_dst, v_dst);
+}
+
+// ---- output ----------------------------------------------------------------
+
+INLINE uint16_t round_bf16(float x) {
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40);
+  return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+INLINE void write_row(const float* o, float factor, int head_size, const RowTarget& target,
+                      int packed_row) {
+  const int64_t at = static_cast<int64_t>(packed_row / target.group_size) * target.row_stride +
+                     static_cast<int64_t>(packed_row % target.group_size) * target.head_stride;
+  if (target.bf16) {
+    uint16_t* out = static_cast<uint16_t*>(target.base) + at;
+    for (int d = 0; d < head_size; ++d) out[d] = round_bf16(o[d] * factor);
+  } else {
+    float* out = static_cast<float*>(target.base) + at;
+    for (int d = 0; d < head_size; ++d) out[d] = o[d] * factor;
+  }
+}
+
+void write(const float* o, const float* l, int rows, int head_size, const RowTarget& target,
+           int first_row) {
+  for (int r = 0; r < rows; ++r)
+    write_row(o + static_cast<int64_t>(r) * head_size, 1.0f / l[r], head_size, target,
+              first_row + r);
+}
+
+void combine(const Partial* parts, int num_parts, int rows, int head_size,
+             const RowTarget& target, int first_row) {
+  float sum[1024];
+  for (int r = 0; r < rows; ++r) {
+    float m = parts[0].m[r];
+    for (int i = 1; i < num_parts; ++i) m = parts[i].m[r] > m ? parts[i].m[r] : m;
+    float l = 0.0f;
+    for (int d = 0; d < head_size; ++d) sum[d] = 0.0f;
+    for (int i = 0; i < num_parts; ++i) {
+      const float weight = exp2_scalar(parts[i].m[r] - m);
+      if (weight == 0.0f) continue;
+      l += weight * parts[i].l[r];
+      const float* o = parts[i].o + static_cast<int64_t>(r) * head_size;
+      for (int d = 0; d < head_size; ++d) sum[d] += weight * o[d];
+    }
+    write_row(sum, 1.0f / l, head_size, target, first_row + r);
+  }
+}
+
+void no_state() {}
+
+}  // namespace

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdint>
+#include <type_traits>
+
+#include "tree_attn.h"
+
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,bmi2,prefer-vector-width=512")
+#define VEC_WORDS 16
+#define MAX_ROWS 12
+#define MAX_PANELS 2
+#define BF16_DOT 0
+
+namespace specplug {
+#include "variant.inl"
+
+const AttnVariant* variant_avx512() {
+  static const AttnVariant variant = {"avx512", false,   no_state, no_state, scores, mask,
+                                      softmax, values, pack,     write,    combine};
+  return &variant;
+}
+}  // namespace specplug
+#else
+namespace specplug {
+const AttnVariant* variant_avx512() { return nullptr; }
+}  // namespace specplug
+#endif

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdint>
+#include <type_traits>
+
+#include "tree_attn.h"
+
+#define VEC_WORDS 4
+#define MAX_ROWS 3
+#define MAX_PANELS 1
+#define BF16_DOT 0
+
+namespace specplug {
+#include "variant.inl"
+
+const AttnVariant* variant_plain() {
+  static const AttnVariant variant = {"plain", false,   no_state, no_state, scores, mask,
+                                      softmax, values, pack,     write,    combine};
+  return &variant;
+}
+}  // namespace specplug

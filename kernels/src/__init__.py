@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels: tree attention, KV compaction, ancestor masks.
+
+`dispatch` holds the entry points, `metadata` what they are told about a batch of trees,
+`cpu_layout` how vLLM's CPU cache lays out its blocks, `reference` the readable torch versions.
+Nothing is imported here; importing this package is free.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_EXPORTS = {
+    "CpuKvLayout": "cpu_layout",
+    "TreeAttnMetadata": "metadata",
+    "ancestor_words": "metadata",
+    "block_metadata": "metadata",
+    "causal_words": "metadata",
+    "compact_kv": "dispatch",
+    "describe": "dispatch",
+    "full_words": "metadata",
+    "probe_cpu_layout": "cpu_layout",
+    "self_test": "selftest",
+    "tree_attn": "dispatch",
+    "tree_metadata": "metadata",
+}
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    # Importing a module of the same name has put the module here: the export wins.
+    globals()[name] = value
+    return value

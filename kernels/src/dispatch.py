@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry points of the kernels and the choice between their implementations.
+
+Letters: T query rows of the step, M tree rows, Hq/Hkv heads, Dh head size, P moved slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import reference
+from .cpu_layout import CpuKvLayout
+from .extension import load_cpu_extension, supported_isas
+from .metadata import TreeAttnMetadata
+
+_COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def tree_attn(
+    # [T, Hq, Dh]
+    query: torch.Tensor,
+    # [num_blocks, Hkv, block_size, Dh] views as made by CpuKvLayout.views
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    # [T, Hq, Dh], written in place
+    output: torch.Tensor,
+    meta: TreeAttnMetadata,
+    scale: float,
+    layout: CpuKvLayout,
+    # [M, Hkv, Dh]
+    tail_key: torch.Tensor | None = None,
+    tail_value: torch.Tensor | None = None,
+) -> None:
+    """Attention of tree rows over their request's paged context and their own tree.
+
+    Row i of a tree attends slots [0, context_len) of its request and those rows j of its own tree
+    whose mask bit is set. K/V of row j lie in the cache at slot context_len + j, or, when
+    `tail_key` and `tail_value` are given, at row mask_start + j of these; then nothing past the
+    context is read from the cache. Rows of `output` that belong to no tree are not touched.
+
+    Raises:
+        RuntimeError: if shapes disagree or the metadata points outside a tensor.
+    """
+    if load_cpu_extension() is None and query.dtype in _COMPILED_DTYPES:
+        torch.ops.specplug.tree_attn.default(
+            query,
+            key_cache,
+            value_cache,
+            output,
+            meta.plan,
+            meta.mask_words,
+            meta.block_table,
+            scale,
+            layout.kind_id,
+            layout.block_size,
+            layout.tables,
+            tail_key,
+            tail_value,
+        )
+        return
+    reference.tree_attn_reference(
+        query, key_cache, value_cache, output, meta, scale, layout, tail_key, tail_value
+    )
+
+
+def compact_kv(
+    # each [num_blocks, Hkv, block_size, 2 * Dh]
+    kv_caches: list[torch.Tensor],
+    # [P] int64
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    layout: CpuKvLayout,
+) -> None:
+    """Moves the K and V of slot src_slots[i] to dst_slots[i], in all layers, in order of i.
+
+    A slot number is block * block_size + offset. Moves of one request must come with ascending
+    dst and dst <= src: then no move overwrites a source that is still to be read.
+    """
+    if load_cpu_extension() is None:
+        torch.ops.specplug.compact_kv.default(kv_caches, src_slots, dst_slots, layout.tables)
+        return
+    reference.compact_kv_reference(kv_caches, src_slots, dst_slots, layout)
+
+
+def fill_ancestor_words(
+    # [sum of N] int32, parents of all trees one after the other
+    parents: np.ndarray,
+    # [R] int32, 1 + N of each tree
+    row_counts: np.ndarray,
+    # [M, W] int64, zeroed
+    words: torch.Tensor,
+) -> None:
+    """Fills `words` with the ancestor masks; see `metadata.ancestor_words`."""
+    if load_cpu_extension() is not None:
+        reference.fill_ancestor_words_reference(parents, row_counts, words)
+        return
+    try:
+        torch.ops.specplug.ancestor_words.default(
+            torch.from_numpy(parents), torch.from_numpy(row_counts), words
+        )
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+def describe(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """Which tree attention serves a model of `dtype` on the CPU, and why.
+
+    Returns:
+        kernel ("cpp" or "reference"), isa (the variant's name or None), supported_isas, reason.
+    """
+    reason = load_cpu_extension()
+    if reason is None and dtype not in _COMPILED_DTYPES:
+        reason = f"there is no compiled kernel for {dtype}"
+    if reason is not None:
+        return {"kernel": "reference", "isa": None, "supported_isas": [], "reason": reason}
+    isa = torch.ops.specplug.cpu_variant(dtype == torch.bfloat16)
+    return {
+        "kernel": "cpp",
+        "isa": isa,
+        "supported_isas": list(supported_isas()),
+        "reason": f"the fastest variant this CPU runs for {dtype}",
+    }

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the compiled CPU kernels, once per process."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# Instruction sets in the order of their number in csrc/cpu/isa.h.
+ISAS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")
+ISA_VARIABLE = "SPECPLUG_CPU_ISA"
+
+
+def requested_isa() -> str | None:
+    """The value of SPECPLUG_CPU_ISA: an upper limit from `ISAS`, "reference", or None."""
+    value = os.environ.get(ISA_VARIABLE, "").strip().lower()
+    if not value:
+        return None
+    if value not in (*ISAS, "reference"):
+        raise ValueError(
+            f"{ISA_VARIABLE}={value!r} is not an instruction set; use one of "
+            f"{', '.join(ISAS)}, reference, or leave it unset"
+        )
+    return value
+
+
+@functools.cache
+def load_cpu_extension() -> str | None:
+    """Loads the operators of torch.ops.specplug.
+
+    Returns:
+        None when they are usable, otherwise the reason why not; the reason is logged as a warning
+        the first time.
+    """
+    isa = requested_isa()
+    if isa == "reference":
+        return f"{ISA_VARIABLE}=reference asks for the torch reference"
+    reason = _load()
+    if reason is not None:
+        logger.warning(
+            "The compiled CPU kernels are not available (%s); the slow torch reference serves "
+            "instead. Reinstall vllm-specplug with a C++17 compiler and --no-build-isolation.",
+            reason,
+        )
+    elif isa is not None:
+        torch.ops.specplug.set_cpu_isa(ISAS.index(isa))
+    return reason
+
+
+def _load() -> str | None:
+    libraries = sorted(Path(__file__).parent.glob("_cpu*.so"))
+    if not libraries:
+        return "the extension was not built at install"
+    try:
+        torch.ops.load_library(str(libraries[0]))
+    except OSError as error:
+        return f"{libraries[0].name} does not load: {error}"
+    return None
+
+
+def supported_isas() -> tuple[str, ...]:
+    """Instruction sets this machine can run; empty without the extension."""
+    if load_cpu_extension() is not None:
+        return ()
+    mask = torch.ops.specplug.cpu_isas()
+    return tuple(name for i, name in enumerate(ISAS) if mask >> i & 1)
