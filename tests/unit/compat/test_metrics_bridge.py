@@ -74,6 +74,7 @@ ROUND_TRIP = """
 """
 
 
+@pytest.mark.slow
 def test_statistics_survive_the_way_to_the_front_end_installed_twice():
     payload = make_payload()
     stdout = run_fresh(ROUND_TRIP.format(install=True, payload=payload))
