@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# make setup | demo | test | lint | bench | clean        (PYTHON=python3.11 TIER=ci|fast)
+
+SHELL := /bin/sh
+PYTHON ?= python3.11
+BIN := .venv/bin
+TIER ?= ci
+
+ifeq ($(TIER),fast)
+PYTEST_ARGS := -m "not slow and not e2e"
+else ifeq ($(TIER),ci)
+PYTEST_ARGS :=
+TARGET := $(BIN)/specplug target smollm2
+else
+$(error TIER=$(TIER) is not a test tier; use TIER=ci (everything) or TIER=fast (no engines))
+endif
+
+.PHONY: help setup demo test lint bench clean
+
+help:
+	@echo "make setup   .venv with everything, for a CPU-only machine"
+	@echo "make demo    serve a real model with draft trees and plainly, and compare"
+	@echo "make test    set up, then run the tests (TIER=fast: without real engines)"
+	@echo "make lint    style, types and the import table"
+	@echo "make bench   the benchmark behind the README's table (about an hour)"
+	@echo "make clean   remove .venv and build outputs"
+
+setup:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "$(PYTHON) was not found. Install Python 3.11, or name an interpreter:" >&2; \
+	  echo "  make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) scripts/setup_env.py
+
+demo: setup
+	@$(BIN)/specplug demo $(ARGS)
+
+# Fast tests first, so that a plain mistake shows early.
+test: setup
+	@$(TARGET)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/unit tests/kernels tests/e2e $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tools/lint_imports.py
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python bench/speed.py $(ARGS)
+
+clean:
+	rm -rf .venv build *.egg-info kernels/src/*.so

