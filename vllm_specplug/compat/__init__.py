@@ -21,10 +21,11 @@ def install() -> None:
 
     report = check_vllm()
     if report.supported:
-        from vllm_specplug.compat import engine_args, spec_config
+        from vllm_specplug.compat import engine_args, metrics_bridge, spec_config
 
         spec_config.install()
         engine_args.install()
+        metrics_bridge.install()
     else:
         from vllm_specplug.compat import refusal
 

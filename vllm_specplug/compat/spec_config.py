@@ -98,6 +98,12 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         """Ledger: worker_cls. Our worker builds the model runner with the tree mixin."""
         from vllm.platforms import current_platform
 
+        if not current_platform.is_cpu():
+            raise ValueError(
+                f"Speculative method {self.plugin_method!r} verifies trees on CPU in this release; "
+                f"device {current_platform.device_name!r} has no tree attention kernel yet. Use a "
+                "CPU build of vLLM, or a chain method of vLLM's own."
+            )
         parallel = self.target_parallel_config
         if parallel.worker_cls != "auto":
             raise ValueError(
@@ -105,11 +111,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 f"speculative method {self.plugin_method!r}, which brings its own worker. "
                 "Leave --worker-cls out."
             )
-        parallel.worker_cls = (
-            "vllm_specplug.runtime.worker_cpu.TreeCPUWorker"
-            if current_platform.is_cpu()
-            else "vllm_specplug.runtime.worker_gpu.TreeGPUWorker"
-        )
+        parallel.worker_cls = "vllm_specplug.runtime.worker_cpu.TreeCPUWorker"
 
     def compute_hash(self) -> str:
         """The parent's hash, plus the auxiliary layers: they change the compiled graph."""

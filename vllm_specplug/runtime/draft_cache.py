@@ -17,8 +17,8 @@ from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 from vllm_specplug.drafters.base import DraftCacheSpec, DraftRequests
-from vllm_specplug.kernels import TreeAttnMetadata, block_metadata, tree_attn
-from vllm_specplug.verify.cpu import cpu_kv_layout, split_cpu_cache
+from vllm_specplug.kernels import block_metadata, tree_attn
+from vllm_specplug.verify.cpu import cpu_kv_layout
 
 
 class DraftKVLayer(AttentionLayerBase):
@@ -67,10 +67,8 @@ class PagedDraftCache:
     ) -> None:
         self.block_table = block_table
         self.scale = scale
-        self.caches = [split_cpu_cache(layer.kv_cache) for layer in layers]
-        spec = layers[0].spec
-        block_size = layers[0].kv_cache.shape[2]
-        self.isa, self.layout = cpu_kv_layout(layers[0].dtype, block_size, spec.head_dim)
+        self.layout = cpu_kv_layout(layers[0].kv_cache)
+        self.caches = [self.layout.views(layer.kv_cache) for layer in layers]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
@@ -78,14 +76,14 @@ class PagedDraftCache:
 
         for (key_cache, value_cache), key, value in zip(self.caches, keys, values, strict=True):
             ops.cpu_attn_reshape_and_cache(
-                key, value, key_cache, value_cache, slots, self.isa
+                key, value, key_cache, value_cache, slots, self.layout.isa
             )
 
     def block_attention(
         self, requests: DraftRequests, rows: int, causal: bool
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Attention of `rows` block rows per request over its paged context and the block."""
-        metadata: TreeAttnMetadata = block_metadata(
+        metadata = block_metadata(
             req_indices=requests.req_indices,
             context_lens=requests.context_lens,
             rows=rows,

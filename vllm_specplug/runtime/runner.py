@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from vllm_specplug.budget import RowBudget
@@ -19,7 +20,7 @@ from vllm_specplug.compat.spec_config import tree_config
 from vllm_specplug.drafters.base import CommittedTokens, DraftRequests
 from vllm_specplug.kernels import compact_kv, tree_metadata
 from vllm_specplug.kvcache import path_moves
-from vllm_specplug.metrics import StepStats
+from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
 from vllm_specplug.runtime.draft_cache import DraftKVLayer, PagedDraftCache
 from vllm_specplug.runtime.proposer import TreeProposer
 from vllm_specplug.runtime.step import StepRequest, TreeStep
@@ -53,7 +54,11 @@ class TreeRunnerMixin:
         # Trees proposed in the last step, by request id; consumed by the next one.
         self.proposed_trees: dict[str, DraftTree] = {}
         self.tree_step = TreeStep([])
-        self.specplug_stats = StepStats()
+        self.tree_metrics = SpecPlugMetrics(
+            head=spec.head_path or str(spec.plugin_method),
+            is_reporting=get_tensor_model_parallel_rank() == 0,
+        )
+        self.step_start = 0.0
 
     # -- set-up ---------------------------------------------------------------------------
 
@@ -76,9 +81,7 @@ class TreeRunnerMixin:
             if not isinstance(context[name], DraftKVLayer)
         ]
         self.target_kv_caches: list[torch.Tensor] = caches
-        block_size, head_dim = caches[0].shape[2], caches[0].shape[3] // 2
-        _, self.kv_layout = cpu_kv_layout(caches[0].dtype, block_size, head_dim)
-        self.kv_block_size = block_size
+        self.kv_layout = cpu_kv_layout(caches[0])
         layers = self.drafter.cache_layers
         if layers:
             self.drafter.drafter.bind_cache(
@@ -90,6 +93,19 @@ class TreeRunnerMixin:
                     scale=layers[0].spec.head_dim ** -0.5,
                 )
             )
+
+    # -- the step ------------------------------------------------------------------------
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self.step_start = time.perf_counter()
+        return super().execute_model(*args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        payload = self.tree_metrics.end_step()
+        if payload is not None and output is not None:
+            setattr(output, STATS_ATTRIBUTE, payload)
+        return output
 
     # -- before the forward ---------------------------------------------------------------
 
@@ -155,6 +171,7 @@ class TreeRunnerMixin:
                 parents=[r.tree.parent_indices for _, r in members if r.tree is not None],
                 block_table=common.block_table_tensor,
             ),
+            layout=self.kv_layout,
             covers_batch=covers,
         )
         for metadata in {id(m): m for m in attn_metadata.values()}.values():
@@ -165,7 +182,6 @@ class TreeRunnerMixin:
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         assert logits is not None and spec_decode_metadata is not None
-        start = time.perf_counter()
         num_drafts = spec_decode_metadata.num_draft_tokens
         root_rows = [0] * len(num_drafts)
         for i in range(1, len(num_drafts)):
@@ -180,12 +196,11 @@ class TreeRunnerMixin:
             discarded,
         )
         walk, output = sampler.walk([r.tree for r in self.tree_step.requests], root_rows)
-        sampled = time.perf_counter()
+        walked = time.perf_counter()
         for request, path in zip(self.tree_step.requests, walk.accepted_paths, strict=True):
             request.accepted_path = path
         self._compact_accepted_paths()
-        compacted = time.perf_counter()
-        self._record_verification(sampled - start, compacted - sampled)
+        self._record_verification(walked)
         return output
 
     def _compact_accepted_paths(self) -> None:
@@ -197,7 +212,7 @@ class TreeRunnerMixin:
                 for i, r in enumerate(self.tree_step.requests)
                 if r.accepted_path and not r.is_linear
             ),
-            self.kv_block_size,
+            self.kv_layout.block_size,
         )
         if len(sources):
             compact_kv(
@@ -262,7 +277,8 @@ class TreeRunnerMixin:
                 if tree.num_nodes:
                     self.proposed_trees[self.input_batch.req_ids[i]] = tree
                     drafts[i] = tree.token_ids.tolist()
-        self.specplug_stats.add_draft_time(time.perf_counter() - start)
+        if len(requests):
+            self.tree_metrics.stats.observe_ms("draft", 1e3 * (time.perf_counter() - start))
         return drafts
 
     def _draft_requests(
@@ -274,10 +290,10 @@ class TreeRunnerMixin:
         nodes = self.row_budget.nodes_per_request(len(running))
         holder = sampling_metadata.thinking_budget_state_holder
         if nodes == 0 or (holder is not None and holder.has_tracked_requests()):
-            self.specplug_stats.add_plain(
-                "batch" if nodes == 0 else "thinking_budget", len(running)
-            )
+            reason = "batch" if nodes == 0 else "no_draft"
+            self.tree_metrics.stats.observe_plain(reason, len(running))
             return requests
+        self.tree_metrics.stats.tree_budget = nodes
         for i in running:
             state = self.requests[self.input_batch.req_ids[i]]
             num_tokens = int(self.input_batch.num_tokens_no_spec[i])
@@ -288,7 +304,7 @@ class TreeRunnerMixin:
                 remaining = min(remaining, params.max_tokens - len(state.output_token_ids) - 1)
             depth = min(self.drafter.options.tree_depth, remaining, nodes)
             if depth < 1:
-                self.specplug_stats.add_plain("near_max_len", 1)
+                self.tree_metrics.stats.observe_plain("near_max_len")
                 continue
             structured = params is not None and params.structured_outputs is not None
             requests.anchors.append(sampled_token_ids[i][-1])
@@ -300,8 +316,14 @@ class TreeRunnerMixin:
             requests.depths.append(depth)
         return requests
 
-    def _record_verification(self, verify_s: float, compact_s: float) -> None:
+    def _record_verification(self, walked: float) -> None:
+        stats = self.tree_metrics.stats
+        step_nodes = 0
         for r in self.tree_step.requests:
             if r.tree is not None and r.tree.num_nodes:
-                self.specplug_stats.add_tree(r.tree.num_nodes, len(r.accepted_path))
-        self.specplug_stats.add_verify_time(verify_s, compact_s)
+                stats.observe_draft(r.tree.num_nodes, len(r.accepted_path))
+                step_nodes += r.tree.num_nodes
+        if step_nodes:
+            stats.observe_step_nodes(step_nodes)
+            stats.observe_ms("verify", 1e3 * (walked - self.step_start))
+            stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))

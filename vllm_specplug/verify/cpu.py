@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -17,22 +15,11 @@ from vllm_specplug.kernels import CpuKvLayout, probe_cpu_layout, tree_attn
 from vllm_specplug.verify.tree_rows import tree_rows_of
 
 
-@functools.cache
-def cpu_kv_layout(
-    dtype: torch.dtype, block_size: int, head_dim: int
-) -> tuple[str, CpuKvLayout]:
-    """vLLM's instruction-set name for such a cache, and its layout as probed, not assumed."""
-    isa = _get_attn_isa(dtype, block_size, head_dim)
-    return isa, probe_cpu_layout(isa, dtype, block_size, head_dim)
-
-
-def split_cpu_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[blocks, Hkv, block, 2 * Dh] -> key and value cache, each [blocks, Hkv, block, Dh]."""
-    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
-    key_cache, value_cache = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(
-        2, dim=2
-    )
-    return key_cache, value_cache
+def cpu_kv_layout(kv_cache: torch.Tensor) -> CpuKvLayout:
+    """The layout of a layer's cache [blocks, Hkv, block, 2 * Dh], probed, not assumed."""
+    block_size, head_size = kv_cache.shape[2], kv_cache.shape[3] // 2
+    isa = _get_attn_isa(kv_cache.dtype, block_size, head_size)
+    return probe_cpu_layout(isa, kv_cache.dtype, block_size, head_size)
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
@@ -72,9 +59,8 @@ class TreeCPUAttentionBackendImpl(CPUAttentionBackendImpl):
                 output_block_scale,
             )
         if rows is not None:
-            key_cache, value_cache = split_cpu_cache(kv_cache)
-            _, layout = cpu_kv_layout(kv_cache.dtype, kv_cache.shape[2], self.head_size)
+            key_cache, value_cache = rows.layout.views(kv_cache)
             tree_attn(
-                query, key_cache, value_cache, output, rows.metadata, self.scale, layout
+                query, key_cache, value_cache, output, rows.metadata, self.scale, rows.layout
             )
         return output

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.kernels import CpuKvLayout, TreeAttnMetadata
 
 # Attribute of vLLM's attention metadata that carries `TreeRows`.
 TREE_ROWS_ATTRIBUTE = "specplug_tree_rows"
@@ -17,6 +17,8 @@ class TreeRows:
     """Which query rows are tree rows, and what each may attend to."""
 
     metadata: TreeAttnMetadata
+    layout: CpuKvLayout
+    """Layout of the target's cache."""
     covers_batch: bool
     """Whether every row of the step is a tree row, so that the stock kernel can be skipped."""
 

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one engine in a process of its own: `python engine_process.py JOB.json RESULT.json`.
+
+The job names the engine's arguments and a list of calls; the result holds every output and
+the speculative counters. A process each keeps engines apart: what our worker registers in
+one cannot reach the plain engine it is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# One thread: engines run side by side, and sums do not depend on a split between threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# One process: a test may reach into the worker, and start-up is quicker.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def _sabotage(name: str) -> None:
+    """Breaks one promise on purpose, so that a test can show it would notice."""
+    if name == "compaction":
+        import vllm_specplug.runtime.runner as runner
+
+        runner.compact_kv = lambda *args, **kwargs: None
+    elif name == "accept":
+        import vllm_specplug.runtime.target_sampler as target_sampler
+        from vllm_specplug.accept import walk_trees
+
+        def biased(trees: Any, root_rows: Any, sample: Any) -> Any:
+            # Draws again at every node whose sample has no child: prefers drafted tokens.
+            def twice(rows: Any, live: Any) -> Any:
+                first, second = sample(rows, live), sample(rows, live)
+                return [
+                    a if tree is not None and tree.child_of(-1, int(a)) is not None else b
+                    for a, b, tree in zip(first, second, trees, strict=True)
+                ]
+
+            return walk_trees(trees, root_rows, twice)
+
+        target_sampler.walk_trees = biased
+    else:
+        raise ValueError(name)
+
+
+def _counters(llm: Any) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if hasattr(metric, "value"):
+            values[metric.name] = values.get(metric.name, 0.0) + metric.value
+    return values
+
+
+def _params(spec: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    spec = dict(spec)
+    if "structured_outputs" in spec:
+        spec["structured_outputs"] = StructuredOutputsParams(**spec["structured_outputs"])
+    return SamplingParams(**spec)
+
+
+def _output(completion: Any) -> dict[str, Any]:
+    logprobs = completion.logprobs
+    return {
+        "token_ids": list(completion.token_ids),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "logprobs": None
+        if logprobs is None
+        else [{str(t): p.logprob for t, p in step.items()} for step in logprobs],
+    }
+
+
+def main(job_path: str, result_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    for name in job.get("sabotage", ()):
+        _sabotage(name)
+    from vllm import LLM
+
+    llm = LLM(disable_log_stats=False, **job["engine"])
+    results = []
+    for call in job["calls"]:
+        params = call["params"]
+        start = time.perf_counter()
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in call["prompts"]],
+            [_params(p) for p in params] if isinstance(params, list) else _params(params),
+            use_tqdm=False,
+        )
+        results.append(
+            {
+                "outputs": [[_output(c) for c in request.outputs] for request in outputs],
+                "seconds": time.perf_counter() - start,
+            }
+        )
+    Path(result_path).write_text(json.dumps({"calls": results, "counters": _counters(llm)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every end-to-end test shares: the target, its prompts, and pairs of engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("SPECPLUG_DATA", REPO.parent / "shared" / "data"))
+PROCESS = Path(__file__).with_name("engine_process.py")
+ENGINE_TIMEOUT_S = 1500
+
+# Options of each method under test; the lossless matrix runs once per entry.
+METHODS: dict[str, dict[str, Any]] = {
+    "jetspec": {
+        "method": "jetspec",
+        "model": str(REPO / "heads" / "smollm2-135m-jetspec"),
+        "num_speculative_tokens": 16,
+        "max_step_rows": 512,
+    },
+}
+
+
+@cache
+def target_path() -> str:
+    """The prepared SmolLM2 target."""
+    from vllm_specplug.targets import prepare_target
+
+    return str(prepare_target("smollm2"))
+
+
+@cache
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(target_path())
+
+
+def chat_ids(text: str) -> list[int]:
+    """Token ids of one user turn under the target's chat template."""
+    return tokenizer().apply_chat_template(
+        [{"role": "user", "content": text}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+    )
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    path = DATA / name
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing; set SPECPLUG_DATA to the folder with the prompt files"
+        )
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@cache
+def prompts(count: int, max_tokens: int = 700) -> tuple[tuple[int, ...], ...]:
+    """`count` tokenised prompts, taken in turn from chat, code and maths."""
+    sources = [
+        [row["turns"][0] for row in _rows("spec_bench_dev.jsonl")],
+        [
+            "Complete this Python function:\n```python\n" + row["prompt"] + "```"
+            for row in _rows("humaneval_dev.jsonl")
+        ],
+        [row["question"] for row in _rows("gsm8k_test_dev.jsonl")],
+    ]
+    # Every seventh of the first, so that all its categories appear.
+    sources[0] = sources[0][::7] + sources[0][1::7]
+    picked: list[tuple[int, ...]] = []
+    index = 0
+    while len(picked) < count:
+        ids = chat_ids(sources[index % 3][index // 3])
+        if len(ids) <= max_tokens:
+            picked.append(tuple(ids))
+        index += 1
+    return tuple(picked)
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """What one engine process produced."""
+
+    calls: list[dict[str, Any]]
+    counters: dict[str, float]
+
+    @property
+    def drafted(self) -> int:
+        return int(self.counters.get("vllm:spec_decode_num_draft_tokens", 0))
+
+    @property
+    def accepted(self) -> int:
+        return int(self.counters.get("vllm:spec_decode_num_accepted_tokens", 0))
+
+    @property
+    def preemptions(self) -> int:
+        return int(self.counters.get("vllm:num_preemptions", 0))
+
+    def outputs(self, call: int = 0) -> list[dict[str, Any]]:
+        """First completion of each request of one call."""
+        return [completions[0] for completions in self.calls[call]["outputs"]]
+
+    def token_ids(self, call: int = 0) -> list[list[int]]:
+        return [output["token_ids"] for output in self.outputs(call)]
+
+
+def engine_args(**overrides: Any) -> dict[str, Any]:
+    """Arguments of a float32 engine on the target, small enough for two cores."""
+    return {
+        "model": target_path(),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        **overrides,
+    }
+
+
+def run_engine(
+    engine: dict[str, Any],
+    calls: list[dict[str, Any]],
+    *,
+    speculative: dict[str, Any] | None = None,
+    sabotage: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
+) -> EngineResult:
+    """Runs `calls` on an engine in a fresh process.
+
+    Raises:
+        AssertionError: with the end of the log when the process fails.
+    """
+    if speculative is not None:
+        engine = {**engine, "speculative_config": speculative}
+    with tempfile.TemporaryDirectory() as folder:
+        job, result, log = (Path(folder) / name for name in ("job.json", "result.json", "log"))
+        job.write_text(json.dumps({"engine": engine, "calls": calls, "sabotage": sabotage}))
+        with log.open("w") as stream:
+            code = subprocess.run(
+                [sys.executable, str(PROCESS), str(job), str(result)],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                timeout=ENGINE_TIMEOUT_S,
+            ).returncode
+        if code != 0 or not result.is_file():
+            raise AssertionError(f"engine process ended with {code}:\n{log.read_text()[-6000:]}")
+        data = json.loads(result.read_text())
+    return EngineResult(data["calls"], data["counters"])
+
+
+def assert_drafted(result: EngineResult, least_acceptance: float = 0.02) -> None:
+    """Fails where an equality would be empty: nothing drafted, or nothing accepted."""
+    assert result.drafted > 0, "no draft was proposed"
+    assert result.accepted > 0, "no draft was accepted"
+    assert result.accepted / result.drafted > least_acceptance, (result.accepted, result.drafted)
+
+
+def first_difference(expected: list[list[int]], actual: list[list[int]]) -> str | None:
+    """Which request differs first and where; None when all are equal."""
+    assert len(expected) == len(actual)
+    for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        if a != b:
+            at = next(
+                (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
+                min(len(a), len(b)),
+            )
+            return f"request {i} differs at token {at}: {a[at : at + 6]} != {b[at : at + 6]}"
+    return None

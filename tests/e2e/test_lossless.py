@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""float32 greedy output is token-identical to plain vLLM, in every situation listed here.
+
+Every test compares two engines that differ only in speculation, and fails as well when
+nothing was drafted or accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import (
+    METHODS,
+    EngineResult,
+    assert_drafted,
+    engine_args,
+    first_difference,
+    prompts,
+    run_engine,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Engine arguments and the calls made on them."""
+
+    engine: dict[str, Any]
+    calls: list[dict[str, Any]]
+    speculative: dict[str, Any] = field(default_factory=dict)
+    preempts: bool = False
+
+
+def _greedy(max_tokens: int, **params: Any) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_tokens": max_tokens, **params}
+
+
+def _calls(count: int, params: dict[str, Any] | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"prompts": [list(p) for p in prompts(count)], "params": params}]
+
+
+def _one_by_one() -> Situation:
+    ids = prompts(64)
+    return Situation(
+        engine_args(max_num_seqs=1),
+        [{"prompts": [list(p) for p in ids], "params": _greedy(24)}],
+    )
+
+
+def _mixed_batch() -> Situation:
+    # A small token budget: prompts are cut into chunks and share steps with decoding requests.
+    return Situation(
+        engine_args(max_num_batched_tokens=320, max_num_seqs=16),
+        _calls(64, _greedy(32)),
+        {"max_step_rows": 160},
+    )
+
+
+def _preemption() -> Situation:
+    return Situation(
+        engine_args(num_gpu_blocks_override=26, block_size=32, max_model_len=512),
+        [
+            {
+                "prompts": [list(p) for p in prompts(64) if len(p) < 160][:12],
+                "params": _greedy(96, ignore_eos=True),
+            }
+        ],
+        preempts=True,
+    )
+
+
+def _prefix_cache() -> Situation:
+    # The second call repeats prompts; the third continues what the first must have generated.
+    ids = [list(p) for p in prompts(8)]
+    return Situation(
+        engine_args(enable_prefix_caching=True, block_size=32),
+        [
+            {"prompts": ids, "params": _greedy(80, ignore_eos=True)},
+            {"prompts": ids, "params": _greedy(80, ignore_eos=True)},
+        ],
+    )
+
+
+def _block_size(size: int) -> Situation:
+    return Situation(engine_args(block_size=size), _calls(16, _greedy(40)))
+
+
+def _near_max_model_len() -> Situation:
+    ids = [list(p) for p in prompts(48) if 90 <= len(p) <= 190][:8]
+    return Situation(
+        engine_args(max_model_len=200),
+        [{"prompts": ids, "params": _greedy(200, ignore_eos=True)}],
+    )
+
+
+def _stops() -> Situation:
+    ids = [list(p) for p in prompts(16)]
+    kinds = [
+        {"stop": [" the"]},
+        {"stop": ["\n\n"], "include_stop_str_in_output": True},
+        {"stop_token_ids": [28, 30]},
+        {"min_tokens": 20},
+        {"min_tokens": 12, "stop_token_ids": [28]},
+    ]
+    params = [_greedy(5 + 3 * i, **kinds[i % len(kinds)]) for i in range(16)]
+    return Situation(engine_args(), [{"prompts": ids, "params": params}])
+
+
+def _penalties() -> Situation:
+    kinds = [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+        {"bad_words": [" the", " of"]},
+        {"allowed_token_ids": list(range(0, 49152, 2))},
+        {},
+    ]
+    params = [_greedy(40, **kinds[i % len(kinds)]) for i in range(15)]
+    return Situation(engine_args(), _calls(15, params))
+
+
+def _seeded_sampling() -> Situation:
+    params = [
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": i, "max_tokens": 32}
+        for i in range(16)
+    ]
+    return Situation(engine_args(), _calls(16, params))
+
+
+SITUATIONS = {
+    "one_by_one": _one_by_one,
+    "mixed_batch": _mixed_batch,
+    "preemption": _preemption,
+    "prefix_cache": _prefix_cache,
+    "block_size_32": lambda: _block_size(32),
+    "block_size_64": lambda: _block_size(64),
+    "block_size_128": lambda: _block_size(128),
+    "near_max_model_len": _near_max_model_len,
+    "stops": _stops,
+    "penalties": _penalties,
+    "seeded_sampling": _seeded_sampling,
+}
+
+
+def _compare(situation: Situation, method: str) -> tuple[EngineResult, EngineResult]:
+    plain = run_engine(situation.engine, situation.calls)
+    tree = run_engine(
+        situation.engine, situation.calls, speculative={**METHODS[method], **situation.speculative}
+    )
+    return plain, tree
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_output_equals_plain_decoding(name: str, method: str) -> None:
+    situation = SITUATIONS[name]()
+    plain, tree = _compare(situation, method)
+    for call in range(len(situation.calls)):
+        difference = first_difference(plain.token_ids(call), tree.token_ids(call))
+        assert difference is None, difference
+        for a, b in zip(plain.outputs(call), tree.outputs(call), strict=True):
+            assert (a["text"], a["finish_reason"], a["stop_reason"]) == (
+                b["text"],
+                b["finish_reason"],
+                b["stop_reason"],
+            )
+    assert_drafted(tree)
+    if situation.preempts:
+        assert tree.preemptions > 0 and plain.preemptions > 0
+    if situation.engine["enable_prefix_caching"]:
+        assert tree.counters["vllm:prefix_cache_hits"] > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_continues_generated_text_from_the_prefix_cache(method: str) -> None:
+    ids = [list(p) for p in prompts(8)]
+    engine = engine_args(enable_prefix_caching=True, block_size=32)
+    first = run_engine(engine, [{"prompts": ids, "params": _greedy(96, ignore_eos=True)}])
+    longer = [p + out for p, out in zip(ids, first.token_ids(), strict=True)]
+    calls = [
+        {"prompts": ids, "params": _greedy(96, ignore_eos=True)},
+        {"prompts": longer, "params": _greedy(32, ignore_eos=True)},
+    ]
+    plain = run_engine(engine, calls)
+    tree = run_engine(engine, calls, speculative=METHODS[method])
+    for call in range(2):
+        difference = first_difference(plain.token_ids(call), tree.token_ids(call))
+        assert difference is None, difference
+    assert_drafted(tree)
+    # Blocks that hold generated tokens were hit: more than the prompts alone could give.
+    prompt_blocks = sum(len(p) // 32 * 32 for p in ids)
+    assert tree.counters["vllm:prefix_cache_hits"] > prompt_blocks
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_compaction_outputs_diverge(method: str) -> None:
+    """The negative control: these comparisons can tell a corrupted cache."""
+    situation = Situation(engine_args(), _calls(16, _greedy(48, ignore_eos=True)))
+    plain = run_engine(situation.engine, situation.calls)
+    broken = run_engine(
+        situation.engine, situation.calls, speculative=METHODS[method], sabotage=("compaction",)
+    )
+    equal = sum(a == b for a, b in zip(plain.token_ids(), broken.token_ids(), strict=True))
+    assert equal <= 8, f"{equal} of 16 outputs survived a cache without compaction"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logprobs_equal_plain_decoding(method: str) -> None:
+    situation = Situation(engine_args(), _calls(8, _greedy(32, logprobs=3)))
+    plain, tree = _compare(situation, method)
+    assert first_difference(plain.token_ids(), tree.token_ids()) is None
+    for a, b in zip(plain.outputs(), tree.outputs(), strict=True):
+        for expected, actual in zip(a["logprobs"], b["logprobs"], strict=True):
+            for token in set(expected) & set(actual):
+                assert abs(expected[token] - actual[token]) < 1e-3
+            assert len(set(expected) & set(actual)) >= 3
+    assert_drafted(tree)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_json_schema_requests_stay_valid_and_equal(method: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer"},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
+        },
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    }
+    params = [
+        _greedy(64, structured_outputs={"json": schema}) if i % 2 == 0 else _greedy(48)
+        for i in range(8)
+    ]
+    situation = Situation(engine_args(), _calls(8, params))
+    plain, tree = _compare(situation, method)
+    assert first_difference(plain.token_ids(), tree.token_ids()) is None
+    assert_drafted(tree)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees shrink with the batch and stop where they are not worth drafting."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specplug.budget import RowBudget
+
+
+@given(st.integers(1, 256), st.integers(1, 4096), st.integers(1, 512))
+def test_never_exceeds_rows_or_nodes(nodes: int, rows: int, requests: int) -> None:
+    share = RowBudget(max_nodes=nodes, max_step_rows=rows).nodes_per_request(requests)
+    assert 0 <= share <= nodes
+    assert share == 0 or requests * (share + 1) <= rows
+
+
+def test_shrinks_then_stops() -> None:
+    budget = RowBudget(max_nodes=16, max_step_rows=32)
+    assert [budget.nodes_per_request(n) for n in (0, 1, 2, 4, 8, 10, 11, 64)] == [
+        0, 16, 15, 7, 3, 2, 0, 0,
+    ]  # fmt: skip
+
+
+def test_a_budget_of_one_node_is_honoured() -> None:
+    assert RowBudget(max_nodes=1, max_step_rows=8).nodes_per_request(1) == 1

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every refusal names the field, its value, what is legal and what to do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from vllm_specplug.config import (
+    TreeOptions,
+    changed_tree_options,
+    check_num_nodes,
+    check_tree_depth,
+    check_tree_shape,
+    check_vllm_options,
+)
+from vllm_specplug.methods import METHOD_NAMES, get_method, load_drafter_class
+
+
+def test_defaults_are_legal_and_unchanged() -> None:
+    assert changed_tree_options(TreeOptions()) == []
+    assert changed_tree_options(TreeOptions(tree_width=3, causal=True)) == ["tree_width", "causal"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tree_width", 0),
+        ("tree_width", 65),
+        ("tree_depth", 0),
+        ("tree_builder", "bfs"),
+        ("hybrid_lambda", -1.0),
+        ("max_step_rows", 0),
+        ("tree_kernel", "cuda"),
+        ("tree_widht", 3),
+    ],
+)
+def test_bad_values_name_the_field(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=field):
+        TreeOptions(**{field: value})
+
+
+@pytest.mark.parametrize("nodes", [0, 257])
+def test_node_budget_range(nodes: int) -> None:
+    with pytest.raises(ValueError, match=rf"num_speculative_tokens={nodes} .*1\.\.256"):
+        check_num_nodes(nodes)
+
+
+def test_budget_below_depth_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_speculative_tokens=3 .*tree_depth=5.*Raise"):
+        check_tree_shape(3, 5, 4)
+    check_tree_shape(5, 5, 4)
+
+
+def test_depth_beyond_the_head_is_refused() -> None:
+    assert check_tree_depth(None, 8) == 7
+    assert check_tree_depth(3, 8) == 3
+    with pytest.raises(ValueError, match=r"tree_depth=8 .*1\.\.7"):
+        check_tree_depth(8, 8)
+
+
+def test_foreign_options_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="prompt_lookup_max=4"):
+        check_vllm_options(SimpleNamespace(prompt_lookup_max=4), {}, "jetspec")
+    with pytest.raises(ValueError, match="rejection_sample_method='synthetic'.*lossless"):
+        check_vllm_options(
+            SimpleNamespace(rejection_sample_method="synthetic"), {}, "jetspec"
+        )
+    check_vllm_options(SimpleNamespace(rejection_sample_method="standard"), {}, "jetspec")
+
+
+def test_methods_are_registered_and_importable() -> None:
+    for name in METHOD_NAMES:
+        assert get_method(name).name == name
+        assert load_drafter_class(name)
+    with pytest.raises(ValueError, match="known: jetspec"):
+        get_method("medusa")

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every touch on vLLM internals: what, why, and what would let us drop it.
+
+`compat/` holds those made in every process, `runtime/` and `verify/` those made in workers. An
+entry's key is named in the docstring of the code it describes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One touch."""
+
+    key: str
+    where: str
+    """Our module."""
+    touches: str
+    """vLLM's attribute."""
+    why: str
+    remove_when: str
+
+
+_REGISTRY = "https://github.com/vllm-project/vllm/issues/36219"
+_TREE = "https://github.com/vllm-project/vllm/issues/40809"
+
+LEDGER: tuple[LedgerEntry, ...] = (
+    LedgerEntry(
+        "spec_config",
+        "compat.spec_config",
+        "engine.arg_utils.SpeculativeConfig (module global)",
+        "vLLM's list of methods is closed and unknown keys are refused",
+        f"vLLM has a proposer registry with typed options ({_REGISTRY})",
+    ),
+    LedgerEntry(
+        "engine_config",
+        "compat.engine_args",
+        "EngineArgs.create_engine_config (wrapped)",
+        "combinations such as LoRA or a quantised cache only show in the whole config, and "
+        "must stop before a process starts",
+        f"a registered method may validate the engine config ({_REGISTRY})",
+    ),
+    LedgerEntry(
+        "refusal",
+        "compat.refusal",
+        "EngineArgs.create_engine_config (wrapped, unsupported vLLM only)",
+        "our methods must say why they are unavailable instead of being unknown",
+        "never needed on a supported vLLM",
+    ),
+    LedgerEntry(
+        "worker_cls",
+        "compat.spec_config",
+        "ParallelConfig.worker_cls (set when it is 'auto')",
+        "the runner mixin needs a worker that builds it",
+        f"a method may name its runner ({_REGISTRY})",
+    ),
+    LedgerEntry(
+        "metrics_bridge",
+        "compat.metrics_bridge",
+        "Scheduler.update_from_output, EngineCoreOutputs.scheduler_stats, "
+        "StatLoggerManager.__init__ (wrapped, retyped, wrapped)",
+        "our numbers are made in a worker and scraped in the API server",
+        "a runner may attach statistics that reach stat loggers",
+    ),
+    LedgerEntry(
+        "cpu_runner",
+        "runtime.worker_cpu",
+        "v1.worker.cpu_worker.CPUModelRunner (module global, swapped during init_device)",
+        "CPUWorker names its runner class as a global",
+        "CPUWorker gains the _make_model_runner seam that the GPU worker has",
+    ),
+    LedgerEntry(
+        "gpu_runner",
+        "runtime.worker_gpu",
+        "v1.worker.gpu_worker.Worker._make_model_runner",
+        "the documented seam for a runner of one's own",
+        "never: it is a public seam",
+    ),
+    LedgerEntry(
+        "cpu_backend",
+        "runtime.worker_cpu",
+        "register_backend(CPU_ATTN), in workers that draft trees only",
+        "stock attention has one causal mask; tree rows need their ancestors",
+        f"vLLM takes a mask per request ({_TREE})",
+    ),
+    LedgerEntry(
+        "draft_kv_layer",
+        "runtime.draft_cache",
+        "AttentionLayerBase in static_forward_context",
+        "draft context lives in vLLM's pages, so prefix hits and preemption hold",
+        "vLLM offers cache-only layers to proposers",
+    ),
+    LedgerEntry(
+        "runner_inputs",
+        "runtime.runner",
+        "GPUModelRunner._prepare_inputs, _build_attention_metadata",
+        "rotary positions follow depth; tree rows are attached to the attention metadata",
+        f"vLLM takes per-node positions and masks ({_TREE})",
+    ),
+    LedgerEntry(
+        "runner_sample",
+        "runtime.runner",
+        "GPUModelRunner._sample, _bookkeeping_sync",
+        "acceptance is a walk; compaction must end before blocks are hashed; vLLM rewinds "
+        "CPU generators of prompt chunks, which raises",
+        "a registered method may bring its own acceptance",
+    ),
+    LedgerEntry(
+        "runner_draft",
+        "runtime.runner",
+        "GPUModelRunner.propose_draft_token_ids, _input_fits_in_drafter",
+        "custom proposers get neither hidden states nor per-request limits",
+        "https://github.com/vllm-project/vllm/pull/39487 passes hidden states",
+    ),
+    LedgerEntry(
+        "runner_setup",
+        "runtime.runner",
+        "GPUModelRunner._get_eagle3_aux_layers_from_config, initialize_kv_cache, "
+        "use_aux_hidden_state_outputs",
+        "drafters read the target's hidden states; caches are known only after allocation",
+        f"vLLM has a proposer registry ({_REGISTRY})",
+    ),
+    LedgerEntry(
+        "target_sampler",
+        "runtime.target_sampler",
+        "Sampler.forward, LogitsProcessor.update_state between depths",
+        "each visited node is sampled as plain decoding would sample it",
+        "vLLM's sampler takes (request, depth) rows",
+    ),
+)
