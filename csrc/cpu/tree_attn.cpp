@@ -24,7 +24,6 @@ using torch::stable::Tensor;
 
 namespace {
 
-constexpr int kMaxHeadSize = 1024;
 // Rows (query rows x query heads of a KV head) that share one pass over the context.
 constexpr int kMaxItemRows = 512;
 // Below this much work (rows x groups, in units of 16 rows) waking other threads costs more.
@@ -229,11 +228,15 @@ class Worker {
 
   void load_query(const Item& item) {
     const int words = p_.variant->bf16_dot ? p_.head_size / 2 : p_.head_size;
+    int row = item.first_row / p_.group_size;
+    int head = item.first_row % p_.group_size;
     for (int i = 0; i < item.rows; ++i) {
-      const int row = (item.first_row + i) / p_.group_size;
-      const int head = (item.first_row + i) % p_.group_size;
       const int64_t at = (p_.row_start[item.req] + row) * p_.q_row +
                          (item.head * p_.group_size + head) * p_.q_head;
+      if (++head == p_.group_size) {
+        head = 0;
+        ++row;
+      }
       uint32_t* to = b_.q + static_cast<int64_t>(i) * p_.padded_words;
       const char* from = p_.query + at * p_.element;
       if (p_.variant->bf16_dot || !p_.bf16) {
@@ -426,41 +429,59 @@ class Worker {
     const AttnVariant& v = *p_.variant;
     for (int r = 0; r < item.rows; r += kRowBlock) {
       const int rows = std::min(kRowBlock, item.rows - r);
-      v.scores(b_.q + static_cast<int64_t>(r) * p_.padded_words, p_.padded_words, rows,
-               p_.padded_words, groups, n, b_.s, kPackedLd);
-      for (int i = 0; i < n; ++i) {
-        if (columns[i] == kNoMask) continue;
-        uint32_t bits[kRowBlock];
-        row_bits(item, g + i, columns[i], r, rows, bits);
-        v.mask(b_.s + i * kGroup, kPackedLd, rows, bits);
-      }
       const int64_t at = static_cast<int64_t>(r) * p_.head_size;
-      v.softmax(b_.s, kPackedLd, rows, n * kGroup, p_.scale_log2, first, m + r, l + r, o + at,
+      // Descendants come after their ancestors, so early rows attend nothing in late groups.
+      uint32_t bits[kTileGroups][kRowBlock];
+      int used = n;
+      while (used > 0 && columns[used - 1] != kNoMask &&
+             !row_bits(item, g + used - 1, columns[used - 1], r, rows, bits[used - 1]))
+        --used;
+      if (used == 0) {
+        if (first) clear_state(rows, m + r, l + r, o + at);
+        continue;
+      }
+      v.scores(b_.q + static_cast<int64_t>(r) * p_.padded_words, p_.padded_words, rows,
+               p_.padded_words, groups, used, b_.s, kPackedLd);
+      for (int i = used - 1; i >= 0 && columns[i] != kNoMask; --i) {
+        if (i < used - 1) row_bits(item, g + i, columns[i], r, rows, bits[i]);
+        v.mask(b_.s + i * kGroup, kPackedLd, rows, bits[i]);
+      }
+      v.softmax(b_.s, kPackedLd, rows, used * kGroup, p_.scale_log2, first, m + r, l + r, o + at,
                 p_.head_size, b_.p, kPackedLd);
-      v.values(b_.p, kPackedLd, rows, groups, n, p_.head_size, first, o + at);
+      v.values(b_.p, kPackedLd, rows, groups, used, p_.head_size, first, o + at);
     }
   }
 
-  void row_bits(const Item& item, int g, int column, int first, int rows, uint32_t* bits) const {
+  // A share in which these rows attend nothing.
+  void clear_state(int rows, float* m, float* l, float* o) const {
+    for (int i = 0; i < rows; ++i) {
+      m[i] = kNoScore;
+      l[i] = 0.0f;
+    }
+    std::memset(o, 0, static_cast<size_t>(rows) * p_.head_size * 4);
+  }
+
+  // Mask bits of a group for some packed rows; false when none is set.
+  bool row_bits(const Item& item, int g, int column, int first, int rows, uint32_t* bits) const {
     if (p_.tail_key != nullptr && g < item.context_groups) {
       const uint32_t valid = (1u << column) - 1u;
       for (int i = 0; i < rows; ++i) bits[i] = valid;
-      return;
+      return valid != 0;
     }
     const int64_t* words = p_.words + p_.mask_start[item.req] * p_.words_per_row;
-    const int last = p_.row_count[item.req];
     // Bits past the last row of the tree are ignored, whatever the words hold.
-    const int left = last - column;
+    const int left = p_.row_count[item.req] - column;
     const uint32_t exists = left >= kGroup ? 0xffffffffu : (1u << left) - 1u;
-    int previous = -1;
-    uint32_t value = 0;
-    for (int i = 0; i < rows; ++i) {
-      const int row = (item.first_row + first + i) / p_.group_size;
-      if (row != previous)
-        value = mask_bits(words + row * p_.words_per_row, p_.words_per_row, column) & exists;
-      previous = row;
-      bits[i] = value;
+    int row = (item.first_row + first) / p_.group_size;
+    int head = (item.first_row + first) % p_.group_size;
+    uint32_t any = 0;
+    for (int i = 0; i < rows; ++row, head = 0) {
+      const uint32_t value =
+          mask_bits(words + row * p_.words_per_row, p_.words_per_row, column) & exists;
+      any |= value;
+      for (; head < p_.group_size && i < rows; ++head) bits[i++] = value;
     }
+    return any != 0;
   }
 
   const Problem& p_;

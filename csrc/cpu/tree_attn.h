@@ -13,6 +13,9 @@ constexpr int kGroup = 32;
 constexpr int kRowBlock = 32;
 // Groups of one tile: the scores of a row block stay in the first two cache levels.
 constexpr int kTileGroups = 8;
+constexpr int kMaxHeadSize = 1024;
+// Reference exponent of a row that has seen no score yet.
+constexpr float kNoScore = -1e30f;
 
 enum class LayoutKind : int { kVec = 0, kVnni = 1, kTable = 2 };
 

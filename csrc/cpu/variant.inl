@@ -77,48 +77,54 @@ INLINE float sum_lanes(VecF v) {
 
 // ---- products --------------------------------------------------------------
 
-template <int ROWS, int PANELS>
-struct Block {
-  VecF acc[ROWS][PANELS * kVecs];
+// Every loop over the register block is unrolled by pragma: only then do the accumulators stay in
+// registers.
+#define UNROLL _Pragma("GCC unroll 16")
 
-  INLINE void zero(Block& self) {
-    for (int m = 0; m < ROWS; ++m)
-      for (int j = 0; j < PANELS * kVecs; ++j) self.acc[m][j] = VecF{};
+template <int ROWS, int PANELS>
+INLINE void zero_block(VecF (&acc)[ROWS][PANELS * kVecs]) {
+  UNROLL for (int m = 0; m < ROWS; ++m)
+    UNROLL for (int j = 0; j < PANELS * kVecs; ++j) acc[m][j] = VecF{};
+}
+
+template <int ROWS, int PANELS>
+INLINE void load_block(VecF (&acc)[ROWS][PANELS * kVecs], const float* c, int64_t ld) {
+  UNROLL for (int m = 0; m < ROWS; ++m)
+    UNROLL for (int j = 0; j < PANELS * kVecs; ++j) acc[m][j] = load_f(c + m * ld + j * VEC_WORDS);
+}
+
+template <int ROWS, int PANELS>
+INLINE void store_block(const VecF (&acc)[ROWS][PANELS * kVecs], float* c, int64_t ld) {
+  UNROLL for (int m = 0; m < ROWS; ++m)
+    UNROLL for (int j = 0; j < PANELS * kVecs; ++j) store_f(c + m * ld + j * VEC_WORDS, acc[m][j]);
+}
+
+template <int ROWS, int PANELS>
+INLINE void multiply_block(VecF (&acc)[ROWS][PANELS * kVecs], const uint32_t* a, int64_t ld_a,
+                           const char* b, int64_t panel, int64_t row, int words) {
+  for (int k = 0; k < words; ++k) {
+    VecU col[PANELS * kVecs];
+    UNROLL for (int p = 0; p < PANELS; ++p)
+      UNROLL for (int j = 0; j < kVecs; ++j)
+        col[p * kVecs + j] = *reinterpret_cast<const VecUu*>(b + p * panel + j * VEC_WORDS * 4);
+    UNROLL for (int m = 0; m < ROWS; ++m)
+      UNROLL for (int j = 0; j < PANELS * kVecs; ++j)
+        acc[m][j] = DOT(acc[m][j], a[m * ld_a + k], col[j]);
+    b += row;
   }
-  INLINE void load(Block& self, const float* c, int64_t ld) {
-    for (int m = 0; m < ROWS; ++m)
-      for (int j = 0; j < PANELS * kVecs; ++j)
-        self.acc[m][j] = load_f(c + m * ld + j * VEC_WORDS);
-  }
-  INLINE void store(const Block& self, float* c, int64_t ld) {
-    for (int m = 0; m < ROWS; ++m)
-      for (int j = 0; j < PANELS * kVecs; ++j)
-        store_f(c + m * ld + j * VEC_WORDS, self.acc[m][j]);
-  }
-  INLINE void multiply(Block& self, const uint32_t* a, int64_t ld_a, const char* b,
-                       int64_t panel, int64_t row, int words) {
-#pragma GCC unroll 2
-    for (int k = 0; k < words; ++k) {
-      VecU col[PANELS * kVecs];
-      for (int p = 0; p < PANELS; ++p)
-        for (int j = 0; j < kVecs; ++j)
-          col[p * kVecs + j] = *reinterpret_cast<const VecUu*>(b + p * panel + j * VEC_WORDS * 4);
-      for (int m = 0; m < ROWS; ++m)
-        for (int j = 0; j < PANELS * kVecs; ++j)
-          self.acc[m][j] = DOT(self.acc[m][j], a[m * ld_a + k], col[j]);
-      b += row;
+}
+
+template <int ROWS, int PANELS>
+void scores_block(const uint32_t* q, int64_t ld_q, int words, const KvGroup* groups,
+                  int num_groups, float* s, int64_t ld_s) {
+  for (int g = 0; g < num_groups; ++g)
+    for (int p = 0; p < kGroup / kPanel; p += PANELS) {
+      VecF acc[ROWS][PANELS * kVecs];
+      zero_block<ROWS, PANELS>(acc);
+      multiply_block<ROWS, PANELS>(acc, q, ld_q, groups[g].k + p * groups[g].k_panel,
+                                   groups[g].k_panel, groups[g].k_row, words);
+      store_block<ROWS, PANELS>(acc, s + g * kGroup + p * kPanel, ld_s);
     }
-  }
-};
-
-template <int ROWS, int PANELS>
-void scores_block(const uint32_t* q, int64_t ld_q, int words, const KvGroup& group, int panel,
-                  float* s, int64_t ld_s) {
-  using B = Block<ROWS, PANELS>;
-  B block;
-  B::zero(block);
-  B::multiply(block, q, ld_q, group.k + panel * group.k_panel, group.k_panel, group.k_row, words);
-  B::store(block, s, ld_s);
 }
 
 constexpr int kGroupWords = BF16_DOT ? kGroup / 2 : kGroup;
@@ -126,17 +132,16 @@ constexpr int kGroupWords = BF16_DOT ? kGroup / 2 : kGroup;
 template <int ROWS, int PANELS>
 void values_block(const uint32_t* p, int64_t ld_p, const KvGroup* groups, int num_groups,
                   int panel, bool first, float* o, int64_t ld_o) {
-  using B = Block<ROWS, PANELS>;
-  B block;
+  VecF acc[ROWS][PANELS * kVecs];
   if (first)
-    B::zero(block);
+    zero_block<ROWS, PANELS>(acc);
   else
-    B::load(block, o, ld_o);
-  for (int g = 0; g < num_groups; ++g) {
-    B::multiply(block, p + g * kGroupWords, ld_p, groups[g].v + panel * groups[g].v_panel,
-                groups[g].v_panel, groups[g].v_row, kGroupWords);
-  }
-  B::store(block, o, ld_o);
+    load_block<ROWS, PANELS>(acc, o, ld_o);
+  for (int g = 0; g < num_groups; ++g)
+    multiply_block<ROWS, PANELS>(acc, p + g * kGroupWords, ld_p,
+                                 groups[g].v + panel * groups[g].v_panel, groups[g].v_panel,
+                                 groups[g].v_row, kGroupWords);
+  store_block<ROWS, PANELS>(acc, o, ld_o);
 }
 
 // Calls f<ROWS> for the run-time number of rows.
@@ -162,18 +167,16 @@ INLINE void for_row_blocks(int rows, const F& f) {
 
 void scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
             int num_groups, float* s, int64_t ld_s) {
-  for_row_blocks(rows, [&](auto height, int m) __attribute__((always_inline)) {
-    for (int g = 0; g < num_groups; ++g)
-      for (int p = 0; p < kGroup / kPanel; p += MAX_PANELS)
-        scores_block<decltype(height)::value, MAX_PANELS>(
-            q + m * ld_q, ld_q, words, groups[g], p, s + m * ld_s + g * kGroup + p * kPanel, ld_s);
+  for_row_blocks(rows, [&](auto height, int m) {
+    scores_block<decltype(height)::value, MAX_PANELS>(q + m * ld_q, ld_q, words, groups,
+                                                      num_groups, s + m * ld_s, ld_s);
   });
 }
 
 void values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
             int head_size, bool first, float* o) {
   const int panels = head_size / kPanel;
-  for_row_blocks(rows, [&](auto height, int m) __attribute__((always_inline)) {
+  for_row_blocks(rows, [&](auto height, int m) {
     constexpr int kRows = decltype(height)::value;
     int panel = 0;
     for (; panel + MAX_PANELS <= panels; panel += MAX_PANELS)
@@ -206,7 +209,6 @@ void mask(float* s, int64_t ld_s, int rows, const uint32_t* bits) {
 // The reference exponent m of a row only moves when the maximum has grown by more than 2^8:
 // weights stay within fp32 (and bf16 keeps its relative precision), and o is seldom rescaled.
 constexpr float kRescaleAbove = 8.0f;
-constexpr float kNoScore = -1e30f;
 
 #if BF16_DOT
 INLINE void store_weights(uint32_t* p, int64_t col, VecF w) { STORE_BF16(p, col, w); }
@@ -355,10 +357,27 @@ INLINE uint16_t round_bf16(float x) {
   return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
+// Walks the output rows of consecutive packed rows.
+struct OutputCursor {
+  const RowTarget& target;
+  int64_t row;
+  int head;
+
+  INLINE OutputCursor at_row(const RowTarget& target, int packed_row) {
+    return {target, packed_row / target.group_size, packed_row % target.group_size};
+  }
+  INLINE int64_t next(OutputCursor& c) {
+    const int64_t at = c.row * c.target.row_stride + c.head * c.target.head_stride;
+    if (++c.head == c.target.group_size) {
+      c.head = 0;
+      ++c.row;
+    }
+    return at;
+  }
+};
+
 INLINE void write_row(const float* o, float factor, int head_size, const RowTarget& target,
-                      int packed_row) {
-  const int64_t at = static_cast<int64_t>(packed_row / target.group_size) * target.row_stride +
-                     static_cast<int64_t>(packed_row % target.group_size) * target.head_stride;
+                      int64_t at) {
   if (target.bf16) {
     uint16_t* out = static_cast<uint16_t*>(target.base) + at;
     for (int d = 0; d < head_size; ++d) out[d] = round_bf16(o[d] * factor);
@@ -370,14 +389,16 @@ INLINE void write_row(const float* o, float factor, int head_size, const RowTarg
 
 void write(const float* o, const float* l, int rows, int head_size, const RowTarget& target,
            int first_row) {
+  OutputCursor cursor = OutputCursor::at_row(target, first_row);
   for (int r = 0; r < rows; ++r)
     write_row(o + static_cast<int64_t>(r) * head_size, 1.0f / l[r], head_size, target,
-              first_row + r);
+              OutputCursor::next(cursor));
 }
 
 void combine(const Partial* parts, int num_parts, int rows, int head_size,
              const RowTarget& target, int first_row) {
-  float sum[1024];
+  float sum[kMaxHeadSize];
+  OutputCursor cursor = OutputCursor::at_row(target, first_row);
   for (int r = 0; r < rows; ++r) {
     float m = parts[0].m[r];
     for (int i = 1; i < num_parts; ++i) m = parts[i].m[r] > m ? parts[i].m[r] : m;
@@ -390,7 +411,7 @@ void combine(const Partial* parts, int num_parts, int rows, int head_size,
       const float* o = parts[i].o + static_cast<int64_t>(r) * head_size;
       for (int d = 0; d < head_size; ++d) sum[d] += weight * o[d];
     }
-    write_row(sum, 1.0f / l, head_size, target, first_row + r);
+    write_row(sum, 1.0f / l, head_size, target, OutputCursor::next(cursor));
   }
 }
 
