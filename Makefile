@@ -22,7 +22,7 @@ help:
 	@echo "make demo    serve a real model with draft trees and plainly, and compare"
 	@echo "make test    set up, then run the tests (TIER=fast: without real engines)"
 	@echo "make lint    style, types and the import table"
-	@echo "make bench   the benchmark behind the README's table (about an hour)"
+	@echo "make bench   the benchmark behind the README's table (DATA=folder with prompts)"
 	@echo "make clean   remove .venv and build outputs"
 
 setup:
@@ -46,7 +46,8 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python bench/speed.py $(ARGS)
+	@test -d "$(DATA)" || { echo "make bench DATA=folder-with-prompts (see bench/README.md)" >&2; exit 1; }
+	$(BIN)/python bench/speed.py --data $(DATA) $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info kernels/src/*.so

@@ -78,12 +78,12 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
         _wait_all(servers, console)
         single = _measure(servers, options, console, concurrency=1)
         several = _measure(servers, options, console, concurrency=options.concurrency)
-    loads = {"one chat at a time": single, f"{options.concurrency} chats at once": several}
+    loads = {"1 at a time": single, f"{options.concurrency} at a time": several}
     rows = [row for load, measured in loads.items() for row in _rows(load, measured)]
     console.print()
     console.print(console_table(rows, f"{Path(options.model).name}, {options.dtype}, greedy"))
     console.print(
-        "speed-up: tokens/s against plain. accepted length: tokens per request and step, "
+        "speed-up: tokens/s against plain. length: mean tokens per request and step, "
         "1 + accepted / drafts. TTFT, TPOT: medians.",
         style="dim",
     )
@@ -220,4 +220,3 @@ class _LineStatus:
         if stage != self._last:
             self._last = stage
             self._console.print(text, style="dim", highlight=False)
-

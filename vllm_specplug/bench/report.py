@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-COLUMNS = ("load", "server", "tokens/s", "speed-up", "accepted length", "TTFT ms", "TPOT ms")
+COLUMNS = ("chats", "server", "tokens/s", "speed-up", "length", "TTFT ms", "TPOT ms")
 
 
 @dataclass(frozen=True)

