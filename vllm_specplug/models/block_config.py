@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of a block draft head, read from z-lab/JetSpec or speculators `config.json`."""
+
 from __future__ import annotations
 
 import json
@@ -53,20 +54,46 @@ class BlockHeadConfig:
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
-                     "num_attention_heads", "num_key_value_heads", "vocab_size"):
-            _require(isinstance(getattr(self, name), int) and getattr(self, name) >= 1,
-                     name, getattr(self, name), "an integer >= 1")
-        _require(self.num_attention_heads % self.num_key_value_heads == 0,
-                 "num_key_value_heads", self.num_key_value_heads,
-                 f"a divisor of num_attention_heads = {self.num_attention_heads}")
-        _require(self.block_size >= 2, "block_size", self.block_size,
-                 "an integer >= 2 (the anchor and at least one drafted token)")
-        _require(len(self.target_layer_ids) >= 1, "target_layer_ids", self.target_layer_ids,
-                 "at least one layer id")
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "head_dim",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "vocab_size",
+        ):
+            _require(
+                isinstance(getattr(self, name), int) and getattr(self, name) >= 1,
+                name,
+                getattr(self, name),
+                "an integer >= 1",
+            )
+        _require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            "num_key_value_heads",
+            self.num_key_value_heads,
+            f"a divisor of num_attention_heads = {self.num_attention_heads}",
+        )
+        _require(
+            self.block_size >= 2,
+            "block_size",
+            self.block_size,
+            "an integer >= 2 (the anchor and at least one drafted token)",
+        )
+        _require(
+            len(self.target_layer_ids) >= 1,
+            "target_layer_ids",
+            self.target_layer_ids,
+            "at least one layer id",
+        )
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
-        _require(1 <= self.draft_vocab_size <= self.vocab_size, "draft_vocab_size",
-                 self.draft_vocab_size, f"1..{self.vocab_size} (vocab_size)")
+        _require(
+            1 <= self.draft_vocab_size <= self.vocab_size,
+            "draft_vocab_size",
+            self.draft_vocab_size,
+            f"1..{self.vocab_size} (vocab_size)",
+        )
 
     @property
     def num_draft_tokens(self) -> int:
@@ -79,13 +106,20 @@ class BlockHeadConfig:
         return float(self.head_dim**-0.5)
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, *, num_target_layers: int | None = None,
-                        causal: bool | None = None) -> BlockHeadConfig:
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        num_target_layers: int | None = None,
+        causal: bool | None = None,
+    ) -> BlockHeadConfig:
         """Reads `directory/config.json`; see `from_dict`."""
         path = Path(directory) / "config.json"
         if not path.is_file():
-            raise ValueError(f"draft head {str(directory)!r} has no config.json; give the folder "
-                             "that holds config.json and model.safetensors")
+            raise ValueError(
+                f"draft head {str(directory)!r} has no config.json; give the folder "
+                "that holds config.json and model.safetensors"
+            )
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
@@ -93,8 +127,13 @@ class BlockHeadConfig:
         return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], *, num_target_layers: int | None = None,
-                  causal: bool | None = None) -> BlockHeadConfig:
+    def from_dict(
+        cls,
+        raw: Mapping[str, Any],
+        *,
+        num_target_layers: int | None = None,
+        causal: bool | None = None,
+    ) -> BlockHeadConfig:
         """From a parsed `config.json` of either format.
 
         Args:
@@ -141,22 +180,30 @@ class BlockHeadConfig:
 
 def _require(condition: bool, name: str, value: object, legal: str) -> None:
     if not condition:
-        raise ValueError(f"draft head config: {name} = {value!r}, legal: {legal}; correct the "
-                         "head's config.json or use another head")
+        raise ValueError(
+            f"draft head config: {name} = {value!r}, legal: {legal}; correct the "
+            "head's config.json or use another head"
+        )
 
 
 def _need(raw: Mapping[str, Any], name: str) -> Any:
     if raw.get(name) is None:
-        raise ValueError(f"draft head config: {name} is missing; legal: an integer; the head's "
-                         "config.json is incomplete, fetch it again")
+        raise ValueError(
+            f"draft head config: {name} is missing; legal: an integer; the head's "
+            "config.json is incomplete, fetch it again"
+        )
     return raw[name]
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], num_layers: int) -> None:
     types = raw.get("layer_types") or []
     other = {i: kind for i, kind in enumerate(types[:num_layers]) if kind != "full_attention"}
-    _require(not other, "layer_types", other,
-             "'full_attention' for every draft layer (sliding-window heads are not supported)")
+    _require(
+        not other,
+        "layer_types",
+        other,
+        "'full_attention' for every draft layer (sliding-window heads are not supported)",
+    )
     for name, reason in _UNSUPPORTED_FLAGS.items():
         _require(not raw.get(name), name, raw.get(name), f"absent or false ({reason})")
     _require(raw.get("logit_scale") in (None, 1, 1.0), "logit_scale", raw.get("logit_scale"), "1.0")
@@ -191,8 +238,9 @@ def _layer_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _from_zlab(raw: Mapping[str, Any], num_target_layers: int | None,
-               causal: bool | None) -> BlockHeadConfig:
+def _from_zlab(
+    raw: Mapping[str, Any], num_target_layers: int | None, causal: bool | None
+) -> BlockHeadConfig:
     # Both containers are accepted; where both are there the method's own one wins key by key.
     container: dict[str, Any] = {}
     for name in reversed(_CONTAINERS):
@@ -200,25 +248,37 @@ def _from_zlab(raw: Mapping[str, Any], num_target_layers: int | None,
     shape = _layer_shape(raw)
     _refuse_unsupported(container, 0)
     if causal is None:
-        stated = [raw.get("is_causal"), container.get("causal_head"), container.get("causal"),
-                  container.get("is_causal"), raw.get("causal_head"), raw.get("causal")]
+        stated = [
+            raw.get("is_causal"),
+            container.get("causal_head"),
+            container.get("causal"),
+            container.get("is_causal"),
+            raw.get("causal_head"),
+            raw.get("causal"),
+        ]
         known = [value for value in stated if value is not None]
         causal = bool(known[0]) if known else raw.get("jetspec_config") is not None
     layer_ids = container.get("target_layer_ids", raw.get("target_layer_ids"))
     if layer_ids is None:
         num_target_layers = num_target_layers or raw.get("num_target_layers")
-        _require(num_target_layers is not None, "target_layer_ids", None,
-                 "a list of zero-based target layers")
+        _require(
+            num_target_layers is not None,
+            "target_layer_ids",
+            None,
+            "a list of zero-based target layers",
+        )
         assert num_target_layers is not None
         layer_ids = default_target_layer_ids(num_target_layers, shape["num_hidden_layers"])
     block_size = raw.get("block_size", container.get("block_size"))
     mask = container.get("mask_token_id", raw.get("mask_token_id"))
     return BlockHeadConfig(
         **shape,
-        draft_vocab_size=raw.get("draft_vocab_size") or container.get("draft_vocab_size")
+        draft_vocab_size=raw.get("draft_vocab_size")
+        or container.get("draft_vocab_size")
         or shape["vocab_size"],
         target_hidden_size=container.get("target_hidden_size")
-        or raw.get("target_hidden_size") or shape["hidden_size"],
+        or raw.get("target_hidden_size")
+        or shape["hidden_size"],
         target_layer_ids=tuple(int(i) for i in layer_ids),
         block_size=16 if block_size is None else int(block_size),
         causal=causal,

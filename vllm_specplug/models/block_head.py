@@ -10,6 +10,7 @@ token *at* slot j. Each layer attends the context features of every committed po
 anchor, then the block itself. Context features are the same for every layer and are never updated
 by it, so a context K/V pair is final once its position is committed.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -98,7 +99,7 @@ class GatedMLP(nn.Module):
 
 
 class BlockLayer(nn.Module):
-    """Pre-norm attention and MLP of one draft layer."""
+    """Pre-norm attention and MLP of one draft layer, in two halves around the attention."""
 
     def __init__(self, config: BlockHeadConfig):
         super().__init__()
@@ -107,17 +108,16 @@ class BlockLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self,
-        layer_idx: int,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
-    ) -> torch.Tensor:
+    def project(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Everything before the attention: q [T, Hq, Dh], k and v [T, Hkv, Dh] of slots [T, H]."""
         normed = self.input_layernorm(x)
         k, v = self.self_attn.key_value(normed, cos, sin)
-        mixed = attend(layer_idx, self.self_attn.query(normed, cos, sin), k, v)
+        return self.self_attn.query(normed, cos, sin), k, v
+
+    def finish(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """Everything after it: residual, MLP. mixed [T, Hq, Dh] is the attention's output."""
         x = x + self.self_attn.o_proj(mixed.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -145,7 +145,7 @@ class BlockHead(nn.Module):
         return rotary_cos_sin(positions, self.config.head_dim, self.config.rope_theta)
 
     def context_features(self, aux: torch.Tensor) -> torch.Tensor:
-        """Selected layers' outputs concatenated in `target_layer_ids` order, [T, L*Ht] -> [T, H]."""
+        """Outputs of `target_layer_ids` concatenated in that order, [T, L*Ht] -> [T, H]."""
         return self.hidden_norm(self.fc(aux))
 
     def context_kv(
@@ -184,5 +184,6 @@ class BlockHead(nn.Module):
         cos, sin = self.rotary(positions)
         x = input_embeds
         for index, layer in enumerate(self.layers):
-            x = layer(index, x, cos, sin, attend)
+            q, k, v = layer.project(x, cos, sin)
+            x = layer.finish(x, attend(index, q, k, v))
         return self.norm(x)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing block head checkpoints (safetensors only), with strict checks."""
+
 from __future__ import annotations
 
 import json
@@ -64,8 +65,10 @@ def load_block_head(
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise ValueError(f"draft head {str(directory)!r} is not a folder; give the path of a folder "
-                         "with config.json and model.safetensors")
+        raise ValueError(
+            f"draft head {str(directory)!r} is not a folder; give the path of a folder "
+            "with config.json and model.safetensors"
+        )
     num_target_layers = int(_field(target_config, "num_hidden_layers"))
     config = BlockHeadConfig.from_pretrained(
         directory, num_target_layers=num_target_layers, causal=causal
@@ -182,20 +185,24 @@ def _read_tensors(directory: Path, headers_only: bool = False) -> dict[str, torc
         files = [directory / name for name in sorted(set(weight_map.values()))]
         absent = [path.name for path in files if not path.is_file()]
         if absent:
-            raise ValueError(f"draft head {str(directory)!r}: {INDEX_NAME} names missing files "
-                             f"{absent}; fetch them")
+            raise ValueError(
+                f"draft head {str(directory)!r}: {INDEX_NAME} names missing files "
+                f"{absent}; fetch them"
+            )
     else:
         files = sorted(directory.glob("*.safetensors"))
     pickles = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLE_SUFFIXES)
     if not files:
         if pickles:
             raise ValueError(
-                f"draft head {str(directory)!r} holds pickled weights {pickles}; legal: safetensors. "
+                f"draft head {str(directory)!r} holds pickled weights {pickles}; legal: "
+                "safetensors. "
                 "Pickles can run code when loaded; convert them once where you trust them with "
                 "torch.load(..., weights_only=True) and safetensors.torch.save_file"
             )
-        raise ValueError(f"draft head {str(directory)!r} has no *.safetensors file; fetch "
-                         f"{WEIGHTS_NAME}")
+        raise ValueError(
+            f"draft head {str(directory)!r} has no *.safetensors file; fetch {WEIGHTS_NAME}"
+        )
     if "mask_embedding.pt" in pickles:
         raise ValueError(
             f"draft head {str(directory)!r} ships 'mask_embedding.pt', a pickle; legal: a tensor "
@@ -213,7 +220,9 @@ def _read_tensors(directory: Path, headers_only: bool = False) -> dict[str, torc
                         else handle.get_tensor(name)
                     )
         except Exception as error:
-            raise ValueError(f"{path} cannot be read as safetensors ({error}); fetch it again") from None
+            raise ValueError(
+                f"{path} cannot be read as safetensors ({error}); fetch it again"
+            ) from None
     return tensors
 
 
@@ -224,25 +233,35 @@ def _check_target(
     hidden, vocab = int(_field(target, "hidden_size")), int(_field(target, "vocab_size"))
     layers = int(_field(target, "num_hidden_layers"))
     if config.target_hidden_size != hidden:
-        raise ValueError(f"draft head config: target_hidden_size = {config.target_hidden_size}, "
-                         f"legal: {hidden} (the target's hidden_size); {remedy}")
+        raise ValueError(
+            f"draft head config: target_hidden_size = {config.target_hidden_size}, "
+            f"legal: {hidden} (the target's hidden_size); {remedy}"
+        )
     own_tables = "lm_head.weight" in tensors and "embed_tokens.weight" in tensors
     if config.hidden_size != hidden and not own_tables:
-        raise ValueError(f"draft head config: hidden_size = {config.hidden_size}, legal: {hidden} "
-                         "(the target's, whose embedding and LM head are shared) unless the "
-                         f"checkpoint ships embed_tokens and lm_head; {remedy}")
+        raise ValueError(
+            f"draft head config: hidden_size = {config.hidden_size}, legal: {hidden} "
+            "(the target's, whose embedding and LM head are shared) unless the "
+            f"checkpoint ships embed_tokens and lm_head; {remedy}"
+        )
     if config.vocab_size != vocab:
-        raise ValueError(f"draft head config: vocab_size = {config.vocab_size}, legal: {vocab} "
-                         f"(the target's); {remedy}")
+        raise ValueError(
+            f"draft head config: vocab_size = {config.vocab_size}, legal: {vocab} "
+            f"(the target's); {remedy}"
+        )
     outside = [i for i in config.target_layer_ids if not 0 <= i < layers]
     if outside:
-        raise ValueError(f"draft head config: target_layer_ids = {list(config.target_layer_ids)}, "
-                         f"{outside} outside the legal 0..{layers - 1} (zero-based layers of the "
-                         f"target); {remedy}")
+        raise ValueError(
+            f"draft head config: target_layer_ids = {list(config.target_layer_ids)}, "
+            f"{outside} outside the legal 0..{layers - 1} (zero-based layers of the "
+            f"target); {remedy}"
+        )
     mask = config.mask_token_id
     if "mask_embedding" not in tensors and (mask is None or not 0 <= mask < vocab):
-        raise ValueError(f"draft head config: mask_token_id = {mask}, legal: 0..{vocab - 1}, or a "
-                         f"tensor 'mask_embedding' [{config.hidden_size}] in the checkpoint; {remedy}")
+        raise ValueError(
+            f"draft head config: mask_token_id = {mask}, legal: 0..{vocab - 1}, or a "
+            f"tensor 'mask_embedding' [{config.hidden_size}] in the checkpoint; {remedy}"
+        )
     return config
 
 
@@ -260,27 +279,40 @@ def _check_tensors(
     assert set(optional) == set(_OPTIONAL)
     required = {name: shape for name, shape in expected.items() if name not in optional}
     known = {**required, **optional}
-    problems = [f"missing {name} {list(shape)}" for name, shape in sorted(required.items())
-                if name not in tensors]
-    problems += [f"unexpected {name} {list(tensor.shape)}" for name, tensor in sorted(tensors.items())
-                 if name not in known]
+    problems = [
+        f"missing {name} {list(shape)}"
+        for name, shape in sorted(required.items())
+        if name not in tensors
+    ]
+    problems += [
+        f"unexpected {name} {list(tensor.shape)}"
+        for name, tensor in sorted(tensors.items())
+        if name not in known
+    ]
     problems += [
         f"misshapen {name}: config says {list(known[name])}, checkpoint has {list(tensor.shape)}"
         for name, tensor in sorted(tensors.items())
         if name in known and tuple(tensor.shape) != known[name]
     ]
     if problems:
-        raise ValueError(f"draft head {str(directory)!r} does not fit its config.json: "
-                         + "; ".join(problems) + ". Use the config and weights of one release")
+        raise ValueError(
+            f"draft head {str(directory)!r} does not fit its config.json: "
+            + "; ".join(problems)
+            + ". Use the config and weights of one release"
+        )
 
 
 def _check_d2t(d2t: torch.Tensor, config: BlockHeadConfig) -> torch.Tensor:
     ids = d2t + torch.arange(d2t.shape[0])
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= config.vocab_size:
-        raise ValueError(f"draft head: d2t maps to target ids {low}..{high}, legal: "
-                         f"0..{config.vocab_size - 1}; the map belongs to another tokenizer")
+        raise ValueError(
+            f"draft head: d2t maps to target ids {low}..{high}, legal: "
+            f"0..{config.vocab_size - 1}; the map belongs to another tokenizer"
+        )
     if ids.unique().numel() != ids.numel():
-        raise ValueError("draft head: d2t maps two draft ids to one target id; legal: distinct "
-                         "target ids, since siblings of a tree never repeat a token")
+        raise ValueError(
+            "draft head: d2t maps two draft ids to one target id; legal: distinct "
+            "target ids, since siblings of a tree never repeat a token"
+        )
     return d2t.contiguous()

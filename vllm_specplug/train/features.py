@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's hidden states over its own answers, computed once and read as memory maps.
+
+A shard is a folder of flat files over the concatenated tokens of its sequences (T tokens, n
+sequences, L layers, Ht target hidden size):
+
+    tokens.npy int32 [T] · offsets.npy int64 [n+1] · prompt_lens.npy int32 [n]
+    aux.bf16 [T, L*Ht]    outputs of the selected layers, the head's context input
+    hidden.bf16 [T, Ht]   the final normed hidden states: row p times the LM head gives the
+                          teacher's distribution of token p + 1, over any draft vocabulary
+
+Keeping the final hidden state instead of top-k logits costs Ht values a token, loses nothing of
+the distribution and turns the teacher into one more GEMM of the training step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One prompt with its answer: `tokens` int [S], the first `prompt_len` are the prompt."""
+
+    tokens: np.ndarray
+    prompt_len: int
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class FeatureSequence:
+    """Memory-mapped features of one sequence: tokens [S], aux [S, L*Ht], hidden [S, Ht]."""
+
+    tokens: torch.Tensor
+    prompt_len: int
+    aux: torch.Tensor
+    hidden: torch.Tensor
+    source: str = ""
+
+
+class FeatureShard:
+    """Read access to one shard folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+        self.offsets = np.load(folder / "offsets.npy")
+        self.prompt_lens = np.load(folder / "prompt_lens.npy")
+        self.aux = _open(folder / "aux.bf16", len(self.tokens), self.meta["aux_size"])
+        self.hidden = _open(folder / "hidden.bf16", len(self.tokens), self.meta["hidden_size"])
+
+    def __len__(self) -> int:
+        return len(self.prompt_lens)
+
+    def __getitem__(self, index: int) -> FeatureSequence:
+        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
+        return FeatureSequence(
+            tokens=torch.from_numpy(self.tokens[start:end].astype(np.int64)),
+            prompt_len=int(self.prompt_lens[index]),
+            aux=torch.from_numpy(np.array(self.aux[start:end])).view(torch.bfloat16),
+            hidden=torch.from_numpy(np.array(self.hidden[start:end])).view(torch.bfloat16),
+            source=self.meta["sources"][index],
+        )
+
+
+class FeatureStore:
+    """All finished shards of a folder, as one sequence of `FeatureSequence`."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.shards = [FeatureShard(path) for path in _finished(self.folder)]
+        if not self.shards:
+            raise ValueError(
+                f"feature folder {str(folder)!r} holds no finished shard; make them "
+                "with `specplug data features`"
+            )
+        self.items = [(s, i) for s, shard in enumerate(self.shards) for i in range(len(shard))]
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Zero-based layers whose outputs are in `aux`."""
+        return tuple(self.shards[0].meta["target_layer_ids"])
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens after the prompts, over all sequences."""
+        return sum(len(s.tokens) - int(s.prompt_lens.sum()) for s in self.shards)
+
+    def length(self, index: int) -> int:
+        """Tokens of one sequence, without reading it."""
+        shard, i = self.items[index]
+        return int(self.shards[shard].offsets[i + 1] - self.shards[shard].offsets[i])
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> FeatureSequence:
+        shard, i = self.items[index]
+        return self.shards[shard][i]
+
+
+def write_shard(
+    folder: Path,
+    sequences: Sequence[TokenSequence],
+    model: nn.Module,
+    target_layer_ids: Sequence[int],
+    *,
+    tokens_per_batch: int = 4096,
+    on_batch: Callable[[int], None] | None = None,
+) -> None:
+    """Runs the target over `sequences` and writes one shard, visible only when complete."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    offsets = np.zeros(len(sequences) + 1, np.int64)
+    offsets[1:] = np.cumsum([len(s.tokens) for s in sequences])
+    total, hidden_size = int(offsets[-1]), int(model.config.hidden_size)
+    aux_size = len(target_layer_ids) * hidden_size
+    np.save(partial / "tokens.npy", np.concatenate([s.tokens for s in sequences]).astype(np.int32))
+    np.save(partial / "offsets.npy", offsets)
+    np.save(partial / "prompt_lens.npy", np.array([s.prompt_len for s in sequences], np.int32))
+    aux = np.memmap(partial / "aux.bf16", np.uint16, "w+", shape=(total, aux_size))
+    hidden = np.memmap(partial / "hidden.bf16", np.uint16, "w+", shape=(total, hidden_size))
+    for rows in length_batches([len(s.tokens) for s in sequences], tokens_per_batch):
+        states, final = forward_features(
+            model, [sequences[r].tokens for r in rows], target_layer_ids
+        )
+        for row, state, last in zip(rows, states, final, strict=True):
+            start, end = offsets[row], offsets[row + 1]
+            aux[start:end] = state.view(torch.uint16).numpy()
+            hidden[start:end] = last.view(torch.uint16).numpy()
+        if on_batch is not None:
+            on_batch(sum(len(sequences[r].tokens) for r in rows))
+    aux.flush()
+    hidden.flush()
+    meta = {
+        "target_layer_ids": list(target_layer_ids),
+        "aux_size": aux_size,
+        "hidden_size": hidden_size,
+        "sources": [s.source for s in sequences],
+        "answer_tokens": int(total - sum(s.prompt_len for s in sequences)),
+    }
+    (partial / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    os.replace(partial, folder)
+
+
+def length_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[list[int]]:
+    """Indices grouped by similar length, at most `tokens_per_batch` padded tokens a group."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    batch: list[int] = []
+    for index in order:
+        if batch and (len(batch) + 1) * lengths[index] > tokens_per_batch:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+@torch.inference_mode()
+def forward_features(
+    model: nn.Module, tokens: Sequence[np.ndarray], target_layer_ids: Sequence[int]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Selected layer outputs and final normed hidden states of right-padded sequences.
+
+    Padding stands after every real token, so causal attention keeps it out without a mask.
+
+    Returns:
+        two lists over the sequences, bfloat16 [S, L*Ht] and [S, Ht], on the CPU.
+    """
+    width = max(len(t) for t in tokens)
+    device = next(model.parameters()).device
+    ids = torch.zeros(len(tokens), width, dtype=torch.int64)
+    for row, sequence in enumerate(tokens):
+        ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
+    base = getattr(model, "model", model)
+    captured: dict[int, torch.Tensor] = {}
+
+    def keep(layer_id: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
+            captured[layer_id] = output[0] if isinstance(output, tuple) else output  # type: ignore
+
+        return hook
+
+    handles = [base.layers[i].register_forward_hook(keep(i)) for i in set(target_layer_ids)]
+    try:
+        final = base(input_ids=ids.to(device), use_cache=False).last_hidden_state
+    finally:
+        for handle in handles:
+            handle.remove()
+    states = torch.cat([captured[i] for i in target_layer_ids], dim=-1).to("cpu", torch.bfloat16)
+    final = final.to("cpu", torch.bfloat16)
+    lengths = [len(t) for t in tokens]
+    return (
+        [states[i, :n] for i, n in enumerate(lengths)],
+        [final[i, :n] for i, n in enumerate(lengths)],
+    )
+
+
+def _finished(folder: Path) -> list[Path]:
+    return sorted(
+        p
+        for p in folder.glob("shard-*")
+        if p.is_dir() and (p / "meta.json").is_file() and not p.name.endswith(".partial")
+    )
+
+
+def _open(path: Path, rows: int, columns: int) -> np.ndarray:
+    return np.memmap(path, np.uint16, "r", shape=(rows, columns))

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation of answers by the target itself, with offline vLLM."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_specplug.train import prompts as makers
+from vllm_specplug.train.answers import Request
+from vllm_specplug.train.prompts import Prompt
+
+# Kinds of prompts the tool makes itself; `self` and `document` need the target's help.
+MAKERS: dict[str, Callable[[random.Random], Iterator[Prompt]]] = {
+    "topic": makers.topic_prompts,
+    "code": makers.code_prompts,
+    "puzzle": makers.puzzle_prompts,
+    "translation": makers.translation_prompts,
+}
+KINDS = (*MAKERS, "document", "article_document", "self")
+
+
+class VllmGenerator:
+    """The target behind vLLM's offline `LLM`, greedy and sampled requests mixed.
+
+    Args:
+        target: model folder. max_tokens: longest answer. max_num_seqs: requests decoded at once.
+        max_prompt_tokens: longer prompts are dropped when they are planned.
+    """
+
+    def __init__(
+        self,
+        target: str | Path,
+        *,
+        max_tokens: int = 320,
+        max_num_seqs: int = 128,
+        max_prompt_tokens: int = 1024,
+        dtype: str = "bfloat16",
+        llm_options: Mapping[str, Any] | None = None,
+    ):
+        # Generation is offline by intent: a missing file must not become a download.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        from vllm import LLM
+
+        self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "max_num_seqs": max_num_seqs,
+            "disable_log_stats": True,
+            "max_model_len": max_prompt_tokens + max_tokens,
+            "max_num_batched_tokens": 2048,
+            **(llm_options or {}),
+        }
+        self.llm = LLM(str(target), **options)
+        self.tokenizer = self.llm.get_tokenizer()
+
+    def render(self, prompt: Prompt) -> list[int]:
+        """Token ids as serving would make them: the chat template with its default system turn."""
+        if prompt.prefix_text is not None:
+            return self.tokenizer.encode(prompt.prefix_text, add_special_tokens=False)
+        encoded = self.tokenizer.apply_chat_template(
+            list(prompt.messages), add_generation_prompt=True, tokenize=True
+        )
+        return list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
+
+    def render_all(self, prompts: Sequence[Prompt]) -> Iterator[tuple[str, list[int]]]:
+        """(source, token ids) of the prompts that are not too long."""
+        for prompt in prompts:
+            ids = self.render(prompt)
+            if len(ids) <= self.max_prompt_tokens:
+                yield prompt.source, ids
+
+    def __call__(self, requests: Sequence[Request]) -> list[tuple[list[int], bool]]:
+        """One (answer ids, finished) a request."""
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                temperature=r.temperature,
+                max_tokens=self.max_tokens,
+                seed=r.seed if r.temperature > 0 else None,
+            )
+            for r in requests
+        ]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(r.prompt_ids)} for r in requests], params, use_tqdm=False
+        )
+        return [
+            (list(o.outputs[0].token_ids), o.outputs[0].finish_reason == "stop") for o in outputs
+        ]
+
+    def texts(
+        self, prompts: Sequence[Prompt], temperature: float, max_tokens: int, seed: int
+    ) -> list[str]:
+        """Free text after each prompt; unfinished texts are cut at their last full sentence."""
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                top_p=0.95,
+                max_tokens=max_tokens,
+                stop=list(p.stop) or None,
+                seed=seed + i,
+            )
+            for i, p in enumerate(prompts)
+        ]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": self.render(p)} for p in prompts], params, use_tqdm=False
+        )
+        texts = []
+        for output in outputs:
+            text = output.outputs[0].text.strip()
+            if output.outputs[0].finish_reason != "stop":
+                text = text[: text.rfind(".") + 1]
+            texts.append(text)
+        return texts
+
+
+def make_prompts(
+    counts: Mapping[str, int],
+    files: Sequence[str | Path],
+    seed: int,
+    write_texts: Callable[[Sequence[Prompt], float, int, int], list[str]],
+) -> list[Prompt]:
+    """All prompts of a plan: every row of `files`, and `counts[kind]` self-made ones a kind.
+
+    `write_texts(prompts, temperature, max_tokens, seed)` lets the target write user turns (`self`)
+    and the documents of `article_document`.
+
+    Raises ValueError for an unknown kind.
+    """
+    unknown = sorted(set(counts) - set(KINDS))
+    if unknown:
+        raise ValueError(f"prompt kinds {unknown}, legal: {', '.join(KINDS)}; correct the name")
+    prompts = [prompt for path in files for prompt in makers.read_prompt_file(path)]
+    for offset, kind in enumerate(KINDS):
+        count, rng = counts.get(kind, 0), random.Random(seed * 101 + offset)
+        if count <= 0:
+            continue
+        if kind in MAKERS:
+            prompts += itertools.islice(MAKERS[kind](rng), count)
+        elif kind == "document":
+            texts = makers.document_texts(rng)
+            prompts += itertools.islice(makers.document_prompts(texts, rng), count)
+        elif kind == "article_document":
+            requests = list(itertools.islice(makers.article_prompts(rng), count))
+            written = write_texts(requests, 0.9, 400, rng.getrandbits(31))
+            usable = (text for text in written if len(text) >= 200)
+            prompts += makers.document_prompts(usable, rng)
+        else:
+            requests = list(itertools.islice(makers.self_instruct_prefixes(rng), count))
+            turns = write_texts(requests, 1.0, 200, rng.getrandbits(31))
+            prompts += [Prompt.user("self", turn) for turn in turns if 12 <= len(turn) <= 1500]
+    return prompts

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation losses through a frozen LM head, with their gradients written out.
+
+The LM head is the largest matrix of a training step. Writing the gradient by hand keeps one chunk
+of logits alive at a time and needs one backward GEMM: nothing of size [N, V'] is stored.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+LOSSES = ("forward_kl", "reverse_kl", "sft")
+
+
+# Each slope function takes logits [n, V'] of draft and target (already divided by the temperature)
+# and returns the rows' losses [n, 1] and their gradient in the draft logits [n, V'].
+
+
+def _forward_kl(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logp, logq = torch.log_softmax(logits, -1), torch.log_softmax(target, -1)
+    q = logq.exp()
+    return (q * (logq - logp)).sum(-1, keepdim=True), logp.exp() - q
+
+
+def _reverse_kl(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logp, logq = torch.log_softmax(logits, -1), torch.log_softmax(target, -1)
+    p, difference = logp.exp(), logp - logq
+    loss = (p * difference).sum(-1, keepdim=True)
+    return loss, p * (difference - loss)
+
+
+def _sft(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # A label outside the draft vocabulary (-1) supervises nothing.
+    known = (labels >= 0).float()[:, None]
+    index = labels.clamp_min(0)[:, None]
+    logp = torch.log_softmax(logits, -1)
+    slope = logp.exp().scatter_add(1, index, -torch.ones_like(index, dtype=logp.dtype))
+    return -logp.gather(1, index) * known, slope * known
+
+
+def _chunk_slope(
+    kind: str,
+    logits: torch.Tensor,
+    target: torch.Tensor | None,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted loss of a chunk (scalar) and its gradient in the raw logits, in their dtype."""
+    scaled = logits.float() / temperature
+    if kind == "sft":
+        loss, slope = _sft(scaled, labels)
+    else:
+        assert target is not None
+        loss, slope = (_forward_kl if kind == "forward_kl" else _reverse_kl)(
+            scaled, target.float() / temperature
+        )
+    # T^2 of the distillation loss times 1/T of the inner derivative.
+    weights = weights[:, None]
+    return (
+        (loss * weights).sum() * temperature**2,
+        (slope * (weights * temperature)).to(logits.dtype),
+    )
+
+
+_compiled_chunk_slope = torch.compile(_chunk_slope, dynamic=False)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Weighted sum over rows of a loss between softmax(h W^T) and softmax(t W^T)."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden,
+        teacher,
+        lm_head,
+        labels,
+        weights,
+        kind,
+        temperature,
+        chunk,  # type: ignore
+        compiled,
+    ):
+        count = hidden.shape[0]
+        # Equal chunks let one compiled kernel serve all of them; padding rows have weight 0.
+        padding = -count % chunk if compiled else 0
+        if padding:
+            hidden, teacher = F.pad(hidden, (0, 0, 0, padding)), F.pad(teacher, (0, 0, 0, padding))
+            labels, weights = F.pad(labels, (0, padding)), F.pad(weights, (0, padding))
+        slope_of = _compiled_chunk_slope if compiled else _chunk_slope
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad = torch.empty_like(hidden)
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            logits = hidden[rows] @ lm_head.t()
+            target = None if kind == "sft" else teacher[rows] @ lm_head.t()
+            loss, slope = slope_of(kind, logits, target, labels[rows], weights[rows], temperature)
+            total += loss
+            grad[rows] = slope @ lm_head
+        ctx.save_for_backward(grad[:count])
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore
+        (grad,) = ctx.saved_tensors
+        return (grad * grad_output.to(grad.dtype), *[None] * 8)
+
+
+def head_loss(
+    # [N, H]
+    hidden: torch.Tensor,
+    # [N, Ht]
+    teacher: torch.Tensor,
+    # [V', H]
+    lm_head: torch.Tensor,
+    # [N]
+    labels: torch.Tensor,
+    # [N]
+    weights: torch.Tensor,
+    kind: str = "forward_kl",
+    temperature: float = 1.0,
+    chunk: int = 512,
+    compiled: bool = False,
+) -> torch.Tensor:
+    """Sum over rows of weight times the loss of one predicted token.
+
+    `forward_kl` is KL(target || draft) over the draft vocabulary at `temperature`, times
+    temperature^2 (Hinton et al., 2015); `reverse_kl` swaps the two; `sft` is the cross-entropy of
+    `labels` (draft ids, -1 where the token is outside the draft vocabulary).
+
+    Args:
+        hidden: the head's final normed states.
+        teacher: the target's final normed states, whose logits are `teacher @ lm_head.T`.
+        lm_head: frozen rows of the target's LM head.
+        weights: float32; rows of weight 0 add nothing.
+        chunk: rows whose logits are alive at a time.
+        compiled: fuses the elementwise work with torch.compile.
+
+    Raises:
+        ValueError: for an unknown loss.
+    """
+    if kind not in LOSSES:
+        raise ValueError(f"loss = {kind!r}, legal: {', '.join(LOSSES)}; choose one of them")
+    return _HeadLoss.apply(
+        hidden, teacher, lm_head, labels, weights, kind, temperature, chunk, compiled
+    )
+
+
+def position_weights(num_draft_tokens: int, gamma: float) -> torch.Tensor:
+    """exp(-(j - 1) / gamma) for slots j = 1..D, float32 [D]; gamma 0 or less means no decay."""
+    slots = torch.arange(num_draft_tokens, dtype=torch.float32)
+    return torch.ones_like(slots) if gamma <= 0 else torch.exp(-slots / gamma)
