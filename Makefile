@@ -5,6 +5,7 @@ SHELL := /bin/sh
 PYTHON ?= python3.11
 BIN := .venv/bin
 TIER ?= ci
+DATA ?= $(SPECPLUG_DATA)
 
 ifeq ($(TIER),fast)
 PYTEST_ARGS := -m "not slow and not e2e"

@@ -36,8 +36,9 @@ def bench(
     data: Annotated[
         Path,
         typer.Option(
+            envvar="SPECPLUG_DATA",
             help="Folder with the prompts: spec_bench_dev.jsonl, humaneval_dev.jsonl, "
-            "gsm8k_test_dev.jsonl."
+            "gsm8k_test_dev.jsonl.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("bench/results"),

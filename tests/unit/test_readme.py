@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the README promises exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vllm_specplug.cli import app
+from vllm_specplug.config import tree_option_names
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_options_table_is_the_one_the_code_makes() -> None:
+    script = load_script("options_table")
+    assert script.with_table(README) == README, "run scripts/options_table.py --write"
+
+
+def test_every_option_has_type_default_range_and_meaning() -> None:
+    rows = load_script("options_table").option_rows()
+    names = [row[0].strip("`") for row in rows]
+    assert names == ["method", "model", "num_speculative_tokens", *tree_option_names()]
+    assert all(len(row) == 5 and all(row) for row in rows)
+    by_name = dict(zip(names, rows, strict=True))
+    assert by_name["tree_width"][1:4] == ("int", "`8`", "1..64")
+    assert by_name["causal"][1:4] == ("bool", "unset", "`true`, `false`")
+
+
+def test_options_table_needs_its_markers() -> None:
+    with pytest.raises(ValueError, match="lacks the markers"):
+        load_script("options_table").with_table("no markers")
+
+
+def test_make_targets_and_commands_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"(?:^|`)make (\w+)", README, re.MULTILINE)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    for command in set(re.findall(r"specplug ([a-z]+)\b", README)):
+        assert command in known, f"specplug {command}"
+
+
+def test_links_lead_somewhere() -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
