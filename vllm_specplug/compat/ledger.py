@@ -93,6 +93,13 @@ LEDGER: tuple[LedgerEntry, ...] = (
         "vLLM offers cache-only layers to proposers",
     ),
     LedgerEntry(
+        "packed_linear",
+        "runtime.linear",
+        "model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
+        "unpacked bf16 products on CPU reorder their weights at every call",
+        "torch packs weights by itself",
+    ),
+    LedgerEntry(
         "runner_inputs",
         "runtime.runner",
         "GPUModelRunner._prepare_inputs, _build_attention_metadata",

@@ -9,6 +9,7 @@ newly committed tokens and the requests to draft for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,12 @@ import torch
 
 from vllm_specplug.config import TreeBuilderName
 from vllm_specplug.tree import DraftTree
+
+
+# Takes weight [out, in] and bias [out] or None; returns x [T, in] -> [T, out].
+LinearFactory = Callable[
+    [torch.Tensor, torch.Tensor | None], Callable[[torch.Tensor], torch.Tensor]
+]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,9 @@ class TargetWeights:
     device: torch.device
     text_config: object
     """The target's Hugging Face text config."""
+    make_linear: LinearFactory
+    """Makes a matrix product from weight [out, in] and bias [out] or None, packed for the
+    device."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from vllm_specplug.drafters.base import (
     DraftRequests,
     TargetWeights,
 )
+from vllm_specplug.drafters.fused_head import FusedBlockHead
 from vllm_specplug.models.checkpoint import load_block_head
 from vllm_specplug.tree import DraftTree, build_tree
 
@@ -32,13 +33,13 @@ class JetSpecDrafter(Drafter):
         head, extras = load_block_head(
             self.options.head_path, target.text_config, causal=self.options.causal
         )
-        self.head = head.to(device=target.device, dtype=target.dtype)
+        head = head.to(device=target.device, dtype=target.dtype)
         self.config = head.config
         embed = extras.embed_tokens if extras.embed_tokens is not None else target.embed_tokens
         # [V, H]
         self.embed_tokens = embed.to(device=target.device, dtype=target.dtype)
         if extras.mask_from_embedding:
-            self.head.mask_embedding.copy_(self.embed_tokens[self.config.mask_token_id])
+            head.mask_embedding.copy_(self.embed_tokens[self.config.mask_token_id])
         # [V'] target id of each draft id, where the draft vocabulary is reduced
         self.target_ids: torch.Tensor | None = None
         if extras.d2t is not None:
@@ -48,8 +49,10 @@ class JetSpecDrafter(Drafter):
             lm_head = target.lm_head
             if self.target_ids is not None:
                 lm_head = lm_head[self.target_ids.to(lm_head.device)]
-        # [V', H]
-        self.lm_head = lm_head.to(device=target.device, dtype=target.dtype).contiguous()
+        lm_head = lm_head.to(device=target.device, dtype=target.dtype).contiguous()
+        # [T, H] -> [T, V']
+        self.lm_head = target.make_linear(lm_head, None)
+        self.head = FusedBlockHead(head, self.options.max_model_len, target.make_linear)
 
     def cache_specs(self) -> list[DraftCacheSpec]:
         spec = DraftCacheSpec(self.config.num_key_value_heads, self.config.head_dim)
@@ -100,7 +103,7 @@ class JetSpecDrafter(Drafter):
         attend = self.cache.block_attention(requests, rows, self.config.causal)
         hidden = self.head(block.flatten(0, 1), positions.flatten(), attend)
         hidden = hidden.unflatten(0, (num_reqs, rows))[:, 1 : depth + 1]
-        logits = torch.nn.functional.linear(hidden, self.lm_head).float()
+        logits = self.lm_head(hidden.flatten(0, 1)).unflatten(0, (num_reqs, depth)).float()
         top = logits.topk(min(width, logits.shape[-1]), dim=-1)
         log_probs = top.values - logits.logsumexp(dim=-1, keepdim=True)
         ids = top.indices

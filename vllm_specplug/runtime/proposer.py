@@ -13,6 +13,7 @@ from vllm_specplug.compat.spec_config import tree_config
 from vllm_specplug.drafters.base import DrafterOptions, TargetWeights
 from vllm_specplug.methods import load_drafter_class
 from vllm_specplug.runtime.draft_cache import DraftKVLayer
+from vllm_specplug.runtime.linear import packed_linear
 
 if TYPE_CHECKING:
     from vllm_specplug.drafters.base import Drafter
@@ -48,6 +49,7 @@ class TreeProposer:
                 dtype=model_config.dtype,
                 device=torch.device(self.vllm_config.device_config.device),
                 text_config=model_config.hf_text_config,
+                make_linear=packed_linear,
             )
         )
         self.cache_layers = [
