@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny random Llama-like target, answers of it, and their features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specplug.train.features import TokenSequence, write_shard
+
+LAYERS = (0, 2)
+VOCAB = 64
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        initializer_range=0.4,
+    )
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def target_model(target_folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.bfloat16).eval()
+
+
+def greedy_sequences(model, count: int, seed: int) -> list[TokenSequence]:
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for i in range(count):
+        prompt = torch.from_numpy(rng.integers(3, VOCAB, size=(1, 4 + i % 5)))
+        with torch.no_grad():
+            out = model.generate(
+                prompt, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=2
+            )
+        sequences.append(TokenSequence(out[0].numpy(), prompt.shape[1], f"kind{i % 2}/x"))
+    return sequences
+
+
+@pytest.fixture(scope="session")
+def feature_folders(target_model, tmp_path_factory) -> tuple[Path, Path]:
+    """(training features of two shards, held-out features)."""
+    root = tmp_path_factory.mktemp("features")
+    for shard in range(2):
+        write_shard(
+            root / "train" / f"shard-{shard:05d}",
+            greedy_sequences(target_model, 6, shard),
+            target_model,
+            LAYERS,
+            tokens_per_batch=100,
+        )
+    write_shard(
+        root / "held" / "shard-00000", greedy_sequences(target_model, 4, 9), target_model, LAYERS
+    )
+    return root / "train", root / "held"

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan is fixed, shards are complete or absent, and generation resumes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vllm_specplug.train.answers import (
+    Answer,
+    answer_shards,
+    generate_missing,
+    is_repetitive,
+    keep_answer,
+    plan_requests,
+    read_answers,
+    read_plan,
+    write_plan,
+)
+
+PROMPTS = [("a", [1, i]) for i in range(10)] + [("b", [1, 3])]
+
+
+def planned(folder):
+    requests = plan_requests(PROMPTS, sampled_share=0.5, temperatures=[0.7, 1.0], seed=1)
+    write_plan(folder, requests, {"seed": 1})
+    return requests
+
+
+class Target:
+    """Answers with the prompt's tokens; fails on the call numbered `fail_at`."""
+
+    def __init__(self, fail_at=None):
+        self.calls, self.fail_at = 0, fail_at
+
+    def __call__(self, requests):
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise KeyboardInterrupt
+        return [((*r.prompt_ids, 7), True) for r in requests]
+
+
+def test_plan_is_deterministic_without_duplicate_prompts(tmp_path):
+    requests = planned(tmp_path)
+    assert len(requests) == 10
+    assert read_plan(tmp_path) == requests == planned(tmp_path / "again")
+    assert {r.temperature for r in requests} <= {0.0, 0.7, 1.0}
+    assert 0 < sum(r.temperature > 0 for r in requests) < 10
+
+
+def test_interrupted_generation_resumes_without_redoing(tmp_path):
+    planned(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        generate_missing(tmp_path, Target(fail_at=3), shard_size=3)
+    assert len(answer_shards(tmp_path)) == 2
+    before = [p.stat().st_mtime_ns for p in answer_shards(tmp_path)]
+    second = Target()
+    assert generate_missing(tmp_path, second, shard_size=3) == 4 * 3
+    assert second.calls == 2
+    assert [p.stat().st_mtime_ns for p in answer_shards(tmp_path)][:2] == before
+    answers = [a for path in answer_shards(tmp_path) for a in read_answers(path)]
+    assert [a.prompt_ids for a in answers] == [r.prompt_ids for r in read_plan(tmp_path)]
+    assert all(a.answer_ids == (*a.prompt_ids, 7) and a.finished for a in answers)
+    third = Target()
+    assert generate_missing(tmp_path, third, shard_size=3) == 0
+    assert third.calls == 0
+
+
+def test_bad_shares_and_missing_plan_are_named(tmp_path):
+    with pytest.raises(ValueError, match="sampled_share = 2"):
+        plan_requests(PROMPTS, sampled_share=2, temperatures=[1.0], seed=0)
+    with pytest.raises(ValueError, match="temperatures"):
+        plan_requests(PROMPTS, sampled_share=0.5, temperatures=[0.0], seed=0)
+    with pytest.raises(ValueError, match="specplug data generate"):
+        read_plan(tmp_path)
+
+
+def test_loops_are_recognised_and_partly_dropped():
+    loop = tuple([5, 6, 7, 8] * 60)
+    varied = tuple(range(240))
+    assert is_repetitive(loop)
+    assert not is_repetitive(varied)
+    assert not is_repetitive(loop[:100])  # too short to tell
+
+    def kept(ids):
+        rng = random.Random(0)
+        return sum(keep_answer(Answer("a", (1,), ids, 0.0, True), rng, 0.3) for _ in range(200))
+
+    assert kept(varied) == 200
+    assert 30 < kept(loop) < 90
+    assert kept((1, 2)) == 0

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand-written loss gradients against autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vllm_specplug.train.losses import LOSSES, head_loss, position_weights
+
+
+def reference(kind, hidden, teacher, lm_head, labels, weights, temperature):
+    logits, target = hidden @ lm_head.t(), teacher @ lm_head.t()
+    if kind == "sft":
+        logits = logits / temperature
+        per_row = F.cross_entropy(logits, labels, ignore_index=-1, reduction="none")
+    else:
+        logp = F.log_softmax(logits / temperature, -1)
+        logq = F.log_softmax(target / temperature, -1)
+        first, second = (logq, logp) if kind == "forward_kl" else (logp, logq)
+        per_row = (first.exp() * (first - second)).sum(-1)
+    return (per_row * weights).sum() * temperature**2
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("chunk", [4, 512])
+def test_loss_and_gradient_equal_autograd(kind, temperature, chunk):
+    torch.manual_seed(0)
+    hidden = torch.randn(11, 16, requires_grad=True)
+    teacher, lm_head = torch.randn(11, 16), torch.randn(30, 16)
+    labels = torch.randint(-1, 30, (11,))
+    labels[3] = -1
+    weights = torch.rand(11)
+    weights[5] = 0.0
+    want = reference(kind, hidden, teacher, lm_head, labels, weights, temperature)
+    (want_grad,) = torch.autograd.grad(want * 3.0, hidden)
+    got = head_loss(hidden, teacher, lm_head, labels, weights, kind, temperature, chunk)
+    (got_grad,) = torch.autograd.grad(got * 3.0, hidden)
+    torch.testing.assert_close(got, want.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got_grad, want_grad, rtol=1e-4, atol=1e-5)
+
+
+def test_kl_is_zero_where_draft_and_target_agree():
+    hidden, lm_head = torch.randn(5, 8), torch.randn(12, 8)
+    labels, weights = torch.zeros(5, dtype=torch.int64), torch.ones(5)
+    for kind in ("forward_kl", "reverse_kl"):
+        assert abs(head_loss(hidden, hidden, lm_head, labels, weights, kind).item()) < 1e-5
+
+
+def test_unknown_loss_names_the_legal_ones():
+    x = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match="forward_kl, reverse_kl, sft"):
+        head_loss(x, x, x, torch.zeros(1).long(), torch.ones(1), "kl")
+
+
+def test_position_weights_decay_from_one():
+    weights = position_weights(4, 2.0)
+    assert weights[0] == 1.0
+    torch.testing.assert_close(weights[1:] / weights[:-1], torch.full((3,), 2.718281828**-0.5))
+    assert torch.equal(position_weights(4, 0.0), torch.ones(4))

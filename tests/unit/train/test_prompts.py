@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt makers: deterministic, diverse, well-formed."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import random
+
+import pytest
+
+from vllm_specplug.train import prompt_templates, prompts
+from vllm_specplug.train.generate import KINDS, make_prompts
+
+
+@pytest.mark.parametrize(
+    "maker",
+    [
+        prompts.topic_prompts,
+        prompts.puzzle_prompts,
+        prompts.translation_prompts,
+        prompts.self_instruct_prefixes,
+        prompts.article_prompts,
+    ],
+)
+def test_makers_are_deterministic_and_diverse(maker):
+    first, second = (list(itertools.islice(maker(random.Random(3)), 60)) for _ in range(2))
+    assert first == second
+    assert len({str(p) for p in first}) > 20
+    assert all("{" not in p.source for p in first)
+
+
+def test_every_template_slot_has_words():
+    rng = random.Random(0)
+    groups = [*prompt_templates.FAMILIES.values(), prompt_templates.CODE_TASKS]
+    groups += [prompt_templates.SELF_INSTRUCT_SYSTEMS, prompt_templates.ARTICLES]
+    for template in itertools.chain(*groups):
+        assert prompt_templates._SLOT.search(prompt_templates.fill(template, rng)) is None
+
+
+def test_function_stubs_are_python():
+    rng = random.Random(1)
+    for _ in range(50):
+        ast.parse(prompt_templates.function_stub(rng))
+
+
+def test_stubs_of_a_module_hold_signature_and_docstring(tmp_path):
+    path = tmp_path / "m.py"
+    path.write_text(
+        "class A:\n"
+        "    def method(self):\n"
+        '        """A method that must not be taken since it needs self."""\n'
+        "        return 1\n\n"
+        "def add(a, b):\n"
+        '    """Add two numbers and return their sum, whatever they are."""\n'
+        "    return a + b\n"
+    )
+    (stub,) = prompts._function_stubs(path)
+    assert stub.startswith("def add(a, b):")
+    assert stub.rstrip().endswith('"""')
+    assert "return a + b" not in stub
+
+
+def test_prompt_files_of_every_key(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    rows = [
+        {"question": "q"},
+        {"prompt": "p"},
+        {"turns": ["first", "second"]},
+        {"messages": [{"role": "user", "content": "m"}]},
+    ]
+    path.write_text("\n".join(json.dumps(r) for r in rows) + "\n")
+    read = list(prompts.read_prompt_file(path))
+    assert [p.messages[-1]["content"] for p in read] == ["q", "p", "first", "m"]
+    assert {p.source for p in read} == {"mine"}
+    path.write_text('{"text": "no key"}\n')
+    with pytest.raises(ValueError, match=r"mine\.jsonl:1 .*question"):
+        list(prompts.read_prompt_file(path))
+    path.write_text("not json\n")
+    with pytest.raises(ValueError, match=r"mine\.jsonl:1 is not JSON"):
+        list(prompts.read_prompt_file(path))
+
+
+def test_make_prompts_uses_the_target_for_turns_and_documents(tmp_path):
+    asked = []
+
+    def write_texts(requests, temperature, max_tokens, seed):
+        asked.append((len(requests), temperature))
+        return [f"Please tell me about subject number {i}. " * 8 for i in range(len(requests))]
+
+    made = make_prompts({"self": 5, "article_document": 4, "topic": 3}, [], 0, write_texts)
+    kinds = [p.source.split("/")[0] for p in made]
+    assert kinds.count("topic") == 3
+    assert kinds.count("self") == 5
+    assert kinds.count("document") == 4
+    assert sorted(n for n, _ in asked) == [4, 5]
+    with pytest.raises(ValueError, match=", ".join(KINDS)):
+        make_prompts({"poems": 1}, [], 0, write_texts)

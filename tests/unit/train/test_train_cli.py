@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands: features and training from a folder of answers, and messages of bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_specplug.train.answers import generate_missing, plan_requests, write_plan
+from vllm_specplug.train.cli import data_app, parse_counts, spread_layers, train_app
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def data(tmp_path, target_model):
+    import torch
+
+    def generate(requests):
+        outputs = []
+        for request in requests:
+            ids = torch.tensor([request.prompt_ids])
+            out = target_model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=2)
+            outputs.append((out[0, ids.shape[1] :].tolist(), False))
+        return outputs
+
+    prompts = [("x", [3 + i, 5, 7, 9 + i]) for i in range(10)]
+    folder = tmp_path / "data"
+    write_plan(folder, plan_requests(prompts, sampled_share=0.0, temperatures=[1.0], seed=0), {})
+    generate_missing(folder, generate, shard_size=4)
+    return folder
+
+
+def test_features_then_training_from_the_command_line(data, tmp_path, target_folder):
+    features, held, out = (str(tmp_path / name) for name in ("features", "held", "run"))
+    command = [
+        "features",
+        "--target",
+        str(target_folder),
+        "--data",
+        str(data),
+        "--out",
+        features,
+        "--heldout",
+        held,
+        "--layers",
+        "0,2",
+        "--heldout-answers",
+        "3",
+    ]
+    result = runner.invoke(data_app, command)
+    assert result.exit_code == 0, result.output
+    again = runner.invoke(data_app, command)  # nothing left to do
+    assert again.exit_code == 0, again.output
+    result = runner.invoke(
+        train_app,
+        [
+            "--target",
+            str(target_folder),
+            "--features",
+            features,
+            "--heldout",
+            held,
+            "--out",
+            out,
+            "--block-size",
+            "4",
+            "--draft-vocab-size",
+            "32",
+            "--total-steps",
+            "2",
+            "--no-compile",
+            "--anchors-per-step",
+            "8",
+            "--warmup-steps",
+            "0",
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())
+    assert record["data"]["sequences"] == 7  # three of ten are held out
+    assert record["heldout"]["sequences"] == 3
+    assert record["progress"]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--layers", "0,9"], "legal: 0..2"),
+        (["--data", "/nowhere"], "specplug data generate"),
+    ],
+)
+def test_bad_feature_requests_exit_2_with_the_remedy(
+    data, tmp_path, target_folder, arguments, words
+):
+    base = {
+        "--target": str(target_folder),
+        "--data": str(data),
+        "--out": str(tmp_path / "f"),
+        "--heldout": str(tmp_path / "h"),
+    }
+    base.update(zip(arguments[::2], arguments[1::2], strict=True))
+    result = runner.invoke(
+        data_app, ["features", *(part for pair in base.items() for part in pair)]
+    )
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_make_counts_are_parsed_strictly():
+    assert parse_counts(["code=20", "self=3"]) == {"code": 20, "self": 3}
+    for bad in ("code", "code=", "code=-1", "code=x"):
+        with pytest.raises(ValueError, match="KIND=NUMBER"):
+            parse_counts([bad])
+
+
+def test_default_layers_spread_to_the_last():
+    assert spread_layers(30) == [2, 11, 20, 29]
+    assert spread_layers(2) == [1]
