@@ -13,7 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 TreeBuilderName = Literal["best_first", "accum_logp", "entropy", "hybrid"]
-KernelName = Literal["auto", "cpp", "reference", "triton", "cute"]
+KernelName = Literal["auto", "cpp", "reference"]
 
 MAX_TREE_NODES = 256
 DEFAULT_TREE_NODES = 16
@@ -42,7 +42,8 @@ class TreeOptions:
     the batch grows and drafting stops where fewer than two nodes a request would be left.
     Default: chosen for the device."""
     tree_kernel: KernelName = "auto"
-    """Tree attention kernel; "auto" takes the fastest one that runs here."""
+    """Tree attention kernel: "cpp" insists on the compiled one, "reference" is the readable torch
+    version, "auto" takes the fastest one that runs here."""
 
 
 def tree_option_names() -> tuple[str, ...]:

@@ -62,9 +62,7 @@ def _joint(target: Path) -> np.ndarray:
     return np.einsum("a,ab,abc->bc", first, second, third)
 
 
-def _sample(
-    models: tuple[Path, Path], method: str, sabotage: tuple[str, ...] = ()
-) -> EngineResult:
+def _sample(models: tuple[Path, Path], method: str, sabotage: tuple[str, ...] = ()) -> EngineResult:
     target, head = models
     engine = {
         "model": str(target),

@@ -65,9 +65,7 @@ def test_foreign_options_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="prompt_lookup_max=4"):
         check_vllm_options(SimpleNamespace(prompt_lookup_max=4), {}, "jetspec")
     with pytest.raises(ValueError, match="rejection_sample_method='synthetic'.*lossless"):
-        check_vllm_options(
-            SimpleNamespace(rejection_sample_method="synthetic"), {}, "jetspec"
-        )
+        check_vllm_options(SimpleNamespace(rejection_sample_method="synthetic"), {}, "jetspec")
     check_vllm_options(SimpleNamespace(rejection_sample_method="standard"), {}, "jetspec")
 
 

@@ -64,6 +64,8 @@ def check_engine_config(vllm_config: Any) -> None:
         _refuse(method, "context parallelism", "Leave the context-parallel sizes at 1")
     if vllm_config.lora_config is not None:
         _refuse(method, "enable_lora=True", "Serve without LoRA, or merge the adapter")
+    if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16"):
+        _refuse(method, f"dtype={model.dtype}", "Use dtype bfloat16 or float32")
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         _refuse(
@@ -80,15 +82,11 @@ def check_engine_config(vllm_config: Any) -> None:
             "Recurrent state cannot follow a tree; use a pure attention target",
         )
     if model.is_encoder_decoder or model.runner_type != "generate":
-        _refuse(
-            method, f"runner {model.runner_type!r} of this target", "Use a decoder-only target"
-        )
+        _refuse(method, f"runner {model.runner_type!r} of this target", "Use a decoder-only target")
     if model.uses_mrope:
         _refuse(method, "M-RoPE targets", "Use a target with one-dimensional rotary positions")
     if model.is_multimodal_model:
-        _refuse(
-            method, f"multimodal targets ({model.architectures[0]})", "Use a text-only target"
-        )
+        _refuse(method, f"multimodal targets ({model.architectures[0]})", "Use a text-only target")
     window = getattr(text, "sliding_window", None)
     layer_types = set(getattr(text, "layer_types", None) or ())
     if (window and getattr(text, "use_sliding_window", True)) or "sliding_attention" in layer_types:

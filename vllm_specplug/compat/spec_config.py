@@ -85,9 +85,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         from vllm_specplug.models.checkpoint import inspect_block_head
 
         path = resolve_head_path(self.model, method)
-        head = inspect_block_head(
-            path, self.target_model_config.hf_text_config, causal=self.causal
-        )
+        head = inspect_block_head(path, self.target_model_config.hf_text_config, causal=self.causal)
         self.head_path = str(path)
         self.draft_depth = check_tree_depth(self.tree_depth, head.block_size)
         if self.num_speculative_tokens < self.draft_depth:

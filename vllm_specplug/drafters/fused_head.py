@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from vllm_specplug.drafters.base import LinearFactory
 from vllm_specplug.models.block_head import Attend, BlockHead, rotary_cos_sin
 
+
 def plain_linear(
     weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -9,7 +9,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 
-from vllm_specplug.compat.spec_config import tree_config
 from vllm_specplug.drafters.base import DrafterOptions, TargetWeights
 from vllm_specplug.methods import load_drafter_class
 from vllm_specplug.runtime.draft_cache import DraftKVLayer
@@ -23,8 +22,7 @@ class TreeProposer:
     """Owns the method's drafter and the cache layers it needs in vLLM's pages."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        spec = tree_config(vllm_config)
-        assert spec is not None
+        spec = vllm_config.speculative_config
         self.vllm_config = vllm_config
         self.options = DrafterOptions(
             head_path=spec.head_path,
@@ -63,8 +61,10 @@ class TreeProposer:
 
 
 def _input_embeddings(model: torch.nn.Module) -> torch.nn.Module:
-    return model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else (
-        model.model.embed_tokens
+    return (
+        model.get_input_embeddings()
+        if hasattr(model, "get_input_embeddings")
+        else (model.model.embed_tokens)
     )
 
 

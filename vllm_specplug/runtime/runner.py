@@ -16,7 +16,6 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from vllm_specplug.budget import RowBudget
-from vllm_specplug.compat.spec_config import tree_config
 from vllm_specplug.drafters.base import CommittedTokens, DraftRequests
 from vllm_specplug.kernels import compact_kv, tree_metadata
 from vllm_specplug.kvcache import path_moves
@@ -42,8 +41,7 @@ class TreeRunnerMixin:
 
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, device, *args, **kwargs)  # type: ignore[call-arg]
-        spec = tree_config(vllm_config)
-        assert spec is not None
+        spec = vllm_config.speculative_config
         self.tree_spec = spec
         if spec.aux_layers:
             self.use_aux_hidden_state_outputs = True
@@ -131,8 +129,8 @@ class TreeRunnerMixin:
                 assert request.tree is not None
                 depths = torch.from_numpy(request.tree.depths.astype(np.int64))
                 # Slots stay linear (super computed them); only rotary positions follow depth.
-                self.positions[request.root_row + 1 : end] = (
-                    request.context_len + depths.to(self.positions.device)
+                self.positions[request.root_row + 1 : end] = request.context_len + depths.to(
+                    self.positions.device
                 )
         self.proposed_trees.clear()
         self.tree_step = TreeStep(requests)
@@ -161,7 +159,9 @@ class TreeRunnerMixin:
             return attn_metadata, common
         covers = all(r.decodes for r in step.requests)
         members = [
-            (i, r) for i, r in enumerate(step.requests) if (r.decodes if covers else not r.is_linear)
+            (i, r)
+            for i, r in enumerate(step.requests)
+            if (r.decodes if covers else not r.is_linear)
         ]
         rows = TreeRows(
             metadata=tree_metadata(

@@ -60,7 +60,5 @@ class TreeCPUAttentionBackendImpl(CPUAttentionBackendImpl):
             )
         if rows is not None:
             key_cache, value_cache = rows.layout.views(kv_cache)
-            tree_attn(
-                query, key_cache, value_cache, output, rows.metadata, self.scale, rows.layout
-            )
+            tree_attn(query, key_cache, value_cache, output, rows.metadata, self.scale, rows.layout)
         return output

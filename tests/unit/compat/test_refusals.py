@@ -104,6 +104,7 @@ def test_plain_and_foreign_methods_are_untouched(target: Path) -> None:
         ({"rejection_sample_method": "block"}, "rejection_sample_method='block'"),
         ({"draft_sample_method": "probabilistic"}, "draft_sample_method='probabilistic'"),
         ({"prompt_lookup_max": 4}, "prompt_lookup_max=4"),
+        ({"tree_kernel": "cute"}, "tree_kernel"),
         ({"draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size=1"),
     ],
 )
@@ -127,6 +128,7 @@ def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
         ({"enable_lora": True}, "enable_lora=True"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({"dtype": "float16"}, "dtype=torch.float16"),
         ({"async_scheduling": True}, "[Aa]sync"),
         ({"max_num_batched_tokens": 256, "max_num_seqs": 4}, None),
     ],

@@ -37,9 +37,7 @@ def test_fused_equals_readable(bias: bool) -> None:
 
     seen: list[tuple[torch.Tensor, ...]] = []
 
-    def attend(
-        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         seen.append((q, k, v))
         return q * (layer + 1) + k.repeat_interleave(3, 1) - v.repeat_interleave(3, 1)
 
