@@ -40,7 +40,7 @@ def cpu_extension() -> list[Extension]:
             libraries=["torch_cpu"],
             define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],
             extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-g0"],
-            extra_link_args=["-Wl,-s"],
+            extra_link_args=[],
             optional=True,
         )
     ]

@@ -292,16 +292,15 @@ class Worker {
         if (valid < kGroup) copy_vnni_values(valid, index, group);
         return;
       }
-      if (valid == kGroup) {
-        // K: [dims][tokens]; V: [tokens][dims]
-        group.k = k + first * 4;
-        group.k_panel = kPanel * 4;
-        group.k_row = int64_t{p_.block_size} * 4;
-        group.v = v + static_cast<int64_t>(first) * p_.head_size * 4;
-        group.v_panel = kPanel * 4;
-        group.v_row = int64_t{p_.head_size} * 4;
-        return;
-      }
+      // K: [dims][tokens]; V: [tokens][dims]
+      group.k = k + first * 4;
+      group.k_panel = kPanel * 4;
+      group.k_row = int64_t{p_.block_size} * 4;
+      group.v = v + static_cast<int64_t>(first) * p_.head_size * 4;
+      group.v_panel = kPanel * 4;
+      group.v_row = int64_t{p_.head_size} * 4;
+      if (valid < kGroup) copy_vec_values(valid, index, group);
+      return;
     }
     packed_group(index, group);
     for (int half = 0; half < 2; ++half) {
@@ -340,6 +339,16 @@ class Worker {
     }
     group.v = packed.v;
     group.v_panel = packed.v_panel;
+  }
+
+  void copy_vec_values(int valid, int index, KvGroup& group) {
+    KvGroup packed;
+    packed_group(index, packed);
+    char* to = const_cast<char*>(packed.v);
+    const size_t used = static_cast<size_t>(valid) * p_.head_size * 4;
+    std::memcpy(to, group.v, used);
+    std::memset(to + used, 0, static_cast<size_t>(packed_v_bytes()) - used);
+    group.v = packed.v;
   }
 
   void dense_group(const Item& item, int first, int valid, int index, KvGroup& group) {

@@ -31,31 +31,44 @@ INLINE VecF dot_word(VecF acc, uint32_t a, VecU b) {
 #define DOT dot_word
 #endif
 
-// 2^x for x <= ~100; exactly 0 below 2^-126 (so for -inf), never denormal.
+INLINE VecF exp2_fraction(VecF x) {
+  const VecF zero = {};
+#if BF16_DOT
+  // The weights are rounded to bf16: a cubic (7.5e-5) is far below that rounding.
+  VecF p = zero + 0.0551716685295105f;
+  p = p * x + 0.2426111251115799f;
+  p = p * x + 0.6932609677314758f;
+  return p * x + 0.9999280571937561f;
+#else
+  VecF p = zero + 0.0013276472454890609f;
+  p = p * x + 0.009675540961325169f;
+  p = p * x + 0.05550713092088699f;
+  p = p * x + 0.24022120237350464f;
+  p = p * x + 0.6931469440460205f;
+  return p * x + 1.0000001192092896f;
+#endif
+}
+
+// 2^x for x <= ~100; exactly 0 for -inf.
 INLINE VecF exp2_vec(VecF x) {
+#if VEC_WORDS == 16
+  // Scaling into the denormal range costs a microcode assist a vector, so such lanes are masked.
+  const __m512 at = reinterpret_cast<__m512>(x);
+  const __mmask16 normal = _mm512_cmp_ps_mask(at, _mm512_set1_ps(-125.0f), _CMP_GE_OQ);
+  const __m512 whole = _mm512_roundscale_ps(at, 8);
+  const VecF p = exp2_fraction(reinterpret_cast<VecF>(_mm512_sub_ps(at, whole)));
+  return reinterpret_cast<VecF>(
+      _mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), whole));
+#else
   const VecF zero = {};
   const VecF low = zero - 126.0f;
   const VecF clamped = x < low ? low : x;
   const VecF magic = zero + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits
   const VecF shifted = clamped + magic;
-  const VecF frac = clamped - (shifted - magic);
-#if BF16_DOT
-  // The weights are rounded to bf16: a cubic (7.5e-5) is far below that rounding.
-  VecF p = zero + 0.0551716685295105f;
-  p = p * frac + 0.2426111251115799f;
-  p = p * frac + 0.6932609677314758f;
-  p = p * frac + 0.9999280571937561f;
-#else
-  VecF p = zero + 0.0013276472454890609f;
-  p = p * frac + 0.009675540961325169f;
-  p = p * frac + 0.05550713092088699f;
-  p = p * frac + 0.24022120237350464f;
-  p = p * frac + 0.6931469440460205f;
-  p = p * frac + 1.0000001192092896f;
-#endif
-  const VecI scaled =
-      reinterpret_cast<VecI>(p) + (reinterpret_cast<VecI>(shifted) << 23);
+  const VecF p = exp2_fraction(clamped - (shifted - magic));
+  const VecI scaled = reinterpret_cast<VecI>(p) + (reinterpret_cast<VecI>(shifted) << 23);
   return x < low ? zero : reinterpret_cast<VecF>(scaled);
+#endif
 }
 
 INLINE float exp2_scalar(float x) {
@@ -63,17 +76,37 @@ INLINE float exp2_scalar(float x) {
   return exp2_vec(v + x)[0];
 }
 
-INLINE float max_lanes(VecF v) {
-  float m = v[0];
-  for (int i = 1; i < VEC_WORDS; ++i) m = v[i] > m ? v[i] : m;
-  return m;
+// Halves a vector by f until one lane is left.
+template <class F>
+INLINE float reduce_lanes(VecF v, const F& f) {
+#if VEC_WORDS == 16
+  const auto v8 = f(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+                    __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+#elif VEC_WORDS == 8
+  const auto v8 = v;
+#endif
+#if VEC_WORDS >= 8
+  const auto v4 =
+      f(__builtin_shufflevector(v8, v8, 0, 1, 2, 3), __builtin_shufflevector(v8, v8, 4, 5, 6, 7));
+#else
+  const auto v4 = v;
+#endif
+  const auto v2 = f(v4, __builtin_shufflevector(v4, v4, 2, 3, 0, 1));
+  return f(v2[0], v2[1]);
 }
 
-INLINE float sum_lanes(VecF v) {
-  float s = 0;
-  for (int i = 0; i < VEC_WORDS; ++i) s += v[i];
-  return s;
-}
+struct Larger {
+  template <class T>
+  inline __attribute__((always_inline)) T operator()(T a, T b) const { return a > b ? a : b; }
+};
+
+struct Sum {
+  template <class T>
+  inline __attribute__((always_inline)) T operator()(T a, T b) const { return a + b; }
+};
+
+INLINE float max_lanes(VecF v) { return reduce_lanes(v, Larger{}); }
+INLINE float sum_lanes(VecF v) { return reduce_lanes(v, Sum{}); }
 
 // ---- products --------------------------------------------------------------
 
@@ -353,8 +386,9 @@ void pack(const PackSource& src, bool src_bf16, int half, int head_size, int pad
 INLINE uint16_t round_bf16(float x) {
   uint32_t u;
   __builtin_memcpy(&u, &x, 4);
-  if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40);
-  return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const uint32_t quiet_nan = (u >> 16) | 0x40u;
+  return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
 }
 
 // Walks the output rows of consecutive packed rows.
@@ -380,7 +414,12 @@ INLINE void write_row(const float* o, float factor, int head_size, const RowTarg
                       int64_t at) {
   if (target.bf16) {
     uint16_t* out = static_cast<uint16_t*>(target.base) + at;
+#if BF16_DOT
+    for (int d = 0; d < head_size; d += VEC_WORDS)
+      STORE_BF16(out, d, load_f(o + d) * factor);
+#else
     for (int d = 0; d < head_size; ++d) out[d] = round_bf16(o[d] * factor);
+#endif
   } else {
     float* out = static_cast<float*>(target.base) + at;
     for (int d = 0; d < head_size; ++d) out[d] = o[d] * factor;
