@@ -19,7 +19,6 @@ from vllm_specplug.kernels import describe
 from vllm_specplug.kernels.extension import ISA_VARIABLE
 from vllm_specplug.runtime.runner import TreeRunnerMixin
 
-
 logger = init_logger(__name__)
 
 

@@ -28,7 +28,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("target"), VOCAB)
 
 
-@pytest.fixture()
+@pytest.fixture
 def head(tmp_path: Path) -> Path:
     return make_head(tmp_path / "head", VOCAB)
 
