@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from vllm_specplug.models.block_head import BlockHead
 from vllm_specplug.train.features import FeatureSequence
@@ -20,10 +21,11 @@ from vllm_specplug.train.features import FeatureSequence
 
 @dataclass(frozen=True)
 class Segment:
-    """The blocks of one sequence: rows of the block input, rows of the context, visible mask."""
+    """The blocks of one sequence: how many rows of the block input and of the context are its own
+    (segments lie one after another), and which context each block sees."""
 
-    rows: slice
-    context: slice
+    rows: int
+    context: int
     # [num_blocks, S] additive, 0 or -inf
     context_mask: torch.Tensor
 
@@ -83,38 +85,51 @@ def sample_anchors(
     return anchors[anchors < legal.stop]
 
 
+def thin_anchors(anchors: torch.Tensor, multiple: int, generator: torch.Generator) -> torch.Tensor:
+    """Drops random anchors so that their number is a multiple, unless there are fewer.
+
+    Few distinct shapes let the GEMM library reuse its compiled kernels.
+    """
+    extra = len(anchors) % multiple
+    if extra == 0 or len(anchors) < multiple:
+        return anchors
+    kept = torch.randperm(len(anchors), generator=generator)[extra:]
+    return anchors[kept.sort().values]
+
+
 def pack_blocks(
-    sequences: Sequence[FeatureSequence], anchors: Sequence[torch.Tensor], block_size: int
+    sequences: Sequence[FeatureSequence],
+    anchors: Sequence[torch.Tensor],
+    block_size: int,
+    context_multiple: int = 1,
 ) -> BlockBatch:
-    """One batch from sequences and their anchors; context behind the last anchor is left out."""
+    """One batch from sequences and their anchors (ascending, at least one each).
+
+    Context behind the last anchor is left out; what remains is padded to `context_multiple` with
+    rows that no block sees.
+    """
     offsets = torch.arange(block_size)
-    parts: dict[str, list[torch.Tensor]] = {
-        name: [] for name in ("anchor", "position", "aux", "context", "teacher", "label", "valid")
-    }
+    names = ("anchor", "position", "aux", "context", "teacher", "label", "valid")
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     segments: list[Segment] = []
-    row = context_row = 0
     for sequence, at in zip(sequences, anchors, strict=True):
-        if len(at) == 0:
-            continue
         seen = int(at[-1])
+        padding = -seen % context_multiple
         slots = at[:, None] + offsets
         inside = slots[:, 1:] < len(sequence.tokens)
         safe = slots[:, 1:].clamp_max(len(sequence.tokens) - 1)
         parts["anchor"].append(sequence.tokens[at])
         parts["position"].append(slots.flatten())
-        parts["aux"].append(sequence.aux[:seen])
-        parts["context"].append(torch.arange(seen))
+        parts["aux"].append(F.pad(sequence.aux[:seen], (0, 0, 0, padding)))
+        parts["context"].append(torch.arange(seen + padding))
         # Row p - 1 of the final hidden states predicts token p.
         parts["teacher"].append(sequence.hidden[(safe - 1).flatten()])
         parts["label"].append(sequence.tokens[safe.flatten()])
         parts["valid"].append(inside.flatten())
-        hidden_future = torch.arange(seen)[None, :] >= at[:, None]
-        mask = torch.zeros(len(at), seen).masked_fill_(hidden_future, float("-inf"))
-        segments.append(
-            Segment(slice(row, row + slots.numel()), slice(context_row, context_row + seen), mask)
-        )
-        row += slots.numel()
-        context_row += seen
+        # The last anchor lies at `seen`, so padding is in the future of every block.
+        hidden_future = torch.arange(seen + padding)[None, :] >= at[:, None]
+        mask = torch.zeros(hidden_future.shape).masked_fill_(hidden_future, float("-inf"))
+        segments.append(Segment(slots.numel(), seen + padding, mask))
     joined = {name: torch.cat(tensors) for name, tensors in parts.items()}
     return BlockBatch(
         block_size=block_size,
@@ -174,24 +189,34 @@ def run_blocks(head: BlockHead, batch: BlockBatch, embed_tokens: torch.Tensor) -
     """Final normed hidden states of slots 1.., [A*(b-1), H]; `embed_tokens` [V, H] is frozen."""
     config, size = head.config, batch.block_size
     features = head.context_features(batch.aux)
-    keys, values = head.context_kv(features, batch.context_positions)
+    keys, values = (kv.unbind() for kv in head.context_kv(features, batch.context_positions))
+
+    rows = [s.rows for s in batch.segments]
+    context = [s.context for s in batch.segments]
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        outputs = [
-            block_attention(
-                q[s.rows],
-                k[s.rows],
-                v[s.rows],
-                keys[layer, s.context],
-                values[layer, s.context],
-                s.context_mask,
-                block_size=size,
-                scale=config.attention_scale,
-                causal=config.causal,
-            )
-            for s in batch.segments
-        ]
-        return torch.cat(outputs)
+        # split, not slices: the gradient of a slice is a full-size tensor of zeros each.
+        pieces = zip(
+            q.split(rows),
+            k.split(rows),
+            v.split(rows),
+            keys[layer].split(context),
+            values[layer].split(context),
+            batch.segments,
+            strict=True,
+        )
+        return torch.cat(
+            [
+                block_attention(
+                    *tensors,
+                    segment.context_mask,
+                    block_size=size,
+                    scale=config.attention_scale,
+                    causal=config.causal,
+                )
+                for *tensors, segment in pieces
+            ]
+        )
 
     embeds = head.block_embeds(embed_tokens[batch.anchor_tokens].to(features.dtype), size)
     hidden = head(embeds.flatten(0, 1), batch.positions, attend)

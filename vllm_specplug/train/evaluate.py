@@ -87,7 +87,7 @@ def draft_candidates(
     anchors = torch.tensor(list(anchor_range(sequence)), dtype=torch.int64)
     depth = head.config.num_draft_tokens
     device = lm_head.device
-    batch = pack_blocks([sequence], [anchors], head.config.block_size).to(device)
+    batch = pack_blocks([sequence], [anchors], head.config.block_size, 64).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         hidden = run_blocks(head, batch, embed_tokens)
     logits = (hidden.to(lm_head.dtype) @ lm_head.t()).float()

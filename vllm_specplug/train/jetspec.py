@@ -21,11 +21,19 @@ from accelerate import Accelerator
 from torch import nn
 
 from vllm_specplug.models.block_head import BlockHead
-from vllm_specplug.train.blocks import BlockBatch, pack_blocks, run_blocks, sample_anchors
+from vllm_specplug.train.blocks import (
+    BlockBatch,
+    pack_blocks,
+    run_blocks,
+    sample_anchors,
+    thin_anchors,
+)
 from vllm_specplug.train.features import FeatureSequence, FeatureStore
 from vllm_specplug.train.losses import LOSSES, head_loss, position_weights
 
 STATE_NAME = "state.pt"
+# Shapes are rounded so that the GEMM library's cache of compiled kernels is hit.
+_ANCHOR_MULTIPLE, _CONTEXT_MULTIPLE = 8, 64
 
 
 @dataclass(frozen=True)
@@ -229,12 +237,13 @@ class JetSpecTrainer:
             if taken % self.accelerator.num_processes != self.accelerator.process_index:
                 continue
             sequence = self.store[index]
-            at = sample_anchors(sequence, options.anchor_stride, generator)[: wanted - count]
+            at = sample_anchors(sequence, options.anchor_stride, generator)
+            at = thin_anchors(at, _ANCHOR_MULTIPLE, generator)[: wanted - count]
             if len(at):
                 sequences.append(sequence)
                 anchors.append(at)
                 count += len(at)
-        return pack_blocks(sequences, anchors, size)
+        return pack_blocks(sequences, anchors, size, _CONTEXT_MULTIPLE)
 
     def train_step(self) -> dict[str, float]:
         """One optimiser step; returns its loss (a weighted mean per slot) and rates."""

@@ -6,7 +6,13 @@ from __future__ import annotations
 import torch
 
 from vllm_specplug.models.block_head import BlockHead
-from vllm_specplug.train.blocks import anchor_range, pack_blocks, run_blocks, sample_anchors
+from vllm_specplug.train.blocks import (
+    anchor_range,
+    pack_blocks,
+    run_blocks,
+    sample_anchors,
+    thin_anchors,
+)
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.target import TargetWeights, head_config_for
 
@@ -32,7 +38,8 @@ def test_packed_blocks_equal_single_blocks(feature_folders, target_folder):
         head, embed = make_head(target_folder, causal=causal)
         sequences = [store[0], store[7], store[3]]
         anchors = [torch.tensor([9, 10, 17]), torch.tensor([20]), torch.tensor([8, 26])]
-        packed = pack_blocks(sequences, anchors, 4)
+        packed = pack_blocks(sequences, anchors, 4, context_multiple=16)
+        assert [s.context for s in packed.segments] == [32, 32, 32]
         together = run_blocks(head, _floats(packed), embed).view(6, 3, -1)
         row = 0
         for sequence, at in zip(sequences, anchors, strict=True):
@@ -67,6 +74,17 @@ def test_sampled_anchors_are_legal_spread_and_reproducible(feature_folders):
         assert all(int(a) in legal for a in anchors)
         assert (anchors.diff() > 0).all()
         assert len(anchors) >= len(legal) // 3
+
+
+def test_thinning_keeps_order_and_small_sets():
+    generator = torch.Generator().manual_seed(0)
+    anchors = torch.arange(0, 60, 3)
+    thin = thin_anchors(anchors, 8, generator)
+    assert len(thin) == 16
+    assert (thin.diff() > 0).all()
+    assert set(thin.tolist()) <= set(anchors.tolist())
+    assert torch.equal(thin_anchors(anchors[:5], 8, generator), anchors[:5])
+    assert torch.equal(thin_anchors(anchors[:16], 8, generator), anchors[:16])
 
 
 def _floats(batch):
