@@ -95,5 +95,5 @@ def bench(
     record = provenance()
     summary = summarize(run.store.cells("speed"), run.store.cells("length"))
     written = write_report(summary, record, out)
-    console.print(to_markdown(summary, record), markup=False, highlight=False)
+    console.print(to_markdown(summary, record), markup=False, highlight=False, soft_wrap=True)
     console.print(f"written: {', '.join(str(path) for path in written)}", markup=False)

@@ -55,6 +55,14 @@ class ProcessGroup:
         """The last `lines` lines of the log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
+    def pause(self) -> None:
+        """Stops the group's processes where they are, until `resume`."""
+        _signal_group(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets a paused group continue; does nothing to a running one."""
+        _signal_group(self.pid, signal.SIGCONT)
+
     def stop(self, grace_s: float = 8.0) -> None:
         """Ends the whole group: SIGTERM, up to `grace_s` seconds, then SIGKILL.
 
@@ -63,6 +71,7 @@ class ProcessGroup:
         try:
             if group_members(self.pid):
                 _signal_group(self.pid, signal.SIGTERM)
+                self.resume()  # a paused process would not notice
                 deadline = time.monotonic() + grace_s
                 while time.monotonic() < deadline:
                     self._process.poll()  # reaps the leader

@@ -86,6 +86,16 @@ class VllmServer:
         """Root of the server's HTTP interface."""
         return f"http://127.0.0.1:{self.port}"
 
+    def pause(self) -> None:
+        """Freezes the server: an idle engine still polls, a paused one costs nothing."""
+        assert self._group is not None
+        self._group.pause()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        assert self._group is not None
+        self._group.resume()
+
     @property
     def pid(self) -> int:
         """Process id of the running server's leader."""

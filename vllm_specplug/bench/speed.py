@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -161,8 +161,8 @@ class SpeedBench:
     def run_speed(self) -> None:
         """Tokens per second of every method at every batch, methods taking turns.
 
-        All servers stay up together, so that the machine's drift hits all methods alike; only
-        one computes at a time.
+        All servers stay up together, so that the machine's drift hits all methods alike; all but
+        the one that is measured are paused.
         """
         plan = self.plan
         todo = [
@@ -176,14 +176,18 @@ class SpeedBench:
             return
         with contextlib.ExitStack() as stack:
             names = [name for name in plan.methods if any(cell[2] == name for cell in missing)]
-            servers = {name: stack.enter_context(self._server(name)) for name in names}
-            self._wait(servers.values())
+            servers = {}
+            for name in names:
+                servers[name] = stack.enter_context(self._server(name))
+                self._wait(servers[name])
+                servers[name].pause()
             for number, (round_, batch, method) in enumerate(missing, start=1):
                 count = max(plan.min_prompts, plan.prompts_per_slot * int(batch))
                 prompts = mixed_prompts(list(self.sets.values()), int(round_) * count, count)
-                run = run_load(
-                    servers[method], prompts, concurrency=int(batch), output_len=plan.output_len
-                )
+                server = servers[method]
+                server.resume()
+                run = run_load(server, prompts, concurrency=int(batch), output_len=plan.output_len)
+                server.pause()
                 self.store.add(("speed", round_, batch, method), run.to_json())
                 self._say(
                     f"speed {number}/{len(missing)}: batch {batch}, round {int(round_) + 1}, "
@@ -198,7 +202,7 @@ class SpeedBench:
             if not missing:
                 continue
             with self._server(method, max_step_rows=UNLIMITED_ROWS) as server:
-                self._wait([server])
+                self._wait(server)
                 for name in missing:
                     run = run_load(
                         server,
@@ -229,11 +233,10 @@ class SpeedBench:
         )
         return VllmServer(spec, self.log_folder / f"bench-{method}.log")
 
-    def _wait(self, servers: Iterable[VllmServer]) -> None:
-        for server in servers:
-            seconds = server.wait_healthy()
-            run_chats(server.base_url, self.plan.model, [WARM_UP], concurrency=1, max_tokens=16)
-            self._say(f"{server.spec.name} answers ({seconds:.0f} s)")
+    def _wait(self, server: VllmServer) -> None:
+        seconds = server.wait_healthy()
+        run_chats(server.base_url, self.plan.model, [WARM_UP], concurrency=1, max_tokens=16)
+        self._say(f"{server.spec.name} answers ({seconds:.0f} s)")
 
     def _say(self, message: str) -> None:
         self.console.print(message, highlight=False, markup=False)

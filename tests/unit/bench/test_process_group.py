@@ -87,6 +87,17 @@ def test_stop_is_finished_by_an_interrupt(tmp_path: Path, monkeypatch: pytest.Mo
     wait_until(lambda: group_members(group.pid) == [])
 
 
+def test_a_paused_group_can_be_stopped(tmp_path: Path) -> None:
+    group = start_family(tmp_path, "meek")
+    group.pause()
+    state = Path(f"/proc/{group.pid}/stat")
+    wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+    start = time.monotonic()
+    group.stop(grace_s=10.0)
+    assert time.monotonic() - start < 9.0, "it had to be killed"
+    assert group_members(group.pid) == []
+
+
 def test_group_is_apart_from_the_terminal(tmp_path: Path) -> None:
     group = start_family(tmp_path, "meek")
     try:

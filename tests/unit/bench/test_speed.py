@@ -52,6 +52,7 @@ class FakeMachine:
         self.runs: list[tuple[str, int, tuple[str, ...]]] = []
         self.started: list[tuple[str, dict[str, Any] | None]] = []
         self.break_at: int | None = None
+        self.awake: set[str] = set()
         machine = self
 
         class Server:
@@ -60,17 +61,25 @@ class FakeMachine:
 
             def __enter__(self) -> Any:
                 machine.started.append((self.spec.name, self.spec.speculative_config))
+                machine.awake.add(self.spec.name)
                 return self
 
             def __exit__(self, *exc: object) -> None:
-                pass
+                machine.awake.discard(self.spec.name)
 
             def wait_healthy(self) -> float:
                 return 0.0
 
+            def pause(self) -> None:
+                machine.awake.discard(self.spec.name)
+
+            def resume(self) -> None:
+                machine.awake.add(self.spec.name)
+
         def load(server: Any, prompts: Any, *, concurrency: int, output_len: int) -> LoadRun:
             if machine.break_at == len(machine.runs):
                 raise KeyboardInterrupt
+            assert machine.awake == {server.spec.name}, "others must be paused"
             machine.runs.append((server.spec.name, concurrency, tuple(prompts)))
             return LoadRun(10.0, 1.0, output_len, 5.0, 6.0, 4, 32, 2)
 
