@@ -302,3 +302,57 @@ def jetspec(
                 )
 
             train_jetspec(run, options, bar.console.print, on_step)
+
+
+@train_app.command("evaluate")
+def evaluate(
+    target: Annotated[Path, typer.Option(help="Folder of the target model.")],
+    head: Annotated[Path, typer.Option(help="Folder of a draft head.")],
+    features: Annotated[
+        Path, typer.Option(help="Features of greedy answers, made with the head's layers.")
+    ],
+    budgets: Annotated[str, typer.Option(help="Tree sizes in nodes, root excluded.")] = "8,16,32",
+    builders: Annotated[str, typer.Option(help="Tree builders.")] = "best_first,accum_logp",
+    tree_width: Annotated[int, typer.Option(min=1, help="Candidates a depth.")] = 7,
+) -> None:
+    """Mean acceptance length of a head by data set, estimated from cached features."""
+    import torch
+
+    from vllm_specplug.models.checkpoint import load_block_head
+    from vllm_specplug.train.evaluate import evaluate_head
+    from vllm_specplug.train.features import FeatureStore
+    from vllm_specplug.train.target import TargetWeights
+
+    with _friendly_errors():
+        weights = TargetWeights(target)
+        tables = weights.tables()
+        module, extras = load_block_head(head, weights.config, dtype=torch.bfloat16)
+        store = FeatureStore(features)
+        if store.target_layer_ids != module.config.target_layer_ids:
+            raise ValueError(
+                f"--features hold target layers {list(store.target_layer_ids)}, legal: those of "
+                f"the head, {list(module.config.target_layer_ids)}; make them with --layers"
+            )
+        if extras.mask_from_embedding:
+            module.mask_embedding.copy_(tables.embed_tokens[module.config.mask_token_id])
+        ids = extras.target_ids(module.config.draft_vocab_size)
+        rows = tables.lm_head[ids] if extras.lm_head is None else extras.lm_head
+        embed = tables.embed_tokens if extras.embed_tokens is None else extras.embed_tokens
+        report = evaluate_head(
+            module,
+            (store[i] for i in range(len(store))),
+            embed.to(torch.bfloat16),
+            rows.to(torch.bfloat16),
+            ids,
+            budgets=[int(b) for b in budgets.split(",")],
+            builders=builders.split(","),
+            width=tree_width,
+        )
+    policies = list(report.total)
+    lines = [["data", *policies], ["all", *(f"{v:.2f}" for v in report.lengths().values())]]
+    for source, lengths in report.lengths_by_source().items():
+        lines.append([source, *(f"{lengths[p]:.2f}" for p in policies)])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    for line in lines:
+        typer.echo("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip())
+    typer.echo("rank-1 accuracy by slot: " + " ".join(f"{v:.2f}" for v in report.slot_accuracy()))

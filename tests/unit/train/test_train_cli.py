@@ -57,6 +57,7 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
     result = runner.invoke(
         train_app,
         [
+            "jetspec",
             "--target",
             str(target_folder),
             "--features",
@@ -83,6 +84,21 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
     assert record["data"]["sequences"] == 7  # three of ten are held out
     assert record["heldout"]["sequences"] == 3
     assert record["progress"]["step"] == 2
+    head = str(tmp_path / "run" / "head")
+    command = ["evaluate", "--target", str(target_folder), "--head", head, "--features", held]
+    result = runner.invoke(train_app, [*command, "--budgets", "4,8"])
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    assert lines[0] == [
+        "data",
+        "chain",
+        "best_first/4",
+        "best_first/8",
+        "accum_logp/4",
+        "accum_logp/8",
+    ]
+    assert [line[0] for line in lines[1:3]] == ["all", "x"]
+    assert all(1.0 <= float(number) <= 4.0 for number in lines[1][1:])
 
 
 @pytest.mark.parametrize(
