@@ -17,6 +17,8 @@ class MethodInfo:
     """Dotted path of the drafter class, imported only in the worker."""
     needs_head: bool
     """Whether `model` must name a draft checkpoint."""
+    default_ngram_topk: int
+    """N-gram branches merged into a tree where the user did not say."""
     summary: str
 
 
@@ -27,7 +29,15 @@ _METHODS = {
             name="jetspec",
             drafter="vllm_specplug.drafters.jetspec.JetSpecDrafter",
             needs_head=True,
+            default_ngram_topk=0,
             summary="causal block head over target features, tree by best-first expansion",
+        ),
+        MethodInfo(
+            name="ngram_tree",
+            drafter="vllm_specplug.drafters.ngram.NgramTreeDrafter",
+            needs_head=False,
+            default_ngram_topk=3,
+            summary="branches looked up in the request's own tokens, merged into one tree",
         ),
     )
 }

@@ -26,6 +26,14 @@ METHODS: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": 16,
         "max_step_rows": 512,
     },
+    "jetspec_ngrams": {
+        "method": "jetspec",
+        "model": str(REPO / "heads" / "smollm2-135m-jetspec"),
+        "num_speculative_tokens": 24,
+        "ngram_topk": 3,
+        "max_step_rows": 768,
+    },
+    "ngram_tree": {"method": "ngram_tree", "num_speculative_tokens": 16, "max_step_rows": 512},
 }
 
 

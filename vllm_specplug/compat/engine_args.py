@@ -98,7 +98,7 @@ def check_engine_config(vllm_config: Any) -> None:
     for field in ("attn_logit_softcapping", "attention_sinks"):
         if getattr(text, field, None):
             _refuse(method, f"targets with {field}", "Use a target without it")
-    if not _has_aux_hidden_states(model):
+    if spec.aux_layers and not _has_aux_hidden_states(model):
         _refuse(
             method,
             f"targets without auxiliary hidden states ({model.architectures[0]})",

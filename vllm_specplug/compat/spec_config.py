@@ -33,7 +33,7 @@ logger = init_logger(__name__)
 # What `custom_class` is told to instantiate; the worker replaces it by the method's drafter.
 PROPOSER_PATH = "vllm_specplug.runtime.proposer.TreeProposer"
 
-_PLUGIN_METHODS = Literal["jetspec"]
+_PLUGIN_METHODS = Literal["jetspec", "ngram_tree"]
 assert set(_PLUGIN_METHODS.__args__) == set(METHOD_NAMES)  # type: ignore[attr-defined]
 
 
@@ -70,8 +70,12 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             self.num_speculative_tokens = max(DEFAULT_TREE_NODES, self.tree_depth or 0)
         check_tree_shape(self.num_speculative_tokens, self.tree_depth, self.tree_width)
         check_vllm_options(self, _vllm_defaults(), method.name)
+        if self.ngram_topk is None:
+            self.ngram_topk = method.default_ngram_topk
         if method.needs_head:
             self._resolve_head(method.name)
+        else:
+            self._check_headless(method.name)
         self.plugin_method = method.name
         self.method = "custom_class"
         self.model = PROPOSER_PATH
@@ -91,6 +95,24 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         if self.num_speculative_tokens < self.draft_depth:
             self.draft_depth = self.num_speculative_tokens
         self.aux_layers = tuple(i + 1 for i in head.target_layer_ids)
+
+    def _check_headless(self, method: str) -> None:
+        for name, legal in (("model", None), ("causal", None), ("tree_builder", "best_first")):
+            if getattr(self, name) != legal:
+                raise option_error(
+                    name,
+                    getattr(self, name),
+                    f"method {method!r} has no draft head",
+                    f"Leave {name} out, or choose a method with a head",
+                )
+        if not self.ngram_topk:
+            raise option_error(
+                "ngram_topk",
+                self.ngram_topk,
+                f"method {method!r} drafts by n-grams only, so 1..16",
+                "Leave ngram_topk out or give at least 1",
+            )
+        self.draft_depth = self.tree_depth or self.num_speculative_tokens
 
     def _claim_worker(self) -> None:
         """Ledger: worker_cls. Our worker builds the model runner with the tree mixin."""

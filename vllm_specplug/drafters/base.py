@@ -9,15 +9,15 @@ newly committed tokens and the requests to draft for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from vllm_specplug.config import TreeBuilderName
 from vllm_specplug.tree import DraftTree
-
 
 # Takes weight [out, in] and bias [out] or None; returns x [T, in] -> [T, out].
 LinearFactory = Callable[
@@ -33,10 +33,15 @@ class DrafterOptions:
     num_nodes: int
     """Node budget of one tree, root excluded."""
     tree_depth: int
+    """Deepest node the head drafts."""
+    max_depth: int
+    """Deepest node of a tree, from whatever source."""
     tree_width: int
     tree_builder: TreeBuilderName
     hybrid_lambda: float
     causal: bool | None
+    ngram_topk: int
+    """N-gram branches a tree may take in; 0 switches them off."""
     max_model_len: int
 
 
@@ -83,18 +88,25 @@ class CommittedTokens:
 class DraftRequests:
     """The requests to draft for in this step; R of them."""
 
-    # [R] the last committed token of each: root of its tree, not yet in the target's cache
-    anchors: list[int]
+    # [R]
+    req_ids: list[str] = field(default_factory=list)
+    # [R] committed tokens of each, the anchor last; views that are valid during the call only
+    token_ids: list[np.ndarray] = field(default_factory=list)
     # [R] committed tokens before the anchor, which is also the anchor's position
-    context_lens: list[int]
+    context_lens: list[int] = field(default_factory=list)
     # [R] row of each request in the block table
-    req_indices: list[int]
+    req_indices: list[int] = field(default_factory=list)
     # [R] most nodes of each tree
-    budgets: list[int]
+    budgets: list[int] = field(default_factory=list)
     # [R] most children of a node; 1 asks for a chain
-    widths: list[int]
+    widths: list[int] = field(default_factory=list)
     # [R] deepest node worth drafting
-    depths: list[int]
+    depths: list[int] = field(default_factory=list)
+
+    @property
+    def anchors(self) -> list[int]:
+        """[R] the last committed token of each: root of its tree, not in the target's cache yet."""
+        return [int(tokens[-1]) for tokens in self.token_ids]
 
     def __len__(self) -> int:
         return len(self.anchors)
@@ -148,6 +160,9 @@ class Drafter(ABC):
     @abstractmethod
     def observe(self, committed: CommittedTokens) -> None:
         """Takes in newly committed tokens. Called every step, drafting or not."""
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Drops what is kept for requests that ended; nothing by default."""
 
     @abstractmethod
     def propose(self, requests: DraftRequests) -> list[DraftTree]:

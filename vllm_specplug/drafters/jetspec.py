@@ -9,6 +9,8 @@ branches of that depth; the builder turns these marginals into a tree.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -20,8 +22,9 @@ from vllm_specplug.drafters.base import (
     TargetWeights,
 )
 from vllm_specplug.drafters.fused_head import FusedBlockHead
+from vllm_specplug.drafters.ngram import NgramBranches
 from vllm_specplug.models.checkpoint import load_block_head
-from vllm_specplug.tree import DraftTree, build_tree
+from vllm_specplug.tree import DraftTree, build_tree, merge_trees
 
 
 class JetSpecDrafter(Drafter):
@@ -53,6 +56,9 @@ class JetSpecDrafter(Drafter):
         # [T, H] -> [T, V']
         self.lm_head = target.make_linear(lm_head, None)
         self.head = FusedBlockHead(head, self.options.max_model_len, target.make_linear)
+        self.ngrams: NgramBranches | None = None
+        if self.options.ngram_topk:
+            self.ngrams = NgramBranches(self.options.ngram_topk, self.options.max_depth)
 
     def cache_specs(self) -> list[DraftCacheSpec]:
         spec = DraftCacheSpec(self.config.num_key_value_heads, self.config.head_dim)
@@ -65,22 +71,32 @@ class JetSpecDrafter(Drafter):
         keys, values = self.head.context_kv(features, committed.positions)
         self.cache.write(keys, values, committed.slots)
 
+    def forget(self, req_ids: Iterable[str]) -> None:
+        if self.ngrams is not None:
+            self.ngrams.forget(req_ids)
+
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
-        depth = max(requests.depths)
-        width = max(requests.widths)
-        token_ids, log_probs = self.candidates(requests, depth, width)
-        return [
-            build_tree(
+        deepest = min(self.config.num_draft_tokens, self.options.tree_depth)
+        depths = [min(depth, deepest) for depth in requests.depths]
+        token_ids, log_probs = self.candidates(requests, max(depths), max(requests.widths))
+        trees = []
+        for r, depth in enumerate(depths):
+            tree = build_tree(
                 self.options.tree_builder,
-                token_ids[r, : requests.depths[r]],
-                log_probs[r, : requests.depths[r]],
+                token_ids[r, :depth],
+                log_probs[r, :depth],
                 requests.budgets[r],
                 tree_width=requests.widths[r],
-                tree_depth=requests.depths[r],
+                tree_depth=depth,
                 hybrid_lambda=self.options.hybrid_lambda,
             )
-            for r in range(len(requests))
-        ]
+            if self.ngrams is not None and requests.widths[r] > 1:
+                branches = self.ngrams.branches(
+                    requests.req_ids[r], requests.token_ids[r], requests.depths[r]
+                )
+                tree = merge_trees([tree, *branches], requests.budgets[r])
+            trees.append(tree)
+        return trees
 
     def candidates(
         self, requests: DraftRequests, depth: int, width: int

@@ -27,11 +27,13 @@ class TreeProposer:
         self.options = DrafterOptions(
             head_path=spec.head_path,
             num_nodes=spec.num_speculative_tokens,
-            tree_depth=spec.draft_depth or spec.num_speculative_tokens,
+            tree_depth=spec.draft_depth,
+            max_depth=spec.tree_depth or spec.num_speculative_tokens,
             tree_width=spec.tree_width,
             tree_builder=spec.tree_builder,
             hybrid_lambda=spec.hybrid_lambda,
             causal=spec.causal,
+            ngram_topk=spec.ngram_topk,
             max_model_len=vllm_config.model_config.max_model_len,
         )
         self.drafter: Drafter = load_drafter_class(str(spec.plugin_method))(self.options)

@@ -258,12 +258,12 @@ class TreeRunnerMixin:
     ) -> list[list[int]]:
         start = time.perf_counter()
         drafter = self.drafter.drafter
-        assert aux_hidden_states is not None
+        drafter.forget(scheduler_output.finished_req_ids)
         rows, slot_rows, positions = self.tree_step.committed_rows()
         slots = common_attn_metadata.slot_mapping[torch.from_numpy(slot_rows)]
         drafter.observe(
             CommittedTokens(
-                aux_hidden_states=aux_hidden_states,
+                aux_hidden_states=aux_hidden_states or [],
                 rows=torch.from_numpy(rows),
                 positions=torch.from_numpy(positions),
                 slots=slots,
@@ -285,7 +285,7 @@ class TreeRunnerMixin:
         self, sampled_token_ids: list[list[int]], sampling_metadata: Any
     ) -> DraftRequests:
         """Who is drafted for, from which anchor, and how much each may draft."""
-        requests = DraftRequests([], [], [], [], [], [])
+        requests = DraftRequests()
         running = [i for i, tokens in enumerate(sampled_token_ids) if tokens]
         nodes = self.row_budget.nodes_per_request(len(running))
         holder = sampling_metadata.thinking_budget_state_holder
@@ -302,15 +302,16 @@ class TreeRunnerMixin:
             if params is not None and params.max_tokens is not None:
                 # The step after this one always emits a token of its own.
                 remaining = min(remaining, params.max_tokens - len(state.output_token_ids) - 1)
-            depth = min(self.drafter.options.tree_depth, remaining, nodes)
+            depth = min(remaining, nodes)
             if depth < 1:
                 self.tree_metrics.stats.observe_plain("near_max_len")
                 continue
             structured = params is not None and params.structured_outputs is not None
-            requests.anchors.append(sampled_token_ids[i][-1])
+            requests.req_ids.append(state.req_id)
+            requests.token_ids.append(self.input_batch.token_ids_cpu[i, :num_tokens])
             requests.context_lens.append(num_tokens - 1)
             requests.req_indices.append(i)
-            requests.budgets.append(nodes if not structured else depth)
+            requests.budgets.append(nodes)
             # vLLM walks a grammar along the flat draft list: only a chain reads right there.
             requests.widths.append(1 if structured else self.drafter.options.tree_width)
             requests.depths.append(depth)

@@ -8,6 +8,7 @@ from vllm_specplug.tree.builders import (
     build_trees,
 )
 from vllm_specplug.tree.draft_tree import ROOT, DraftTree
+from vllm_specplug.tree.merge import merge_trees
 
 __all__ = [
     "BUILDERS",
@@ -16,4 +17,5 @@ __all__ = [
     "DraftTree",
     "build_tree",
     "build_trees",
+    "merge_trees",
 ]

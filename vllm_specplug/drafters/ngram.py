@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting by looking up what followed the same few tokens earlier in the request.
+
+The idea of prompt lookup and of TokenSwift's token reuse, with branches merged into one tree
+instead of verified side by side, and with probabilities learned while serving: each proposed
+branch is later compared with what the target really produced, so that n-gram nodes and a head's
+nodes can compete for one budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_specplug.drafters.base import (
+    CommittedTokens,
+    DraftCacheSpec,
+    Drafter,
+    DraftRequests,
+    TargetWeights,
+)
+from vllm_specplug.tree import DraftTree, merge_trees
+
+# Lengths of the suffix that is looked up, longest first.
+SUFFIX_LENGTHS = (4, 3, 2)
+# Occurrences of one suffix that are kept, the latest ones.
+MAX_OCCURRENCES = 4
+
+
+class NgramIndex:
+    """Where each short suffix occurred in one request's tokens; grows with them.
+
+    Memory is bounded by the request's length: at most one position per token and suffix length.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        # One map a suffix length: suffix -> positions right after its latest occurrences.
+        self._after: list[dict[tuple[int, ...], list[int]]] = [{} for _ in SUFFIX_LENGTHS]
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Appends committed tokens."""
+        history = self.tokens
+        for token in tokens:
+            history.append(token)
+            end = len(history)
+            for length, after in zip(SUFFIX_LENGTHS, self._after, strict=True):
+                if end >= length:
+                    # A lookup right now would find the suffix itself; its position has no
+                    # continuation yet and is skipped there.
+                    places = after.setdefault(tuple(history[end - length : end]), [])
+                    places.append(end)
+                    if len(places) > MAX_OCCURRENCES + 1:
+                        del places[0]
+
+    def continuations(self, count: int, length: int) -> list[tuple[int, list[int]]]:
+        """At most `count` distinct continuations of the current suffix, each up to `length` long.
+
+        Returns:
+            (matched suffix length, tokens) pairs, longer matches first, then later occurrences.
+        """
+        history, found = self.tokens, []
+        end = len(history)
+        seen: set[tuple[int, ...]] = set()
+        for size, after in zip(SUFFIX_LENGTHS, self._after, strict=True):
+            if end < size:
+                continue
+            for place in reversed(after.get(tuple(history[end - size : end]), ())):
+                tokens = history[place : place + length]
+                # The same continuation under a shorter match says nothing new.
+                if not tokens or any(prefix[: len(tokens)] == tuple(tokens) for prefix in seen):
+                    continue
+                seen.add(tuple(tokens))
+                found.append((size, tokens))
+                if len(found) == count:
+                    return found
+        return found
+
+
+@dataclass
+class BranchStatistics:
+    """How often tokens of branches turned out right, by matched length and depth.
+
+    Counts start as a prior and decay, so that the estimate follows the traffic.
+    """
+
+    decay: float = 0.995
+    # (suffix length, rank among the branches, depth up to a limit) -> [right, asked]
+    _counts: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
+
+    _PRIOR = {2: 0.3, 3: 0.5, 4: 0.65}
+    _LOWER_RANK = 0.4
+    _DEEPER = 0.75
+    _WEIGHT = 8.0
+    _MAX_DEPTH = 6
+    _MAX_RANK = 2
+
+    def _entry(self, size: int, rank: int, depth: int) -> list[float]:
+        rank = min(rank, self._MAX_RANK) if depth == 1 else 0
+        key = (size, rank, min(depth, self._MAX_DEPTH))
+        if key not in self._counts:
+            prior = self._PRIOR[size] * self._LOWER_RANK**rank if depth == 1 else self._DEEPER
+            self._counts[key] = [prior * self._WEIGHT, self._WEIGHT]
+        return self._counts[key]
+
+    def observe(self, size: int, rank: int, branch: Sequence[int], actual: Sequence[int]) -> None:
+        """Compares a branch with what followed; stops at its first wrong token."""
+        for depth, (proposed, token) in enumerate(zip(branch, actual, strict=False), 1):
+            entry = self._entry(size, rank, depth)
+            entry[0] = entry[0] * self.decay + (proposed == token)
+            entry[1] = entry[1] * self.decay + 1.0
+            if proposed != token:
+                return
+
+    def scores(self, size: int, rank: int, length: int) -> np.ndarray:
+        """Cumulative log-probabilities of a branch's nodes, float32 [length]."""
+        total, scores = 0.0, []
+        for depth in range(1, length + 1):
+            right, asked = self._entry(size, rank, depth)
+            total += math.log(min(max(right / asked, 1e-3), 0.999))
+            scores.append(total)
+        return np.array(scores, dtype=np.float32)
+
+
+class NgramBranches:
+    """N-gram branches for every running request."""
+
+    def __init__(self, count: int, max_length: int) -> None:
+        self.count = count
+        self.max_length = max_length
+        self.statistics = BranchStatistics()
+        self._indices: dict[str, NgramIndex] = {}
+        # Branches proposed last, by request, with the position of their first token.
+        self._pending: dict[str, tuple[int, list[tuple[int, list[int]]]]] = {}
+
+    def branches(self, req_id: str, tokens: np.ndarray, depth: int) -> list[DraftTree]:
+        """Chains that may follow `tokens` [n], the request's committed tokens."""
+        index = self._indices.get(req_id)
+        if index is None or len(index.tokens) > len(tokens):
+            index = self._indices[req_id] = NgramIndex()
+            self._pending.pop(req_id, None)
+        start = len(index.tokens)
+        index.extend(tokens[start:].tolist())
+        self._learn(req_id, index.tokens)
+        found = index.continuations(self.count, min(depth, self.max_length))
+        self._pending[req_id] = (len(index.tokens), found)
+        return [
+            DraftTree.chain(branch, self.statistics.scores(size, rank, len(branch)))
+            for rank, (size, branch) in enumerate(found)
+        ]
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Drops finished requests."""
+        for req_id in req_ids:
+            self._indices.pop(req_id, None)
+            self._pending.pop(req_id, None)
+
+    def _learn(self, req_id: str, tokens: list[int]) -> None:
+        position, found = self._pending.pop(req_id, (0, []))
+        for rank, (size, branch) in enumerate(found):
+            actual = tokens[position : position + len(branch)]
+            self.statistics.observe(size, rank, branch, actual)
+
+
+class NgramTreeDrafter(Drafter):
+    """Method `ngram_tree`: n-gram branches alone, no head and no draft forward."""
+
+    def load(self, target: TargetWeights) -> None:
+        self.ngrams = NgramBranches(self.options.ngram_topk, self.options.max_depth)
+
+    def cache_specs(self) -> list[DraftCacheSpec]:
+        return []
+
+    def observe(self, committed: CommittedTokens) -> None:
+        pass
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        self.ngrams.forget(req_ids)
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        trees = []
+        for r in range(len(requests)):
+            branches = self.ngrams.branches(
+                requests.req_ids[r], requests.token_ids[r], requests.depths[r]
+            )
+            if requests.widths[r] == 1:
+                branches = branches[:1]
+            trees.append(
+                merge_trees(branches, requests.budgets[r]) if branches else DraftTree.empty()
+            )
+        return trees

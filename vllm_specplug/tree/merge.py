@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several drafts of one request as one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_specplug.tree.draft_tree import ROOT, DraftTree
+
+
+def merge_trees(trees: Sequence[DraftTree], budget: int) -> DraftTree:
+    """The union of `trees`, cut to its `budget` best nodes.
+
+    Shared prefixes become shared nodes, so no node is verified twice. A node's score is the best
+    any tree gave it; all trees must measure scores alike (cumulative log-probabilities that do not
+    grow along a path). The cut keeps a node only with its ancestors, which never score less.
+    """
+    if len(trees) == 1 and trees[0].num_nodes <= budget:
+        return trees[0]
+    index: dict[tuple[int, int], int] = {}
+    tokens: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    scores: list[float] = []
+    for tree in trees:
+        merged: list[int] = []
+        for token, parent, depth, score in zip(
+            tree.token_ids.tolist(),
+            tree.parent_indices.tolist(),
+            tree.depths.tolist(),
+            tree.scores.tolist(),
+            strict=True,
+        ):
+            key = (ROOT if parent == ROOT else merged[parent], token)
+            node = index.get(key)
+            if node is None:
+                node = index[key] = len(tokens)
+                tokens.append(token)
+                parents.append(key[0])
+                depths.append(depth)
+                scores.append(score)
+            elif score > scores[node]:
+                scores[node] = score
+            merged.append(node)
+    # Ties go to the node seen first: a parent is always seen before its children.
+    kept = sorted(range(len(tokens)), key=lambda node: (-scores[node], node))[:budget]
+    place = {node: i for i, node in enumerate(kept)}
+    place[ROOT] = ROOT
+    return DraftTree(
+        token_ids=np.array([tokens[n] for n in kept], dtype=np.int64),
+        parent_indices=np.array([place[parents[n]] for n in kept], dtype=np.int32),
+        depths=np.array([depths[n] for n in kept], dtype=np.int32),
+        scores=np.array([scores[n] for n in kept], dtype=np.float32),
+    )
