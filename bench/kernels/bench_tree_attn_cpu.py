@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree attention against vLLM's own CPU attention with as many query rows.
+
+Both run in one process in turns, over one KV cache per layer as in a step of the model. The
+stock kernel attends a chain, ours a random tree of the same number of rows. Prints a markdown
+table of milliseconds per layer (medians) and the median of the paired ratios.
+
+    python bench/kernels/bench_tree_attn_cpu.py --output bench/results/tree_attn_cpu.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 128
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def make_case(args, dtype, isa, batch, context, nodes):
+    """Two functions that run all layers once: stock, ours."""
+    from vllm import _custom_ops as ops
+
+    from vllm_specplug.kernels import probe_cpu_layout, tree_attn, tree_metadata
+
+    rng = np.random.default_rng(0)
+    layout = probe_cpu_layout(isa, dtype, BLOCK_SIZE, HEAD_SIZE)
+    rows = nodes + 1
+    length = context + rows
+    blocks = -(-length // BLOCK_SIZE)
+    table = torch.from_numpy(rng.permutation(batch * blocks).reshape(batch, blocks)).int()
+    caches = [
+        layout.views(torch.randn(batch * blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE).to(dtype))
+        for _ in range(args.layers)
+    ]
+    # As in the model: the query is a slice of the fused projection.
+    fused = torch.randn(batch * rows, (QUERY_HEADS + 2 * KV_HEADS) * HEAD_SIZE).to(dtype)
+    query = fused[:, : QUERY_HEADS * HEAD_SIZE].view(batch * rows, QUERY_HEADS, HEAD_SIZE)
+    output = torch.empty(batch * rows, QUERY_HEADS, HEAD_SIZE, dtype=dtype)
+    starts = torch.arange(batch + 1, dtype=torch.int32) * rows
+    lengths = torch.full((batch,), length, dtype=torch.int32)
+    scale = HEAD_SIZE**-0.5
+    scheduler = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=batch,
+        num_heads=QUERY_HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_SIZE,
+        seq_lens=lengths,
+        dtype=dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=True,
+    )
+    parents = [
+        np.array([rng.integers(-1, i) if i else -1 for i in range(nodes)], dtype=np.int32)
+        for _ in range(batch)
+    ]
+    meta = tree_metadata(range(batch), starts[:-1].tolist(), [context] * batch, parents, table)
+
+    def stock() -> None:
+        for key_cache, value_cache in caches:
+            ops.cpu_attention_with_kv_cache(
+                query=query,
+                key_cache=key_cache,
+                value_cache=value_cache,
+                output=output,
+                query_start_loc=starts,
+                seq_lens=lengths,
+                scale=scale,
+                causal=True,
+                alibi_slopes=None,
+                sliding_window=-1,
+                block_table=table,
+                softcap=0.0,
+                scheduler_metadata=scheduler,
+                s_aux=None,
+            )
+
+    def ours() -> None:
+        for key_cache, value_cache in caches:
+            tree_attn(query, key_cache, value_cache, output, meta, scale, layout)
+
+    return stock, ours
+
+
+def measure(stock, ours, seconds: float, layers: int) -> tuple[float, float, float]:
+    """Median ms per layer of stock and ours, and the median ratio of neighbouring runs."""
+    for _ in range(2):
+        stock()
+        ours()
+    times: list[tuple[float, float]] = []
+    deadline = time.perf_counter() + seconds
+    while len(times) < 5 or time.perf_counter() < deadline:
+        pair = [0.0, 0.0]
+        # The order alternates, so neither is always the one with warm caches.
+        for which in (0, 1) if len(times) % 2 else (1, 0):
+            start = time.perf_counter()
+            (stock, ours)[which]()
+            pair[which] = time.perf_counter() - start
+        times.append((pair[0], pair[1]))
+    a = statistics.median(t[0] for t in times)
+    b = statistics.median(t[1] for t in times)
+    ratio = statistics.median(t[1] / t[0] for t in times)
+    return a * 1e3 / layers, b * 1e3 / layers, ratio
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--context", type=int, nargs="+", default=[0, 64, 256, 1500])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[0, 8, 16, 32, 64, 128])
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=["bf16:amx", "bf16:vec", "fp32:vec"],
+        help="dtype and vLLM's instruction-set name",
+    )
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=0.4, help="per table row")
+    parser.add_argument("--output", type=Path, help="also write the table here")
+    args = parser.parse_args()
+
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    torch.cpu._init_amx()
+    from vllm_specplug.kernels import describe
+
+    lines = [
+        "# CPU tree attention against vLLM's own kernel",
+        "",
+        f"Command: `python {shlex.join(sys.argv)}`",
+        "",
+        f"CPU: {cpu_name()}; torch {torch.__version__}; {QUERY_HEADS} query and {KV_HEADS} KV "
+        f"heads of {HEAD_SIZE}, block {BLOCK_SIZE}, {args.layers} layers with a cache each. "
+        "Milliseconds per layer, medians of runs taken in turns; ratio = ours / stock.",
+    ]
+    for line in lines:
+        print(line)
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    for case in args.cases:
+        name, isa = case.split(":")
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            variant = describe(dtypes[name])["isa"]
+            head = [
+                "",
+                f"## {name}, layout {isa}, our variant {variant}, {threads} thread(s)",
+                "",
+                "| batch | context | nodes | stock ms | tree ms | ratio |",
+                "|---|---|---|---|---|---|",
+            ]
+            print("\n".join(head))
+            lines += head
+            for batch in args.batch:
+                for context in args.context:
+                    for nodes in args.nodes:
+                        runs = make_case(args, dtypes[name], isa, batch, context, nodes)
+                        a, b, ratio = measure(*runs, args.seconds, args.layers)
+                        line = (
+                            f"| {batch} | {context} | {nodes} | {a:.4f} | {b:.4f} | {ratio:.2f} |"
+                        )
+                        print(line, flush=True)
+                        lines.append(line)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

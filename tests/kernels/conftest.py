@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the kernel tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_specplug.kernels import extension
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def compiled() -> None:
+    """Skips where the extension was not built."""
+    reason = extension.load_cpu_extension()
+    if reason is not None:
+        pytest.skip(f"compiled kernels: {reason}")
+
+
+@pytest.fixture(params=extension.ISAS)
+def isa(request, compiled) -> str:
+    """Forces each instruction set in turn; skips those this CPU lacks."""
+    if request.param not in extension.supported_isas():
+        pytest.skip(f"this CPU cannot run {request.param}")
+    torch.ops.specplug.set_cpu_isa(extension.ISAS.index(request.param))
+    yield request.param
+    best = extension.supported_isas()[-1]
+    torch.ops.specplug.set_cpu_isa(extension.ISAS.index(best))
+
+
+@pytest.fixture(scope="session")
+def vllm_cpu_ops() -> None:
+    """vLLM's CPU operators; skips without a CPU build of vLLM."""
+    platforms = pytest.importorskip("vllm.platforms")
+    if not platforms.current_platform.is_cpu():
+        pytest.skip("needs a CPU build of vLLM")
+    platforms.current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+        pytest.skip("this vLLM has no CPU cache operator")

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged trees for tests, with an oracle that knows neither masks nor pages."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vllm_specplug.kernels.cpu_layout import CpuKvLayout, make_layout, standard_tables
+from vllm_specplug.kernels.metadata import TreeAttnMetadata
+
+
+def layout_of(kind: str, dtype: torch.dtype, block_size: int, head_size: int) -> CpuKvLayout:
+    """A layout of kind vec, vnni or table; "table" is some other permutation."""
+    if kind != "table":
+        tables = standard_tables(kind, block_size, head_size)
+    else:
+        generator = torch.Generator().manual_seed(1)
+        tables = torch.stack(
+            [torch.randperm(block_size * head_size, generator=generator) for _ in range(2)]
+        ).view(2, block_size, head_size)
+    layout = make_layout(tables.to(torch.int32), kind, dtype)
+    assert layout.kind == kind
+    return layout
+
+
+def write_slots(layout: CpuKvLayout, cache: torch.Tensor, slots, key, value) -> None:
+    """Puts key and value [L, Hkv, Dh] at the slots of a cache [blocks, Hkv, block, 2 * Dh]."""
+    flat = cache.view(cache.shape[0], cache.shape[1], 2, -1)
+    for i, slot in enumerate(torch.as_tensor(slots).tolist()):
+        block, offset = divmod(slot, layout.block_size)
+        flat[block, :, 0, layout.tables[0, offset].long()] = key[i]
+        flat[block, :, 1, layout.tables[1, offset].long()] = value[i]
+
+
+@contextmanager
+def num_threads(count: int):
+    """Threads of the calls inside. Only for the kernel under test: the oracle's many small
+    operations crawl on several threads of a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def random_parents(nodes: int, rng: np.random.Generator) -> np.ndarray:
+    return np.array([rng.integers(-1, i) if i else -1 for i in range(nodes)], dtype=np.int32)
+
+
+def path_of(parents: np.ndarray, row: int) -> list[int]:
+    """Rows from the root (row 0) to `row`, both included."""
+    path = [row]
+    while path[-1] > 0:
+        path.append(int(parents[path[-1] - 1]) + 1)
+    return path[::-1]
+
+
+def chain_attention(query, key, value, scale: float) -> torch.Tensor:
+    """Dense attention of one query [Hq, Dh] over all of key and value [L, Hkv, Dh], in float64."""
+    group_size = query.shape[0] // key.shape[1]
+    k = key.double().repeat_interleave(group_size, dim=1)
+    v = value.double().repeat_interleave(group_size, dim=1)
+    weights = (torch.einsum("hd,lhd->hl", query.double(), k) * scale).softmax(-1)
+    return torch.einsum("hl,lhd->hd", weights, v)
+
+
+@dataclass
+class PagedTrees:
+    """A step: some tree requests among other rows, over a cache whose unused slots are NaN."""
+
+    layout: CpuKvLayout
+    num_kv_heads: int
+    group_size: int
+    # (context length, parents) a tree
+    trees: list[tuple[int, np.ndarray]]
+    seed: int = 0
+    dense: bool = False
+    # rows of other requests before each tree
+    gap: int = 2
+    # for dense blocks: rows attended by row i of n (None: the tree's ancestors)
+    dense_mask: str | None = None
+    cache: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        dtype, size = self.layout.dtype, self.layout.head_size
+        block = self.layout.block_size
+        self.scale = size**-0.5
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        rows = [len(parents) + 1 for _, parents in self.trees]
+        per_request = max(-(-(c + n) // block) for (c, _), n in zip(self.trees, rows, strict=True))
+        num_blocks = len(rows) * per_request + 2
+        order = torch.randperm(num_blocks, generator=generator)[: len(rows) * per_request]
+        # Request numbers are not tree numbers: the table has a row of rubbish first.
+        rubbish = torch.full((1, per_request), 10**9)
+        self.block_table = torch.cat([rubbish, order.view(len(rows), per_request)]).int()
+        self.cache = torch.full(
+            (num_blocks, self.num_kv_heads, block, 2 * size), float("nan"), dtype=dtype
+        )
+        self.row_start = []
+        self.keys, self.values = [], []  # of each tree: [context + rows, Hkv, Dh]
+        start = 0
+        for r, ((context, _), n) in enumerate(zip(self.trees, rows, strict=True)):
+            start += self.gap
+            self.row_start.append(start)
+            start += n
+            key = normal(context + n, self.num_kv_heads, size)
+            value = normal(context + n, self.num_kv_heads, size)
+            cached = context if self.dense else context + n
+            write_slots(
+                self.layout, self.cache, self.slots(r, cached), key[:cached], value[:cached]
+            )
+            self.keys.append(key)
+            self.values.append(value)
+        self.query = normal(start + self.gap, self.num_kv_heads * self.group_size, size)
+        self.rows = rows
+        if self.dense:
+            self.tail_key = torch.cat([k[-n:] for k, n in zip(self.keys, rows, strict=True)])
+            self.tail_value = torch.cat([v[-n:] for v, n in zip(self.values, rows, strict=True)])
+
+    def slots(self, r: int, count: int) -> torch.Tensor:
+        positions = torch.arange(count)
+        size = self.layout.block_size
+        return self.block_table[r + 1].long()[positions // size] * size + positions % size
+
+    def attended(self, r: int, row: int) -> list[int]:
+        if self.dense_mask == "causal":
+            return list(range(row + 1))
+        if self.dense_mask == "full":
+            return list(range(self.rows[r]))
+        return path_of(self.trees[r][1], row)
+
+    def metadata(self, words: torch.Tensor) -> TreeAttnMetadata:
+        return TreeAttnMetadata.build(
+            [r + 1 for r in range(len(self.trees))],
+            self.row_start,
+            self.rows,
+            [c for c, _ in self.trees],
+            words,
+            self.block_table,
+        )
+
+    def expected(self) -> torch.Tensor:
+        """Oracle for the tree rows, [M, Hq, Dh] float64: every branch as a chain of its own."""
+        out = []
+        for r, (context, _) in enumerate(self.trees):
+            for row in range(self.rows[r]):
+                chain = [*range(context), *(context + j for j in self.attended(r, row))]
+                query = self.query[self.row_start[r] + row]
+                out.append(
+                    chain_attention(query, self.keys[r][chain], self.values[r][chain], self.scale)
+                )
+        return torch.stack(out)
+
+    def same_precision(self) -> torch.Tensor:
+        """The tree rows by torch's own attention in the cache's dtype, [M, Hq, Dh]."""
+        out = []
+        for r, (context, _) in enumerate(self.trees):
+            n = self.rows[r]
+            mask = torch.zeros(n, context + n, dtype=torch.bool)
+            mask[:, :context] = True
+            for row in range(n):
+                mask[row, [context + j for j in self.attended(r, row)]] = True
+            query = self.query[self.row_start[r] : self.row_start[r] + n]
+            key = self.keys[r].repeat_interleave(self.group_size, dim=1)
+            value = self.values[r].repeat_interleave(self.group_size, dim=1)
+            result = torch.nn.functional.scaled_dot_product_attention(
+                query.transpose(0, 1)[None],
+                key.transpose(0, 1)[None],
+                value.transpose(0, 1)[None],
+                attn_mask=mask,
+                scale=self.scale,
+            )
+            out.append(result[0].transpose(0, 1))
+        return torch.cat(out)
+
+    def tree_rows(self, output: torch.Tensor) -> torch.Tensor:
+        """The rows of all trees, [M, Hq, Dh]."""
+        return torch.cat(
+            [output[s : s + n] for s, n in zip(self.row_start, self.rows, strict=True)]
+        )
+
+    def check(self, run, words: torch.Tensor, threads: int = 1) -> None:
+        """Runs `run(query, key_cache, value_cache, output, meta, scale, layout, **tail)`."""
+        untouched = torch.full_like(self.query, 7.0)
+        output = untouched.clone()
+        tail = {}
+        if self.dense:
+            tail = {"tail_key": self.tail_key, "tail_value": self.tail_value}
+        key_cache, value_cache = self.layout.views(self.cache)
+        meta = self.metadata(words)
+        args = (self.query, key_cache, value_cache, output, meta, self.scale, self.layout)
+        with num_threads(threads):
+            run(*args, **tail)
+        expected = self.expected()
+        actual = self.tree_rows(output).double()
+        assert not actual.isnan().any(), "an unused slot was read"
+        error = (actual - expected).abs().max().item()
+        torch_error = (self.same_precision().double() - expected).abs().max().item()
+        # One unit of rounding of the largest output, besides what torch itself is off.
+        unit = torch.finfo(self.layout.dtype).eps * expected.abs().max().item()
+        assert error <= 2 * torch_error + unit, f"off by {error}, torch by {torch_error}"
+        for start, n in zip(self.row_start, self.rows, strict=True):
+            output[start : start + n] = 7.0
+        assert torch.equal(output, untouched), "a row of no tree was written"

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.paged import PagedTrees, layout_of, random_parents
+from vllm_specplug import kernels
+from vllm_specplug.kernels import dispatch, extension
+
+
+@pytest.fixture
+def fresh_load():
+    """Lets a test choose how the extension loads, and restores it afterwards."""
+    extension.load_cpu_extension.cache_clear()
+    yield
+    extension.load_cpu_extension.cache_clear()
+    if extension.load_cpu_extension() is None:
+        best = extension.supported_isas()[-1]
+        torch.ops.specplug.set_cpu_isa(extension.ISAS.index(best))
+
+
+def problem() -> PagedTrees:
+    parents = random_parents(6, np.random.default_rng(0))
+    return PagedTrees(layout_of("vnni", torch.bfloat16, 32, 32), 2, 3, [(40, parents)])
+
+
+def test_without_the_extension_the_reference_serves_with_one_warning(
+    fresh_load, monkeypatch, caplog
+):
+    monkeypatch.delenv(extension.ISA_VARIABLE, raising=False)
+    monkeypatch.setattr(extension, "_load", lambda: "the extension was not built at install")
+    monkeypatch.setattr(torch.ops.specplug, "tree_attn", None, raising=False)  # a call would fail
+    step = problem()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            words = kernels.ancestor_words([p for _, p in step.trees])
+            step.check(kernels.tree_attn, words)
+            kernels.compact_kv([step.cache], torch.tensor([3]), torch.tensor([2]), step.layout)
+            step = problem()
+    warnings = [r for r in caplog.records if "compiled CPU kernels" in r.message]
+    assert len(warnings) == 1
+    assert "was not built" in warnings[0].getMessage()
+    assert kernels.describe()["kernel"] == "reference"
+    assert "was not built" in kernels.describe()["reason"]
+
+
+def test_a_library_that_does_not_load_is_named(fresh_load, monkeypatch, tmp_path):
+    monkeypatch.delenv(extension.ISA_VARIABLE, raising=False)
+    (tmp_path / "_cpu.so").write_bytes(b"not a library")
+    monkeypatch.setattr(extension, "__file__", str(tmp_path / "extension.py"))
+    assert "_cpu.so does not load" in extension.load_cpu_extension()
+
+
+def test_the_reference_can_be_asked_for(fresh_load, monkeypatch, caplog):
+    monkeypatch.setenv(extension.ISA_VARIABLE, "reference")
+    assert kernels.describe()["kernel"] == "reference"
+    assert not caplog.records
+
+
+def test_an_instruction_set_can_be_forced(compiled, fresh_load, monkeypatch):
+    monkeypatch.setenv(extension.ISA_VARIABLE, "plain")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert kernels.describe(dtype)["isa"] == "plain"
+
+
+def test_an_unknown_instruction_set_is_refused(fresh_load, monkeypatch):
+    monkeypatch.setenv(extension.ISA_VARIABLE, "avx9000")
+    with pytest.raises(ValueError, match="avx9000.*one of plain, avx2.*reference"):
+        extension.load_cpu_extension()
+
+
+def test_describe_names_the_best_variant(compiled):
+    info = kernels.describe(torch.bfloat16)
+    assert info["kernel"] == "cpp"
+    assert info["isa"] == info["supported_isas"][-1]
+    assert kernels.describe(torch.float16)["kernel"] == "reference"
+
+
+def test_other_dtypes_go_to_the_reference(compiled):
+    parents = random_parents(6, np.random.default_rng(0))
+    step = PagedTrees(layout_of("vec", torch.float16, 32, 32), 2, 3, [(40, parents)])
+    step.check(dispatch.tree_attn, kernels.ancestor_words([parents]))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.paged import PagedTrees, layout_of, random_parents, write_slots
+from vllm_specplug.kernels import (
+    ancestor_words,
+    causal_words,
+    full_words,
+    reference,
+    self_test,
+    tree_attn,
+)
+
+FP32, BF16 = torch.float32, torch.bfloat16
+CACHES = [(FP32, "vec"), (BF16, "vec"), (BF16, "vnni")]
+
+
+def trees_of(specs, seed=0):
+    rng = np.random.default_rng(seed)
+    return [(context, random_parents(nodes, rng)) for context, nodes in specs]
+
+
+def check(problem: PagedTrees, run=tree_attn, words=None, threads=1) -> None:
+    if words is None:
+        words = ancestor_words([p for _, p in problem.trees])
+    problem.check(run, words, threads)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [*CACHES, (FP32, "table"), (BF16, "table")])
+@pytest.mark.parametrize("dense", [False, True])
+def test_every_isa_matches_branches_run_as_chains(isa, dtype, kind, dense):
+    layout = layout_of(kind, dtype, 32, 64)
+    specs = [(0, 0), (1, 1), (31, 2), (32, 16), (33, 33), (70, 5)]
+    check(PagedTrees(layout, 3, 3, trees_of(specs), dense=dense))
+
+
+@pytest.mark.parametrize(("dtype", "kind"), CACHES)
+@pytest.mark.parametrize("nodes", [0, 1, 2, 30, 31, 32, 62, 63, 64, 65, 128])
+def test_node_counts_around_word_and_group_edges(compiled, dtype, kind, nodes):
+    check(PagedTrees(layout_of(kind, dtype, 32, 32), 1, 3, trees_of([(17, nodes), (64, 3)])))
+
+
+@pytest.mark.parametrize(("dtype", "kind"), CACHES)
+def test_largest_tree(compiled, dtype, kind):
+    check(PagedTrees(layout_of(kind, dtype, 128, 64), 1, 3, trees_of([(100, 256)])))
+
+
+@pytest.mark.parametrize(("dtype", "kind"), CACHES)
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_context_lengths_around_block_edges(compiled, dtype, kind, block_size):
+    edges = [0, 1, 15, 16, block_size - 1, block_size, block_size + 1, 2 * block_size - 3]
+    layout = layout_of(kind, dtype, block_size, 32)
+    check(PagedTrees(layout, 2, 1, trees_of([(c, 4) for c in edges])))
+
+
+@pytest.mark.parametrize(("dtype", "kind"), CACHES)
+@pytest.mark.parametrize("group_size", [1, 3, 4, 8])
+@pytest.mark.parametrize("head_size", [64, 96, 128])
+def test_grouped_heads_and_head_sizes(compiled, dtype, kind, group_size, head_size):
+    layout = layout_of(kind, dtype, 32, head_size)
+    check(PagedTrees(layout, 2, group_size, trees_of([(40, 9), (0, 12)])))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("head_size", [80, 112])
+def test_blocks_of_sixteen(isa, dtype, head_size):
+    """Head sizes that are no multiple of 32 come with blocks of 16 tokens."""
+    layout = layout_of("vec", dtype, 16, head_size)
+    check(PagedTrees(layout, 2, 4, trees_of([(0, 3), (15, 20), (47, 40)])))
+
+
+@pytest.mark.parametrize(("dtype", "kind"), CACHES)
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("rows", [1, 8, 33, 70])
+def test_dense_blocks(compiled, dtype, kind, mask, rows):
+    chain = np.arange(-1, rows - 2, dtype=np.int32)
+    trees = [(c, chain) for c in (0, 1, 40, 64)]
+    problem = PagedTrees(layout_of(kind, dtype, 64, 64), 2, 3, trees, dense=True, dense_mask=mask)
+    words = (causal_words if mask == "causal" else full_words)([rows] * len(trees))
+    check(problem, words=words)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), CACHES)
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_shares_of_a_split_context_are_merged(compiled, dtype, kind, threads):
+    layout = layout_of(kind, dtype, 32, 64)
+    check(PagedTrees(layout, 3, 3, trees_of([(900, 12)])), threads=threads)
+    specs = [(3, 1), (700, 70), (0, 0), (260, 7)]
+    check(PagedTrees(layout, 2, 4, trees_of(specs)), threads=threads)
+
+
+def test_threads_do_not_change_what_is_attended(compiled):
+    """One kv head and four threads: the tail's groups fall to a thread without context."""
+    check(PagedTrees(layout_of("vec", FP32, 32, 64), 1, 8, trees_of([(64, 200)])), threads=4)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_many_query_heads_are_split_into_passes(compiled, threads):
+    """More rows x heads than one pass over the context takes."""
+    problem = PagedTrees(layout_of("vnni", BF16, 32, 32), 1, 16, trees_of([(33, 130)]))
+    check(problem, threads=threads)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), CACHES)
+def test_shared_prefix_blocks(compiled, dtype, kind):
+    problem = PagedTrees(layout_of(kind, dtype, 32, 32), 2, 3, trees_of([(64, 6), (70, 9)]))
+    problem.block_table[2, :2] = problem.block_table[1, :2]
+    problem.keys[1][:64] = problem.keys[0][:64]
+    problem.values[1][:64] = problem.values[0][:64]
+    check(problem)
+
+
+def test_query_slices_of_a_fused_projection(compiled):
+    """The query's rows need not be contiguous."""
+    problem = PagedTrees(layout_of("vnni", BF16, 32, 64), 3, 3, trees_of([(40, 8)]))
+    fused = torch.full((problem.query.shape[0], 15, 64), float("nan"), dtype=BF16)
+    fused[:, :9] = problem.query
+    problem.query = fused[:, :9]
+    check(problem)
+
+
+def test_scores_that_grow_along_the_context(compiled):
+    """The running maximum moves in every tile, by far more than the rescaling threshold."""
+    problem = PagedTrees(layout_of("vec", FP32, 32, 32), 1, 1, trees_of([(1200, 3)]))
+    ramp = torch.linspace(0.0, 40.0, 1204).view(-1, 1, 1)
+    problem.query = problem.query.abs()
+    problem.keys[0] = problem.keys[0].abs() * ramp
+    write_slots(
+        problem.layout, problem.cache, problem.slots(0, 1204), problem.keys[0], problem.values[0]
+    )
+    check(problem)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), CACHES)
+@pytest.mark.parametrize("dense", [False, True])
+def test_reference_matches_the_same_oracle(dtype, kind, dense):
+    layout = layout_of(kind, dtype, 32, 32)
+    problem = PagedTrees(layout, 2, 3, trees_of([(0, 0), (31, 20), (64, 66)]), dense=dense)
+    check(problem, run=reference.tree_attn_reference)
+
+
+def test_oracle_catches_a_wrong_mask(compiled):
+    """Were the mask ignored, the check above would fail."""
+    problem = PagedTrees(layout_of("vec", FP32, 32, 64), 1, 3, trees_of([(5, 8)]))
+    with pytest.raises(AssertionError, match="off by"):
+        check(problem, words=causal_words([9]))
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(data=st.data())
+def test_random_batches(data):
+    dtype, kind = data.draw(st.sampled_from([*CACHES, (FP32, "table")]))
+    threads = data.draw(st.sampled_from([1, 2, 4]))
+    specs = data.draw(
+        st.lists(st.tuples(st.integers(0, 330), st.integers(0, 80)), min_size=1, max_size=4)
+    )
+    problem = PagedTrees(
+        layout_of(kind, dtype, data.draw(st.sampled_from([32, 64])), 32),
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 5)),
+        trees_of(specs, seed=data.draw(st.integers(0, 99))),
+        dense=data.draw(st.booleans()),
+        gap=data.draw(st.integers(0, 3)),
+    )
+    check(problem, threads=threads)
+
+
+class TestRefusals:
+    """Metadata that would read foreign memory is refused."""
+
+    def run(self, change, **tail):
+        problem = PagedTrees(layout_of("vec", FP32, 32, 32), 1, 2, trees_of([(40, 4)]))
+        meta = problem.metadata(ancestor_words([p for _, p in problem.trees]))
+        change(meta)
+        output = torch.zeros_like(problem.query)
+        views = problem.layout.views(problem.cache)
+        with pytest.raises(RuntimeError, match=r"tree_attn: (tree 0 does not fit|block)"):
+            tree_attn(problem.query, *views, output, meta, 1.0, problem.layout, **tail)
+        assert not output.any()
+
+    @pytest.mark.parametrize(
+        ("field", "value"), [(0, 5), (0, -1), (1, 99), (2, 40), (2, 0), (3, 99), (3, -1), (4, 9)]
+    )
+    def test_out_of_range(self, compiled, field, value):
+        self.run(lambda meta: meta.plan.__setitem__((field, 0), value))
+
+    def test_block_outside_the_cache(self, compiled):
+        self.run(lambda meta: meta.block_table.__setitem__((1, 1), 99))
+
+    def test_short_tail(self, compiled):
+        tail = torch.zeros(3, 1, 32)
+        self.run(lambda meta: None, tail_key=tail, tail_value=tail)
+
+
+def test_self_test_passes_and_names_both_dtypes():
+    message = self_test()
+    assert "float32" in message
+    assert "bfloat16" in message
