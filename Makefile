@@ -38,7 +38,8 @@ demo: setup
 # Fast tests first, so that a plain mistake shows early.
 test: setup
 	@$(TARGET)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/unit tests/kernels tests/e2e $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS) \
+	  tests/unit tests/kernels tests/e2e $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -182,8 +182,18 @@ def _compare(name: str, method: str) -> tuple[Situation, EngineResult, EngineRes
     return situation, _plain(name), tree
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", [n for n in SITUATIONS if n not in ("logprobs", "json_schema")])
+# The n-gram variants share the runner with jetspec; these situations are where they could differ.
+_NGRAM_SITUATIONS = {"mixed_batch", "preemption", "prefix_cache", "stops", "seeded_sampling"}
+_MATRIX = [
+    pytest.param(name, method, marks=pytest.mark.xdist_group(name))
+    for name in SITUATIONS
+    if name not in ("logprobs", "json_schema", "control")
+    for method in METHODS
+    if method == "jetspec" or name in _NGRAM_SITUATIONS
+]
+
+
+@pytest.mark.parametrize(("name", "method"), _MATRIX)
 def test_output_equals_plain_decoding(name: str, method: str) -> None:
     situation, plain, tree = _compare(name, method)
     for call in range(len(situation.calls)):
@@ -202,6 +212,7 @@ def test_output_equals_plain_decoding(name: str, method: str) -> None:
         assert tree.counters["vllm:prefix_cache_hits"] > 0
 
 
+@pytest.mark.xdist_group("prefix_cache")
 @pytest.mark.parametrize("method", METHODS)
 def test_continues_generated_text_from_the_prefix_cache(method: str) -> None:
     ids = [list(p) for p in prompts(8)]
@@ -224,6 +235,7 @@ def test_continues_generated_text_from_the_prefix_cache(method: str) -> None:
     assert tree.counters["vllm:prefix_cache_hits"] > prompt_blocks
 
 
+@pytest.mark.xdist_group("control")
 @pytest.mark.parametrize("method", METHODS)
 def test_without_compaction_outputs_diverge(method: str) -> None:
     """The negative control: these comparisons can tell a corrupted cache."""
@@ -236,6 +248,7 @@ def test_without_compaction_outputs_diverge(method: str) -> None:
     assert equal <= len(plain) // 2, f"{equal} of {len(plain)} outputs survived"
 
 
+@pytest.mark.xdist_group("logprobs")
 @pytest.mark.parametrize("method", METHODS)
 def test_logprobs_equal_plain_decoding(method: str) -> None:
     _, plain, tree = _compare("logprobs", method)
@@ -249,6 +262,7 @@ def test_logprobs_equal_plain_decoding(method: str) -> None:
     assert_drafted(tree)
 
 
+@pytest.mark.xdist_group("json_schema")
 @pytest.mark.parametrize("method", METHODS)
 def test_json_schema_requests_equal_plain_decoding(method: str) -> None:
     _, plain, tree = _compare("json_schema", method)

@@ -161,7 +161,7 @@ class Drafter(ABC):
     def observe(self, committed: CommittedTokens) -> None:
         """Takes in newly committed tokens. Called every step, drafting or not."""
 
-    def forget(self, req_ids: Iterable[str]) -> None:
+    def forget(self, req_ids: Iterable[str]) -> None:  # noqa: B027 - optional, not abstract
         """Drops what is kept for requests that ended; nothing by default."""
 
     @abstractmethod
