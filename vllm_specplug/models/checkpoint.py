@@ -153,6 +153,7 @@ def save_block_head(
     weights = directory / WEIGHTS_NAME
     partial = weights.with_suffix(".tmp")
     save_file(tensors, partial, metadata={"format": "pt", **(metadata or {})})
+    partial.chmod(0o644)  # safetensors writes files that only their owner reads
     partial.replace(weights)
     config = directory / "config.json"
     partial = config.with_suffix(".tmp")

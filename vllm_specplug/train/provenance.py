@@ -68,8 +68,10 @@ def hardware() -> dict[str, Any]:
 def write_provenance(folder: str | Path, facts: Mapping[str, Any]) -> Path:
     """Writes provenance.json: command, commit, versions, hardware, and the caller's `facts`
     (recipe, data counts, time, reached numbers)."""
+    # Home folders name people and machines; the command stays runnable with "~".
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]).replace(str(Path.home()), "~")
     record = {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command,
         "git_revision": git_revision(),
         "versions": package_versions(),
         "hardware": hardware(),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -165,10 +166,11 @@ def train_jetspec(
         save_block_head(out / "head", averaged, d2t=ids - torch.arange(len(ids)))
         write_provenance(out / "head", facts)
 
-    began, losses = time.monotonic(), 0.0
+    began, losses = time.monotonic(), math.nan
     while trainer.step < options.total_steps:
         numbers = trainer.train_step()
-        losses = numbers["loss"] if trainer.step <= 1 else 0.95 * losses + 0.05 * numbers["loss"]
+        loss = numbers["loss"]
+        losses = loss if math.isnan(losses) else 0.95 * losses + 0.05 * loss
         if on_step is not None:
             on_step(trainer.step, {**numbers, "loss_average": losses})
         if trainer.step % run.log_every == 0 and accelerator.is_main_process:

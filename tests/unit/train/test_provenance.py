@@ -6,15 +6,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from vllm_specplug.train.provenance import git_revision, write_provenance
 
 
 def test_record_holds_command_commit_versions_hardware_and_facts(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/some/where/specplug", "train", "jetspec", "--seed", "3"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["/some/where/specplug", "train", "jetspec", "--target", f"{Path.home()}/models/x"],
+    )
     path = write_provenance(tmp_path / "head", {"data": {"sequences": 5}})
     record = json.loads(path.read_text())
-    assert record["command"] == "specplug train jetspec --seed 3"
+    assert record["command"] == "specplug train jetspec --target ~/models/x"
     assert record["data"] == {"sequences": 5}
     assert record["versions"]["python"]
     assert record["hardware"]["cores"] >= 1
