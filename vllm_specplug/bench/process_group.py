@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-
-_PR_SET_PDEATHSIG = 1
 
 
 class ProcessGroup:
@@ -30,7 +27,6 @@ class ProcessGroup:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self.command = list(command)
         self.log_path = log_path
-        parent = os.getpid()
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self.command,
@@ -39,8 +35,8 @@ class ProcessGroup:
                 stderr=subprocess.STDOUT,
                 env=None if env is None else dict(env),
                 start_new_session=True,
-                preexec_fn=_die_with_parent(parent),
             )
+        self._guard = _start_guard(self.pid)
 
     @property
     def pid(self) -> int:
@@ -81,6 +77,9 @@ class ProcessGroup:
         finally:
             _signal_group(self.pid, signal.SIGKILL)
             self._process.wait()
+            # Killed, not let go: by now the group's id could belong to someone else.
+            self._guard.kill()
+            self._guard.communicate()
 
 
 def group_members(pgid: int) -> list[int]:
@@ -104,21 +103,31 @@ def _signal_group(pgid: int, number: int) -> None:
         os.killpg(pgid, number)
 
 
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Has the kernel send the child SIGTERM when the starting process dies without cleaning up.
+# Outlives its parent by as long as it takes to end the group: reading ends when the parent closes
+# the pipe or dies, however it dies. Stays out of the group, which may be paused.
+_GUARD_SCRIPT = """
+import os, signal, sys, time
+pgid = int(sys.argv[1])
+sys.stdin.buffer.read()
+try:
+    os.killpg(pgid, signal.SIGTERM)
+    os.killpg(pgid, signal.SIGCONT)
+    time.sleep(2)
+    os.killpg(pgid, signal.SIGKILL)
+except ProcessLookupError:
+    pass
+"""
 
-    Only for the thread that starts the child: start servers from the main thread.
-    """
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
 
-    def before_exec() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return before_exec
+def _start_guard(pgid: int) -> subprocess.Popen[bytes]:
+    """A process that ends the group `pgid` should this one die without doing so."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _GUARD_SCRIPT, str(pgid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def raise_on_termination() -> None:

@@ -44,7 +44,7 @@ with VllmServer(ServerSpec("plain", "model"), Path(sys.argv[1])) as server:
 """
 
 
-def wait_until(condition, timeout_s: float = 20.0) -> None:
+def wait_until(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "timed out"
@@ -121,20 +121,19 @@ def test_no_server_is_left_behind(tmp_path: Path, how: signal.Signals | str, sta
     if isinstance(how, signal.Signals):
         wait_until(lambda: len(group_members(pgid)) == 2)
         starter.send_signal(how)
-    assert starter.wait(timeout=30) == status
+    assert starter.wait(timeout=60) == status
     assert group_members(pgid) == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="uses a Linux facility")
-def test_a_killed_starter_takes_the_leader_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_killed_starter_takes_its_servers_along(tmp_path: Path, paused: bool) -> None:
     command = [sys.executable, "-c", STARTER, str(tmp_path / "server.log"), FAMILY, ""]
     starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None
     pgid = int(starter.stdout.readline())
     wait_until(lambda: len(group_members(pgid)) == 2)
+    if paused:
+        os.killpg(pgid, signal.SIGSTOP)
     starter.kill()
     starter.wait()
-    # The real server ends its own children on SIGTERM; this family's child is ours to end.
-    wait_until(lambda: pgid not in group_members(pgid))
-    for pid in group_members(pgid):
-        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: group_members(pgid) == [])
