@@ -26,4 +26,11 @@ void compact_kv(const std::vector<torch::stable::Tensor>& kv_caches,
 void ancestor_words(const torch::stable::Tensor& parents, const torch::stable::Tensor& row_counts,
                     torch::stable::Tensor& words);
 
+void build_best_first(const torch::stable::Tensor& top_ids,
+                      const torch::stable::Tensor& top_log_probs,
+                      const torch::stable::Tensor& budgets, const torch::stable::Tensor& depths,
+                      int64_t max_width, torch::stable::Tensor& token_ids,
+                      torch::stable::Tensor& parents, torch::stable::Tensor& node_depths,
+                      torch::stable::Tensor& scores, torch::stable::Tensor& counts);
+
 }  // namespace specplug

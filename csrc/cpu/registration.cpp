@@ -33,6 +33,10 @@ STABLE_TORCH_LIBRARY(specplug, m) {
       "compact_kv(Tensor(a!)[] kv_caches, Tensor src_slots, Tensor dst_slots, Tensor tables) "
       "-> ()");
   m.def("ancestor_words(Tensor parents, Tensor row_counts, Tensor(a!) words) -> ()");
+  m.def(
+      "build_best_first(Tensor top_ids, Tensor top_log_probs, Tensor budgets, Tensor depths, "
+      "int max_width, Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) node_depths, "
+      "Tensor(d!) scores, Tensor(e!) counts) -> ()");
   m.def("cpu_isas() -> int");
   m.def("set_cpu_isa(int isa) -> ()");
   m.def("cpu_variant(bool bf16) -> str");
@@ -42,6 +46,7 @@ STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
   m.impl("tree_attn", TORCH_BOX(&tree_attn));
   m.impl("compact_kv", TORCH_BOX(&compact_kv));
   m.impl("ancestor_words", TORCH_BOX(&ancestor_words));
+  m.impl("build_best_first", TORCH_BOX(&build_best_first));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CompositeExplicitAutograd, m) {

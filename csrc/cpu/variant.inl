@@ -55,7 +55,7 @@ INLINE VecF exp2_vec(VecF x) {
   // Scaling into the denormal range costs a microcode assist a vector, so such lanes are masked.
   const __m512 at = reinterpret_cast<__m512>(x);
   const __mmask16 normal = _mm512_cmp_ps_mask(at, _mm512_set1_ps(-125.0f), _CMP_GE_OQ);
-  const __m512 whole = _mm512_roundscale_ps(at, 8);
+  const __m512 whole = _mm512_maskz_roundscale_ps(normal, at, 8);
   const VecF p = exp2_fraction(reinterpret_cast<VecF>(_mm512_sub_ps(at, whole)));
   return reinterpret_cast<VecF>(
       _mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), whole));
@@ -198,7 +198,7 @@ INLINE void for_row_blocks(int rows, const F& f) {
   }
 }
 
-void scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
+[[maybe_unused]] void scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
             int num_groups, float* s, int64_t ld_s) {
   for_row_blocks(rows, [&](auto height, int m) {
     scores_block<decltype(height)::value, MAX_PANELS>(q + m * ld_q, ld_q, words, groups,
@@ -206,7 +206,7 @@ void scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup*
   });
 }
 
-void values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
+[[maybe_unused]] void values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
             int head_size, bool first, float* o) {
   const int panels = head_size / kPanel;
   for_row_blocks(rows, [&](auto height, int m) {
@@ -454,6 +454,6 @@ void combine(const Partial* parts, int num_parts, int rows, int head_size,
   }
 }
 
-void no_state() {}
+[[maybe_unused]] void no_state() {}
 
 }  // namespace

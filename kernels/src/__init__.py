@@ -16,6 +16,7 @@ _EXPORTS = {
     "TreeAttnMetadata": "metadata",
     "ancestor_words": "metadata",
     "block_metadata": "metadata",
+    "build_best_first": "dispatch",
     "causal_words": "metadata",
     "compact_kv": "dispatch",
     "describe": "dispatch",

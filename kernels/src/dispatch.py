@@ -105,6 +105,59 @@ def fill_ancestor_words(
         raise ValueError(str(error)) from error
 
 
+def build_best_first(
+    # [B, D, K]
+    top_ids: torch.Tensor,
+    # [B, D, K]
+    top_log_probs: torch.Tensor,
+    # [B] int32
+    budgets: torch.Tensor,
+    # [B] int32
+    depths: torch.Tensor,
+    max_width: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Exact best-first trees of a batch, node for node those of the tree package's builder.
+
+    Args:
+        top_ids: int64 candidates of each depth, best first.
+        top_log_probs: float32, their log-probabilities; a depth ends at the first that is not
+            finite.
+        budgets: most nodes of each tree.
+        depths: deepest level of each tree, capped by D.
+        max_width: most children of one node.
+
+    Returns:
+        token_ids int64 [B, N], parent_indices int32 [B, N], depths int32 [B, N],
+        scores float32 [B, N] and num_nodes int32 [B], with N the largest budget; entries past
+        num_nodes are undefined.
+
+    Raises:
+        RuntimeError: without the compiled kernels; the tree package builds trees in Python.
+    """
+    reason = load_cpu_extension()
+    if reason is not None:
+        raise RuntimeError(f"build_best_first needs the compiled kernels: {reason}")
+    shape = (top_ids.shape[0], max(0, int(budgets.max())) if budgets.numel() else 0)
+    token_ids = torch.empty(shape, dtype=torch.int64)
+    parents = torch.empty(shape, dtype=torch.int32)
+    node_depths = torch.empty(shape, dtype=torch.int32)
+    scores = torch.empty(shape, dtype=torch.float32)
+    counts = torch.empty(shape[0], dtype=torch.int32)
+    torch.ops.specplug.build_best_first.default(
+        top_ids.contiguous(),
+        top_log_probs.contiguous(),
+        budgets,
+        depths,
+        max_width,
+        token_ids,
+        parents,
+        node_depths,
+        scores,
+        counts,
+    )
+    return token_ids, parents, node_depths, scores, counts
+
+
 def describe(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     """Which tree attention serves a model of `dtype` on the CPU, and why.
 

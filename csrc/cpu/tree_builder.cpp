@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exact best-first trees from per-depth candidates, for a batch of requests.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "ops.h"
+
+namespace specplug {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+// A candidate: rank `rank` of depth row + 1 below node `parent`. Scores are doubles, so that paths
+// of equal summands tie as they do in the Python builder.
+struct Candidate {
+  double score;
+  int32_t order;  // of entry; breaks ties, earlier first
+  int32_t parent, row, rank;
+  double parent_score;
+};
+
+bool comes_later(const Candidate& a, const Candidate& b) {
+  return a.score < b.score || (a.score == b.score && a.order > b.order);
+}
+
+struct Output {
+  int64_t* token_ids;
+  int32_t *parents, *depths;
+  float* scores;
+};
+
+// Candidates of a depth end at the first that is not finite.
+bool usable(const float* log_probs, int64_t width, int64_t row, int64_t rank, int64_t limit) {
+  return rank < limit && std::isfinite(log_probs[row * width + rank]);
+}
+
+int32_t build_one(const int64_t* ids, const float* log_probs, int64_t width, int64_t rows,
+                  int64_t ranks, int32_t budget, std::vector<Candidate>& heap,
+                  const Output& out) {
+  if (budget <= 0 || rows <= 0 || !usable(log_probs, width, 0, 0, ranks)) return 0;
+  heap.clear();
+  heap.push_back({log_probs[0], 0, -1, 0, 0, 0.0});
+  int32_t entered = 1;
+  int32_t node = 0;
+  while (!heap.empty()) {
+    std::pop_heap(heap.begin(), heap.end(), comes_later);
+    const Candidate top = heap.back();
+    heap.pop_back();
+    out.token_ids[node] = ids[top.row * width + top.rank];
+    out.parents[node] = top.parent;
+    out.depths[node] = top.row + 1;
+    out.scores[node] = static_cast<float>(top.score);
+    if (++node == budget) break;
+    const auto push = [&](int32_t parent, int32_t row, int32_t rank, double base) {
+      heap.push_back(
+          {base + log_probs[row * width + rank], entered++, parent, row, rank, base});
+      std::push_heap(heap.begin(), heap.end(), comes_later);
+    };
+    if (usable(log_probs, width, top.row, top.rank + 1, ranks))
+      push(top.parent, top.row, top.rank + 1, top.parent_score);
+    if (top.row + 1 < rows && usable(log_probs, width, top.row + 1, 0, ranks))
+      push(node - 1, top.row + 1, 0, top.score);
+  }
+  return node;
+}
+
+}  // namespace
+
+void build_best_first(const Tensor& top_ids, const Tensor& top_log_probs, const Tensor& budgets,
+                      const Tensor& depths, int64_t max_width, Tensor& token_ids, Tensor& parents,
+                      Tensor& node_depths, Tensor& scores, Tensor& counts) {
+  STD_TORCH_CHECK(top_ids.dim() == 3 && top_ids.scalar_type() == ScalarType::Long &&
+                      top_log_probs.dim() == 3 &&
+                      top_log_probs.scalar_type() == ScalarType::Float &&
+                      top_ids.is_contiguous() && top_log_probs.is_contiguous() &&
+                      top_ids.numel() == top_log_probs.numel(),
+                  "build_best_first: candidates must be int64 and float32 [B, D, K]");
+  const int64_t num_reqs = top_ids.size(0);
+  const int64_t num_rows = top_ids.size(1);
+  const int64_t width = top_ids.size(2);
+  for (const Tensor* t : {&budgets, &depths, static_cast<const Tensor*>(&counts)})
+    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Int && t->is_contiguous() &&
+                        t->numel() == num_reqs,
+                    "build_best_first: budgets, depths and counts must be int32 [B]");
+  STD_TORCH_CHECK(token_ids.dim() == 2 && token_ids.size(0) == num_reqs &&
+                      token_ids.scalar_type() == ScalarType::Long && token_ids.is_contiguous() &&
+                      parents.scalar_type() == ScalarType::Int && parents.is_contiguous() &&
+                      node_depths.scalar_type() == ScalarType::Int &&
+                      node_depths.is_contiguous() &&
+                      scores.scalar_type() == ScalarType::Float && scores.is_contiguous() &&
+                      parents.numel() == token_ids.numel() &&
+                      node_depths.numel() == token_ids.numel() &&
+                      scores.numel() == token_ids.numel(),
+                  "build_best_first: outputs must be [B, N]");
+  STD_TORCH_CHECK(max_width >= 1, "build_best_first: max_width must be at least 1");
+  const int64_t capacity = token_ids.size(1);
+  const int32_t* budget = static_cast<const int32_t*>(budgets.data_ptr());
+  const int32_t* depth = static_cast<const int32_t*>(depths.data_ptr());
+  for (int64_t b = 0; b < num_reqs; ++b)
+    STD_TORCH_CHECK(budget[b] <= capacity, "build_best_first: budget ", budget[b], " of request ",
+                    b, " exceeds the ", capacity, " nodes of the output");
+  int32_t* count = static_cast<int32_t*>(counts.data_ptr());
+  std::vector<Candidate> heap;
+  for (int64_t b = 0; b < num_reqs; ++b) {
+    const int64_t in = b * num_rows * width;
+    const int64_t at = b * capacity;
+    const Output out = {static_cast<int64_t*>(token_ids.data_ptr()) + at,
+                        static_cast<int32_t*>(parents.data_ptr()) + at,
+                        static_cast<int32_t*>(node_depths.data_ptr()) + at,
+                        static_cast<float*>(scores.data_ptr()) + at};
+    count[b] = build_one(static_cast<const int64_t*>(top_ids.data_ptr()) + in,
+                         static_cast<const float*>(top_log_probs.data_ptr()) + in, width,
+                         std::min<int64_t>(num_rows, depth[b]), std::min(width, max_width),
+                         budget[b], heap, out);
+  }
+}
+
+}  // namespace specplug

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specplug.kernels import build_best_first, extension
+from vllm_specplug.tree import build_trees
+
+pytestmark = pytest.mark.skipif(
+    extension.load_cpu_extension() is not None, reason="needs the compiled kernels"
+)
+
+
+def check(ids, log_probs, budgets, depths, width) -> list[int]:
+    """Compares with the Python builder; returns the node counts."""
+    expected = build_trees(
+        "best_first", ids, log_probs, budgets, tree_width=width, tree_depth=depths
+    )
+    tokens, parents, node_depths, scores, counts = build_best_first(
+        torch.from_numpy(ids),
+        torch.from_numpy(log_probs),
+        torch.tensor(budgets, dtype=torch.int32),
+        torch.tensor(depths, dtype=torch.int32),
+        width,
+    )
+    for b, tree in enumerate(expected):
+        n = counts[b]
+        assert n == tree.num_nodes
+        np.testing.assert_array_equal(tokens[b, :n], tree.token_ids)
+        np.testing.assert_array_equal(parents[b, :n], tree.parent_indices)
+        np.testing.assert_array_equal(node_depths[b, :n], tree.depths)
+        np.testing.assert_array_equal(scores[b, :n], tree.scores)
+    return counts.tolist()
+
+
+def candidates(rng, shape, step=None):
+    ids = rng.permuted(np.tile(np.arange(500), (*shape[:2], 1)), axis=2)[:, :, : shape[2]]
+    log_probs = rng.normal(size=shape).astype(np.float32) - 2
+    if step:  # few distinct values: many ties
+        log_probs = np.round(log_probs / step) * np.float32(step)
+    return ids.astype(np.int64).copy(), -np.sort(-log_probs, axis=2).astype(np.float32)
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.integers(0, 10**6),
+    st.sampled_from([None, 0.5, 2.0]),
+    st.integers(1, 10),
+)
+def test_node_for_node_the_python_tree(num_reqs, depth, ranks, seed, step, width):
+    rng = np.random.default_rng(seed)
+    ids, log_probs = candidates(rng, (num_reqs, depth, ranks), step)
+    budgets = rng.integers(0, 70, num_reqs).tolist()
+    depths = rng.integers(0, depth + 2, num_reqs).tolist()
+    check(ids, log_probs, budgets, depths, width)
+
+
+def test_candidates_end_at_the_first_that_is_not_finite():
+    ids, log_probs = candidates(np.random.default_rng(0), (3, 4, 5))
+    log_probs[0, 1, 2:] = -np.inf
+    log_probs[1, 2, 0] = np.nan
+    log_probs[2, 0, 0] = -np.inf
+    assert check(ids, log_probs, [40, 40, 40], [4, 4, 4], 5)[2] == 0
+
+
+def test_a_budget_past_the_output_is_refused():
+    ids, log_probs = candidates(np.random.default_rng(0), (1, 2, 2))
+    small = torch.empty(1, 3, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="budget 4 of request 0 exceeds the 3 nodes"):
+        torch.ops.specplug.build_best_first(
+            torch.from_numpy(ids),
+            torch.from_numpy(log_probs),
+            torch.tensor([4], dtype=torch.int32),
+            torch.tensor([2], dtype=torch.int32),
+            2,
+            torch.empty(1, 3, dtype=torch.int64),
+            small,
+            small.clone(),
+            torch.empty(1, 3),
+            torch.empty(1, dtype=torch.int32),
+        )
