@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -373,14 +373,3 @@ def compile_head(head: BlockHead) -> None:
             layer.self_attn.key_value, dynamic=True
         )
     head.context_features = compiled(head.context_features, dynamic=True)  # type: ignore
-
-
-def options_from_dict(values: dict[str, Any]) -> TrainOptions:
-    """Options from a mapping; unknown names raise ValueError naming the legal ones."""
-    known = {f.name for f in fields(TrainOptions)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ValueError(
-            f"unknown training options {unknown}, legal: {sorted(known)}; correct them"
-        )
-    return TrainOptions(**values)

@@ -11,7 +11,6 @@ import ast
 import gettext
 import json
 import random
-import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -223,8 +222,3 @@ def article_prompts(rng: random.Random) -> Iterator[Prompt]:
     """Requests for news and encyclopedia texts, later used as documents."""
     while True:
         yield Prompt.user("article", templates.fill(rng.choice(templates.ARTICLES), rng))
-
-
-def python_version() -> str:
-    """Interpreter version the code prompts were made from (part of the provenance)."""
-    return sys.version.split()[0]
