@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 
 from vllm_specplug.drafters.base import (
@@ -23,6 +22,8 @@ from vllm_specplug.drafters.base import (
 )
 from vllm_specplug.drafters.fused_head import FusedBlockHead
 from vllm_specplug.drafters.ngram import NgramBranches
+from vllm_specplug.kernels import build_best_first
+from vllm_specplug.kernels.extension import load_cpu_extension
 from vllm_specplug.models.checkpoint import load_block_head
 from vllm_specplug.tree import DraftTree, build_tree, merge_trees
 
@@ -78,29 +79,50 @@ class JetSpecDrafter(Drafter):
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         deepest = min(self.config.num_draft_tokens, self.options.tree_depth)
         depths = [min(depth, deepest) for depth in requests.depths]
-        token_ids, log_probs = self.candidates(requests, max(depths), max(requests.widths))
-        trees = []
-        for r, depth in enumerate(depths):
-            tree = build_tree(
-                self.options.tree_builder,
-                token_ids[r, :depth],
-                log_probs[r, :depth],
-                requests.budgets[r],
-                tree_width=requests.widths[r],
-                tree_depth=depth,
-                hybrid_lambda=self.options.hybrid_lambda,
-            )
-            if self.ngrams is not None and requests.widths[r] > 1:
-                branches = self.ngrams.branches(
-                    requests.req_ids[r], requests.token_ids[r], requests.depths[r]
-                )
-                tree = merge_trees([tree, *branches], requests.budgets[r])
-            trees.append(tree)
+        trees = self._build(requests, depths)
+        if self.ngrams is not None:
+            for r, tree in enumerate(trees):
+                if requests.widths[r] > 1:
+                    branches = self.ngrams.branches(
+                        requests.req_ids[r], requests.token_ids[r], requests.depths[r]
+                    )
+                    trees[r] = merge_trees([tree, *branches], requests.budgets[r])
         return trees
+
+    def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
+        """The head's own trees."""
+        widths, budgets, options = requests.widths, requests.budgets, self.options
+        token_ids, log_probs = self.candidates(requests, max(depths), max(widths))
+        compiled = load_cpu_extension() is None and min(widths) == max(widths)
+        if options.tree_builder == "best_first" and compiled:
+            tokens, parents, node_depths, scores, counts = (
+                array.numpy()
+                for array in build_best_first(
+                    token_ids, log_probs, torch.tensor(budgets).int(), torch.tensor(depths).int(),
+                    widths[0],
+                )
+            )  # fmt: skip
+            return [
+                DraftTree(tokens[r, :n], parents[r, :n], node_depths[r, :n], scores[r, :n])
+                for r, n in enumerate(counts.tolist())
+            ]
+        ids, logps = token_ids.numpy(), log_probs.numpy()
+        return [
+            build_tree(
+                options.tree_builder,
+                ids[r],
+                logps[r],
+                budgets[r],
+                tree_width=widths[r],
+                tree_depth=depth,
+                hybrid_lambda=options.hybrid_lambda,
+            )
+            for r, depth in enumerate(depths)
+        ]
 
     def candidates(
         self, requests: DraftRequests, depth: int, width: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `width` likeliest tokens of each depth.
 
         Returns:
@@ -125,4 +147,4 @@ class JetSpecDrafter(Drafter):
         ids = top.indices
         if self.target_ids is not None:
             ids = self.target_ids[ids]
-        return ids.numpy(), log_probs.numpy()
+        return ids, log_probs

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve --spec-method jetspec` over HTTP: requests it serves, and those it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.e2e.harness import METHODS, target_path
+from vllm_specplug.bench.server import ServerSpec, VllmServer
+
+pytestmark = pytest.mark.e2e
+
+QUESTIONS = [
+    "Write a Python function that reverses a string.",
+    "What is the capital of France?",
+    "List three fruits.",
+    "Count from one to ten.",
+]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    head = str(METHODS["jetspec"]["model"])
+    spec = ServerSpec(
+        name="jetspec",
+        model=target_path(),
+        max_model_len=1024,
+        dtype="float32",
+        extra_args=(
+            "--spec-method", "jetspec", "--spec-model", head, "--spec-tokens", "12",
+            "--served-model-name", "smollm2",
+        ),
+    )  # fmt: skip
+    log: Path = tmp_path_factory.mktemp("serve") / "server.log"
+    with VllmServer(spec, log) as server:
+        server.wait_healthy()
+        yield openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", timeout=300)
+
+
+def _ask(client: openai.OpenAI, question: str, **options: object) -> str:
+    done = client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": question}],
+        **{"temperature": 0.0, "max_tokens": 32, **options},
+    )
+    return str(done.choices[0].message.content)
+
+
+def test_requests_at_once_get_the_answers_they_get_alone(client: openai.OpenAI) -> None:
+    alone = [_ask(client, question) for question in QUESTIONS]
+    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+        together = list(pool.map(lambda question: _ask(client, question), QUESTIONS))
+    assert together == alone and all(alone)
+
+
+def test_trees_are_drafted_and_counted(client: openai.OpenAI) -> None:
+    import urllib.request
+
+    _ask(client, QUESTIONS[0], max_tokens=64)
+    url = str(client.base_url).removesuffix("/v1/") + "/metrics"
+    text = urllib.request.urlopen(url, timeout=60).read().decode()
+    values = {
+        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if line.startswith(("specplug:", "vllm:spec_decode"))
+    }
+    assert values["specplug:drafts_total"] > 0
+    assert values["vllm:spec_decode_num_accepted_tokens_total"] > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"extra_body": {"min_p": 0.1}}, {"logit_bias": {"5": 1.0}}]
+)
+def test_what_trees_cannot_honour_is_a_400_that_names_it(
+    client: openai.OpenAI, options: dict[str, object]
+) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        _ask(client, QUESTIONS[0], **options)
+    name = next(iter(options.get("extra_body", options)))  # type: ignore[call-overload]
+    assert name in str(error.value)
+
+
+def test_several_samples_of_one_request(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": QUESTIONS[3]}],
+        n=3,
+        temperature=0.9,
+        seed=4,
+        max_tokens=16,
+    )
+    assert len(done.choices) == 3
