@@ -37,7 +37,7 @@ def option_rows() -> list[tuple[str, ...]]:
         (
             "`model`",
             "string",
-            "required",
+            "required by methods with a head",
             "a folder, or a hub id in the local cache",
             "The draft head. Nothing is downloaded while serving.",
         ),

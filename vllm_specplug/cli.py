@@ -30,6 +30,7 @@ class DemoMethod(StrEnum):
 
     NONE = "none"
     NGRAM = "ngram"
+    NGRAM_TREE = "ngram_tree"
     JETSPEC = "jetspec"
 
 
@@ -124,11 +125,19 @@ def config(
     typer.echo(json.dumps(_speculative_config(target, method, nodes)))
 
 
-def _speculative_config(target: str, method: str, nodes: int | None) -> dict[str, Any]:
-    from vllm_specplug.targets import speculative_config
+def _speculative_config(
+    target: str, method: str, nodes: int | None, head: str | None = None
+) -> dict[str, Any]:
+    from vllm_specplug.methods import METHOD_NAMES, get_method
+    from vllm_specplug.targets import get_target, speculative_config
 
     overrides = {} if nodes is None else {"num_speculative_tokens": nodes}
     try:
+        if method in METHOD_NAMES and not get_method(method).needs_head:
+            get_target(target)  # an unknown target is an error here too
+            return {"method": method, **overrides}
+        if head is not None:
+            return {"method": method, "model": head, **overrides}
         return speculative_config(target, method, **overrides)
     except ValueError as error:
         _fail(str(error), 2)
@@ -170,13 +179,8 @@ def demo(
     speculative: dict[str, Any] | None = None
     if method is DemoMethod.NGRAM:
         speculative = dict(NGRAM_CONFIG)
-    elif method is DemoMethod.JETSPEC:
-        if head is None:
-            speculative = _speculative_config("smollm2", "jetspec", nodes)
-        else:
-            speculative = {"method": "jetspec", "model": head}
-            if nodes is not None:
-                speculative["num_speculative_tokens"] = nodes
+    elif method is not DemoMethod.NONE:
+        speculative = _speculative_config("smollm2", str(method), nodes, head)
     options = DemoOptions(
         model=model or str(_prepared_target("smollm2")),
         method=str(method),

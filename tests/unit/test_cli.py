@@ -76,6 +76,9 @@ def test_config_prints_ready_json(prepared: Path) -> None:
     assert config["method"] == "jetspec" and config["num_speculative_tokens"] == 24
     assert config["model"] == str(prepared.parent / "head")
     assert runner.invoke(cli.app, ["config", "smollm2", "jetspec", "--nodes", "0"]).exit_code == 2
+    result = runner.invoke(cli.app, ["config", "smollm2", "ngram_tree"])
+    assert json.loads(result.stdout) == {"method": "ngram_tree"}
+    assert runner.invoke(cli.app, ["config", "llama", "ngram_tree"]).exit_code == 2
 
 
 def test_config_refuses_unknown_names() -> None:
@@ -122,6 +125,9 @@ def test_demo_options(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.model == "m"
     expected = {"method": "jetspec", "model": "h", "num_speculative_tokens": 9}
     assert options.speculative_config == expected
+
+    options = demo_options(monkeypatch, "--method", "ngram_tree", "--nodes", "6")
+    assert options.speculative_config == {"method": "ngram_tree", "num_speculative_tokens": 6}
 
 
 def test_demo_of_another_model_needs_its_head() -> None:

@@ -73,7 +73,9 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
     servers = [VllmServer(spec, options.log_folder / f"demo-{spec.name}.log") for spec in specs]
     with contextlib.ExitStack() as stack:
         for server in servers:
-            console.print(f"starting vllm serve ({server.spec.name}), log: {server.log_path}")
+            console.print(
+                f"starting vllm serve ({server.spec.name}), log: {server.log_path}", soft_wrap=True
+            )
             stack.enter_context(server)
         _wait_all(servers, console)
         single = _measure(servers, options, console, concurrency=1)
@@ -86,6 +88,7 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
         "speed-up: tokens/s against plain. length: mean tokens per request and step, "
         "1 + accepted / drafts. TTFT, TPOT: medians.",
         style="dim",
+        soft_wrap=True,
     )
     if options.speculative_config is not None:
         _print_comparison(options, single, console)
@@ -194,6 +197,7 @@ def _print_comparison(
             "together (plain vLLM differs from itself between batch sizes); "
             "--dtype float32 compares exactly.",
             style="dim",
+            soft_wrap=True,
         )
 
 
@@ -219,4 +223,4 @@ class _LineStatus:
         stage = text.split(" s: ")[-1]
         if stage != self._last:
             self._last = stage
-            self._console.print(text, style="dim", highlight=False)
+            self._console.print(text, style="dim", highlight=False, soft_wrap=True)

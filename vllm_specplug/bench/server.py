@@ -157,7 +157,7 @@ class VllmServer:
         for line in reversed(self._group.log_tail(40).splitlines()):
             match = _LOG_LINE.search(line)
             if match:
-                return match["message"][:90]
+                return match["message"].strip()[:70]
         return "starting Python"
 
     def metrics_text(self) -> str:

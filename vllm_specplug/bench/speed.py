@@ -25,7 +25,7 @@ from vllm_specplug.bench.prompts import PROMPT_SETS, load_prompts, mixed_prompts
 from vllm_specplug.bench.provenance import code_fingerprint, commit
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 from vllm_specplug.config import BUILDER_NAMES
-from vllm_specplug.methods import METHOD_NAMES
+from vllm_specplug.methods import METHOD_NAMES, get_method
 
 CHAIN = "chain"
 # More rows than any step has: trees keep their full budget whatever the batch.
@@ -99,13 +99,11 @@ def method_config(name: str, head: str | None) -> dict[str, Any] | None:
             f"with METHOD one of {', '.join(METHOD_NAMES)} and BUILDER one of "
             f"{', '.join((*BUILDER_NAMES, CHAIN))}; for example jetspec-16-accum_logp."
         )
-    if head is None:
-        raise ValueError(f"benchmark method {name!r} needs a draft head: add --head.")
-    config: dict[str, Any] = {
-        "method": method,
-        "model": head,
-        "num_speculative_tokens": int(nodes),
-    }
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": int(nodes)}
+    if get_method(method).needs_head:
+        if head is None:
+            raise ValueError(f"benchmark method {name!r} needs a draft head: add --head.")
+        config["model"] = head
     if builder == CHAIN:
         config["tree_width"] = 1
     elif builder:

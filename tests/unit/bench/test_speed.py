@@ -29,6 +29,13 @@ def test_method_names(name: str, expected: dict[str, Any] | None) -> None:
     assert method_config(name, "the/head") == expected
 
 
+def test_a_method_without_head_is_given_none() -> None:
+    expected = {"method": "ngram_tree", "num_speculative_tokens": 6}
+    assert (
+        method_config("ngram_tree-6", "the/head") == method_config("ngram_tree-6", None) == expected
+    )
+
+
 @pytest.mark.parametrize("name", ["eagle-4", "jetspec", "jetspec-x", "jetspec-8-best", ""])
 def test_unknown_method_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"unknown\. Use plain, ngram, or METHOD-NODES"):
