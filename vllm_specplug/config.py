@@ -39,7 +39,7 @@ class TreeOptions:
     the checkpoint says (`causal_head`), bidirectional when it says nothing."""
     ngram_topk: int | None = Field(default=None, ge=0, le=16)
     """N-gram branches (what followed the same tokens earlier in the request) merged into each
-    tree under the same node budget; 0 switches them off. Default: chosen by the method."""
+    tree under the same node budget; 0 switches them off. Default: 3."""
     max_step_rows: int | None = Field(default=None, ge=1, le=65536)
     """Most rows (roots and nodes of all requests) one step may verify; trees shrink as
     the batch grows and drafting stops where fewer than two nodes a request would be left.

@@ -29,7 +29,7 @@ _METHODS = {
             name="jetspec",
             drafter="vllm_specplug.drafters.jetspec.JetSpecDrafter",
             needs_head=True,
-            default_ngram_topk=0,
+            default_ngram_topk=3,
             summary="causal block head over target features, tree by best-first expansion",
         ),
         MethodInfo(

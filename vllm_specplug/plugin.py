@@ -18,7 +18,7 @@ def register() -> None:
 
         install()
     except Exception:
-        logging.getLogger("vllm_specplug").exception(
+        logging.getLogger("vllm.specplug").exception(
             "vllm-specplug could not be installed into this vLLM; its methods are unavailable, "
             "everything else is untouched. Run `specplug doctor` for the reason."
         )

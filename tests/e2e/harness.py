@@ -24,6 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "method": "jetspec",
         "model": str(REPO / "heads" / "smollm2-135m-jetspec"),
         "num_speculative_tokens": 16,
+        "ngram_topk": 0,
         "max_step_rows": 512,
     },
     "jetspec_ngrams": {

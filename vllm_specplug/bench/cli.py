@@ -44,7 +44,7 @@ def bench(
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("bench/results"),
     methods: Annotated[
         str, typer.Option(help="Compared methods: plain, ngram, jetspec-NODES[-BUILDER].")
-    ] = "plain,ngram,jetspec-8,jetspec-16",
+    ] = "plain,ngram,ngram_tree-16,jetspec-16-best_first,jetspec-16",
     batches: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,8",
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported.")] = 3,
     nodes: Annotated[str, typer.Option(help="Budgets for acceptance lengths.")] = "8,16,32",

@@ -38,7 +38,13 @@ class SpeedPlan:
 
     model: str
     head: str | None
-    methods: tuple[str, ...] = ("plain", "ngram", "jetspec-8", "jetspec-16")
+    methods: tuple[str, ...] = (
+        "plain",
+        "ngram",
+        "ngram_tree-16",
+        "jetspec-16-best_first",
+        "jetspec-16",
+    )
     batches: tuple[int, ...] = (1, 4, 8)
     rounds: int = 3
     prompts_per_slot: int = 5
@@ -81,7 +87,8 @@ def method_config(name: str, head: str | None) -> dict[str, Any] | None:
     """The speculative config a benchmark name stands for; None for plain vLLM.
 
     Names: "plain", "ngram", "<method>-<nodes>" or "<method>-<nodes>-<builder>", where the
-    builder may also be "chain" (a tree of width 1).
+    builder may also be "chain" (a tree of width 1). A named builder measures the head alone,
+    without n-gram branches.
 
     Raises:
         ValueError: for any other name, or a method that needs a head when there is none.
@@ -104,6 +111,8 @@ def method_config(name: str, head: str | None) -> dict[str, Any] | None:
         if head is None:
             raise ValueError(f"benchmark method {name!r} needs a draft head: add --head.")
         config["model"] = head
+        if builder:
+            config["ngram_topk"] = 0
     if builder == CHAIN:
         config["tree_width"] = 1
     elif builder:

@@ -29,7 +29,7 @@ def install() -> None:
     else:
         from vllm_specplug.compat import refusal
 
-        logging.getLogger("vllm_specplug").warning(
+        logging.getLogger("vllm.specplug").warning(
             "%s; its speculative methods are switched off.", report.problem
         )
         refusal.install(report)

@@ -28,7 +28,7 @@ from vllm_specplug.config import (
 )
 from vllm_specplug.methods import METHOD_NAMES, get_method
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.specplug.config")
 
 # What `custom_class` is told to instantiate; the worker replaces it by the method's drafter.
 PROPOSER_PATH = "vllm_specplug.runtime.proposer.TreeProposer"

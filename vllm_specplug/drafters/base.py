@@ -109,7 +109,7 @@ class DraftRequests:
         return [int(tokens[-1]) for tokens in self.token_ids]
 
     def __len__(self) -> int:
-        return len(self.anchors)
+        return len(self.token_ids)
 
 
 class DraftCache(Protocol):

@@ -19,7 +19,7 @@ from vllm_specplug.kernels import describe
 from vllm_specplug.kernels.extension import ISA_VARIABLE
 from vllm_specplug.runtime.runner import TreeRunnerMixin
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.specplug.worker")
 
 
 def choose_kernel(name: str, dtype: torch.dtype) -> None:
