@@ -22,6 +22,8 @@ import numpy as np
 import torch
 
 QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 128
+# Of all layers together: more than the private caches of a core, quick to fill.
+MAX_CACHE_BYTES = 128 << 20
 
 
 def cpu_name() -> str:
@@ -35,7 +37,7 @@ def cpu_name() -> str:
 
 
 def make_case(args, dtype, isa, batch, context, nodes):
-    """Two functions that run all layers once: stock, ours."""
+    """Two functions that run one layer, stock and ours, and the number of layers."""
     from vllm import _custom_ops as ops
 
     from vllm_specplug.kernels import probe_cpu_layout, tree_attn, tree_metadata
@@ -46,9 +48,11 @@ def make_case(args, dtype, isa, batch, context, nodes):
     length = context + rows
     blocks = -(-length // BLOCK_SIZE)
     table = torch.from_numpy(rng.permutation(batch * blocks).reshape(batch, blocks)).int()
+    layer_bytes = batch * blocks * KV_HEADS * BLOCK_SIZE * 2 * HEAD_SIZE * dtype.itemsize
+    num_layers = max(4, min(args.layers, MAX_CACHE_BYTES // layer_bytes))
     caches = [
         layout.views(torch.randn(batch * blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE).to(dtype))
-        for _ in range(args.layers)
+        for _ in range(num_layers)
     ]
     # As in the model: the query is a slice of the fused projection.
     fused = torch.randn(batch * rows, (QUERY_HEADS + 2 * KV_HEADS) * HEAD_SIZE).to(dtype)
@@ -76,51 +80,56 @@ def make_case(args, dtype, isa, batch, context, nodes):
     ]
     meta = tree_metadata(range(batch), starts[:-1].tolist(), [context] * batch, parents, table)
 
-    def stock() -> None:
-        for key_cache, value_cache in caches:
-            ops.cpu_attention_with_kv_cache(
-                query=query,
-                key_cache=key_cache,
-                value_cache=value_cache,
-                output=output,
-                query_start_loc=starts,
-                seq_lens=lengths,
-                scale=scale,
-                causal=True,
-                alibi_slopes=None,
-                sliding_window=-1,
-                block_table=table,
-                softcap=0.0,
-                scheduler_metadata=scheduler,
-                s_aux=None,
-            )
+    def stock(layer: int) -> None:
+        key_cache, value_cache = caches[layer]
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=output,
+            query_start_loc=starts,
+            seq_lens=lengths,
+            scale=scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=table,
+            softcap=0.0,
+            scheduler_metadata=scheduler,
+            s_aux=None,
+        )
 
-    def ours() -> None:
-        for key_cache, value_cache in caches:
-            tree_attn(query, key_cache, value_cache, output, meta, scale, layout)
+    def ours(layer: int) -> None:
+        key_cache, value_cache = caches[layer]
+        tree_attn(query, key_cache, value_cache, output, meta, scale, layout)
 
-    return stock, ours
+    return stock, ours, num_layers
 
 
-def measure(stock, ours, seconds: float, layers: int) -> tuple[float, float, float]:
-    """Median ms per layer of stock and ours, and the median ratio of neighbouring runs."""
-    for _ in range(2):
-        stock()
-        ours()
+def measure(stock, ours, seconds: float, layers: int, clock) -> tuple[float, float, float]:
+    """Median ms of a layer for stock and ours, and the median ratio of neighbouring calls.
+
+    Calls alternate one by one: on a busy machine most of them then fit between two preemptions.
+    The two walk the layers half a round apart, so neither finds a cache the other has warmed.
+    """
     times: list[tuple[float, float]] = []
-    deadline = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < deadline:
-        pair = [0.0, 0.0]
-        # The order alternates, so neither is always the one with warm caches.
-        for which in (0, 1) if len(times) % 2 else (1, 0):
-            start = time.perf_counter()
-            (stock, ours)[which]()
-            pair[which] = time.perf_counter() - start
-        times.append((pair[0], pair[1]))
+    for layer in range(layers):
+        stock(layer)
+        ours(layer)
+    deadline = clock() + seconds
+    layer = 0
+    while len(times) < 2 * layers or clock() < deadline:
+        start = clock()
+        stock(layer % layers)
+        middle = clock()
+        ours((layer + layers // 2) % layers)
+        end = clock()
+        times.append((middle - start, end - middle))
+        layer += 1
     a = statistics.median(t[0] for t in times)
     b = statistics.median(t[1] for t in times)
     ratio = statistics.median(t[1] / t[0] for t in times)
-    return a * 1e3 / layers, b * 1e3 / layers, ratio
+    return a * 1e3, b * 1e3, ratio
 
 
 def main() -> None:
@@ -135,7 +144,7 @@ def main() -> None:
         default=["bf16:amx", "bf16:vec", "fp32:vec"],
         help="dtype and vLLM's instruction-set name",
     )
-    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--layers", type=int, default=30, help="at most; fewer for large caches")
     parser.add_argument("--seconds", type=float, default=0.4, help="per table row")
     parser.add_argument("--output", type=Path, help="also write the table here")
     args = parser.parse_args()
@@ -152,8 +161,9 @@ def main() -> None:
         f"Command: `python {shlex.join(sys.argv)}`",
         "",
         f"CPU: {cpu_name()}; torch {torch.__version__}; {QUERY_HEADS} query and {KV_HEADS} KV "
-        f"heads of {HEAD_SIZE}, block {BLOCK_SIZE}, {args.layers} layers with a cache each. "
-        "Milliseconds per layer, medians of runs taken in turns; ratio = ours / stock.",
+        f"heads of {HEAD_SIZE}, block {BLOCK_SIZE}, up to {args.layers} layers with a cache each. "
+        "Milliseconds per layer, medians of calls taken in turns (CPU time on one thread, wall "
+        "time on several); ratio = ours / stock, median of neighbouring calls.",
     ]
     for line in lines:
         print(line)
@@ -162,6 +172,8 @@ def main() -> None:
         name, isa = case.split(":")
         for threads in args.threads:
             torch.set_num_threads(threads)
+            # One thread's CPU time is free of what other programs do; several need the wall clock.
+            clock = time.thread_time if threads == 1 else time.perf_counter
             variant = describe(dtypes[name])["isa"]
             head = [
                 "",
@@ -175,8 +187,10 @@ def main() -> None:
             for batch in args.batch:
                 for context in args.context:
                     for nodes in args.nodes:
-                        runs = make_case(args, dtypes[name], isa, batch, context, nodes)
-                        a, b, ratio = measure(*runs, args.seconds, args.layers)
+                        stock, ours, layers = make_case(
+                            args, dtypes[name], isa, batch, context, nodes
+                        )
+                        a, b, ratio = measure(stock, ours, args.seconds, layers, clock)
                         line = (
                             f"| {batch} | {context} | {nodes} | {a:.4f} | {b:.4f} | {ratio:.2f} |"
                         )

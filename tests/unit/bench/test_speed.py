@@ -19,8 +19,11 @@ from vllm_specplug.bench.speed import CellStore, SpeedBench, SpeedPlan, method_c
     [
         ("plain", None),
         ("jetspec-16", {"num_speculative_tokens": 16}),
-        ("jetspec-8-entropy", {"num_speculative_tokens": 8, "tree_builder": "entropy"}),
-        ("jetspec-7-chain", {"num_speculative_tokens": 7, "tree_width": 1}),
+        (
+            "jetspec-8-entropy",
+            {"num_speculative_tokens": 8, "tree_builder": "entropy", "ngram_topk": 0},
+        ),
+        ("jetspec-7-chain", {"num_speculative_tokens": 7, "tree_width": 1, "ngram_topk": 0}),
     ],
 )
 def test_method_names(name: str, expected: dict[str, Any] | None) -> None:
