@@ -54,8 +54,11 @@ class TreeRunnerMixin:
             self.use_aux_hidden_state_outputs = True
         self.row_budget = RowBudget(
             max_nodes=spec.num_speculative_tokens,
-            max_step_rows=spec.max_step_rows
-            or default_step_rows(device, vllm_config.model_config.dtype),
+            # Beyond the scheduler's own limit the last requests of a batch would starve.
+            max_step_rows=min(
+                spec.max_step_rows or default_step_rows(device, vllm_config.model_config.dtype),
+                vllm_config.scheduler_config.max_num_batched_tokens,
+            ),
         )
         # Trees proposed in the last step, by request id; consumed by the next one.
         self.proposed_trees: dict[str, DraftTree] = {}
