@@ -64,27 +64,43 @@ def chat_ids(text: str) -> list[int]:
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
-    path = DATA / name
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is missing; set SPECPLUG_DATA to the folder with the prompt files"
-        )
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
 
 
-@cache
-def prompts(count: int, max_tokens: int = 700) -> tuple[tuple[int, ...], ...]:
-    """`count` tokenised prompts, taken in turn from chat, code and maths."""
-    sources = [
-        [row["turns"][0] for row in _rows("spec_bench_dev.jsonl")],
+_TOPICS = (
+    "a lighthouse", "prime numbers", "the water cycle", "a chess opening", "baking bread",
+    "binary search", "the French Revolution", "photosynthesis", "a train timetable", "tides",
+    "sorting a list", "a lost umbrella", "compound interest", "volcanoes", "the alphabet",
+    "matrix multiplication", "a library card", "gravity", "a birthday party", "recursion",
+    "the stock market", "a river journey", "Roman numerals", "a broken clock",
+)  # fmt: skip
+_FORMS = (
+    "Explain {} to a child in a few sentences.",
+    "Write a Python function about {} and comment every line.",
+    "A shop sells items related to {}. Each costs 7 dollars and Ann buys 12. What does she pay?",
+)
+
+
+def _texts() -> list[list[str]]:
+    """Prompts of three kinds: from the data folder, or made here when there is none."""
+    if not DATA.is_dir():
+        return [[form.format(topic) for topic in _TOPICS] for form in _FORMS]
+    chats = [row["turns"][0] for row in _rows("spec_bench_dev.jsonl")]
+    return [
+        # Every seventh, so that all its categories appear.
+        chats[::7] + chats[1::7],
         [
             "Complete this Python function:\n```python\n" + row["prompt"] + "```"
             for row in _rows("humaneval_dev.jsonl")
         ],
         [row["question"] for row in _rows("gsm8k_test_dev.jsonl")],
     ]
-    # Every seventh of the first, so that all its categories appear.
-    sources[0] = sources[0][::7] + sources[0][1::7]
+
+
+@cache
+def prompts(count: int, max_tokens: int = 700) -> tuple[tuple[int, ...], ...]:
+    """`count` tokenised prompts, taken in turn from chat, code and maths."""
+    sources = _texts()
     picked: list[tuple[int, ...]] = []
     index = 0
     while len(picked) < count:

@@ -91,7 +91,9 @@ def _block_size(size: int) -> Situation:
 
 
 def _near_max_model_len() -> Situation:
-    ids = [list(p) for p in prompts(48) if 90 <= len(p) <= 190][:8]
+    # The longest prompts that fit: every request runs into the end of its context.
+    fitting = sorted((p for p in prompts(48) if len(p) <= 190), key=len, reverse=True)
+    ids = [list(p) for p in fitting[:8]]
     return Situation(
         engine_args(max_model_len=200),
         [{"prompts": ids, "params": _greedy(200, ignore_eos=True)}],
