@@ -250,7 +250,7 @@ class Environment:
             log.write(f"\n$ {' '.join(command)}\n")
             for line in process.stdout:
                 log.write(line)
-                if line.strip():
+                if line.strip() and not line.startswith("WARNING: Location"):
                     tail.append(line.rstrip())
         if process.wait() != 0:
             lines = "\n".join(f"    {line}" for line in tail)

@@ -58,6 +58,7 @@ def doctor(
     """Check versions, device, kernels and compatibility, and run a short self-test."""
     from vllm_specplug.compat.doctor import collect
 
+    _say("checking; this takes up to 30 seconds")
     report = collect()
     if as_json:
         typer.echo(json.dumps(report, indent=2, default=str))
@@ -85,8 +86,14 @@ def _flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         elif isinstance(item, list):
             rows.append((name, "\n".join(str(entry) for entry in item) or "none"))
         else:
-            rows.append((name, {True: "yes", False: "NO"}.get(item, str(item))))
+            rows.append((name, _plain_words(item)))
     return rows
+
+
+def _plain_words(item: object) -> str:
+    if isinstance(item, bool):
+        return "yes" if item else "NO"
+    return "-" if item is None else str(item)
 
 
 @app.command()

@@ -90,13 +90,19 @@ def test_config_refuses_unknown_names() -> None:
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
 def test_doctor(monkeypatch: pytest.MonkeyPatch, ok: bool, status: int) -> None:
     report = {"versions": {"vllm": "0.32.0"}, "ledger": ["a", "b"], "problem": None, "ok": ok}
+    report["self_test"] = {"seconds": 1.0}
     monkeypatch.setattr("vllm_specplug.compat.doctor.collect", lambda: report)
     result = runner.invoke(cli.app, ["doctor", "--json"])
     assert json.loads(result.stdout) == report
     assert result.exit_code == status
     result = runner.invoke(cli.app, ["doctor"])
     assert result.exit_code == status
-    assert "versions / vllm" in result.stdout and "0.32.0" in result.stdout
+    rows = [tuple(line.rsplit(maxsplit=1)) for line in result.stdout.splitlines()]
+    shown = {key.strip(): value for key, value in (row for row in rows if len(row) == 2)}
+    assert shown["versions / vllm"] == "0.32.0"
+    assert shown["self test / seconds"] == "1.0"
+    assert shown["problem"] == "-"
+    assert shown["ok"] == ("yes" if ok else "NO")
 
 
 def demo_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
