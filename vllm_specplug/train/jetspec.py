@@ -178,6 +178,8 @@ class JetSpecTrainer:
         self.step = 0
         self.seconds = 0.0
         self.slots_trained = 0
+        # Every recipe of the run and the step it began at: a resumed run may change it.
+        self.recipes: list[dict[str, Any]] = [{"from_step": 0, **asdict(options)}]
         self.lm_head = draft_lm_head.to(self.device, torch.bfloat16)
         self.to_draft = torch.full((embed_tokens.shape[0],), -1, dtype=torch.int64)
         self.to_draft[target_ids] = torch.arange(len(target_ids))
@@ -332,6 +334,7 @@ class JetSpecTrainer:
             "seconds": self.seconds,
             "slots_trained": self.slots_trained,
             "options": asdict(self.options),
+            "recipes": self.recipes,
         }
         torch.save(state, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
@@ -361,6 +364,9 @@ class JetSpecTrainer:
         self.order.restore(state["order"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.slots_trained = state["slots_trained"]
+        self.recipes = state.get("recipes", [{"from_step": 0, **state["options"]}])
+        if {"from_step": self.recipes[-1]["from_step"], **asdict(self.options)} != self.recipes[-1]:
+            self.recipes.append({"from_step": self.step, **asdict(self.options)})
 
 
 def compile_head(head: BlockHead) -> None:

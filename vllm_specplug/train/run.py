@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ def train_jetspec(
     def export() -> None:
         averaged = trainer.averaged_head()
         report = evaluate_head(averaged, held, trainer.drafting_embeds(), trainer.lm_head, ids)
-        facts.update(run_facts(run, options, trainer, coverage, len(held), report))
+        facts.update(run_facts(run, trainer, coverage, len(held), report))
         lengths = "  ".join(f"{k} {v:.3f}" for k, v in report.lengths().items())
         slots = " ".join(f"{v:.2f}" for v in report.slot_accuracy())
         log(f"step {trainer.step}: mean acceptance length {lengths}; slot accuracy {slots}")
@@ -197,7 +197,6 @@ def train_jetspec(
 
 def run_facts(
     run: RunOptions,
-    options: TrainOptions,
     trainer: JetSpecTrainer,
     coverage: float,
     held: int,
@@ -220,7 +219,7 @@ def run_facts(
             "draft_vocab_size": len(trainer.lm_head),
             "causal": run.causal,
         },
-        "recipe": asdict(options),
+        "recipes": trainer.recipes,
         "data": {
             "sequences": len(trainer.store),
             "by_source": dict(sorted(sources.items())),

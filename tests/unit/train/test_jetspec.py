@@ -96,7 +96,7 @@ def test_run_leaves_a_loadable_head_with_provenance(run, target_folder):
         "answer_tokens": 12 * 24,
         "draft_vocabulary_coverage": record["data"]["draft_vocabulary_coverage"],
     }
-    assert record["recipe"]["loss"] == "forward_kl"
+    assert [(r["from_step"], r["loss"]) for r in record["recipes"]] == [(0, "forward_kl")]
     assert record["versions"]["torch"] == torch.__version__
     lengths = record["heldout"]["mean_acceptance_length"]
     assert lengths["chain"] <= lengths["best_first/8"] <= lengths["best_first/32"]
@@ -117,6 +117,10 @@ def test_time_limit_saves_and_can_be_continued(run):
     assert facts["progress"]["step"] == 1
     more, _ = train(replace(run, resume=True), replace(OPTIONS, total_steps=3))
     assert len(more) == 2
+    changed = replace(OPTIONS, total_steps=5, position_gamma=2.0)
+    _, facts = train(replace(run, resume=True), changed)
+    recipes = [(r["from_step"], r["position_gamma"]) for r in facts["recipes"]]
+    assert recipes == [(0, 4.0), (1, 4.0), (3, 2.0)]
 
 
 def test_schedule_warms_up_holds_and_decays_and_can_be_extended():
