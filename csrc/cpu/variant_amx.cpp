@@ -55,6 +55,8 @@ void configure(int rows) {
     config.bytes_per_row[i] = 64;
     config.rows[i] = heights[i];
   }
+  // Some compilers declare only the first bytes as read and would drop the other stores.
+  __asm__ volatile("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);
   loaded_rows = rows;
 }
@@ -69,9 +71,13 @@ void end_tiles() {
 
 constexpr int64_t kTileBytes = 1024;
 
+// The tile loads below do not declare what memory they read: earlier stores must have been made.
+inline void commit_stores() { __asm__ volatile("" : : : "memory"); }
+
 void tile_scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
                  int num_groups, float* s, int64_t ld_s) {
   configure(rows);
+  commit_stores();
   const int steps = words / 16;
   const int64_t q_row = ld_q * 4;
   const int64_t s_row = ld_s * 4;
@@ -214,6 +220,7 @@ void tile_values_block(const char* p, int64_t p_row, const KvGroup* groups, int 
 void tile_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups,
                  int num_groups, int head_size, bool first, float* o) {
   configure(rows);
+  commit_stores();
   const char* a = reinterpret_cast<const char*>(p);
   const int64_t p_row = ld_p * 4;
   const int64_t o_row = head_size * 4;
