@@ -109,7 +109,7 @@ def _stops() -> Situation:
         {"min_tokens": 20},
         {"min_tokens": 12, "stop_token_ids": [28]},
     ]
-    params = [_greedy(5 + 3 * i, **kinds[i % len(kinds)]) for i in range(16)]
+    params = [_greedy(21 + 3 * i, **kinds[i % len(kinds)]) for i in range(16)]
     return Situation(engine_args(), [{"prompts": ids, "params": params}])
 
 
