@@ -8,555 +8,192 @@ import re
 
 DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
+
+def _words(text: str) -> tuple[str, ...]:
+    """Entries of a '|'-separated list; line breaks count as spaces."""
+    return tuple(" ".join(entry.split()) for entry in text.split("|"))
+
+
 SLOTS: dict[str, tuple[str, ...]] = {
-    "topic": (
-        "photosynthesis",
-        "the water cycle",
-        "black holes",
-        "plate tectonics",
-        "vaccines",
-        "antibiotic resistance",
-        "the French Revolution",
-        "the Roman Empire",
-        "jazz music",
-        "renewable energy",
-        "solar panels",
-        "electric cars",
-        "machine learning",
-        "neural networks",
-        "blockchain",
-        "inflation",
-        "supply and demand",
-        "the stock market",
-        "time management",
-        "remote work",
-        "healthy eating",
-        "meditation",
-        "yoga",
-        "marathon training",
-        "sleep",
-        "coffee brewing",
-        "sourdough bread",
-        "gardening tomatoes",
-        "beekeeping",
-        "bird watching",
-        "chess openings",
-        "photography",
-        "watercolor painting",
-        "Gothic architecture",
-        "the Silk Road",
-        "the Industrial Revolution",
-        "World War II",
-        "the Cold War",
-        "ancient Egypt",
-        "Greek mythology",
-        "Norse mythology",
-        "Buddhism",
-        "stoicism",
-        "existentialism",
-        "utilitarianism",
-        "free will",
-        "democracy",
-        "human rights",
-        "climate change",
-        "ocean acidification",
-        "coral reefs",
-        "rainforests",
-        "biodiversity",
-        "evolution",
-        "genetics",
-        "DNA replication",
-        "CRISPR",
-        "the immune system",
-        "the heart",
-        "the human brain",
-        "memory",
-        "language acquisition",
-        "bilingualism",
-        "child development",
-        "quantum mechanics",
-        "relativity",
-        "thermodynamics",
-        "electromagnetism",
-        "optics",
-        "nuclear fusion",
-        "chemical bonding",
-        "acids and bases",
-        "the periodic table",
-        "linear algebra",
-        "calculus",
-        "probability",
-        "prime numbers",
-        "graph theory",
-        "sorting algorithms",
-        "operating systems",
-        "databases",
-        "computer networks",
-        "cybersecurity",
-        "cryptography",
-        "open source software",
-        "video games",
-        "board games",
-        "film noir",
-        "Shakespeare",
-        "science fiction",
-        "poetry",
-        "short stories",
-        "opera",
-        "hip hop",
-        "classical music",
-        "modern dance",
-        "fashion design",
-        "urban planning",
-        "public transport",
-        "bridges",
-        "skyscrapers",
-        "space exploration",
-        "Mars",
-        "the Moon",
-        "satellites",
-        "telescopes",
-        "volcanoes",
-        "earthquakes",
-        "hurricanes",
-        "deserts",
-        "glaciers",
-        "rivers",
-        "wolves",
-        "elephants",
-        "whales",
-        "penguins",
-        "butterflies",
-        "dinosaurs",
-        "fossils",
-        "the human genome",
-        "nutrition",
-        "diabetes",
-        "stress",
-        "public speaking",
-        "negotiation",
-        "leadership",
-        "teamwork",
-        "job interviews",
-        "resumes",
-        "personal finance",
-        "budgeting",
-        "taxes",
-        "mortgages",
-        "insurance",
-        "startups",
-        "marketing",
-        "social media",
-        "journalism",
-        "advertising",
-        "education reform",
-        "online learning",
-        "libraries",
-        "museums",
-        "tourism in Japan",
-        "hiking in the Alps",
-        "travel in Italy",
-        "the history of tea",
-        "chocolate",
-        "cheese making",
-        "spices",
-        "street food",
-        "vegetarian cooking",
-        "camping",
-        "sailing",
-        "cycling",
-        "swimming",
-        "football tactics",
-        "basketball",
-        "tennis",
-        "the Olympic Games",
-        "robotics",
-        "drones",
-        "3D printing",
-        "virtual reality",
-        "smartphones",
-        "the internet",
-        "cloud computing",
-        "privacy",
-        "artificial intelligence ethics",
-        "gender equality",
-        "immigration",
-        "poverty",
-        "globalization",
-        "trade",
-        "the United Nations",
-        "constitutional law",
-        "copyright",
-        "recycling",
-        "water conservation",
-        "organic farming",
-        "fishing",
-        "forestry",
-        "mining",
+    "topic": _words(
+        """
+        photosynthesis | the water cycle | black holes | plate tectonics | vaccines |
+        antibiotic resistance | the French Revolution | the Roman Empire | jazz music |
+        renewable energy | solar panels | electric cars | machine learning | neural networks |
+        blockchain | inflation | supply and demand | the stock market | time management |
+        remote work | healthy eating | meditation | yoga | marathon training | sleep | coffee
+        brewing | sourdough bread | gardening tomatoes | beekeeping | bird watching | chess
+        openings | photography | watercolor painting | Gothic architecture | the Silk Road |
+        the Industrial Revolution | World War II | the Cold War | ancient Egypt | Greek
+        mythology | Norse mythology | Buddhism | stoicism | existentialism | utilitarianism |
+        free will | democracy | human rights | climate change | ocean acidification | coral
+        reefs | rainforests | biodiversity | evolution | genetics | DNA replication | CRISPR |
+        the immune system | the heart | the human brain | memory | language acquisition |
+        bilingualism | child development | quantum mechanics | relativity | thermodynamics |
+        electromagnetism | optics | nuclear fusion | chemical bonding | acids and bases | the
+        periodic table | linear algebra | calculus | probability | prime numbers | graph
+        theory | sorting algorithms | operating systems | databases | computer networks |
+        cybersecurity | cryptography | open source software | video games | board games | film
+        noir | Shakespeare | science fiction | poetry | short stories | opera | hip hop |
+        classical music | modern dance | fashion design | urban planning | public transport |
+        bridges | skyscrapers | space exploration | Mars | the Moon | satellites | telescopes
+        | volcanoes | earthquakes | hurricanes | deserts | glaciers | rivers | wolves |
+        elephants | whales | penguins | butterflies | dinosaurs | fossils | the human genome |
+        nutrition | diabetes | stress | public speaking | negotiation | leadership | teamwork
+        | job interviews | resumes | personal finance | budgeting | taxes | mortgages |
+        insurance | startups | marketing | social media | journalism | advertising | education
+        reform | online learning | libraries | museums | tourism in Japan | hiking in the Alps
+        | travel in Italy | the history of tea | chocolate | cheese making | spices | street
+        food | vegetarian cooking | camping | sailing | cycling | swimming | football tactics
+        | basketball | tennis | the Olympic Games | robotics | drones | 3D printing | virtual
+        reality | smartphones | the internet | cloud computing | privacy | artificial
+        intelligence ethics | gender equality | immigration | poverty | globalization | trade
+        | the United Nations | constitutional law | copyright | recycling | water conservation
+        | organic farming | fishing | forestry | mining
+        """
     ),
-    "audience": (
-        "a five-year-old",
-        "a high school student",
-        "a beginner",
-        "a busy manager",
-        "my grandmother",
-        "a college freshman",
-        "an expert",
-        "a group of tourists",
-        "new employees",
-        "teenagers",
+    "audience": _words(
+        """
+        a five-year-old | a high school student | a beginner | a busy manager | my grandmother
+        | a college freshman | an expert | a group of tourists | new employees | teenagers
+        """
     ),
-    "person": (
-        "a pirate captain",
-        "a medieval knight",
-        "a detective",
-        "Albert Einstein",
-        "a strict teacher",
-        "a friendly robot",
-        "a travel guide",
-        "Sherlock Holmes",
-        "a stand-up comedian",
-        "a chef",
-        "a time traveler",
-        "an astronaut on Mars",
-        "a wise old monk",
-        "a football coach",
-        "a news anchor",
-        "Cleopatra",
-        "Isaac Newton",
-        "a grumpy cat",
-        "Marie Curie",
-        "a therapist",
-        "a startup founder",
-        "a superhero",
-        "a judge",
-        "a poet",
-        "a doctor",
-        "Leonardo da Vinci",
+    "person": _words(
+        """
+        a pirate captain | a medieval knight | a detective | Albert Einstein | a strict
+        teacher | a friendly robot | a travel guide | Sherlock Holmes | a stand-up comedian |
+        a chef | a time traveler | an astronaut on Mars | a wise old monk | a football coach |
+        a news anchor | Cleopatra | Isaac Newton | a grumpy cat | Marie Curie | a therapist |
+        a startup founder | a superhero | a judge | a poet | a doctor | Leonardo da Vinci
+        """
     ),
-    "form": (
-        "blog post",
-        "short story",
-        "poem",
-        "letter",
-        "speech",
-        "product description",
-        "news article",
-        "dialogue",
-        "movie review",
-        "song lyrics",
-        "diary entry",
-        "press release",
-        "social media post",
-        "recipe",
-        "cover letter",
-        "essay",
-        "advertisement",
-        "haiku",
-        "fairy tale",
-        "memo",
+    "form": _words(
+        """
+        blog post | short story | poem | letter | speech | product description | news article
+        | dialogue | movie review | song lyrics | diary entry | press release | social media
+        post | recipe | cover letter | essay | advertisement | haiku | fairy tale | memo
+        """
     ),
-    "tone": (
-        "formal",
-        "funny",
-        "persuasive",
-        "friendly",
-        "dramatic",
-        "concise",
-        "professional",
-        "poetic",
-        "sarcastic",
-        "optimistic",
-        "serious",
-        "warm",
+    "tone": _words(
+        """
+        formal | funny | persuasive | friendly | dramatic | concise | professional | poetic |
+        sarcastic | optimistic | serious | warm
+        """
     ),
-    "mail": (
-        "ask for a deadline extension",
-        "apologize for a late delivery",
-        "invite a team to a workshop",
-        "decline a job offer",
-        "request a refund",
-        "thank a mentor",
-        "announce a new policy",
-        "schedule a meeting with a client",
-        "report a broken heater to a landlord",
-        "introduce a new colleague",
-        "ask a professor for a recommendation",
-        "cancel a subscription",
-        "complain about a noisy neighbor",
-        "follow up after an interview",
+    "mail": _words(
+        """
+        ask for a deadline extension | apologize for a late delivery | invite a team to a
+        workshop | decline a job offer | request a refund | thank a mentor | announce a new
+        policy | schedule a meeting with a client | report a broken heater to a landlord |
+        introduce a new colleague | ask a professor for a recommendation | cancel a
+        subscription | complain about a noisy neighbor | follow up after an interview
+        """
     ),
-    "thing": (
-        "a smartphone",
-        "a coffee machine",
-        "a bicycle",
-        "a city",
-        "a library",
-        "a school",
-        "a laptop",
-        "a mobile app",
-        "a restaurant",
-        "a garden",
-        "a museum",
-        "a podcast",
-        "a novel",
-        "a toy",
-        "a hospital",
-        "an airport",
-        "a website",
-        "a festival",
-        "a language course",
-        "a house",
+    "thing": _words(
+        """
+        a smartphone | a coffee machine | a bicycle | a city | a library | a school | a laptop
+        | a mobile app | a restaurant | a garden | a museum | a podcast | a novel | a toy | a
+        hospital | an airport | a website | a festival | a language course | a house
+        """
     ),
-    "place": (
-        "Paris",
-        "Tokyo",
-        "New York",
-        "Hawaii",
-        "Rome",
-        "Cairo",
-        "Sydney",
-        "Iceland",
-        "Peru",
-        "India",
-        "Morocco",
-        "Vietnam",
-        "Berlin",
-        "London",
-        "Mexico City",
-        "Cape Town",
-        "Toronto",
-        "Istanbul",
+    "place": _words(
+        """
+        Paris | Tokyo | New York | Hawaii | Rome | Cairo | Sydney | Iceland | Peru | India |
+        Morocco | Vietnam | Berlin | London | Mexico City | Cape Town | Toronto | Istanbul
+        """
     ),
-    "country": (
-        "France",
-        "Japan",
-        "Brazil",
-        "Canada",
-        "Egypt",
-        "Australia",
-        "Germany",
-        "India",
-        "Mexico",
-        "Kenya",
-        "Norway",
-        "China",
-        "Italy",
-        "Argentina",
-        "Turkey",
-        "Spain",
-        "Russia",
-        "South Korea",
+    "country": _words(
+        """
+        France | Japan | Brazil | Canada | Egypt | Australia | Germany | India | Mexico |
+        Kenya | Norway | China | Italy | Argentina | Turkey | Spain | Russia | South Korea
+        """
     ),
-    "sport": (
-        "football world cup",
-        "rugby world cup",
-        "cricket world cup",
-        "Olympic Games",
-        "Super Bowl",
-        "NBA finals",
-        "Wimbledon final",
-        "Tour de France",
-        "World Series",
+    "sport": _words(
+        """
+        football world cup | rugby world cup | cricket world cup | Olympic Games | Super Bowl
+        | NBA finals | Wimbledon final | Tour de France | World Series
+        """
     ),
-    "year": (
-        "1912",
-        "1945",
-        "1969",
-        "1984",
-        "1994",
-        "1998",
-        "2002",
-        "2006",
-        "2010",
-        "2012",
-        "2016",
-        "2018",
+    "year": _words(
+        """
+        1912 | 1945 | 1969 | 1984 | 1994 | 1998 | 2002 | 2006 | 2010 | 2012 | 2016 | 2018
+        """
     ),
-    "work": (
-        "Pride and Prejudice",
-        "Romeo and Juliet",
-        "the song Yesterday",
-        "The Great Gatsby",
-        "the movie Titanic",
-        "Game of Thrones",
-        "the Mona Lisa",
-        "Star Wars",
-        "The Lord of the Rings",
-        "Hamlet",
-        "the TV show Friends",
-        "The Lion King",
-        "1984",
-        "the song Bohemian Rhapsody",
-        "Harry Potter",
-        "Moby Dick",
-        "the movie Jaws",
-        "The Simpsons",
-        "the song Imagine",
-        "The Wizard of Oz",
-        "Breaking Bad",
-        "To Kill a Mockingbird",
-        "the Declaration of Independence",
+    "work": _words(
+        """
+        Pride and Prejudice | Romeo and Juliet | the song Yesterday | The Great Gatsby | the
+        movie Titanic | Game of Thrones | the Mona Lisa | Star Wars | The Lord of the Rings |
+        Hamlet | the TV show Friends | The Lion King | 1984 | the song Bohemian Rhapsody |
+        Harry Potter | Moby Dick | the movie Jaws | The Simpsons | the song Imagine | The
+        Wizard of Oz | Breaking Bad | To Kill a Mockingbird | the Declaration of Independence
+        """
     ),
-    "organ": (
-        "heart",
-        "liver",
-        "kidney",
-        "lungs",
-        "skin",
-        "brain",
-        "pancreas",
-        "stomach",
-        "spleen",
-        "small intestine",
-        "thyroid",
-        "bone marrow",
+    "organ": _words(
+        """
+        heart | liver | kidney | lungs | skin | brain | pancreas | stomach | spleen | small
+        intestine | thyroid | bone marrow
+        """
     ),
-    "lang": (
-        "Python",
-        "JavaScript",
-        "C++",
-        "Java",
-        "Go",
-        "Rust",
-        "C",
-        "SQL",
-        "Bash",
-        "TypeScript",
-        "Python",
-        "Python",
-        "Python",
+    "lang": _words(
+        """
+        Python | JavaScript | C++ | Java | Go | Rust | C | SQL | Bash | TypeScript | Python |
+        Python | Python
+        """
     ),
-    "task": (
-        "reverses a linked list",
-        "checks whether a string is a palindrome",
-        "finds the longest common prefix of a list of strings",
-        "merges two sorted lists",
-        "computes the nth Fibonacci number",
-        "counts the vowels in a sentence",
-        "removes duplicates from a list while keeping order",
-        "finds the two largest numbers of a list",
-        "validates an email address",
-        "parses a CSV file and sums a column",
-        "converts Roman numerals to integers",
-        "generates all permutations of a string",
-        "computes the greatest common divisor",
-        "checks whether a number is prime",
-        "implements binary search",
-        "implements quicksort",
-        "implements a stack with two queues",
-        "flattens a nested list",
-        "counts word frequencies in a text",
-        "rotates a matrix by 90 degrees",
-        "finds the median of a list",
-        "computes the edit distance of two strings",
-        "finds the shortest path in a grid",
-        "implements a simple bank account class",
-        "downloads a web page and prints its title",
-        "sorts a dictionary by value",
-        "converts Celsius to Fahrenheit",
-        "prints the first n rows of Pascal's triangle",
-        "detects a cycle in a graph",
-        "implements an LRU cache",
-        "finds all anagrams in a list of words",
-        "checks for balanced parentheses",
-        "computes compound interest",
-        "simulates rolling two dice",
-        "encodes a string with run-length encoding",
-        "finds the missing number from 1 to n",
-        "transposes a matrix",
-        "computes the factorial of a number recursively",
-        "returns the longest increasing subsequence",
-        "splits a list into chunks of size k",
-        "finds the intersection of two sets",
-        "computes a moving average",
-        "draws a histogram",
-        "reads a file line by line and counts lines",
-        "implements a trie",
-        "solves the N-queens problem",
-        "computes the sum of digits",
-        "finds the longest word in a sentence",
-        "converts a decimal number to binary",
-        "checks if two strings are isomorphic",
+    "task": _words(
+        """
+        reverses a linked list | checks whether a string is a palindrome | finds the longest
+        common prefix of a list of strings | merges two sorted lists | computes the nth
+        Fibonacci number | counts the vowels in a sentence | removes duplicates from a list
+        while keeping order | finds the two largest numbers of a list | validates an email
+        address | parses a CSV file and sums a column | converts Roman numerals to integers |
+        generates all permutations of a string | computes the greatest common divisor | checks
+        whether a number is prime | implements binary search | implements quicksort |
+        implements a stack with two queues | flattens a nested list | counts word frequencies
+        in a text | rotates a matrix by 90 degrees | finds the median of a list | computes the
+        edit distance of two strings | finds the shortest path in a grid | implements a simple
+        bank account class | downloads a web page and prints its title | sorts a dictionary by
+        value | converts Celsius to Fahrenheit | prints the first n rows of Pascal's triangle
+        | detects a cycle in a graph | implements an LRU cache | finds all anagrams in a list
+        of words | checks for balanced parentheses | computes compound interest | simulates
+        rolling two dice | encodes a string with run-length encoding | finds the missing
+        number from 1 to n | transposes a matrix | computes the factorial of a number
+        recursively | returns the longest increasing subsequence | splits a list into chunks
+        of size k | finds the intersection of two sets | computes a moving average | draws a
+        histogram | reads a file line by line and counts lines | implements a trie | solves
+        the N-queens problem | computes the sum of digits | finds the longest word in a
+        sentence | converts a decimal number to binary | checks if two strings are isomorphic
+        """
     ),
-    "name": (
-        "Anna",
-        "Tom",
-        "Maria",
-        "David",
-        "Sofia",
-        "Liam",
-        "Priya",
-        "Chen",
-        "Fatima",
-        "Carlos",
-        "Emma",
-        "Noah",
-        "Olivia",
-        "James",
-        "Ben",
-        "Lily",
+    "name": _words(
+        """
+        Anna | Tom | Maria | David | Sofia | Liam | Priya | Chen | Fatima | Carlos | Emma |
+        Noah | Olivia | James | Ben | Lily
+        """
     ),
-    "item": (
-        "apples",
-        "books",
-        "marbles",
-        "cookies",
-        "pencils",
-        "stickers",
-        "tickets",
-        "eggs",
-        "shirts",
-        "flowers",
-        "chairs",
-        "candles",
-        "toy cars",
-        "bottles of water",
+    "item": _words(
+        """
+        apples | books | marbles | cookies | pencils | stickers | tickets | eggs | shirts |
+        flowers | chairs | candles | toy cars | bottles of water
+        """
     ),
     "n": tuple(str(i) for i in range(2, 60)),
-    "subject": (
-        "the city council",
-        "a local hospital",
-        "a tech company",
-        "the national football team",
-        "a young inventor",
-        "firefighters",
-        "a retired teacher",
-        "scientists at a university",
-        "a small bakery",
-        "the police",
-        "a famous actress",
-        "a group of students",
-        "the airline",
-        "a family of five",
-        "the prime minister",
-        "a charity",
-        "farmers",
-        "a museum",
-        "a chess champion",
-        "the railway operator",
+    "subject": _words(
+        """
+        the city council | a local hospital | a tech company | the national football team | a
+        young inventor | firefighters | a retired teacher | scientists at a university | a
+        small bakery | the police | a famous actress | a group of students | the airline | a
+        family of five | the prime minister | a charity | farmers | a museum | a chess
+        champion | the railway operator
+        """
     ),
-    "event": (
-        "a fire last night",
-        "a record harvest",
-        "a new discovery",
-        "an unexpected victory",
-        "a court decision",
-        "a data breach",
-        "a rescue at sea",
-        "a strike",
-        "a power outage",
-        "a new law",
-        "an anniversary",
-        "a flood",
-        "a lost dog",
-        "an election",
-        "a merger",
-        "a traffic accident",
-        "a medical breakthrough",
-        "a scandal",
-        "a robbery",
-        "a festival",
+    "event": _words(
+        """
+        a fire last night | a record harvest | a new discovery | an unexpected victory | a
+        court decision | a data breach | a rescue at sea | a strike | a power outage | a new
+        law | an anniversary | a flood | a lost dog | an election | a merger | a traffic
+        accident | a medical breakthrough | a scandal | a robbery | a festival
+        """
     ),
 }
 
