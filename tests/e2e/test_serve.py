@@ -73,7 +73,14 @@ def test_trees_are_drafted_and_counted(client: openai.OpenAI) -> None:
     assert values["vllm:spec_decode_num_accepted_tokens_total"] > 0
 
 
-@pytest.mark.parametrize("options", [{"extra_body": {"min_p": 0.1}}, {"logit_bias": {"5": 1.0}}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        # A greedy request ignores min_p, so it is asked of one that samples.
+        {"temperature": 0.8, "extra_body": {"min_p": 0.1}},
+        {"logit_bias": {"5": 1.0}},
+    ],
+)
 def test_what_trees_cannot_honour_is_a_400_that_names_it(
     client: openai.OpenAI, options: dict[str, object]
 ) -> None:
