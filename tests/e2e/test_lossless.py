@@ -194,13 +194,18 @@ def _compare(name: str, method: str) -> tuple[Situation, EngineResult, EngineRes
 
 
 # The n-gram variants share the runner with jetspec; these situations are where they could differ.
-_NGRAM_SITUATIONS = {"mixed_batch", "preemption", "prefix_cache", "stops", "seeded_sampling"}
+_NGRAM_SITUATIONS = {
+    "jetspec_ngrams": {"mixed_batch", "preemption", "prefix_cache", "stops", "seeded_sampling"},
+    "ngram_tree": {"mixed_batch", "preemption", "prefix_cache"},
+}
+# n-grams alone draft too seldom in short answers for these to say anything of them.
+HEAD_METHODS = [name for name in METHODS if name != "ngram_tree"]
 _MATRIX = [
     pytest.param(name, method, marks=pytest.mark.xdist_group(name))
     for name in SITUATIONS
     if name not in ("logprobs", "json_schema", "control")
     for method in METHODS
-    if method == "jetspec" or name in _NGRAM_SITUATIONS
+    if method == "jetspec" or name in _NGRAM_SITUATIONS[method]
 ]
 
 
@@ -247,7 +252,7 @@ def test_continues_generated_text_from_the_prefix_cache(method: str) -> None:
 
 
 @pytest.mark.xdist_group("control")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", HEAD_METHODS)
 def test_without_compaction_outputs_diverge(method: str) -> None:
     """The negative control: these comparisons can tell a corrupted cache."""
     situation = SITUATIONS["control"]()
@@ -260,7 +265,7 @@ def test_without_compaction_outputs_diverge(method: str) -> None:
 
 
 @pytest.mark.xdist_group("logprobs")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", HEAD_METHODS)
 def test_logprobs_equal_plain_decoding(method: str) -> None:
     _, plain, tree = _compare("logprobs", method)
     assert first_difference(plain.token_ids(), tree.token_ids()) is None
@@ -274,7 +279,7 @@ def test_logprobs_equal_plain_decoding(method: str) -> None:
 
 
 @pytest.mark.xdist_group("json_schema")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", HEAD_METHODS)
 def test_json_schema_requests_equal_plain_decoding(method: str) -> None:
     _, plain, tree = _compare("json_schema", method)
     assert first_difference(plain.token_ids(), tree.token_ids()) is None
