@@ -102,6 +102,9 @@ class DraftRequests:
     widths: list[int] = field(default_factory=list)
     # [R] deepest node worth drafting
     depths: list[int] = field(default_factory=list)
+    # [R] deepest node worth a draft forward; 0 leaves the request to lookups that cost nothing.
+    # Empty: the same as `depths`
+    forward_depths: list[int] = field(default_factory=list)
 
     @property
     def anchors(self) -> list[int]:
@@ -110,6 +113,18 @@ class DraftRequests:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def for_forward(self) -> tuple[list[int], DraftRequests]:
+        """The requests that want a draft forward, and which of the R they are."""
+        if not self.forward_depths:
+            return list(range(len(self))), self
+        chosen = [r for r, depth in enumerate(self.forward_depths) if depth > 0]
+        columns = {
+            name: [values[r] for r in chosen]
+            for name, values in vars(self).items()
+            if name not in ("depths", "forward_depths")
+        }
+        return chosen, DraftRequests(**columns, depths=[self.forward_depths[r] for r in chosen])
 
 
 class DraftCache(Protocol):

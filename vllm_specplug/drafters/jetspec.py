@@ -78,8 +78,12 @@ class JetSpecDrafter(Drafter):
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         deepest = min(self.config.num_draft_tokens, self.options.tree_depth)
-        depths = [min(depth, deepest) for depth in requests.depths]
-        trees = self._build(requests, depths)
+        trees = [DraftTree.empty()] * len(requests)
+        chosen, forward = requests.for_forward()
+        if chosen:
+            depths = [min(depth, deepest) for depth in forward.depths]
+            for r, tree in zip(chosen, self._build(forward, depths), strict=True):
+                trees[r] = tree
         if self.ngrams is not None:
             for r, tree in enumerate(trees):
                 if requests.widths[r] > 1:

@@ -131,3 +131,23 @@ def test_candidates_are_shared_out_by_anchor(tmp_path: Path) -> None:
             ))
         )  # fmt: skip
         assert torch.equal(drafter.candidates(alone, 4, 4)[0][0], together[r])
+
+
+def test_only_requests_that_want_a_forward_get_the_heads_nodes(tmp_path: Path) -> None:
+    drafter = _drafter(make_head(tmp_path / "head", VOCAB))
+    everyone = drafter.propose(_requests())
+    requests = _requests()
+    requests.forward_depths.extend([2, 0, 3])
+    trees = drafter.propose(requests)
+    assert [tree.num_nodes > 0 for tree in trees] == [True, False, True]
+    assert trees[0].max_depth == 2
+    assert trees[2].token_ids.tolist() == everyone[2].token_ids.tolist()
+
+
+def test_without_a_forward_lookups_still_draft(tmp_path: Path) -> None:
+    drafter = _drafter(make_head(tmp_path / "head", VOCAB), ngram_topk=2)
+    drafter.candidates = None  # a forward would fail
+    requests = _requests()
+    requests.forward_depths.extend([0, 0, 0])
+    trees = drafter.propose(requests)
+    assert [tree.num_nodes > 0 for tree in trees] == [False, False, True]
