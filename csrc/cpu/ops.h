@@ -17,7 +17,11 @@ void tree_attn(const torch::stable::Tensor& query, const torch::stable::Tensor& 
                const torch::stable::Tensor& block_table, double scale, int64_t layout,
                int64_t block_size, const std::optional<torch::stable::Tensor>& tables,
                const std::optional<torch::stable::Tensor>& tail_key,
-               const std::optional<torch::stable::Tensor>& tail_value);
+               const std::optional<torch::stable::Tensor>& tail_value, bool context_only,
+               const std::optional<torch::stable::Tensor>& lse);
+
+void merge_attn(torch::stable::Tensor& output, torch::stable::Tensor& lse,
+                const torch::stable::Tensor& other, const torch::stable::Tensor& other_lse);
 
 void compact_kv(const std::vector<torch::stable::Tensor>& kv_caches,
                 const torch::stable::Tensor& src_slots, const torch::stable::Tensor& dst_slots,

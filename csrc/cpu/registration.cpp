@@ -28,7 +28,9 @@ STABLE_TORCH_LIBRARY(specplug, m) {
   m.def(
       "tree_attn(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a!) output, "
       "Tensor plan, Tensor mask_words, Tensor block_table, float scale, int layout, "
-      "int block_size, Tensor? tables, Tensor? tail_key, Tensor? tail_value) -> ()");
+      "int block_size, Tensor? tables, Tensor? tail_key, Tensor? tail_value, "
+      "bool context_only=False, Tensor(b!)? lse=None) -> ()");
+  m.def("merge_attn(Tensor(a!) output, Tensor(b!) lse, Tensor other, Tensor other_lse) -> ()");
   m.def(
       "compact_kv(Tensor(a!)[] kv_caches, Tensor src_slots, Tensor dst_slots, Tensor tables) "
       "-> ()");
@@ -44,6 +46,7 @@ STABLE_TORCH_LIBRARY(specplug, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
   m.impl("tree_attn", TORCH_BOX(&tree_attn));
+  m.impl("merge_attn", TORCH_BOX(&merge_attn));
   m.impl("compact_kv", TORCH_BOX(&compact_kv));
   m.impl("ancestor_words", TORCH_BOX(&ancestor_words));
   m.impl("build_best_first", TORCH_BOX(&build_best_first));

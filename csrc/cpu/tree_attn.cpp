@@ -9,8 +9,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -71,6 +73,10 @@ struct Problem {
   const int32_t *k_table, *v_table;
   const char *tail_key, *tail_value;  // null: the tail is in the cache
   int64_t tail_k_row, tail_k_head, tail_v_row, tail_v_head;
+  bool context_only;   // rows attend their context and nothing else
+  bool separate_tail;  // the context ends at context_len: the tail is dense or there is none
+  float* lse;          // [T, Hq] natural log of the sum of exp(scores), or null
+  int64_t lse_row, lse_head;
   int element;  // bytes
 };
 
@@ -107,11 +113,12 @@ int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) 
   int64_t total = 0;
   for (int r = 0; r < num_reqs; ++r) {
     const int rows = p.row_count[r] * p.group_size;
-    const bool dense = p.tail_key != nullptr;
     const int context_groups =
-        dense ? ceil_div(p.context_len[r], kGroup) : p.context_len[r] / kGroup;
-    const int groups = dense ? context_groups + ceil_div(p.row_count[r], kGroup)
-                             : ceil_div(p.context_len[r] + p.row_count[r], kGroup);
+        p.separate_tail ? ceil_div(p.context_len[r], kGroup) : p.context_len[r] / kGroup;
+    const int groups = p.context_only    ? context_groups
+                       : p.separate_tail ? context_groups + ceil_div(p.row_count[r], kGroup)
+                                         : ceil_div(p.context_len[r] + p.row_count[r], kGroup);
+    if (groups == 0) continue;  // see write_empty
     const int chunks = ceil_div(rows, kMaxItemRows);
     const int per_chunk = ceil_div(ceil_div(rows, chunks), kRowBlock) * kRowBlock;
     for (int h = 0; h < p.num_kv_heads; ++h)
@@ -375,7 +382,7 @@ class Worker {
     const int context = p_.context_len[item.req];
     const int tail = p_.row_count[item.req];
     const int slot = g * kGroup;
-    if (p_.tail_key != nullptr) {
+    if (p_.separate_tail) {
       if (g >= item.context_groups) {
         const int first = (g - item.context_groups) * kGroup;
         dense_group(item, first, std::min(kGroup, tail - first), index, group);
@@ -417,6 +424,8 @@ class Worker {
     target.bf16 = p_.bf16;
     if (piece.partial < 0) {
       p_.variant->write(o, l, item.rows, p_.head_size, target, item.first_row);
+      const Partial whole = {m, l, o};
+      write_lse(item, &whole, 1);
       return;
     }
     // Whoever finishes an item last merges its shares, in their order.
@@ -429,6 +438,26 @@ class Worker {
     }
     p_.variant->combine(parts.data(), item.num_pieces, item.rows, p_.head_size, target,
                         item.first_row);
+    write_lse(item, parts.data(), item.num_pieces);
+  }
+
+  // Log of the softmax's denominator of every row, over all shares.
+  void write_lse(const Item& item, const Partial* parts, int num_parts) const {
+    if (p_.lse == nullptr) return;
+    for (int i = 0; i < item.rows; ++i) {
+      const int packed = item.first_row + i;
+      float top = kNoScore;
+      for (int k = 0; k < num_parts; ++k)
+        if (parts[k].l[i] > 0.0f) top = std::max(top, parts[k].m[i]);
+      float sum = 0.0f;
+      for (int k = 0; k < num_parts; ++k)
+        if (parts[k].l[i] > 0.0f) sum += std::exp2(parts[k].m[i] - top) * parts[k].l[i];
+      const int64_t row = p_.row_start[item.req] + packed / p_.group_size;
+      const int64_t head = item.head * p_.group_size + packed % p_.group_size;
+      p_.lse[row * p_.lse_row + head * p_.lse_head] =
+          sum > 0.0f ? (top + std::log2(sum)) * 0.6931471805599453f
+                     : -std::numeric_limits<float>::infinity();
+    }
   }
 
   void run_tile(const Item& item, int g, int n, bool first, float* m, float* l, float* o) {
@@ -472,7 +501,7 @@ class Worker {
 
   // Mask bits of a group for some packed rows; false when none is set.
   bool row_bits(const Item& item, int g, int column, int first, int rows, uint32_t* bits) const {
-    if (p_.tail_key != nullptr && g < item.context_groups) {
+    if (p_.separate_tail && g < item.context_groups) {
       const uint32_t valid = (1u << column) - 1u;
       for (int i = 0; i < rows; ++i) bits[i] = valid;
       return valid != 0;
@@ -498,6 +527,18 @@ class Worker {
   Buffers b_;
 };
 
+// Rows of a call that attend nothing at all: zero, of weight -inf.
+void write_empty(const Problem& p, int req, int num_heads) {
+  for (int i = 0; i < p.row_count[req]; ++i)
+    for (int h = 0; h < num_heads; ++h) {
+      const int64_t row = p.row_start[req] + i;
+      std::memset(p.output + (row * p.o_row + h * p.o_head) * p.element, 0,
+                  static_cast<size_t>(p.head_size) * p.element);
+      if (p.lse != nullptr)
+        p.lse[row * p.lse_row + h * p.lse_head] = -std::numeric_limits<float>::infinity();
+    }
+}
+
 void check(const Tensor& t, const char* name, ScalarType dtype, int64_t dim) {
   STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == dtype && t.dim() == dim, "tree_attn: ", name,
                   " must be a CPU tensor of ", dim, " dimensions and the documented dtype; got ",
@@ -510,7 +551,8 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
                Tensor& output, const Tensor& plan_rows, const Tensor& mask_words,
                const Tensor& block_table, double scale, int64_t layout, int64_t block_size,
                const std::optional<Tensor>& tables, const std::optional<Tensor>& tail_key,
-               const std::optional<Tensor>& tail_value) {
+               const std::optional<Tensor>& tail_value, bool context_only,
+               const std::optional<Tensor>& lse) {
   const ScalarType dtype = query.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Float,
                   "tree_attn: query must be float32 or bfloat16");
@@ -614,11 +656,23 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
     p.tail_v_head = tail_value->stride(1);
     tail_rows = tail_key->size(0);
   }
+  STD_TORCH_CHECK(!(context_only && tail_key.has_value()),
+                  "tree_attn: context_only leaves no use for a dense tail");
+  p.context_only = context_only;
+  p.separate_tail = context_only || tail_key.has_value();
+  if (lse.has_value()) {
+    check(*lse, "lse", ScalarType::Float, 2);
+    STD_TORCH_CHECK(lse->size(0) == query.size(0) && lse->size(1) == num_heads,
+                    "tree_attn: lse must be [T, Hq]");
+    p.lse = static_cast<float*>(lse->data_ptr());
+    p.lse_row = lse->stride(0);
+    p.lse_head = lse->stride(1);
+  }
 
   // Wrong metadata would read foreign memory: check all of it before any thread starts.
   for (int r = 0; r < num_reqs; ++r) {
     const int64_t slots =
-        p.context_len[r] + (p.tail_key != nullptr ? 0 : int64_t{p.row_count[r]});
+        p.context_len[r] + (p.separate_tail ? 0 : int64_t{p.row_count[r]});
     STD_TORCH_CHECK(p.row_count[r] > 0 && p.context_len[r] >= 0 && p.row_start[r] >= 0 &&
                         int64_t{p.row_start[r]} + p.row_count[r] <= query.size(0) &&
                         int64_t{p.row_start[r]} + p.row_count[r] <= output.size(0) &&
@@ -637,11 +691,14 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
                       blocks[i], " of tree ", r, " is outside the cache of ", key_cache.size(0),
                       " blocks");
   }
-  if (num_reqs == 0) return;
+  if (p.context_only)
+    for (int r = 0; r < num_reqs; ++r)
+      if (p.context_len[r] == 0) write_empty(p, r, static_cast<int>(num_heads));
 
   static thread_local Plan plan;
   const int64_t partial_floats = build_plan(
       p, num_reqs, static_cast<int>(torch::stable::get_num_threads()), plan);
+  if (plan.items.empty()) return;
   if (partial_floats > 0) {
     plan.partials.get(static_cast<size_t>(partial_floats) * 4);
     if (plan.pending_size < plan.items.size()) {

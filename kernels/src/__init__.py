@@ -21,10 +21,13 @@ _EXPORTS = {
     "compact_kv": "dispatch",
     "describe": "dispatch",
     "full_words": "metadata",
+    "merge_attn": "hybrid_attn",
+    "prefix_attn": "hybrid_attn",
     "probe_cpu_layout": "cpu_layout",
     "self_test": "selftest",
     "tree_attn": "dispatch",
     "tree_metadata": "metadata",
+    "tree_part_attn": "hybrid_attn",
 }
 
 __all__ = sorted(_EXPORTS)

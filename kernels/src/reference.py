@@ -49,6 +49,80 @@ def tree_attn_reference(
         output[start : start + rows] = torch.einsum("hij,jhd->ihd", weights, v).to(output.dtype)
 
 
+def prefix_attn_reference(
+    # [T, Hq, Dh]
+    query: torch.Tensor,
+    # [num_blocks, Hkv, block_size, Dh] views as made by CpuKvLayout.views
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    # [T, Hq, Dh], written in place
+    output: torch.Tensor,
+    # float32 [T, Hq], written in place
+    lse: torch.Tensor | None,
+    meta: TreeAttnMetadata,
+    scale: float,
+    layout: CpuKvLayout,
+) -> None:
+    """See `hybrid_attn.prefix_attn`."""
+    group_size = query.shape[1] // key_cache.shape[1]
+    for req, start, rows, context, _ in meta.plan.t().tolist():
+        positions = torch.arange(context)
+        blocks = meta.block_table[req].long()[positions // layout.block_size]
+        slots = blocks * layout.block_size + positions % layout.block_size
+        k, v = layout.gather(key_cache, value_cache, slots)
+        out, part = dense_attention(query[start : start + rows], k, v, scale, group_size, None)
+        output[start : start + rows] = out.to(output.dtype)
+        if lse is not None:
+            lse[start : start + rows] = part
+
+
+def dense_attention(
+    # [n, Hq, Dh]
+    query: torch.Tensor,
+    # [L, Hkv, Dh]
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    group_size: int,
+    # bool [n, L]
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and its log-sum-exp: float32 [n, Hq, Dh] and [n, Hq]; rows without keys are zero
+    with a log-sum-exp of -inf. float64 for a float64 query."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    k = key.to(wide).repeat_interleave(group_size, dim=1)
+    v = value.to(wide).repeat_interleave(group_size, dim=1)
+    scores = torch.einsum("ihd,jhd->hij", query.to(wide), k) * scale
+    if mask is not None:
+        scores.masked_fill_(~mask, float("-inf"))
+    lse = scores.logsumexp(dim=-1)  # [Hq, n]
+    weights = (scores - lse.unsqueeze(-1)).exp()
+    weights.masked_fill_(lse.isneginf().unsqueeze(-1), 0.0)
+    return torch.einsum("hij,jhd->ihd", weights, v), lse.t()
+
+
+def merge_attn_reference(
+    # [T, Hq, Dh], updated in place
+    output: torch.Tensor,
+    # float32 [T, Hq], updated in place
+    lse: torch.Tensor,
+    # [T, Hq, Dh]
+    other: torch.Tensor,
+    # float32 [T, Hq]
+    other_lse: torch.Tensor,
+) -> None:
+    """See `hybrid_attn.merge_attn`."""
+    total = torch.logaddexp(lse, other_lse)
+    # The weight of a side is exp(own - total); nothing on both sides keeps the first.
+    mine = torch.where(total.isneginf(), 1.0, (lse - total).exp()).unsqueeze(-1)
+    theirs = torch.where(other_lse.isneginf(), 0.0, (other_lse - total).exp()).unsqueeze(-1)
+    merged = mine * output.float().masked_fill(mine == 0, 0.0) + theirs * other.float().masked_fill(
+        theirs == 0, 0.0
+    )
+    output.copy_(merged)
+    lse.copy_(total)
+
+
 def compact_kv_reference(
     # each [num_blocks, Hkv, block_size, 2 * Dh]
     kv_caches: list[torch.Tensor],
