@@ -73,7 +73,7 @@ def load_block_head(
     config = BlockHeadConfig.from_pretrained(
         directory, num_target_layers=num_target_layers, causal=causal
     )
-    tensors = _read_tensors(directory)
+    tensors = read_tensors(directory)
     config = _check_target(config, target_config, tensors)
     with torch.device("meta"):
         head = BlockHead(config)
@@ -81,7 +81,7 @@ def load_block_head(
 
     d2t = tensors.get("d2t")
     if d2t is not None:
-        d2t = _check_d2t(d2t.to(torch.int64), config)
+        d2t = check_d2t(d2t.to(torch.int64), config)
     elif config.draft_vocab_size < config.vocab_size:
         raise ValueError(
             f"draft head {str(directory)!r}: draft_vocab_size = {config.draft_vocab_size} is "
@@ -121,7 +121,7 @@ def inspect_block_head(
         num_target_layers=int(_field(target_config, "num_hidden_layers")),
         causal=causal,
     )
-    shapes = _read_tensors(directory, headers_only=True)
+    shapes = read_tensors(directory, headers_only=True)
     config = _check_target(config, target_config, shapes)
     with torch.device("meta"):
         head = BlockHead(config)
@@ -149,7 +149,7 @@ def save_block_head(
         for name, tensor in head.state_dict().items()
     }
     if d2t is not None:
-        tensors["d2t"] = _check_d2t(d2t.to("cpu", torch.int64), head.config)
+        tensors["d2t"] = check_d2t(d2t.to("cpu", torch.int64), head.config)
     weights = directory / WEIGHTS_NAME
     partial = weights.with_suffix(".tmp")
     save_file(tensors, partial, metadata={"format": "pt", **(metadata or {})})
@@ -172,7 +172,7 @@ def _cast(tensor: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tenso
     return tensor if tensor is None or dtype is None else tensor.to(dtype)
 
 
-def _read_tensors(directory: Path, headers_only: bool = False) -> dict[str, torch.Tensor]:
+def read_tensors(directory: Path, headers_only: bool = False) -> dict[str, torch.Tensor]:
     """All tensors of the folder by their name without the optional 'model.' prefix.
 
     With `headers_only` they are meta tensors: names and shapes, no data.
@@ -303,7 +303,7 @@ def _check_tensors(
         )
 
 
-def _check_d2t(d2t: torch.Tensor, config: BlockHeadConfig) -> torch.Tensor:
+def check_d2t(d2t: torch.Tensor, config: BlockHeadConfig) -> torch.Tensor:
     ids = d2t + torch.arange(d2t.shape[0])
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= config.vocab_size:
