@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cost curve reproduces what was measured and follows what it sees, slowly where it is odd."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specplug.budget.cost_curve import CostCurve
+
+
+def _curve() -> CostCurve:
+    return CostCurve([1, 8, 32, 64], [30.0, 32.0, 70.0, 120.0])
+
+
+def test_interpolates_and_extends_by_the_last_slope() -> None:
+    curve = _curve()
+    assert curve([1, 8, 20, 64, 96]).tolist() == pytest.approx([30, 32, 51, 120, 170])
+    assert float(curve(0)) == 30.0
+
+
+def test_a_single_time_counts_per_row() -> None:
+    assert CostCurve([4], [8.0])([4, 8, 16]).tolist() == pytest.approx([8, 16, 32])
+
+
+def test_noise_in_the_measurement_does_not_make_rows_pay_for_themselves() -> None:
+    assert CostCurve([1, 2, 4], [10.0, 9.0, 12.0])([1, 2, 4]).tolist() == [10, 10, 12]
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.6, 3.0])
+def test_follows_a_lasting_change_everywhere(factor: float) -> None:
+    curve, true = _curve(), _curve()
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        rows = int(rng.integers(1, 64))
+        curve.observe(rows, factor * float(true(rows)))
+    rows = np.arange(1, 80)
+    assert curve(rows) == pytest.approx(factor * true(rows), rel=0.03)
+
+
+def test_what_is_seen_at_some_rows_holds_at_the_others_too() -> None:
+    curve, true = _curve(), _curve()
+    for _ in range(200):
+        curve.observe(4, 1.5 * float(true(4)))
+    assert curve([4, 64]) == pytest.approx(1.5 * true([4, 64]), rel=0.1)
+
+
+def test_learns_the_shape_where_it_differs() -> None:
+    curve = _curve()
+    for _ in range(300):
+        curve.observe(8, 32.0)
+        curve.observe(32, 100.0)
+    assert curve([8, 32]) == pytest.approx([32, 100], rel=0.05)
+
+
+def test_one_interrupted_step_hardly_counts() -> None:
+    curve = _curve()
+    curve.observe(8, 5000.0)
+    assert float(curve(8)) < 1.03 * 32
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.floats(0.001, 1e5)), min_size=1, max_size=60))
+def test_never_falls_and_stays_positive(steps: list[tuple[int, float]]) -> None:
+    curve = _curve()
+    for rows, milliseconds in steps:
+        curve.observe(rows, milliseconds)
+    values = curve(np.arange(0, 200))
+    assert (values > 0).all() and (np.diff(values) >= 0).all()
