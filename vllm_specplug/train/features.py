@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,22 +120,45 @@ def write_shard(
     on_batch: Callable[[int], None] | None = None,
 ) -> None:
     """Runs the target over `sequences` and writes one shard, visible only when complete."""
+    hidden_size = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+    write_features(
+        folder,
+        sequences,
+        lambda rows: forward_features(model, [sequences[r].tokens for r in rows], target_layer_ids),
+        aux_size=len(target_layer_ids) * hidden_size,
+        hidden_size=hidden_size,
+        meta={"target_layer_ids": list(target_layer_ids)},
+        tokens_per_batch=tokens_per_batch,
+        on_batch=on_batch,
+    )
+
+
+def write_features(
+    folder: Path,
+    sequences: Sequence[TokenSequence],
+    # rows of `sequences` -> aux [S, aux_size] and hidden [S, hidden_size] of each, bfloat16
+    forward: Callable[[list[int]], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+    *,
+    aux_size: int,
+    hidden_size: int,
+    meta: dict[str, Any],
+    tokens_per_batch: int = 4096,
+    on_batch: Callable[[int], None] | None = None,
+) -> None:
+    """Writes one shard of whatever `forward` computes, visible only when complete."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     offsets = np.zeros(len(sequences) + 1, np.int64)
     offsets[1:] = np.cumsum([len(s.tokens) for s in sequences])
-    total, hidden_size = int(offsets[-1]), int(model.config.hidden_size)
-    aux_size = len(target_layer_ids) * hidden_size
+    total = int(offsets[-1])
     np.save(partial / "tokens.npy", np.concatenate([s.tokens for s in sequences]).astype(np.int32))
     np.save(partial / "offsets.npy", offsets)
     np.save(partial / "prompt_lens.npy", np.array([s.prompt_len for s in sequences], np.int32))
     aux = np.memmap(partial / "aux.bf16", np.uint16, "w+", shape=(total, aux_size))
     hidden = np.memmap(partial / "hidden.bf16", np.uint16, "w+", shape=(total, hidden_size))
     for rows in length_batches([len(s.tokens) for s in sequences], tokens_per_batch):
-        states, final = forward_features(
-            model, [sequences[r].tokens for r in rows], target_layer_ids
-        )
+        states, final = forward(rows)
         for row, state, last in zip(rows, states, final, strict=True):
             start, end = offsets[row], offsets[row + 1]
             aux[start:end] = state.view(torch.uint16).numpy()
@@ -143,14 +167,14 @@ def write_shard(
             on_batch(sum(len(sequences[r].tokens) for r in rows))
     aux.flush()
     hidden.flush()
-    meta = {
-        "target_layer_ids": list(target_layer_ids),
+    record = {
+        **meta,
         "aux_size": aux_size,
         "hidden_size": hidden_size,
         "sources": [s.source for s in sequences],
         "answer_tokens": int(total - sum(s.prompt_len for s in sequences)),
     }
-    (partial / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    (partial / "meta.json").write_text(json.dumps(record), encoding="utf-8")
     os.replace(partial, folder)
 
 
