@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree attention over a paged cache in Triton: every CUDA device, and the CuTe kernel's twin.
+
+Query heads of one KV head are packed into rows, so that a tile of K and V is read once for all of
+them. The context is split among programs; a second kernel merges the splits. No mask is read over
+the context: only the tree's own columns look at the ancestor words.
+
+Letters: T query rows of the step, M tree rows, R trees, Hq/Hkv heads, Dh head size, W 64-bit words
+a mask row, S splits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from .lse_merge_triton import merge_states
+from .tree_words_triton import fill_tree_words
+
+if TYPE_CHECKING:
+    from .cuda_contract import CudaTreeMetadata
+
+LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
+
+# A split shorter than this costs more in merging than it saves.
+MIN_SPLIT = 256
+MAX_SPLITS = 64
+
+
+@triton.jit
+def _attend(
+    q, k, v, shown, row_max, row_sum, acc, scale_log2,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of the online softmax; `shown` [BLOCK_M, BLOCK_N] is read when MASKED."""
+    scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+    if MASKED:
+        scores = tl.where(shown, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # A row may see nothing of its first tile: then its maximum stays -inf, and -inf - -inf is NaN.
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(row_max - base)
+    row_sum = row_sum * decay + tl.sum(weights, 1)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    return new_max, row_sum, acc
+
+
+@triton.jit
+def _tree_attn_kernel(
+    # [T, Hq, Dh]
+    query,
+    # [num_blocks, PAGE, Hkv, Dh] by strides
+    key_cache,
+    value_cache,
+    # [T, Hq, Dh]; [S, M, Hq, Dh] float32 when split
+    output,
+    # [S, M, Hq] natural logarithms; read only when STORE_LSE
+    lse,
+    # [5, R] int32: request, first query row, rows, context length, first mask row
+    plan,
+    # [M, W] int64; not read when FULL_TAIL
+    words,
+    # [B, max_blocks] int32
+    block_table,
+    # [M, Hkv, Dh] when DENSE_TAIL
+    tail_key,
+    tail_value,
+    scale_log2,
+    plan_stride,
+    words_stride,
+    table_stride,
+    query_row,
+    query_head,
+    output_split,
+    output_row,
+    output_head,
+    lse_split,
+    lse_row,
+    key_block,
+    key_token,
+    key_head,
+    key_dim,
+    value_block,
+    value_token,
+    value_head,
+    value_dim,
+    tail_key_row,
+    tail_key_head,
+    tail_value_row,
+    tail_value_head,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DENSE_TAIL: tl.constexpr,
+    FULL_TAIL: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tree = tl.program_id(2)
+    head_kv = tl.program_id(1)
+    split = tl.program_id(0) % SPLITS
+    first = tl.program_id(0) // SPLITS * BLOCK_M
+    rows = tl.load(plan + 2 * plan_stride + tree)
+    if first >= rows * GROUP:
+        return
+    request = tl.load(plan + tree).to(tl.int64)
+    row_start = tl.load(plan + plan_stride + tree).to(tl.int64)
+    context = tl.load(plan + 3 * plan_stride + tree)
+    mask_start = tl.load(plan + 4 * plan_stride + tree).to(tl.int64)
+    table = block_table + request * table_stride
+
+    packed = first + tl.arange(0, BLOCK_M)
+    valid = packed < rows * GROUP
+    # Rows past the end work on the last row, which keeps every softmax finite without a mask.
+    row = tl.minimum(packed // GROUP, rows - 1)
+    head = head_kv * GROUP + packed % GROUP
+    dims = tl.arange(0, PADDED_DIM)
+    in_head = dims < HEAD_DIM
+    query_at = query + (row_start + row) * query_row + head * query_head
+    if PADDED_DIM == HEAD_DIM:
+        q = tl.load(query_at[:, None] + dims[None, :])
+    else:
+        q = tl.load(query_at[:, None] + dims[None, :], mask=in_head[None, :], other=0.0)
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    columns = tl.arange(0, BLOCK_N)
+    everything = tl.full([BLOCK_M, BLOCK_N], True, tl.int1)
+    key_base = key_cache + head_kv.to(tl.int64) * key_head
+    value_base = value_cache + head_kv.to(tl.int64) * value_head
+
+    # The context of this split: whole tiles first, without any mask, then the part of one.
+    chunk = tl.cdiv(tl.cdiv(context, SPLITS), BLOCK_N) * BLOCK_N
+    chunk = tl.maximum(chunk, MIN_SPLIT)
+    begin = tl.minimum(split * chunk, context)
+    end = tl.minimum(begin + chunk, context)
+    whole = begin + (end - begin) // BLOCK_N * BLOCK_N
+    for start in range(begin, whole, BLOCK_N):
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(table + start // PAGE).to(tl.int64)
+            offset = start % PAGE + columns
+            key_at = key_base + page * key_block + offset * key_token
+            value_at = value_base + page * value_block + offset * value_token
+        else:
+            position = start + columns
+            pages = tl.load(table + position // PAGE).to(tl.int64)
+            key_at = key_base + pages * key_block + position % PAGE * key_token
+            value_at = value_base + pages * value_block + position % PAGE * value_token
+        if PADDED_DIM == HEAD_DIM:
+            k = tl.load(key_at[None, :] + dims[:, None] * key_dim)
+            v = tl.load(value_at[:, None] + dims[None, :] * value_dim)
+        else:
+            k = tl.load(key_at[None, :] + dims[:, None] * key_dim, mask=in_head[:, None], other=0.0)
+            v = tl.load(
+                value_at[:, None] + dims[None, :] * value_dim, mask=in_head[None, :], other=0.0
+            )
+        row_max, row_sum, acc = _attend(
+            q, k, v, everything, row_max, row_sum, acc, scale_log2, False, PRECISION
+        )
+    if whole < end:
+        position = whole + columns
+        present = position < end
+        pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
+        key_at = key_base + pages * key_block + position % PAGE * key_token
+        value_at = value_base + pages * value_block + position % PAGE * value_token
+        # Slots past the context may hold anything, NaN too: they are not read.
+        k = tl.load(
+            key_at[None, :] + dims[:, None] * key_dim,
+            mask=present[None, :] & in_head[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            value_at[:, None] + dims[None, :] * value_dim,
+            mask=present[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        row_max, row_sum, acc = _attend(
+            q, k, v, present[None, :], row_max, row_sum, acc, scale_log2, True, PRECISION
+        )
+
+    # The tree's own columns go to the first split, which always exists.
+    if split == 0:
+        word_at = words + (mask_start + row) * words_stride
+        for start in range(0, rows, BLOCK_N):
+            column = start + columns
+            present = column < rows
+            if DENSE_TAIL:
+                tail_row = mask_start + column
+                key_at = tail_key + tail_row * tail_key_row + head_kv * tail_key_head
+                value_at = tail_value + tail_row * tail_value_row + head_kv * tail_value_head
+                key_step = 1
+                value_step = 1
+            else:
+                position = context + column
+                pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
+                key_at = key_base + pages * key_block + position % PAGE * key_token
+                value_at = value_base + pages * value_block + position % PAGE * value_token
+                key_step = key_dim
+                value_step = value_dim
+            k = tl.load(
+                key_at[None, :] + dims[:, None] * key_step,
+                mask=present[None, :] & in_head[:, None],
+                other=0.0,
+            )
+            v = tl.load(
+                value_at[:, None] + dims[None, :] * value_step,
+                mask=present[:, None] & in_head[None, :],
+                other=0.0,
+            )
+            if FULL_TAIL:
+                shown = everything & present[None, :]
+            else:
+                # BLOCK_N divides 64: the columns of a tile share one word of a row.
+                word = tl.load(word_at + start // 64)
+                bit = (start % 64 + columns).to(tl.int64)
+                shown = (((word[:, None] >> bit[None, :]) & 1) == 1) & present[None, :]
+            row_max, row_sum, acc = _attend(
+                q, k, v, shown, row_max, row_sum, acc, scale_log2, True, PRECISION
+            )
+
+    if SPLITS == 1:
+        to_row = row_start + row
+    else:
+        to_row = mask_start + row
+    # A split without any context leaves only its -inf behind; the merge does not read the rest.
+    if (split == 0) | (begin < end):
+        acc = acc / row_sum[:, None]
+        at = output + split.to(tl.int64) * output_split + to_row * output_row + head * output_head
+        tl.store(
+            at[:, None] + dims[None, :],
+            acc.to(output.dtype.element_ty),
+            mask=valid[:, None] & in_head[None, :],
+        )
+    if STORE_LSE:
+        value = (row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0))) * LN_2
+        lse_at = lse + split.to(tl.int64) * lse_split + to_row * lse_row + head
+        tl.store(lse_at, value, mask=valid)
+
+
+@dataclass(frozen=True)
+class TreeAttnConfig:
+    """Tile sizes of one launch."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def choose(
+        cls, packed_rows: int, head_dim: int, itemsize: int, shared_memory: int
+    ) -> TreeAttnConfig:
+        """Tiles for `packed_rows` rows x heads of the largest tree on a device whose blocks may
+        take `shared_memory` bytes."""
+        block_m = min(max(16, triton.next_power_of_2(packed_rows)), 128 if itemsize < 4 else 64)
+        block_n = 64 if itemsize < 4 else 32
+        if head_dim > 128:
+            block_m, block_n = min(block_m, 64), 32
+        # K and V of a tile per stage, and the query once.
+        padded = triton.next_power_of_2(head_dim)
+        stage = 2 * block_n * padded * itemsize
+        stages = (shared_memory - block_m * padded * itemsize - 8192) // stage
+        # Eight warps for 128 rows: four would spill the accumulator.
+        return cls(block_m, block_n, 8 if block_m == 128 else 4, int(max(1, min(3, stages))))
+
+
+def choose_splits(programs: int, max_context: int, num_sms: int) -> int:
+    """Splits of the context so that about two programs stand on every multiprocessor.
+
+    Args:
+        programs: programs without a split.
+        max_context: longest context; shares shorter than MIN_SPLIT are not worth merging.
+        num_sms: multiprocessors of the device.
+    """
+    useful = max(1, max_context // MIN_SPLIT)
+    wanted = -(-2 * num_sms // max(1, programs))
+    return triton.next_power_of_2(max(1, min(useful, wanted, MAX_SPLITS)))
+
+
+def tree_attn_triton(
+    # [T, Hq, Dh]
+    query: torch.Tensor,
+    # [num_blocks, block_size, Hkv, Dh], any strides
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    # [T, Hq, Dh], written in place
+    output: torch.Tensor,
+    meta: CudaTreeMetadata,
+    scale: float,
+    # [M, Hkv, Dh]
+    tail_key: torch.Tensor | None = None,
+    tail_value: torch.Tensor | None = None,
+    *,
+    # [T, Hq] float32; written for tree rows
+    lse: torch.Tensor | None = None,
+    splits: int | None = None,
+) -> None:
+    """Tree attention as `cuda_contract` states it. No host synchronisation, graph safe.
+
+    Args:
+        lse: takes the natural logarithm of each row's softmax sum, when given.
+        splits: forces the number of context splits; a power of two.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = key_cache.shape[2]
+    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+    assert query.stride(2) == 1 and output.stride(2) == 1, (query.stride(), output.stride())
+    if meta.num_trees == 0 or meta.max_rows == 0:
+        return
+    group = num_heads // num_kv_heads
+    num_sms, shared_memory = _device_limits(query.device)
+    config = TreeAttnConfig.choose(
+        meta.max_rows * group, head_dim, query.element_size(), shared_memory
+    )
+    row_tiles = triton.cdiv(meta.max_rows * group, config.block_m)
+    if splits is None:
+        splits = choose_splits(row_tiles * num_kv_heads * meta.num_trees, meta.max_context, num_sms)
+    if splits == 1:
+        target, target_lse = output, lse
+        target_strides = (0, output.stride(0), output.stride(1))
+    else:
+        rows = meta.parent_rows.shape[0]
+        target = query.new_empty((splits, rows, num_heads, head_dim), dtype=torch.float32)
+        target_lse = query.new_empty((splits, rows, num_heads), dtype=torch.float32)
+        target_strides = target.stride()[:3]
+    lse_strides = (0, 0)
+    if target_lse is not None:
+        lse_strides = (0, target_lse.stride(0)) if splits == 1 else target_lse.stride()[:2]
+    full = meta.mask_kind == "full"
+    words = meta.plan if full else tree_words(meta)
+    dense = tail_key is not None
+    tail_strides = (0, 0, 0, 0)
+    if dense:
+        assert tail_value is not None
+        assert tail_key.stride(2) == 1 and tail_value.stride(2) == 1
+        tail_strides = (*tail_key.stride()[:2], *tail_value.stride()[:2])
+    _tree_attn_kernel[(row_tiles * splits, num_kv_heads, meta.num_trees)](
+        query,
+        key_cache,
+        value_cache,
+        target,
+        target if target_lse is None else target_lse,
+        meta.plan,
+        words,
+        meta.block_table,
+        tail_key if dense else query,
+        tail_value if dense else query,
+        scale * LOG2_E,
+        meta.plan.stride(0),
+        words.stride(0),
+        meta.block_table.stride(0),
+        query.stride(0),
+        query.stride(1),
+        *target_strides,
+        *lse_strides,
+        *key_cache.stride(),
+        *value_cache.stride(),
+        *tail_strides,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
+        PAGE=key_cache.shape[1],
+        SPLITS=splits,
+        MIN_SPLIT=MIN_SPLIT,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        DENSE_TAIL=dense,
+        FULL_TAIL=full,
+        STORE_LSE=target_lse is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if splits > 1:
+        merge_states(
+            target, target_lse, output, plan=meta.plan, max_rows=meta.max_rows, merged_lse=lse
+        )
+
+
+def tree_words(meta: CudaTreeMetadata) -> torch.Tensor:
+    """The ancestor words of `meta` [M, W]; made and kept there if the caller did not bring any."""
+    if meta.words is None:
+        width = max(1, triton.cdiv(meta.max_rows, 64))
+        shape = (meta.parent_rows.shape[0], width)
+        meta.words = torch.zeros(shape, dtype=torch.int64, device=meta.plan.device)
+        fill_tree_words(meta.plan, meta.parent_rows, meta.words, meta.max_rows)
+    return meta.words
+
+
+_LIMITS: dict[torch.device, tuple[int, int]] = {}
+
+
+def _device_limits(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors and bytes of shared memory a block may take."""
+    if device not in _LIMITS:
+        if device.type != "cuda":
+            # The interpreter: any values do.
+            _LIMITS[device] = (8, 227 * 1024)
+        else:
+            properties = torch.cuda.get_device_properties(device)
+            _LIMITS[device] = (
+                properties.multi_processor_count,
+                properties.shared_memory_per_block_optin,
+            )
+    return _LIMITS[device]

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact best-first trees on the device, node for node those of the tree package's builder.
+
+One warp a request. The candidates of the heap are lanes' registers: a popped candidate's place is
+taken by its next sibling, and its first child takes a new place, so that `budget` + 1 places are
+enough. Scores are float64, so that paths of equal summands tie as they do in the other builders.
+
+Letters: B requests, D depths, K candidates a depth, N nodes at most.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _build_best_first_kernel(
+    # [B, D, K] int64
+    top_ids,
+    # [B, D, K] float32
+    top_log_probs,
+    # [B] int32
+    budgets,
+    # [B] int32
+    depths,
+    # [B, N] int64, int32, int32, float32
+    token_ids,
+    parents,
+    node_depths,
+    scores,
+    # [B] int32
+    counts,
+    num_depths,
+    width,
+    max_width,
+    num_nodes,
+    PLACES: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    budget = tl.load(budgets + request)
+    rows = tl.minimum(tl.load(depths + request), num_depths)
+    ranks = tl.minimum(width, max_width)
+    ids = top_ids + request * num_depths * width
+    logps = top_log_probs + request * num_depths * width
+    at = request * num_nodes
+
+    place = tl.arange(0, PLACES)
+    never = float("-inf")
+    first = tl.load(logps).to(tl.float64)
+    # A candidate that is not finite is none: its score becomes -inf, which is never popped.
+    usable = (budget > 0) & (rows > 0) & (first > never) & (first < float("inf"))
+    score = tl.where((place == 0) & usable, first, never)
+    base = tl.zeros([PLACES], tl.float64)
+    # Order of entry: breaks ties, earlier first. Never more than 2 * N.
+    order = tl.zeros([PLACES], tl.int32)
+    # Parent + 1, depth - 1 and rank of each candidate.
+    above = tl.zeros([PLACES], tl.int32)
+    level = tl.zeros([PLACES], tl.int32)
+    rank = tl.zeros([PLACES], tl.int32)
+    entered = 1
+    node = 0
+    best = tl.max(score, 0)
+    while (best > never) & (node < budget):
+        earliest = tl.min(tl.where(score == best, order, 1 << 30), 0)
+        chosen = (score == best) & (order == earliest)
+        my_above = tl.sum(tl.where(chosen, above, 0), 0)
+        my_level = tl.sum(tl.where(chosen, level, 0), 0)
+        my_rank = tl.sum(tl.where(chosen, rank, 0), 0)
+        my_base = tl.sum(tl.where(chosen, base, 0.0), 0)
+        tl.store(token_ids + at + node, tl.load(ids + my_level * width + my_rank))
+        tl.store(parents + at + node, my_above - 1)
+        tl.store(node_depths + at + node, my_level + 1)
+        tl.store(scores + at + node, best.to(tl.float32))
+        node += 1
+        # The next sibling takes the popped candidate's place, or the place falls empty.
+        more = my_rank + 1 < ranks
+        logp = tl.load(logps + my_level * width + my_rank + 1, mask=more, other=never)
+        logp = logp.to(tl.float64)
+        more = more & (logp > never) & (logp < float("inf"))
+        score = tl.where(chosen, tl.where(more, my_base + logp, never), score)
+        order = tl.where(chosen, entered, order)
+        rank = tl.where(chosen, my_rank + 1, rank)
+        entered += more.to(tl.int32)
+        # Its first child takes a new one.
+        more = my_level + 1 < rows
+        logp = tl.load(logps + (my_level + 1) * width, mask=more, other=never).to(tl.float64)
+        more = more & (logp > never) & (logp < float("inf"))
+        new = place == node
+        score = tl.where(new, tl.where(more, best + logp, never), score)
+        base = tl.where(new, best, base)
+        order = tl.where(new, entered, order)
+        above = tl.where(new, node, above)
+        level = tl.where(new, my_level + 1, level)
+        rank = tl.where(new, 0, rank)
+        entered += more.to(tl.int32)
+        best = tl.max(score, 0)
+    tl.store(counts + request, node)
+
+
+def build_best_first_triton(
+    # [B, D, K] int64
+    top_ids: torch.Tensor,
+    # [B, D, K] float32
+    top_log_probs: torch.Tensor,
+    # [B] int32
+    budgets: torch.Tensor,
+    # [B] int32
+    depths: torch.Tensor,
+    max_width: int,
+    num_nodes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`dispatch.build_best_first` on the device; no host synchronisation.
+
+    Args:
+        num_nodes: N, at least the largest budget; the host knows it, the device need not tell.
+    """
+    num_reqs, num_depths, width = top_ids.shape
+    device = top_ids.device
+    shape = (num_reqs, num_nodes)
+    token_ids = torch.empty(shape, dtype=torch.int64, device=device)
+    parents = torch.empty(shape, dtype=torch.int32, device=device)
+    node_depths = torch.empty(shape, dtype=torch.int32, device=device)
+    scores = torch.empty(shape, dtype=torch.float32, device=device)
+    counts = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+    if num_reqs and num_nodes and num_depths and width:
+        _build_best_first_kernel[(num_reqs,)](
+            top_ids.contiguous(),
+            top_log_probs.contiguous(),
+            budgets,
+            depths,
+            token_ids,
+            parents,
+            node_depths,
+            scores,
+            counts,
+            num_depths,
+            width,
+            max_width,
+            num_nodes,
+            PLACES=max(32, triton.next_power_of_2(num_nodes + 1)),
+            # One warp: reductions stay within it.
+            num_warps=1,
+        )
+    return token_ids, parents, node_depths, scores, counts
