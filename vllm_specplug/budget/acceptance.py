@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How probable it is that a node will be accepted, learnt while serving.
+
+Drafters score a node by the log-probability they give its path. Those are honest to different
+degrees: a head is too sure of deep nodes, lookups are right in one text and wrong in the next.
+So scores are calibrated twice, by what the target really accepted:
+
+- a table over all requests, by depth and score, of the share that was accepted. It starts as
+  "the score is the probability", weighs that prior like a few observations, and forgets;
+- an offset in log-odds per request, zero for a new one, shrunk to zero and forgetting as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+# Log-odds of the score at the table's columns; dense where decisions fall.
+_LOG_ODDS = np.array([-6.0, -4.5, -3.5, -2.5, -1.75, -1.0, -0.35, 0.35, 1.0, 1.75, 2.75, 4.0, 6.0])
+_PRIOR = 1.0 / (1.0 + np.exp(-_LOG_ODDS))
+_KNOTS = np.log(_PRIOR)
+"""Scores (log-probabilities) of the columns."""
+_COLUMNS = len(_KNOTS)
+
+# Row of the table by depth; deeper ones share the last row.
+_ROW_OF_DEPTH = np.array([0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 6])
+_ROWS = int(_ROW_OF_DEPTH[-1]) + 1
+
+_PRIOR_WEIGHT = 6.0
+"""Observations that the prior of one entry of the table is worth."""
+_TABLE_DECAY = 0.998
+"""What a step leaves of the earlier observations."""
+
+_OFFSET_PRECISION = 4.0
+"""1 / variance of log-odds offsets between requests."""
+_OFFSET_DECAY = 0.98
+"""What a request's step leaves of its earlier evidence."""
+_OFFSET_LIMIT = 3.0
+_NESTED = 2.0
+"""Nodes of one path fall together: the variance of their sum over that of independent nodes."""
+
+
+class AcceptanceModel:
+    """Acceptance probabilities of nodes, by score, depth and request.
+
+    Arrays `slots` name requests; a slot comes from `slot_of`.
+    """
+
+    def __init__(self) -> None:
+        self._hits = np.zeros((_ROWS, _COLUMNS))
+        self._trials = np.zeros((_ROWS, _COLUMNS))
+        self._table = np.empty((_ROWS, _COLUMNS))
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._offsets = np.zeros(64)
+        self._precisions = np.full(64, _OFFSET_PRECISION)
+        self._refresh()
+
+    def slot_of(self, req_id: str) -> tuple[int, bool]:
+        """The slot of a request and whether it is new; a new one starts from the population."""
+        slot = self._slots.get(req_id)
+        is_new = slot is None
+        if slot is None:
+            slot = self._free.pop() if self._free else len(self._slots)
+            if slot == len(self._offsets):
+                self._offsets = np.concatenate([self._offsets, np.zeros(slot)])
+                self._precisions = np.concatenate(
+                    [self._precisions, np.full(slot, _OFFSET_PRECISION)]
+                )
+            self._slots[req_id] = slot
+            self._offsets[slot] = 0.0
+            self._precisions[slot] = _OFFSET_PRECISION
+        return slot, is_new
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Drops requests that ended."""
+        for req_id in req_ids:
+            slot = self._slots.pop(req_id, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def probabilities(
+        self,
+        # [N] cumulative draft log-probabilities
+        scores: npt.NDArray[np.floating],
+        # [N]
+        depths: npt.NDArray[np.integer],
+        # [N] each node's request
+        slots: npt.NDArray[np.integer],
+    ) -> Floats:
+        """[N] probability that each node's path is accepted; a child's is not above its parent's
+        but for the last bit."""
+        base = self._population(*_position(scores, depths))
+        odds = np.exp(self._offsets)[slots]
+        return base * odds / (1.0 - base + base * odds)
+
+    def observe(
+        self,
+        scores: npt.NDArray[np.floating],
+        depths: npt.NDArray[np.integer],
+        slots: npt.NDArray[np.integer],
+        # [N] whether the node's path was accepted
+        accepted: npt.NDArray[np.bool_],
+    ) -> Floats:
+        """Learns from the nodes of one verified step; returns what was expected of each, [N]."""
+        row, left, weight = _position(scores, depths)
+        odds = np.exp(self._offsets)[slots]
+        base = self._population(row, left, weight)
+        expected = base * odds / (1.0 - base + base * odds)
+        hit = accepted.astype(np.float64)
+
+        flat = row * _COLUMNS + left
+        both = np.concatenate([flat, flat + 1])
+        shares = np.concatenate([1.0 - weight, weight])
+        size = _ROWS * _COLUMNS
+        self._trials *= _TABLE_DECAY
+        self._hits *= _TABLE_DECAY
+        self._trials += np.bincount(both, shares, size).reshape(_ROWS, _COLUMNS)
+        self._hits += np.bincount(both, shares * np.concatenate([hit, hit]), size).reshape(
+            _ROWS, _COLUMNS
+        )
+        self._refresh()
+        self._observe_offsets(slots, hit - expected, expected * (1.0 - expected))
+        return expected
+
+    def _observe_offsets(
+        self, slots: npt.NDArray[np.integer], residuals: Floats, variances: Floats
+    ) -> None:
+        size = len(self._offsets)
+        seen = np.bincount(slots, minlength=size) > 0
+        residual = np.bincount(slots, residuals, size)[seen] / _NESTED
+        information = np.bincount(slots, variances, size)[seen] / _NESTED
+        precision = _OFFSET_DECAY * self._precisions[seen] + (1 - _OFFSET_DECAY) * _OFFSET_PRECISION
+        precision += information
+        offset = _OFFSET_DECAY * self._offsets[seen] + residual / precision
+        self._precisions[seen] = precision
+        self._offsets[seen] = np.clip(offset, -_OFFSET_LIMIT, _OFFSET_LIMIT)
+
+    def _population(self, row: Ints, left: Ints, weight: Floats) -> Floats:
+        low, high = self._table[row, left], self._table[row, left + 1]
+        return low + (high - low) * weight
+
+    def _refresh(self) -> None:
+        table = (self._hits + _PRIOR_WEIGHT * _PRIOR) / (self._trials + _PRIOR_WEIGHT)
+        # Never falling with the score and never rising with depth: so no child exceeds its parent.
+        np.maximum.accumulate(table, axis=1, out=table)
+        np.minimum.accumulate(table, axis=0, out=table)
+        self._table = table
+
+
+def _position(
+    scores: npt.NDArray[np.floating], depths: npt.NDArray[np.integer]
+) -> tuple[Ints, Ints, Floats]:
+    """Where nodes lie in the table: row, left column, weight of the right one."""
+    place = np.interp(scores, _KNOTS, np.arange(_COLUMNS))
+    left = np.minimum(place.astype(np.int64), _COLUMNS - 2)
+    row = _ROW_OF_DEPTH[np.minimum(depths, len(_ROW_OF_DEPTH) - 1)]
+    return row, left, place - left
+
+
+def chosen_nodes(paths: Sequence[Sequence[int]], counts: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """[sum of counts] True at the nodes of `paths`, for trees of `counts` nodes in a row."""
+    flags = np.zeros(sum(counts), np.bool_)
+    first = 0
+    for path, count in zip(paths, counts, strict=True):
+        flags[[first + node for node in path]] = True
+        first += count
+    return flags

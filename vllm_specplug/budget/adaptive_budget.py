@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget that follows the load: cost model, acceptance model, gate and allocation in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specplug.budget.acceptance import AcceptanceModel, chosen_nodes
+from vllm_specplug.budget.allocation import allocate
+from vllm_specplug.budget.cost_curve import Floats
+from vllm_specplug.budget.draft_gate import IMPOSSIBLE_MS, DraftGate
+from vllm_specplug.budget.step_cost import StepCostModel
+from vllm_specplug.tree import ROOT, DraftTree
+
+Ints = npt.NDArray[np.int64]
+
+_EMPTY = DraftTree.empty()
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """What is known of the step that will verify the drafts now to be made."""
+
+    # [R] requests that may draft
+    req_ids: Sequence[str]
+    # [R] tokens before each root
+    context_lens: Sequence[int]
+    # [R] most nodes of each tree
+    caps: Sequence[int]
+    # [R] deepest node a draft forward may be run for; 0 forbids it
+    forward_limits: Sequence[int]
+    num_roots: int
+    """Rows that yield a token whatever is drafted: of these R requests and of all others."""
+    root_context: int
+    """Tokens attended by those rows."""
+    other_rows: int = 0
+    """Prompt rows that share the step and yield none."""
+    other_context: int = 0
+
+
+@dataclass
+class _Nodes:
+    """Nodes of several trees in a row."""
+
+    trees: Sequence[DraftTree]
+    counts: Ints
+    # [N] index of each node's tree
+    owners: Ints
+    scores: npt.NDArray[np.float32]
+    depths: Ints
+    probabilities: Floats = field(default_factory=lambda: np.empty(0))
+
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree]) -> _Nodes:
+        counts = np.array([tree.num_nodes for tree in trees], np.int64)
+        empty = [np.empty(0)]
+        return cls(
+            trees,
+            counts,
+            np.repeat(np.arange(len(trees)), counts),
+            np.concatenate([tree.scores for tree in trees] or empty),
+            np.concatenate([tree.depths for tree in trees] or empty).astype(np.int64),
+        )
+
+
+class AdaptiveBudget:
+    """Decides every step who drafts how deep and which nodes are verified.
+
+    Every decision follows from the arguments of earlier calls alone: given the same trees,
+    acceptances and times, all ranks of a tensor parallel group decide alike.
+
+    Args:
+        costs: what a step costs.
+        max_step_rows: most rows of one step, whatever would pay.
+        deepest_forward: deepest node of a draft forward; 0 when the method has none.
+    """
+
+    def __init__(self, costs: StepCostModel, max_step_rows: int, deepest_forward: int) -> None:
+        self.costs = costs
+        self.max_step_rows = max_step_rows
+        self.acceptance = AcceptanceModel()
+        self.gate = DraftGate(deepest_forward) if deepest_forward else None
+        self._step: NextStep | None = None
+        self._slots: Ints = np.empty(0, np.int64)
+        self._depths: Ints = np.empty(0, np.int64)
+        self._found: _Nodes | None = None
+
+    def plan(self, step: NextStep, found: Sequence[DraftTree]) -> list[int]:
+        """[R] depth of the draft forward for each request, 0 for none.
+
+        `found` are the trees that lookups made at no cost worth mentioning.
+        """
+        self._step = step
+        self._slots = self._slots_of(step.req_ids)
+        nodes = self._found = _Nodes.of(found)
+        nodes.probabilities = self._probabilities(nodes, self._slots)
+        self._depths = np.zeros(len(step.req_ids), np.int64)
+        if self.gate is not None and len(step.req_ids):
+            decision = self.gate.decide(
+                self._slots,
+                np.asarray(step.forward_limits, np.int64),
+                nodes.probabilities,
+                nodes.owners,
+                step.num_roots,
+                self.costs.draft,
+                self._step_ms(step, sum(step.caps)) + self._mean_node_ms(step),
+            )
+            self._depths = decision.depths
+        return self._depths.tolist()
+
+    def trim(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        """The parts of the trees, one a request of the planned step, that pay for their rows."""
+        step, found = self._step, self._found
+        assert step is not None and found is not None and len(trees) == len(step.req_ids)
+        self._step = self._found = None
+        nodes = _Nodes.of(trees)
+        nodes.probabilities = self._probabilities(nodes, self._slots)
+        if self.gate is not None and self._depths.any():
+            self._observe_forwards(nodes, found)
+        total = len(nodes.probabilities)
+        if not total:
+            return list(trees)
+        drafted = np.flatnonzero(self._depths)
+        step_ms = self._step_ms(step, total)
+        if len(drafted):
+            step_ms = step_ms + float(self.costs.draft(int((self._depths[drafted] + 1).sum())))
+        node_ms = self.costs.attention_ms * np.asarray(step.context_lens, np.float64)
+        caps = np.asarray(step.caps)
+        probabilities = nodes.probabilities
+        if (nodes.counts > caps).any():
+            probabilities = _capped(nodes, caps)
+        allocation = allocate(probabilities, step_ms, step.num_roots, node_ms[nodes.owners])
+        return _subtrees(nodes, allocation.kept & (probabilities > 0))
+
+    def observe(
+        self,
+        req_ids: Sequence[str],
+        trees: Sequence[DraftTree],
+        paths: Sequence[Sequence[int]],
+    ) -> float:
+        """Learns from verified trees and their accepted paths; returns the number of accepted
+        nodes that had been expected."""
+        nodes = _Nodes.of(trees)
+        if not len(nodes.scores):
+            return 0.0
+        expected = self.acceptance.observe(
+            nodes.scores,
+            nodes.depths,
+            self._slots_of(req_ids)[nodes.owners],
+            chosen_nodes(paths, nodes.counts.tolist()),
+        )
+        return float(expected.sum())
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Drops requests that ended."""
+        self.acceptance.forget(req_ids)
+
+    def _slots_of(self, req_ids: Sequence[str]) -> Ints:
+        slots = np.empty(len(req_ids), np.int64)
+        for i, req_id in enumerate(req_ids):
+            slots[i], is_new = self.acceptance.slot_of(req_id)
+            if is_new and self.gate is not None:
+                self.gate.reset(int(slots[i]))
+        return slots
+
+    def _probabilities(self, nodes: _Nodes, slots: Ints) -> Floats:
+        return self.acceptance.probabilities(nodes.scores, nodes.depths, slots[nodes.owners])
+
+    def _step_ms(self, step: NextStep, num_nodes: int) -> Floats:
+        """[num_nodes + 1] ms of the step with that many nodes, their own attention excluded."""
+        context = step.root_context + step.other_context
+        ms = self.costs.decode_ms(step.num_roots, step.other_rows, num_nodes, context)
+        ms += self.costs.rest_ms
+        ms[1 + max(0, self.max_step_rows - step.num_roots - step.other_rows) :] = IMPOSSIBLE_MS
+        return ms
+
+    def _mean_node_ms(self, step: NextStep) -> Floats:
+        """[sum of caps + 1] ms of the attention of that many nodes at the average context."""
+        context = sum(step.context_lens) / len(step.context_lens)
+        return self.costs.attention_ms * context * np.arange(sum(step.caps) + 1)
+
+    def _observe_forwards(self, nodes: _Nodes, found: _Nodes) -> None:
+        assert self.gate is not None
+        drafted = np.flatnonzero(self._depths)
+        place = np.full(len(self._depths), -1)
+        place[drafted] = np.arange(len(drafted))
+
+        def columns(some: _Nodes) -> tuple[Floats, Ints, Ints]:
+            owners = place[some.owners]
+            inside = owners >= 0
+            return some.probabilities[inside], some.depths[inside], owners[inside]
+
+        self.gate.observe(
+            self._slots[drafted], self._depths[drafted], columns(nodes), columns(found)
+        )
+
+
+def _capped(nodes: _Nodes, caps: Ints) -> Floats:
+    """The probabilities, zero for all but the best `caps` nodes of each tree."""
+    probabilities = nodes.probabilities.copy()
+    starts = np.cumsum(nodes.counts) - nodes.counts
+    for tree in np.flatnonzero(nodes.counts > caps):
+        own = probabilities[starts[tree] : starts[tree] + nodes.counts[tree]]
+        own[np.argsort(-own, kind="stable")[caps[tree] :]] = 0.0
+    return probabilities
+
+
+def _subtrees(nodes: _Nodes, kept: npt.NDArray[np.bool_]) -> list[DraftTree]:
+    """The kept nodes of each tree in their old order."""
+    sizes = np.bincount(nodes.owners[kept], minlength=len(nodes.trees)).tolist()
+    result = []
+    first = 0
+    for tree, size in zip(nodes.trees, sizes, strict=True):
+        own = kept[first : first + tree.num_nodes]
+        first += tree.num_nodes
+        if size == tree.num_nodes:
+            result.append(tree)
+        elif size == 0:
+            result.append(_EMPTY)
+        elif own[:size].all():
+            result.append(tree.prefix(size))
+        else:
+            result.append(_subtree(tree, own))
+    return result
+
+
+def _subtree(tree: DraftTree, kept: npt.NDArray[np.bool_]) -> DraftTree:
+    parents = tree.parent_indices
+    # Rounding may rank a child before its parent; seldom, and then the child is left out.
+    while (orphans := kept & (parents != ROOT) & ~kept[parents]).any():
+        kept = kept & ~orphans
+    place = np.cumsum(kept) - 1
+    parents = parents[kept]
+    return DraftTree(
+        token_ids=tree.token_ids[kept],
+        parent_indices=np.where(parents == ROOT, ROOT, place[parents]).astype(np.int32),
+        depths=tree.depths[kept],
+        scores=tree.scores[kept],
+    )

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For whom the draft forward pays, and how deep, decided before it has been run.
+
+What a forward will find is not known beforehand, but what earlier ones found is: how many nodes
+of which acceptance probability a forward of depth D added to what lookups had found anyway. That
+histogram, averaged over all requests and scaled by how each request compares with it, stands in
+for the candidates to come; whether they pay is then the same question as for real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specplug.budget.cost_curve import Floats
+
+Ints = npt.NDArray[np.int64]
+
+_EDGES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96])
+_BINS = len(_EDGES) + 1
+
+_DECAY = 0.99
+"""What one draft leaves of the earlier ones in the histograms."""
+_PRIOR_DRAFTS = 3.0
+_PRIOR_FIRST, _PRIOR_DEEPER = 0.65, 0.7
+"""Until something was drafted: the best node of each depth has this probability, times its parent's
+below the first."""
+
+_REQUEST_DECAY = 0.9
+_REQUEST_PRIOR = 2.0
+"""Expected tokens that "this request is like the others" is worth."""
+
+IMPOSSIBLE_MS = 1e9
+"""Time of a step with more rows than it may have."""
+
+TURN_ON = 1.02
+"""How much better than without it drafting must look before it starts; it stops when it no longer
+looks better at all."""
+PROBE_SHARE = 0.005
+"""Share of the time that may go into forwards that only tell whether drafting would pay again."""
+
+
+@dataclass(frozen=True)
+class GateDecision:
+    """Which requests get a draft forward."""
+
+    depths: Ints
+    """[R] deepest node to draft, 0 for no forward."""
+    gain: float
+    """Expected tokens per millisecond over those without any forward; 1 without."""
+    is_probe: bool = False
+
+
+class DraftGate:
+    """Decides on draft forwards.
+
+    Args:
+        deepest: deepest node a forward can draft.
+    """
+
+    def __init__(self, deepest: int) -> None:
+        assert deepest >= 1
+        self.deepest = deepest
+        steps = {1, 2, 3, 5, 8, 12, 16, 32, deepest}
+        self._depth_options = np.array(sorted(d for d in steps if d <= deepest))
+        # [2, deepest, _BINS] nodes a forward added, by "lookups found something", depth and
+        # probability; their number and their sum of probabilities
+        self._counts = np.zeros((2, deepest, _BINS))
+        self._sums = np.zeros((2, deepest, _BINS))
+        # [2, deepest] drafts behind them
+        self._drafts = np.full((2, deepest), _PRIOR_DRAFTS)
+        probability = _PRIOR_FIRST
+        for depth in range(deepest):
+            place = np.searchsorted(_EDGES, probability)
+            self._counts[:, depth, place] = _PRIOR_DRAFTS
+            self._sums[:, depth, place] = _PRIOR_DRAFTS * probability
+            probability *= _PRIOR_DEEPER
+        self._found = np.full(64, _REQUEST_PRIOR)
+        self._expected = np.full(64, _REQUEST_PRIOR)
+        self._is_on = True
+        self._steps_since_forward = 0
+        self._probes = 0
+
+    def decide(
+        self,
+        # [R] slots of the requests that may draft
+        slots: Ints,
+        # [R] deepest node allowed for each
+        limits: Ints,
+        # [N] probabilities of the nodes that lookups found, and whose they are (0..R-1)
+        found: Floats,
+        owners: Ints,
+        base_tokens: float,
+        # rows -> ms of drafting
+        draft_ms: Callable[[npt.ArrayLike], Floats],
+        # [M + 1] ms of a step with 0..M nodes, drafting excluded
+        step_ms: Floats,
+    ) -> GateDecision:
+        """Which requests to run a draft forward for, and to which depth."""
+        num_reqs = len(slots)
+        none = GateDecision(np.zeros(num_reqs, np.int64), 1.0)
+        allowed = limits > 0
+        if not allowed.any():
+            return none
+        self._grow(int(slots.max()))
+        hints = np.minimum(np.bincount(owners, minlength=num_reqs), 1)
+        scale = self._found[slots] / self._expected[slots]
+        order = np.argsort(np.where(allowed, -scale, np.inf), kind="stable")
+        order = order[: int(allowed.sum())]
+        most = len(order)
+        sizes = np.array(sorted({1, -(-most // 4), -(-most // 2), most}))
+
+        # [2, deepest, bins] average additions of one forward by depth reached, best bins first
+        counts, sums = self._averages()
+        # [sizes, 2] forwards, scaled, for the first `size` requests
+        forwards = np.zeros((2, len(order) + 1))
+        for kind in (0, 1):
+            np.cumsum(np.where(hints[order] == kind, scale[order], 0.0), out=forwards[kind, 1:])
+        forwards = forwards[:, sizes].T
+        # [sizes, depths, bins] candidates in all, best bins first
+        place = _BINS - 1 - np.searchsorted(_EDGES, found)
+        nodes = np.tensordot(forwards, counts, 1) + np.bincount(place, minlength=_BINS)
+        gains = np.tensordot(forwards, sums, 1) + np.bincount(place, found, _BINS)
+        nodes = np.maximum(np.cumsum(nodes, axis=2), 0.0)
+        gains = np.cumsum(gains, axis=2)
+        all_ms = np.arange(len(step_ms))
+        rows = sizes[:, None] * (self._depth_options + 1)
+        ms = np.interp(nodes, all_ms, step_ms, right=IMPOSSIBLE_MS) + draft_ms(rows)[:, :, None]
+        rates = ((base_tokens + gains) / ms).max(axis=2)
+
+        alone = np.cumsum(np.bincount(place, minlength=_BINS))
+        alone_gain = np.cumsum(np.bincount(place, found, _BINS))
+        without = (base_tokens + alone_gain) / np.interp(
+            alone, all_ms, step_ms, right=IMPOSSIBLE_MS
+        )
+        plain = max(float(without.max()), base_tokens / float(step_ms[0]))
+
+        best = int(np.argmax(rates))
+        size, depth = divmod(best, len(self._depth_options))
+        gain = float(rates.flat[best]) / plain
+        depths = np.zeros(num_reqs, np.int64)
+        if gain >= (1.0 if self._is_on else TURN_ON):
+            self._is_on = True
+            self._steps_since_forward = 0
+            chosen = order[: sizes[size]]
+            depths[chosen] = np.minimum(limits[chosen], self._depth_options[depth])
+            return GateDecision(depths, gain)
+        self._is_on = False
+        self._steps_since_forward += 1
+        probe_ms = float(draft_ms(self.deepest + 1))
+        if self._steps_since_forward * PROBE_SHARE * float(step_ms[0]) >= probe_ms:
+            # In turn, so that no request is judged by another for ever.
+            candidates = np.flatnonzero(allowed)
+            chosen_one = int(candidates[self._probes % len(candidates)])
+            self._probes += 1
+            self._steps_since_forward = 0
+            depths[chosen_one] = limits[chosen_one]
+            return GateDecision(depths, gain, is_probe=True)
+        return GateDecision(depths, 1.0)
+
+    def observe(
+        self,
+        # [R] requests that got a forward, by slot, and how deep it went
+        slots: Ints,
+        reached: Ints,
+        # [N] probability, depth and owner (0..R-1) of the nodes there are with the forward
+        nodes: tuple[Floats, Ints, Ints],
+        # [M] the same of those that lookups had found without it
+        found: tuple[Floats, Ints, Ints],
+    ) -> None:
+        """Learns from what forwards added."""
+        num_reqs = len(slots)
+        if not num_reqs:
+            return
+        self._grow(int(slots.max()))
+        hints = np.minimum(np.bincount(found[2], minlength=num_reqs), 1)
+        new_counts = np.zeros(self._counts.size)
+        new_sums = np.zeros(self._counts.size)
+        for sign, (probabilities, depths, owners) in ((1.0, nodes), (-1.0, found)):
+            inside = depths <= np.minimum(reached, self.deepest)[owners]
+            p, d, o = probabilities[inside], depths[inside], owners[inside]
+            cell = (hints[o] * self.deepest + d - 1) * _BINS + np.searchsorted(_EDGES, p)
+            new_counts += sign * np.bincount(cell, minlength=new_counts.size)
+            new_sums += sign * np.bincount(cell, p, new_sums.size)
+        # [2, deepest] drafts that reached each depth
+        per_depth = np.zeros((2, self.deepest))
+        for kind in (0, 1):
+            of_kind = reached[hints == kind]
+            per_depth[kind] = (of_kind[:, None] > np.arange(self.deepest)).sum(axis=0)
+
+        averages = (self._sums / self._drafts[:, :, None]).sum(axis=2)
+        expected = np.cumsum(averages, axis=1)[hints, np.minimum(reached, self.deepest) - 1]
+        keep = _DECAY**per_depth
+        self._drafts = self._drafts * keep + per_depth
+        self._counts = self._counts * keep[:, :, None] + new_counts.reshape(self._counts.shape)
+        self._sums = self._sums * keep[:, :, None] + new_sums.reshape(self._sums.shape)
+
+        added = np.bincount(nodes[2], nodes[0], num_reqs) - np.bincount(
+            found[2], found[0], num_reqs
+        )
+        decayed = _REQUEST_DECAY
+        prior = (1 - decayed) * _REQUEST_PRIOR
+        self._found[slots] = decayed * self._found[slots] + prior + np.maximum(added, 0.0)
+        self._expected[slots] = decayed * self._expected[slots] + prior + np.maximum(expected, 1e-3)
+
+    def _averages(self) -> tuple[Floats, Floats]:
+        """[2, depth options, bins] nodes one forward adds, and their probabilities."""
+        weights = self._drafts[:, :, None]
+        options = self._depth_options - 1
+        counts = np.cumsum(self._counts / weights, axis=1)[:, options, ::-1]
+        sums = np.cumsum(self._sums / weights, axis=1)[:, options, ::-1]
+        return counts, sums
+
+    def reset(self, slot: int) -> None:
+        """A new request took this slot."""
+        self._grow(slot)
+        self._found[slot] = self._expected[slot] = _REQUEST_PRIOR
+
+    def _grow(self, slot: int) -> None:
+        while slot >= len(self._found):
+            self._found = np.concatenate([self._found, np.full(len(self._found), _REQUEST_PRIOR)])
+            self._expected = np.concatenate(
+                [self._expected, np.full(len(self._expected), _REQUEST_PRIOR)]
+            )

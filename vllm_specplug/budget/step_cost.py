@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step costs: verification by rows and context, drafting by rows, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specplug.budget.cost_curve import CostCurve, Floats
+
+_REST_STEP = 0.05
+_FIRST_REST_MS = 1.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Times measured on this machine before serving; plain numbers, fit for JSON."""
+
+    rows: tuple[float, ...]
+    """Rows of the measured forwards."""
+    forward_ms: tuple[float, ...]
+    """Target forward of that many rows with next to no context, without logits."""
+    logits_ms: tuple[float, ...]
+    """Logits of that many rows."""
+    attention_ms: float
+    """One row attending one more token of context, all layers."""
+    draft_rows: tuple[float, ...]
+    draft_ms: tuple[float, ...]
+    """Draft forward of that many rows, a request of depth D having D + 1 of them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Calibration:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: when a field is missing, not a number, or no time.
+        """
+        try:
+            lists = {
+                name: tuple(float(value) for value in data[name])
+                for name in ("rows", "forward_ms", "logits_ms", "draft_rows", "draft_ms")
+            }
+            result = cls(attention_ms=float(data["attention_ms"]), **lists)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a calibration: {error!r}") from error
+        pairs = (("rows", "forward_ms"), ("rows", "logits_ms"), ("draft_rows", "draft_ms"))
+        for rows, times in pairs:
+            a, b = lists[rows], lists[times]
+            ascending = all(x < y for x, y in zip(a, a[1:], strict=False))
+            if not a or len(a) != len(b) or not ascending or not all(0 < x < 1e9 for x in b):
+                raise ValueError(f"not a calibration: {times} by {rows} is {b} by {a}")
+        if not 0 <= result.attention_ms < 1e6:
+            raise ValueError(f"not a calibration: attention_ms is {result.attention_ms}")
+        return result
+
+
+class StepCostModel:
+    """Milliseconds of a step's parts, refreshed by the times of real steps."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.forward = CostCurve(calibration.rows, calibration.forward_ms)
+        self.logits = CostCurve(calibration.rows, calibration.logits_ms)
+        self.draft = CostCurve(calibration.draft_rows, calibration.draft_ms)
+        self.attention_ms = calibration.attention_ms
+        self.rest_ms = _FIRST_REST_MS
+        """Scheduling, lookups, bookkeeping and transport of a step."""
+
+    def verify_ms(self, rows: npt.ArrayLike, sampled: npt.ArrayLike, context: float) -> Floats:
+        """Target forward and walk.
+
+        Args:
+            rows: rows of the forward.
+            sampled: those of them that need logits.
+            context: tokens attended, summed over rows.
+        """
+        return self.forward(rows) + self.logits(sampled) + self.attention_ms * context
+
+    def decode_ms(self, roots: int, other_rows: int, num_nodes: int, context: float) -> Floats:
+        """[num_nodes + 1] ms of a step with 0, 1, ... nodes beside `roots` rows that are sampled
+        and `other_rows` that are not; `context` is what these attend."""
+        sampled = roots + np.arange(num_nodes + 1)
+        return self.verify_ms(sampled + other_rows, sampled, context)
+
+    def observe_verify(self, rows: int, sampled: int, context: float, milliseconds: float) -> None:
+        """A real step of this shape took this long."""
+        expected = float(self.verify_ms(rows, sampled, context))
+        self.forward.observe(rows, milliseconds, expected)
+
+    def observe_rest(self, milliseconds: float) -> None:
+        """Time of a step outside forward, walk and drafting, while the engine was busy."""
+        limit = 4.0 * self.rest_ms + 1.0
+        self.rest_ms += _REST_STEP * (min(max(milliseconds, 0.0), limit) - self.rest_ms)
