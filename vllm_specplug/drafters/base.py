@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from vllm_specplug.config import TreeBuilderName
+from vllm_specplug.config import LocalHeadOptions, TreeBuilderName
 from vllm_specplug.tree import DraftTree
 
 # Takes weight [out, in] and bias [out] or None; returns x [T, in] -> [T, out].
@@ -43,6 +43,7 @@ class DrafterOptions:
     ngram_topk: int
     """N-gram branches a tree may take in; 0 switches them off."""
     max_model_len: int
+    local_head: LocalHeadOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,64 @@ class BlockAttention(Protocol):
         """query [R * rows, Hq, Dh], key and value [R * rows, Hkv, Dh] -> [R * rows, Hq, Dh]."""
 
 
+@dataclass(frozen=True)
+class WindowSpec:
+    """A drafter's own keys and values of the last `size` tokens before each anchor: one layer."""
+
+    size: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class DraftWindow(Protocol):
+    """Keys and values of every request's last tokens, in memory that does not grow with context."""
+
+    def missing(self, requests: DraftRequests) -> WindowTokens:
+        """Tokens of the requests' windows that are not stored yet; they count as stored."""
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores keys and values [M, Hkv, Dh] at `slots` [M]."""
+
+    def attention(self, requests: DraftRequests, parents: list[np.ndarray]) -> RowAttention:
+        """Attention over the window and the rows of a tree: row 0 of each request is its anchor,
+        the others have parents as in `DraftTree.parent_indices`."""
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Frees the windows of requests that ended."""
+
+
+@dataclass(frozen=True)
+class WindowTokens:
+    """Tokens to be stored in windows, [M] int64 each."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+
+class RowAttention(Protocol):
+    """Attention of tree rows, requests one after the other."""
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query [M, Hq, Dh], key and value [M, Hkv, Dh] of the rows -> [M, Hq, Dh]."""
+
+
+class TargetCache(Protocol):
+    """Keys and values of the target's last layer, in vLLM's paged cache."""
+
+    def attention(
+        self, requests: DraftRequests, rows: list[int]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Attention over all committed positions before each anchor.
+
+        Args:
+            rows: query rows of each request, one after the other.
+
+        Returns:
+            query [sum(rows), Hq, Dh] -> [sum(rows), Hq, Dh]; zeros where nothing is committed.
+        """
+
+
 class Drafter(ABC):
     """One drafting method.
 
@@ -171,6 +230,14 @@ class Drafter(ABC):
     def bind_cache(self, cache: DraftCache) -> None:
         """Gives the drafter its pages, once they exist."""
         self.cache = cache
+
+    def window_spec(self) -> WindowSpec | None:
+        """The window of its own that the drafter keeps, read after `load`; None for none."""
+        return None
+
+    def bind_window(self, window: DraftWindow, target_cache: TargetCache) -> None:
+        """Gives a drafter with a window that window and the target's last layer."""
+        self.window, self.target_cache = window, target_cache
 
     @abstractmethod
     def observe(self, committed: CommittedTokens) -> None:
