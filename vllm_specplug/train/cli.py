@@ -4,43 +4,21 @@
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from vllm_specplug.train import block_cli, evaluate_cli
+from vllm_specplug.train import cli_common as common
+
+_friendly_errors, _progress = common.friendly_errors, common.progress
+
 data_app = typer.Typer(no_args_is_help=True, help="Training data made by the target itself.")
 train_app = typer.Typer(no_args_is_help=True, help="Training of draft heads.")
-
-
-@contextmanager
-def _friendly_errors():  # type: ignore[no-untyped-def]
-    """A ValueError is the user's to correct: its message alone, exit code 2."""
-    try:
-        yield
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-
-
-def _progress(unit: str):  # type: ignore[no-untyped-def]
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeRemainingColumn(),
-    )
+block_cli.register(train_app)
+evaluate_cli.register(train_app)
 
 
 def parse_counts(values: list[str]) -> dict[str, int]:
@@ -221,138 +199,36 @@ def spread_layers(num_target_layers: int, count: int = 4) -> list[int]:
     return sorted({round(low + i * (last - low) / (count - 1)) for i in range(count)})
 
 
-@train_app.command("jetspec")
-def jetspec(
+@train_app.command("tokenswift")
+def tokenswift(
     target: Annotated[Path, typer.Option(help="Folder of the target model.")],
-    features: Annotated[Path, typer.Option(help="Folder made by `specplug data features`.")],
-    heldout: Annotated[Path, typer.Option(help="Held-out features, made with the same layers.")],
-    out: Annotated[Path, typer.Option(help="Run folder; the head is exported to OUT/head.")],
-    num_layers: Annotated[int, typer.Option(min=1, help="Draft layers.")] = 2,
-    intermediate_size: Annotated[int, typer.Option(min=0, help="MLP width; 0: the target's.")] = 0,
-    block_size: Annotated[int, typer.Option(min=2, help="Slots a block, anchor included.")] = 8,
+    features: Annotated[Path, typer.Option(help="Features that include the target's last layer.")],
+    heldout: Annotated[Path, typer.Option(help="Held-out features, with the last layer too.")],
+    out: Annotated[Path, typer.Option(help="Run folder; the heads are written to OUT/head.")],
+    num_heads: Annotated[int, typer.Option(min=1, max=16, help="Chained heads.")] = 3,
     draft_vocab_size: Annotated[
-        int, typer.Option(min=1, help="Most frequent answer tokens.")
-    ] = 8192,
-    causal: Annotated[bool, typer.Option(help="Causal mask inside a block (JetSpec).")] = True,
-    loss: Annotated[str, typer.Option(help="forward_kl, reverse_kl or sft.")] = "forward_kl",
-    temperature: Annotated[float, typer.Option(help="Distillation temperature.")] = 1.0,
-    position_gamma: Annotated[
-        float, typer.Option(help="Slot j weighs exp(-(j-1)/gamma); 0: equal weights.")
-    ] = 4.0,
-    regression_weight: Annotated[
-        float, typer.Option(min=0, help="Smooth-L1 to the target's final hidden state.")
-    ] = 0.0,
-    optimizer: Annotated[
-        str, typer.Option(help="muon (matrices; AdamW for the rest) or adamw.")
-    ] = "muon",
-    learning_rate: Annotated[float, typer.Option(help="Of Muon.")] = 3e-3,
-    adam_learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
-    weight_decay: Annotated[float, typer.Option(min=0)] = 0.0,
-    warmup_steps: Annotated[int, typer.Option(min=0)] = 50,
-    total_steps: Annotated[
-        int, typer.Option(min=1, help="May be raised or lowered on --resume.")
-    ] = 2000,
-    decay_share: Annotated[
-        float, typer.Option(help="Last share of the steps, over which the rate falls to 0.")
-    ] = 0.3,
-    grad_clip: Annotated[float, typer.Option()] = 1.0,
-    ema_decay: Annotated[float, typer.Option(help="Weight averaging; 0: off.")] = 0.995,
-    anchors_per_step: Annotated[int, typer.Option(min=1, help="Blocks a step and process.")] = 640,
-    anchor_stride: Annotated[int, typer.Option(min=1, help="One anchor in so many tokens.")] = 3,
-    short_block_size: Annotated[
-        int, typer.Option(min=0, help="A share of the steps trains blocks of this size; 0: none.")
+        int, typer.Option(min=0, help="Most frequent answer tokens; 0: the whole vocabulary.")
     ] = 0,
-    short_block_share: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
-    compile: Annotated[bool, typer.Option(help="Fuse elementwise work with torch.compile.")] = True,
-    eval_every: Annotated[int, typer.Option(min=1)] = 250,
-    save_every: Annotated[int, typer.Option(min=1)] = 100,
-    log_every: Annotated[int, typer.Option(min=1)] = 25,
+    loss: Annotated[str, typer.Option(help="forward_kl, or sft as published.")] = "forward_kl",
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 5e-3,
+    weight_decay: Annotated[float, typer.Option(min=0)] = 0.1,
+    warmup_steps: Annotated[int, typer.Option(min=0)] = 50,
+    total_steps: Annotated[int, typer.Option(min=1)] = 1200,
+    tokens_per_step: Annotated[int, typer.Option(min=1, help="Positions a step.")] = 2048,
+    grad_clip: Annotated[float, typer.Option()] = 1.0,
+    ema_decay: Annotated[float, typer.Option(min=0, max=1, help="Weight averaging.")] = 0.99,
     eval_sequences: Annotated[int, typer.Option(min=1)] = 64,
+    log_every: Annotated[int, typer.Option(min=1)] = 25,
     max_minutes: Annotated[
-        float, typer.Option(min=0, help="Save and stop after so long; 0: no limit.")
+        float, typer.Option(min=0, help="Finish the schedule in so long; 0: no limit.")
     ] = 0.0,
-    resume: Annotated[bool, typer.Option(help="Continue OUT exactly where it was saved.")] = False,
+    compile: Annotated[bool, typer.Option(help="Fuse elementwise work with torch.compile.")] = True,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
-    """Trains a JetSpec head. `accelerate launch -m vllm_specplug.cli train jetspec ...` uses many
-    devices."""
-    from vllm_specplug.train.jetspec import TrainOptions
-    from vllm_specplug.train.run import RunOptions, train_jetspec
+    """Trains TokenSwift heads; the target stays frozen."""
+    from vllm_specplug.train.tokenswift import TokenSwiftOptions, train_tokenswift
 
     given: dict[str, Any] = dict(locals())
     with _friendly_errors():
-        options = TrainOptions(**{f.name: given[f.name] for f in fields(TrainOptions)})
-        run = RunOptions(
-            **{
-                f.name: str(given[f.name]) if isinstance(given[f.name], Path) else given[f.name]
-                for f in fields(RunOptions)
-            }
-        )
-        with _progress("steps") as bar:
-            task = bar.add_task("training", total=total_steps)
-
-            def on_step(step: int, numbers: dict[str, float]) -> None:
-                bar.update(
-                    task,
-                    completed=step,
-                    description=(
-                        f"loss {numbers['loss_average']:.3f}, "
-                        f"{numbers['slots_per_second']:.0f} slots/s"
-                    ),
-                )
-
-            train_jetspec(run, options, bar.console.print, on_step)
-
-
-@train_app.command("evaluate")
-def evaluate(
-    target: Annotated[Path, typer.Option(help="Folder of the target model.")],
-    head: Annotated[Path, typer.Option(help="Folder of a draft head.")],
-    features: Annotated[
-        Path, typer.Option(help="Features of greedy answers, made with the head's layers.")
-    ],
-    budgets: Annotated[str, typer.Option(help="Tree sizes in nodes, root excluded.")] = "8,16,32",
-    builders: Annotated[str, typer.Option(help="Tree builders.")] = "best_first,accum_logp",
-    tree_width: Annotated[int, typer.Option(min=1, help="Candidates a depth.")] = 7,
-) -> None:
-    """Mean acceptance length of a head by data set, estimated from cached features."""
-    import torch
-
-    from vllm_specplug.models.checkpoint import load_block_head
-    from vllm_specplug.train.evaluate import evaluate_head
-    from vllm_specplug.train.features import FeatureStore
-    from vllm_specplug.train.target import TargetWeights
-
-    with _friendly_errors():
-        weights = TargetWeights(target)
-        tables = weights.tables()
-        module, extras = load_block_head(head, weights.config, dtype=torch.bfloat16)
-        store = FeatureStore(features)
-        if store.target_layer_ids != module.config.target_layer_ids:
-            raise ValueError(
-                f"--features hold target layers {list(store.target_layer_ids)}, legal: those of "
-                f"the head, {list(module.config.target_layer_ids)}; make them with --layers"
-            )
-        if extras.mask_from_embedding:
-            module.mask_embedding.copy_(tables.embed_tokens[module.config.mask_token_id])
-        ids = extras.target_ids(module.config.draft_vocab_size)
-        rows = tables.lm_head[ids] if extras.lm_head is None else extras.lm_head
-        embed = tables.embed_tokens if extras.embed_tokens is None else extras.embed_tokens
-        report = evaluate_head(
-            module,
-            (store[i] for i in range(len(store))),
-            embed.to(torch.bfloat16),
-            rows.to(torch.bfloat16),
-            ids,
-            budgets=[int(b) for b in budgets.split(",")],
-            builders=builders.split(","),
-            width=tree_width,
-        )
-    policies = list(report.total)
-    lines = [["data", *policies], ["all", *(f"{v:.2f}" for v in report.lengths().values())]]
-    for source, lengths in report.lengths_by_source().items():
-        lines.append([source, *(f"{lengths[p]:.2f}" for p in policies)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    for line in lines:
-        typer.echo("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip())
-    typer.echo("rank-1 accuracy by slot: " + " ".join(f"{v:.2f}" for v in report.slot_accuracy()))
+        options = TokenSwiftOptions(**{f.name: given[f.name] for f in fields(TokenSwiftOptions)})
+        train_tokenswift(str(target), str(features), str(heldout), str(out), options, typer.echo)

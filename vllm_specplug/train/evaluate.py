@@ -1,19 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out acceptance estimate of a block head, without a server.
-
-The target's own greedy answer stands for its choices: at an anchor, the drafts are accepted as far
-as the answer follows a path of the draft tree. The walk starts at the first answer token and goes
-from committed position to committed position, as serving does. Rounds near the end of an answer
-count with what is left to accept.
-
-mean_acceptance_length = 1 + accepted drafts / rounds.
-"""
+"""Held-out acceptance estimate of a block head, as a chain and as trees (see `walk`)."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,83 +12,103 @@ import torch
 from vllm_specplug.models.block_head import BlockHead
 from vllm_specplug.train.blocks import anchor_range, pack_blocks, run_blocks
 from vllm_specplug.train.features import FeatureSequence
+from vllm_specplug.train.walk import (
+    NO_TOKEN,
+    Acceptance,
+    AcceptanceReport,
+    DraftedSequence,
+    Policy,
+    Rounds,
+    leading_matches,
+    rounds_at,
+    walk,
+)
 from vllm_specplug.tree import build_tree
 
-
-@dataclass
-class Acceptance:
-    """Counts of one drafting policy."""
-
-    rounds: int = 0
-    accepted: int = 0
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """1 + accepted / rounds; 1.0 where nothing was drafted."""
-        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
+__all__ = [
+    "Acceptance",
+    "AcceptanceReport",
+    "DraftTables",
+    "chain_policy",
+    "draft_sequences",
+    "evaluate_head",
+    "matched_nodes",
+    "tree_policy",
+]
 
 
-@dataclass
-class AcceptanceReport:
-    """Counts by policy ('chain', 'best_first/8', ...), in all and by source, and how often the
-    draft's first choice at slot 1, 2, .. was the target's token (over all anchors)."""
+@dataclass(frozen=True)
+class DraftTables:
+    """The draft vocabulary: rows of the LM head [V', H], the target token of each int64 [V'], and
+    the target's embeddings [V, H]."""
 
-    total: dict[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
-    by_source: dict[str, dict[str, Acceptance]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(Acceptance))
-    )
-    hits: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    seen: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    embed_tokens: torch.Tensor
+    lm_head: torch.Tensor
+    target_ids: torch.Tensor
 
-    def lengths(self) -> dict[str, float]:
-        """Mean acceptance length by policy."""
-        return {name: counts.mean_acceptance_length for name, counts in self.total.items()}
-
-    def lengths_by_source(self) -> dict[str, dict[str, float]]:
-        """Mean acceptance length by source and policy."""
-        return {
-            source: {name: counts.mean_acceptance_length for name, counts in policies.items()}
-            for source, policies in sorted(self.by_source.items())
-        }
-
-    def slot_accuracy(self) -> list[float]:
-        """Share of anchors whose rank-1 draft at each slot is right."""
-        return [float(h / max(s, 1)) for h, s in zip(self.hits, self.seen, strict=True)]
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> float32 [..., V']."""
+        return (hidden.to(self.lm_head.dtype) @ self.lm_head.t()).float()
 
 
 @torch.no_grad()
-def draft_candidates(
+def draft_sequences(
     head: BlockHead,
-    sequence: FeatureSequence,
+    sequences: Iterable[FeatureSequence],
     embed_tokens: torch.Tensor,
-    lm_head: torch.Tensor,
-    target_ids: torch.Tensor,
-    width: int,
     autocast: bool = True,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Top-`width` candidates at every anchor of a sequence.
+) -> Iterator[DraftedSequence]:
+    """One draft forward at every anchor of every sequence; those without an anchor are left out.
 
     Args:
-        embed_tokens: [V, H] of the target. lm_head: [V', H] draft rows of the target's LM head.
-        target_ids: int64 [V'], the target token of each draft id.
-
-    Returns:
-        token ids int64 and log-probabilities float32, each [A, D, width].
+        embed_tokens: [V, H] of the target.
     """
-    anchors = torch.tensor(list(anchor_range(sequence)), dtype=torch.int64)
     depth = head.config.num_draft_tokens
-    device = lm_head.device
-    batch = pack_blocks([sequence], [anchors], head.config.block_size, 64).to(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        hidden = run_blocks(head, batch, embed_tokens)
-    logits = (hidden.to(lm_head.dtype) @ lm_head.t()).float()
-    values, indices = logits.topk(width, dim=-1)
+    device = embed_tokens.device
+    for sequence in sequences:
+        anchors = torch.tensor(list(anchor_range(sequence)), dtype=torch.int64)
+        if not len(anchors):
+            continue
+        batch = pack_blocks([sequence], [anchors], head.config.block_size, 64).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            hidden = run_blocks(head, batch, embed_tokens)
+        hidden = hidden.view(len(anchors), depth, -1).cpu()
+        yield DraftedSequence(sequence.tokens, sequence.prompt_len, hidden, sequence.source)
+
+
+def chain_policy(tables: DraftTables) -> Policy:
+    """The backbone's own chain: its first choice at every slot."""
+
+    def accepted(rounds: Rounds) -> torch.Tensor:
+        drafts = tables.target_ids[tables.logits(rounds.hidden).argmax(-1)]
+        return leading_matches(drafts, rounds.truth)
+
+    return accepted
+
+
+def tree_policy(tables: DraftTables, builder: str, budget: int, width: int) -> Policy:
+    """A tree of `budget` nodes from the slots' distributions."""
+
+    def accepted(rounds: Rounds) -> torch.Tensor:
+        ids, log_probs = top_candidates(tables, rounds.hidden, width)
+        counts = [
+            len(matched_nodes(ids[r], log_probs[r], rounds.truth[r].tolist(), budget, builder))
+            for r in range(len(ids))
+        ]
+        return torch.tensor(counts)
+
+    return accepted
+
+
+def top_candidates(
+    tables: DraftTables, hidden: torch.Tensor, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Target ids int64 and log-probabilities float32 of the best `width` tokens of slots
+    [R, D, H], each [R, D, width]."""
+    logits = tables.logits(hidden)
+    values, indices = logits.topk(min(width, logits.shape[-1]), dim=-1)
     log_probs = values - torch.logsumexp(logits, -1, keepdim=True)
-    shape = (len(anchors), depth, width)
-    return (
-        target_ids.to(device)[indices].view(shape).cpu().numpy(),
-        log_probs.view(shape).cpu().numpy(),
-    )
+    return tables.target_ids[indices].cpu().numpy(), log_probs.cpu().numpy()
 
 
 def matched_nodes(
@@ -130,6 +141,21 @@ def matched_nodes(
     return path
 
 
+@torch.no_grad()
+def count_slots(
+    drafted: Sequence[DraftedSequence], tables: DraftTables, report: AcceptanceReport
+) -> None:
+    """Counts rank-1 hits of every slot at every anchor into `report`."""
+    for sequence in drafted:
+        if not len(report.hits):
+            report.hits, report.seen = np.zeros(sequence.depth), np.zeros(sequence.depth)
+        rounds = rounds_at(sequence, torch.arange(sequence.num_anchors))
+        drafts = tables.target_ids[tables.logits(rounds.hidden).argmax(-1)]
+        report.hits += (drafts == rounds.truth).sum(0).numpy()
+        report.seen += (rounds.truth != NO_TOKEN).sum(0).numpy()
+
+
+@torch.no_grad()
 def evaluate_head(
     head: BlockHead,
     sequences: Iterable[FeatureSequence],
@@ -142,69 +168,22 @@ def evaluate_head(
     width: int = 16,
     autocast: bool = True,
 ) -> AcceptanceReport:
-    """Acceptance of chains and trees on the target's own (greedy) answers."""
+    """Acceptance of chains and trees on the target's own (greedy) answers.
+
+    Args:
+        embed_tokens: [V, H] of the target. lm_head: [V', H] draft rows of the target's LM head.
+        target_ids: int64 [V'], the target token of each draft id.
+    """
     was_training = head.training
     head.eval()
-    report = AcceptanceReport()
-    depth = head.config.num_draft_tokens
-    report.hits, report.seen = np.zeros(depth), np.zeros(depth)
-    for sequence in sequences:
-        start = sequence.prompt_len
-        if len(sequence.tokens) - 1 <= start:
-            continue
-        ids, log_probs = draft_candidates(
-            head, sequence, embed_tokens, lm_head, target_ids, width, autocast
-        )
-        tokens = sequence.tokens.numpy()
-        for slot in range(1, depth + 1):
-            truth = tokens[start + slot :]
-            report.hits[slot - 1] += (ids[: len(truth), slot - 1, 0] == truth).sum()
-            report.seen[slot - 1] += len(truth)
-
-        def chain_length(
-            anchor: int, ids: np.ndarray = ids, tokens: np.ndarray = tokens, start: int = start
-        ) -> int:
-            truth = tokens[anchor + 1 : anchor + 1 + depth]
-            match = ids[anchor - start, : len(truth), 0] == truth
-            return len(match) if match.all() else int(match.argmin())
-
-        _walk(report, "chain", sequence, chain_length)
-        for builder in builders:
-            # A smaller best-first tree is a prefix of a larger one; other builders are built anew.
-            shared: dict[int, list[int]] = {}
-            for budget in budgets:
-                size = max(budgets) if builder == "best_first" else budget
-                known = shared if builder == "best_first" else {}
-
-                def tree_length(
-                    anchor: int,
-                    ids: np.ndarray = ids,
-                    tokens: np.ndarray = tokens,
-                    logp: np.ndarray = log_probs,
-                    start: int = start,
-                    size: int = size,
-                    budget: int = budget,
-                    builder: str = builder,
-                    known: dict[int, list[int]] = known,
-                ) -> int:
-                    if anchor not in known:
-                        truth = tokens[anchor + 1 : anchor + 1 + depth].tolist()
-                        known[anchor] = matched_nodes(
-                            ids[anchor - start], logp[anchor - start], truth, size, builder
-                        )
-                    return sum(node < budget for node in known[anchor])
-
-                _walk(report, f"{builder}/{budget}", sequence, tree_length)
+    tables = DraftTables(embed_tokens, lm_head, target_ids)
+    drafted = list(draft_sequences(head, sequences, embed_tokens, autocast))
     head.train(was_training)
+    report = AcceptanceReport()
+    count_slots(drafted, tables, report)
+    walk(drafted, "chain", chain_policy(tables), report)
+    for builder in builders:
+        for budget in budgets:
+            policy = tree_policy(tables, builder, budget, width)
+            walk(drafted, f"{builder}/{budget}", policy, report)
     return report
-
-
-def _walk(report: AcceptanceReport, policy: str, sequence: FeatureSequence, accepted_at) -> None:  # type: ignore[no-untyped-def]
-    anchor, last = sequence.prompt_len, len(sequence.tokens) - 1
-    counters = (report.total[policy], report.by_source[sequence.source][policy])
-    while anchor < last:
-        accepted = accepted_at(anchor)
-        for counter in counters:
-            counter.rounds += 1
-            counter.accepted += accepted
-        anchor += accepted + 1

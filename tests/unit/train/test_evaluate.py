@@ -8,20 +8,17 @@ import pytest
 import torch
 
 from vllm_specplug.train import evaluate
-from vllm_specplug.train.evaluate import evaluate_head, matched_nodes
+from vllm_specplug.train.evaluate import DraftTables, evaluate_head, matched_nodes
 from vllm_specplug.train.features import FeatureSequence
+from vllm_specplug.train.walk import NO_TOKEN, Acceptance, DraftedSequence
 
-PROMPT = 3
+PROMPT, DEPTH, VOCAB = 3, 3, 200
 
 
 class FakeHead:
-    """Only the shape; candidates are injected."""
+    """Candidates are injected."""
 
     training = False
-
-    class config:
-        block_size = 4
-        num_draft_tokens = 3
 
     def eval(self):
         return self
@@ -35,28 +32,30 @@ def sequence(answer: list[int], source: str = "a") -> FeatureSequence:
     return FeatureSequence(tokens, PROMPT, torch.zeros(0), torch.zeros(0), source)
 
 
-def candidates_for(tokens: np.ndarray, rank: dict[tuple[int, int], int], width: int = 4):
-    """At each anchor and slot the true token has the given rank (default: not among them)."""
+def drafted(example: FeatureSequence, rank: dict[tuple[int, int], int]) -> DraftedSequence:
+    """At each anchor and slot the true token has the given rank of four (default: none of them).
+
+    Slots hold logits instead of hidden states; the LM head below is the identity.
+    """
+    tokens = example.tokens.numpy()
     anchors = range(PROMPT, len(tokens) - 1)
-    ids = np.zeros((len(anchors), 3, width), np.int64)
-    logp = np.log(np.array([0.5, 0.2, 0.1, 0.05], np.float32))
+    logits = np.full((len(anchors), DEPTH, VOCAB), -30.0, np.float32)
     for row, anchor in enumerate(anchors):
-        for slot in range(1, 4):
-            ids[row, slot - 1] = 100 + np.arange(width) + 10 * slot
+        for slot in range(1, DEPTH + 1):
+            ids = 100 + np.arange(4) + 10 * slot
             position = anchor + slot
             if (anchor, slot) in rank and position < len(tokens):
-                ids[row, slot - 1, rank[anchor, slot]] = tokens[position]
-    return ids, np.broadcast_to(logp, ids.shape)
+                ids[rank[anchor, slot]] = tokens[position]
+            logits[row, slot - 1, ids] = np.log([0.5, 0.2, 0.1, 0.05])
+    return DraftedSequence(example.tokens, PROMPT, torch.from_numpy(logits), example.source)
 
 
 def run(monkeypatch, answer, rank, **options):
     example = sequence(answer)
-    monkeypatch.setattr(
-        evaluate,
-        "draft_candidates",
-        lambda *a, **k: candidates_for(example.tokens.numpy(), rank),
+    monkeypatch.setattr(evaluate, "draft_sequences", lambda *a, **k: [drafted(example, rank)])
+    return evaluate_head(
+        FakeHead(), [example], None, torch.eye(VOCAB), torch.arange(VOCAB), width=4, **options
     )
-    return evaluate_head(FakeHead(), [example], None, None, None, **options)
 
 
 def test_walk_jumps_over_accepted_tokens(monkeypatch):
@@ -67,6 +66,7 @@ def test_walk_jumps_over_accepted_tokens(monkeypatch):
     # rounds at 3 (accepts 2), 6 (0), 7 (1)
     assert (chain.rounds, chain.accepted) == (3, 3)
     assert chain.mean_acceptance_length == 2.0
+    assert [chain.share_reaching(d) for d in (1, 2, 3)] == pytest.approx([2 / 3, 1 / 3, 0.0])
     assert report.by_source["a"]["chain"].rounds == 3
 
 
@@ -86,7 +86,7 @@ def test_slot_accuracy_counts_rank_one_over_all_anchors(monkeypatch):
     assert report.slot_accuracy() == pytest.approx([2 / 3, 1 / 2, 0.0])
 
 
-def test_smaller_best_first_trees_are_prefixes(monkeypatch):
+def test_smaller_best_first_trees_are_prefixes():
     rng = np.random.default_rng(0)
     for _ in range(20):
         ids = np.stack([rng.permutation(50)[:6] for _ in range(4)])
@@ -114,4 +114,43 @@ def test_builders_other_than_best_first_are_evaluated(monkeypatch):
 
 
 def test_nothing_drafted_is_length_one():
-    assert evaluate.Acceptance().mean_acceptance_length == 1.0
+    assert Acceptance().mean_acceptance_length == 1.0
+
+
+def test_lockstep_walk_equals_walking_each_sequence_by_itself():
+    """Brute force: one anchor after another, drafts compared token by token."""
+    rng = np.random.default_rng(3)
+    examples = []
+    for length in (2, 9, 17, 12):
+        answer = rng.integers(1, 6, length).tolist()
+        logits = torch.from_numpy(rng.normal(size=(length - 1, DEPTH, 8)).astype(np.float32) * 2)
+        for row in range(length - 1):
+            for slot in range(DEPTH):
+                if row + slot + 1 < length and rng.random() < 0.6:
+                    logits[row, slot, answer[row + slot + 1]] = 9.0
+        tokens = torch.tensor([1] * PROMPT + answer)
+        examples.append(DraftedSequence(tokens, PROMPT, logits, f"s{length}"))
+    tables = DraftTables(torch.zeros(8, 1), torch.eye(8), torch.arange(8))
+    report = evaluate.AcceptanceReport()
+    evaluate.walk(examples, "chain", evaluate.chain_policy(tables), report)
+    for example in examples:
+        tokens, at, expected = example.tokens.tolist(), 0, []
+        while at < example.num_anchors:
+            drafts, count = example.hidden[at].argmax(-1).tolist(), 0
+            for draft, true in zip(drafts, tokens[PROMPT + at + 1 :], strict=False):
+                if draft != true:
+                    break
+                count += 1
+            expected.append(count)
+            at += count + 1
+        counts = report.by_source[example.source]["chain"]
+        assert (counts.rounds, counts.accepted) == (len(expected), sum(expected))
+    assert report.total["chain"].accepted > 5
+
+
+def test_truth_ends_with_the_answer():
+    example = drafted(sequence([11, 12, 13]), {})
+    assert example.truth(torch.tensor([0, 1])).tolist() == [
+        [12, 13, NO_TOKEN],
+        [13, NO_TOKEN, NO_TOKEN],
+    ]

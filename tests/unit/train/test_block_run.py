@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from vllm_specplug.models.checkpoint import load_block_head
+from vllm_specplug.train.block_run import (
+    RunOptions,
+    draft_vocabulary,
+    layer_scales,
+    train_block_head,
+)
+from vllm_specplug.train.block_trainer import TrainOptions, default_gamma
 from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.jetspec import DataOrder, TrainOptions
-from vllm_specplug.train.run import RunOptions, draft_vocabulary, layer_scales, train_jetspec
+from vllm_specplug.train.order import DataOrder
 
 OPTIONS = TrainOptions(
     total_steps=12, warmup_steps=2, anchors_per_step=24, anchor_stride=2, learning_rate=5e-3
@@ -28,6 +34,7 @@ def run(target_folder, feature_folders, tmp_path) -> RunOptions:
         features=str(train),
         heldout=str(held),
         out=str(tmp_path / "run"),
+        causal=True,
         block_size=4,
         draft_vocab_size=48,
         eval_every=1000,
@@ -37,7 +44,9 @@ def run(target_folder, feature_folders, tmp_path) -> RunOptions:
 
 def train(run, options, log=lambda text: None):
     losses = []
-    facts = train_jetspec(run, options, log, lambda step, numbers: losses.append(numbers["loss"]))
+    facts = train_block_head(
+        run, options, log, lambda step, numbers: losses.append(numbers["loss"])
+    )
     return losses, facts
 
 
@@ -55,7 +64,7 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, tmp_path, opti
     whole, _ = train(run, options)
     split = replace(run, out=str(tmp_path / "split"), save_every=7)
     with pytest.raises(KeyboardInterrupt):
-        train_jetspec(split, options, lambda text: None, _interrupt_at(9))
+        train_block_head(split, options, lambda text: None, _interrupt_at(9))
     resumed, facts = train(replace(split, resume=True), options)
     # Steps after the save of step 7 are done again.
     assert resumed == whole[7:]
@@ -101,6 +110,71 @@ def test_run_leaves_a_loadable_head_with_provenance(run, target_folder):
     lengths = record["heldout"]["mean_acceptance_length"]
     assert lengths["chain"] <= lengths["best_first/8"] <= lengths["best_first/32"]
     assert any("mean acceptance length" in line for line in lines)
+
+
+def test_a_bidirectional_run_starts_from_a_causal_head(run, target_folder, tmp_path):
+    """Same weights and draft tokens at step 0, its own mask, and the origin on record."""
+    train(run, OPTIONS)
+    dflash = replace(
+        run,
+        out=str(tmp_path / "dflash"),
+        causal=False,
+        init_from=f"{run.out}/head",
+        block_size=0,
+        draft_vocab_size=0,
+    )
+    frozen = replace(
+        OPTIONS,
+        total_steps=1,
+        warmup_steps=0,
+        ema_decay=0.0,
+        loss="sft",
+        learning_rate=1e-30,
+        adam_learning_rate=1e-30,
+    )
+    _, facts = train(dflash, frozen)
+    config = json.loads((target_folder / "config.json").read_text())
+    first, extras = load_block_head(f"{run.out}/head", config)
+    second, second_extras = load_block_head(f"{dflash.out}/head", config)
+    assert first.config.causal and not second.config.causal
+    assert second.config.block_size == 4
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+    assert torch.equal(extras.d2t, second_extras.d2t)
+    assert facts["init_from"]["name"] == "head"
+    assert facts["init_from"]["progress"]["step"] == 12
+    assert facts["recipes"][0]["position_gamma"] == 2.0  # block 4, in proportion to 4 at 8
+    assert facts["recipes"][0]["loss"] == "sft"
+    # A resumed run still knows where it began, and its shape.
+    _, facts = train(replace(dflash, resume=True, init_from=""), replace(frozen, total_steps=2))
+    assert facts["init_from"]["name"] == "head"
+    assert facts["shape"]["causal"] is False
+    with pytest.raises(ValueError, match=r"num_layers = 3, legal: 2"):
+        train(replace(dflash, out=str(tmp_path / "other"), num_layers=3), frozen)
+
+
+def test_bidirectional_heads_learn_but_not_from_short_blocks(run):
+    options = replace(OPTIONS, total_steps=40, loss="sft")
+    losses, _ = train(replace(run, causal=False), options)
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    with pytest.raises(ValueError, match=r"short_block_share = 0\.5, legal: 0"):
+        train(
+            replace(run, causal=False, out=run.out + "2"),
+            replace(OPTIONS, short_block_share=0.5, short_block_size=3),
+        )
+
+
+@pytest.mark.parametrize(
+    ("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0), (12, 5.0 + 2 / 3), (4, 2.0)]
+)
+def test_default_gamma_follows_the_block_size_of_bidirectional_heads(block_size, gamma):
+    class Config:
+        causal = False
+
+    Config.block_size = block_size
+    assert default_gamma(Config) == pytest.approx(gamma)
+    Config.causal = True
+    assert default_gamma(Config) == 4.0
 
 
 def test_a_run_is_not_overwritten_and_not_resumed_from_nothing(run):
@@ -159,6 +233,9 @@ def test_data_order_visits_everything_once_an_epoch_and_restores(feature_folders
         ("total_steps", 0),
         ("learning_rate", 0.0),
         ("ema_decay", 1.5),
+        ("grad_clip", 0.0),
+        ("weight_decay", -1.0),
+        ("learning_rate", float("nan")),
     ],
 )
 def test_bad_options_are_named(name, value):

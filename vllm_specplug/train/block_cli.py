@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specplug train jetspec` and `specplug train dflash`: one command under two names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_specplug.train import cli_common as common
+
+# What a method's name decides where an option is left out.
+_METHODS: dict[str, dict[str, Any]] = {
+    "jetspec": {"causal": True, "loss": "forward_kl"},
+    "dflash": {"causal": False, "loss": "sft"},
+}
+SUMMARIES = {
+    "jetspec": "Trains a JetSpec head: a block head whose slots see the earlier slots.",
+    "dflash": "Trains a DFlash head: a block head whose slots see the whole block.",
+}
+
+
+def train_block(
+    context: typer.Context,
+    target: common.Target,
+    features: Annotated[Path, typer.Option(help="Folder made by `specplug data features`.")],
+    heldout: Annotated[Path, typer.Option(help="Held-out features, made with the same layers.")],
+    out: common.Out,
+    init_from: Annotated[
+        str, typer.Option(help="Folder of a block head of the same shape to start from.")
+    ] = "",
+    num_layers: Annotated[
+        int, typer.Option(min=0, help="Draft layers; 0: 2, or those of --init-from.")
+    ] = 0,
+    intermediate_size: Annotated[
+        int, typer.Option(min=0, help="MLP width; 0: the target's, or that of --init-from.")
+    ] = 0,
+    block_size: Annotated[
+        int,
+        typer.Option(min=0, help="Slots a block, anchor included; 0: 8, or those of --init-from."),
+    ] = 0,
+    draft_vocab_size: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Most frequent answer tokens; 0: 8192, or the tokens of --init-from."
+        ),
+    ] = 0,
+    loss: Annotated[
+        str,
+        typer.Option(
+            help="forward_kl, reverse_kl, or sft: cross-entropy of the answer. Default: "
+            "forward_kl for jetspec, sft for dflash."
+        ),
+    ] = "",
+    temperature: Annotated[float, typer.Option(help="Distillation temperature.")] = 1.0,
+    position_gamma: Annotated[
+        float | None,
+        typer.Option(
+            help="Slot j weighs exp(-(j-1)/gamma); 0: equal weights. Default: 4 for jetspec; for "
+            "dflash by block size (8: 4, 10: 5, 16: 7).",
+            show_default=False,
+        ),
+    ] = None,
+    regression_weight: Annotated[
+        float, typer.Option(min=0, help="Smooth-L1 to the target's final hidden state.")
+    ] = 0.0,
+    optimizer: common.Optimizer = "muon",
+    learning_rate: common.LearningRate = 3e-3,
+    adam_learning_rate: common.AdamLearningRate = 1e-3,
+    weight_decay: common.WeightDecay = 0.0,
+    warmup_steps: common.WarmupSteps = 50,
+    total_steps: common.TotalSteps = 2000,
+    decay_share: common.DecayShare = 0.3,
+    grad_clip: common.GradClip = 1.0,
+    ema_decay: common.EmaDecay = 0.995,
+    anchors_per_step: Annotated[int, typer.Option(min=1, help="Blocks a step and process.")] = 640,
+    anchor_stride: Annotated[int, typer.Option(min=1, help="One anchor in so many tokens.")] = 3,
+    short_block_size: Annotated[
+        int,
+        typer.Option(
+            min=0, help="A share of the steps trains blocks of this size; 0: none. jetspec only."
+        ),
+    ] = 0,
+    short_block_share: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
+    compile: common.Compile = True,
+    eval_every: common.EvalEvery = 250,
+    save_every: common.SaveEvery = 100,
+    log_every: common.LogEvery = 25,
+    eval_sequences: common.EvalSequences = 64,
+    max_minutes: common.MaxMinutes = 0.0,
+    resume: common.Resume = False,
+    seed: common.Seed = 0,
+) -> None:
+    """`accelerate launch -m vllm_specplug.cli train jetspec ...` uses many devices."""
+    given: dict[str, Any] = dict(locals())
+    from vllm_specplug.train.block_run import RunOptions, train_block_head
+    from vllm_specplug.train.block_trainer import TrainOptions
+
+    method = _METHODS[str(context.info_name)]
+    with common.friendly_errors():
+        run = common.from_options(RunOptions, {**given, "causal": method["causal"]})
+        options = common.from_options(TrainOptions, {**given, "loss": loss or method["loss"]})
+        common.train_with_progress(
+            total_steps, lambda log, on_step: train_block_head(run, options, log, on_step)
+        )
+
+
+def register(app: typer.Typer) -> None:
+    """Adds both commands."""
+    for name, summary in SUMMARIES.items():
+        app.command(name, help=summary)(train_block)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands of `specplug data` and `specplug train` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Target = Annotated[Path, typer.Option(help="Folder of the target model.")]
+Out = Annotated[Path, typer.Option(help="Run folder; the head is exported to OUT/head.")]
+
+Optimizer = Annotated[str, typer.Option(help="muon (matrices; AdamW for the rest) or adamw.")]
+LearningRate = Annotated[float, typer.Option(help="Of Muon.")]
+AdamLearningRate = Annotated[float, typer.Option(help="Of AdamW.")]
+WeightDecay = Annotated[float, typer.Option(min=0)]
+WarmupSteps = Annotated[int, typer.Option(min=0)]
+TotalSteps = Annotated[int, typer.Option(min=1, help="May be raised or lowered on --resume.")]
+DecayShare = Annotated[
+    float, typer.Option(help="Last share of the steps, over which the rate falls to 0.")
+]
+GradClip = Annotated[float, typer.Option()]
+EmaDecay = Annotated[float, typer.Option(help="Weight averaging; 0: off.")]
+Compile = Annotated[bool, typer.Option(help="Fuse elementwise work with torch.compile.")]
+EvalEvery = Annotated[int, typer.Option(min=1)]
+SaveEvery = Annotated[int, typer.Option(min=1)]
+LogEvery = Annotated[int, typer.Option(min=1)]
+EvalSequences = Annotated[int, typer.Option(min=1)]
+MaxMinutes = Annotated[float, typer.Option(min=0, help="Save and stop after so long; 0: no limit.")]
+Resume = Annotated[bool, typer.Option(help="Continue OUT exactly where it was saved.")]
+Seed = Annotated[int, typer.Option()]
+
+
+@contextmanager
+def friendly_errors() -> Iterator[None]:
+    """A ValueError is the user's to correct: its message alone, exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def progress(unit: str):  # type: ignore[no-untyped-def]
+    """A progress bar counting `unit`."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+    )
+
+
+def from_options(kind: type[Any], given: Mapping[str, Any]) -> Any:
+    """A dataclass from command-line values of the same names; paths become strings."""
+    values = {f.name: given[f.name] for f in fields(kind) if f.name in given}
+    return kind(**{n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
+
+
+def train_with_progress(
+    total_steps: int, train: Callable[[Callable[[str], None], Callable[..., None]], Any]
+) -> None:
+    """Calls `train(log, on_step)` under a progress bar."""
+    with progress("steps") as bar:
+        task = bar.add_task("training", total=total_steps)
+
+        def on_step(step: int, numbers: dict[str, float]) -> None:
+            bar.update(
+                task,
+                completed=step,
+                description=(
+                    f"loss {numbers['loss_average']:.3f}, {numbers['slots_per_second']:.0f} slots/s"
+                ),
+            )
+
+        train(bar.console.print, on_step)
+
+
+def parse_number(kind: type[int] | type[float], name: str, text: str) -> Any:
+    """A number from the command line; ValueError says which option it was."""
+    try:
+        return kind(text)
+    except ValueError:
+        words = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name} = {text!r}, legal: {words}; correct it") from None

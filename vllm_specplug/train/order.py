@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which a run reads its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+
+import torch
+
+
+class DataOrder:
+    """Endless shuffled order over a collection that may grow between epochs.
+
+    State is (epoch, cursor, size): an epoch is a permutation of the first `size` sequences drawn
+    from (seed, epoch). Sequences must only be appended.
+    """
+
+    def __init__(self, store: Sized, seed: int):
+        self.store, self.seed = store, seed
+        self.epoch, self.cursor, self.size = 0, 0, len(store)
+        self._order: list[int] | None = None
+
+    def state(self) -> dict[str, int]:
+        """What `restore` needs."""
+        return {"epoch": self.epoch, "cursor": self.cursor, "size": self.size}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Continues where `state` was taken."""
+        if state["size"] > len(self.store):
+            raise ValueError(
+                f"the checkpoint saw {state['size']} sequences, the data "
+                f"folder holds {len(self.store)}; resume with the folder it was made with"
+            )
+        self.epoch, self.cursor, self.size = state["epoch"], state["cursor"], state["size"]
+        self._order = None
+
+    def __next__(self) -> int:
+        if self.cursor >= self.size:
+            self.epoch, self.cursor, self.size = self.epoch + 1, 0, len(self.store)
+            self._order = None
+        if self._order is None:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            self._order = torch.randperm(self.size, generator=generator).tolist()
+        self.cursor += 1
+        return self._order[self.cursor - 1]
+
+    def __iter__(self) -> Iterator[int]:
+        return self

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting simulated on the target's own greedy answers, without a server.
+
+The answer stands for the target's choices: at an anchor, the drafts are accepted as far as the
+answer follows a path of the draft tree. A walk starts at the first answer token and goes from
+committed position to committed position, as serving does. Rounds near the end of an answer count
+with what is left to accept.
+
+mean_acceptance_length = 1 + accepted drafts / rounds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+# Depths behind the end of an answer hold this instead of a token; no draft equals it.
+NO_TOKEN = -1
+
+
+@dataclass
+class Acceptance:
+    """Counts of one drafting policy; `by_length` is how many rounds accepted how many drafts."""
+
+    rounds: int = 0
+    accepted: int = 0
+    by_length: Counter[int] = field(default_factory=Counter)
+
+    def add(self, accepted: int) -> None:
+        """Counts one round."""
+        self.rounds += 1
+        self.accepted += accepted
+        self.by_length[accepted] += 1
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / rounds; 1.0 where nothing was drafted."""
+        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
+
+    def share_reaching(self, depth: int) -> float:
+        """Share of rounds that accepted at least `depth` drafts."""
+        reached = sum(count for length, count in self.by_length.items() if length >= depth)
+        return reached / self.rounds if self.rounds else 0.0
+
+
+@dataclass
+class AcceptanceReport:
+    """Counts by policy ('chain', 'best_first/8', ...), in all and by source, and how often the
+    draft's first choice at slot 1, 2, .. was the target's token (over all anchors)."""
+
+    total: dict[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
+    by_source: dict[str, dict[str, Acceptance]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(Acceptance))
+    )
+    hits: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    seen: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    def lengths(self) -> dict[str, float]:
+        """Mean acceptance length by policy."""
+        return {name: counts.mean_acceptance_length for name, counts in self.total.items()}
+
+    def lengths_by_source(self) -> dict[str, dict[str, float]]:
+        """Mean acceptance length by source and policy."""
+        return {
+            source: {name: counts.mean_acceptance_length for name, counts in policies.items()}
+            for source, policies in sorted(self.by_source.items())
+        }
+
+    def slot_accuracy(self) -> list[float]:
+        """Share of anchors whose rank-1 draft at each slot is right."""
+        return [float(h / max(s, 1)) for h, s in zip(self.hits, self.seen, strict=True)]
+
+
+@dataclass(frozen=True)
+class DraftedSequence:
+    """A sequence with what a backbone says at each of its anchors.
+
+    `hidden` [A, D, H]: final normed states of the drafted slots; row 0 is the anchor at the first
+    answer token. Tokens are int64 [S].
+    """
+
+    tokens: torch.Tensor
+    prompt_len: int
+    hidden: torch.Tensor
+    source: str = ""
+
+    @property
+    def num_anchors(self) -> int:
+        """A; an anchor has at least one token to predict."""
+        return len(self.hidden)
+
+    @property
+    def depth(self) -> int:
+        """D, drafted tokens of a block."""
+        return self.hidden.shape[1]
+
+    def truth(self, rows: torch.Tensor) -> torch.Tensor:
+        """Next D tokens of anchors [R] (indices into `hidden`), int64 [R, D], NO_TOKEN after the
+        end."""
+        at = self.prompt_len + rows[:, None] + torch.arange(1, self.depth + 1)
+        inside = at < len(self.tokens)
+        return torch.where(inside, self.tokens[at.clamp_max(len(self.tokens) - 1)], NO_TOKEN)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """One round of several requests: hidden [R, D, H], anchors int64 [R], truth int64 [R, D]."""
+
+    hidden: torch.Tensor
+    anchors: torch.Tensor
+    truth: torch.Tensor
+
+
+# How many drafts of each round are accepted, int64 [R].
+Policy = Callable[[Rounds], torch.Tensor]
+
+
+def rounds_at(sequence: DraftedSequence, rows: torch.Tensor) -> Rounds:
+    """The rounds at some anchors of one sequence."""
+    return Rounds(
+        sequence.hidden[rows],
+        sequence.tokens[sequence.prompt_len + rows],
+        sequence.truth(rows),
+    )
+
+
+def leading_matches(drafts: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """Drafts accepted of chains, int64 [R], from drafts and truth [R, D]."""
+    return (drafts == truth).long().cumprod(-1).sum(-1)
+
+
+def walk(
+    sequences: Sequence[DraftedSequence], name: str, policy: Policy, report: AcceptanceReport
+) -> None:
+    """Walks all sequences side by side under one policy and counts into `report`."""
+    rows = [0] * len(sequences)
+    active = [i for i, s in enumerate(sequences) if s.num_anchors]
+    while active:
+        parts = [rounds_at(sequences[i], torch.tensor([rows[i]])) for i in active]
+        accepted = policy(
+            Rounds(
+                torch.cat([p.hidden for p in parts]),
+                torch.cat([p.anchors for p in parts]),
+                torch.cat([p.truth for p in parts]),
+            )
+        ).tolist()
+        for index, count in zip(active, accepted, strict=True):
+            report.total[name].add(count)
+            report.by_source[sequences[index].source][name].add(count)
+            rows[index] += count + 1
+        active = [i for i in active if rows[i] < sequences[i].num_anchors]
+
+
+def walk_known(
+    sequence: DraftedSequence,
+    name: str,
+    # [A] drafts accepted at every anchor
+    accepted: torch.Tensor,
+    report: AcceptanceReport,
+) -> None:
+    """Walks one sequence whose acceptance at every anchor is already known."""
+    lengths = accepted.tolist()
+    row = 0
+    while row < len(lengths):
+        report.total[name].add(lengths[row])
+        report.by_source[sequence.source][name].add(lengths[row])
+        row += lengths[row] + 1
