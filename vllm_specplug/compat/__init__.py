@@ -21,11 +21,17 @@ def install() -> None:
 
     report = check_vllm()
     if report.supported:
-        from vllm_specplug.compat import engine_args, metrics_bridge, spec_config
+        from vllm_specplug.compat import (
+            engine_args,
+            metrics_bridge,
+            sampling_options,
+            spec_config,
+        )
 
         spec_config.install()
         engine_args.install()
         metrics_bridge.install()
+        sampling_options.install()
     else:
         from vllm_specplug.compat import refusal
 

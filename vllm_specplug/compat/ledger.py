@@ -65,6 +65,21 @@ LEDGER: tuple[LedgerEntry, ...] = (
         "a runner may attach statistics that reach stat loggers",
     ),
     LedgerEntry(
+        "sampling_options",
+        "compat.sampling_options",
+        "SamplingParams._validate_spec_decode (wrapped)",
+        "min_p and logit_bias are refused under any speculation; the walk honours them",
+        "vLLM asks the method which options it honours",
+    ),
+    LedgerEntry(
+        "logits_processors",
+        "runtime.logits_processors",
+        "v1.worker.gpu_model_runner.build_logitsprocs (module global, swapped while our runner "
+        "is built)",
+        "under speculation vLLM builds min_tokens alone and refuses custom processors",
+        "vLLM builds all processors for methods that sample row by row",
+    ),
+    LedgerEntry(
         "cpu_runner",
         "runtime.worker_cpu",
         "v1.worker.cpu_worker.CPUModelRunner (module global, swapped during init_device)",
@@ -132,7 +147,8 @@ LEDGER: tuple[LedgerEntry, ...] = (
     LedgerEntry(
         "target_sampler",
         "runtime.target_sampler",
-        "Sampler.forward, LogitsProcessor.update_state between depths",
+        "Sampler.forward, LogitsProcessor.update_state between depths, "
+        "ThinkingBudgetStateHolder._state and in_spec_mode",
         "each visited node is sampled as plain decoding would sample it",
         "vLLM's sampler takes (request, depth) rows",
     ),

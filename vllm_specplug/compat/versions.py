@@ -17,6 +17,7 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.config.utils", "config"),
     ("vllm.engine.arg_utils", "SpeculativeConfig"),
     ("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
+    ("vllm.sampling_params", "SamplingParams._validate_spec_decode"),
     ("vllm.v1.attention.backends.registry", "register_backend"),
     ("vllm.v1.attention.backends.registry", "AttentionBackendEnum.CPU_ATTN"),
 )
@@ -29,6 +30,8 @@ WORKER_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.propose_draft_token_ids"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._get_eagle3_aux_layers_from_config"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache"),
+    ("vllm.v1.worker.gpu_model_runner", "build_logitsprocs"),
+    ("vllm.v1.sample.thinking_budget_state", "ThinkingBudgetStateHolder.has_tracked_requests"),
     ("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase.get_kv_cache_spec"),
     ("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
 )

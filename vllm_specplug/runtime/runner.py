@@ -21,6 +21,7 @@ from vllm_specplug.kernels import compact_kv, tree_metadata
 from vllm_specplug.kvcache import path_moves
 from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
 from vllm_specplug.runtime.draft_cache import DraftKVLayer, PagedDraftCache
+from vllm_specplug.runtime.logits_processors import plain_logits_processors
 from vllm_specplug.runtime.proposer import TreeProposer
 from vllm_specplug.runtime.step import StepRequest, TreeStep
 from vllm_specplug.runtime.target_sampler import TargetSampler
@@ -47,7 +48,8 @@ class TreeRunnerMixin:
     drafter: TreeProposer
 
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, device, *args, **kwargs)  # type: ignore[call-arg]
+        with plain_logits_processors():
+            super().__init__(vllm_config, device, *args, **kwargs)  # type: ignore[call-arg]
         spec = vllm_config.speculative_config
         self.tree_spec = spec
         if spec.aux_layers:
@@ -300,10 +302,8 @@ class TreeRunnerMixin:
         requests = DraftRequests()
         running = [i for i, tokens in enumerate(sampled_token_ids) if tokens]
         nodes = self.row_budget.nodes_per_request(len(running))
-        holder = sampling_metadata.thinking_budget_state_holder
-        if nodes == 0 or (holder is not None and holder.has_tracked_requests()):
-            reason = "batch" if nodes == 0 else "no_draft"
-            self.tree_metrics.stats.observe_plain(reason, len(running))
+        if nodes == 0:
+            self.tree_metrics.stats.observe_plain("batch", len(running))
             return requests
         self.tree_metrics.stats.tree_budget = nodes
         for i in running:

@@ -10,12 +10,17 @@ Ledger: target_sampler.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_specplug.accept import WalkResult, walk_trees
@@ -50,6 +55,7 @@ class TargetSampler:
         self.outputs = outputs
         self.discarded = discarded
         self.logprobs: list[LogprobsTensors] = []
+        self.depth = 0
 
     def walk(
         self, trees: list[DraftTree | None], root_rows: list[int]
@@ -88,21 +94,25 @@ class TargetSampler:
             and m.max_num_logprobs is None
             and not m.logprob_token_ids
             and (holder is None or not holder.has_tracked_requests())
-            and all(
-                isinstance(p, MinTokensLogitsProcessor) and not p.min_toks
-                for p in m.logitsprocs.non_argmax_invariant
-            )
+            and all(_is_idle(p) for p in m.logitsprocs.non_argmax_invariant)
         )
 
     def _sample(self, rows: list[int], live: list[bool]) -> list[int]:
         alive = {i for i, is_live in enumerate(live) if is_live and i not in self.discarded}
         generators = {i: g for i, g in self.metadata.generators.items() if i in alive}
+        if self.depth:
+            # As between two steps of plain decoding, where each update follows one new token.
+            for processor in self.metadata.logitsprocs.all:
+                processor.update_state(None)
+        self.depth += 1
         index = torch.tensor(rows, device=self.logits.device)
-        # Advanced indexing copies: the sampler edits logits in place.
-        output = self.sampler(
-            logits=self.logits[index],
-            sampling_metadata=replace(self.metadata, generators=generators),
-        )
+        with _thinking_budgets_of(self.metadata.thinking_budget_state_holder, live):
+            # Advanced indexing copies: the sampler edits logits in place. Draft tokens are not
+            # shown to it: the outputs have grown by the path already.
+            output = self.sampler(
+                logits=self.logits[index],
+                sampling_metadata=replace(self.metadata, generators=generators, spec_token_ids=[]),
+            )
         if output.logprobs_tensors is not None:
             self.logprobs.append(output.logprobs_tensors)
         tokens = output.sampled_token_ids[:, 0].tolist()
@@ -110,8 +120,6 @@ class TargetSampler:
             history = self.outputs[i]
             if history is not None:
                 history.append(tokens[i])
-        for processor in self.metadata.logitsprocs.all:
-            processor.update_state(None)
         return tokens
 
     def _stack_logprobs(self) -> LogprobsTensors | None:
@@ -129,3 +137,32 @@ class TargetSampler:
         return LogprobsTensors(
             stacked("logprob_token_ids"), stacked("logprobs"), stacked("selected_token_ranks")
         )
+
+
+def _is_idle(processor: Any) -> bool:
+    """Whether a logits processor would leave the argmax of every row as it is."""
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return not processor.min_toks
+    if isinstance(processor, LogitBiasLogitsProcessor):
+        return not processor.biases
+    return False
+
+
+@contextmanager
+def _thinking_budgets_of(holder: Any, live: list[bool]) -> Iterator[None]:
+    """Lets only requests that still walk count down their thinking budgets.
+
+    The holder counts calls as well as tokens, so a request that has left the walk must not be
+    shown again. In its speculative mode it would expect the rows of all drafts at once; here
+    each call is one row a request, which is its plain mode.
+    """
+    if holder is None or not holder.has_tracked_requests():
+        yield
+        return
+    states = holder._state
+    holder._state = {i: state for i, state in states.items() if live[i]}
+    holder.in_spec_mode = False
+    try:
+        yield
+    finally:
+        holder._state = states
