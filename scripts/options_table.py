@@ -76,9 +76,14 @@ def field_docs(cls: type) -> dict[str, str]:
 def describe_type(hint: Any) -> tuple[str, str]:
     """Name of a type as JSON users know it, and its choices when it has some."""
     if get_origin(hint) in (Union, types.UnionType):
-        hint = next(arg for arg in get_args(hint) if arg is not type(None))
+        choices = [arg for arg in get_args(hint) if arg is not type(None)]
+        if list in map(get_origin, choices):
+            return f"{choices[0].__name__} or list", "0 or more"
+        hint = choices[0]
     if get_origin(hint) is Literal:
         return "string", ", ".join(f"`{choice}`" for choice in get_args(hint))
+    if hint is str:
+        return "string", "a path"
     return hint.__name__, "`true`, `false`" if hint is bool else ""
 
 

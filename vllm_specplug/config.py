@@ -6,6 +6,8 @@ field here is a key of `--speculative-config`. Nothing in this file imports vLLM
 vLLM reads the annotations as types: no `from __future__ import annotations` here.
 """
 
+import dataclasses
+import math
 from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args
 
@@ -40,10 +42,39 @@ class TreeOptions:
     ngram_topk: int | None = Field(default=None, ge=0, le=16)
     """N-gram branches (what followed the same tokens earlier in the request) merged into each
     tree under the same node budget; 0 switches them off. Default: 3."""
+    tree_budget: int | Literal["auto"] = "auto"
+    """Nodes of each tree: "auto" gives nodes, every step anew and across all requests, where they
+    promise the most tokens per millisecond, and none where plain decoding is faster. A number
+    fixes it, up to `num_speculative_tokens`; 0 never drafts unless a request asks."""
+    max_draft_context: int | None = Field(default=None, ge=0)
+    """Tokens of context beyond which a request decodes plainly. Default: no limit."""
     max_step_rows: int | None = Field(default=None, ge=1, le=65536)
-    """Most rows (roots and nodes of all requests) one step may verify; trees shrink as
-    the batch grows and drafting stops where fewer than two nodes a request would be left.
-    Default: chosen for the device."""
+    """Hard limit on the rows (roots and nodes of all requests) one step may verify, whatever
+    `tree_budget` says. A fixed budget shrinks to equal shares of it, and drafting stops where
+    fewer than two nodes a request would be left. Default: what the scheduler allows."""
+    local_head: str | None = None
+    """Short-context head of method dels: a folder written by `specplug train dels`, or a released
+    `.pt` file, which is converted to safetensors once."""
+    unigram: str | None = None
+    """Token counts behind the unigram prior of method dels. Default: `unigram.safetensors` or
+    `loss_mask_unigram.pt` beside the local head."""
+    unigram_smoothing: float = Field(default=1.0, ge=0.0, le=1000.0)
+    """Added to every count of the unigram prior; with 0, tokens never seen get the smallest
+    probability above zero."""
+    alpha: float | list[float] = 0.3
+    """Weight of the local head's score: one for all depths, or a list of one per corrected depth
+    (depth 2 on; depth 1 too with `anchor_input`)."""
+    beta: float | list[float] = 0.3
+    """Weight of the unigram log-probability that is taken out again; like `alpha`."""
+    anchor_input: bool | None = None
+    """Whether the local head reads the newest committed token before the drafted ones and so
+    corrects depth 1. Default: what its checkpoint says; a released file says no."""
+    local_candidates: int = Field(default=128, ge=1, le=4096)
+    """Tokens of each depth, the likeliest of the block head, that the local head scores; never
+    fewer than `tree_width`."""
+    gate_table_mb: int = Field(default=64, ge=0, le=65536)
+    """Memory in MiB that the precomputed input gates of a GRU local head may take; they are
+    computed at each step when they would not fit."""
     tree_kernel: KernelName = "auto"
     """Tree attention kernel: "cpp" insists on the compiled one, "reference" is the readable torch
     version, "auto" takes the fastest one that runs here."""
@@ -67,6 +98,99 @@ def changed_tree_options(options: Any) -> list[str]:
     return changed
 
 
+@dataclasses.dataclass(frozen=True)
+class LocalHeadOptions:
+    """How a local head is fused with a block head: options with paths and defaults worked out."""
+
+    path: str
+    unigram_path: str | None
+    """None where every beta is 0."""
+    unigram_smoothing: float
+    alpha: tuple[float, ...]
+    """Weight of the local score at depths 1, 2, ..."""
+    beta: tuple[float, ...]
+    anchor_input: bool
+    num_candidates: int
+    """Tokens of each depth that the local head scores."""
+    gate_table_bytes: int
+
+
+LOCAL_HEAD_OPTIONS = (
+    "local_head",
+    "unigram",
+    "unigram_smoothing",
+    "alpha",
+    "beta",
+    "anchor_input",
+    "local_candidates",
+    "gate_table_mb",
+)
+
+
+def check_local_options(options: Any, method: str, *, uses_local_head: bool) -> None:
+    """Refuses a missing local head, and options of one where the method has none.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if uses_local_head:
+        if not options.local_head:
+            raise option_error(
+                "local_head",
+                options.local_head,
+                f"method {method!r} fuses a block head with a local head",
+                'Give its folder, e.g. "local_head": "/path/to/local-head"; without one use '
+                "method ddtree",
+            )
+        if options.tree_builder != "best_first":
+            raise option_error(
+                "tree_builder",
+                options.tree_builder,
+                f"method {method!r} scores every branch by itself, so only best_first",
+                "Leave tree_builder out, or use method ddtree",
+            )
+        return
+    for name in LOCAL_HEAD_OPTIONS:
+        if name in changed_tree_options(options):
+            raise option_error(
+                name,
+                getattr(options, name),
+                f"method {method!r} has no local head",
+                f"Leave {name} out, or use method dels",
+            )
+
+
+def depth_weights(
+    name: str, value: float | list[float], num_depths: int, *, first_depth: int
+) -> tuple[float, ...]:
+    """`alpha` or `beta` of depths 1..num_depths; 0 before `first_depth`, which is 1 or 2.
+
+    Raises:
+        ValueError: for a weight that is negative or not finite, and a list of another length.
+    """
+    corrected = num_depths - first_depth + 1
+    if isinstance(value, list | tuple):
+        if len(value) != corrected:
+            raise option_error(
+                name,
+                value,
+                f"a list needs one weight for each of the {corrected} depths that are corrected, "
+                f"{first_depth}..{num_depths}, not {len(value)}",
+                "Give that many, or one number for all",
+            )
+        weights = [float(weight) for weight in value]
+    else:
+        weights = [float(value)] * corrected
+    if not all(math.isfinite(weight) and weight >= 0.0 for weight in weights):
+        raise option_error(
+            name,
+            value,
+            "weights must be finite and at least 0 (0 switches the term off)",
+            "0.3 is the paper's choice",
+        )
+    return (0.0,) * (first_depth - 1) + tuple(weights)
+
+
 # vLLM options that mean nothing (or something else) for a tree, with what to do instead.
 UNSUPPORTED_VLLM_OPTIONS: dict[str, str] = {
     "draft_tensor_parallel_size": "drafting is replicated on every rank; leave it out",
@@ -74,7 +198,7 @@ UNSUPPORTED_VLLM_OPTIONS: dict[str, str] = {
     "kv_cache_dtype": "the draft shares the target's cache dtype; leave it out",
     "attention_backend": "use tree_kernel to choose a kernel",
     "moe_backend": "draft heads have no experts; leave it out",
-    "num_speculative_tokens_per_batch_size": "use max_step_rows to shrink trees under load",
+    "num_speculative_tokens_per_batch_size": 'tree_budget "auto" follows the load; leave it out',
     "prompt_lookup_max": "an option of method ngram; leave it out",
     "prompt_lookup_min": "an option of method ngram; leave it out",
     "synthetic_acceptance_rates": "the tree walk has no synthetic mode; leave it out",
@@ -92,13 +216,112 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
     "parallel_drafting": (False, "the head drafts all depths in one forward already"),
     "use_heterogeneous_vocab": (False, "the head must be trained for this target's vocabulary"),
     "use_local_argmax_reduction": (False, "tree drafting needs the top candidates, not one"),
-    "enable_adaptive_verification": (False, "it belongs to method dspark; use max_step_rows"),
+    "enable_adaptive_verification": (
+        False,
+        'it belongs to method dspark; tree_budget "auto" is ours',
+    ),
 }
 
 
 def option_error(field: str, value: object, legal: str, remedy: str) -> ValueError:
     """The one form of every refusal: field, value, legal set, what to do."""
     return ValueError(f"speculative_config.{field}={value!r} is not usable: {legal}. {remedy}.")
+
+
+PENALTY_ARGS = ("specplug_penalty_window", "specplug_penalty")
+DEFAULT_PENALTY_WINDOW = 1024
+
+
+def parse_penalty(extra_args: dict[str, Any] | None) -> tuple[int, float] | None:
+    """A request's contextual penalty: window W in tokens and theta; None when it has none.
+
+    Args:
+        extra_args: the request's `extra_args` (`vllm_xargs` over HTTP).
+
+    Raises:
+        ValueError: naming the parameter, its value and what is legal.
+    """
+    window_arg, theta_arg = PENALTY_ARGS
+    extra = extra_args or {}
+    if window_arg not in extra and theta_arg not in extra:
+        return None
+    window, theta = extra.get(window_arg, DEFAULT_PENALTY_WINDOW), extra.get(theta_arg)
+    if theta is None:
+        raise ValueError(f"{theta_arg} is missing: {window_arg} means nothing without it; give both")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 0:
+        raise ValueError(
+            f"{window_arg}={window!r} is not usable: a number of tokens, 0 (no penalty) or more. "
+            "Give an integer such as 1024"
+        )
+    numeric = isinstance(theta, int | float) and not isinstance(theta, bool)
+    if not numeric or not 0.0 < float(theta) < float("inf"):
+        raise ValueError(
+            f"{theta_arg}={theta!r} is not usable: a finite number above 0; 1 changes nothing. "
+            "Give a number such as 1.2"
+        )
+    if window == 0 or theta == 1:
+        return None
+    return window, float(theta)
+
+
+REQUEST_BUDGET_ARG = "specplug_tree_budget"
+REQUEST_CONTEXT_ARG = "specplug_max_draft_context"
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestBudget:
+    """What one request may draft."""
+
+    nodes: int | None
+    """Nodes of its trees, 0 for none; None leaves it to the engine's `tree_budget`."""
+    max_context: int | None
+    """Tokens of context beyond which it decodes plainly; None for no limit."""
+
+
+def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> RequestBudget:
+    """A request's own budget and context limit, the engine's where it names none.
+
+    Args:
+        extra_args: the request's `extra_args` (`vllm_xargs` over HTTP).
+        options: the engine's speculative options.
+
+    Raises:
+        ValueError: naming the parameter, its value and what is legal.
+    """
+    extra = extra_args or {}
+    most = options.num_speculative_tokens
+    nodes = extra.get(REQUEST_BUDGET_ARG, "auto")
+    if nodes != "auto" and not (_is_integer(nodes) and 0 <= nodes <= most):
+        raise ValueError(
+            f'{REQUEST_BUDGET_ARG}={nodes!r} is not usable: "auto" (what the server does by '
+            f"itself) or a number of nodes from 0 (no drafts) to num_speculative_tokens={most}. "
+            "Give one of these, or leave it out"
+        )
+    context = extra.get(REQUEST_CONTEXT_ARG, options.max_draft_context)
+    if context is not None and not (_is_integer(context) and context >= 0):
+        raise ValueError(
+            f"{REQUEST_CONTEXT_ARG}={context!r} is not usable: a number of tokens, 0 or more. "
+            "Give an integer, or leave it out"
+        )
+    return RequestBudget(None if nodes == "auto" else nodes, context)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_tree_budget(tree_budget: int | str, num_speculative_tokens: int) -> None:
+    """Raises ValueError unless `tree_budget` is "auto" or fits into num_speculative_tokens."""
+    if tree_budget == "auto" or (
+        _is_integer(tree_budget) and 0 <= int(tree_budget) <= num_speculative_tokens
+    ):
+        return
+    raise option_error(
+        "tree_budget",
+        tree_budget,
+        f'"auto" or a number of nodes from 0 to num_speculative_tokens={num_speculative_tokens}',
+        "Leave tree_budget out to let it follow the load, or raise num_speculative_tokens",
+    )
 
 
 def check_num_nodes(num_speculative_tokens: int) -> None:

@@ -20,6 +20,8 @@ class MethodInfo:
     default_ngram_topk: int
     """N-gram branches merged into a tree where the user did not say."""
     summary: str
+    uses_local_head: bool = False
+    """Whether `local_head` names a second head that is fused with the first."""
 
 
 _METHODS = {
@@ -31,6 +33,21 @@ _METHODS = {
             needs_head=True,
             default_ngram_topk=3,
             summary="causal block head over target features, tree by best-first expansion",
+        ),
+        MethodInfo(
+            name="ddtree",
+            drafter="vllm_specplug.drafters.ddtree.DDTreeDrafter",
+            needs_head=True,
+            default_ngram_topk=3,
+            summary="bidirectional block head (DFlash) over target features, tree or chain",
+        ),
+        MethodInfo(
+            name="dels",
+            drafter="vllm_specplug.drafters.dels.DelsDrafter",
+            needs_head=True,
+            default_ngram_topk=3,
+            summary="DFlash head fused with a short-context local head, branch by branch",
+            uses_local_head=True,
         ),
         MethodInfo(
             name="ngram_tree",

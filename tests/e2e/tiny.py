@@ -10,8 +10,18 @@ import torch
 from vllm_specplug.models.block_config import BlockHeadConfig
 from vllm_specplug.models.block_head import BlockHead
 from vllm_specplug.models.checkpoint import save_block_head
+from vllm_specplug.models.local_checkpoint import save_local_head
+from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
+from vllm_specplug.models.unigram import save_unigram
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 2, 1, 32
+# Ids 0, 1, ... of `make_tokenizer`; the second ends a text.
+SPECIAL_TOKENS = ("<s>", "</s>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+_CORPUS = (
+    '{"name": "the cat", "age": 12, "tags": ["red", "blue"], "ok": true, "no": false}',
+    "the quick brown fox jumps over the lazy dog and the other one is there",
+    "1 2 3 10 20 30 100 200 300 4567 890 yes no maybe red green blue north south",
+)
 
 
 def make_target(folder: Path, vocab_size: int, *, num_layers: int = 2, seed: int = 0) -> Path:
@@ -42,6 +52,45 @@ def make_target(folder: Path, vocab_size: int, *, num_layers: int = 2, seed: int
     return folder
 
 
+def make_tokenizer(folder: Path) -> int:
+    """Adds a small byte-level BPE tokenizer to a model's folder; returns its vocabulary size.
+
+    Every text has an encoding, so that grammars compile against it.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        _CORPUS * 4,
+        trainers.BpeTrainer(
+            vocab_size=360,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}assistant:"
+    )
+    fast.save_pretrained(folder)
+    return len(fast)
+
+
+def make_text_target(folder: Path, *, seed: int = 0) -> Path:
+    """`make_target` with a tokenizer and a vocabulary of that size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return make_target(folder, make_tokenizer(folder), seed=seed)
+
+
 def make_head(
     folder: Path, vocab_size: int, *, causal: bool = True, block_size: int = 5, seed: int = 1
 ) -> Path:
@@ -67,4 +116,24 @@ def make_head(
     with torch.no_grad():
         head.mask_embedding.normal_()
     save_block_head(folder, head, dtype=torch.float32)
+    return folder
+
+
+def make_local_head(folder: Path, vocab_size: int, *, kind: str = "gru", seed: int = 2) -> Path:
+    """A random local head for `make_target`'s model, with counts beside it."""
+    torch.manual_seed(seed)
+    head = LocalHead(
+        LocalHeadConfig(
+            kind=kind,  # type: ignore[arg-type]
+            vocab_size=vocab_size,
+            target_hidden_size=HIDDEN,
+            rank=16,
+            hidden_size=32 if kind == "gru" else 0,
+        )
+    )
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(std=0.5)
+    save_local_head(folder, head, dtype=torch.float32)
+    save_unigram(folder / "unigram.safetensors", torch.arange(vocab_size), tokenizer=None)
     return folder

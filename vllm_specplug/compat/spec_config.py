@@ -21,6 +21,8 @@ from vllm_specplug.config import (
     DEFAULT_TREE_NODES,
     TreeOptions,
     changed_tree_options,
+    check_local_options,
+    check_tree_budget,
     check_tree_depth,
     check_tree_shape,
     check_vllm_options,
@@ -33,7 +35,7 @@ logger = init_logger("vllm.specplug.config")
 # What `custom_class` is told to instantiate; the worker replaces it by the method's drafter.
 PROPOSER_PATH = "vllm_specplug.runtime.proposer.TreeProposer"
 
-_PLUGIN_METHODS = Literal["jetspec", "ngram_tree"]
+_PLUGIN_METHODS = Literal["jetspec", "ddtree", "dels", "ngram_tree"]
 assert set(_PLUGIN_METHODS.__args__) == set(METHOD_NAMES)  # type: ignore[attr-defined]
 
 
@@ -52,6 +54,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
     aux_layers: tuple[int, ...] = Field(default=(), init=False)
     """Auxiliary hidden-state layers of the target, in vLLM's numbering (output of decoder
     layer i is i + 1)."""
+    local_options: Any = Field(default=None, init=False)
+    """`config.LocalHeadOptions` of a method that fuses a local head."""
 
     def __post_init__(self) -> Any:
         if self.method not in METHOD_NAMES:
@@ -69,9 +73,11 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         if self.num_speculative_tokens is None:
             self.num_speculative_tokens = max(DEFAULT_TREE_NODES, self.tree_depth or 0)
         check_tree_shape(self.num_speculative_tokens, self.tree_depth, self.tree_width)
+        check_tree_budget(self.tree_budget, self.num_speculative_tokens)
         check_vllm_options(self, _vllm_defaults(), method.name)
         if self.ngram_topk is None:
             self.ngram_topk = method.default_ngram_topk
+        check_local_options(self, method.name, uses_local_head=method.uses_local_head)
         if method.needs_head:
             self._resolve_head(method.name)
         else:
@@ -95,6 +101,12 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         if self.num_speculative_tokens < self.draft_depth:
             self.draft_depth = self.num_speculative_tokens
         self.aux_layers = tuple(i + 1 for i in head.target_layer_ids)
+        if get_method(method).uses_local_head:
+            from vllm_specplug.compat.local_head import resolve_local_options
+
+            self.local_options = resolve_local_options(
+                self, head.num_draft_tokens, self.target_model_config
+            )
 
     def _check_headless(self, method: str) -> None:
         for name, legal in (("model", None), ("causal", None), ("tree_builder", "best_first")):
@@ -147,7 +159,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         head = Path(self.head_path).name if self.head_path else None
         return (
             f"SpeculativeConfig(method={self.plugin_method!r}, head={head!r}, "
-            f"nodes={self.num_speculative_tokens}, depth={self.draft_depth}, "
+            f"nodes={self.num_speculative_tokens}, budget={self.tree_budget!r}, "
+            f"depth={self.draft_depth}, "
             f"width={self.tree_width}, builder={self.tree_builder!r})"
         )
 

@@ -35,6 +35,7 @@ class TreeProposer:
             causal=spec.causal,
             ngram_topk=spec.ngram_topk,
             max_model_len=vllm_config.model_config.max_model_len,
+            local_head=spec.local_options,
         )
         self.drafter: Drafter = load_drafter_class(str(spec.plugin_method))(self.options)
         self.cache_layers: list[DraftKVLayer] = []

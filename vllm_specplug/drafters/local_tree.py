@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees over the product of a block head and a local head.
+
+Shapes: R requests, D depths, M candidates of a depth, F nodes of a frontier, W children of a node,
+V' draft vocabulary, r rank of the local head.
+
+For the branch b that reaches depth i - 1, and every candidate y of depth i,
+
+    f(y | b) = l_i(y) + alpha_i s(y | b) - beta_i log p_uni(y)
+
+with l_i the block head's scores, s the local head's after reading b, and p_uni how common y is,
+which both already contain (DeLS-Spec's fusion). Its log-softmax is the branch's distribution.
+
+Only the M likeliest tokens of the block head are scored: what it ranks lower cannot win back
+enough. Their fused probabilities share the mass that the block head gave these M together, so that
+scores stay log-probabilities over the whole draft vocabulary, and weights of 0 give back the block
+head's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm_specplug.config import LocalHeadOptions
+from vllm_specplug.models.local_head import LocalHead
+from vllm_specplug.tree import DraftTree, Expand, grow_tree
+
+
+class LocalTreeBuilder:
+    """A local head made ready for one target, draft vocabulary and pair of weights.
+
+    Args:
+        head: the local head.
+        local_ids: int64, target id of each row of its output; None for the whole vocabulary.
+        draft_ids: int64 [V'], target id of each draft id.
+        log_prior: float32 [V] over the target's vocabulary; None where every beta is 0.
+        options: weights and limits.
+        embed_tokens: [V, H] of the target.
+        lm_head: [V, H] of the target.
+        dtype: of the products.
+
+    Raises:
+        ValueError: when the local head scores only a part of the draft vocabulary.
+    """
+
+    def __init__(
+        self,
+        head: LocalHead,
+        local_ids: torch.Tensor | None,
+        draft_ids: torch.Tensor,
+        log_prior: torch.Tensor | None,
+        options: LocalHeadOptions,
+        *,
+        embed_tokens: torch.Tensor,
+        lm_head: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        self.options = options
+        self.draft_ids = draft_ids
+        self.embed_tokens = embed_tokens
+        rows = _rows_of(draft_ids, local_ids, head.config.vocab_size)
+        table_ids = draft_ids if local_ids is None else local_ids
+        if head.config.lm_head_mode == "target_lm_head":
+            table = head.output_table(lm_head[table_ids if local_ids is not None else slice(None)])
+        else:
+            table = head.output_table()
+        # [V', r]
+        self.output_table = table[rows].to(dtype).contiguous()
+        self.head = head.to(dtype)
+        # [V']
+        self.log_prior = None if log_prior is None else log_prior[draft_ids].contiguous()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all weights are 0, so that nothing is corrected."""
+        return not any(self.options.alpha) and not any(self.options.beta)
+
+    def build(
+        self,
+        # [R, D, M] draft ids, best first, and their log-probabilities under the block head
+        ids: torch.Tensor,
+        log_probs: torch.Tensor,
+        anchors: Sequence[int],
+        budgets: Sequence[int],
+        depths: Sequence[int],
+        widths: Sequence[int],
+    ) -> list[DraftTree]:
+        """One tree per request, exactly best-first over the fused distributions."""
+        return [
+            grow_tree(
+                self.expander(ids[r], log_probs[r], anchors[r], widths[r]),
+                budgets[r],
+                tree_width=widths[r],
+                tree_depth=depths[r],
+            )
+            for r in range(len(anchors))
+        ]
+
+    def expander(
+        self, ids: torch.Tensor, log_probs: torch.Tensor, anchor: int, width: int
+    ) -> Expand:
+        """Children by the fused distributions of one request's frontier.
+
+        ids and log_probs [D, M] of the block head; `width` children of each node are wanted.
+        """
+        head, options = self.head, self.options
+        # Of the frontier that was expanded last, one row a node.
+        states = ranks = torch.empty(0)
+
+        def expand(
+            depth: int, parents: np.ndarray, tokens: np.ndarray
+        ) -> tuple[np.ndarray, np.ndarray]:
+            nonlocal states, ranks
+            if depth == 1:
+                states = head.initial_state(1)
+                read = torch.tensor([anchor]) if options.anchor_input else None
+            else:
+                states = states[torch.from_numpy(parents)]
+                read = torch.from_numpy(tokens)
+            if read is not None:
+                ranks, states = head.step(read, states, self.embed_tokens)
+            candidates, own = ids[depth - 1], log_probs[depth - 1].float()
+            fused = own.expand(len(tokens), -1)
+            alpha, beta = options.alpha[depth - 1], options.beta[depth - 1]
+            if alpha:
+                fused = fused + alpha * (ranks @ self.output_table[candidates].T).float()
+            if beta:
+                assert self.log_prior is not None
+                fused = fused - beta * self.log_prior[candidates]
+            if alpha or beta:
+                fused = fused.log_softmax(-1) + own.logsumexp(-1)
+            # A stable order: equal scores keep the block head's.
+            order = fused.argsort(dim=-1, descending=True, stable=True)[:, :width]
+            return self.draft_ids[candidates[order]].numpy(), fused.gather(1, order).numpy()
+
+        return torch.inference_mode()(expand)
+
+
+def _rows_of(
+    draft_ids: torch.Tensor, local_ids: torch.Tensor | None, vocab_size: int
+) -> torch.Tensor:
+    """Row of the local head's output for every draft id."""
+    if local_ids is None:
+        return draft_ids
+    row_of = torch.full((vocab_size,), -1, dtype=torch.int64)
+    row_of[local_ids] = torch.arange(len(local_ids))
+    rows = row_of[draft_ids]
+    missing = int((rows < 0).sum())
+    if missing:
+        raise ValueError(
+            f"local head: it scores {len(local_ids)} tokens, and {missing} of the "
+            f"{len(draft_ids)} the block head drafts are not among them; use a local head trained "
+            "for this draft vocabulary or for the whole one"
+        )
+    return rows
