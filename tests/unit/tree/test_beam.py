@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Level-by-level trees against an exhaustive search over a small conditional model."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specplug.tree import ROOT, DraftTree
+from vllm_specplug.tree.beam import (
+    BEAM_PRESETS,
+    BranchRows,
+    Frontier,
+    default_beam_widths,
+    draft_level_by_level,
+)
+
+VOCAB = 4
+
+
+class BranchModel:
+    """log p(token | the whole branch), random but fixed by the branch."""
+
+    def __init__(self, seed: int, num_requests: int) -> None:
+        self.seed = seed
+        self.paths: list[dict[int, tuple[int, ...]]] = [{ROOT: ()} for _ in range(num_requests)]
+        self.calls: list[Frontier] = []
+
+    def log_probs(self, request: int, path: tuple[int, ...]) -> np.ndarray:
+        rng = np.random.default_rng([self.seed, request, *path])
+        logits = rng.normal(size=VOCAB) * 2
+        return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+
+    def expand(self, frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+        self.calls.append(frontier)
+        ids, scores = [], []
+        for r, node, parent, token in zip(
+            frontier.requests.tolist(),
+            frontier.nodes.tolist(),
+            frontier.parents.tolist(),
+            frontier.token_ids.tolist(),
+            strict=True,
+        ):
+            if node != ROOT:
+                self.paths[r][node] = (*self.paths[r][parent], token)
+            logp = self.log_probs(r, self.paths[r][node])
+            order = np.argsort(-logp, kind="stable")
+            ids.append(order)
+            scores.append(logp[order])
+        return np.array(ids), np.array(scores)
+
+    def best_paths(self, request: int, budget: int, depth: int) -> dict[tuple[int, ...], float]:
+        scored = {}
+        for length in range(1, depth + 1):
+            for path in itertools.product(range(VOCAB), repeat=length):
+                scored[path] = sum(
+                    float(self.log_probs(request, path[:i])[token]) for i, token in enumerate(path)
+                )
+        kept = sorted(scored, key=lambda p: -scored[p])[:budget]
+        return {path: scored[path] for path in kept}
+
+
+def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parent_indices.tolist(), strict=True):
+        paths.append((() if parent == ROOT else paths[parent]) + (token,))
+    assert len(set(paths)) == len(paths)
+    return dict(zip(paths, tree.scores.tolist(), strict=True))
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    budgets=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    depth=st.integers(1, 4),
+)
+def test_best_first_is_exact_for_every_request(seed: int, budgets: list[int], depth: int) -> None:
+    model = BranchModel(seed, len(budgets))
+    count = len(budgets)
+    trees = draft_level_by_level(
+        [7] * count, budgets, [depth] * count, [VOCAB] * count, model.expand, frontier_width=99
+    )
+    assert len(model.calls) <= depth
+    for r, (tree, budget) in enumerate(zip(trees, budgets, strict=True)):
+        tree.validate()
+        expected = model.best_paths(r, budget, depth)
+        assert set(paths_of(tree)) == set(expected)
+        for path, score in paths_of(tree).items():
+            assert score == pytest.approx(expected[path], abs=1e-4)
+
+
+def test_beam_keeps_the_best_of_each_level_and_leaves_the_rest() -> None:
+    model = BranchModel(3, 1)
+    widths = (2, 3, 3)
+    tree = draft_level_by_level([0], [8], [5], [VOCAB], model.expand, beam_widths=widths)[0]
+    assert [int((tree.depths == d + 1).sum()) for d in range(3)] == list(widths)
+    paths = paths_of(tree)
+    level: list[tuple[int, ...]] = [()]
+    for depth, width in enumerate(widths, start=1):
+        scored = {
+            (*path, token): sum(
+                float(model.log_probs(0, (*path, token)[:i])[t])
+                for i, t in enumerate((*path, token))
+            )
+            for path in level
+            for token in range(VOCAB)
+        }
+        level = sorted(scored, key=lambda p: -scored[p])[:width]
+        assert {p for p in paths if len(p) == depth} == set(level)
+    assert any(not any(p != q and q[: len(p)] == p for q in paths) for p in paths if len(p) < 3)
+
+
+def test_beam_larger_than_the_budget_is_cut_to_the_best_nodes() -> None:
+    model = BranchModel(5, 1)
+    whole = draft_level_by_level([0], [99], [3], [VOCAB], model.expand, beam_widths=(3, 4, 4))[0]
+    model = BranchModel(5, 1)
+    cut = draft_level_by_level([0], [5], [3], [VOCAB], model.expand, beam_widths=(3, 4, 4))[0]
+    cut.validate()
+    assert sorted(cut.scores, reverse=True) == sorted(whole.scores, reverse=True)[:5]
+
+
+def test_width_one_drafts_the_greedy_chain() -> None:
+    for widths in (None, (2, 2, 2)):
+        model = BranchModel(1, 2)
+        chain, tree = draft_level_by_level(
+            [0, 0], [3, 6], [3, 3], [1, VOCAB], model.expand, beam_widths=widths
+        )
+        assert chain.parent_indices.tolist() == [-1, 0, 1]
+        path: tuple[int, ...] = ()
+        for token in chain.token_ids.tolist():
+            assert token == int(np.argmax(model.log_probs(0, path)))
+            path = (*path, token)
+        assert tree.num_nodes == 6
+
+
+def test_a_request_without_budget_or_depth_is_never_expanded() -> None:
+    model = BranchModel(2, 3)
+    trees = draft_level_by_level([0, 0, 0], [0, 4, 4], [3, 0, 2], [VOCAB] * 3, model.expand)
+    assert [t.num_nodes for t in trees] == [0, 0, 4]
+    assert all(set(call.requests.tolist()) == {2} for call in model.calls)
+
+
+def test_the_frontier_cap_bounds_the_work_of_a_level() -> None:
+    model = BranchModel(4, 1)
+    draft_level_by_level([0], [30], [4], [VOCAB], model.expand, frontier_width=3)
+    assert max(len(call) for call in model.calls) == 3
+
+
+def test_rows_know_their_ancestors_across_requests() -> None:
+    model = BranchModel(8, 2)
+    rows = BranchRows(2)
+
+    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+        rows.add(frontier)
+        return model.expand(frontier)
+
+    draft_level_by_level([0, 0], [9, 5], [3, 3], [VOCAB] * 2, expand)
+    for r, parents in enumerate(rows.parent_arrays()):
+        expanded = [
+            (node, parent)
+            for call in model.calls
+            for q, node, parent in zip(call.requests, call.nodes, call.parents, strict=True)
+            if q == r and node != ROOT
+        ]
+        assert len(parents) == len(expanded)
+        place = {ROOT: ROOT, **{int(node): i for i, (node, _) in enumerate(expanded)}}
+        assert parents.tolist() == [place[int(parent)] for _, parent in expanded]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 8, 20, 67, 68, 256])
+def test_presets_fit_their_budget(budget: int) -> None:
+    widths = default_beam_widths(budget)
+    assert 1 <= sum(widths) <= budget
+    assert all(sum(widths) == size for size, widths in BEAM_PRESETS.items())

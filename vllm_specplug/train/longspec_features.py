@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What LongSpec trains on: the target's last-layer keys and values, and its final states.
+
+A shard is one of `train.features` whose `aux` holds [keys | values] of the target's last layer,
+2 * Hkv * Dh values a token, keys rotated as they lie in a serving cache. Its meta says the position
+offset of every sequence.
+
+Anchor-offset indices (arXiv 2502.17421, section 3.2): the first `keep` tokens of a sequence have
+their own positions, all later ones are shifted by one random offset, so that short sequences train
+the rotary angles of long ones. The target runs with the same positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm_specplug.train.features import FeatureStore, TokenSequence, write_features
+
+
+@dataclass(frozen=True)
+class KVSequence:
+    """One sequence: tokens [S], positions [S], key and value [S, Hkv, Dh] of the target's last
+    layer, hidden [S, Ht] its final normed states; the first `prompt_len` tokens are given."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    prompt_len: int
+    key: torch.Tensor
+    value: torch.Tensor
+    hidden: torch.Tensor
+    source: str = ""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class KVFeatureStore(FeatureStore):
+    """All finished shards of a folder, as one sequence of `KVSequence`."""
+
+    def __init__(self, folder: str | Path):
+        super().__init__(folder)
+        meta = self.shards[0].meta
+        if "num_kv_heads" not in meta:
+            raise ValueError(
+                f"feature folder {str(folder)!r} holds outputs of layers, legal: last-layer keys "
+                "and values; make them with `specplug data longspec-features`"
+            )
+        self.num_kv_heads, self.head_dim = meta["num_kv_heads"], meta["head_dim"]
+
+    def __getitem__(self, index: int) -> KVSequence:  # type: ignore[override]
+        shard, i = self.items[index]
+        features = self.shards[shard][i]
+        keep, offset = self.shards[shard].meta["offsets"][i]
+        key, value = features.aux.unflatten(-1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
+        return KVSequence(
+            features.tokens,
+            torch.from_numpy(offset_positions(len(features.tokens), keep, offset)),
+            features.prompt_len,
+            key,
+            value,
+            features.hidden,
+            features.source,
+        )
+
+
+def offset_positions(length: int, keep: int, offset: int) -> np.ndarray:
+    """Positions int64 [length]: the first `keep` as they are, the others shifted by `offset`."""
+    positions = np.arange(length, dtype=np.int64)
+    positions[keep:] += offset
+    return positions
+
+
+def draw_offset(length: int, max_position: int, rng: np.random.Generator) -> tuple[int, int]:
+    """(keep, offset) of a sequence: 0 to 4 kept positions, and a uniform shift that still fits
+    below `max_position`."""
+    return int(rng.integers(0, 5)), int(rng.integers(0, max(1, max_position - length)))
+
+
+def write_kv_shard(
+    folder: Path,
+    sequences: Sequence[TokenSequence],
+    offsets: Sequence[tuple[int, int]],
+    model: nn.Module,
+    *,
+    tokens_per_batch: int = 4096,
+) -> None:
+    """Runs the target over `sequences` with shifted positions and writes one shard."""
+    config: Any = model.config
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+
+    def forward(rows: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return forward_kv(model, [sequences[r].tokens for r in rows], [offsets[r] for r in rows])
+
+    write_features(
+        folder,
+        sequences,
+        forward,
+        aux_size=2 * kv_heads * head_dim,
+        hidden_size=int(config.hidden_size),
+        meta={
+            "target_layer_ids": [config.num_hidden_layers - 1],
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "offsets": [list(pair) for pair in offsets],
+        },
+        tokens_per_batch=tokens_per_batch,
+    )
+
+
+@torch.inference_mode()
+def forward_kv(
+    model: nn.Module, tokens: Sequence[np.ndarray], offsets: Sequence[tuple[int, int]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Last-layer [keys | values] [S, 2 * Hkv * Dh] and final normed states [S, Ht] of right-padded
+    sequences, bfloat16, on the CPU."""
+    from transformers import DynamicCache
+
+    width = max(len(t) for t in tokens)
+    device = next(model.parameters()).device
+    ids = torch.zeros(len(tokens), width, dtype=torch.int64)
+    positions = torch.zeros_like(ids)
+    for row, (sequence, (keep, offset)) in enumerate(zip(tokens, offsets, strict=True)):
+        ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
+        positions[row] = torch.from_numpy(offset_positions(width, keep, offset))
+    cache = DynamicCache(config=model.config)
+    # With a mask given, a jump in the positions is not taken for the start of another sequence.
+    output = getattr(model, "model", model)(
+        input_ids=ids.to(device),
+        position_ids=positions.to(device),
+        attention_mask=torch.ones_like(ids).to(device),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    last = cache.layers[-1]
+    # [B, Hkv, S, Dh] twice -> [B, S, 2 * Hkv * Dh]
+    pairs = torch.stack([last.keys, last.values], dim=1).permute(0, 3, 1, 2, 4).flatten(2)
+    pairs, final = (t.to("cpu", torch.bfloat16) for t in (pairs, output.last_hidden_state))
+    lengths = [len(t) for t in tokens]
+    return (
+        [pairs[i, :n] for i, n in enumerate(lengths)],
+        [final[i, :n] for i, n in enumerate(lengths)],
+    )
