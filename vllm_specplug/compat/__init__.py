@@ -26,12 +26,14 @@ def install() -> None:
             metrics_bridge,
             sampling_options,
             spec_config,
+            structured_output,
         )
 
         spec_config.install()
         engine_args.install()
         metrics_bridge.install()
         sampling_options.install()
+        structured_output.install()
     else:
         from vllm_specplug.compat import refusal
 

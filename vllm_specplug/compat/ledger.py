@@ -72,6 +72,14 @@ LEDGER: tuple[LedgerEntry, ...] = (
         "vLLM asks the method which options it honours",
     ),
     LedgerEntry(
+        "structured_output",
+        "compat.structured_output",
+        "Scheduler.update_draft_token_ids and schedule, StructuredOutputManager.validate_tokens "
+        "and grammar_bitmask (wrapped; act on drafts that carry parents)",
+        "vLLM walks a grammar along a flat draft list, where siblings get each other's masks",
+        f"drafts carry their parents to the scheduler ({_TREE})",
+    ),
+    LedgerEntry(
         "logits_processors",
         "runtime.logits_processors",
         "v1.worker.gpu_model_runner.build_logitsprocs (module global, swapped while our runner "
@@ -96,7 +104,8 @@ LEDGER: tuple[LedgerEntry, ...] = (
     LedgerEntry(
         "cpu_backend",
         "runtime.worker_cpu",
-        "register_backend(CPU_ATTN), in workers that draft trees only",
+        "register_backend(CPU_ATTN), in workers that draft trees only, and the cache of "
+        "v1.attention.selector._cached_get_attn_backend (cleared)",
         "stock attention has one causal mask; tree rows need their ancestors",
         f"vLLM takes a mask per request ({_TREE})",
     ),

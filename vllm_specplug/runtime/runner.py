@@ -26,6 +26,7 @@ from vllm_specplug.runtime.proposer import TreeProposer
 from vllm_specplug.runtime.step import StepRequest, TreeStep
 from vllm_specplug.runtime.target_sampler import TargetSampler
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 from vllm_specplug.verify.cpu import cpu_kv_layout
 from vllm_specplug.verify.tree_rows import TreeRows, attach_tree_rows
 
@@ -126,6 +127,7 @@ class TreeRunnerMixin:
     ) -> tuple[Any, ...]:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        kept_nodes = getattr(scheduler_output, KEPT_NODES_ATTRIBUTE, {})
         starts = self.query_start_loc.np
         requests = []
         for i, req_id in enumerate(self.input_batch.req_ids):
@@ -136,7 +138,7 @@ class TreeRunnerMixin:
                 root_row=end - len(tokens) - 1,
                 end_row=end,
                 num_computed=int(self.input_batch.num_computed_tokens_cpu[i]),
-                tree=self._tree_for(req_id, tokens),
+                tree=self._tree_for(req_id, tokens, kept_nodes.get(req_id)),
             )
             requests.append(request)
             if not request.is_linear:
@@ -150,8 +152,12 @@ class TreeRunnerMixin:
         self.tree_step = TreeStep(requests)
         return prepared
 
-    def _tree_for(self, req_id: str, tokens: Any) -> DraftTree | None:
+    def _tree_for(
+        self, req_id: str, tokens: Any, kept_nodes: list[int] | None
+    ) -> DraftTree | None:
         """The tree behind scheduled draft tokens, cut to what was scheduled.
+
+        `kept_nodes` are the nodes a grammar left of it; None where there is no grammar.
 
         None when they are not ours: vLLM pads resumed requests with -1 drafts that nobody
         proposed. Such rows are linear and none of them can be accepted.
@@ -161,7 +167,7 @@ class TreeRunnerMixin:
         tree = self.proposed_trees.get(req_id)
         if tree is None:
             return None
-        tree = tree.prefix(len(tokens))
+        tree = tree.prefix(len(tokens)) if kept_nodes is None else tree.subset(kept_nodes)
         if tree.token_ids.tolist() != list(tokens):
             return None
         return tree
@@ -295,6 +301,19 @@ class TreeRunnerMixin:
             self.tree_metrics.stats.observe_ms("draft", 1e3 * (time.perf_counter() - start))
         return drafts
 
+    def take_draft_token_ids(self) -> Any:
+        """The drafts for the scheduler, with the parents of those that a grammar constrains."""
+        drafts = super().take_draft_token_ids()
+        if drafts is not None:
+            parents = {}
+            for req_id, tree in self.proposed_trees.items():
+                state = self.requests.get(req_id)
+                params = None if state is None else state.sampling_params
+                if params is not None and params.structured_outputs is not None:
+                    parents[req_id] = tree.parent_indices.tolist()
+            setattr(drafts, PARENTS_ATTRIBUTE, parents)
+        return drafts
+
     def _draft_requests(
         self, sampled_token_ids: list[list[int]], sampling_metadata: Any
     ) -> DraftRequests:
@@ -324,8 +343,7 @@ class TreeRunnerMixin:
             requests.context_lens.append(num_tokens - 1)
             requests.req_indices.append(i)
             requests.budgets.append(nodes)
-            # vLLM walks a grammar along the flat draft list: only a chain reads right there.
-            requests.widths.append(1 if structured else self.drafter.options.tree_width)
+            requests.widths.append(self.drafter.options.tree_width)
             requests.depths.append(depth)
         return requests
 

@@ -145,7 +145,7 @@ def _is_idle(processor: Any) -> bool:
         return not processor.min_toks
     if isinstance(processor, LogitBiasLogitsProcessor):
         return not processor.biases
-    return False
+    return bool(getattr(processor, "specplug_idle", False))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 import os
 
 import torch
+import vllm.v1.attention.selector as selector
 import vllm.v1.worker.cpu_worker as cpu_worker
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -59,6 +60,9 @@ class TreeCPUWorker(CPUWorker):
         register_backend(
             AttentionBackendEnum.CPU_ATTN, "vllm_specplug.verify.cpu.TreeCPUAttentionBackend"
         )
+        # An engine that this process built before has the stock backend in the selector's cache,
+        # and stock attention would take a tree for a line without a word.
+        selector._cached_get_attn_backend.cache_clear()
         stock = cpu_worker.CPUModelRunner
         cpu_worker.CPUModelRunner = TreeCPUModelRunner  # type: ignore[misc]
         try:

@@ -88,6 +88,21 @@ class DraftTree:
             scores=self.scores[:num_nodes],
         )
 
+    def subset(self, nodes: Sequence[int]) -> DraftTree:
+        """The tree of `nodes`: ascending indices, every node with its ancestors."""
+        index = np.asarray(nodes, dtype=np.int64)
+        numbers = np.full(self.num_nodes + 1, -2, dtype=np.int32)
+        numbers[-1] = ROOT  # parent index -1 looks itself up at the end
+        numbers[index] = np.arange(len(index), dtype=np.int32)
+        parents = numbers[self.parent_indices[index]]
+        assert (parents >= ROOT).all(), "a node without its parent"
+        return DraftTree(
+            token_ids=self.token_ids[index],
+            parent_indices=parents,
+            depths=self.depths[index],
+            scores=self.scores[index],
+        )
+
     def child_of(self, parent_index: int, token_id: int) -> int | None:
         """Index of the child of `parent_index` (ROOT for the root) that carries `token_id`."""
         children = self._children

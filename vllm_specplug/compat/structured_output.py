@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars on draft trees: pruning before verification, one mask per node.
+
+Ledger: structured_output.
+
+vLLM's scheduler knows drafts as a flat list and walks a grammar along it, which reads a tree's
+siblings as if one followed the other. Here the runner sends the parents along with the drafts of
+constrained requests, and the walk goes down and up the tree (`tree/grammar.py`) by the matcher's
+own `accept_tokens` and `rollback`:
+
+1. `Scheduler.update_draft_token_ids` hands the parents to the structured output manager;
+2. `StructuredOutputManager.validate_tokens` keeps the nodes whose path the grammar allows;
+3. `Scheduler.schedule` tells the runner which ones those were (tokens alone would be ambiguous);
+4. `StructuredOutputManager.grammar_bitmask` fills one row for the root and one for each kept node.
+
+Reasoning ends where vLLM says it does for the path to a node taken as a line, so a grammar may
+start in the middle of a tree. Without parents, or when anything does not match, vLLM's own code
+runs and the runner takes the rows for a line.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_specplug.tree.grammar import (
+    KEPT_NODES_ATTRIBUTE,
+    PARENTS_ATTRIBUTE,
+    reachable_nodes,
+    renumbered_parents,
+    visit_tree,
+)
+
+# On the manager: parents of the drafts that are being validated, by request id.
+_DRAFTED = "specplug_parents"
+# On a request's structured output state: its last validated tree.
+_VALIDATED = "specplug_tree"
+
+
+@dataclass(frozen=True)
+class ValidatedTree:
+    """What the grammar left of a drafted tree."""
+
+    kept: list[int]
+    """Indices of its nodes in the drafted tree."""
+    token_ids: list[int]
+    parents: list[int]
+    """Numbered among the kept nodes."""
+
+    def matches(self, scheduled: Sequence[int]) -> bool:
+        """Whether `scheduled` are the first of these nodes."""
+        return bool(scheduled) and self.token_ids[: len(scheduled)] == list(scheduled)
+
+
+class RequestCursor:
+    """A request's grammar at its last committed token, moved along the edges of a tree."""
+
+    def __init__(self, manager: Any, request: Any) -> None:
+        self.manager = manager
+        self.request = request
+        self.grammar = request.structured_output_request.grammar
+        self.path: list[int] = []
+        self.fed: list[bool] = []
+
+    def advance(self, token_id: int) -> bool:
+        self.path.append(token_id)
+        start, _ = self.manager._get_constraint_bounds(self.request, self.path)
+        feeds = len(self.path) > start
+        if feeds:
+            # Asked first: `accept_tokens` logs every refusal as an error of the engine.
+            if self.grammar.is_terminated() or not self.grammar.validate_tokens([token_id]):
+                self.path.pop()
+                return False
+            self.grammar.accept_tokens(self.request.request_id, [token_id])
+        self.fed.append(feeds)
+        return True
+
+    def retreat(self) -> None:
+        self.path.pop()
+        if self.fed.pop():
+            self.grammar.rollback(1)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the token after this position must follow the grammar."""
+        _, start = self.manager._get_constraint_bounds(self.request, self.path)
+        return len(self.path) >= start and not self.grammar.is_terminated()
+
+
+def _validated_tree(request: Any, scheduled: Sequence[int]) -> ValidatedTree | None:
+    """The tree behind a constrained request's scheduled drafts; None when they are none of ours."""
+    state = request.structured_output_request
+    tree = None if state is None else getattr(state, _VALIDATED, None)
+    return tree if tree is not None and tree.matches(scheduled) else None
+
+
+def _wrap(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    if getattr(original, "_specplug_trees", False):
+        return
+    wrapper = functools.wraps(original)(make(original))
+    wrapper._specplug_trees = True
+    setattr(owner, name, wrapper)
+
+
+def _update_draft_token_ids(original: Any) -> Any:
+    def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
+        parents = getattr(draft_token_ids, PARENTS_ATTRIBUTE, None)
+        if parents is not None:
+            setattr(self.structured_output_manager, _DRAFTED, parents)
+        original(self, draft_token_ids)
+
+    return update_draft_token_ids
+
+
+def _validate_tokens(original: Any) -> Any:
+    def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
+        drafted = getattr(self, _DRAFTED, None)
+        if drafted is None or not request.use_structured_output:
+            return original(self, request, spec_tokens)
+        state = request.structured_output_request
+        setattr(state, _VALIDATED, None)
+        parents = drafted.get(request.request_id)
+        if parents is None or len(parents) != len(spec_tokens):
+            return original(self, request, spec_tokens)
+        kept = reachable_nodes(spec_tokens, parents, RequestCursor(self, request))
+        tokens = [spec_tokens[node] for node in kept]
+        tree = ValidatedTree(kept, tokens, renumbered_parents(parents, kept))
+        setattr(state, _VALIDATED, tree)
+        return tokens
+
+    return validate_tokens
+
+
+def _schedule(original: Any) -> Any:
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        if getattr(self.structured_output_manager, _DRAFTED, None):
+            kept = {}
+            for req_id, scheduled in output.scheduled_spec_decode_tokens.items():
+                tree = _validated_tree(self.requests[req_id], scheduled)
+                if tree is not None:
+                    kept[req_id] = tree.kept[: len(scheduled)]
+            setattr(output, KEPT_NODES_ATTRIBUTE, kept)
+        return output
+
+    return schedule
+
+
+def _grammar_bitmask(original: Any) -> Any:
+    def grammar_bitmask(
+        self: Any,
+        requests: dict[str, Any],
+        structured_output_request_ids: list[str],
+        scheduled_spec_decode_tokens: dict[str, list[int]],
+    ) -> Any:
+        trees = {}
+        if getattr(self, _DRAFTED, None):
+            for req_id in structured_output_request_ids:
+                scheduled = scheduled_spec_decode_tokens.get(req_id, ())
+                tree = _validated_tree(requests[req_id], scheduled)
+                if tree is not None:
+                    trees[req_id] = tree
+        if trees:
+            # vLLM fills the rows of these drafts as padding, which touches no grammar.
+            scheduled_spec_decode_tokens = {
+                req_id: [-1] * len(tokens) if req_id in trees else tokens
+                for req_id, tokens in scheduled_spec_decode_tokens.items()
+            }
+        bitmask = original(
+            self, requests, structured_output_request_ids, scheduled_spec_decode_tokens
+        )
+        first_row = 0
+        for req_id in structured_output_request_ids:
+            num_drafts = len(scheduled_spec_decode_tokens.get(req_id, ()))
+            if req_id in trees:
+                _fill_tree_rows(self, requests[req_id], trees[req_id], num_drafts, first_row)
+            first_row += 1 + num_drafts
+        return bitmask
+
+    return grammar_bitmask
+
+
+def _fill_tree_rows(
+    manager: Any, request: Any, tree: ValidatedTree, num_nodes: int, first_row: int
+) -> None:
+    """One row of the manager's mask for the root and for each of the first `num_nodes` nodes.
+
+    The array that the manager returned is a view of that mask.
+    """
+    cursor = RequestCursor(manager, request)
+    mask = manager._grammar_bitmask
+
+    def enter(node: int) -> None:
+        row = first_row + 1 + node
+        if cursor.is_constrained:
+            cursor.grammar.fill_bitmask(mask, row)
+        else:
+            mask[row].fill_(manager._full_mask)
+
+    visit_tree(tree.token_ids[:num_nodes], tree.parents[:num_nodes], cursor, enter)
+
+
+def install() -> None:
+    """Wraps the two scheduler methods and the two of the structured output manager."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    _wrap(Scheduler, "update_draft_token_ids", _update_draft_token_ids)
+    _wrap(Scheduler, "schedule", _schedule)
+    _wrap(StructuredOutputManager, "validate_tokens", _validate_tokens)
+    _wrap(StructuredOutputManager, "grammar_bitmask", _grammar_bitmask)
