@@ -50,7 +50,13 @@ setup(
     packages=[
         *find_packages(include=["vllm_specplug", "vllm_specplug.*"]),
         "vllm_specplug.kernels",
+        "vllm_specplug.kernels.cute",
     ],
-    package_dir={"vllm_specplug.kernels": "kernels/src"},
+    package_dir={
+        "vllm_specplug.kernels": "kernels/src",
+        "vllm_specplug.kernels.cute": "kernels/src/cute",
+    },
+    # made by scripts/build_cubins.py, if at all
+    package_data={"vllm_specplug.kernels.cute": ["cubins/*"]},
     ext_modules=cpu_extension(),
 )

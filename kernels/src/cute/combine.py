@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging the splits of a tree: their partial outputs weighted by exp2 of their log-sums.
+
+A warp takes one (tree row, head). A tree that used a single split was finished by the attention
+kernel and is left alone.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..cuda_contract import (
+    MAX_TREE_ROWS,
+    PLAN_CONTEXT,
+    PLAN_MASK_START,
+    PLAN_ROW_COUNT,
+    PLAN_ROW_START,
+)
+from . import schedule
+from .config import CombineConfig
+from .forward_sm90 import ELEMENT_BYTES, element_type, global_array, int32_at, placeholders
+from .launch_params import COMBINE_PARAMETERS
+
+LANES = 32
+
+
+class CombineSplits:
+    """The merging kernel of one `CombineConfig`."""
+
+    def __init__(self, config: CombineConfig) -> None:
+        self.config = config
+        self.dtype = element_type(config.dtype)
+
+    @cute.jit
+    def __call__(self, stream):
+        """Compiled, never run."""
+        self.kernel(placeholders(COMBINE_PARAMETERS)).launch(
+            grid=(1, 1, 1), block=(self.config.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, p):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, tree, _ = cute.arch.block_idx()
+        lane = thread % LANES
+        item = block * (config.threads // LANES) + thread // LANES
+        rows = cutlass.min(
+            int32_at(p.plan, PLAN_ROW_COUNT * p.num_trees + tree), Int32(MAX_TREE_ROWS)
+        )
+        context = int32_at(p.plan, PLAN_CONTEXT * p.num_trees + tree)
+        total = schedule.total_tiles(schedule.tail_begin(context, p.dense), rows)
+        used = schedule.used_splits(total, p.splits)
+        if rows > 0 and item < rows * p.num_heads and used > 1:
+            row = item // p.num_heads
+            head = item % p.num_heads
+            mask_start = int32_at(p.plan, PLAN_MASK_START * p.num_trees + tree)
+            row_start = int32_at(p.plan, PLAN_ROW_START * p.num_trees + tree)
+            part = Int64(mask_start + row) * p.num_heads + head
+            stride = Int64(p.part_rows) * p.num_heads
+            highest = -Float32.inf
+            for split in cutlass.range(used, unroll=1):
+                address = p.part_lse + (part + split * stride) * 4
+                highest = cute.arch.fmax(highest, global_array(Float32, address, 1)[0])
+            # The row's own column is in some split, so `highest` is finite.
+            merged = cute.make_rmem_tensor(cute.make_layout(config.head_dim // LANES), Float32)
+            merged.fill(0.0)
+            weights = Float32(0.0)
+            for split in cutlass.range(used, unroll=1):
+                index = part + split * stride
+                lse = global_array(Float32, p.part_lse + index * 4, 1)[0]
+                weight = cute.math.exp2(lse - highest, fastmath=True)
+                weights = weights + weight
+                first = p.part_out + (index * config.head_dim + lane) * 4
+                for i in cutlass.range_constexpr(config.head_dim // LANES):
+                    value = global_array(Float32, first + 4 * LANES * i, 1)[0]
+                    merged[i] = merged[i] + weight * value
+            inverse = 1.0 / weights
+            element = Int64(row_start + row) * p.output_row + Int64(head) * p.output_head + lane
+            for i in cutlass.range_constexpr(config.head_dim // LANES):
+                address = p.output + (element + LANES * i) * ELEMENT_BYTES
+                place = global_array(self.dtype, address, 1)
+                place[0] = (merged[i] * inverse).to(self.dtype)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a variant's configuration to a cubin for sm_90a; needs cutlass, but no GPU and no driver."""
+
+import os
+import tempfile
+from dataclasses import dataclass
+
+ARCH = "sm_90a"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as the driver takes it. `ptx` is for tests and listings; it is not shipped."""
+
+    name: str
+    entry: str
+    cubin: bytes
+    ptx: str
+
+
+def compile_config(config) -> Compiled:
+    """Compiles one `ForwardConfig` or `CombineConfig`.
+
+    Raises:
+        ImportError: without cutlass (the extra `cute`).
+    """
+    # Without it, and without a GPU, cutlass would silently compile for another architecture.
+    os.environ["CUTE_DSL_ARCH"] = ARCH
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from .config import ForwardConfig
+
+    if isinstance(config, ForwardConfig):
+        from .forward_sm90 import TreeAttnForwardSm90 as Kernel
+    else:
+        from .combine import CombineSplits as Kernel
+
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = cute.compile(
+            Kernel(config),
+            make_fake_stream(),
+            options=f"--keep-ptx --keep-cubin --dump-dir={folder} --gpu-arch={ARCH}",
+        )
+        ptx = compiled.artifacts.PTX
+        cubin = compiled.artifacts.CUBIN
+    (entry,) = [line.split()[2].split("(")[0] for line in ptx.splitlines() if ".entry" in line]
+    return Compiled(config.name, entry, cubin, ptx)

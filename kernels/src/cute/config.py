@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile shapes and variants of the SM90 kernel; plain Python, needs neither cutlass nor a GPU."""
+
+from dataclasses import dataclass
+
+from ..cuda_contract import MAX_TREE_ROWS
+
+# Columns of a tile: one 64-bit ancestor window a row, and one m64n64 accumulator a warpgroup.
+TILE_N = 64
+WORD_BITS = 64
+# Words of a row's mask, and one of zeros so that a window may straddle the last.
+MASK_WORDS = -(-MAX_TREE_ROWS // WORD_BITS) + 1
+# Rows of one warpgroup's accumulator.
+WARPGROUP_ROWS = 64
+WARPGROUP_THREADS = 128
+# A split below this is not worth its partial result.
+MIN_SPLIT_TILES = 2
+# Splits the combine step is laid out for.
+MAX_SPLITS = 64
+
+HEAD_DIMS = (64, 96, 128)
+DTYPES = ("bfloat16", "float16")
+MIN_PAGE, MAX_PAGE = 16, 1024
+
+# Most dynamic shared memory of a block on compute capability 9.0, bytes.
+SHARED_LIMIT = 227 * 1024
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """One compiled variant of the attention kernel.
+
+    Attributes:
+        head_dim: Dh, of HEAD_DIMS.
+        dtype: of DTYPES; queries, keys, values and output.
+        warpgroups: 64 packed rows each. More of them share each K/V tile, so that large trees
+            read the L2 less often; one keeps small trees from computing padding.
+        tma: full tiles come by the bulk tensor copy engine, which needs pages of whole tiles.
+    """
+
+    head_dim: int
+    dtype: str
+    warpgroups: int
+    tma: bool
+
+    def __post_init__(self) -> None:
+        assert self.head_dim in HEAD_DIMS, self.head_dim
+        assert self.dtype in DTYPES, self.dtype
+        assert self.warpgroups in WARPGROUP_CHOICES, self.warpgroups
+
+    @property
+    def name(self) -> str:
+        path = "tma" if self.tma else "cpasync"
+        return f"tree_attn_sm90_d{self.head_dim}_{self.dtype}_w{self.warpgroups}_{path}"
+
+    @property
+    def tile_m(self) -> int:
+        """Packed rows (tree row x query head of the group) of a block."""
+        return WARPGROUP_ROWS * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP_THREADS * self.warpgroups
+
+    @property
+    def stages(self) -> int:
+        """K/V tiles in shared memory.
+
+        Five to six tiles of 32 KiB keep about 128 KiB a multiprocessor in flight, several times
+        what HBM latency asks for, and leave room for one block a multiprocessor.
+        """
+        return {1: 6, 3: 5}[self.warpgroups]
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of one K or V tile."""
+        return TILE_N * self.head_dim * 2
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: Q, stages of K and V, mask words, parents, barriers."""
+        query = self.tile_m * self.head_dim * 2
+        words = self.tile_m * MASK_WORDS * 8
+        parents = -(-MAX_TREE_ROWS * 4 // 128) * 128
+        return query + 2 * self.stages * self.tile_bytes + words + parents + 128
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """One compiled variant of the step that merges splits; a warp a (row, head)."""
+
+    head_dim: int
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"combine_d{self.head_dim}_{self.dtype}"
+
+    @property
+    def threads(self) -> int:
+        return 128
+
+    @property
+    def shared_bytes(self) -> int:
+        return 0
+
+
+WARPGROUP_CHOICES = (1, 3)
+
+
+def all_configs() -> list[ForwardConfig | CombineConfig]:
+    """Every variant that is shipped."""
+    forward = [
+        ForwardConfig(head_dim, dtype, warpgroups, tma)
+        for head_dim in HEAD_DIMS
+        for dtype in DTYPES
+        for warpgroups in WARPGROUP_CHOICES
+        for tma in (False, True)
+    ]
+    combine = [CombineConfig(head_dim, dtype) for head_dim in HEAD_DIMS for dtype in DTYPES]
+    return [*forward, *combine]

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of the kernels, in order; what a launch packs and what the traced code names.
+
+Plain integers and one float: a cubin needs nothing of cutlass to be launched. Addresses are of
+the first element, strides count elements. Needs neither cutlass nor a GPU.
+"""
+
+ADDRESS, STRIDE, INT, FLOAT = "address", "stride", "int", "float"
+
+# Bytes of a copy engine descriptor; the tma variants take two, of K and V, before the rest.
+DESCRIPTOR_BYTES = 128
+
+FORWARD_PARAMETERS = (
+    ("query", ADDRESS),
+    ("output", ADDRESS),
+    ("key", ADDRESS),
+    ("value", ADDRESS),
+    ("tail_key", ADDRESS),
+    ("tail_value", ADDRESS),
+    ("plan", ADDRESS),
+    ("parents", ADDRESS),
+    ("table", ADDRESS),
+    # [splits, part_rows, Hq, Dh] and [splits, part_rows, Hq] float32
+    ("part_out", ADDRESS),
+    ("part_lse", ADDRESS),
+    ("query_row", STRIDE),
+    ("query_head", STRIDE),
+    ("output_row", STRIDE),
+    ("output_head", STRIDE),
+    ("key_block", STRIDE),
+    ("key_slot", STRIDE),
+    ("key_head", STRIDE),
+    ("value_block", STRIDE),
+    ("value_slot", STRIDE),
+    ("value_head", STRIDE),
+    ("tail_key_row", STRIDE),
+    ("tail_key_head", STRIDE),
+    ("tail_value_row", STRIDE),
+    ("tail_value_head", STRIDE),
+    ("num_trees", INT),
+    ("num_kv_heads", INT),
+    ("group", INT),
+    ("splits", INT),
+    # block size of the cache is 1 << page_shift
+    ("page_shift", INT),
+    # entries of a row of the block table
+    ("table_width", INT),
+    ("part_rows", INT),
+    # 1: every row attends all rows of its tree
+    ("full", INT),
+    # 1: tails are dense
+    ("dense", INT),
+    # scale times log2(e)
+    ("scale_log2", FLOAT),
+)
+
+COMBINE_PARAMETERS = (
+    ("output", ADDRESS),
+    ("plan", ADDRESS),
+    ("part_out", ADDRESS),
+    ("part_lse", ADDRESS),
+    ("output_row", STRIDE),
+    ("output_head", STRIDE),
+    ("num_trees", INT),
+    ("num_heads", INT),
+    ("splits", INT),
+    ("part_rows", INT),
+    ("dense", INT),
+)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ancestor masks: from parents to 64-bit words, and from words to the window of one tile."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint64
+
+from .config import MASK_WORDS, TILE_N, WORD_BITS
+
+
+@cute.jit
+def low_bits(count: Int32) -> Uint64:
+    """The `count` lowest bits, 0 <= count <= 64."""
+    clipped = cutlass.min(cutlass.max(count, Int32(0)), Int32(WORD_BITS))
+    # A shift by 64 is undefined, so the full word is set apart.
+    partial = (Uint64(1) << Uint64(clipped & (WORD_BITS - 1))) - Uint64(1)
+    return ~Uint64(0) if clipped == WORD_BITS else partial
+
+
+@cute.jit
+def write_words(
+    # [MAX_TREE_ROWS]: row of each row's parent, -1 for row 0
+    parents: cute.Tensor,
+    # [tile rows, MASK_WORDS], row `slot` is written
+    words: cute.Tensor,
+    slot: Int32,
+    row: Int32,
+    rows: Int32,
+    full: Int32,
+):
+    """Words of tree row `row`: itself and its ancestors, or all `rows` rows when full is 1.
+
+    A parent precedes its child, so a walk visits the words from high to low and each is stored
+    once. An entry that does not precede its row ends the walk: whatever the buffer holds, at most
+    `row` steps are taken.
+    """
+    for word in cutlass.range_constexpr(MASK_WORDS):
+        bits = low_bits(rows - word * WORD_BITS)
+        words[slot, word] = bits if full == 1 else Uint64(0)
+    if full == 0:
+        at = row
+        word = row // WORD_BITS
+        bits = Uint64(0)
+        while at >= 0:
+            if at // WORD_BITS != word:
+                words[slot, word] = bits
+                word = at // WORD_BITS
+                bits = Uint64(0)
+            bits = bits | (Uint64(1) << Uint64(at & (WORD_BITS - 1)))
+            parent = parents[at]
+            at = parent if parent < at else Int32(-1)
+        words[slot, word] = bits
+
+
+@cute.jit
+def tile_window(
+    # [tile rows, MASK_WORDS]
+    words: cute.Tensor,
+    slot: Int32,
+    # first column of the tile, not below the full tiles
+    column: Int32,
+    context: Int32,
+    # column of the tail's row 0
+    tail: Int32,
+) -> Uint64:
+    """Bit c: whether the row of `slot` attends column `column` + c, 0 <= c < TILE_N."""
+    offset = column - tail
+    window = Uint64(0)
+    if offset < 0:
+        window = low_bits(context - column)
+        if offset > -TILE_N:
+            window = window | (words[slot, 0] << Uint64(-offset))
+    else:
+        word = offset // WORD_BITS
+        shift = offset & (WORD_BITS - 1)
+        window = words[slot, word] >> Uint64(shift)
+        if shift > 0:
+            window = window | (words[slot, word + 1] << Uint64(WORD_BITS - shift))
+    return window

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Online softmax on the accumulator of one warpgroup, and the layout of that accumulator.
+
+A wgmma accumulator m64nN holds in thread t of the warpgroup, at flat index c + 2 * r + 4 * j,
+row 16 * (t // 32) + (t % 32) // 4 + 8 * r and column 8 * j + 2 * (t % 4) + c. A row lies in the
+four threads of a quad. Sixteen columns in a row of this order are one register operand of the
+next wgmma, so probabilities become its A operand without a shuffle.
+
+Sums are kept in base two: weights are exp2((score - max) * scale * log2(e)).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint64
+
+ROWS = 2  # rows of one thread
+
+
+@cute.jit
+def quad_max(value: Float32) -> Float32:
+    value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
+    return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2))
+
+
+@cute.jit
+def quad_sum(value: Float32) -> Float32:
+    value = value + cute.arch.shuffle_sync_bfly(value, offset=1)
+    return value + cute.arch.shuffle_sync_bfly(value, offset=2)
+
+
+@cute.jit
+def mask_row(scores: cute.Tensor, r: cutlass.Constexpr, window: Uint64, lane: Int32):
+    """Scores of a thread's row r become -inf where the window's bit is clear."""
+    own = window >> Uint64(2 * (lane % 4))
+    for j in cutlass.range_constexpr(cute.size(scores) // 4):
+        for c in cutlass.range_constexpr(2):
+            index = cutlass.const_expr(c + 2 * r + 4 * j)
+            bit = (own >> Uint64(8 * j + c)) & Uint64(1)
+            scores[index] = scores[index] if bit == 1 else -Float32.inf
+
+
+@cute.jit
+def online_step(
+    # accumulator of the scores; becomes the weights
+    scores: cute.Tensor,
+    # accumulator of the output; rescaled
+    output: cute.Tensor,
+    # [ROWS] running maximum of the scores and this thread's part of the running sum
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    scale_log2: Float32,
+):
+    """Takes one tile into the running maximum and sum. A row without a column so far stays 0."""
+    for r in cutlass.range_constexpr(ROWS):
+        highest = row_max[r]
+        for j in cutlass.range_constexpr(cute.size(scores) // 4):
+            for c in cutlass.range_constexpr(2):
+                highest = cute.arch.fmax(highest, scores[c + 2 * r + 4 * j])
+        highest = quad_max(highest)
+        # -inf less -inf is NaN, so an empty row is measured against 0.
+        reference = Float32(0.0) if highest == -Float32.inf else highest
+        shift = reference * scale_log2
+        correction = cute.math.exp2(row_max[r] * scale_log2 - shift, fastmath=True)
+        row_max[r] = highest
+        total = row_sum[r] * correction
+        for j in cutlass.range_constexpr(cute.size(scores) // 4):
+            for c in cutlass.range_constexpr(2):
+                index = cutlass.const_expr(c + 2 * r + 4 * j)
+                weight = cute.math.exp2(scores[index] * scale_log2 - shift, fastmath=True)
+                scores[index] = weight
+                total = total + weight
+        row_sum[r] = total
+        for j in cutlass.range_constexpr(cute.size(output) // 4):
+            for c in cutlass.range_constexpr(2):
+                index = cutlass.const_expr(c + 2 * r + 4 * j)
+                output[index] = output[index] * correction
+
+
+@cute.jit
+def row_of(thread: Int32, r: cutlass.Constexpr) -> Int32:
+    """Accumulator row of a warpgroup's thread."""
+    return thread // 32 * 16 + thread % 32 // 4 + 8 * r
