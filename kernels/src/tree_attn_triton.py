@@ -261,10 +261,10 @@ class TreeAttnConfig:
 
     @classmethod
     def choose(
-        cls, packed_rows: int, head_dim: int, itemsize: int, shared_memory: int
+        cls, packed_rows: int, head_dim: int, itemsize: int, shared_memory: int, major: int = 9
     ) -> TreeAttnConfig:
-        """Tiles for `packed_rows` rows x heads of the largest tree on a device whose blocks may
-        take `shared_memory` bytes."""
+        """Tiles for `packed_rows` rows x heads of the largest tree on a device of compute
+        capability `major` whose blocks may take `shared_memory` bytes."""
         block_m = min(max(16, triton.next_power_of_2(packed_rows)), 128 if itemsize < 4 else 64)
         block_n = 64 if itemsize < 4 else 32
         if head_dim > 128:
@@ -273,8 +273,10 @@ class TreeAttnConfig:
         padded = triton.next_power_of_2(head_dim)
         stage = 2 * block_n * padded * itemsize
         stages = (shared_memory - block_m * padded * itemsize - 8192) // stage
-        # Eight warps for 128 rows: four would spill the accumulator.
-        return cls(block_m, block_n, 8 if block_m == 128 else 4, int(max(1, min(3, stages))))
+        # With fewer warps the accumulator spills: a warpgroup of Hopper holds 64 rows, four warps
+        # before it only 32.
+        wide = block_m > (64 if major >= 9 else 32)
+        return cls(block_m, block_n, 8 if wide else 4, int(max(1, min(3, stages))))
 
 
 def choose_splits(programs: int, max_context: int, num_sms: int) -> int:
@@ -321,9 +323,9 @@ def tree_attn_triton(
     if meta.num_trees == 0 or meta.max_rows == 0:
         return
     group = num_heads // num_kv_heads
-    num_sms, shared_memory = _device_limits(query.device)
+    num_sms, shared_memory, major = _device_limits(query.device)
     config = TreeAttnConfig.choose(
-        meta.max_rows * group, head_dim, query.element_size(), shared_memory
+        meta.max_rows * group, head_dim, query.element_size(), shared_memory, major
     )
     row_tiles = triton.cdiv(meta.max_rows * group, config.block_m)
     if splits is None:
@@ -400,19 +402,20 @@ def tree_words(meta: CudaTreeMetadata) -> torch.Tensor:
     return meta.words
 
 
-_LIMITS: dict[torch.device, tuple[int, int]] = {}
+_LIMITS: dict[torch.device, tuple[int, int, int]] = {}
 
 
-def _device_limits(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors and bytes of shared memory a block may take."""
+def _device_limits(device: torch.device) -> tuple[int, int, int]:
+    """Multiprocessors, bytes of shared memory a block may take, major compute capability."""
     if device not in _LIMITS:
         if device.type != "cuda":
             # The interpreter: any values do.
-            _LIMITS[device] = (8, 227 * 1024)
+            _LIMITS[device] = (8, 227 * 1024, 9)
         else:
             properties = torch.cuda.get_device_properties(device)
             _LIMITS[device] = (
                 properties.multi_processor_count,
                 properties.shared_memory_per_block_optin,
+                properties.major,
             )
     return _LIMITS[device]

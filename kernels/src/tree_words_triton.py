@@ -63,7 +63,7 @@ def fill_tree_words(
     if num_trees == 0 or max_rows == 0:
         return
     assert words.shape[1] * 64 >= max_rows, (words.shape, max_rows)
-    assert plan.stride(1) == 1 and words.stride(1) == 1
+    assert plan.is_contiguous() and words.is_contiguous()
     block = 64
     _tree_words_kernel[(num_trees, triton.cdiv(max_rows, block))](
         plan,

@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Triton decides when a kernel is decorated whether it runs in the interpreter: before any import.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 import torch
 
@@ -15,6 +20,16 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def interpreter() -> None:
+    """Skips where Triton kernels would need a GPU."""
+    pytest.importorskip("triton")
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is off")
 
 
 @pytest.fixture

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compaction, best-first trees and the walk in Triton's interpreter, against what serves on CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.paged import random_parents
+from vllm_specplug.accept import walk_trees
+from vllm_specplug.kvcache import path_moves
+from vllm_specplug.tree import DraftTree, build_tree
+
+pytest.importorskip("triton")
+
+from vllm_specplug.kernels.kv_compact_triton import (
+    LayerCaches,
+    compact_paths_triton,
+)
+from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
+from vllm_specplug.kernels.tree_walk_triton import walk_trees_triton
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+
+# -- compaction ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_compaction_moves_every_layer_as_ordered_moves_would(dtype):
+    page, heads, width, layers = 8, 3, 10, 2
+    paths = [[0, 1, 2], [0, 2, 5, 6, 11], [3], [], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    contexts = [5, 6, 0, 40, 15]
+    draw = torch.Generator().manual_seed(0)
+    blocks = torch.randperm(len(paths) * 7 + 1, generator=draw)[: len(paths) * 7].view(-1, 7).int()
+    shape = (blocks.numel() + 1, page, heads, width)
+    caches = [
+        torch.randint(0, 100, shape, generator=draw).to(dtype).transpose(1, 2)
+        for _ in range(layers)
+    ]
+    expected = [c.clone() for c in caches]
+    sources, targets = path_moves(
+        [(p, c, b.numpy()) for p, c, b in zip(paths, contexts, blocks, strict=True)], page
+    )
+    assert len(sources) > 10
+    for cache in expected:
+        for source, target in zip(sources, targets, strict=True):
+            cache[target // page, :, target % page] = cache[source // page, :, source % page]
+
+    padded = torch.zeros(len(paths), 9, dtype=torch.int32)
+    for r, path in enumerate(paths):
+        padded[r, : len(path)] = torch.tensor(path, dtype=torch.int32)
+    # Requests come in another order than their rows of the block table.
+    order = torch.tensor([3, 0, 4, 1, 2])
+    compact_paths_triton(
+        LayerCaches.of(caches),
+        padded[order],
+        torch.tensor([len(p) for p in paths], dtype=torch.int32)[order],
+        torch.tensor(contexts, dtype=torch.int32)[order],
+        order.int(),
+        blocks,
+    )
+    for cache, wanted in zip(caches, expected, strict=True):
+        assert torch.equal(cache, wanted)
+
+
+def test_layers_of_different_shape_are_refused():
+    caches = [torch.zeros(2, 1, 8, 4), torch.zeros(2, 1, 8, 6)]
+    with pytest.raises(ValueError, match="one shape, stride and dtype"):
+        LayerCaches.of(caches)
+
+
+# -- building ------------------------------------------------------------------------------
+
+
+def candidates(batch: int, depth: int, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    log_probs = torch.randn(batch, depth, width, generator=draw).log_softmax(-1)
+    return (
+        torch.randint(0, 1000, (batch, depth, width), generator=draw),
+        log_probs.sort(-1, descending=True).values,
+    )
+
+
+def assert_same_trees(ids, log_probs, budgets, depths, width, num_nodes) -> None:
+    built = build_best_first_triton(
+        ids, log_probs, torch.tensor(budgets).int(), torch.tensor(depths).int(), width, num_nodes
+    )
+    *fields, counts = built
+    for r, (budget, depth) in enumerate(zip(budgets, depths, strict=True)):
+        tree = build_tree(
+            "best_first",
+            ids[r].numpy(),
+            log_probs[r].numpy(),
+            budget,
+            tree_width=width,
+            tree_depth=depth,
+        )
+        n = int(counts[r])
+        assert n == tree.num_nodes
+        wanted = (tree.token_ids, tree.parent_indices, tree.depths, tree.scores)
+        for field, want in zip(fields, wanted, strict=True):
+            assert np.array_equal(field[r, :n].numpy(), want)
+
+
+@pytest.mark.parametrize(
+    ("batch", "depth", "width", "budgets"), [(3, 5, 4, [9, 1, 0]), (2, 8, 8, [40, 64])]
+)
+def test_best_first_trees_equal_the_python_builder(batch, depth, width, budgets):
+    ids, log_probs = candidates(batch, depth, width, seed=batch)
+    depths = list(range(depth, depth - batch, -1))
+    assert_same_trees(ids, log_probs, budgets, depths, width, max(budgets))
+
+
+def test_ties_break_as_in_the_python_builder():
+    ids = torch.arange(2 * 4 * 3).view(2, 4, 3)
+    log_probs = torch.full((2, 4, 3), -0.5)
+    log_probs[1] = torch.tensor([-0.25, -0.5, -0.75])
+    assert_same_trees(ids, log_probs, [20, 17], [4, 4], 3, 20)
+
+
+def test_candidates_that_are_not_finite_are_never_drafted():
+    ids, log_probs = candidates(3, 3, 4, seed=5)
+    log_probs[0, 1, 2] = float("-inf")
+    log_probs[1, 2, 0] = float("nan")
+    log_probs[2, 0, 0] = float("-inf")
+    assert_same_trees(ids, log_probs, [30, 30, 30], [3, 3, 3], 4, 30)
+
+
+def test_width_limits_the_children_of_a_node():
+    ids, log_probs = candidates(1, 4, 6, seed=6)
+    assert_same_trees(ids, log_probs, [25], [4], 2, 25)
+
+
+# -- the walk ------------------------------------------------------------------------------
+
+
+def random_tree(nodes: int, vocab: int, rng: np.random.Generator) -> DraftTree:
+    """A tree whose siblings repeat no token."""
+    parents = random_parents(nodes, rng)
+    tokens = np.zeros(nodes, dtype=np.int64)
+    for parent in set(parents.tolist()):
+        children = np.flatnonzero(parents == parent)
+        assert len(children) <= vocab
+        tokens[children] = rng.permutation(vocab)[: len(children)]
+    depths = np.zeros(nodes, dtype=np.int32)
+    for i, parent in enumerate(parents):
+        depths[i] = 1 if parent < 0 else depths[parent] + 1
+    return DraftTree(tokens, parents, depths, np.zeros(nodes, dtype=np.float32))
+
+
+def test_walk_equals_the_readable_one():
+    rng = np.random.default_rng(0)
+    trees = [random_tree(n, 40, rng) for n in (0, 1, 7, 33, 64)] * 2
+    # Samples that follow the tree more often than not.
+    samples = []
+    for tree in trees:
+        rows = rng.integers(0, 40, tree.num_nodes + 1)
+        for row in range(len(rows)):
+            children = np.flatnonzero(tree.parent_indices == row - 1)
+            if len(children) and rng.random() < 0.8:
+                rows[row] = tree.token_ids[rng.choice(children)]
+        samples.append(rows)
+    flat = np.concatenate(samples)
+    starts = np.cumsum([0, *(len(s) for s in samples)]).astype(np.int32)
+    wanted = walk_trees(
+        trees, starts[:-1].tolist(), lambda rows, live: [int(flat[r]) for r in rows]
+    )
+    assert max(len(p) for p in wanted.accepted_paths) >= 3
+
+    token_ids = np.concatenate([np.concatenate([[-5], t.token_ids]) for t in trees])
+    parents = np.concatenate([np.concatenate([[-1], t.parent_indices + 1]) for t in trees])
+    depth = max(t.max_depth for t in trees)
+    emitted, paths, lengths = walk_trees_triton(
+        torch.from_numpy(flat),
+        torch.from_numpy(token_ids),
+        torch.from_numpy(parents.astype(np.int32)),
+        torch.from_numpy(starts),
+        max_rows=65,
+        max_depth=depth,
+    )
+    for r, length in enumerate(lengths.tolist()):
+        assert paths[r, :length].tolist() == wanted.accepted_paths[r]
+        assert emitted[r, : length + 1].tolist() == wanted.token_ids[r]
+        assert set(emitted[r, length + 1 :].tolist()) <= {-1}
