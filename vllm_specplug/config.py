@@ -75,6 +75,13 @@ class TreeOptions:
     gate_table_mb: int = Field(default=64, ge=0, le=65536)
     """Memory in MiB that the precomputed input gates of a GRU local head may take; they are
     computed at each step when they would not fit."""
+    window_size: int | None = Field(default=None, ge=1)
+    """Tokens before the anchor whose keys method longspec keeps of its own: its whole memory of a
+    request, whatever the context. Default: what the head was trained with."""
+    beam_widths: list[int] | None = None
+    """Nodes of each level of method longspec's trees, chosen by cumulative log-probability: the
+    published dynamic beam is [4, 16, 16, 16, 16]. Default: best-first under the node budget, to
+    `tree_depth` (default 5)."""
     tree_kernel: KernelName = "auto"
     """Tree attention kernel: "cpp" insists on the compiled one, "reference" is the readable torch
     version, "auto" takes the fastest one that runs here."""
@@ -96,6 +103,62 @@ def changed_tree_options(options: Any) -> list[str]:
         if getattr(options, field.name) != default:
             changed.append(field.name)
     return changed
+
+
+LEVEL_OPTIONS = ("window_size", "beam_widths")
+DEFAULT_LEVELS = 5
+
+
+def check_level_options(options: Any, method: str, *, drafts_by_level: bool) -> None:
+    """Refuses options of level-by-level drafting where there is none, and impossible widths.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    changed = changed_tree_options(options)
+    if not drafts_by_level:
+        for name in LEVEL_OPTIONS:
+            if name in changed:
+                raise option_error(
+                    name,
+                    getattr(options, name),
+                    f"method {method!r} does not draft level by level",
+                    f"Leave {name} out, or use method longspec",
+                )
+        return
+    for name in ("causal", "tree_builder"):
+        if name in changed:
+            raise option_error(
+                name,
+                getattr(options, name),
+                f"method {method!r} drafts level by level, best-first or by beam_widths",
+                f"Leave {name} out",
+            )
+    widths = options.beam_widths
+    if widths is None:
+        return
+    if not widths or not all(1 <= width <= MAX_TREE_NODES for width in widths):
+        raise option_error(
+            "beam_widths",
+            widths,
+            f"a list of level widths, each within 1..{MAX_TREE_NODES}",
+            "Give e.g. [4, 16, 16, 16, 16]",
+        )
+    if sum(widths) > options.num_speculative_tokens:
+        raise option_error(
+            "beam_widths",
+            widths,
+            f"its {sum(widths)} nodes exceed num_speculative_tokens="
+            f"{options.num_speculative_tokens}",
+            f"Raise num_speculative_tokens to {sum(widths)} or more, or narrow the levels",
+        )
+    if options.tree_depth is not None and options.tree_depth != len(widths):
+        raise option_error(
+            "tree_depth",
+            options.tree_depth,
+            f"beam_widths has {len(widths)} levels",
+            "Leave tree_depth out",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

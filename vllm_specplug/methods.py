@@ -22,6 +22,8 @@ class MethodInfo:
     summary: str
     uses_local_head: bool = False
     """Whether `local_head` names a second head that is fused with the first."""
+    drafts_by_level: bool = False
+    """Whether the head is a LongSpec layer, run once a level, instead of a block head."""
 
 
 _METHODS = {
@@ -48,6 +50,14 @@ _METHODS = {
             default_ngram_topk=3,
             summary="DFlash head fused with a short-context local head, branch by branch",
             uses_local_head=True,
+        ),
+        MethodInfo(
+            name="longspec",
+            drafter="vllm_specplug.drafters.longspec.LongSpecDrafter",
+            needs_head=True,
+            default_ngram_topk=3,
+            summary="one layer over a window and the target's own cache, level by level",
+            drafts_by_level=True,
         ),
         MethodInfo(
             name="ngram_tree",

@@ -18,9 +18,11 @@ from vllm.logger import init_logger
 from vllm.utils.hashing import safe_hash
 
 from vllm_specplug.config import (
+    DEFAULT_LEVELS,
     DEFAULT_TREE_NODES,
     TreeOptions,
     changed_tree_options,
+    check_level_options,
     check_local_options,
     check_tree_budget,
     check_tree_depth,
@@ -35,7 +37,7 @@ logger = init_logger("vllm.specplug.config")
 # What `custom_class` is told to instantiate; the worker replaces it by the method's drafter.
 PROPOSER_PATH = "vllm_specplug.runtime.proposer.TreeProposer"
 
-_PLUGIN_METHODS = Literal["jetspec", "ddtree", "dels", "ngram_tree"]
+_PLUGIN_METHODS = Literal["jetspec", "ddtree", "dels", "longspec", "ngram_tree"]
 assert set(_PLUGIN_METHODS.__args__) == set(METHOD_NAMES)  # type: ignore[attr-defined]
 
 
@@ -78,7 +80,10 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         if self.ngram_topk is None:
             self.ngram_topk = method.default_ngram_topk
         check_local_options(self, method.name, uses_local_head=method.uses_local_head)
-        if method.needs_head:
+        check_level_options(self, method.name, drafts_by_level=method.drafts_by_level)
+        if method.drafts_by_level:
+            self._resolve_level_head(method.name)
+        elif method.needs_head:
             self._resolve_head(method.name)
         else:
             self._check_headless(method.name)
@@ -107,6 +112,28 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             self.local_options = resolve_local_options(
                 self, head.num_draft_tokens, self.target_model_config
             )
+
+    def _resolve_level_head(self, method: str) -> None:
+        from vllm_specplug.models.longspec_checkpoint import inspect_longspec_head
+        from vllm_specplug.models.longspec_config import check_window
+
+        path = resolve_head_path(self.model, method)
+        head = inspect_longspec_head(path, self.target_model_config.hf_text_config)
+        window = head.window_size if self.window_size is None else self.window_size
+        max_model_len = self.target_model_config.max_model_len
+        if self.window_size is not None:
+            check_window("speculative_config.window_size", window, max_model_len)
+        ranks = self.target_parallel_config.tensor_parallel_size
+        if ranks > 1:
+            raise ValueError(
+                f"tensor_parallel_size={ranks} cannot be combined with speculative method "
+                f"{method!r}, which reads all KV heads of the target's last layer on one rank. "
+                "Use --tensor-parallel-size 1, or method jetspec."
+            )
+        self.head_path = str(path)
+        self.window_size = min(window, max_model_len)
+        depth = self.tree_depth or (len(self.beam_widths) if self.beam_widths else DEFAULT_LEVELS)
+        self.draft_depth = min(depth, self.num_speculative_tokens)
 
     def _check_headless(self, method: str) -> None:
         for name, legal in (("model", None), ("causal", None), ("tree_builder", "best_first")):

@@ -36,6 +36,8 @@ class TreeProposer:
             ngram_topk=spec.ngram_topk,
             max_model_len=vllm_config.model_config.max_model_len,
             local_head=spec.local_options,
+            beam_widths=tuple(spec.beam_widths) if spec.beam_widths else None,
+            window_size=spec.window_size,
         )
         self.drafter: Drafter = load_drafter_class(str(spec.plugin_method))(self.options)
         self.cache_layers: list[DraftKVLayer] = []
