@@ -34,6 +34,9 @@ STABLE_TORCH_LIBRARY(specplug, m) {
   m.def(
       "compact_kv(Tensor(a!)[] kv_caches, Tensor src_slots, Tensor dst_slots, Tensor tables) "
       "-> ()");
+  m.def(
+      "gather_kv(Tensor[] src_caches, Tensor(a!)[] dst_caches, Tensor src_slots, "
+      "Tensor dst_slots, Tensor tables) -> ()");
   m.def("ancestor_words(Tensor parents, Tensor row_counts, Tensor(a!) words) -> ()");
   m.def(
       "build_best_first(Tensor top_ids, Tensor top_log_probs, Tensor budgets, Tensor depths, "
@@ -48,6 +51,7 @@ STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
   m.impl("tree_attn", TORCH_BOX(&tree_attn));
   m.impl("merge_attn", TORCH_BOX(&merge_attn));
   m.impl("compact_kv", TORCH_BOX(&compact_kv));
+  m.impl("gather_kv", TORCH_BOX(&gather_kv));
   m.impl("ancestor_words", TORCH_BOX(&ancestor_words));
   m.impl("build_best_first", TORCH_BOX(&build_best_first));
 }

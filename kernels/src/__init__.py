@@ -21,6 +21,8 @@ _EXPORTS = {
     "compact_kv": "dispatch",
     "describe": "dispatch",
     "full_words": "metadata",
+    "gather_kv": "kv_gather",
+    "key_scores": "kv_gather",
     "merge_attn": "hybrid_attn",
     "prefix_attn": "hybrid_attn",
     "probe_cpu_layout": "cpu_layout",
