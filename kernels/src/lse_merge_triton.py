@@ -13,8 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
+MAX_PARTS = 64
 
-@triton.jit
+
+# Numbers that change from step to step must not make new variants of the kernel.
+_STEP_NUMBERS = ["num_parts", "plan_stride", "parts_split", "lse_split"]
+
+
+@triton.jit(do_not_specialize=_STEP_NUMBERS)
 def _merge_states_kernel(
     # [S, M, H, Dh]
     parts,
@@ -27,6 +33,7 @@ def _merge_states_kernel(
     # [5, R] int32: request, first query row, rows, context length, first mask row; when HAS_PLAN
     plan,
     plan_stride,
+    num_parts,
     parts_split,
     parts_row,
     parts_head,
@@ -37,7 +44,7 @@ def _merge_states_kernel(
     merged_row,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     HAS_PLAN: tl.constexpr,
     STORE_LSE: tl.constexpr,
 ):
@@ -52,20 +59,20 @@ def _merge_states_kernel(
         row = row + tl.load(plan + 4 * plan_stride + tree)
     dims = tl.arange(0, PADDED_DIM)
     in_head = dims < HEAD_DIM
-    splits = tl.arange(0, SPLITS).to(tl.int64)
-    lse = tl.load(part_lse + splits * lse_split + row * lse_row + head)
+    part = tl.arange(0, MAX_PARTS).to(tl.int64)
+    lse_at = part_lse + row * lse_row + head
+    lse = tl.load(lse_at + part * lse_split, mask=part < num_parts, other=float("-inf"))
     top = tl.max(lse, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(lse - base), 0)
     acc = tl.zeros([PADDED_DIM], tl.float32)
-    lse_at = part_lse + row * lse_row + head
     at = parts + row * parts_row + head * parts_head
-    for _ in range(SPLITS):
-        part = tl.load(lse_at)
+    for _ in range(num_parts):
+        one = tl.load(lse_at)
         # An empty part was never written: its numbers must not be read, 0 * NaN is NaN.
-        if part != float("-inf"):
+        if one != float("-inf"):
             value = tl.load(at + dims, mask=in_head, other=0.0).to(tl.float32)
-            acc += value * tl.exp(part - base)
+            acc += value * tl.exp(one - base)
         lse_at += lse_split
         at += parts_split
     acc = acc / total
@@ -76,7 +83,7 @@ def _merge_states_kernel(
 
 
 def merge_states(
-    # [S, M, H, Dh], S a power of two
+    # [S, M, H, Dh], S at most 64
     parts: torch.Tensor,
     # [S, M, H] float32
     part_lse: torch.Tensor,
@@ -100,7 +107,7 @@ def merge_states(
         merged_lse: takes the logarithm of the whole sum, when given.
     """
     num_parts, num_rows, num_heads, head_dim = parts.shape
-    assert num_parts & (num_parts - 1) == 0, num_parts
+    assert 1 <= num_parts <= MAX_PARTS, num_parts
     assert part_lse.stride(2) == 1 and parts.stride(3) == 1 and output.stride(2) == 1
     grid = (num_rows, num_heads, 1) if plan is None else (max_rows, num_heads, plan.shape[1])
     if 0 in grid:
@@ -112,13 +119,14 @@ def merge_states(
         part_lse if merged_lse is None else merged_lse,
         part_lse if plan is None else plan,
         0 if plan is None else plan.stride(0),
+        num_parts,
         *parts.stride()[:3],
         *part_lse.stride()[:2],
         *output.stride()[:2],
         0 if merged_lse is None else merged_lse.stride(0),
         HEAD_DIM=head_dim,
         PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
-        SPLITS=num_parts,
+        MAX_PARTS=MAX_PARTS,
         HAS_PLAN=plan is not None,
         STORE_LSE=merged_lse is not None,
         num_warps=2,

@@ -52,7 +52,18 @@ def _attend(
     return new_max, row_sum, acc
 
 
-@triton.jit
+# Numbers that change from step to step must not make new variants of the kernel.
+_STEP_NUMBERS = [
+    "num_splits",
+    "plan_stride",
+    "words_stride",
+    "table_stride",
+    "lse_split",
+    "lse_row",
+]
+
+
+@triton.jit(do_not_specialize=_STEP_NUMBERS)
 def _tree_attn_kernel(
     # [T, Hq, Dh]
     query,
@@ -73,6 +84,7 @@ def _tree_attn_kernel(
     tail_key,
     tail_value,
     scale_log2,
+    num_splits,
     plan_stride,
     words_stride,
     table_stride,
@@ -99,7 +111,7 @@ def _tree_attn_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -110,8 +122,8 @@ def _tree_attn_kernel(
 ):
     tree = tl.program_id(2)
     head_kv = tl.program_id(1)
-    split = tl.program_id(0) % SPLITS
-    first = tl.program_id(0) // SPLITS * BLOCK_M
+    split = tl.program_id(0) % num_splits
+    first = tl.program_id(0) // num_splits * BLOCK_M
     rows = tl.load(plan + 2 * plan_stride + tree)
     if first >= rows * GROUP:
         return
@@ -143,7 +155,7 @@ def _tree_attn_kernel(
     value_base = value_cache + head_kv.to(tl.int64) * value_head
 
     # The context of this split: whole tiles first, without any mask, then the part of one.
-    chunk = tl.cdiv(tl.cdiv(context, SPLITS), BLOCK_N) * BLOCK_N
+    chunk = tl.cdiv(tl.cdiv(context, num_splits), BLOCK_N) * BLOCK_N
     chunk = tl.maximum(chunk, MIN_SPLIT)
     begin = tl.minimum(split * chunk, context)
     end = tl.minimum(begin + chunk, context)
@@ -231,10 +243,10 @@ def _tree_attn_kernel(
                 q, k, v, shown, row_max, row_sum, acc, scale_log2, True, PRECISION
             )
 
-    if SPLITS == 1:
-        to_row = row_start + row
-    else:
+    if SPLIT:
         to_row = mask_start + row
+    else:
+        to_row = row_start + row
     # A split without any context leaves only its -inf behind; the merge does not read the rest.
     if (split == 0) | (begin < end):
         acc = acc / row_sum[:, None]
@@ -265,7 +277,8 @@ class TreeAttnConfig:
     ) -> TreeAttnConfig:
         """Tiles for `packed_rows` rows x heads of the largest tree on a device of compute
         capability `major` whose blocks may take `shared_memory` bytes."""
-        block_m = min(max(16, triton.next_power_of_2(packed_rows)), 128 if itemsize < 4 else 64)
+        # Few sizes: each is a compilation.
+        block_m = 16 if packed_rows <= 16 else 64 if packed_rows <= 64 or itemsize == 4 else 128
         block_n = 64 if itemsize < 4 else 32
         if head_dim > 128:
             block_m, block_n = min(block_m, 64), 32
@@ -289,7 +302,7 @@ def choose_splits(programs: int, max_context: int, num_sms: int) -> int:
     """
     useful = max(1, max_context // MIN_SPLIT)
     wanted = -(-2 * num_sms // max(1, programs))
-    return triton.next_power_of_2(max(1, min(useful, wanted, MAX_SPLITS)))
+    return max(1, min(useful, wanted, MAX_SPLITS))
 
 
 def tree_attn_triton(
@@ -314,7 +327,7 @@ def tree_attn_triton(
 
     Args:
         lse: takes the natural logarithm of each row's softmax sum, when given.
-        splits: forces the number of context splits; a power of two.
+        splits: forces the number of context splits.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = key_cache.shape[2]
@@ -361,6 +374,7 @@ def tree_attn_triton(
         tail_key if dense else query,
         tail_value if dense else query,
         scale * LOG2_E,
+        splits,
         meta.plan.stride(0),
         words.stride(0),
         meta.block_table.stride(0),
@@ -375,7 +389,7 @@ def tree_attn_triton(
         HEAD_DIM=head_dim,
         PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
         PAGE=key_cache.shape[1],
-        SPLITS=splits,
+        SPLIT=splits > 1,
         MIN_SPLIT=MIN_SPLIT,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
