@@ -49,7 +49,7 @@ lint: setup
 
 bench: setup
 	@test -d "$(DATA)" || { echo "make bench DATA=folder-with-prompts (see bench/README.md)" >&2; exit 1; }
-	$(BIN)/python bench/speed.py --data $(DATA) $(ARGS)
+	$(BIN)/specplug bench --data $(DATA) --out bench/results/load --together $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info kernels/src/*.so

@@ -243,11 +243,14 @@ app.command(
     help="Train a draft head (see: specplug train --help).",
     context_settings=_PASS_THROUGH,
 )(_forward("vllm_specplug.train.cli", "train_app", "train"))
-app.command(
-    "bench",
-    help="Measure speed and acceptance against plain vLLM (see: specplug bench --help).",
-    context_settings=_PASS_THROUGH,
-)(_forward("vllm_specplug.bench.cli", "bench_app", "bench"))
+for _name, _help in (
+    ("bench", "Measure servers against plain vLLM under load (see: specplug bench --help)."),
+    ("report", "Make an HTML page from results of bench (see: specplug report --help)."),
+    ("tune", "Find tree settings by measuring (see: specplug tune --help)."),
+):
+    app.command(_name, help=_help, context_settings=_PASS_THROUGH)(
+        _forward("vllm_specplug.bench.cli", f"{_name}_app", _name)
+    )
 
 
 def main() -> None:

@@ -1,99 +1,279 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specplug bench`: the benchmark behind the README's table."""
+"""`specplug bench`, `specplug report` and `specplug tune`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from vllm_specplug.bench.load import LoadError
+from vllm_specplug.bench.page import write_page
+from vllm_specplug.bench.plan import AUTO, BenchPlan, PlanError, make_plan, read_plan_file
+from vllm_specplug.bench.plan import split_list as _names
 from vllm_specplug.bench.process_group import raise_on_termination
 from vllm_specplug.bench.provenance import provenance
 from vllm_specplug.bench.server import ServerError
-from vllm_specplug.bench.speed import SpeedBench, SpeedPlan
-from vllm_specplug.bench.speed_report import summarize, to_markdown, write_report
+from vllm_specplug.bench.summary import read_results, summarize, to_markdown, write_results
+from vllm_specplug.bench.sweep import Outcome, Sweep
 from vllm_specplug.targets import TargetError, cache_dir, head_path, prepare_target
 
+DEFAULT_SERVERS = ("plain", "ngram", "jetspec")
+INCOMPLETE = 3
+"""Exit status of a sweep that ended well but has not measured everything."""
+
 bench_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+report_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+tune_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+ModelOption = Annotated[str | None, typer.Option(help="Target model; default SmolLM2.")]
+HeadOption = Annotated[str | None, typer.Option(help="Draft head; default the shipped one.")]
+DataOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        envvar="SPECPLUG_DATA",
+        help="JSONL file or folder of them; rows with prompt, turns, question or messages. "
+        "May be repeated.",
+    ),
+]
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _numbers(text: str) -> tuple[int, ...]:
+@contextmanager
+def _plain_errors(console: Console) -> Iterator[None]:
+    """What users can cause becomes one message and an exit status."""
     try:
-        return tuple(int(part) for part in _names(text))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 1,4,8") from None
-
-
-@bench_app.command()
-def bench(
-    data: Annotated[
-        Path,
-        typer.Option(
-            envvar="SPECPLUG_DATA",
-            help="Folder with the prompts: spec_bench_dev.jsonl, humaneval_dev.jsonl, "
-            "gsm8k_test_dev.jsonl.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("bench/results"),
-    methods: Annotated[
-        str, typer.Option(help="Compared methods: plain, ngram, jetspec-NODES[-BUILDER].")
-    ] = "plain,ngram,ngram_tree-16,jetspec-16-best_first,jetspec-16",
-    batches: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,8",
-    rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported.")] = 3,
-    nodes: Annotated[str, typer.Option(help="Budgets for acceptance lengths.")] = "8,16,32",
-    builders: Annotated[
-        str, typer.Option(help="Tree builders for acceptance lengths.")
-    ] = "best_first,accum_logp",
-    length_prompts: Annotated[
-        int, typer.Option(min=0, help="Prompts of each set per acceptance length; 0: skip.")
-    ] = 16,
-    output_len: Annotated[int, typer.Option(min=2, help="Longest answer, tokens.")] = 128,
-    model: Annotated[str | None, typer.Option(help="Target model; default SmolLM2.")] = None,
-    head: Annotated[str | None, typer.Option(help="Draft head; default the shipped one.")] = None,
-    compile_model: Annotated[bool, typer.Option("--compile", help="torch.compile models.")] = False,
-) -> None:
-    """Measure tokens/s against plain vLLM and ngram, and acceptance length by tree.
-
-    Can be interrupted: run it again and it continues.
-    """
-    raise_on_termination()
-    console = Console()
-    try:
-        if head is None and model is None and ("jetspec" in methods or length_prompts):
-            head = str(head_path("smollm2", "jetspec"))
-        plan = SpeedPlan(
-            model=model or str(prepare_target("smollm2", lambda message: console.print(message))),
-            head=head,
-            methods=_names(methods),
-            batches=_numbers(batches),
-            rounds=rounds,
-            output_len=output_len,
-            length_nodes=_numbers(nodes) if length_prompts else (),
-            length_builders=_names(builders),
-            length_prompts=length_prompts,
-            enforce_eager=not compile_model,
-        )
-        run = SpeedBench(plan, data, out, cache_dir() / "logs", console)
-        run.run_speed()
-        run.run_lengths()
+        yield
     except ValueError as error:
-        console.print(str(error), markup=False)
+        console.print(str(error), markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
     except (ServerError, LoadError, TargetError) as error:
-        console.print(str(error), markup=False)
+        console.print(str(error), markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         console.print("interrupted; run the same command again to continue")
         raise typer.Exit(130) from None
-    record = provenance()
-    summary = summarize(run.store.cells("speed"), run.store.cells("length"))
-    written = write_report(summary, record, out)
-    console.print(to_markdown(summary, record), markup=False, highlight=False, soft_wrap=True)
+
+
+def _numbers(text: str, kind: type, flag: str) -> list[Any]:
+    try:
+        return [kind(part) for part in _names(text)]
+    except ValueError:
+        raise PlanError(f"{flag} {text!r} is not a list of numbers like 1,4,8") from None
+
+
+def _rates(text: str) -> Any:
+    if text == AUTO:
+        return AUTO
+    return [] if text == "none" else _numbers(text, float, "--rates")
+
+
+def _fill_model(values: dict[str, Any], console: Console) -> None:
+    """SmolLM2 and its shipped head where nothing else was said."""
+    if values.get("model") is None:
+        values["model"] = str(prepare_target("smollm2", lambda text: console.print(text)))
+        values.setdefault("head", str(head_path("smollm2", "jetspec")))
+
+
+def plan_from(
+    config: Path | None, flags: dict[str, Any], extra_servers: list[str], console: Console
+) -> BenchPlan:
+    """The plan of a config file, with what was given on the command line instead.
+
+    Raises:
+        ValueError: naming every setting that cannot be.
+    """
+    values = {} if config is None else read_plan_file(config)
+    values |= {name: value for name, value in flags.items() if value is not None}
+    servers = values.get("servers", DEFAULT_SERVERS)
+    if isinstance(servers, (list, tuple)):
+        values["servers"] = [*servers, *extra_servers]
+    if values.get("data") is None:
+        raise PlanError("no prompts: point --data at a JSONL file or a folder of them")
+    _fill_model(values, console)
+    return make_plan(values)
+
+
+@bench_app.command()
+def bench(
+    data: DataOption = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Settings from a YAML or JSON file; flags come on top.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("bench-results"),
+    servers: Annotated[
+        str | None,
+        typer.Option(
+            help="Compared servers: plain, ngram, suffix, METHOD[-NODES][-BUILDER][-auto]; default "
+            "plain,ngram,jetspec."
+        ),
+    ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="One more server, NAME=JSON (a --speculative-config) or NAME=http://HOST:PORT "
+            "(one that runs already). May be repeated."
+        ),
+    ] = None,
+    model: ModelOption = None,
+    head: HeadOption = None,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            help="Requests per second, e.g. 0.5,1,2; auto: from idle to past saturation; "
+            "none. Default auto."
+        ),
+    ] = None,  # fmt: skip
+    points: Annotated[int | None, typer.Option(help="Rates found by auto. Default 5.")] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Also with so many requests in flight, e.g. 1,4,8.")
+    ] = None,
+    point_time: Annotated[
+        float | None, typer.Option(help="Seconds that requests arrive at one rate. Default 30.")
+    ] = None,
+    min_requests: Annotated[int | None, typer.Option(help="Requests of a run at least.")] = None,
+    max_requests: Annotated[int | None, typer.Option(help="Requests of a run at most.")] = None,
+    dataset_requests: Annotated[
+        int | None, typer.Option(help="Requests of each data set alone. Default 0: none.")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(help="Runs of each load. Default 1.")] = None,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="Objective for goodput, e.g. tpot:50 (ms). May be repeated."),
+    ] = None,
+    output_len: Annotated[int | None, typer.Option(help="Longest answer. Default 128.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Precision. Default bfloat16.")] = None,
+    compile_model: Annotated[bool, typer.Option("--compile", help="torch.compile models.")] = False,
+    port: Annotated[int | None, typer.Option(help="Port of the servers. Default: a free one.")] = (
+        None
+    ),
+    together: Annotated[
+        bool, typer.Option("--together", help="Servers stay up and take turns (CPU: less noise).")
+    ] = False,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(help="Start no run after so many seconds; exit status 3 if some are missing."),
+    ] = None,
+    report: Annotated[bool, typer.Option(help="Write the page report.html.")] = True,
+) -> None:
+    """Measure servers against plain vLLM on the same traffic, from idle to past saturation.
+
+    Load comes from `vllm bench serve`. Can be interrupted: run it again and it continues.
+    """
+    raise_on_termination()
+    console = Console()
+    with _plain_errors(console):
+        flags = {
+            "data": data or None,
+            "servers": None if servers is None else list(_names(servers)),
+            "model": model,
+            "head": head,
+            "rates": None if rates is None else _rates(rates),
+            "points": points,
+            "concurrency": (
+                None if concurrency is None else _numbers(concurrency, int, "--concurrency")
+            ),
+            "point_time": point_time,
+            "min_requests": min_requests,
+            "max_requests": max_requests,
+            "dataset_requests": dataset_requests,
+            "repeats": repeats,
+            "goodput": goodput or None,
+            "output_len": output_len,
+            "dtype": dtype,
+            "enforce_eager": False if compile_model else None,
+            "port": port,
+            "together": together or None,
+        }
+        plan = plan_from(config, flags, server or [], console)
+        sweep = Sweep(plan, out, cache_dir() / "logs", console)
+        outcome = sweep.run(time_limit)
+    results = summarize(sweep, provenance())
+    written = write_results(results, out)
+    if report:
+        written.append(write_page([results], out / "report.html"))
+    console.print(to_markdown(results), markup=False, highlight=False, soft_wrap=True)
     console.print(f"written: {', '.join(str(path) for path in written)}", markup=False)
+    _leave(outcome, console)
+
+
+def _leave(outcome: Outcome, console: Console) -> None:
+    if not outcome.num_missing:
+        return
+    reason = "the time limit is reached; " if outcome.out_of_time else ""
+    console.print(
+        f"{reason}{outcome.num_missing} runs are missing: run the same command again to measure "
+        "them; nothing that is measured is lost",
+        soft_wrap=True,
+    )
+    raise typer.Exit(1 if outcome.failures else INCOMPLETE)
+
+
+@report_app.command()
+def report(
+    results: Annotated[
+        list[Path],
+        typer.Argument(help="Folders that `specplug bench` wrote; a second one is compared."),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Make one self-contained HTML page from results, or from two to compare.
+
+    CSV and JSON of the same numbers lie in the results' folders.
+    """
+    console = Console()
+    with _plain_errors(console):
+        if len(results) > 2:
+            raise ValueError(f"one or two results can be shown, not {len(results)}")
+        page = write_page([read_results(path) for path in results], out)
+    console.print(f"written: {page}", markup=False, soft_wrap=True)
+
+
+@tune_app.command()
+def tune(
+    data: DataOption = None,
+    method: Annotated[str, typer.Option(help="Method to tune.")] = "jetspec",
+    model: ModelOption = None,
+    head: HeadOption = None,
+    concurrency: Annotated[
+        str, typer.Option(help="Traffic: requests in flight; several count alike.")
+    ] = "1,4",
+    minutes: Annotated[float, typer.Option(help="Time limit.", min=0.1)] = 20.0,
+    output_len: Annotated[int, typer.Option(min=2, help="Longest answer, tokens.")] = 96,
+    dtype: Annotated[str, typer.Option(help="Precision.")] = "bfloat16",
+    compile_model: Annotated[bool, typer.Option("--compile", help="torch.compile models.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("tune-results"),
+) -> None:
+    """Find tree settings for a model, head and traffic by measuring, and print them as JSON.
+
+    Many settings run shortly, the better part longer, until one is left or time is up. What was
+    slower than plain vLLM is never recommended.
+    """
+    from vllm_specplug.bench.tune import Tuner, tuning_table
+
+    raise_on_termination()
+    console = Console()
+    with _plain_errors(console):
+        flags: dict[str, Any] = {
+            "data": data or None,
+            "model": model,
+            "head": head,
+            "servers": ["plain"],
+            "rates": [],
+            "concurrency": _numbers(concurrency, int, "--concurrency"),
+            "output_len": output_len,
+            "dtype": dtype,
+            "enforce_eager": not compile_model,
+        }
+        plan = plan_from(None, flags, [], console)
+        tuner = Tuner(plan, method, out, cache_dir() / "logs", console)
+        outcome = tuner.run(60.0 * minutes)
+    console.print(tuning_table(outcome))
+    console.print(outcome.advice(), markup=False, highlight=False, soft_wrap=True)
+    if outcome.best is not None:
+        typer.echo(outcome.best_json())

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from vllm_specplug.bench.chat import LoadResult, run_chats
 from vllm_specplug.bench.counters import SpecCounters
-from vllm_specplug.bench.report import Row, console_table, same_answers
+from vllm_specplug.bench.plan import VLLM_CONFIGS
 from vllm_specplug.bench.server import ServerSpec, VllmServer
+from vllm_specplug.bench.tables import Row, console_table, same_answers
 
 # Chat prompts of the kinds people send: facts, arithmetic, code, rewriting, lists, a letter.
 PROMPTS = (
@@ -29,12 +30,7 @@ PROMPTS = (
 )
 WARM_UP = "Say hello."
 
-NGRAM_CONFIG = {
-    "method": "ngram",
-    "num_speculative_tokens": 6,
-    "prompt_lookup_min": 2,
-    "prompt_lookup_max": 4,
-}
+NGRAM_CONFIG = VLLM_CONFIGS["ngram"]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _DISTRIBUTIONS = ("vllm-specplug", "vllm", "torch", "transformers")
+_GPU_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
@@ -25,6 +26,14 @@ def provenance() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **_versions()},
         "hardware": hardware(),
     }
+
+
+def tidy(command: str) -> str:
+    """A command line without this machine's own folders: paths below the working folder are
+    relative, the home folder is "~"."""
+    for folder, short in ((Path.cwd(), ""), (Path.home(), "~/")):
+        command = command.replace(f"{folder}/", short)
+    return command
 
 
 def commit() -> str | None:
@@ -63,7 +72,7 @@ def code_fingerprint(head: str | None) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU name, usable logical CPUs, vector extensions that matter here, memory in GiB."""
+    """CPU name, usable logical CPUs, vector extensions that matter here, memory in GiB, GPUs."""
     name, flags = platform.processor() or platform.machine(), set()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -80,7 +89,16 @@ def hardware() -> dict[str, Any]:
         "logical_cpus": len(os.sched_getaffinity(0)),
         "extensions": [flag for flag in _CPU_FLAGS if flag in flags],
         "memory_gib": round(pages * page_size / 2**30, 1),
+        "gpus": _gpus(),
     }
+
+
+def _gpus() -> list[str]:
+    try:
+        done = subprocess.run(_GPU_QUERY, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.split("\n")[:-1]
 
 
 def _versions() -> dict[str, str | None]:
@@ -97,8 +115,9 @@ def one_line(record: dict[str, Any]) -> str:
     """The record as one line of text for the foot of a table."""
     machine, versions = record["hardware"], record["versions"]
     packages = ", ".join(f"{key} {value}" for key, value in versions.items() if value)
+    gpus = "".join(f"; {name}" for name in machine.get("gpus", ()))
     return (
         f"`{record['command']}`, commit {record['commit']}; {machine['cpu']}, "
         f"{machine['logical_cpus']} logical CPUs ({', '.join(machine['extensions'])}), "
-        f"{machine['memory_gib']} GiB; {packages}"
+        f"{machine['memory_gib']} GiB{gpus}; {packages}"
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,13 @@ class ServerSpec:
         env = [f"{key}={os.environ.get(key, value)}" for key, value in DEFAULT_ENV.items()]
         return shlex.join([*env, "vllm", *self.arguments(port)])
 
+    def cannot_start(self) -> str | None:
+        """Why this server could never start here, as far as that is known beforehand."""
+        method = (self.speculative_config or {}).get("method")
+        if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+            return "vLLM's suffix method needs the package arctic-inference, not installed here"
+        return None
+
 
 def vllm_program() -> list[str]:
     """How to start vLLM's command line with this very interpreter."""
@@ -70,6 +78,23 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def check_port(port: int) -> None:
+    """Raises ServerError when something listens on `port` already.
+
+    `vllm serve` notices too, but only after it has loaded the model, and until then requests
+    would reach whoever listens there.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ServerError(
+                f"port {port} is taken ({error.strerror}): stop what listens there, choose another "
+                "--port, or leave it out to use a free one."
+            ) from error
 
 
 class VllmServer:
@@ -102,7 +127,16 @@ class VllmServer:
         assert self._group is not None, "the server was not started"
         return self._group.pid
 
+    def is_running(self) -> bool:
+        """Whether the server's process is alive."""
+        return self._group is not None and self._group.returncode() is None
+
+    def log_tail(self, lines: int = 12) -> str:
+        """The last lines of the server's log."""
+        return "" if self._group is None else self._group.log_tail(lines)
+
     def __enter__(self) -> VllmServer:
+        check_port(self.port)
         command = [*vllm_program(), *self.spec.arguments(self.port)]
         self._group = ProcessGroup(command, self.log_path, {**DEFAULT_ENV, **os.environ})
         return self
@@ -160,12 +194,72 @@ class VllmServer:
                 return match["message"].strip()[:70]
         return "starting Python"
 
+    def complete(self, prompt: str, max_tokens: int, timeout_s: float = 600.0) -> None:
+        """Has one completion made and throws it away.
+
+        Raises:
+            ServerError: when the server refuses or drops the request.
+        """
+        body = {"model": self.spec.model, "prompt": prompt, "max_tokens": max_tokens}
+        request = urllib.request.Request(
+            f"{self.base_url}/v1/completions",
+            json.dumps({**body, "temperature": 0}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                response.read()
+        except (urllib.error.URLError, OSError) as error:
+            raise ServerError(
+                f"{self.spec.name} did not complete a prompt: {error}. The end of its log:\n"
+                f"{self.log_tail()}"
+            ) from error
+
     def metrics_text(self) -> str:
         """The server's Prometheus page."""
         with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=30) as response:
             return str(response.read().decode())
 
 
-def server_log_path(folder: Path, names: Sequence[str]) -> Path:
-    """Log file of the server called by `names` below `folder`."""
-    return folder / ("-".join(names) + ".log")
+class RunningServer(VllmServer):
+    """A server that somebody else started, under the same interface. It is never stopped."""
+
+    def __init__(self, spec: ServerSpec, url: str) -> None:
+        super().__init__(spec, Path("-"), port=0)
+        self._url = url
+
+    @property
+    def base_url(self) -> str:
+        """The address it was given by."""
+        return self._url
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def is_running(self) -> bool:
+        """Whether it answers."""
+        return self.is_healthy()
+
+    def pause(self) -> None:
+        """Not ours to freeze."""
+
+    def resume(self) -> None:
+        """Nothing to resume."""
+
+    def wait_healthy(
+        self, timeout_s: float = 10.0, progress: Callable[[str], None] = lambda message: None
+    ) -> float:
+        """Seconds until it answers, 10 at most.
+
+        Raises:
+            ServerError: when nothing answers there.
+        """
+        start = time.monotonic()
+        while not self.is_healthy():
+            if time.monotonic() - start > min(timeout_s, 10.0):
+                raise ServerError(
+                    f"no server answers at {self._url} ({self.spec.name}): start it, or correct "
+                    "the address."
+                )
+            time.sleep(0.25)
+        return time.monotonic() - start

@@ -3,42 +3,100 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from vllm_specplug.bench.prompts import MAX_PROMPT_CHARS, load_prompts, mixed_prompts
+from vllm_specplug.bench.prompts import load_sets, mixed_prompts, prompt_of, read_prompts
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
+def write_rows(path: Path, rows: list[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
-def test_reads_each_set_by_its_own_field(tmp_path: Path) -> None:
-    write_rows(tmp_path / "spec_bench_dev.jsonl", [{"turns": ["first", "second"]}])
-    write_rows(tmp_path / "humaneval_dev.jsonl", [{"prompt": "def f():"}])
-    write_rows(tmp_path / "gsm8k_test_dev.jsonl", [{"question": "2 + 2?", "answer": "4"}])
-    assert load_prompts(tmp_path, "spec_bench") == ["first"]
-    assert load_prompts(tmp_path, "humaneval")[0].endswith("def f():")
-    assert load_prompts(tmp_path, "gsm8k") == ["2 + 2?"]
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "a"}, "a"),
+        ({"turns": ["first", "second"], "category": "qa"}, "first"),
+        ({"turns": [{"role": "user", "content": "first"}]}, "first"),
+        ({"question": "2 + 2?", "answer": "4"}, "2 + 2?"),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "be brief"},
+                    {"role": "user", "content": "hi"},
+                    {"role": "assistant", "content": "hello"},
+                ]
+            },
+            "hi",
+        ),
+        (
+            {"prompt": "def f():", "entry_point": "f"},
+            "Complete this Python function.\n\ndef f():",
+        ),
+    ],
+)
+def test_each_shape_of_row(row: dict[str, Any], prompt: str) -> None:
+    assert prompt_of(row) == prompt
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"quest": "b"}, r"none of the fields prompt, turns, question, messages .*quest"),
+        ({"prompt": ""}, "'prompt' holds no text"),
+        ({"prompt": 7}, "'prompt' holds no text"),
+        ({"turns": []}, "'turns' is not a list with something in it"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "'messages' holds no text"),
+        ("text", "not a JSON object"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(tmp_path: Path, row: Any, reason: str) -> None:
+    path = write_rows(tmp_path / "some.jsonl", [{"prompt": "a"}, row])
+    with pytest.raises(ValueError, match=rf"some.jsonl, line 2: .*{reason}"):
+        read_prompts(path)
+
+
+def test_broken_json_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": ')
+    with pytest.raises(ValueError, match="line 3: "):
+        read_prompts(path)
 
 
 def test_order_is_fixed_and_long_prompts_are_left_out(tmp_path: Path) -> None:
     rows = [{"question": f"question {i}"} for i in range(20)]
-    write_rows(tmp_path / "gsm8k_test_dev.jsonl", [*rows, {"question": "x" * MAX_PROMPT_CHARS * 2}])
-    first = load_prompts(tmp_path, "gsm8k")
-    assert first == load_prompts(tmp_path, "gsm8k")
-    assert sorted(first) == sorted(row["question"] for row in rows)
-    assert first != [row["question"] for row in rows]
+    path = write_rows(tmp_path / "gsm8k_test_dev.jsonl", [*rows, {"question": "x" * 9000}])
+    found = read_prompts(path)
+    assert found == read_prompts(path)
+    assert found.name == "gsm8k"
+    assert sorted(found.prompts) == sorted(row["question"] for row in rows)
+    assert list(found.prompts) != [row["question"] for row in rows]
+    with pytest.raises(ValueError, match="no prompt of up to 5 characters"):
+        read_prompts(path, max_chars=5)
 
 
-def test_bad_input_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown; known: spec_bench, humaneval, gsm8k"):
-        load_prompts(tmp_path, "mmlu")
-    with pytest.raises(ValueError, match=r"gsm8k_test_dev.jsonl does not exist.*--data"):
-        load_prompts(tmp_path, "gsm8k")
-    (tmp_path / "gsm8k_test_dev.jsonl").write_text('{"question": "a"}\n{"quest": "b"}\n')
-    with pytest.raises(ValueError, match="line 2: not a row of gsm8k"):
-        load_prompts(tmp_path, "gsm8k")
+def test_a_folder_stands_for_its_files_without_training_data(tmp_path: Path) -> None:
+    for name in ("b", "a", "gsm8k_train_questions"):
+        write_rows(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+    (tmp_path / "README.md").write_text("not data")
+    assert [(s.name, s.prompts) for s in load_sets([tmp_path])] == [("a", ("a",)), ("b", ("b",))]
+    other = tmp_path / "other"
+    other.mkdir()
+    write_rows(other / "c.jsonl", [{"prompt": "c"}])
+    assert [s.name for s in load_sets([tmp_path / "b.jsonl", other])] == ["b", "c"]
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere does not exist\. Point --data"):
+        load_sets([tmp_path / "nowhere"])
+    with pytest.raises(ValueError, match=r"holds no \*\.jsonl file"):
+        load_sets([tmp_path])
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "a"}])
+    with pytest.raises(ValueError, match="two data files are called 'a'"):
+        load_sets([path, path])
 
 
 def test_mixed_prompts_take_turns_and_wrap() -> None:

@@ -5,7 +5,7 @@ import io
 
 from rich.console import Console
 
-from vllm_specplug.bench.report import Row, console_table, markdown_table, same_answers
+from vllm_specplug.bench.tables import Row, console_table, markdown_table, same_answers
 
 ROWS = [
     Row("1 at a time", "plain", 40.04, None, None, 110.4, 25.02),

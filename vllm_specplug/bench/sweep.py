@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers one after another on the same traffic, from idle to past saturation.
+
+vLLM's own `bench sweep serve_workload` has the idea (the two ends of the range are measured, and
+the loads between interpolated), and finds a range for each server alone, in whole requests per
+second. A comparison needs the same rates for all servers, and small machines serve less than one
+request per second; so the range is found on plain vLLM here, and each point is one run of
+`vllm bench serve`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from vllm_specplug.bench.cells import MIX, Cell, CellStore
+from vllm_specplug.bench.load import BURST, IDLE, Level, LoadError, LoadRun, Traffic, run_load
+from vllm_specplug.bench.plan import AUTO, BASELINE, BenchPlan, ServerEntry
+from vllm_specplug.bench.progress import SweepProgress
+from vllm_specplug.bench.prompts import load_sets, mixed_prompts
+from vllm_specplug.bench.provenance import code_fingerprint, commit
+from vllm_specplug.bench.server import RunningServer, ServerError, ServerSpec, VllmServer
+
+# Settings that change no cell: which cells are measured, and how one waits for them.
+_NOT_IN_DIGEST = {
+    "servers", "head", "data", "rates", "points", "overload", "concurrency", "repeats", "port",
+    "start_timeout", "run_timeout", "together", "dataset_requests", "dataset_concurrency",
+}  # fmt: skip
+
+
+class OutOfTime(Exception):
+    """The time limit leaves no room for another run."""
+
+
+@dataclass
+class Outcome:
+    """How a sweep ended."""
+
+    num_missing: int = 0
+    """Runs of the plan that have no result."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """By server: why it has no result, or not all."""
+    out_of_time: bool = False
+
+
+def found_rates(serial_rate: float, saturated_rate: float, plan: BenchPlan) -> tuple[float, ...]:
+    """Geometric steps from one request at a time to past saturation, three digits each.
+
+    Args:
+        serial_rate: requests/s that the baseline served one at a time.
+        saturated_rate: requests/s that it served when all came at once.
+    """
+    low, high = serial_rate, saturated_rate * plan.overload
+    if high <= low:  # a server that gains nothing from batches
+        low = high / 2
+    # The low end is measured already, one request at a time.
+    values = np.geomspace(low, high, plan.points + 1)[1:]
+    return tuple(dict.fromkeys(float(f"{value:.3g}") for value in values))
+
+
+class Sweep:
+    """Runs a plan's missing cells and keeps what was measured."""
+
+    def __init__(self, plan: BenchPlan, out: Path, log_folder: Path, console: Console) -> None:
+        """Reads the data and earlier results; starts nothing.
+
+        Raises:
+            ValueError: when the data cannot be read.
+        """
+        self.plan = plan
+        self.console = console
+        self.log_folder = log_folder
+        self.sets = load_sets(plan.data, plan.max_prompt_chars)
+        self.store = CellStore(out / "cells.jsonl")
+        self.traffic = Traffic(
+            plan.output_len, plan.temperature, plan.ignore_eos, plan.chat, plan.goodput
+        )
+        # By server: why it has no result, or not all; of those that cannot run here at all.
+        self.failures: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
+        self._commit = commit()
+        settings = plan.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
+        texts = [[prompt_set.name, *prompt_set.prompts] for prompt_set in self.sets]
+        self._digests = {
+            entry.name: _digest(
+                [
+                    settings,
+                    entry.model_dump(mode="json"),
+                    texts,
+                    code_fingerprint((entry.speculative_config or {}).get("model")),
+                ]
+            )
+            for entry in plan.servers
+        }
+        for entry in plan.servers:
+            reason = self.make_server(entry).spec.cannot_start()
+            if reason is not None:
+                self.skipped[entry.name] = reason
+
+    def run(self, time_limit_s: float | None = None) -> Outcome:
+        """Measures what is missing, or as much of it as the time limit allows.
+
+        A server that does not start or dies is named in the outcome; the others go on. Run again
+        to measure what is missing still.
+
+        Raises:
+            ServerError: when the baseline cannot be started, without which nothing compares.
+            LoadError: when the baseline's first runs fail, so that no rates can be found.
+        """
+        deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+        others = self.store.count_others(set(self._digests.values()))
+        if others:
+            self._say(
+                f"{others} earlier results in {self.store.path} were measured with other settings, "
+                "prompts or code and are not used"
+            )
+        for name, reason in self.skipped.items():
+            self._say(f"{name} is left out: {reason}")
+        servers = self._servers
+        groups = [servers] if self.plan.together else [(entry,) for entry in servers]
+        outcome = Outcome()
+        with SweepProgress(self.console, self.num_planned, self.num_done) as progress:
+            try:
+                for group in groups:
+                    self._run_group(group, progress, deadline)
+            except OutOfTime:
+                outcome.out_of_time = True
+        outcome.failures = dict(self.failures)
+        outcome.num_missing = self.num_planned - self.num_done
+        return outcome
+
+    # Levels and cells
+
+    @property
+    def _servers(self) -> tuple[ServerEntry, ...]:
+        """Those that can run here, the baseline first."""
+        return tuple(e for e in self.plan.ordered_servers if e.name not in self.skipped)
+
+    def levels(self) -> tuple[Level, ...] | None:
+        """Loads of the mixed traffic, in the order they are run; None while the rates are unknown.
+
+        Rates come from the baseline's first repeat, so they stay the same when a sweep goes on.
+        """
+        plan = self.plan
+        rates = plan.rates
+        ends: tuple[Level, ...] = ()
+        if rates == AUTO:
+            ends = (IDLE, BURST)
+            results = [self.result(Cell(BASELINE, MIX, level)) for level in ends]
+            if None in results:
+                return None
+            serial, saturated = (float(row["request_throughput"]) for row in results if row)
+            rates = found_rates(serial, saturated, plan)
+        assert not isinstance(rates, str)
+        loads = [Level(rate=rate) for rate in rates]
+        loads += [Level(concurrency=number) for number in plan.concurrency]
+        return tuple(dict.fromkeys((*ends, *loads)))
+
+    def cells(self, server: str) -> list[Cell]:
+        """All cells of one server, in the order they are run. Before the rates are known: only
+        those that they come from."""
+        plan = self.plan
+        levels = self.levels()
+        found = [
+            Cell(server, MIX, level, repeat)
+            for repeat in range(plan.repeats)
+            for level in (levels if levels is not None else (IDLE, BURST))
+        ]
+        if plan.dataset_requests:
+            level = Level(concurrency=plan.dataset_concurrency)
+            found += [Cell(server, prompt_set.name, level) for prompt_set in self.sets]
+        return found
+
+    @property
+    def num_planned(self) -> int:
+        """Runs of the whole plan."""
+        plan = self.plan
+        levels = self.levels()
+        num_levels = len(levels) if levels is not None else 2 + plan.points + len(plan.concurrency)
+        sets = len(self.sets) if plan.dataset_requests else 0
+        return len(self._servers) * (num_levels * plan.repeats + sets)
+
+    @property
+    def num_done(self) -> int:
+        """Runs that have a result."""
+        return sum(
+            self.result(cell) is not None
+            for entry in self._servers
+            for cell in self.cells(entry.name)
+        )
+
+    def result(self, cell: Cell) -> dict[str, Any] | None:
+        """What a cell measured; None when it has not been run."""
+        row = self.store.get(self._digests[cell.server], cell)
+        # How many requests a data set's own run has is no part of the digest.
+        other_count = row and cell.prompts != MIX and row["completed"] != self.plan.dataset_requests
+        return None if other_count else row
+
+    # Running
+
+    def _run_group(
+        self, group: Sequence[ServerEntry], progress: SweepProgress, deadline: float | None
+    ) -> None:
+        """Servers that are up together, taking turns cell by cell; usually just one."""
+        with contextlib.ExitStack() as stack:
+            servers = {}
+            for entry in group:
+                if any(self.result(cell) is None for cell in self.cells(entry.name)):
+                    _check_time(deadline)
+                    server = self._start(entry, stack, progress)
+                    if server is not None:
+                        servers[entry.name] = server
+                        if len(group) > 1:
+                            server.pause()
+            for place, names in enumerate(self._turns(tuple(servers))):
+                shift = place % len(names)  # who goes first moves on
+                for cell in names[shift:] + names[:shift]:
+                    server = servers.get(cell.server)
+                    if server is None or self.result(cell) is not None:
+                        continue
+                    _check_time(deadline)
+                    server.resume()
+                    if not self._measure(server, cell, progress):
+                        del servers[cell.server]
+                    elif len(group) > 1:
+                        server.pause()
+
+    def _turns(self, names: tuple[str, ...]) -> Iterator[list[Cell]]:
+        """The same cell of each server, for one cell after another; lazily, for the rates of later
+        ones come from earlier ones."""
+        place = 0
+        while names:
+            turn = [cells[place] for name in names if place < len(cells := self.cells(name))]
+            if not turn:
+                return
+            yield turn
+            place += 1
+
+    def _start(
+        self, entry: ServerEntry, stack: contextlib.ExitStack, progress: SweepProgress
+    ) -> VllmServer | None:
+        """A warm server, or None when it does not start and is not the baseline."""
+        server = self.make_server(entry)
+        try:
+            progress.say(f"{entry.name}: starting, log {server.log_path}")
+            stack.enter_context(server)
+            seconds = server.wait_healthy(
+                self.plan.start_timeout,
+                lambda message: progress.status(f"{entry.name}: {message}"),
+            )
+            self._warm_up(server)
+        except ServerError as error:
+            if entry.name == BASELINE:
+                raise
+            self.failures[entry.name] = str(error)
+            progress.say(f"{entry.name} is left out: {error}")
+            return None
+        progress.say(f"{entry.name}: answers after {seconds:.0f} s")
+        return server
+
+    def make_server(self, entry: ServerEntry) -> VllmServer:
+        """The server of `entry`, not started."""
+        plan = self.plan
+        spec = ServerSpec(
+            name=entry.name,
+            model=plan.model,
+            speculative_config=entry.speculative_config,
+            max_model_len=plan.max_model_len,
+            max_num_seqs=plan.max_num_seqs,
+            dtype=plan.dtype,
+            enforce_eager=plan.enforce_eager,
+            extra_args=(*plan.serve_args, *entry.serve_args),
+        )
+        if entry.url is not None:
+            return RunningServer(spec, entry.url)
+        return VllmServer(spec, self.log_folder / f"bench-{entry.name}.log", plan.port)
+
+    def _warm_up(self, server: VllmServer) -> None:
+        """Requests that nobody counts: first alone, then together."""
+        count = self.plan.warmup
+        prompts = mixed_prompts([prompt_set.prompts for prompt_set in self.sets], 0, count)
+        if prompts:
+            server.complete(prompts[0], 16)
+            with ThreadPoolExecutor(count) as pool:
+                list(pool.map(lambda prompt: server.complete(prompt, 16), prompts))
+
+    def _measure(self, server: VllmServer, cell: Cell, progress: SweepProgress) -> bool:
+        """Runs one cell; returns whether the server can go on."""
+        progress.status(f"{cell.server}: {cell.level.label}, {cell.prompts}")
+        try:
+            run = self.load(server, cell)
+        except LoadError as error:
+            alive = server.is_running()
+            what = str(error) if alive else f"died at {cell.level.label}: {server.log_tail()}"
+            self.failures[cell.server] = what
+            more = "its other loads follow" if alive else "what it has is kept"
+            progress.say(f"{cell.server} {cell.level.label} FAILED ({more}): {what}")
+            ends = cell.prompts == MIX and cell.level in (IDLE, BURST) and self.plan.rates == AUTO
+            if cell.server == BASELINE and ends and self.levels() is None:
+                raise
+            return alive
+        digest = self._digests[cell.server]
+        values = {"commit": self._commit, "server": server.spec.display(server.port)}
+        self.store.add(digest, cell, {**values, **run.to_json()})
+        progress.advance(self.num_planned, self.num_done)
+        progress.say(_line(cell, run))
+        return True
+
+    def load(self, server: VllmServer, cell: Cell) -> LoadRun:
+        """Runs one cell's requests against `server`.
+
+        All servers get the same prompts at the same times; another repeat gets others.
+        """
+        plan = self.plan
+        if cell.prompts == MIX:
+            count = plan.num_requests(cell.level.rate, cell.level.concurrency)
+            sets = [prompt_set.prompts for prompt_set in self.sets]
+        else:
+            count = plan.dataset_requests
+            sets = [next(s.prompts for s in self.sets if s.name == cell.prompts)]
+        prompts = mixed_prompts(sets, cell.repeat * count, count)
+        return run_load(
+            server,
+            prompts,
+            cell.level,
+            self.traffic,
+            seed=cell.repeat,
+            timeout_s=plan.run_timeout,
+        )
+
+    def _say(self, message: str) -> None:
+        self.console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+
+def _check_time(deadline: float | None) -> None:
+    if deadline is not None and time.monotonic() >= deadline:
+        raise OutOfTime
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _line(cell: Cell, run: LoadRun) -> str:
+    length = run.counters.mean_acceptance_length
+    return (
+        f"{cell.server}, {cell.prompts}, {cell.level.label}: "
+        f"{run.measured['output_throughput']:.1f} tokens/s, "
+        f"TPOT {run.measured['p50_tpot_ms']:.1f} ms, E2E {run.measured['p50_e2el_ms']:.0f} ms"
+        + (f", length {length:.2f}" if length else "")
+    )
