@@ -12,6 +12,9 @@ from vllm_specplug.models.block_head import BlockHead
 from vllm_specplug.models.checkpoint import save_block_head
 from vllm_specplug.models.local_checkpoint import save_local_head
 from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
+from vllm_specplug.models.longspec_checkpoint import save_longspec_head
+from vllm_specplug.models.longspec_config import LongSpecConfig
+from vllm_specplug.models.longspec_head import LongSpecHead
 from vllm_specplug.models.unigram import save_unigram
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 2, 1, 32
@@ -136,4 +139,24 @@ def make_local_head(folder: Path, vocab_size: int, *, kind: str = "gru", seed: i
             parameter.normal_(std=0.5)
     save_local_head(folder, head, dtype=torch.float32)
     save_unigram(folder / "unigram.safetensors", torch.arange(vocab_size), tokenizer=None)
+    return folder
+
+
+def make_longspec_head(folder: Path, vocab_size: int, *, window: int = 64, seed: int = 3) -> Path:
+    """A random LongSpec layer for `make_target`'s model."""
+    torch.manual_seed(seed)
+    head = LongSpecHead(
+        LongSpecConfig(
+            hidden_size=HIDDEN,
+            intermediate_size=128,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            vocab_size=vocab_size,
+            draft_vocab_size=vocab_size,
+            window_size=window,
+            rms_norm_eps=1e-6,
+        )
+    )
+    save_longspec_head(folder, head, dtype=torch.float32)
     return folder
