@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of small engines, plain and with trees, in one process; checks that compare them.
+
+A pair costs seconds, so a check file builds few of them and asks many things of each:
+`python -m tests.e2e.pair MODULE RESULT.json` runs every function `check_*` of a module and
+notes what failed. Tests call `run_checks(MODULE)` and look their check up.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 900
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 1024,
+    "block_size": 32,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
+# What each tree engine drafts with; "oracle" stands for tests/e2e/oracle.py.
+# Budgets that do not follow the clock: every run drafts alike.
+_FIXED = {"num_speculative_tokens": 16, "tree_budget": 16, "max_step_rows": 512}
+# What each tree engine drafts with; "oracle" stands for tests/e2e/oracle.py.
+METHODS: dict[str, dict[str, Any]] = {
+    "oracle": {"method": "ngram_tree", **_FIXED},
+    "jetspec": {"method": "jetspec", **_FIXED},
+    "ngram_tree": {"method": "ngram_tree", **_FIXED},
+}
+
+
+@dataclass
+class Counts:
+    """What a tree engine verified since it was last asked."""
+
+    nodes: int = 0
+    accepted: int = 0
+    branching: int = 0
+    """Trees that were not a line."""
+    pruned: int = 0
+    """Nodes a grammar took away before verification."""
+
+
+@dataclass
+class Pair:
+    """Two engines on one target that differ in speculation alone."""
+
+    plain: Any
+    tree: Any
+    counts: Counts = field(default_factory=Counts)
+
+    @property
+    def runner(self) -> Any:
+        return core_of(self.tree).model_executor.driver_worker.worker.model_runner
+
+    def take_counts(self) -> Counts:
+        counts, self.counts = self.counts, Counts()
+        return counts
+
+    def watch(self) -> None:
+        """Counts what the tree engine verifies."""
+        runner = self.runner
+        record, tree_for = runner._record_verification, runner._tree_for
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            for request in runner.tree_step.requests:
+                if request.tree is not None and request.tree.num_nodes:
+                    self.counts.nodes += request.tree.num_nodes
+                    self.counts.accepted += len(request.accepted_path)
+                    self.counts.branching += not request.is_linear
+            return record(*args, **kwargs)
+
+        def noted(req_id: str, tokens: Any, kept_nodes: Any) -> Any:
+            if kept_nodes is not None:
+                self.counts.pruned += runner.proposed_trees[req_id].num_nodes - len(kept_nodes)
+            return tree_for(req_id, tokens, kept_nodes)
+
+        runner._record_verification, runner._tree_for = recorded, noted
+
+    def compare(
+        self,
+        prompts: list[list[int]],
+        params: Any,
+        *,
+        least_accepted: int = 1,
+        branching: bool = True,
+    ) -> tuple[list[Any], Counts]:
+        """Runs both engines and raises unless every output is the same.
+
+        Args:
+            params: one for all, or one per prompt.
+            least_accepted: fewer accepted drafts than this make the comparison empty.
+            branching: whether at least one verified tree must branch.
+
+        Returns:
+            The plain engine's outputs and what the tree engine verified.
+        """
+        from tests.e2e.oracle import OracleDrafter
+
+        expected = generate(self.plain, prompts, params)
+        OracleDrafter.sequences = sequences_of(expected)
+        self.take_counts()
+        actual = generate(self.tree, prompts, params)
+        counts = self.take_counts()
+        for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
+            assert_same_output(a, b, f"request {i}")
+        assert counts.nodes > 0 and counts.accepted >= least_accepted, counts
+        assert counts.branching > 0 or not branching, counts
+        return expected, counts
+
+
+def core_of(llm: Any) -> Any:
+    """The engine core of an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def generate(llm: Any, prompts: list[list[int]], params: Any) -> list[Any]:
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+
+def sequences_of(outputs: list[Any]) -> list[list[int]]:
+    """Prompt and completion of every completion."""
+    return [[*o.prompt_token_ids, *c.token_ids] for o in outputs for c in o.outputs]
+
+
+def assert_same_output(a: Any, b: Any, what: str) -> None:
+    """Raises unless two request outputs agree; logprobs within 1e-3."""
+    assert len(a.outputs) == len(b.outputs), what
+    for x, y in zip(a.outputs, b.outputs, strict=True):
+        assert list(x.token_ids) == list(y.token_ids), (
+            f"{what} differs: {list(x.token_ids)} != {list(y.token_ids)}"
+        )
+        for name in ("text", "finish_reason", "stop_reason"):
+            assert getattr(x, name) == getattr(y, name), (what, name, x, y)
+        assert_same_logprobs(x.logprobs, y.logprobs, what)
+    assert_same_logprobs(a.prompt_logprobs, b.prompt_logprobs, f"{what}, prompt")
+
+
+def assert_same_logprobs(a: Any, b: Any, what: str) -> None:
+    assert (a is None) == (b is None), what
+    for i, (x, y) in enumerate(zip(a or (), b or (), strict=True)):
+        assert (x is None) == (y is None), (what, i)
+        for token in set(x or ()) & set(y or ()):
+            close = abs(x[token].logprob - y[token].logprob) < 1e-3
+            assert close or x[token].logprob == y[token].logprob, (what, i, token)
+        # Where two candidates tie, either may be the last of the list.
+        assert len(set(x or ()) ^ set(y or ())) <= 2, (what, i)
+
+
+@cache
+def target() -> Path:
+    """The text target of this process, made at first use."""
+    from tests.e2e.tiny import make_head, make_text_target
+
+    folder = Path(tempfile.mkdtemp(prefix="specplug-pair-"))
+    path = make_text_target(folder / "target")
+    vocab = json.loads((path / "config.json").read_text())["vocab_size"]
+    make_head(folder / "head", vocab)
+    return path
+
+
+def make_engine(method: str | None, **engine: Any) -> Any:
+    """One in-process engine; plain when `method` is None."""
+    from vllm import LLM
+
+    from tests.e2e.oracle import oracle_drafts
+
+    arguments = {**ENGINE, "model": str(target()), **engine}
+    if method is None:
+        return LLM(**arguments)
+    options = {**METHODS[method], **arguments.pop("speculative", {})}
+    if method == "jetspec":
+        options.setdefault("model", str(target().parent / "head"))
+    if method == "oracle":
+        with oracle_drafts():
+            return LLM(**arguments, speculative_config=options)
+    return LLM(**arguments, speculative_config=options)
+
+
+_pairs: dict[str, Pair] = {}
+_plain: dict[str, Any] = {}
+
+
+def pair(method: str = "oracle", **engine: Any) -> Pair:
+    """The pair of these engine arguments, built once a process."""
+    speculative = engine.pop("speculative", {})
+    key = json.dumps(engine, sort_keys=True)
+    full_key = json.dumps([method, speculative, key])
+    if full_key not in _pairs:
+        if key not in _plain:
+            _plain[key] = make_engine(None, **engine)
+        made = Pair(_plain[key], make_engine(method, **engine, speculative=speculative))
+        made.watch()
+        _pairs[full_key] = made
+    return _pairs[full_key]
+
+
+# -- running the checks of a module ---------------------------------------------------------
+
+
+def check_names(module: Any) -> list[str]:
+    """Names of a module's checks, in the order they are written."""
+    return [name for name in vars(module) if name.startswith("check_")]
+
+
+@cache
+def run_checks(module: str, environment: tuple[tuple[str, str], ...] = ()) -> dict[str, str | None]:
+    """Runs the checks of `module` in a process of their own.
+
+    Returns:
+        The failure of each check by name, None where it passed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder) / "result.json", Path(folder) / "log"
+        with log.open("w") as stream:
+            code = subprocess.run(
+                [sys.executable, "-m", "tests.e2e.pair", module, str(result)],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **dict(environment)},
+                cwd=Path(__file__).resolve().parents[2],
+                timeout=TIMEOUT_S,
+            ).returncode
+        if not result.is_file():
+            raise AssertionError(f"the process ended with {code}:\n{log.read_text()[-6000:]}")
+        return json.loads(result.read_text())
+
+
+def assert_check(module: str, name: str) -> None:
+    """Fails with the message of a check that failed."""
+    failures = run_checks(module)
+    assert name in failures, f"{name} did not run: {failures}"
+    assert failures[name] is None, failures[name]
+
+
+def main(module: str, result: str, *only: str) -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    checks = importlib.import_module(module)
+    failures: dict[str, str | None] = {}
+    for name in only or check_names(checks):
+        start = time.perf_counter()
+        try:
+            check: Callable[[], None] = getattr(checks, name)
+            check()
+            failures[name] = None
+        except Exception:
+            failures[name] = traceback.format_exc()[-6000:]
+        seconds = time.perf_counter() - start
+        print(f"{name}: {'ok' if failures[name] is None else failures[name]} ({seconds:.1f} s)")
+        sys.stdout.flush()
+        # Kept up to date: a crash later on must not lose what is known.
+        Path(result).write_text(json.dumps(failures))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

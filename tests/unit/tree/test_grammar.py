@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tree under a grammar: what is reachable, in which order, and where the cursor ends up."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specplug.tree import ROOT, DraftTree
+from vllm_specplug.tree.grammar import reachable_nodes, renumbered_parents, visit_tree
+
+
+class PathCursor:
+    """Allows the paths that a rule allows and knows where it stands."""
+
+    def __init__(self, allows) -> None:
+        self.allows = allows
+        self.path: list[int] = []
+
+    def advance(self, token_id: int) -> bool:
+        if not self.allows([*self.path, token_id]):
+            return False
+        self.path.append(token_id)
+        return True
+
+    def retreat(self) -> None:
+        self.path.pop()
+
+
+@st.composite
+def trees(draw):
+    tokens, parents = [], []
+    for node in range(draw(st.integers(0, 24))):
+        parent = draw(st.integers(-1, node - 1))
+        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+        token = draw(st.integers(0, 30).filter(lambda t, taken=taken: t not in taken))
+        tokens.append(token)
+        parents.append(parent)
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent == ROOT else depths[parent] + 1)
+    return DraftTree(
+        np.array(tokens, np.int64),
+        np.array(parents, np.int32),
+        np.array(depths, np.int32),
+        np.zeros(len(tokens), np.float32),
+    )
+
+
+@given(trees(), st.integers(0, 30), st.integers(0, 60))
+def test_reachable_nodes_are_those_whose_whole_path_is_allowed(tree, banned, most) -> None:
+    def allows(path: list[int]) -> bool:
+        return path[-1] != banned and sum(path) <= most
+
+    cursor = PathCursor(allows)
+    kept = reachable_nodes(tree.token_ids.tolist(), tree.parent_indices.tolist(), cursor)
+    assert cursor.path == []
+
+    def path_allowed(node: int) -> bool:
+        path = [int(tree.token_ids[n]) for n in tree.path_to(node)]
+        return all(allows(path[: i + 1]) for i in range(len(path)))
+
+    assert kept == [node for node in range(tree.num_nodes) if path_allowed(node)]
+    subset = tree.subset(kept)
+    subset.validate()
+    assert subset.parent_indices.tolist() == renumbered_parents(tree.parent_indices.tolist(), kept)
+    assert subset.token_ids.tolist() == [int(tree.token_ids[node]) for node in kept]
+
+
+@given(trees())
+def test_every_node_is_entered_once_on_its_own_path(tree) -> None:
+    cursor = PathCursor(lambda path: True)
+    seen: dict[int, list[int]] = {}
+
+    def enter(node: int) -> None:
+        assert node not in seen
+        seen[node] = list(cursor.path)
+
+    visit_tree(tree.token_ids.tolist(), tree.parent_indices.tolist(), cursor, enter)
+    assert set(seen) == {ROOT, *range(tree.num_nodes)}
+    for node, path in seen.items():
+        expected = [] if node == ROOT else [int(tree.token_ids[n]) for n in tree.path_to(node)]
+        assert path == expected
+    assert cursor.path == []
+
+
+def test_a_refused_node_takes_its_subtree_along() -> None:
+    # 5 -> 6 -> 7 beside 8 -> 6
+    tokens, parents = [5, 8, 6, 6, 7], [-1, -1, 0, 1, 2]
+    cursor = PathCursor(lambda path: path[-1] != 6 or path[0] == 8)
+    assert reachable_nodes(tokens, parents, cursor) == [0, 1, 3]
+    assert renumbered_parents(parents, [0, 1, 3]) == [-1, -1, 1]
