@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice among CUDA kernels, and the fallbacks, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+from tests.kernels.test_triton_tree_attn import DeviceTrees
+from vllm_specplug.kernels import cuda_dispatch
+from vllm_specplug.kernels.cuda_dispatch import (
+    KernelShape,
+    choose_cuda_kernel,
+    cute_is_verified,
+    cute_sources_digest,
+    self_test_failure,
+    unsupported_by,
+)
+from vllm_specplug.kernels.cuda_reference import tree_attn_cuda_reference
+
+CPU = torch.device("cpu")
+SHAPE = KernelShape(head_dim=16, dtype=torch.float32, block_size=16, num_heads=2, num_kv_heads=1)
+HOPPER = (9, 0)
+
+
+@pytest.fixture
+def only_reference_fails(monkeypatch):
+    """Every kernel but the named ones disagrees."""
+
+    def set_good(*names: str) -> None:
+        monkeypatch.setattr(cuda_dispatch, "unsupported_by", lambda *args: None)
+        monkeypatch.setattr(
+            cuda_dispatch,
+            "self_test_failure",
+            lambda name, *args: None if name in names else "it differs from the reference",
+        )
+        monkeypatch.setattr(cuda_dispatch, "load_kernel", lambda name: print)
+
+    return set_good
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("mask", ["tree", "causal", "full"])
+def test_reference_matches_branches_run_as_chains(dense, mask):
+    problem = DeviceTrees([(0, 0), (40, 20), (3, 66)], dense=dense, mask=mask)
+    output = torch.zeros_like(problem.query)
+    tree_attn_cuda_reference(
+        problem.query,
+        problem.key_cache,
+        problem.value_cache,
+        output,
+        problem.metadata(places=1),
+        problem.scale,
+        **problem.tail,
+    )
+    for start, rows, expected in zip(problem.starts, problem.rows, problem.expected(), strict=True):
+        assert (output[start : start + rows].double() - expected).abs().max() < 1e-5
+
+
+def test_triton_passes_its_self_test_in_the_interpreter(interpreter):
+    assert self_test_failure("triton", SHAPE, CPU) is None
+
+
+def test_a_kernel_that_is_wrong_or_does_not_load_is_named(monkeypatch):
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", lambda name: lambda *args: args[3].zero_())
+    assert "differs from the reference" in self_test_failure("triton", SHAPE, CPU)
+
+    def broken(name):
+        raise RuntimeError("no kernel image is available\nfor this device")
+
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", broken)
+    assert self_test_failure("cute", SHAPE, CPU) == "RuntimeError: no kernel image is available"
+
+
+def test_rows_that_a_kernel_leaves_unwritten_fail_the_self_test(monkeypatch):
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", lambda name: lambda *args: None)
+    assert "nan" in self_test_failure("triton", SHAPE, CPU)
+
+
+def test_auto_takes_triton_while_cute_has_no_record(only_reference_fails, monkeypatch, caplog):
+    monkeypatch.setattr(cuda_dispatch, "record_paths", list)
+    only_reference_fails("cute", "triton")
+    with caplog.at_level(logging.WARNING):
+        chosen = choose_cuda_kernel("auto", SHAPE, CPU, HOPPER)
+    assert chosen.name == "triton"
+    assert "no recorded run" in chosen.reason
+    assert not caplog.records
+
+
+def test_auto_takes_cute_where_a_record_vouches_for_it(only_reference_fails, monkeypatch, tmp_path):
+    record = tmp_path / "record.json"
+    monkeypatch.setattr(cuda_dispatch, "record_paths", lambda: [record])
+    only_reference_fails("cute", "triton")
+    good = {"passed": True, "capability": [9, 0], "sources": cute_sources_digest()}
+    record.write_text(json.dumps(good))
+    assert choose_cuda_kernel("auto", SHAPE, CPU, HOPPER).name == "cute"
+    for change, why in (
+        ({"passed": False}, "failed"),
+        ({"capability": [10, 0]}, "capability"),
+        ({"sources": "0"}, "changed"),
+    ):
+        record.write_text(json.dumps({**good, **change}))
+        assert why in cute_is_verified(HOPPER)
+        assert choose_cuda_kernel("auto", SHAPE, CPU, HOPPER).name == "triton"
+    record.write_text("{")
+    assert "cannot be read" in cute_is_verified(HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("requested", "good", "expected"),
+    [
+        ("cute", ("cute", "triton"), "cute"),
+        ("cute", ("triton",), "triton"),
+        ("triton", ("cute", "triton"), "triton"),
+        ("auto", ("reference",), "reference"),
+        ("cute", ("reference",), "reference"),
+        ("reference", ("cute", "triton", "reference"), "reference"),
+    ],
+)
+def test_the_next_kernel_serves_with_one_warning(
+    only_reference_fails, monkeypatch, caplog, requested, good, expected
+):
+    monkeypatch.setattr(cuda_dispatch, "record_paths", list)
+    only_reference_fails(*good)
+    with caplog.at_level(logging.WARNING):
+        assert choose_cuda_kernel(requested, SHAPE, CPU, HOPPER).name == expected
+    fell = expected != requested and (requested != "auto" or expected == "reference")
+    assert len(caplog.records) == int(fell)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="auto, cute, triton, reference"):
+        choose_cuda_kernel("cpp", SHAPE, CPU, HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("change", "capability", "why"),
+    [
+        ({"head_dim": 100}, HOPPER, "head_dim 100"),
+        ({"head_dim": 512}, HOPPER, "head_dim 512"),
+        ({"dtype": torch.float64}, HOPPER, "float64"),
+        ({"num_heads": 3, "num_kv_heads": 2}, HOPPER, "3 query heads"),
+        ({}, (7, 5), "7.5 is below"),
+    ],
+)
+def test_what_triton_does_not_take(change, capability, why):
+    shape = KernelShape(**{**SHAPE.__dict__, **change})
+    assert why in unsupported_by("triton", shape, capability)
+    assert unsupported_by("reference", shape, capability) is None
+
+
+def test_the_reference_serves_an_old_device_without_a_self_test():
+    assert choose_cuda_kernel("auto", SHAPE, CPU, (7, 5)).name == "reference"
