@@ -7,7 +7,7 @@ the same elements of each slot, so program order within a thread is all that is 
 destinations never exceed their sources and both ascend, no move writes a slot that a later move
 reads; two requests never share a slot that moves.
 
-Letters: R requests, D moves at most per request, L layers, N values of one slot and head.
+Letters: R requests, D moves at most per request, L layers, Hkv heads, Dh head size.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Numbers that change from step to step must not make new variants of the kernel.
+@triton.jit(do_not_specialize=["paths_stride", "table_stride"])
 def _compact_paths_kernel(
-    # [L] int64: address of each layer's cache
+    # [2, L] int64: addresses of each layer's keys and values
     addresses,
     # [R, D] int32: accepted nodes from the root down, of which `lengths` count
     paths,
@@ -36,24 +37,38 @@ def _compact_paths_kernel(
     block_table,
     paths_stride,
     table_stride,
+    num_layers,
     num_heads,
-    block_stride,
-    token_stride,
-    head_stride,
+    key_block,
+    key_token,
+    key_head,
+    key_dim,
+    value_block,
+    value_token,
+    value_head,
+    value_dim,
     PAGE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
     request = tl.program_id(0)
-    layer = tl.program_id(1)
+    layer = tl.program_id(1) // 2
+    is_value = tl.program_id(1) % 2
+    block_stride = tl.where(is_value == 1, value_block, key_block).to(tl.int64)
+    token_stride = tl.where(is_value == 1, value_token, key_token).to(tl.int64)
+    head_stride = tl.where(is_value == 1, value_head, key_head).to(tl.int64)
     count = tl.load(lengths + request)
     context = tl.load(context_lens + request)
     table = block_table + tl.load(req_indices + request).to(tl.int64) * table_stride
-    cache = tl.load(addresses + layer).to(tl.pointer_type(ELEMENT))
+    address = tl.load(addresses + is_value * num_layers + layer)
+    cache = address.to(tl.pointer_type(ELEMENT))
     element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = element < num_heads * WIDTH
-    place = (element // WIDTH).to(tl.int64) * head_stride + element % WIDTH
+    inside = element < num_heads * HEAD_DIM
+    dim = element % HEAD_DIM
+    place = element // HEAD_DIM * head_stride + tl.where(
+        is_value == 1, dim * value_dim, dim * key_dim
+    )
     for k in range(0, count):
         node = tl.load(paths + request * paths_stride + k)
         if node != k:
@@ -61,8 +76,8 @@ def _compact_paths_kernel(
             target = context + 1 + k
             from_page = tl.load(table + source // PAGE).to(tl.int64)
             to_page = tl.load(table + target // PAGE).to(tl.int64)
-            from_slot = from_page * block_stride + (source % PAGE).to(tl.int64) * token_stride
-            to_slot = to_page * block_stride + (target % PAGE).to(tl.int64) * token_stride
+            from_slot = from_page * block_stride + source % PAGE * token_stride
+            to_slot = to_page * block_stride + target % PAGE * token_stride
             value = tl.load(cache + from_slot + place, mask=inside)
             tl.store(cache + to_slot + place, value, mask=inside)
 
@@ -71,31 +86,35 @@ def _compact_paths_kernel(
 class LayerCaches:
     """The caches of all layers as one launch takes them: equal shapes and strides, any address."""
 
-    # [L] int64 on the device
+    # [2, L] int64 on the device: keys, values
     addresses: torch.Tensor
-    caches: tuple[torch.Tensor, ...]
+    # per layer [num_blocks, block_size, Hkv, Dh]
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, caches: Sequence[torch.Tensor]) -> LayerCaches:
-        """From caches [num_blocks, Hkv, block_size, 2 * Dh] of one shape, dtype and stride.
+    def of(cls, views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> LayerCaches:
+        """From each layer's key and value view [num_blocks, block_size, Hkv, Dh], any strides.
 
         Raises:
-            ValueError: if two of them differ.
+            ValueError: if two layers differ in shape, stride or dtype.
         """
-        first = caches[0]
-        for cache in caches:
-            if (cache.shape, cache.stride(), cache.dtype) != (
-                first.shape,
-                first.stride(),
-                first.dtype,
-            ):
-                raise ValueError(
-                    "all layers of one KV cache group must have one shape, stride and dtype; "
-                    f"got {tuple(first.shape)} {first.dtype} and {tuple(cache.shape)} {cache.dtype}"
-                )
-        assert first.stride(3) == 1, first.stride()
-        addresses = torch.tensor([c.data_ptr() for c in caches], dtype=torch.int64)
-        return cls(addresses.to(first.device), tuple(caches))
+        keys, values = zip(*views, strict=True)
+        for half in (keys, values):
+            first = half[0]
+            for cache in half:
+                if (cache.shape, cache.stride(), cache.dtype) != (
+                    first.shape,
+                    first.stride(),
+                    first.dtype,
+                ):
+                    raise ValueError(
+                        "all layers of one KV cache group must have one shape, stride and dtype; "
+                        f"got {tuple(first.shape)} {first.dtype} and {tuple(cache.shape)} "
+                        f"{cache.dtype}"
+                    )
+        addresses = torch.tensor([[c.data_ptr() for c in half] for half in (keys, values)])
+        return cls(addresses.to(keys[0].device), tuple(keys), tuple(values))
 
 
 # Moves are of bits: one integer type a size serves every dtype.
@@ -120,15 +139,16 @@ def compact_paths_triton(
     Node i of a request lies at slot context_lens[r] + 1 + i of its blocks. Paths ascend, since
     parents precede children. No host synchronisation.
     """
-    cache = layers.caches[0]
-    _, num_heads, page, width = cache.shape
+    key, value = layers.keys[0], layers.values[0]
+    _, page, num_heads, head_dim = key.shape
+    num_layers = len(layers.keys)
     if paths.numel() == 0:
         return
-    size = cache.element_size()
-    # 16 bytes a thread and a few programs for each slot of each layer.
-    block = min(1024, triton.next_power_of_2(num_heads * width))
+    assert paths.stride(1) == 1 and block_table.stride(1) == 1
+    # Eight elements a thread; several programs share the heads of a slot.
+    block = min(1024, triton.next_power_of_2(num_heads * head_dim))
     _compact_paths_kernel[
-        (paths.shape[0], len(layers.caches), triton.cdiv(num_heads * width, block))
+        (paths.shape[0], 2 * num_layers, triton.cdiv(num_heads * head_dim, block))
     ](
         layers.addresses,
         paths,
@@ -138,13 +158,13 @@ def compact_paths_triton(
         block_table,
         paths.stride(0),
         block_table.stride(0),
+        num_layers,
         num_heads,
-        cache.stride(0),
-        cache.stride(2),
-        cache.stride(1),
+        *key.stride(),
+        *value.stride(),
         PAGE=page,
-        WIDTH=width,
+        HEAD_DIM=head_dim,
         BLOCK=block,
-        ELEMENT=_ELEMENTS[size],
+        ELEMENT=_ELEMENTS[key.element_size()],
         num_warps=4,
     )

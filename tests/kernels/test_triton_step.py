@@ -29,12 +29,12 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_compaction_moves_every_layer_as_ordered_moves_would(dtype):
-    page, heads, width, layers = 8, 3, 10, 2
+    page, heads, head_dim, layers = 8, 3, 5, 2
     paths = [[0, 1, 2], [0, 2, 5, 6, 11], [3], [], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
     contexts = [5, 6, 0, 40, 15]
     draw = torch.Generator().manual_seed(0)
     blocks = torch.randperm(len(paths) * 7 + 1, generator=draw)[: len(paths) * 7].view(-1, 7).int()
-    shape = (blocks.numel() + 1, page, heads, width)
+    shape = (blocks.numel() + 1, page, heads, 2 * head_dim)
     caches = [
         torch.randint(0, 100, shape, generator=draw).to(dtype).transpose(1, 2)
         for _ in range(layers)
@@ -54,7 +54,7 @@ def test_compaction_moves_every_layer_as_ordered_moves_would(dtype):
     # Requests come in another order than their rows of the block table.
     order = torch.tensor([3, 0, 4, 1, 2])
     compact_paths_triton(
-        LayerCaches.of(caches),
+        LayerCaches.of([tuple(c.transpose(1, 2).split(head_dim, dim=-1)) for c in caches]),
         padded[order],
         torch.tensor([len(p) for p in paths], dtype=torch.int32)[order],
         torch.tensor(contexts, dtype=torch.int32)[order],
@@ -65,8 +65,27 @@ def test_compaction_moves_every_layer_as_ordered_moves_would(dtype):
         assert torch.equal(cache, wanted)
 
 
+def test_compaction_of_transposed_keys():
+    """As vLLM's CPU cache has them: keys [Dh, page], values [page, Dh], in one block and head."""
+    page, head_dim = 8, 4
+    cache = torch.randn(4, 2, page, 2 * head_dim)
+    halves = cache.view(4, 2, 2, page * head_dim)
+    key = halves[:, :, 0].unflatten(-1, (head_dim, page)).permute(0, 3, 1, 2)
+    value = halves[:, :, 1].unflatten(-1, (page, head_dim)).transpose(1, 2)
+    before = [key.clone(), value.clone()]
+    one = torch.tensor([3], dtype=torch.int32)
+    compact_paths_triton(
+        LayerCaches.of([(key, value)]), torch.tensor([[0, 2, 5]]).int(), one, one * 2,
+        one * 0, torch.tensor([[2, 0, 1]]).int(),
+    )  # fmt: skip
+    for half, old in zip((key, value), before, strict=True):
+        # Context 6: nodes 2 and 5 stand at positions 9 and 12, and go to 8 and 9.
+        old[0, 0], old[0, 1] = old[0, 1].clone(), old[0, 4].clone()
+        assert torch.equal(half, old)
+
+
 def test_layers_of_different_shape_are_refused():
-    caches = [torch.zeros(2, 1, 8, 4), torch.zeros(2, 1, 8, 6)]
+    caches = [(torch.zeros(2, 8, 1, n), torch.zeros(2, 8, 1, n)) for n in (4, 6)]
     with pytest.raises(ValueError, match="one shape, stride and dtype"):
         LayerCaches.of(caches)
 

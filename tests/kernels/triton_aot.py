@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Triton kernels for a GPU that need not be there, and reads what ptxas says of them."""
+"""Compiles the Triton kernels for a GPU that need not be there, and reads what ptxas says.
+
+`python -m tests.kernels.triton_aot ARCH` prints one JSON object a kernel. A process of its own:
+where kernels run in the interpreter they cannot be compiled.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +26,20 @@ from triton.compiler import ASTSource
 class Compiled:
     """One kernel for one architecture."""
 
-    ptx: str
+    name: str
     shared_memory: int
     registers: int
     spilled_bytes: int
     """Stores and loads to local memory, as ptxas counts them."""
+    instructions: dict[str, int]
+    """How often the PTX has some that matter."""
 
-    def count(self, instruction: str) -> int:
-        return self.ptx.count(instruction)
+
+_COUNTED = ("wgmma.mma", "tcgen05.mma", "mma.sync", "cp.async.")
 
 
 def compile_kernel(
+    name: str,
     kernel: Any,
     arch: int,
     types: dict[str, str],
@@ -64,7 +73,8 @@ def compile_kernel(
     )
     ptx = compiled.asm["ptx"]
     registers, spilled = _ptxas(ptx, arch)
-    return Compiled(ptx, compiled.metadata.shared, registers, spilled)
+    counts = {instruction: ptx.count(instruction) for instruction in _COUNTED}
+    return Compiled(name, compiled.metadata.shared, registers, spilled, counts)
 
 
 def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
@@ -85,3 +95,138 @@ def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
     spills = re.findall(r"(\d+) bytes spill", log)
     assert registers and spills, log
     return int(registers[1]), sum(map(int, spills))
+
+
+def tree_attention(
+    arch: int, packed_rows: int, *, head_dim: int = 128, page: int = 16, dense: bool = False,
+    dtype: str = "bf16",
+) -> Compiled:  # fmt: skip
+    """The attention kernel with the tiles its wrapper chooses; split, unless `dense`."""
+    from vllm_specplug.kernels.tree_attn_triton import (
+        MIN_SPLIT,
+        TreeAttnConfig,
+        _tree_attn_kernel,
+    )
+
+    shared = {80: 163, 90: 227, 100: 227}[arch] * 1024
+    itemsize = 4 if dtype == "fp32" else 2
+    config = TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared, arch // 10)
+    element, result = f"*{dtype}", f"*{dtype}" if dense else "*fp32"
+    pointers = ("query", "key_cache", "value_cache", "tail_key", "tail_value")
+    strides = (
+        "query_row", "query_head", "output_split", "output_row", "output_head", "key_block",
+        "key_token", "key_head", "value_block", "value_token", "value_head", "tail_key_row",
+        "tail_key_head", "tail_value_row", "tail_value_head",
+    )  # fmt: skip
+    numbers = ("num_splits", "plan_stride", "words_stride", "table_stride", "lse_split", "lse_row")
+    compiled = compile_kernel(
+        f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}{' dense' * dense}",
+        _tree_attn_kernel,
+        arch,
+        {
+            **dict.fromkeys(pointers, element),
+            "output": result,
+            "lse": "*fp32",
+            "plan": "*i32",
+            "words": "*i64",
+            "block_table": "*i32",
+            "scale_log2": "fp32",
+            **dict.fromkeys((*strides, *numbers), "i32"),
+        },
+        {
+            "key_dim": 1,
+            "value_dim": 1,
+            "GROUP": 4,
+            "HEAD_DIM": head_dim,
+            "PADDED_DIM": triton.next_power_of_2(head_dim),
+            "PAGE": page,
+            "SPLIT": not dense,
+            "MIN_SPLIT": MIN_SPLIT,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "DENSE_TAIL": dense,
+            "FULL_TAIL": False,
+            "STORE_LSE": not dense,
+            "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        },
+        aligned=(*pointers, "output", *strides),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    assert compiled.shared_memory <= shared, compiled
+    return compiled
+
+
+def small_kernels(arch: int) -> list[Compiled]:
+    """Everything but the attention."""
+    import triton.language as tl
+
+    from vllm_specplug.kernels.kv_compact_triton import _compact_paths_kernel
+    from vllm_specplug.kernels.lse_merge_triton import MAX_PARTS, _merge_states_kernel
+    from vllm_specplug.kernels.tree_builder_triton import _build_best_first_kernel
+    from vllm_specplug.kernels.tree_walk_triton import _walk_kernel
+    from vllm_specplug.kernels.tree_words_triton import _tree_words_kernel
+
+    def ints(*names: str) -> dict[str, str]:
+        return dict.fromkeys(names, "i32")
+
+    def pointers(kind: str, *names: str) -> dict[str, str]:
+        return dict.fromkeys(names, f"*{kind}")
+
+    return [
+        compile_kernel(
+            "merge_states", _merge_states_kernel, arch,
+            {**pointers("fp32", "parts", "part_lse", "merged_lse"), "output": "*bf16",
+             "plan": "*i32",
+             **ints("plan_stride", "num_parts", "parts_split", "parts_row", "parts_head",
+                    "lse_split", "lse_row", "output_row", "output_head", "merged_row")},
+            {"HEAD_DIM": 128, "PADDED_DIM": 128, "MAX_PARTS": MAX_PARTS, "HAS_PLAN": True,
+             "STORE_LSE": False},
+            num_warps=2,
+        ),
+        compile_kernel(
+            "tree_words", _tree_words_kernel, arch,
+            {**pointers("i32", "plan", "parent_rows"), "words": "*i64",
+             **ints("plan_stride", "words_stride")},
+            {"WORDS": 5, "PADDED_WORDS": 8, "BLOCK": 64},
+            num_warps=2,
+        ),
+        compile_kernel(
+            "compact_paths", _compact_paths_kernel, arch,
+            {"addresses": "*i64", **pointers("i32", "paths", "lengths", "context_lens",
+                                             "req_indices", "block_table"),
+             **ints("paths_stride", "table_stride", "num_layers", "num_heads", "key_block",
+                    "key_token", "key_head", "value_block", "value_token", "value_head")},
+            {"key_dim": 1, "value_dim": 1, "PAGE": 16, "HEAD_DIM": 128, "BLOCK": 1024,
+             "ELEMENT": tl.int16},
+        ),
+        compile_kernel(
+            "build_best_first", _build_best_first_kernel, arch,
+            {**pointers("i64", "top_ids", "token_ids"), **pointers("fp32", "top_log_probs",
+                                                                   "scores"),
+             **pointers("i32", "budgets", "depths", "parents", "node_depths", "counts"),
+             **ints("num_depths", "width", "max_width", "num_nodes")},
+            {"PLACES": 128},
+            num_warps=1,
+        ),
+        compile_kernel(
+            "walk", _walk_kernel, arch,
+            {**pointers("i64", "samples", "token_ids"),
+             **pointers("i32", "parents", "starts", "emitted", "paths", "lengths"),
+             **ints("emitted_stride", "paths_stride")},
+            {"ROWS": 128},
+            num_warps=1,
+        ),
+    ]  # fmt: skip
+
+
+def main(arch: int) -> None:
+    kernels = [tree_attention(arch, 64 * 4), tree_attention(arch, 16 * 4, dense=True)]
+    if arch == 90:
+        kernels += [tree_attention(arch, 4, page=64), *small_kernels(arch)]
+    for kernel in kernels:
+        print(json.dumps(asdict(kernel)), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
