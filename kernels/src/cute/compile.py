@@ -2,6 +2,7 @@
 """From a variant's configuration to a cubin for sm_90a; needs cutlass, but no GPU and no driver."""
 
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ class Compiled:
 
     name: str
     entry: str
+    # bytes of each parameter: descriptors of 128, empty ones of 1, then those of launch_params
+    param_bytes: tuple[int, ...]
     cubin: bytes
     ptx: str
 
@@ -44,5 +47,10 @@ def compile_config(config) -> Compiled:
         )
         ptx = compiled.artifacts.PTX
         cubin = compiled.artifacts.CUBIN
-    (entry,) = [line.split()[2].split("(")[0] for line in ptx.splitlines() if ".entry" in line]
-    return Compiled(config.name, entry, cubin, ptx)
+    (entry,) = re.findall(r"\.entry (\w+)\(", ptx)
+    sizes = {"u64": 8, "u32": 4, "f32": 4}
+    param_bytes = tuple(
+        int(count) if count else sizes[kind]
+        for kind, count in re.findall(r"\.param (?:\.align \d+ )?\.(\w+) \w+(?:\[(\d+)\])?", ptx)
+    )
+    return Compiled(config.name, entry, param_bytes, cubin, ptx)

@@ -152,10 +152,10 @@ class TreeAttnForwardSm90:
     @cute.kernel
     def kernel(
         self,
-        copy_key,
-        copy_value,
-        keys,
-        values,
+        copy_key: cute.CopyAtom | None,
+        copy_value: cute.CopyAtom | None,
+        keys: cute.Tensor | None,
+        values: cute.Tensor | None,
         mma_scores: cute.TiledMma,
         mma_output: cute.TiledMma,
         query_layout: cute.ComposedLayout,

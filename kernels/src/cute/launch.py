@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a call of the contract to launches: variant, grid, splits, arguments.
+
+Needs neither cutlass nor a GPU, and reads no tensor: what a launch depends on is known on the
+host without a synchronisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..cuda_contract import CudaTreeMetadata
+from .config import (
+    DTYPES,
+    HEAD_DIMS,
+    MAX_PAGE,
+    MAX_SPLITS,
+    MIN_PAGE,
+    MIN_SPLIT_TILES,
+    TILE_N,
+    WARPGROUP_CHOICES,
+    WARPGROUP_ROWS,
+    CombineConfig,
+    ForwardConfig,
+)
+from .launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
+
+# A grid that fills the device this well is not split further.
+GOOD_FILL = 0.85
+
+
+@dataclass(frozen=True)
+class TensorMapSpec:
+    """What a copy engine descriptor says: extents and strides in elements, fastest first."""
+
+    address: int
+    dtype: str
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle_bytes: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch; `arguments` lack only the variant's empty parameters."""
+
+    config: ForwardConfig | CombineConfig
+    grid: tuple[int, int, int]
+    arguments: tuple[TensorMapSpec | int | float, ...]
+
+
+# (splits, M, Hq, Dh) -> float32 tensors [splits, M, Hq, Dh] and [splits, M, Hq] that stay alive
+Workspace = Callable[[int, int, int, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def unsupported(head_dim: int, dtype: torch.dtype, block_size: int) -> str | None:
+    """Why no variant serves these, or None."""
+    if head_dim not in HEAD_DIMS:
+        return f"head size {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if str(dtype).removeprefix("torch.") not in DTYPES:
+        return f"{dtype} is not one of {', '.join(DTYPES)}"
+    if block_size & (block_size - 1) or not MIN_PAGE <= block_size <= MAX_PAGE:
+        return f"block size {block_size} is not a power of two from {MIN_PAGE} to {MAX_PAGE}"
+    return None
+
+
+def choose_splits(blocks: int, tiles: int, multiprocessors: int) -> int:
+    """Splits of the columns for a grid of `blocks` (without splits) over at most `tiles` tiles.
+
+    One block runs on a multiprocessor at a time. The fewest splits are taken that leave no more
+    than a little of the last wave idle, or come close to the best that any number gives.
+    """
+    most = max(1, min(MAX_SPLITS, tiles // MIN_SPLIT_TILES))
+    if blocks == 0:
+        return 1
+
+    def fill(splits: int) -> float:
+        waves = blocks * splits / multiprocessors
+        return waves / math.ceil(waves)
+
+    best = max(fill(splits) for splits in range(1, most + 1))
+    return next(s for s in range(1, most + 1) if fill(s) >= min(GOOD_FILL, 1.0) * best)
+
+
+def plan_launches(
+    # [T, Hq, Dh]
+    query: torch.Tensor,
+    # [num_blocks, block_size, Hkv, Dh]
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    # [T, Hq, Dh]
+    output: torch.Tensor,
+    meta: CudaTreeMetadata,
+    scale: float,
+    # [M, Hkv, Dh]
+    tail_key: torch.Tensor | None,
+    tail_value: torch.Tensor | None,
+    multiprocessors: int,
+    workspace: Workspace,
+    splits: int | None = None,
+) -> list[Launch]:
+    """The launches that answer a call, in order; see `cuda_contract`. `splits` overrides."""
+    _, num_heads, head_dim = query.shape
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    dtype = str(query.dtype).removeprefix("torch.")
+    assert unsupported(head_dim, query.dtype, block_size) is None
+    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+    assert (tail_key is None) == (tail_value is None)
+    if meta.num_trees == 0 or meta.max_rows == 0:
+        return []
+    dense = tail_key is not None
+    for tensor in (query, key_cache, value_cache, output, tail_key, tail_value):
+        assert tensor is None or _is_loadable(tensor, query.dtype), "dtype, stride or alignment"
+
+    group = num_heads // num_kv_heads
+    packed = meta.max_rows * group
+    small, large = WARPGROUP_CHOICES
+    config = ForwardConfig(
+        head_dim,
+        dtype,
+        small if packed <= small * WARPGROUP_ROWS else large,
+        block_size % TILE_N == 0,
+    )
+    row_blocks = -(-packed // config.tile_m)
+    # A dense tail begins at a tile boundary: one tile more at most.
+    tiles = -(-(meta.max_context + meta.max_rows) // TILE_N) + dense
+    if splits is None:
+        splits = choose_splits(meta.num_trees * num_kv_heads * row_blocks, tiles, multiprocessors)
+    part_rows = meta.parent_rows.numel()
+    part_out = part_lse = None
+    if splits > 1:
+        part_out, part_lse = workspace(splits, part_rows, num_heads, head_dim)
+
+    values = {
+        "query": query.data_ptr(),
+        "output": output.data_ptr(),
+        "key": key_cache.data_ptr(),
+        "value": value_cache.data_ptr(),
+        "tail_key": tail_key.data_ptr() if dense else 0,
+        "tail_value": tail_value.data_ptr() if dense else 0,
+        "plan": meta.plan.data_ptr(),
+        "parents": meta.parent_rows.data_ptr(),
+        "table": meta.block_table.data_ptr(),
+        "part_out": part_out.data_ptr() if splits > 1 else 0,
+        "part_lse": part_lse.data_ptr() if splits > 1 else 0,
+        "query_row": query.stride(0),
+        "query_head": query.stride(1),
+        "output_row": output.stride(0),
+        "output_head": output.stride(1),
+        "key_block": key_cache.stride(0),
+        "key_slot": key_cache.stride(1),
+        "key_head": key_cache.stride(2),
+        "value_block": value_cache.stride(0),
+        "value_slot": value_cache.stride(1),
+        "value_head": value_cache.stride(2),
+        "tail_key_row": tail_key.stride(0) if dense else 0,
+        "tail_key_head": tail_key.stride(1) if dense else 0,
+        "tail_value_row": tail_value.stride(0) if dense else 0,
+        "tail_value_head": tail_value.stride(1) if dense else 0,
+        "num_trees": meta.num_trees,
+        "num_kv_heads": num_kv_heads,
+        "num_heads": num_heads,
+        "group": group,
+        "splits": splits,
+        "page_shift": block_size.bit_length() - 1,
+        "table_width": meta.block_table.shape[1],
+        "part_rows": part_rows,
+        "full": int(meta.mask_kind == "full"),
+        "dense": int(dense),
+        "scale_log2": scale * math.log2(math.e),
+    }
+    descriptors = (_tensor_map(key_cache), _tensor_map(value_cache)) if config.tma else ()
+    launches = [
+        Launch(
+            config,
+            (row_blocks, num_kv_heads * splits, meta.num_trees),
+            (*descriptors, *(values[name] for name, _ in FORWARD_PARAMETERS)),
+        )
+    ]
+    if splits > 1:
+        merge = CombineConfig(head_dim, dtype)
+        items = merge.threads // 32
+        launches.append(
+            Launch(
+                merge,
+                (-(-meta.max_rows * num_heads // items), meta.num_trees, 1),
+                tuple(values[name] for name, _ in COMBINE_PARAMETERS),
+            )
+        )
+    return launches
+
+
+def _is_loadable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Rows of the tensor can be read 16 bytes at a time."""
+    return (
+        tensor.dtype == dtype
+        and tensor.stride(-1) == 1
+        and tensor.data_ptr() % 16 == 0
+        and all(
+            stride % 8 == 0
+            for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+            if size > 1
+        )
+    )
+
+
+def _tensor_map(
+    # [num_blocks, block_size, Hkv, Dh]
+    cache: torch.Tensor,
+) -> TensorMapSpec:
+    """Descriptor of a cache, fastest dimension first: element, slot, head, block."""
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+    band = 64 if head_dim % 64 == 0 else 32
+    strides = []
+    for size, stride in ((block_size, 1), (num_kv_heads, 2), (num_blocks, 0)):
+        # The stride of a dimension of one element may be anything; the descriptor's may not.
+        strides.append(cache.stride(stride) if size > 1 else head_dim)
+    return TensorMapSpec(
+        cache.data_ptr(),
+        str(cache.dtype).removeprefix("torch."),
+        (head_dim, block_size, num_kv_heads, num_blocks),
+        (1, *strides),
+        (band, TILE_N, 1, 1),
+        2 * band,
+    )

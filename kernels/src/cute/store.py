@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where compiled variants lie: shipped with the package, or in the user's cache.
+
+Each is `<name>.cubin` with `<name>.json` beside it. One whose recorded sources differ from those
+at hand, or whose bytes are not those recorded, counts as absent: a stale kernel is worse than none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from .config import CombineConfig, ForwardConfig
+
+SHIPPED = Path(__file__).parent / "cubins"
+
+
+class CuteUnavailable(RuntimeError):
+    """The CuTe kernel cannot be had here; the message says why."""
+
+
+@dataclass(frozen=True)
+class StoredKernel:
+    """A compiled variant without its listing."""
+
+    name: str
+    entry: str
+    param_bytes: tuple[int, ...]
+    cubin: bytes
+
+
+@cache
+def sources_digest() -> str:
+    """Digest of every source that a cubin is made from."""
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.py"), folder.parent / "cuda_contract.py"]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cache_folder() -> Path:
+    """Where compiled variants of these sources are kept for the user, under $SPECPLUG_CACHE."""
+    root = Path(os.environ.get("SPECPLUG_CACHE") or Path.home() / ".cache" / "specplug")
+    return root / "cubins" / sources_digest()
+
+
+def write(folder: Path, kernel: StoredKernel) -> None:
+    """Stores a kernel; a reader never sees half of one, as the record comes last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "entry": kernel.entry,
+        "param_bytes": list(kernel.param_bytes),
+        "sources": sources_digest(),
+        "sha256": hashlib.sha256(kernel.cubin).hexdigest(),
+    }
+    for suffix, data in ((".cubin", kernel.cubin), (".json", json.dumps(record).encode())):
+        path = folder / (kernel.name + suffix)
+        partial = path.with_suffix(f"{suffix}.{os.getpid()}")
+        partial.write_bytes(data)
+        partial.replace(path)
+
+
+def read(folder: Path, name: str) -> StoredKernel | str:
+    """The stored kernel, or why it is not usable."""
+    try:
+        record = json.loads((folder / f"{name}.json").read_text())
+        cubin = (folder / f"{name}.cubin").read_bytes()
+        if record["sources"] != sources_digest():
+            return "compiled from other sources"
+        if record["sha256"] != hashlib.sha256(cubin).hexdigest():
+            return "damaged"
+        return StoredKernel(name, record["entry"], tuple(record["param_bytes"]), cubin)
+    except FileNotFoundError:
+        return "not there"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"unreadable ({error})"
+
+
+def can_compile() -> bool:
+    """Whether cutlass (the extra `cute`) is installed."""
+    return importlib.util.find_spec("cutlass") is not None
+
+
+def missing(config: ForwardConfig | CombineConfig) -> str | None:
+    """Why a variant can neither be read nor compiled here, or None."""
+    if can_compile():
+        return None
+    found = [read(folder, config.name) for folder in (SHIPPED, cache_folder())]
+    if any(isinstance(item, StoredKernel) for item in found):
+        return None
+    return (
+        f"no cubin of {config.name} (shipped: {found[0]}, cached: {found[1]}) and no cutlass to "
+        "compile it; pip install 'vllm-specplug[cute]'"
+    )
+
+
+def obtain(config: ForwardConfig | CombineConfig) -> StoredKernel:
+    """A variant from the package, else from the cache, else compiled now and cached.
+
+    Raises:
+        CuteUnavailable: naming each attempt's outcome.
+    """
+    for folder in (SHIPPED, cache_folder()):
+        found = read(folder, config.name)
+        if isinstance(found, StoredKernel):
+            return found
+    problem = missing(config)
+    if problem is not None:
+        raise CuteUnavailable(problem)
+    try:
+        from .compile import compile_config
+
+        made = compile_config(config)
+    except Exception as error:  # the compiler's errors have no common base
+        raise CuteUnavailable(f"{config.name} does not compile here: {error}") from error
+    kernel = StoredKernel(made.name, made.entry, made.param_bytes, made.cubin)
+    # A cache that cannot be written costs time at the next start, no more.
+    with contextlib.suppress(OSError):
+        write(cache_folder(), kernel)
+    return kernel
