@@ -23,7 +23,7 @@ from vllm_specplug.drafters.base import (
 )
 from vllm_specplug.drafters.fused_head import FusedBlockHead
 from vllm_specplug.drafters.ngram import NgramBranches
-from vllm_specplug.kernels import build_best_first
+from vllm_specplug.kernels import build_best_first, top_candidates
 from vllm_specplug.kernels.extension import load_cpu_extension
 from vllm_specplug.models.checkpoint import load_block_head
 from vllm_specplug.tree import DraftTree, build_tree, merge_trees
@@ -77,8 +77,17 @@ class BlockHeadDrafter(Drafter):
         if self.ngrams is not None:
             self.ngrams.forget(req_ids)
 
+    @property
+    def forward_depth(self) -> int:
+        return min(self.config.num_draft_tokens, self.options.tree_depth)
+
+    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+        if self.ngrams is None:
+            return super().look_up(requests)
+        return self.ngrams.look_up(requests)
+
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
-        deepest = min(self.config.num_draft_tokens, self.options.tree_depth)
+        deepest = self.forward_depth
         trees = [DraftTree.empty()] * len(requests)
         chosen, forward = requests.for_forward()
         if chosen:
@@ -153,6 +162,5 @@ class BlockHeadDrafter(Drafter):
         attend = self.cache.block_attention(requests, rows, self.config.causal)
         hidden = self.head(block.flatten(0, 1), positions.flatten(), attend)
         hidden = hidden.unflatten(0, (num_reqs, rows))[:, 1 : depth + 1]
-        logits = self.lm_head(hidden.flatten(0, 1)).unflatten(0, (num_reqs, depth)).float()
-        top = logits.topk(min(width, logits.shape[-1]), dim=-1)
-        return top.indices, top.values - logits.logsumexp(dim=-1, keepdim=True)
+        logits = self.lm_head(hidden.flatten(0, 1)).unflatten(0, (num_reqs, depth))
+        return top_candidates(logits, width)

@@ -23,8 +23,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from vllm_specplug.config import LocalHeadOptions
+from vllm_specplug.kernels import (
+    LocalTreeWeights,
+    build_local_trees,
+    can_build_local_trees,
+    gru_weights,
+    markov_weights,
+)
 from vllm_specplug.models.local_head import LocalHead
 from vllm_specplug.tree import DraftTree, Expand, grow_tree
 
@@ -72,6 +80,11 @@ class LocalTreeBuilder:
         self.head = head.to(dtype)
         # [V']
         self.log_prior = None if log_prior is None else log_prior[draft_ids].contiguous()
+        # [D]
+        self.alpha, self.beta = torch.tensor(options.alpha), torch.tensor(options.beta)
+        self.weights: LocalTreeWeights | None = None
+        if can_build_local_trees(dtype):
+            self.weights = self._compiled_weights()
 
     @property
     def is_idle(self) -> bool:
@@ -89,6 +102,39 @@ class LocalTreeBuilder:
         widths: Sequence[int],
     ) -> list[DraftTree]:
         """One tree per request, exactly best-first over the fused distributions."""
+        if self.weights is None:
+            return self.build_readable(ids, log_probs, anchors, budgets, depths, widths)
+        roots = None
+        if self.options.anchor_input:
+            # [R, 3 S] or [R, r]
+            roots = self._root_inputs(torch.tensor(anchors))
+        tokens, parents, node_depths, scores, counts = build_local_trees(
+            self.weights,
+            ids,
+            log_probs,
+            *(torch.tensor(values, dtype=torch.int32) for values in (budgets, depths, widths)),
+            self.alpha,
+            self.beta,
+            self.log_prior,
+            roots,
+        )
+        token_ids = self.draft_ids[tokens.clamp_(0, len(self.draft_ids) - 1)].numpy()
+        parents, node_depths, scores = parents.numpy(), node_depths.numpy(), scores.numpy()
+        return [
+            DraftTree(token_ids[r, :n], parents[r, :n], node_depths[r, :n], scores[r, :n])
+            for r, n in enumerate(counts.tolist())
+        ]
+
+    def build_readable(
+        self,
+        ids: torch.Tensor,
+        log_probs: torch.Tensor,
+        anchors: Sequence[int],
+        budgets: Sequence[int],
+        depths: Sequence[int],
+        widths: Sequence[int],
+    ) -> list[DraftTree]:
+        """`build` without compiled kernels, one request at a time; their oracle."""
         return [
             grow_tree(
                 self.expander(ids[r], log_probs[r], anchors[r], widths[r]),
@@ -98,6 +144,39 @@ class LocalTreeBuilder:
             )
             for r in range(len(anchors))
         ]
+
+    def _compiled_weights(self) -> LocalTreeWeights:
+        head, config = self.head, self.head.config
+        if config.kind == "markov":
+            return markov_weights(
+                self.output_table, head.input_features(self.draft_ids, self.embed_tokens)
+            )
+        # A matrix in front of the GRU is folded into its input weights.
+        features, w_ih = self.embed_tokens, head.prefix_gru.weight_ih_l0
+        if config.parameterization == "direct_vocab":
+            features = head.embed_tokens.weight
+        elif config.projects_input:
+            w_ih = w_ih @ head.input_proj.weight
+        return gru_weights(
+            self.output_table,
+            w_ih,
+            head.prefix_gru.weight_hh_l0,
+            head.rank_proj.weight,
+            silu=config.rank_activation == "silu",
+            features=features,
+            feature_rows=self.draft_ids,
+            gate_table_bytes=self.options.gate_table_bytes,
+        )
+
+    def _root_inputs(self, anchors: torch.Tensor) -> torch.Tensor:
+        """What the kernel reads of the anchors, float32 and padded as its weights are."""
+        assert self.weights is not None
+        x = self.head.input_features(anchors, self.embed_tokens)
+        if self.weights.state_size == 0:
+            return F.pad(x.float(), (0, self.weights.rank - x.shape[-1]))
+        w_ih = self.head.prefix_gru.weight_ih_l0
+        gates = F.linear(x.to(w_ih.dtype), w_ih).float().unflatten(-1, (3, -1))
+        return F.pad(gates, (0, self.weights.state_size - gates.shape[-1])).flatten(1)
 
     def expander(
         self, ids: torch.Tensor, log_probs: torch.Tensor, anchor: int, width: int

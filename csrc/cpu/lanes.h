@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sixteen floats at once in plain GCC vectors, for loops that are compiled once per instruction set
+// by CLONED. Such functions hold everything they call inlined.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONED __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONED
+#endif
+#define LANES_INLINE static inline __attribute__((always_inline))
+
+namespace specplug {
+
+typedef float Lanes __attribute__((vector_size(64)));
+typedef int32_t LanesInt __attribute__((vector_size(64)));
+typedef uint16_t LanesHalf __attribute__((vector_size(32)));
+typedef uint32_t LanesUint __attribute__((vector_size(64)));
+constexpr int kLanes = 16;
+
+LANES_INLINE void load_lanes(Lanes& v, const float* p) { std::memcpy(&v, p, sizeof(Lanes)); }
+
+LANES_INLINE void load_lanes(Lanes& v, const uint16_t* p) {
+  LanesHalf half;
+  std::memcpy(&half, p, sizeof(half));
+  const LanesUint wide = __builtin_convertvector(half, LanesUint) << 16;
+  std::memcpy(&v, &wide, sizeof(v));
+}
+
+LANES_INLINE void store_lanes(float* p, const Lanes& v) { std::memcpy(p, &v, sizeof(Lanes)); }
+
+// Rounds to bf16, ties to even; no operand of ours is NaN.
+LANES_INLINE void store_lanes(uint16_t* p, const Lanes& v) {
+  LanesUint bits;
+  std::memcpy(&bits, &v, sizeof(bits));
+  const LanesUint rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const LanesHalf half = __builtin_convertvector(rounded, LanesHalf);
+  std::memcpy(p, &half, sizeof(half));
+}
+
+// e^x, relative error below 1e-6; 0 below -87, no larger than e^87.
+LANES_INLINE void exp_lanes(Lanes& x) {
+  const Lanes zero = {};
+  const LanesInt low = x < zero - 87.0f;
+  x = x > zero + 87.0f ? zero + 87.0f : x;
+  x = low ? zero - 87.0f : x;
+  const Lanes scaled = x * 1.4426950408889634f;
+  const Lanes shifted = scaled + 12582912.0f;  // 1.5 * 2^23: an integer in the low bits
+  const Lanes r = scaled - (shifted - 12582912.0f);
+  Lanes p = zero + 0.0013276472454890609f;
+  p = p * r + 0.009675540961325169f;
+  p = p * r + 0.05550713092088699f;
+  p = p * r + 0.24022120237350464f;
+  p = p * r + 0.6931469440460205f;
+  p = p * r + 1.0000001192092896f;
+  LanesInt bits, power;
+  std::memcpy(&bits, &p, sizeof(bits));
+  std::memcpy(&power, &shifted, sizeof(power));
+  bits += power << 23;
+  std::memcpy(&x, &bits, sizeof(x));
+  x = low ? zero : x;
+}
+
+LANES_INLINE void sigmoid_lanes(Lanes& x) {
+  Lanes e = -x;
+  exp_lanes(e);
+  x = 1.0f / (1.0f + e);
+}
+
+LANES_INLINE void tanh_lanes(Lanes& x) {
+  Lanes e = 2.0f * x;
+  exp_lanes(e);
+  x = 1.0f - 2.0f / (1.0f + e);
+}
+
+LANES_INLINE float max_of(const Lanes& v) {
+  float top = v[0];
+  for (int i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
+  return top;
+}
+
+LANES_INLINE float sum_of(const Lanes& v) {
+  float sum = 0.0f;
+  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  return sum;
+}
+
+}  // namespace specplug

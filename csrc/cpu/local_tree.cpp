@@ -1,0 +1,643 @@
+// SPDX-License-Identifier: Apache-2.0
+// Trees over the product of a block head's marginals and a local head, for a batch of requests.
+//
+// Depth by depth: the local head reads the tokens of every request's frontier in one batch, scores
+// the block head's candidates of the next depth branch by branch, and each request keeps its best
+// nodes. The readable form is drafters/local_tree.py with tree/conditional.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "lanes.h"
+#include "tree_attn.h"
+
+namespace specplug {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+// Multiply-adds of one product below which waking other threads costs more.
+constexpr int64_t kParallelWork = 1 << 22;
+
+int64_t padded_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// 64-byte aligned words that are never shrunk; contents are not kept when they grow.
+template <class T>
+class Buffer {
+ public:
+  T* get(int64_t count) {
+    if (count > size_) {
+      size_ = padded_to(count + count / 2, 64);
+      data_.reset(static_cast<T*>(std::aligned_alloc(64, size_ * sizeof(T))));
+      STD_TORCH_CHECK(data_ != nullptr, "local_trees: out of memory for ", size_, " words");
+    }
+    return data_.get();
+  }
+  T* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T, Free> data_;
+  int64_t size_ = 0;
+};
+
+// A matrix [N, K] packed by kernels/src/local_tree.py: groups of 32 rows, two panels of 16, each
+// [words][16] of 32-bit words (bf16 pairs or floats), words a multiple of 16.
+struct Packed {
+  const char* data = nullptr;
+  int64_t groups = 0;
+  int words = 0;
+  int64_t columns() const { return groups * kGroup; }
+};
+
+Packed packed_of(const std::optional<Tensor>& t) {
+  Packed p;
+  if (!t.has_value()) return p;
+  STD_TORCH_CHECK(t->dim() == 4 && t->size(1) == 2 && t->size(3) == kPanel &&
+                      t->size(2) % 16 == 0 && t->is_contiguous() &&
+                      t->scalar_type() == ScalarType::Int,
+                  "local_trees: packed weights must be int32 [groups, 2, words, 16]");
+  p.data = static_cast<const char*>(t->data_ptr());
+  p.groups = t->size(0);
+  p.words = static_cast<int>(t->size(2));
+  return p;
+}
+
+// out[rows, columns] = a[rows, words] x packed, both row-major; out in floats.
+void multiply(const AttnVariant* v, const uint32_t* a, int64_t rows, const Packed& w, float* out) {
+  if (rows == 0) return;
+  const int64_t panel = static_cast<int64_t>(w.words) * kPanel * 4;
+  std::vector<KvGroup> groups(w.groups);
+  for (int64_t g = 0; g < w.groups; ++g)
+    groups[g] = {w.data + 2 * g * panel, panel, kPanel * 4, nullptr, 0, 0};
+  const int64_t ld = w.columns();
+  const auto run = [&](int64_t begin, int64_t end) {
+    v->begin();
+    for (int64_t r = 0; r < rows; r += kRowBlock)
+      v->scores(a + r * w.words, w.words, static_cast<int>(std::min<int64_t>(kRowBlock, rows - r)),
+                w.words, groups.data() + begin, static_cast<int>(end - begin),
+                out + r * ld + begin * kGroup, ld);
+    v->end();
+  };
+  const int64_t work = padded_to(rows, 16) * ld * w.words;
+  if (work < kParallelWork)
+    run(0, w.groups);
+  else
+    torch::stable::parallel_for(0, w.groups, 8, run);
+}
+
+// ---- element-wise parts ----------------------------------------------------
+
+template <class T>
+LANES_INLINE void gates(const T* x, const float* from_state, const float* h, int64_t size,
+                        int64_t stride, float* out) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    Lanes reset, update, fresh, state = {}, reset_h = {}, update_h = {}, fresh_h = {};
+    load_lanes(reset, x + i);
+    load_lanes(update, x + stride + i);
+    load_lanes(fresh, x + 2 * stride + i);
+    if (from_state != nullptr) {
+      load_lanes(reset_h, from_state + i);
+      load_lanes(update_h, from_state + size + i);
+      load_lanes(fresh_h, from_state + 2 * size + i);
+      load_lanes(state, h + i);
+    }
+    reset += reset_h;
+    update += update_h;
+    sigmoid_lanes(reset);
+    sigmoid_lanes(update);
+    fresh += reset * fresh_h;
+    tanh_lanes(fresh);
+    store_lanes(out + i, fresh + update * (state - fresh));
+  }
+}
+
+// One row of the three-gate cell: x [3 * stride] input gates, from_state [3 * size] those of the
+// state or null for a state of zeros. size is a multiple of 16.
+CLONED void gates_bf16(const uint16_t* x, const float* from_state, const float* h, int64_t size,
+                       float* out) {
+  gates(x, from_state, h, size, size, out);
+}
+
+CLONED void gates_float(const float* x, const float* from_state, const float* h, int64_t size,
+                        float* out) {
+  gates(x, from_state, h, size, size, out);
+}
+
+CLONED void activate(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Lanes v, s;
+    load_lanes(v, x + i);
+    s = v;
+    sigmoid_lanes(s);
+    store_lanes(x + i, v * s);
+  }
+}
+
+CLONED void to_bf16(const float* x, int64_t n, uint16_t* out) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Lanes v;
+    load_lanes(v, x + i);
+    store_lanes(out + i, v);
+  }
+}
+
+// log sum exp of n values, n a multiple of 16 (padded with -inf).
+CLONED float log_sum_exp(const float* x, int64_t n) {
+  Lanes top = Lanes{} + kNone, sum = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Lanes v;
+    load_lanes(v, x + i);
+    top = v > top ? v : top;
+  }
+  const float peak = max_of(top);
+  if (!(peak > kNone)) return kNone;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Lanes v;
+    load_lanes(v, x + i);
+    v = v - peak;
+    exp_lanes(v);
+    sum += v;
+  }
+  return peak + std::log(sum_of(sum));
+}
+
+// out = base + weight * score over n values, n a multiple of 16.
+CLONED void add_scaled(const float* base, const float* score, float weight, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Lanes b, s;
+    load_lanes(b, base + i);
+    load_lanes(s, score + i);
+    store_lanes(out + i, b + weight * s);
+  }
+}
+
+// ---- the local head --------------------------------------------------------
+
+// Rows of a table in the model's dtype, [rows, columns].
+struct Table {
+  const char* data = nullptr;
+  int64_t rows = 0, columns = 0;
+};
+
+struct LocalHead {
+  const AttnVariant* variant;
+  bool bf16;              // of the tables
+  int64_t state_size;     // padded to 32; 0 for Markov
+  int64_t rank;           // padded to 32
+  bool silu;
+  Table inputs;           // [V', 3S] input gates of a GRU, or [V', r] rank vectors of Markov
+  Table features;         // [n, I] what a GRU reads, where input gates are not precomputed
+  const int64_t* feature_rows = nullptr;  // [V'] row of `features` of each draft id
+  Packed from_input, from_state, to_rank;
+  Table output;           // [V', r]
+};
+
+// Nodes whose branch the local head has read: states and rank vectors, one row each.
+struct Branches {
+  Buffer<float> state;
+  Buffer<float> rank;          // kept as floats only while it is made
+  Buffer<uint32_t> state_op;   // operands of products, in the variant's words
+  Buffer<uint32_t> rank_op;
+  Buffer<float> from_state;    // [rows, 3S]
+};
+
+int words_of(const LocalHead& head, int64_t columns) {
+  return static_cast<int>(head.variant->bf16_dot ? columns / 2 : columns);
+}
+
+void to_operand(const LocalHead& head, const float* x, int64_t n, uint32_t* out) {
+  if (head.variant->bf16_dot)
+    to_bf16(x, n, reinterpret_cast<uint16_t*>(out));
+  else
+    std::memcpy(out, x, static_cast<size_t>(n) * 4);
+}
+
+// A row of a table as an operand of columns padded to `columns`.
+void table_operand(const LocalHead& head, const Table& table, int64_t row, int64_t columns,
+                   uint32_t* out) {
+  const int element = head.bf16 ? 2 : 4;
+  const char* in = table.data + row * table.columns * element;
+  std::memset(out, 0, static_cast<size_t>(words_of(head, columns)) * 4);
+  if (head.bf16 == head.variant->bf16_dot) {
+    std::memcpy(out, in, static_cast<size_t>(table.columns) * element);
+    return;
+  }
+  const uint16_t* half = reinterpret_cast<const uint16_t*>(in);
+  for (int64_t i = 0; i < table.columns; ++i) out[i] = static_cast<uint32_t>(half[i]) << 16;
+}
+
+// Packs output rows of `ids` [count] as columns of a product.
+void pack_outputs(const LocalHead& head, const int64_t* ids, int64_t count, uint32_t* out) {
+  const int words = words_of(head, head.rank);
+  const int element = head.bf16 ? 2 : 4;
+  const bool same = head.bf16 == head.variant->bf16_dot;
+  const int64_t row_words = head.output.columns * element / 4;
+  std::memset(out, 0, static_cast<size_t>(padded_to(count, kGroup) * words) * 4);
+  for (int64_t j = 0; j < count; ++j) {
+    const char* row = head.output.data + ids[j] * head.output.columns * element;
+    uint32_t* to = out + j / kPanel * kPanel * words + j % kPanel;
+    if (same) {
+      const uint32_t* from = reinterpret_cast<const uint32_t*>(row);
+      for (int64_t w = 0; w < row_words; ++w) to[w * kPanel] = from[w];
+    } else {
+      const uint16_t* from = reinterpret_cast<const uint16_t*>(row);
+      for (int64_t w = 0; w < head.output.columns; ++w)
+        to[w * kPanel] = static_cast<uint32_t>(from[w]) << 16;
+    }
+  }
+}
+
+// One token for each of `count` nodes: parents[i] is its row in `from` (-1: a state of zeros).
+// Input gates (or Markov's rank vectors) come from `roots` where given, else by draft id.
+void read_tokens(const LocalHead& head, Branches& from, const int64_t* tokens,
+                 const int32_t* parents, int64_t count, const float* roots, Branches& to,
+                 Buffer<float>& gate_buffer, Buffer<uint32_t>& operands) {
+  const int64_t s = head.state_size, r = head.rank;
+  const int rank_words = words_of(head, r);
+  uint32_t* rank_op = to.rank_op.get(count * rank_words);
+  if (s == 0) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (roots != nullptr)
+        to_operand(head, roots + i * r, r, rank_op + i * rank_words);
+      else
+        table_operand(head, head.inputs, tokens[i], r, rank_op + i * rank_words);
+    }
+    return;
+  }
+  // Products of the states are shared by siblings, so they are made once a parent.
+  std::vector<int32_t> slot(count, -1);
+  std::vector<int32_t> needed;
+  for (int64_t i = 0; i < count; ++i) {
+    if (parents[i] < 0) continue;
+    // Children of a parent come together or not; frontiers are short.
+    const auto found = std::find(needed.begin(), needed.end(), parents[i]);
+    slot[i] = static_cast<int32_t>(found - needed.begin());
+    if (found == needed.end()) needed.push_back(parents[i]);
+  }
+  const int state_words = words_of(head, s);
+  const int64_t num_needed = static_cast<int64_t>(needed.size());
+  float* from_state = from.from_state.get(std::max<int64_t>(1, num_needed) * 3 * s);
+  if (num_needed) {
+    uint32_t* op = operands.get(num_needed * state_words);
+    for (int64_t i = 0; i < num_needed; ++i)
+      std::memcpy(op + i * state_words, from.state_op.data() + needed[i] * state_words,
+                  static_cast<size_t>(state_words) * 4);
+    multiply(head.variant, op, num_needed, head.from_state, from_state);
+  }
+  const float* computed = roots;
+  if (roots == nullptr && head.inputs.data == nullptr) {
+    const int64_t columns = head.from_input.words * (head.variant->bf16_dot ? 2 : 1);
+    uint32_t* op = operands.get(count * head.from_input.words);
+    for (int64_t i = 0; i < count; ++i)
+      table_operand(head, head.features, head.feature_rows[tokens[i]], columns,
+                    op + i * head.from_input.words);
+    float* out = gate_buffer.get(count * head.from_input.columns());
+    multiply(head.variant, op, count, head.from_input, out);
+    computed = out;
+  }
+  float* state = to.state.get(count * s);
+  uint32_t* state_op = to.state_op.get(count * state_words);
+  for (int64_t i = 0; i < count; ++i) {
+    const float* gates_h = slot[i] < 0 ? nullptr : from_state + slot[i] * 3 * s;
+    const float* h = slot[i] < 0 ? nullptr : from.state.data() + parents[i] * s;
+    if (computed != nullptr)
+      gates_float(computed + i * 3 * s, gates_h, h, s, state + i * s);
+    else if (head.bf16)
+      gates_bf16(reinterpret_cast<const uint16_t*>(head.inputs.data) + tokens[i] * 3 * s, gates_h,
+                 h, s, state + i * s);
+    else
+      gates_float(reinterpret_cast<const float*>(head.inputs.data) + tokens[i] * 3 * s, gates_h, h,
+                  s, state + i * s);
+    to_operand(head, state + i * s, s, state_op + i * state_words);
+  }
+  float* rank = to.rank.get(count * r);
+  multiply(head.variant, state_op, count, head.to_rank, rank);
+  if (head.silu) activate(rank, count * r);
+  for (int64_t i = 0; i < count; ++i) to_operand(head, rank + i * r, r, rank_op + i * rank_words);
+}
+
+// ---- the trees -------------------------------------------------------------
+
+struct Node {
+  double score;
+  int32_t number;  // in the order seen; breaks ties, and parents come before children
+  int32_t parent;  // number of the parent, -1 for the root
+  int32_t depth;
+  int32_t row;     // of the parent in the frontier it was expanded from
+  int64_t token;   // draft id
+};
+
+bool comes_first(const Node& a, const Node& b) {
+  return a.score > b.score || (a.score == b.score && a.number < b.number);
+}
+
+struct Tree {
+  std::vector<Node> pool;
+  // Nodes that score no more cannot stay: the last of a full pool, set once a depth.
+  double floor = -std::numeric_limits<double>::infinity();
+  int32_t seen = 0;
+  int32_t budget, depth, width;
+};
+
+// Nodes that are expanded next: of one request after the other.
+struct Frontier {
+  std::vector<int32_t> request, number, parent_row;
+  std::vector<int64_t> token;
+  std::vector<double> score;
+  void clear() {
+    for (auto* v : {&request, &number, &parent_row}) v->clear();
+    token.clear();
+    score.clear();
+  }
+  int64_t size() const { return static_cast<int64_t>(request.size()); }
+};
+
+// Adds the best children of one node, by fused [count]; `offset` makes them log-probabilities.
+void add_children(Tree& tree, const Frontier& frontier, int64_t f, int32_t depth,
+                  const int64_t* ids, const float* fused, int64_t count, float offset,
+                  std::vector<std::pair<float, int32_t>>& best) {
+  best.clear();
+  const size_t width = static_cast<size_t>(tree.width);
+  for (int64_t j = 0; j < count; ++j) {
+    const float value = fused[j];
+    if (!(value > kNone) || (best.size() == width && value <= best.back().first)) continue;
+    if (best.size() == width) best.pop_back();
+    auto at = best.end();
+    while (at != best.begin() && (at - 1)->first < value) --at;
+    best.insert(at, {value, static_cast<int32_t>(j)});
+  }
+  for (const auto& [value, j] : best) {
+    const double score = frontier.score[f] + static_cast<double>(value + offset);
+    if (score <= tree.floor) break;
+    tree.pool.push_back(
+        {score, tree.seen++, frontier.number[f], depth, static_cast<int32_t>(f), ids[j]});
+  }
+}
+
+struct Marginals {
+  const int64_t* ids;
+  const float* log_probs;
+  int64_t depths, width;  // D, M
+};
+
+}  // namespace
+
+void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budgets,
+                 const Tensor& depths, const Tensor& widths, const Tensor& alpha,
+                 const Tensor& beta, const std::optional<Tensor>& log_prior,
+                 const Tensor& output_table, int64_t state_size, int64_t rank, bool silu,
+                 const std::optional<Tensor>& inputs, const std::optional<Tensor>& features,
+                 const std::optional<Tensor>& feature_rows, const std::optional<Tensor>& w_input,
+                 const std::optional<Tensor>& w_state, const std::optional<Tensor>& w_rank,
+                 const std::optional<Tensor>& roots, Tensor& token_ids, Tensor& parents,
+                 Tensor& node_depths, Tensor& scores, Tensor& counts) {
+  const bool bf16 = output_table.scalar_type() == ScalarType::BFloat16;
+  const auto is_table = [&](const Tensor& t) {
+    return t.dim() == 2 && t.is_contiguous() && t.scalar_type() == output_table.scalar_type();
+  };
+  STD_TORCH_CHECK(ids.dim() == 3 && ids.scalar_type() == ScalarType::Long &&
+                      ids.is_contiguous() && log_probs.dim() == 3 &&
+                      log_probs.scalar_type() == ScalarType::Float && log_probs.is_contiguous() &&
+                      log_probs.numel() == ids.numel(),
+                  "local_trees: candidates must be int64 and float32 [R, D, M]");
+  const int64_t num_reqs = ids.size(0), num_depths = ids.size(1), num_candidates = ids.size(2);
+  for (const Tensor* t : {&budgets, &depths, &widths, static_cast<const Tensor*>(&counts)})
+    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Int && t->is_contiguous() &&
+                        t->numel() == num_reqs,
+                    "local_trees: budgets, depths, widths and counts must be int32 [R]");
+  for (const Tensor* t : {&alpha, &beta})
+    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && t->is_contiguous() &&
+                        t->numel() >= num_depths,
+                    "local_trees: alpha and beta must be float32 [D]");
+  STD_TORCH_CHECK(is_table(output_table) &&
+                      (bf16 || output_table.scalar_type() == ScalarType::Float) &&
+                      output_table.size(1) % 2 == 0 && rank % 32 == 0 &&
+                      output_table.size(1) <= rank,
+                  "local_trees: the output table must be bfloat16 or float32 [V', r], r even");
+  const int64_t vocab = output_table.size(0);
+
+  LocalHead head;
+  head.variant = select_variant(bf16);
+  head.bf16 = bf16;
+  head.state_size = state_size;
+  head.rank = rank;
+  head.silu = silu;
+  const auto table_of = [](const Tensor& t) {
+    return Table{static_cast<const char*>(t.data_ptr()), t.size(0), t.size(1)};
+  };
+  head.output = table_of(output_table);
+  head.from_input = packed_of(w_input);
+  head.from_state = packed_of(w_state);
+  head.to_rank = packed_of(w_rank);
+  const int64_t input_columns = state_size ? 3 * state_size : rank;
+  if (inputs.has_value()) {
+    STD_TORCH_CHECK(is_table(*inputs) && inputs->size(0) == vocab &&
+                        (state_size ? inputs->size(1) == input_columns
+                                    : inputs->size(1) <= rank && inputs->size(1) % 2 == 0),
+                    "local_trees: input rows must be [V', ", input_columns, "]");
+    head.inputs = table_of(*inputs);
+  }
+  if (state_size) {
+    const auto fits = [&](const Packed& w, int64_t columns, int64_t rows) {
+      return w.data != nullptr && w.columns() == columns && w.words == words_of(head, rows);
+    };
+    STD_TORCH_CHECK(state_size % 32 == 0 && fits(head.from_state, 3 * state_size, state_size) &&
+                        fits(head.to_rank, rank, state_size),
+                    "local_trees: packed weights do not fit a state of ", state_size,
+                    " and a rank of ", rank, " for variant ", head.variant->name);
+    if (!inputs.has_value()) {
+      STD_TORCH_CHECK(features.has_value() && feature_rows.has_value() && is_table(*features) &&
+                          features->size(1) % 2 == 0 &&
+                          feature_rows->scalar_type() == ScalarType::Long &&
+                          feature_rows->is_contiguous() && feature_rows->numel() == vocab &&
+                          head.from_input.columns() == 3 * state_size &&
+                          head.from_input.words >= words_of(head, features->size(1)),
+                      "local_trees: without input gates, features [n, I], their rows [V'] and "
+                      "packed input weights are needed");
+      head.features = table_of(*features);
+      head.feature_rows = static_cast<const int64_t*>(feature_rows->data_ptr());
+    }
+  } else {
+    STD_TORCH_CHECK(inputs.has_value(), "local_trees: a Markov head needs its input rows");
+  }
+  const float* prior = nullptr;
+  if (log_prior.has_value()) {
+    STD_TORCH_CHECK(log_prior->scalar_type() == ScalarType::Float && log_prior->is_contiguous() &&
+                        log_prior->numel() == vocab,
+                    "local_trees: the prior must be float32 [V']");
+    prior = static_cast<const float*>(log_prior->data_ptr());
+  }
+  const float* a = static_cast<const float*>(alpha.data_ptr());
+  const float* b = static_cast<const float*>(beta.data_ptr());
+  for (int64_t d = 0; d < num_depths; ++d)
+    STD_TORCH_CHECK(b[d] == 0.0f || prior != nullptr, "local_trees: beta without a prior");
+  const float* root_rows = nullptr;
+  if (roots.has_value()) {
+    STD_TORCH_CHECK(roots->scalar_type() == ScalarType::Float && roots->is_contiguous() &&
+                        roots->numel() == num_reqs * input_columns,
+                    "local_trees: root inputs must be float32 [R, ", input_columns, "]");
+    root_rows = static_cast<const float*>(roots->data_ptr());
+  }
+  STD_TORCH_CHECK(num_depths == 0 || a[0] == 0.0f || root_rows != nullptr,
+                  "local_trees: depth 1 is corrected only when the anchor is read");
+  STD_TORCH_CHECK(token_ids.dim() == 2 && token_ids.size(0) == num_reqs &&
+                      token_ids.scalar_type() == ScalarType::Long && token_ids.is_contiguous() &&
+                      parents.scalar_type() == ScalarType::Int && parents.is_contiguous() &&
+                      node_depths.scalar_type() == ScalarType::Int &&
+                      node_depths.is_contiguous() && scores.scalar_type() == ScalarType::Float &&
+                      scores.is_contiguous() && parents.numel() == token_ids.numel() &&
+                      node_depths.numel() == token_ids.numel() &&
+                      scores.numel() == token_ids.numel(),
+                  "local_trees: outputs must be [R, N]");
+  const int64_t capacity = token_ids.size(1);
+  const int64_t* id = static_cast<const int64_t*>(ids.data_ptr());
+  const float* log_prob = static_cast<const float*>(log_probs.data_ptr());
+  for (int64_t i = 0; i < ids.numel(); ++i)
+    STD_TORCH_CHECK(0 <= id[i] && id[i] < vocab, "local_trees: candidate ", id[i],
+                    " is outside the draft vocabulary of ", vocab);
+
+  std::vector<Tree> trees(num_reqs);
+  Frontier frontier, next;
+  int32_t deepest = 0;
+  for (int64_t r = 0; r < num_reqs; ++r) {
+    Tree& t = trees[r];
+    t.budget = static_cast<const int32_t*>(budgets.data_ptr())[r];
+    t.depth = static_cast<const int32_t*>(depths.data_ptr())[r];
+    t.width = static_cast<const int32_t*>(widths.data_ptr())[r];
+    STD_TORCH_CHECK(t.budget <= capacity && t.depth <= num_depths && t.width >= 1,
+                    "local_trees: request ", r, " asks for ", t.budget, " nodes, depth ", t.depth,
+                    ", width ", t.width, "; possible are ", capacity, " and ", num_depths);
+    if (t.budget <= 0 || t.depth <= 0) continue;
+    deepest = std::max(deepest, t.depth);
+    frontier.request.push_back(static_cast<int32_t>(r));
+    frontier.number.push_back(-1);
+    frontier.parent_row.push_back(-1);
+    frontier.token.push_back(-1);
+    frontier.score.push_back(0.0);
+  }
+
+  Branches branches[2];
+  Buffer<float> gate_buffer, products, fused, base;
+  Buffer<uint32_t> operands, packed;
+  std::vector<float> root_inputs;
+  std::vector<std::pair<float, int32_t>> best;
+  const int64_t padded = padded_to(num_candidates, kGroup);
+  const int rank_words = words_of(head, rank);
+  int now = 0;
+  if (root_rows != nullptr && frontier.size()) {
+    for (const int32_t r : frontier.request)
+      root_inputs.insert(root_inputs.end(), root_rows + r * input_columns,
+                         root_rows + (r + 1) * input_columns);
+    read_tokens(head, branches[1], frontier.token.data(), frontier.parent_row.data(),
+                frontier.size(), root_inputs.data(), branches[0], gate_buffer, operands);
+  }
+  for (int32_t depth = 1; depth <= deepest && frontier.size(); ++depth) {
+    Branches& read = branches[now];
+    const float weight = a[depth - 1], discount = b[depth - 1];
+    next.clear();
+    for (int64_t begin = 0, end; begin < frontier.size(); begin = end) {
+      const int32_t r = frontier.request[begin];
+      for (end = begin; end < frontier.size() && frontier.request[end] == r;) ++end;
+      const int64_t at = (r * num_depths + depth - 1) * num_candidates;
+      const int64_t* candidates = id + at;
+      float* own = base.get(padded);
+      std::copy_n(log_prob + at, num_candidates, own);
+      std::fill(own + num_candidates, own + padded, kNone);
+      const bool corrected = weight != 0.0f || discount != 0.0f;
+      const float mass = corrected ? log_sum_exp(own, padded) : 0.0f;
+      if (discount != 0.0f)
+        for (int64_t j = 0; j < num_candidates; ++j) own[j] -= discount * prior[candidates[j]];
+      const float* product = nullptr;
+      if (weight != 0.0f) {
+        Packed columns;
+        uint32_t* words = packed.get(padded * rank_words);
+        pack_outputs(head, candidates, num_candidates, words);
+        columns.data = reinterpret_cast<const char*>(words);
+        columns.groups = padded / kGroup;
+        columns.words = rank_words;
+        float* out = products.get((end - begin) * padded);
+        multiply(head.variant, read.rank_op.data() + begin * rank_words, end - begin, columns, out);
+        product = out;
+      }
+      float* mixed = fused.get(padded);
+      Tree& tree = trees[r];
+      for (int64_t f = begin; f < end; ++f) {
+        const float* values = own;
+        if (product != nullptr) {
+          add_scaled(own, product + (f - begin) * padded, weight, padded, mixed);
+          values = mixed;
+        }
+        const float offset = corrected ? mass - log_sum_exp(values, padded) : 0.0f;
+        add_children(tree, frontier, f, depth, candidates, values, num_candidates, offset, best);
+      }
+      std::sort(tree.pool.begin(), tree.pool.end(), comes_first);
+      if (static_cast<int32_t>(tree.pool.size()) >= tree.budget) {
+        tree.pool.resize(tree.budget);
+        tree.floor = tree.pool.back().score;
+      }
+      if (depth == tree.depth) continue;
+      for (const Node& node : tree.pool) {
+        if (node.depth != depth) continue;
+        next.request.push_back(r);
+        next.number.push_back(node.number);
+        next.parent_row.push_back(node.row);
+        next.token.push_back(node.token);
+        next.score.push_back(node.score);
+      }
+    }
+    if (next.size() && depth < deepest) {
+      // Nothing was read before depth 2 when the anchor is not fed.
+      if (depth == 1 && root_rows == nullptr)
+        std::fill(next.parent_row.begin(), next.parent_row.end(), -1);
+      read_tokens(head, branches[now], next.token.data(), next.parent_row.data(), next.size(),
+                  nullptr, branches[1 - now], gate_buffer, operands);
+      now = 1 - now;
+    }
+    std::swap(frontier, next);
+  }
+
+  int32_t* count = static_cast<int32_t*>(counts.data_ptr());
+  std::vector<int32_t> place;
+  for (int64_t r = 0; r < num_reqs; ++r) {
+    const Tree& tree = trees[r];
+    place.assign(static_cast<size_t>(tree.seen), -1);
+    count[r] = static_cast<int32_t>(tree.pool.size());
+    for (int32_t n = 0; n < count[r]; ++n) place[tree.pool[n].number] = n;
+    for (int32_t n = 0; n < count[r]; ++n) {
+      const Node& node = tree.pool[n];
+      const int64_t at = r * capacity + n;
+      static_cast<int64_t*>(token_ids.data_ptr())[at] = node.token;
+      static_cast<int32_t*>(parents.data_ptr())[at] = node.parent < 0 ? -1 : place[node.parent];
+      static_cast<int32_t*>(node_depths.data_ptr())[at] = node.depth;
+      static_cast<float*>(scores.data_ptr())[at] = static_cast<float>(node.score);
+    }
+  }
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
+  m.def(
+      "local_trees(Tensor ids, Tensor log_probs, Tensor budgets, Tensor depths, Tensor widths, "
+      "Tensor alpha, Tensor beta, Tensor? log_prior, Tensor output_table, int state_size, "
+      "int rank, bool silu, Tensor? inputs, Tensor? features, Tensor? feature_rows, "
+      "Tensor? w_input, Tensor? w_state, Tensor? w_rank, Tensor? roots, Tensor(a!) token_ids, "
+      "Tensor(b!) parents, Tensor(c!) node_depths, Tensor(d!) scores, Tensor(e!) counts) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("local_trees", TORCH_BOX(&local_trees)); }
+
+}  // namespace specplug

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// The k likeliest entries of rows of logits, with their log-probabilities over the whole row.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "lanes.h"
+
+namespace specplug {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+struct Entry {
+  float value;
+  int64_t index;
+};
+
+// Largest first; equal values keep their order, so that the result does not depend on the path.
+bool comes_first(const Entry& a, const Entry& b) {
+  return a.value > b.value || (a.value == b.value && a.index < b.index);
+}
+
+// Copies a row padded with -inf to `padded` entries; the maximum of every `chunk` of them.
+template <class T>
+LANES_INLINE void load_row(const T* row, int64_t n, int64_t chunk, float* out, float* maxima) {
+  const Lanes none = Lanes{} + kNone;
+  int64_t at = 0;
+  for (int64_t c = 0; at < n; ++c) {
+    Lanes top = none;
+    for (const int64_t end = at + chunk; at < end; at += kLanes) {
+      Lanes x = none;
+      if (at + kLanes <= n)
+        load_lanes(x, row + at);
+      else if (at < n) {
+        T rest[kLanes] = {};
+        std::memcpy(rest, row + at, static_cast<size_t>(n - at) * sizeof(T));
+        load_lanes(x, rest);
+        for (int64_t i = n - at; i < kLanes; ++i) x[i] = kNone;
+      }
+      x = x == x ? x : none;  // NaN is never a candidate
+      store_lanes(out + at, x);
+      top = x > top ? x : top;
+    }
+    maxima[c] = max_of(top);
+  }
+}
+
+CLONED void load_row_bf16(const uint16_t* row, int64_t n, int64_t chunk, float* out, float* maxima) {
+  load_row(row, n, chunk, out, maxima);
+}
+
+CLONED void load_row_float(const float* row, int64_t n, int64_t chunk, float* out, float* maxima) {
+  load_row(row, n, chunk, out, maxima);
+}
+
+CLONED float sum_of_exp(const float* row, int64_t padded, float shift) {
+  Lanes sum = {};
+  for (int64_t at = 0; at < padded; at += kLanes) {
+    Lanes x;
+    load_lanes(x, row + at);
+    x = x - shift;
+    exp_lanes(x);
+    sum += x;
+  }
+  return sum_of(sum);
+}
+
+struct Workspace {
+  std::vector<float> row, maxima, ranked;
+  std::vector<Entry> found;
+};
+
+void select(const void* logits, bool bf16, int64_t n, int64_t k, Workspace& work, int64_t* ids,
+            float* log_probs) {
+  // Chunks small enough that the k-th largest maximum is close to the k-th largest entry.
+  int64_t chunk = kLanes;
+  while (chunk < 512 && n / (2 * chunk) >= 4 * k) chunk *= 2;
+  const int64_t chunks = (n + chunk - 1) / chunk;
+  work.row.resize(chunks * chunk);
+  work.maxima.resize(chunks);
+  float* row = work.row.data();
+  if (bf16)
+    load_row_bf16(static_cast<const uint16_t*>(logits), n, chunk, row, work.maxima.data());
+  else
+    load_row_float(static_cast<const float*>(logits), n, chunk, row, work.maxima.data());
+  float floor = kNone;
+  if (chunks > k) {
+    work.ranked = work.maxima;
+    std::nth_element(work.ranked.begin(), work.ranked.begin() + k - 1, work.ranked.end(),
+                     std::greater<float>());
+    floor = work.ranked[k - 1];
+  }
+  const float peak = *std::max_element(work.maxima.begin(), work.maxima.end());
+  work.found.clear();
+  for (int64_t c = 0; c < chunks; ++c) {
+    if (!(work.maxima[c] >= floor) || work.maxima[c] == kNone) continue;
+    for (int64_t i = c * chunk; i < (c + 1) * chunk; ++i)
+      if (row[i] >= floor && row[i] > kNone) work.found.push_back({row[i], i});
+  }
+  const int64_t kept = std::min<int64_t>(k, static_cast<int64_t>(work.found.size()));
+  if (kept < static_cast<int64_t>(work.found.size()))
+    std::nth_element(work.found.begin(), work.found.begin() + kept, work.found.end(), comes_first);
+  std::sort(work.found.begin(), work.found.begin() + kept, comes_first);
+  const float total =
+      kept ? peak + std::log(sum_of_exp(row, static_cast<int64_t>(work.row.size()), peak)) : 0.0f;
+  for (int64_t i = 0; i < k; ++i) {
+    ids[i] = i < kept ? work.found[i].index : 0;
+    log_probs[i] = i < kept ? work.found[i].value - total : kNone;
+  }
+}
+
+void top_candidates(const Tensor& logits, Tensor& ids, Tensor& log_probs) {
+  const bool bf16 = logits.scalar_type() == ScalarType::BFloat16;
+  STD_TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous() &&
+                      (bf16 || logits.scalar_type() == ScalarType::Float),
+                  "top_candidates: logits must be contiguous bfloat16 or float32 [T, V]");
+  const int64_t rows = logits.size(0), n = logits.size(1);
+  STD_TORCH_CHECK(ids.dim() == 2 && ids.size(0) == rows && ids.is_contiguous() &&
+                      ids.scalar_type() == ScalarType::Long && log_probs.dim() == 2 &&
+                      log_probs.size(0) == rows && log_probs.size(1) == ids.size(1) &&
+                      log_probs.is_contiguous() && log_probs.scalar_type() == ScalarType::Float,
+                  "top_candidates: outputs must be int64 and float32 [T, K]");
+  const int64_t k = ids.size(1);
+  STD_TORCH_CHECK(1 <= k && k <= n, "top_candidates: ", k, " of ", n, " entries");
+  const char* in = static_cast<const char*>(logits.data_ptr());
+  int64_t* id = static_cast<int64_t*>(ids.data_ptr());
+  float* log_prob = static_cast<float*>(log_probs.data_ptr());
+  const int64_t row_bytes = n * (bf16 ? 2 : 4);
+  torch::stable::parallel_for(0, rows, 4, [&](int64_t begin, int64_t end) {
+    Workspace work;
+    for (int64_t r = begin; r < end; ++r)
+      select(in + r * row_bytes, bf16, n, k, work, id + r * k, log_prob + r * k);
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
+  m.def("top_candidates(Tensor logits, Tensor(a!) ids, Tensor(b!) log_probs) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
+  m.impl("top_candidates", TORCH_BOX(&top_candidates));
+}
+
+}  // namespace specplug

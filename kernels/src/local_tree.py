@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees over the product of a block head and a local head on the CPU: packing and entry points.
+
+Letters: R requests, D depths, M candidates, V' draft vocabulary, S state, r rank, I input width.
+The readable version is `drafters/local_tree.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from .extension import load_cpu_extension
+
+_COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+_GROUP, _PANEL, _WORDS = 32, 16, 16
+
+
+def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """[N, K] with zeros up to multiples of `rows` and `columns`."""
+    return F.pad(tensor, (0, -tensor.shape[1] % columns, 0, -tensor.shape[0] % rows))
+
+
+def pack_rows(weight: torch.Tensor, bf16_dot: bool) -> torch.Tensor:
+    """[N, K] as int32 [N/32, 2, words, 16]: what a product of the CPU variants reads.
+
+    A word is a float, or a pair of bf16 where the variant multiplies those (`bf16_dot`). N is
+    padded to 32 and the words to 16, with zeros.
+    """
+    pair = 2 if bf16_dot else 1
+    weight = weight.to(torch.bfloat16 if bf16_dot else torch.float32)
+    weight = _padded(weight, _GROUP, _WORDS * pair)
+    words = weight.contiguous().view(torch.int32)
+    return words.unflatten(0, (-1, 2, _PANEL)).transpose(2, 3).contiguous()
+
+
+@dataclass(frozen=True)
+class LocalTreeWeights:
+    """A local head as the kernel reads it; tables are bfloat16 or float32, all of one dtype."""
+
+    # [V', r]
+    output_table: torch.Tensor
+    rank: int
+    """Padded to 32."""
+    state_size: int
+    """Padded to 32; 0 for a head without state."""
+    silu: bool
+    # [V', 3 S] input gates, or [V', r] rank vectors of a head without state
+    inputs: torch.Tensor | None
+    # [n, I] what the state reads, and the row of each draft id [V']; where `inputs` is None
+    features: torch.Tensor | None
+    feature_rows: torch.Tensor | None
+    # packed
+    w_input: torch.Tensor | None
+    w_state: torch.Tensor | None
+    w_rank: torch.Tensor | None
+
+
+def _pad_gates(weight: torch.Tensor) -> torch.Tensor:
+    """[3 * S, K] with each of the three gates padded to a multiple of 32 rows."""
+    return torch.cat([_padded(gate, _GROUP, 1) for gate in weight.chunk(3)])
+
+
+def gru_weights(
+    # [V', r]
+    output_table: torch.Tensor,
+    # [3 S, I], [3 S, S], [r, S]
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    rank_proj: torch.Tensor,
+    *,
+    silu: bool,
+    # [n, I], and the row of each draft id [V'] int64
+    features: torch.Tensor,
+    feature_rows: torch.Tensor,
+    gate_table_bytes: int,
+) -> LocalTreeWeights:
+    """A GRU local head; its input gates are computed once for every draft id where they fit."""
+    dtype = output_table.dtype
+    bf16_dot = _bf16_dot(dtype)
+    w_ih = _pad_gates(w_ih.to(dtype))
+    state_size = w_ih.shape[0] // 3
+    inputs = None
+    size = len(feature_rows) * w_ih.shape[0] * output_table.element_size()
+    if size <= gate_table_bytes:
+        inputs = (features[feature_rows].to(dtype) @ w_ih.T).contiguous()
+    w_hh = _pad_gates(w_hh.to(dtype))
+    return LocalTreeWeights(
+        output_table=_padded(output_table, 1, 2).contiguous(),
+        rank=-(-rank_proj.shape[0] // _GROUP) * _GROUP,
+        state_size=state_size,
+        silu=silu,
+        inputs=inputs,
+        features=None if inputs is not None else _padded(features.to(dtype), 1, 2).contiguous(),
+        feature_rows=None if inputs is not None else feature_rows.contiguous(),
+        w_input=None if inputs is not None else pack_rows(w_ih, bf16_dot),
+        w_state=pack_rows(_padded(w_hh, 1, _GROUP), bf16_dot),
+        w_rank=pack_rows(_padded(rank_proj.to(dtype), 1, _GROUP), bf16_dot),
+    )
+
+
+def markov_weights(
+    # [V', r] each
+    output_table: torch.Tensor,
+    inputs: torch.Tensor,
+) -> LocalTreeWeights:
+    """A head whose rank vector is a row of a table."""
+    return LocalTreeWeights(
+        output_table=_padded(output_table, 1, 2).contiguous(),
+        rank=-(-output_table.shape[1] // _GROUP) * _GROUP,
+        state_size=0,
+        silu=False,
+        inputs=_padded(inputs.to(output_table.dtype), 1, 2).contiguous(),
+        features=None,
+        feature_rows=None,
+        w_input=None,
+        w_state=None,
+        w_rank=None,
+    )
+
+
+def can_build_local_trees(dtype: torch.dtype) -> bool:
+    """Whether `build_local_trees` runs here for tables of `dtype`."""
+    return load_cpu_extension() is None and dtype in _COMPILED_DTYPES
+
+
+def build_local_trees(
+    weights: LocalTreeWeights,
+    # [R, D, M] draft ids int64, best first, and log-probabilities float32
+    ids: torch.Tensor,
+    log_probs: torch.Tensor,
+    # [R] int32
+    budgets: torch.Tensor,
+    depths: torch.Tensor,
+    widths: torch.Tensor,
+    # [D] float32
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    # [V'] float32, or None where every beta is 0
+    log_prior: torch.Tensor | None,
+    # float32 [R, 3 S] input gates (rank vectors without state) of tokens read before depth 1
+    roots: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The best-first tree of each request over fused, branch-wise distributions.
+
+    Returns:
+        token_ids int64 [R, N] (draft ids), parents, depths int32 and scores float32 [R, N], and
+        num_nodes int32 [R]; entries past num_nodes are undefined.
+
+    Raises:
+        RuntimeError: without the compiled kernels, or when shapes disagree.
+    """
+    shape = (ids.shape[0], max(0, int(budgets.max())) if budgets.numel() else 0)
+    token_ids = torch.empty(shape, dtype=torch.int64)
+    parents = torch.empty(shape, dtype=torch.int32)
+    node_depths = torch.empty(shape, dtype=torch.int32)
+    scores = torch.empty(shape, dtype=torch.float32)
+    counts = torch.empty(shape[0], dtype=torch.int32)
+    w = weights
+    torch.ops.specplug.local_trees.default(
+        ids.contiguous(), log_probs.contiguous(), budgets, depths, widths, alpha, beta, log_prior,
+        w.output_table, w.state_size, w.rank, w.silu, w.inputs, w.features, w.feature_rows,
+        w.w_input, w.w_state, w.w_rank, roots, token_ids, parents, node_depths, scores, counts,
+    )  # fmt: skip
+    return token_ids, parents, node_depths, scores, counts
+
+
+def top_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` likeliest of each row of logits [..., V], best first; ties to the lower id.
+
+    Returns:
+        Ids int64 and log-probabilities over the whole row float32, [..., min(count, V)].
+    """
+    count = min(count, logits.shape[-1])
+    if load_cpu_extension() is None and logits.dtype in _COMPILED_DTYPES:
+        flat = logits.flatten(0, -2).contiguous()
+        ids = torch.empty((flat.shape[0], count), dtype=torch.int64)
+        log_probs = torch.empty((flat.shape[0], count), dtype=torch.float32)
+        torch.ops.specplug.top_candidates.default(flat, ids, log_probs)
+        shape = (*logits.shape[:-1], count)
+        return ids.view(shape), log_probs.view(shape)
+    logits = logits.float()
+    top = logits.topk(count, dim=-1)
+    return top.indices, top.values - logits.logsumexp(dim=-1, keepdim=True)
+
+
+def _bf16_dot(dtype: torch.dtype) -> bool:
+    """Whether the variant that serves `dtype` multiplies pairs of bf16."""
+    if dtype != torch.bfloat16:
+        return False
+    return torch.ops.specplug.cpu_variant(True) in ("avx512_bf16", "amx")

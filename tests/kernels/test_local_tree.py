@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled trees of a local head equal the readable ones; candidates equal torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specplug.config import LocalHeadOptions
+from vllm_specplug.drafters.local_tree import LocalTreeBuilder
+from vllm_specplug.kernels import top_candidates
+from vllm_specplug.kernels.local_tree import pack_rows
+from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
+
+V, H, DEPTH = 300, 48, 5
+# Sizes that need padding and sizes that need none.
+HEADS: dict[str, dict[str, Any]] = {
+    "gru": {"kind": "gru", "hidden_size": 64, "rank": 32},
+    "gru_odd": {"kind": "gru", "hidden_size": 50, "rank": 19, "rank_activation": "identity"},
+    "gru_projected": {"kind": "gru", "hidden_size": 40, "rank": 24, "input_size": 30},
+    "gru_direct": {
+        "kind": "gru", "hidden_size": 40, "rank": 24, "input_size": 21,
+        "parameterization": "direct_vocab",
+    },
+    "gru_target_head": {
+        "kind": "gru", "hidden_size": 96, "rank": 48, "lm_head_mode": "target_lm_head",
+    },
+    "markov": {"kind": "markov", "rank": 33},
+    "markov_direct": {"kind": "markov", "rank": 64, "parameterization": "direct_vocab"},
+}  # fmt: skip
+
+
+def builder(
+    name: str, dtype: torch.dtype, *, anchor: bool, gate_table_bytes: int = 1 << 20, seed: int = 0
+) -> LocalTreeBuilder:
+    torch.manual_seed(seed)
+    head = LocalHead(LocalHeadConfig(vocab_size=V, target_hidden_size=H, **HEADS[name]))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            # representable in both dtypes
+            parameter.normal_(std=0.4).copy_(parameter.bfloat16().float())
+    draft_ids = torch.randperm(V)[:200].sort().values
+    weights = (0.5, 0.4, 0.3, 0.6, 0.2) if anchor else (0.0, 0.4, 0.3, 0.6, 0.2)
+    return LocalTreeBuilder(
+        head.requires_grad_(False), None, draft_ids, torch.randn(V).log_softmax(-1),
+        LocalHeadOptions("", "", 1.0, weights, weights, anchor, 64, gate_table_bytes),
+        embed_tokens=torch.randn(V, H).to(dtype), lm_head=torch.randn(V, H).to(dtype), dtype=dtype,
+    )  # fmt: skip
+
+
+def candidates(requests: int, count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    return top_candidates(2 * torch.randn(requests, DEPTH, 200), count)
+
+
+LIMITS = {
+    "budgets": [12, 1, 40, 0, 7, 30],
+    "depths": [DEPTH, 3, 4, 2, 1, 5],
+    "widths": [4, 4, 8, 4, 3, 1],
+}
+
+
+def build_both(b: LocalTreeBuilder, count: int) -> Any:
+    ids, log_probs = candidates(6, count)
+    anchors = [5, 7, 11, 250, 299, 0]
+    args = (ids, log_probs, anchors, *LIMITS.values())
+    assert b.weights is not None
+    return b.build(*args), b.build_readable(*args)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("anchor", [True, False])
+@pytest.mark.parametrize("gate_table_bytes", [0, 1 << 20])
+def test_float32_trees_equal_the_readable_ones(
+    isa: str, name: str, anchor: bool, gate_table_bytes: int
+) -> None:
+    del isa
+    b = builder(name, torch.float32, anchor=anchor, gate_table_bytes=gate_table_bytes)
+    trees, oracles = build_both(b, 64)
+    assert max(tree.max_depth for tree in oracles) >= 4
+    for r, (tree, oracle) in enumerate(zip(trees, oracles, strict=True)):
+        tree.validate()
+        assert tree.num_nodes <= LIMITS["budgets"][r]
+        assert tree.token_ids.tolist() == oracle.token_ids.tolist()
+        assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
+        assert tree.depths.tolist() == oracle.depths.tolist()
+        assert np.allclose(tree.scores, oracle.scores, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_bfloat16_scores_are_near_the_readable_ones(isa: str, name: str) -> None:
+    """The kernel keeps states in float32: it is no further from float32 than torch's bfloat16."""
+    del isa
+    trees, rounded = build_both(builder(name, torch.bfloat16, anchor=True), 61)
+    _, exact = build_both(builder(name, torch.float32, anchor=True), 61)
+
+    def error(candidates: Any) -> float:
+        return max(
+            float(np.abs(np.sort(tree.scores) - np.sort(oracle.scores)).max(initial=0.0))
+            for tree, oracle in zip(candidates, exact, strict=True)
+        )
+
+    for tree, oracle in zip(trees, exact, strict=True):
+        tree.validate()
+        assert tree.num_nodes == oracle.num_nodes
+    assert 0 < error(trees) <= 2 * error(rounded) + 0.02
+
+
+def test_a_state_that_was_never_corrected_is_still_carried(compiled: None) -> None:
+    """alpha 0 at one depth leaves the state alone: deeper scores still know the whole branch."""
+    b = builder("gru", torch.float32, anchor=False)
+    object.__setattr__(b.options, "alpha", (0.0, 0.0, 2.0, 2.0, 2.0))
+    b.alpha = torch.tensor(b.options.alpha)
+    for tree, oracle in zip(*build_both(b, 64), strict=True):
+        assert tree.token_ids.tolist() == oracle.token_ids.tolist()
+
+
+def test_bad_arguments_are_refused(compiled: None) -> None:
+    b = builder("gru", torch.float32, anchor=False)
+    ids, log_probs = candidates(1, 8)
+    with pytest.raises(RuntimeError, match="candidate 500 is outside"):
+        b.build(ids + 500 - ids[0, 0, 0], log_probs, [0], [4], [2], [2])
+    with pytest.raises(RuntimeError, match="depth 9"):
+        b.build(ids, log_probs, [0], [4], [9], [2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocab", "count"), [(7, 3), (49, 49), (1000, 1), (12288, 128), (30011, 8)]
+)
+def test_top_candidates_equal_torchs(
+    compiled: None, dtype: torch.dtype, vocab: int, count: int
+) -> None:
+    torch.manual_seed(vocab)
+    logits = (4 * torch.randn(2, 3, vocab)).to(dtype)
+    ids, log_probs = top_candidates(logits, count)
+    expected = logits.float().log_softmax(-1)
+    order = expected.sort(dim=-1, descending=True, stable=True)
+    assert torch.allclose(log_probs, order.values[..., :count], atol=1e-4)
+    assert torch.equal(ids, order.indices[..., :count])
+
+
+def test_top_candidates_pass_over_what_is_not_a_number(compiled: None) -> None:
+    logits = torch.full((1, 40), float("-inf"))
+    logits[0, 3], logits[0, 5], logits[0, 9] = 1.0, float("nan"), 2.0
+    ids, log_probs = top_candidates(logits, 4)
+    assert ids[0, :2].tolist() == [9, 3]
+    assert torch.isfinite(log_probs[0]).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("bf16_dot", [False, True])
+def test_packed_rows_hold_every_element(bf16_dot: bool) -> None:
+    weight = torch.randn(40, 37).bfloat16().float()
+    packed = pack_rows(weight, bf16_dot)
+    rows = packed.transpose(2, 3).flatten(0, 2).contiguous()
+    values = rows.view(torch.bfloat16 if bf16_dot else torch.float32).float()
+    assert torch.equal(values[:40, :37], weight)
+    assert float(values[40:].abs().sum()) == float(values[:, 37:].abs().sum()) == 0.0
