@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_specplug.train import block_cli, evaluate_cli
+from vllm_specplug.train import block_cli, evaluate_cli, local_cli, longspec_cli
 from vllm_specplug.train import cli_common as common
 
 _friendly_errors, _progress = common.friendly_errors, common.progress
@@ -19,6 +19,8 @@ data_app = typer.Typer(no_args_is_help=True, help="Training data made by the tar
 train_app = typer.Typer(no_args_is_help=True, help="Training of draft heads.")
 block_cli.register(train_app)
 evaluate_cli.register(train_app)
+local_cli.register(train_app, data_app)
+longspec_cli.register(train_app, data_app)
 
 
 def parse_counts(values: list[str]) -> dict[str, int]:
