@@ -33,6 +33,8 @@ class NextStep:
     caps: Sequence[int]
     # [R] deepest node a draft forward may be run for; 0 forbids it
     forward_limits: Sequence[int]
+    # [R] requests that fixed their budget: they draft and verify `caps` nodes whatever it costs
+    fixed: Sequence[bool]
     num_roots: int
     """Rows that yield a token whatever is drafted: of these R requests and of all others."""
     root_context: int
@@ -100,16 +102,22 @@ class AdaptiveBudget:
         nodes.probabilities = self._probabilities(nodes, self._slots)
         self._depths = np.zeros(len(step.req_ids), np.int64)
         if self.gate is not None and len(step.req_ids):
+            limits = np.asarray(step.forward_limits, np.int64)
+            fixed = np.asarray(step.fixed, np.bool_)
+            forced = sum(
+                cap for cap, is_fixed in zip(step.caps, step.fixed, strict=True) if is_fixed
+            )
+            free = ~fixed[nodes.owners]
             decision = self.gate.decide(
                 self._slots,
-                np.asarray(step.forward_limits, np.int64),
-                nodes.probabilities,
-                nodes.owners,
+                np.where(fixed, 0, limits),
+                nodes.probabilities[free],
+                nodes.owners[free],
                 step.num_roots,
                 self.costs.draft,
-                self._step_ms(step, sum(step.caps)) + self._mean_node_ms(step),
+                self._step_ms(step, forced, sum(step.caps)) + self._mean_node_ms(step),
             )
-            self._depths = decision.depths
+            self._depths = np.where(fixed, limits, decision.depths)
         return self._depths.tolist()
 
     def trim(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
@@ -125,16 +133,26 @@ class AdaptiveBudget:
         if not total:
             return list(trees)
         drafted = np.flatnonzero(self._depths)
-        step_ms = self._step_ms(step, total)
-        if len(drafted):
-            step_ms = step_ms + float(self.costs.draft(int((self._depths[drafted] + 1).sum())))
+        kept = np.asarray(step.fixed, np.bool_)[nodes.owners]
         node_ms = self.costs.attention_ms * np.asarray(step.context_lens, np.float64)
         caps = np.asarray(step.caps)
         probabilities = nodes.probabilities
         if (nodes.counts > caps).any():
             probabilities = _capped(nodes, caps)
-        allocation = allocate(probabilities, step_ms, step.num_roots, node_ms[nodes.owners])
-        return _subtrees(nodes, allocation.kept & (probabilities > 0))
+        free = np.flatnonzero(~kept & (probabilities > 0))
+        kept &= probabilities > 0
+        forced = int(kept.sum())
+        step_ms = self._step_ms(step, forced, len(free))
+        if len(drafted):
+            step_ms += float(self.costs.draft(int((self._depths[drafted] + 1).sum())))
+        allocation = allocate(
+            probabilities[free],
+            step_ms,
+            step.num_roots + float(probabilities[kept].sum()),
+            node_ms[nodes.owners[free]],
+        )
+        kept[free] = allocation.kept
+        return _subtrees(nodes, kept)
 
     def observe(
         self,
@@ -170,12 +188,13 @@ class AdaptiveBudget:
     def _probabilities(self, nodes: _Nodes, slots: Ints) -> Floats:
         return self.acceptance.probabilities(nodes.scores, nodes.depths, slots[nodes.owners])
 
-    def _step_ms(self, step: NextStep, num_nodes: int) -> Floats:
-        """[num_nodes + 1] ms of the step with that many nodes, their own attention excluded."""
+    def _step_ms(self, step: NextStep, forced: int, num_nodes: int) -> Floats:
+        """[num_nodes + 1] ms of the step with `forced` nodes and that many more; what attention
+        these others cost is not in it."""
         context = step.root_context + step.other_context
-        ms = self.costs.decode_ms(step.num_roots, step.other_rows, num_nodes, context)
-        ms += self.costs.rest_ms
-        ms[1 + max(0, self.max_step_rows - step.num_roots - step.other_rows) :] = IMPOSSIBLE_MS
+        rows = step.num_roots + forced
+        ms = self.costs.decode_ms(rows, step.other_rows, num_nodes, context) + self.costs.rest_ms
+        ms[1 + max(0, self.max_step_rows - rows - step.other_rows) :] = IMPOSSIBLE_MS
         return ms
 
     def _mean_node_ms(self, step: NextStep) -> Floats:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget that shrinks trees as the batch grows.
+"""The fixed budget: the same number of nodes for every tree, within a limit on rows.
 
-A step costs about the same up to some number of verified rows and then grows with them, so
-rows are the currency: each step may verify `max_step_rows` of them in all. Once a request's
-share is too small for a tree worth its draft forward, nobody drafts and the batch decodes
-plainly.
+Each step may verify `max_step_rows` rows in all. Once a request's share is too small for a tree
+worth its draft forward, nobody drafts and the batch decodes plainly.
 """
 
 from __future__ import annotations
@@ -23,9 +21,13 @@ class RowBudget:
     max_step_rows: int
     """Rows (roots and nodes of all requests) one step may verify."""
 
+    def share(self, num_requests: int) -> int:
+        """Nodes that the row limit leaves each of `num_requests` requests."""
+        return max(0, self.max_step_rows // num_requests - 1)
+
     def nodes_per_request(self, num_requests: int) -> int:
         """Nodes each of `num_requests` requests may draft; 0 means decode plainly."""
         if num_requests == 0:
             return 0
-        nodes = min(self.max_nodes, self.max_step_rows // num_requests - 1)
+        nodes = min(self.max_nodes, self.share(num_requests))
         return nodes if nodes >= min(MIN_USEFUL_NODES, self.max_nodes) else 0

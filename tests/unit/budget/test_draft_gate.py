@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft forward is run where it pays, and tried again at little cost where it did not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_specplug.budget.cost_curve import CostCurve
+from vllm_specplug.budget.draft_gate import PROBE_SHARE, DraftGate
+
+DEEPEST = 4
+NONE = (np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
+FLAT_MS = np.full(200, 30.0)
+STEEP_MS = 30.0 + 5.0 * np.arange(200)
+
+
+def _decide(
+    gate: DraftGate,
+    num_reqs: int = 4,
+    *,
+    step_ms: np.ndarray = FLAT_MS,
+    draft_ms: float = 0.2,
+    found: tuple[np.ndarray, np.ndarray] = (np.empty(0), np.empty(0, np.int64)),
+    limits: list[int] | None = None,
+) -> np.ndarray:
+    draft = CostCurve([1, 100], [draft_ms, 100 * draft_ms])
+    return gate.decide(
+        np.arange(num_reqs),
+        np.array(limits or [DEEPEST] * num_reqs),
+        found[0],
+        found[1],
+        num_reqs,
+        draft,
+        step_ms,
+    ).depths
+
+
+def _observe(gate: DraftGate, depths: np.ndarray, probability: float) -> None:
+    """Every forward finds a chain of nodes, each accepted with `probability` after its parent."""
+    slots = np.flatnonzero(depths)
+    reached = depths[slots]
+    owners = np.repeat(np.arange(len(slots)), reached)
+    levels = np.concatenate([np.arange(1, d + 1) for d in reached])
+    gate.observe(slots, reached, (probability**levels, levels, owners), NONE)
+
+
+def test_drafts_for_all_and_deep_when_rows_and_forwards_are_cheap() -> None:
+    assert _decide(DraftGate(DEEPEST)).tolist() == [DEEPEST] * 4
+
+
+def test_does_not_draft_when_a_forward_costs_more_than_it_can_bring() -> None:
+    gate = DraftGate(DEEPEST)
+    assert not _decide(gate, draft_ms=20.0).any()
+
+
+def test_stops_after_the_drafter_proved_useless_and_starts_again_when_it_is_not() -> None:
+    gate = DraftGate(DEEPEST)
+    probes = drafted = 0
+    for _ in range(400):
+        depths = _decide(gate, draft_ms=0.5)
+        drafted += int((depths > 0).sum())
+        if depths.any():
+            _observe(gate, depths, 0.02)
+    # Some at first, single probes later.
+    late = [_decide(gate, draft_ms=0.5) for _ in range(200)]
+    probes = [depths for depths in late if depths.any()]
+    assert all((depths > 0).sum() == 1 for depths in probes)
+    assert 0 < len(probes) < 40
+    for _ in range(3000):
+        depths = _decide(gate, draft_ms=0.5)
+        if depths.any():
+            _observe(gate, depths, 0.9)
+        if (depths > 0).sum() == 4:
+            break
+    else:
+        pytest.fail("never drafted for all again")
+
+
+def test_probes_take_their_share_of_the_time_and_no_more() -> None:
+    gate = DraftGate(DEEPEST)
+    spent = total = 0.0
+    for _ in range(5000):
+        depths = _decide(gate, draft_ms=3.0)
+        total += 30.0
+        if depths.any():
+            spent += 3.0 * int(depths[depths > 0].sum() + (depths > 0).sum())
+            _observe(gate, depths, 0.01)
+    assert 0 < spent / total < 2 * PROBE_SHARE
+
+
+def test_probes_take_turns() -> None:
+    gate = DraftGate(DEEPEST)
+    seen = set()
+    for _ in range(3000):
+        depths = _decide(gate, draft_ms=3.0)
+        seen |= set(np.flatnonzero(depths).tolist())
+    assert seen == {0, 1, 2, 3}
+
+
+def test_prefers_the_requests_whose_drafts_were_good() -> None:
+    gate = DraftGate(DEEPEST)
+    for _ in range(60):
+        for slot, probability in enumerate((0.9, 0.9, 0.05, 0.05)):
+            depths = np.zeros(4, np.int64)
+            depths[slot] = DEEPEST
+            _observe(gate, depths, probability)
+    depths = _decide(gate, draft_ms=0.6, step_ms=STEEP_MS[:60])
+    assert (depths[:2] > 0).all() and not depths[2:].any()
+
+
+def test_what_lookups_found_needs_no_forward() -> None:
+    found = (np.full(8, 0.97), np.repeat(np.arange(4), 2))
+
+    def taught() -> DraftGate:
+        gate = DraftGate(DEEPEST)
+        levels = np.arange(1, DEEPEST + 1)
+        owners = np.zeros(DEEPEST, np.int64)
+        for _ in range(300):
+            nodes = (0.7**levels, levels, owners)
+            # Where lookups have found something, a forward adds nothing to it.
+            gate.observe(np.array([0]), np.array([DEEPEST]), nodes, NONE)
+            gate.observe(np.array([0]), np.array([DEEPEST]), nodes, nodes)
+        return gate
+
+    assert _decide(taught(), draft_ms=0.5).any()
+    assert not _decide(taught(), draft_ms=0.5, found=found).any()
+
+
+def test_limits_hold_and_nobody_allowed_means_nobody() -> None:
+    gate = DraftGate(DEEPEST)
+    assert _decide(gate, limits=[2, 0, 4, 1]).tolist() == [2, 0, 4, 1]
+    assert not _decide(gate, limits=[0, 0, 0, 0]).any()
+
+
+def test_does_not_flap_between_nearly_equal_choices() -> None:
+    """Costs that oscillate around the threshold by less than the hysteresis switch it once."""
+
+    def gain_at(draft_ms: float) -> bool:
+        return bool(_decide(DraftGate(DEEPEST), draft_ms=draft_ms).any())
+
+    low, high = 0.2, 20.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if gain_at(middle) else (low, middle)
+    gate = DraftGate(DEEPEST)
+    states = []
+    for step in range(200):
+        depths = _decide(gate, draft_ms=low * (1.005 if step % 2 else 0.999))
+        states.append(int((depths > 0).sum()) > 1)
+    switches = sum(a != b for a, b in zip(states, states[1:], strict=False))
+    assert switches <= 2
