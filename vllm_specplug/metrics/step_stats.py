@@ -6,9 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-PLAIN_REASONS = ("batch", "opted_out", "grammar", "near_max_len", "no_draft")
-"""Why a request decoded a step without a tree: the batch left no rows for one, the request does not
-want one, its grammar cannot follow one, no position is left for one, or the drafter had nothing."""
+PLAIN_REASONS = (
+    "batch", "budget", "opted_out", "context", "grammar", "near_max_len", "no_draft"
+)  # fmt: skip
+"""Why a request decoded a step without a tree: the row limit left none for a fixed budget, no node
+paid for its row, the request does not want one, its context is past the limit for drafts, its
+grammar cannot follow one, no position is left for one, or the drafter had nothing."""
 
 PHASES = ("draft", "verify", "compact")
 """Timed parts of a step: drafting and building trees; the target's forward and the walk; moving the
@@ -38,8 +41,11 @@ class StepStats:
     step_nodes: list[int] = field(default_factory=list)
     # milliseconds by phase, one entry a step that had the phase
     milliseconds: dict[str, list[float]] = field(default_factory=dict)
-    # most nodes a tree could have in the last step that drafted
+    # nodes of the largest tree that the last step with drafts asked for, 0 when none paid
     tree_budget: int | None = None
+    # accepted nodes that the adaptive budget expected of the trees it sent, and what came of them
+    predicted_accepted: float = 0.0
+    predicted_actual: int = 0
 
     @property
     def num_accepted(self) -> int:
@@ -72,6 +78,11 @@ class StepStats:
         if count:
             self.plain_steps[reason] = self.plain_steps.get(reason, 0) + count
 
+    def observe_prediction(self, expected: float, accepted: int) -> None:
+        """Accepted nodes of one step, as the budget expected them and as they came."""
+        self.predicted_accepted += expected
+        self.predicted_actual += accepted
+
     def observe_ms(self, phase: str, milliseconds: float) -> None:
         """Wall time of one phase in one step."""
         assert phase in PHASES, phase
@@ -92,6 +103,8 @@ class StepStats:
             payload["ms"] = {phase: list(values) for phase, values in self.milliseconds.items()}
         if self.tree_budget is not None:
             payload["budget"] = self.tree_budget
+        if self.predicted_accepted:
+            payload["predicted"] = [self.predicted_accepted, self.predicted_actual]
         return payload or None
 
     def merge(self, payload: Payload | None) -> None:
@@ -112,6 +125,9 @@ class StepStats:
         for phase, values in payload.get("ms", {}).items():
             self.milliseconds.setdefault(phase, []).extend(values)
         self.tree_budget = payload.get("budget", self.tree_budget)
+        expected, accepted = payload.get("predicted", (0.0, 0))
+        self.predicted_accepted += expected
+        self.predicted_actual += accepted
 
     def reset(self) -> None:
         """Back to zero; the object stays the one that others hold."""
@@ -122,6 +138,8 @@ class StepStats:
         self.step_nodes = []
         self.milliseconds = {}
         self.tree_budget = None
+        self.predicted_accepted = 0.0
+        self.predicted_actual = 0
 
     def drain(self) -> Payload | None:
         """`to_payload`, then `reset`."""

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of target and draft forwards on this machine, taken once and kept on disk.
+
+Dummy forwards of the loaded model give the shape of the curves: where rows are nearly free and
+where they start to cost. Their level need not be exact, real steps correct it while serving.
+Under tensor parallelism every forward is a collective, so ranks must run the same ones: the
+first rank's clock decides how many, and its times are what all ranks use.
+
+Ledger: calibration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import vllm
+from vllm.logger import init_logger
+
+from vllm_specplug import __version__
+from vllm_specplug.budget import Calibration
+from vllm_specplug.drafters.base import DraftRequests
+from vllm_specplug.targets import cache_dir
+
+if TYPE_CHECKING:
+    from vllm_specplug.drafters.base import Drafter
+
+logger = init_logger("vllm.specplug.calibration")
+
+Share = Callable[[list[float]], list[float]]
+
+TIME_LIMIT_S = 3.0
+_REPEATS = 3
+# In the order they are measured: the ends and the middle first, for when time runs out.
+_ROWS = (1, 8, 64, 32, 16, 4, 128, 24, 48, 12, 2, 96, 256)
+_SHORT_CONTEXT = 64
+_CONTEXT_ROWS = 8
+_MIN_ATTENTION_SPAN = 256
+
+
+class Calibrator:
+    """Measures one runner's forwards.
+
+    Args:
+        runner: a tree runner, ready to serve, with no requests.
+        share: replaces values by those of the first rank.
+    """
+
+    def __init__(self, runner: Any, share: Share, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self.runner = runner
+        self.share = share
+        self.deadline = time.perf_counter() + time_limit_s
+
+    def measure(self) -> Calibration:
+        """Times by rows, by context, and of the draft forward."""
+        most_rows = min(self.runner.max_num_tokens, max(_ROWS))
+        context = min(_SHORT_CONTEXT, self.runner.max_model_len - 1)
+        # The first forward of a process allocates; it is not one of those that count.
+        self._forward(1, context)
+        forward, logits = {}, {}
+        for rows in (r for r in _ROWS if r <= most_rows):
+            if len(forward) >= 2 and self._is_late():
+                break
+            forward[rows], logits[rows] = self._forward(rows, max(context, rows))
+        rows = tuple(sorted(forward))
+        draft = self._draft_times() or {1.0: 0.05}
+        draft_rows = tuple(sorted(draft))
+        return Calibration(
+            rows=tuple(float(r) for r in rows),
+            forward_ms=tuple(forward[r] for r in rows),
+            logits_ms=tuple(logits[r] for r in rows),
+            attention_ms=self._attention_ms(context),
+            draft_rows=draft_rows,
+            draft_ms=tuple(draft[r] for r in draft_rows),
+        )
+
+    def _is_late(self) -> bool:
+        return self.share([self.deadline - time.perf_counter()])[0] < 0
+
+    def _times(self, call: Callable[[], None]) -> float:
+        """Milliseconds of `call`: the median of a few, fewer when time is short."""
+        times: list[float] = []
+        while len(times) < _REPEATS and (not times or not self._is_late()):
+            start = time.perf_counter()
+            call()
+            self.runner._sync_device()
+            times.append(1e3 * (time.perf_counter() - start))
+        return max(self.share([median(times)])[0], 1e-4)
+
+    def _forward(self, rows: int, context: int) -> tuple[float, float]:
+        """Milliseconds of the target's forward and of the logits for `rows` rows."""
+        hidden: list[torch.Tensor] = []
+
+        def forward() -> None:
+            hidden[:] = [
+                self.runner._dummy_run(rows, force_attention=True, profile_seq_lens=context)[0]
+            ]
+
+        def logits() -> None:
+            self.runner.model.compute_logits(hidden[0][:rows])
+
+        return self._times(forward), self._times(logits)
+
+    def _attention_ms(self, short: int) -> float:
+        """Milliseconds one row pays for one more token of context."""
+        most = min(self.runner.max_model_len, 2048)
+        if most - short < _MIN_ATTENTION_SPAN:
+            return 0.0
+        rows = min(_CONTEXT_ROWS, self.runner.max_num_tokens)
+        near, _ = self._forward(rows, short)
+        far, _ = self._forward(rows, most)
+        return max(0.0, far - near) / (rows * (most - short))
+
+    def _draft_times(self) -> dict[float, float]:
+        """Milliseconds of the draft forward by its rows; empty when the method has none."""
+        drafter: Drafter = self.runner.drafter.drafter
+        depth = drafter.forward_depth
+        times: dict[float, float] = {}
+        if not depth:
+            return times
+        most = self.runner.scheduler_config.max_num_seqs
+        for count in sorted({1, min(4, most), min(16, most)}):
+            if len(times) >= 2 and self._is_late():
+                break
+            for reach in (depth, 1) if count == 1 and depth > 1 else (depth,):
+                requests = self._rehearsal(count, reach)
+                self.runner.rehearsal_requests = count
+                try:
+                    drafter.propose(requests)
+                    elapsed = self._times(lambda r=requests: drafter.propose(r))
+                finally:
+                    self.runner.rehearsal_requests = 0
+                    drafter.forget(requests.req_ids)
+                times[float(count * (reach + 1))] = elapsed
+        return times
+
+    def _rehearsal(self, count: int, depth: int) -> DraftRequests:
+        """`count` requests of a few tokens that do not exist."""
+        tokens = np.arange(1, 9)
+        options = self.runner.drafter.options
+        return DraftRequests(
+            req_ids=[f"specplug-rehearsal-{i}" for i in range(count)],
+            token_ids=[tokens] * count,
+            context_lens=[len(tokens) - 1] * count,
+            req_indices=list(range(count)),
+            budgets=[options.num_nodes] * count,
+            widths=[options.tree_width] * count,
+            depths=[depth] * count,
+            forward_depths=[depth] * count,
+        )
+
+
+def calibrate(runner: Any, share: Share, is_first_rank: bool) -> Calibration:
+    """The calibration of this runner: the cached one, or a new one that is then cached."""
+    path = cache_dir() / "calibration" / f"{_digest(runner)}.json"
+    cached = _read(path) if is_first_rank else None
+    values = [0.0] if cached is None else [1.0, *_flat(cached)]
+    # All ranks take the first one's file; theirs may be another machine's or missing.
+    size = int(share([float(len(values))])[0])
+    shared = share((values + [0.0] * size)[:size])
+    if shared[0]:
+        calibration = _unflat(shared[1:])
+        logger.info("Tree budget: step costs as measured before (%s)", path)
+        return calibration
+    start = time.perf_counter()
+    calibration = Calibrator(runner, share).measure()
+    if is_first_rank:
+        _write(path, calibration)
+        times = ", ".join(
+            f"{a + b:.1f} ms at {int(r)}"
+            for r, a, b in zip(
+                calibration.rows, calibration.forward_ms, calibration.logits_ms, strict=True
+            )
+        )
+        logger.info(
+            "Tree budget: measured step costs in %.1f s (rows: %s); kept in %s",
+            time.perf_counter() - start,
+            times,
+            path,
+        )
+    return calibration
+
+
+def _digest(runner: Any) -> str:
+    """Everything that changes the times, as a file name."""
+    config = runner.vllm_config
+    spec = config.speculative_config
+    factors = [
+        __version__,
+        vllm.__version__,
+        torch.__version__,
+        config.model_config.model,
+        str(config.model_config.dtype),
+        config.model_config.max_model_len,
+        str(config.model_config.quantization),
+        config.model_config.enforce_eager,
+        config.cache_config.block_size,
+        config.parallel_config.tensor_parallel_size,
+        config.scheduler_config.max_num_seqs,
+        spec.plugin_method,
+        spec.head_path,
+        spec.num_speculative_tokens,
+        spec.draft_depth,
+        spec.tree_width,
+        spec.tree_kernel,
+        runner.drafter.drafter.forward_depth,
+        torch.get_num_threads(),
+        os.cpu_count(),
+        _device_name(runner.device),
+    ]
+    return hashlib.sha256(json.dumps(factors).encode()).hexdigest()[:20]
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "|".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _read(path: Path) -> Calibration | None:
+    try:
+        return Calibration.from_json(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("Tree budget: measuring again, %s cannot be used: %s", path, error)
+        return None
+
+
+def _write(path: Path, calibration: Calibration) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed into place, so that an engine that starts meanwhile never reads half a file.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
+            json.dump(calibration.to_json(), stream, indent=1)
+        os.replace(stream.name, path)
+    except OSError as error:
+        logger.warning("Tree budget: step costs are not kept: %s", error)
+
+
+def _flat(calibration: Calibration) -> list[float]:
+    """The calibration as numbers alone, for a broadcast."""
+    c = calibration
+    values: list[float] = [float(len(c.rows)), float(len(c.draft_rows)), c.attention_ms]
+    return [*values, *c.rows, *c.forward_ms, *c.logits_ms, *c.draft_rows, *c.draft_ms]
+
+
+def _unflat(values: list[float]) -> Calibration:
+    num_rows, num_draft = int(values[0]), int(values[1])
+    rest = iter(values[3:])
+
+    def take(count: int) -> tuple[float, ...]:
+        return tuple(next(rest) for _ in range(count))
+
+    return Calibration(
+        rows=take(num_rows),
+        forward_ms=take(num_rows),
+        logits_ms=take(num_rows),
+        attention_ms=values[2],
+        draft_rows=take(num_draft),
+        draft_ms=take(num_draft),
+    )
