@@ -24,8 +24,8 @@ from vllm_specplug.drafters.base import (
 )
 from vllm_specplug.tree import DraftTree, merge_trees
 
-# Lengths of the suffix that is looked up, longest first.
-SUFFIX_LENGTHS = (4, 3, 2)
+# Longest suffix that is looked up, and the shortest.
+MAX_SUFFIX, MIN_SUFFIX = 4, 2
 # Occurrences of one suffix that are kept, the latest ones.
 MAX_OCCURRENCES = 4
 
@@ -36,10 +36,12 @@ class NgramIndex:
     Memory is bounded by the request's length: at most one position per token and suffix length.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int = MAX_SUFFIX) -> None:
         self.tokens: list[int] = []
+        # Lengths of the suffix that is looked up, longest first.
+        self.lengths = tuple(range(longest, MIN_SUFFIX - 1, -1))
         # One map a suffix length: suffix -> positions right after its latest occurrences.
-        self._after: list[dict[tuple[int, ...], list[int]]] = [{} for _ in SUFFIX_LENGTHS]
+        self._after: list[dict[tuple[int, ...], list[int]]] = [{} for _ in self.lengths]
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Appends committed tokens."""
@@ -47,7 +49,7 @@ class NgramIndex:
         for token in tokens:
             history.append(token)
             end = len(history)
-            for length, after in zip(SUFFIX_LENGTHS, self._after, strict=True):
+            for length, after in zip(self.lengths, self._after, strict=True):
                 if end >= length:
                     # A lookup right now would find the suffix itself; its position has no
                     # continuation yet and is skipped there.
@@ -65,7 +67,7 @@ class NgramIndex:
         history, found = self.tokens, []
         end = len(history)
         seen: set[tuple[int, ...]] = set()
-        for size, after in zip(SUFFIX_LENGTHS, self._after, strict=True):
+        for size, after in zip(self.lengths, self._after, strict=True):
             if end < size:
                 continue
             for place in reversed(after.get(tuple(history[end - size : end]), ())):
@@ -92,6 +94,7 @@ class BranchStatistics:
     _counts: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
 
     _PRIOR = {2: 0.3, 3: 0.5, 4: 0.65}
+    _LONGEST = 0.7
     _LOWER_RANK = 0.4
     _DEEPER = 0.75
     _WEIGHT = 8.0
@@ -102,7 +105,11 @@ class BranchStatistics:
         rank = min(rank, self._MAX_RANK) if depth == 1 else 0
         key = (size, rank, min(depth, self._MAX_DEPTH))
         if key not in self._counts:
-            prior = self._PRIOR[size] * self._LOWER_RANK**rank if depth == 1 else self._DEEPER
+            prior = (
+                self._PRIOR.get(size, self._LONGEST) * self._LOWER_RANK**rank
+                if depth == 1
+                else self._DEEPER
+            )
             self._counts[key] = [prior * self._WEIGHT, self._WEIGHT]
         return self._counts[key]
 
@@ -128,35 +135,57 @@ class BranchStatistics:
 class NgramBranches:
     """N-gram branches for every running request."""
 
-    def __init__(self, count: int, max_length: int) -> None:
+    def __init__(self, count: int, max_length: int, suffix: int = MAX_SUFFIX) -> None:
         self.count = count
+        self.suffix = suffix
         self.max_length = max_length
         self.statistics = BranchStatistics()
         self._indices: dict[str, NgramIndex] = {}
         # Branches proposed last, by request, with the position of their first token.
         self._pending: dict[str, tuple[int, list[tuple[int, list[int]]]]] = {}
+        # What `branches` last returned, by request, with the arguments it was for.
+        self._latest: dict[str, tuple[tuple[int, int], list[DraftTree]]] = {}
 
     def branches(self, req_id: str, tokens: np.ndarray, depth: int) -> list[DraftTree]:
         """Chains that may follow `tokens` [n], the request's committed tokens."""
+        asked = (len(tokens), depth)
+        if req_id in self._latest and self._latest[req_id][0] == asked:
+            return self._latest[req_id][1]
         index = self._indices.get(req_id)
         if index is None or len(index.tokens) > len(tokens):
-            index = self._indices[req_id] = NgramIndex()
+            index = self._indices[req_id] = NgramIndex(self.suffix)
             self._pending.pop(req_id, None)
+            self._latest.pop(req_id, None)
         start = len(index.tokens)
         index.extend(tokens[start:].tolist())
         self._learn(req_id, index.tokens)
         found = index.continuations(self.count, min(depth, self.max_length))
         self._pending[req_id] = (len(index.tokens), found)
-        return [
+        chains = [
             DraftTree.chain(branch, self.statistics.scores(size, rank, len(branch)))
             for rank, (size, branch) in enumerate(found)
         ]
+        self._latest[req_id] = (asked, chains)
+        return chains
+
+    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+        """One tree per request, of branches alone; empty where only a chain is wanted."""
+        trees = []
+        for r, req_id in enumerate(requests.req_ids):
+            branches = []
+            if requests.widths[r] > 1:
+                branches = self.branches(req_id, requests.token_ids[r], requests.depths[r])
+            trees.append(
+                merge_trees(branches, requests.budgets[r]) if branches else DraftTree.empty()
+            )
+        return trees
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops finished requests."""
         for req_id in req_ids:
             self._indices.pop(req_id, None)
             self._pending.pop(req_id, None)
+            self._latest.pop(req_id, None)
 
     def _learn(self, req_id: str, tokens: list[int]) -> None:
         position, found = self._pending.pop(req_id, (0, []))
@@ -169,7 +198,9 @@ class NgramTreeDrafter(Drafter):
     """Method `ngram_tree`: n-gram branches alone, no head and no draft forward."""
 
     def load(self, target: TargetWeights) -> None:
-        self.ngrams = NgramBranches(self.options.ngram_topk, self.options.max_depth)
+        self.ngrams = NgramBranches(
+            self.options.ngram_topk, self.options.max_depth, self.options.ngram_size
+        )
 
     def cache_specs(self) -> list[DraftCacheSpec]:
         return []
