@@ -246,6 +246,17 @@ class Drafter(ABC):
     def forget(self, req_ids: Iterable[str]) -> None:  # noqa: B027 - optional, not abstract
         """Drops what is kept for requests that ended; nothing by default."""
 
+    @property
+    def forward_depth(self) -> int:
+        """Deepest node a draft forward gives. 0: there is no forward, or `propose` does not heed
+        `forward_depths`; it is then always called."""
+        return 0
+
+    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+        """Trees that need no forward, one per request; `propose` finds the same nodes again.
+        Called before it, so that a forward is run only where it adds enough."""
+        return [DraftTree.empty()] * len(requests)
+
     @abstractmethod
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         """One tree per request, within its budget, width and depth."""
