@@ -21,7 +21,10 @@ import triton.language as tl
 
 
 # Numbers that change from step to step must not make new variants of the kernel.
-@triton.jit(do_not_specialize=["paths_stride", "table_stride"])
+@triton.jit(
+    do_not_specialize=["paths_stride", "table_stride"],
+    do_not_specialize_on_alignment=["paths", "lengths", "context_lens", "req_indices"],
+)
 def _compact_paths_kernel(
     # [2, L] int64: addresses of each layer's keys and values
     addresses,

@@ -28,7 +28,7 @@ from vllm_specplug.runtime.target_sampler import TargetSampler
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 from vllm_specplug.verify.cpu import cpu_kv_layout
-from vllm_specplug.verify.tree_rows import TreeRows, attach_tree_rows
+from vllm_specplug.verify.tree_rows import CpuTreeRows, attach_tree_rows
 
 
 def default_step_rows(device: torch.device, dtype: torch.dtype) -> int:
@@ -183,7 +183,7 @@ class TreeRunnerMixin:
             for i, r in enumerate(step.requests)
             if (r.decodes if covers else not r.is_linear)
         ]
-        rows = TreeRows(
+        rows = CpuTreeRows(
             metadata=tree_metadata(
                 req_indices=[i for i, _ in members],
                 row_starts=[r.root_row for _, r in members],
