@@ -28,9 +28,9 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 def _sabotage(name: str) -> None:
     """Breaks one promise on purpose, so that a test can show it would notice."""
     if name == "compaction":
-        import vllm_specplug.runtime.runner as runner
+        import vllm_specplug.runtime.tree_backend as tree_backend
 
-        runner.compact_kv = lambda *args, **kwargs: None
+        tree_backend.compact_kv = lambda *args, **kwargs: None
     elif name == "accept":
         import vllm_specplug.runtime.target_sampler as target_sampler
         from vllm_specplug.accept import walk_trees
