@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vllm_specplug.models.checkpoint_files import read_json_object
+
+# Far beyond any head; a config beyond it would cost memory before a tensor is looked at.
+_LARGEST = {"num_hidden_layers": 256, "block_size": 4096, "target_layer_ids": 1024}
+_LARGEST_SIZE = 1 << 24
 
 _CONTAINERS = ("jetspec_config", "dflash_config")
 _UNSUPPORTED_FLAGS = {
@@ -63,11 +69,12 @@ class BlockHeadConfig:
             "num_key_value_heads",
             "vocab_size",
         ):
+            most = _LARGEST.get(name, _LARGEST_SIZE)
             _require(
-                isinstance(getattr(self, name), int) and getattr(self, name) >= 1,
+                _is_integer(getattr(self, name)) and 1 <= getattr(self, name) <= most,
                 name,
                 getattr(self, name),
-                "an integer >= 1",
+                f"an integer from 1 to {most}",
             )
         _require(
             self.num_attention_heads % self.num_key_value_heads == 0,
@@ -76,20 +83,36 @@ class BlockHeadConfig:
             f"a divisor of num_attention_heads = {self.num_attention_heads}",
         )
         _require(
-            self.block_size >= 2,
+            2 <= self.block_size <= _LARGEST["block_size"],
             "block_size",
             self.block_size,
-            "an integer >= 2 (the anchor and at least one drafted token)",
+            "an integer >= 2 (the anchor and at least one drafted token), at most "
+            f"{_LARGEST['block_size']}",
         )
         _require(
-            len(self.target_layer_ids) >= 1,
+            1 <= len(self.target_layer_ids) <= _LARGEST["target_layer_ids"],
             "target_layer_ids",
             self.target_layer_ids,
-            "at least one layer id",
+            f"1 to {_LARGEST['target_layer_ids']} layer ids",
+        )
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value > 0, name, value, "a positive number")
+        _require(
+            self.mask_token_id is None or _is_integer(self.mask_token_id),
+            "mask_token_id",
+            self.mask_token_id,
+            "an integer",
+        )
+        _require(
+            _is_integer(self.target_hidden_size) and 1 <= self.target_hidden_size <= _LARGEST_SIZE,
+            "target_hidden_size",
+            self.target_hidden_size,
+            f"an integer from 1 to {_LARGEST_SIZE}",
         )
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
         _require(
-            1 <= self.draft_vocab_size <= self.vocab_size,
+            _is_integer(self.draft_vocab_size) and 1 <= self.draft_vocab_size <= self.vocab_size,
             "draft_vocab_size",
             self.draft_vocab_size,
             f"1..{self.vocab_size} (vocab_size)",
@@ -120,11 +143,13 @@ class BlockHeadConfig:
                 f"draft head {str(directory)!r} has no config.json; give the folder "
                 "that holds config.json and model.safetensors"
             )
+        raw = read_json_object(path, "a head's config")
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}; fetch the head again") from None
-        return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
+            return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
+        except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
+            raise ValueError(
+                f"{path} holds a value of a type that no head has ({error}); fetch the head again"
+            ) from None
 
     @classmethod
     def from_dict(
@@ -178,10 +203,14 @@ class BlockHeadConfig:
         }
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _require(condition: bool, name: str, value: object, legal: str) -> None:
     if not condition:
         raise ValueError(
-            f"draft head config: {name} = {value!r}, legal: {legal}; correct the "
+            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the "
             "head's config.json or use another head"
         )
 
@@ -223,7 +252,12 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
 
 def _layer_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = _need(raw, "hidden_size"), _need(raw, "num_attention_heads")
-    _refuse_unsupported(raw, _need(raw, "num_hidden_layers"))
+    layers = _need(raw, "num_hidden_layers")
+    # Before anything is made per layer.
+    most = _LARGEST["num_hidden_layers"]
+    legal = _is_integer(layers) and 1 <= layers <= most
+    _require(legal, "num_hidden_layers", layers, f"an integer from 1 to {most}")
+    _refuse_unsupported(raw, layers)
     return {
         "hidden_size": hidden,
         "intermediate_size": _need(raw, "intermediate_size"),

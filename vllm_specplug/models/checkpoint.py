@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vllm_specplug.models.block_config import BlockHeadConfig
 from vllm_specplug.models.block_head import BlockHead
+from vllm_specplug.models.checkpoint_files import read_safetensors, shard_files
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -73,11 +73,13 @@ def load_block_head(
     config = BlockHeadConfig.from_pretrained(
         directory, num_target_layers=num_target_layers, causal=causal
     )
-    tensors = read_tensors(directory)
-    config = _check_target(config, target_config, tensors)
+    # Headers first: nothing is read of a checkpoint that does not fit.
+    headers = read_tensors(directory, headers_only=True)
+    config = _check_target(config, target_config, headers)
     with torch.device("meta"):
         head = BlockHead(config)
-    _check_tensors(directory, config, head, tensors)
+    _check_tensors(directory, config, head, headers)
+    tensors = read_tensors(directory)
 
     d2t = tensors.get("d2t")
     if d2t is not None:
@@ -182,14 +184,7 @@ def read_tensors(directory: Path, headers_only: bool = False) -> dict[str, torch
     if single.is_file():
         files = [single]
     elif index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = [directory / name for name in sorted(set(weight_map.values()))]
-        absent = [path.name for path in files if not path.is_file()]
-        if absent:
-            raise ValueError(
-                f"draft head {str(directory)!r}: {INDEX_NAME} names missing files "
-                f"{absent}; fetch them"
-            )
+        files = shard_files(index)
     else:
         files = sorted(directory.glob("*.safetensors"))
     pickles = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLE_SUFFIXES)
@@ -210,21 +205,7 @@ def read_tensors(directory: Path, headers_only: bool = False) -> dict[str, torch
             "'mask_embedding' [H] in the safetensors file. Convert it once where you trust it with "
             "torch.load(..., weights_only=True)"
         )
-    tensors: dict[str, torch.Tensor] = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 - not a mapping
-                    tensors[name.removeprefix("model.")] = (
-                        torch.empty(handle.get_slice(name).get_shape(), device="meta")
-                        if headers_only
-                        else handle.get_tensor(name)
-                    )
-        except Exception as error:
-            raise ValueError(
-                f"{path} cannot be read as safetensors ({error}); fetch it again"
-            ) from None
-    return tensors
+    return read_safetensors(files, headers_only=headers_only)
 
 
 def _check_target(

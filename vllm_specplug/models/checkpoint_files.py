@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a draft checkpoint, read as what they are: somebody else's input.
+
+Nothing here trusts a length, a name or a number in a file. Every refusal is a ValueError that
+names the file; nothing is allocated by a claim that the file's own size does not cover.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+# A config is some kilobytes, an index of shards some hundred.
+MAX_JSON_BYTES = 16 << 20
+# Eight bytes before the header of a safetensors file say how long it is; some hundred bytes a
+# tensor are usual.
+MAX_HEADER_BYTES = 16 << 20
+_INTEGER_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64", "I32")}
+_WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
+
+
+def read_json_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file of bounded size.
+
+    Raises:
+        ValueError: when it is too large, not text, not JSON, nested too deep or not an object.
+    """
+    size = path.stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise ValueError(
+            f"{path} holds {size} bytes, legal for {what}: at most {MAX_JSON_BYTES}; "
+            "fetch the head again"
+        )
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; fetch the head again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not {what}: legal is a JSON object; fetch the head again")
+    return value
+
+
+def shard_files(index: Path) -> list[Path]:
+    """The files that an index names, all of them beside it.
+
+    Raises:
+        ValueError: for names that lead elsewhere, files that are missing, a map that is none.
+    """
+    weight_map = read_json_object(index, "an index of shards").get("weight_map")
+    if not isinstance(weight_map, Mapping) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise ValueError(
+            f"{index}: weight_map is missing or maps tensors to something other than file names; "
+            "fetch the head again"
+        )
+    names = sorted(set(weight_map.values()))
+    # Only the name is judged: files of a hub cache are links to another folder, and may be.
+    for name in names:
+        if name != Path(name).name or not name.endswith(".safetensors") or "\0" in name:
+            raise ValueError(
+                f"{index} names the file {name!r}, legal: names of *.safetensors files in the "
+                "same folder. Do not use this checkpoint"
+            )
+    files = [index.parent / name for name in names]
+    absent = [path.name for path in files if not path.is_file()]
+    if absent:
+        raise ValueError(
+            f"draft head {str(index.parent)!r}: {index.name} names missing files {absent}; "
+            "fetch them"
+        )
+    return files
+
+
+def read_safetensors(
+    files: Iterable[Path], *, headers_only: bool = False
+) -> dict[str, torch.Tensor]:
+    """All tensors of `files` by their name without the optional 'model.' prefix.
+
+    With `headers_only` they are meta tensors: names and shapes, no data.
+
+    Raises:
+        ValueError: for files that are no safetensors, tensors of a dtype that weights never have,
+            and values that are not finite.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files:
+        _check_header_length(path)
+        try:
+            with safe_open(path, framework="pt") as handle:
+                for full_name in handle.keys():  # noqa: SIM118 - not a mapping
+                    name = full_name.removeprefix("model.")
+                    part = handle.get_slice(full_name)
+                    _check_dtype(path, name, str(part.get_dtype()))
+                    tensors[name] = (
+                        torch.empty(part.get_shape(), device="meta")
+                        if headers_only
+                        else handle.get_tensor(full_name)
+                    )
+        except _Refused as error:
+            raise ValueError(str(error)) from None
+        except Exception as error:
+            raise ValueError(
+                f"{path} cannot be read as safetensors ({error}); fetch it again"
+            ) from None
+    if not headers_only:
+        _check_finite(tensors)
+    return tensors
+
+
+class _Refused(ValueError):
+    """A refusal of ours, told apart from what the reader raises."""
+
+
+def _check_header_length(path: Path) -> None:
+    with path.open("rb") as stream:
+        claimed = int.from_bytes(stream.read(8), "little")
+    if claimed > min(MAX_HEADER_BYTES, path.stat().st_size):
+        raise ValueError(
+            f"{path} claims a header of {claimed} bytes, legal: at most {MAX_HEADER_BYTES} and "
+            "no more than the file holds; fetch it again"
+        )
+
+
+def _check_dtype(path: Path, name: str, dtype: str) -> None:
+    legal = _INTEGER_TENSORS.get(name, _WEIGHT_DTYPES)
+    if dtype not in legal:
+        raise _Refused(
+            f"{path}: tensor {name!r} has dtype {dtype}, legal: {', '.join(legal)}; quantised or "
+            "damaged weights cannot be served, use the head's original weights"
+        )
+
+
+def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        # The sum of a tensor that holds NaN or infinities is not finite, and needs no mask; where
+        # finite values overflow it the exact question is asked.
+        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
+            bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+            if bad:
+                raise ValueError(
+                    f"draft head: tensor {name!r} holds {bad} values that are not finite (NaN or "
+                    "infinite); the checkpoint is damaged, fetch it again"
+                )
