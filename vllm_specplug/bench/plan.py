@@ -160,6 +160,8 @@ class BenchPlan(BaseModel):
                 raise ValueError(f"two servers are called {name!r}; give one another name")
         if BASELINE not in names:
             raise ValueError(f"servers must contain {BASELINE!r}: every speed-up is a ratio to it")
+        if self.together and self.port is not None:
+            raise ValueError("servers that are up together need a port each: leave port out")
         if self.min_requests > self.max_requests:
             raise ValueError(
                 f"min_requests={self.min_requests} is above max_requests={self.max_requests}"
