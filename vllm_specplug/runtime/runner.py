@@ -13,14 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import envs
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    get_tp_group,
+)
 
-from vllm_specplug.budget import RowBudget
+from vllm_specplug.budget import AdaptiveBudget, StepCostModel
 from vllm_specplug.drafters.base import CommittedTokens, DraftRequests
 from vllm_specplug.kernels import compact_kv, tree_metadata
 from vllm_specplug.kvcache import path_moves
 from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
+from vllm_specplug.runtime.calibration import calibrate
 from vllm_specplug.runtime.draft_cache import DraftKVLayer, PagedDraftCache
+from vllm_specplug.runtime.draft_planner import Batch, DraftPlanner
 from vllm_specplug.runtime.logits_processors import plain_logits_processors
 from vllm_specplug.runtime.proposer import TreeProposer
 from vllm_specplug.runtime.step import StepRequest, TreeStep
@@ -29,18 +35,6 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 from vllm_specplug.verify.cpu import cpu_kv_layout
 from vllm_specplug.verify.tree_rows import CpuTreeRows, attach_tree_rows
-
-
-def default_step_rows(device: torch.device, dtype: torch.dtype) -> int:
-    """Rows a step may verify before trees shrink, where the user did not say.
-
-    A decoding step reads all weights whatever its rows; rows are nearly free until arithmetic
-    takes longer than that. Measured on two cores: about 32 rows with AMX, half without.
-    """
-    if device.type != "cpu":
-        return 1024
-    has_amx = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    return 32 if has_amx else 16
 
 
 class TreeRunnerMixin:
@@ -55,14 +49,6 @@ class TreeRunnerMixin:
         self.tree_spec = spec
         if spec.aux_layers:
             self.use_aux_hidden_state_outputs = True
-        self.row_budget = RowBudget(
-            max_nodes=spec.num_speculative_tokens,
-            # Beyond the scheduler's own limit the last requests of a batch would starve.
-            max_step_rows=min(
-                spec.max_step_rows or default_step_rows(device, vllm_config.model_config.dtype),
-                vllm_config.scheduler_config.max_num_batched_tokens,
-            ),
-        )
         # Trees proposed in the last step, by request id; consumed by the next one.
         self.proposed_trees: dict[str, DraftTree] = {}
         self.tree_step = TreeStep([])
@@ -71,7 +57,16 @@ class TreeRunnerMixin:
             log_interval_s=envs.VLLM_LOG_STATS_INTERVAL,
             is_reporting=get_tensor_model_parallel_rank() == 0,
         )
-        self.step_start = 0.0
+        # Beyond the scheduler's own limit the last requests of a batch would starve.
+        most_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self.planner = DraftPlanner(
+            spec,
+            max_step_rows=min(spec.max_step_rows or most_rows, most_rows),
+            stats=self.tree_metrics.stats,
+            share=first_rank_values,
+        )
+        # Rows of the block table that a draft forward without requests may read.
+        self.rehearsal_requests = 0
 
     # -- set-up ---------------------------------------------------------------------------
 
@@ -101,16 +96,27 @@ class TreeRunnerMixin:
                 PagedDraftCache(
                     layers,
                     block_table=lambda: self.input_batch.block_table[0].get_device_tensor(
-                        self.input_batch.num_reqs
+                        self.input_batch.num_reqs or self.rehearsal_requests
                     ),
                     scale=layers[0].spec.head_dim ** -0.5,
                 )
             )
 
+    def start_budget(self) -> None:
+        """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
+        if not self.planner.is_adaptive:
+            return
+        calibration = calibrate(self, first_rank_values, get_tensor_model_parallel_rank() == 0)
+        self.planner.adaptive = AdaptiveBudget(
+            StepCostModel(calibration),
+            self.planner.row_budget.max_step_rows,
+            self.drafter.drafter.forward_depth,
+        )
+
     # -- the step ------------------------------------------------------------------------
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        self.step_start = time.perf_counter()
+        self.planner.begin_step()
         return super().execute_model(*args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -276,9 +282,9 @@ class TreeRunnerMixin:
         common_attn_metadata: Any,
         slot_mappings: Any,
     ) -> list[list[int]]:
-        start = time.perf_counter()
         drafter = self.drafter.drafter
         drafter.forget(scheduler_output.finished_req_ids)
+        self.planner.forget(scheduler_output.finished_req_ids)
         rows, slot_rows, positions = self.tree_step.committed_rows()
         slots = common_attn_metadata.slot_mapping[torch.from_numpy(slot_rows)]
         drafter.observe(
@@ -289,16 +295,13 @@ class TreeRunnerMixin:
                 slots=slots,
             )
         )
-        requests = self._draft_requests(sampled_token_ids, sampling_metadata)
+        requests, batch = self._draft_requests(sampled_token_ids)
         drafts: list[list[int]] = [[] for _ in self.input_batch.req_ids]
-        if len(requests):
-            trees = drafter.propose(requests)
-            for i, tree in zip(requests.req_indices, trees, strict=True):
-                if tree.num_nodes:
-                    self.proposed_trees[self.input_batch.req_ids[i]] = tree
-                    drafts[i] = tree.token_ids.tolist()
-        if len(requests):
-            self.tree_metrics.stats.observe_ms("draft", 1e3 * (time.perf_counter() - start))
+        trees = self.planner.draft(drafter, requests, batch)
+        for i, tree in zip(requests.req_indices, trees, strict=True):
+            if tree.num_nodes:
+                self.proposed_trees[self.input_batch.req_ids[i]] = tree
+                drafts[i] = tree.token_ids.tolist()
         return drafts
 
     def take_draft_token_ids(self) -> Any:
@@ -314,30 +317,36 @@ class TreeRunnerMixin:
             setattr(drafts, PARENTS_ATTRIBUTE, parents)
         return drafts
 
-    def _draft_requests(
-        self, sampled_token_ids: list[list[int]], sampling_metadata: Any
-    ) -> DraftRequests:
-        """Who is drafted for, from which anchor, and how much each may draft."""
-        requests = DraftRequests()
-        running = [i for i, tokens in enumerate(sampled_token_ids) if tokens]
-        nodes = self.row_budget.nodes_per_request(len(running))
-        if nodes == 0:
-            self.tree_metrics.stats.observe_plain("batch", len(running))
-            return requests
-        self.tree_metrics.stats.tree_budget = nodes
-        for i in running:
+    def _draft_requests(self, sampled_token_ids: list[list[int]]) -> tuple[DraftRequests, Batch]:
+        """Who is drafted for, from which anchor, how much each may draft, and what else the next
+        step holds."""
+        requests, batch = DraftRequests(), Batch()
+        running = sum(1 for tokens in sampled_token_ids if tokens)
+        for i, tokens in enumerate(sampled_token_ids):
             state = self.requests[self.input_batch.req_ids[i]]
             num_tokens = int(self.input_batch.num_tokens_no_spec[i])
+            if not tokens:
+                # A prompt that goes on in the next step.
+                done = self.tree_step.requests[i].end_row - self.tree_step.requests[i].first_row
+                done += self.tree_step.requests[i].num_computed
+                rows = min(num_tokens - done, self.max_num_tokens - running)
+                batch.other_rows += rows
+                batch.other_context += rows * (done + rows // 2)
+                continue
+            batch.num_roots += 1
+            batch.root_context += num_tokens
             params = state.sampling_params
             remaining = self.max_model_len - num_tokens - 1
             if params is not None and params.max_tokens is not None:
                 # The step after this one always emits a token of its own.
                 remaining = min(remaining, params.max_tokens - len(state.output_token_ids) - 1)
+            extra_args = params.extra_args if params is not None else None
+            nodes, reason = self.planner.nodes_for(state.req_id, extra_args, num_tokens, running)
             depth = min(remaining, nodes)
             if depth < 1:
-                self.tree_metrics.stats.observe_plain("near_max_len")
+                reason = reason if nodes < 1 else "near_max_len"
+                self.tree_metrics.stats.observe_plain(reason)
                 continue
-            structured = params is not None and params.structured_outputs is not None
             requests.req_ids.append(state.req_id)
             requests.token_ids.append(self.input_batch.token_ids_cpu[i, :num_tokens])
             requests.context_lens.append(num_tokens - 1)
@@ -345,7 +354,7 @@ class TreeRunnerMixin:
             requests.budgets.append(nodes)
             requests.widths.append(self.drafter.options.tree_width)
             requests.depths.append(depth)
-        return requests
+        return requests, batch
 
     def _record_verification(self, walked: float) -> None:
         stats = self.tree_metrics.stats
@@ -354,7 +363,22 @@ class TreeRunnerMixin:
             if r.tree is not None and r.tree.num_nodes:
                 stats.observe_draft(r.tree.num_nodes, len(r.accepted_path))
                 step_nodes += r.tree.num_nodes
+        self.planner.observe(self.tree_step, self.input_batch.req_ids, walked)
         if step_nodes:
             stats.observe_step_nodes(step_nodes)
-            stats.observe_ms("verify", 1e3 * (walked - self.step_start))
+            stats.observe_ms("verify", self.planner.verify_ms)
             stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))
+
+
+def first_rank_values(values: list[float]) -> list[float]:
+    """The values of the first tensor parallel rank, on every rank.
+
+    Clocks differ between ranks, and decisions made from them would too; then ranks would verify
+    different trees.
+    """
+    if get_tensor_model_parallel_world_size() == 1:
+        return values
+    group = get_tp_group()
+    shared = torch.tensor(values, dtype=torch.float64)
+    torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
+    return shared.tolist()

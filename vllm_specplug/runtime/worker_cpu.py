@@ -6,6 +6,7 @@ from __future__ import annotations
 # Must come first: it sets up shared memory before torch's threads start.
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 import os
+from typing import Any
 
 import torch
 import vllm.v1.attention.selector as selector
@@ -53,6 +54,11 @@ class TreeCPUWorker(CPUWorker):
 
     Ledger: cpu_runner, cpu_backend.
     """
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.start_budget()
+        return times
 
     def init_device(self) -> None:
         spec = self.vllm_config.speculative_config
