@@ -62,7 +62,11 @@ def measure(model: str, dtype: str, steps: int) -> list[dict[str, Any]]:
         max_model_len=2048,
         max_num_seqs=1,
         enable_prefix_caching=True,
-        speculative_config={"method": "ngram_tree", "num_speculative_tokens": max(NODES)},
+        speculative_config={
+            "method": "ngram_tree",
+            "num_speculative_tokens": max(NODES),
+            "tree_budget": max(NODES),
+        },
     )
     engine: Any = llm.llm_engine.engine_core
     runner = engine.engine_core.model_executor.driver_worker.worker.model_runner
@@ -78,7 +82,6 @@ def measure(model: str, dtype: str, steps: int) -> list[dict[str, Any]]:
         return [DraftTree.chain(rng.sample(range(1000, VOCAB), state["nodes"]))]
 
     runner.drafter.drafter.propose = propose
-    runner.row_budget = type(runner.row_budget)(max(NODES), max(NODES) + 1)
     end_step = runner.tree_metrics.end_step
 
     def timed_end_step() -> Any:

@@ -157,15 +157,6 @@ class LongSpecDrafter(Drafter):
             return super().look_up(requests)
         return self.ngrams.look_up(requests)
 
-    @property
-    def forward_depth(self) -> int:
-        return self.options.tree_depth
-
-    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
-        if self.ngrams is None:
-            return super().look_up(requests)
-        return self.ngrams.look_up(requests)
-
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         trees = [DraftTree.empty()] * len(requests)
         chosen, drafted = requests.for_forward()
