@@ -13,11 +13,12 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from .cpu_layout import CpuKvLayout
+from .cpu_layout import KINDS, CpuKvLayout
 from .extension import load_cpu_extension
 from .metadata import TreeAttnMetadata
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+_BLOCK = 32
 
 
 def prefix_attn(
@@ -67,20 +68,16 @@ def tree_part_attn(
 
     `meta.context_lens` is not read. Keys and values are dense, in the order of the mask rows.
     """
-    num_groups = query.shape[1] // key.shape[1]
-    for req, start, rows, _, first in meta.plan.t().tolist():
-        del req
-        mask = reference.words_to_bool(meta.mask_words[first : first + rows], rows)
-        out, part = reference.dense_attention(
-            query[start : start + rows],
-            key[first : first + rows],
-            value[first : first + rows],
-            scale,
-            num_groups,
-            mask,
-        )
-        output[start : start + rows] = out.to(output.dtype)
-        lse[start : start + rows] = part
+    if load_cpu_extension() is None and query.dtype in _COMPILED_DTYPES:
+        plan = meta.plan.clone()
+        plan[3] = 0  # context lengths: nothing is read from the cache, which may be empty
+        cache = key.new_empty(0, key.shape[1], _BLOCK, key.shape[2])
+        torch.ops.specplug.tree_attn.default(
+            query, cache, cache, output, plan, meta.mask_words, meta.block_table, scale,
+            KINDS["vec"], _BLOCK, None, key, value, False, lse,
+        )  # fmt: skip
+        return
+    reference.tree_part_attn_reference(query, key, value, output, lse, meta, scale)
 
 
 def merge_attn(

@@ -101,6 +101,34 @@ def dense_attention(
     return torch.einsum("hij,jhd->ihd", weights, v), lse.t()
 
 
+def tree_part_attn_reference(
+    # [T, Hq, Dh]
+    query: torch.Tensor,
+    # [M, Hkv, Dh]
+    key: torch.Tensor,
+    value: torch.Tensor,
+    # [T, Hq, Dh], written in place
+    output: torch.Tensor,
+    # float32 [T, Hq], written in place
+    lse: torch.Tensor,
+    meta: TreeAttnMetadata,
+    scale: float,
+) -> None:
+    """See `hybrid_attn.tree_part_attn`."""
+    for _, start, rows, _, first in meta.plan.t().tolist():
+        of_tree = slice(first, first + rows)
+        out, part = dense_attention(
+            query[start : start + rows],
+            key[of_tree],
+            value[of_tree],
+            scale,
+            query.shape[1] // key.shape[1],
+            words_to_bool(meta.mask_words[of_tree], rows),
+        )
+        output[start : start + rows] = out.to(output.dtype)
+        lse[start : start + rows] = part
+
+
 def merge_attn_reference(
     # [T, Hq, Dh], updated in place
     output: torch.Tensor,

@@ -80,6 +80,22 @@ def test_compiled_prefix_equals_the_reference(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_tree_part_equals_the_reference(dtype: torch.dtype) -> None:
+    assert load_cpu_extension() is None, "the compiled kernels are under test"
+    kind, tolerance = DTYPES[dtype]
+    trees = _trees([(5, 3), (40, 0), (100, 130)], 2)
+    case = PagedTrees(layout_of(kind, dtype, 32, 64), 3, 3, trees, dense=True)
+    meta = case.metadata(ancestor_words([parents for _, parents in trees]))
+    results = []
+    for run in (tree_part_attn, reference.tree_part_attn_reference):
+        output, lse = torch.zeros_like(case.query), torch.zeros(case.query.shape[:2])
+        run(case.query, case.tail_key, case.tail_value, output, lse, meta, case.scale)
+        results.append((output.double(), lse))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_merge_is_attention_over_both_sets_of_keys(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
 

@@ -190,6 +190,9 @@ def train(
     draft_vocab_size: Annotated[
         int, typer.Option(min=1, help="Most frequent answer tokens; not with --init-from.")
     ] = 8192,
+    vocab_from: Annotated[
+        str, typer.Option(help="Folder of a head for this target whose draft vocabulary to use.")
+    ] = "",
     intermediate_size: Annotated[int, typer.Option(min=0, help="MLP width; 0: the target's.")] = 0,
     loss: Annotated[str, typer.Option(help="forward_kl, reverse_kl, or sft as published.")] = (
         "forward_kl"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from vllm_specplug.models.checkpoint import read_tensors
 from vllm_specplug.models.longspec_checkpoint import load_longspec_head, save_longspec_head
 from vllm_specplug.models.longspec_config import DEFAULT_WINDOW, LongSpecConfig, check_window
 from vllm_specplug.models.longspec_head import LongSpecHead
@@ -38,16 +39,33 @@ from vllm_specplug.train.target import TargetWeights
 @dataclass(frozen=True)
 class LongSpecRun:
     """What a run reads and the shape of its head. `init_from` continues from the weights of another
-    head (the next stage) and takes its shape and draft vocabulary."""
+    head (the next stage) and takes its shape and draft vocabulary; `vocab_from` takes the draft
+    vocabulary of any head for this target."""
 
     target: str
     features: str
     heldout: str
     window_size: int = DEFAULT_WINDOW
     draft_vocab_size: int = 8192
+    vocab_from: str = ""
     intermediate_size: int = 0
     init_from: str = ""
     eval_sequences: int = 24
+
+
+def vocabulary_of(folder: str) -> torch.Tensor:
+    """Target token of each draft id of a head, int64 [V'].
+
+    Raises:
+        ValueError: when the head drafts over the whole vocabulary, or cannot be read.
+    """
+    d2t = read_tensors(Path(folder)).get("d2t")
+    if d2t is None:
+        raise ValueError(
+            f"--vocab-from {folder!r} has no reduced draft vocabulary (tensor 'd2t'); leave it out "
+            "or name another head"
+        )
+    return d2t.to(torch.int64) + torch.arange(len(d2t))
 
 
 def train_longspec(
@@ -75,7 +93,10 @@ def train_longspec(
         eos = weights.config.get("eos_token_id")
         always = eos if isinstance(eos, list) else [eos] if eos is not None else []
         size = min(run.draft_vocab_size, vocab_size)
-        ids, coverage = draft_vocabulary(store, size, vocab_size, always)
+        if run.vocab_from:
+            ids, coverage = vocabulary_of(run.vocab_from), None
+        else:
+            ids, coverage = draft_vocabulary(store, size, vocab_size, always)
         head = LongSpecHead(
             LongSpecConfig.for_target(
                 weights.config,
