@@ -22,6 +22,9 @@ _UNSUPPORTED_FLAGS = {
     "attention_sink_bias": "attention sinks are not implemented",
     "attention_value_scale": "value scaling is not implemented",
 }
+# Heads that go by DFlash's name or format and draft in another way.
+_OTHER_ARCHITECTURES = ("DFlash2DraftModel", "LiLiCorrDraftModel", "DSpark")
+_MASK_ID_NAMES = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -233,8 +236,27 @@ def _refuse_unsupported(raw: Mapping[str, Any], num_layers: int) -> None:
         other,
         "'full_attention' for every draft layer (sliding-window heads are not supported)",
     )
+    if not types:
+        _require(
+            not raw.get("use_sliding_window"),
+            "use_sliding_window",
+            raw.get("use_sliding_window"),
+            "absent or false (sliding-window heads are not supported)",
+        )
     for name, reason in _UNSUPPORTED_FLAGS.items():
         _require(not raw.get(name), name, raw.get(name), f"absent or false ({reason})")
+    _require(
+        raw.get("is_neox_style") in (None, True),
+        "is_neox_style",
+        raw.get("is_neox_style"),
+        "absent or true (rotary embedding over halves)",
+    )
+    other_kinds = [
+        name
+        for name in raw.get("architectures") or []
+        if isinstance(name, str) and name.startswith(_OTHER_ARCHITECTURES)
+    ]
+    _require(not other_kinds, "architectures", other_kinds, "'DFlashDraftModel' and its kin")
     _require(raw.get("logit_scale") in (None, 1, 1.0), "logit_scale", raw.get("logit_scale"), "1.0")
     _require(raw.get("hidden_act") in (None, "silu"), "hidden_act", raw.get("hidden_act"), "'silu'")
 
@@ -293,6 +315,9 @@ def _from_zlab(
         known = [value for value in stated if value is not None]
         causal = bool(known[0]) if known else raw.get("jetspec_config") is not None
     layer_ids = container.get("target_layer_ids", raw.get("target_layer_ids"))
+    if layer_ids is None and raw.get("eagle_aux_hidden_state_layer_ids"):
+        # These count the embedding as 0.
+        layer_ids = [int(i) - 1 for i in raw["eagle_aux_hidden_state_layer_ids"]]
     if layer_ids is None:
         num_target_layers = num_target_layers or raw.get("num_target_layers")
         _require(
@@ -304,7 +329,8 @@ def _from_zlab(
         assert num_target_layers is not None
         layer_ids = default_target_layer_ids(num_target_layers, shape["num_hidden_layers"])
     block_size = raw.get("block_size", container.get("block_size"))
-    mask = container.get("mask_token_id", raw.get("mask_token_id"))
+    masks = [source.get(name) for source in (container, raw) for name in _MASK_ID_NAMES]
+    mask = next((value for value in masks if value is not None), None)
     return BlockHeadConfig(
         **shape,
         draft_vocab_size=raw.get("draft_vocab_size")

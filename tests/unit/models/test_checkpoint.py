@@ -114,6 +114,12 @@ def test_block_size_is_read_from_top_level_or_container():
     assert BlockHeadConfig.from_dict(nested).block_size == 7
 
 
+def test_other_names_of_layer_ids_and_mask():
+    config = zlab_config(dflash_config=None, eagle_aux_hidden_state_layer_ids=[2, 5], pard_token=3)
+    read = BlockHeadConfig.from_dict(config, num_target_layers=6)
+    assert (read.target_layer_ids, read.mask_token_id) == ((1, 4), 3)
+
+
 def test_absent_layer_ids_follow_the_published_rule():
     assert default_target_layer_ids(36, 5) == (1, 9, 17, 25, 33)
     assert default_target_layer_ids(30, 1) == (15,)
@@ -234,6 +240,11 @@ def test_head_of_another_target_names_field_and_legal_values(
             ["sample_from_anchor"],
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, ["rope_scaling.rope_type", "yarn"]),
+        ({"layer_types": None, "use_sliding_window": True}, ["use_sliding_window", "sliding"]),
+        ({"dflash_config": {"use_swa": True, "target_layer_ids": [1]}}, ["use_swa"]),
+        ({"is_neox_style": False}, ["is_neox_style = False"]),
+        ({"logit_scale": 0.5}, ["logit_scale = 0.5"]),
+        ({"architectures": ["DFlash2DraftModel"]}, ["architectures", "DFlash2DraftModel"]),
         ({"block_size": 1}, ["block_size = 1", ">= 2"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads = 3", "4"]),
         ({"hidden_size": None}, ["hidden_size is missing"]),
