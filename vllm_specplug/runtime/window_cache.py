@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,14 @@ def window_bytes(spec: WindowSpec, num_requests: int, dtype: torch.dtype) -> int
     blocks = -(-spec.size // _BLOCK)
     per_slot = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
     return num_requests * blocks * _BLOCK * per_slot
+
+
+def window_cache_bytes(runner: Any) -> int:
+    """Bytes of the windows a runner's drafter keeps; 0 where it keeps none."""
+    spec = runner.drafter.drafter.window_spec()
+    if spec is None:
+        return 0
+    return window_bytes(spec, runner.max_num_reqs, runner.model_config.dtype)
 
 
 class WindowCache:
