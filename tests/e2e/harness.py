@@ -24,6 +24,8 @@ METHODS: dict[str, dict[str, Any]] = {
         "method": "jetspec",
         "model": str(REPO / "heads" / "smollm2-135m-jetspec"),
         "num_speculative_tokens": 16,
+        # Fixed: what is drafted must not depend on how fast the machine is just then.
+        "tree_budget": 16,
         "ngram_topk": 0,
         "max_step_rows": 512,
     },
@@ -31,10 +33,16 @@ METHODS: dict[str, dict[str, Any]] = {
         "method": "jetspec",
         "model": str(REPO / "heads" / "smollm2-135m-jetspec"),
         "num_speculative_tokens": 24,
+        "tree_budget": 24,
         "ngram_topk": 3,
         "max_step_rows": 768,
     },
-    "ngram_tree": {"method": "ngram_tree", "num_speculative_tokens": 16, "max_step_rows": 512},
+    "ngram_tree": {
+        "method": "ngram_tree",
+        "num_speculative_tokens": 16,
+        "tree_budget": 16,
+        "max_step_rows": 512,
+    },
 }
 
 

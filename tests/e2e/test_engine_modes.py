@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine
-from tests.e2e.tiny import make_head, make_target
+from tests.e2e.tiny import make_head, make_local_head, make_target
 
 pytestmark = pytest.mark.e2e
 
@@ -42,7 +42,29 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "chain": ({}, {"tree_width": 1}, {}),
     "bidirectional": ({}, {"causal": False}, {}),
     "one_node": ({}, {"num_speculative_tokens": 1}, {}),
+    "auto_budget": ({}, {"tree_budget": "auto"}, {}),
+    "auto_budget_tensor_parallel": (
+        {"tensor_parallel_size": 2},
+        {"tree_budget": "auto"},
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    ),
     "largest_tree": ({}, {"num_speculative_tokens": 256, "tree_width": 12}, {}),
+}
+
+
+# Block heads that are bidirectional, alone and with a local head: name of the local head's kind
+# (None: ddtree), the block size, speculative options.
+FUSED: dict[str, tuple[str | None, int, dict[str, Any]]] = {
+    "ddtree": (None, 5, {}),
+    "ddtree_chain": (None, 16, {"tree_width": 1}),
+    "ddtree_16_slots": (None, 16, {"num_speculative_tokens": 40}),
+    "dels_gru": ("gru", 5, {}),
+    "dels_gru_chain": ("gru", 16, {"tree_width": 1}),
+    "dels_gru_16_slots": ("gru", 16, {"num_speculative_tokens": 40, "tree_depth": 9}),
+    "dels_markov": ("markov", 5, {"anchor_input": True}),
+    "dels_lists": ("gru", 5, {"alpha": [0.2, 0.5, 0.9], "beta": [0.0, 0.1, 0.4]}),
+    "dels_no_gate_table": ("gru", 5, {"gate_table_mb": 0, "local_candidates": 8}),
+    "dels_readable": ("gru", 5, {"tree_kernel": "reference"}),
 }
 
 
@@ -86,7 +108,58 @@ def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str
         "max_step_rows": 4096,
         **options,
     }
+    # Fixed unless a mode says otherwise: what is drafted must not depend on the clock.
+    speculative.setdefault("tree_budget", speculative["num_speculative_tokens"])
     tree = run_engine({**_engine(target), **engine}, _CALLS, speculative=speculative, env=env)
     assert tree.token_ids() == _plain(target).token_ids()
     assert len({tuple(ids) for ids in tree.token_ids()}) > 1
     assert_drafted(tree, least_acceptance=0.0)
+
+
+@pytest.fixture(scope="session")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bidirectional heads of two block sizes and local heads of both kinds."""
+    folder = tmp_path_factory.mktemp("fused")
+    for size in (5, 16):
+        make_head(folder / f"head{size}", VOCAB, causal=False, block_size=size)
+    for kind in ("gru", "markov"):
+        make_local_head(folder / kind, VOCAB, kind=kind)
+    return folder
+
+
+def _fused_spec(folder: Path, name: str) -> dict[str, Any]:
+    kind, block_size, options = FUSED[name]
+    spec: dict[str, Any] = {"method": "ddtree"}
+    if kind is not None:
+        spec = {"method": "dels", "local_head": str(folder / kind)}
+    return {
+        **spec,
+        "model": str(folder / f"head{block_size}"),
+        "num_speculative_tokens": 24,
+        "tree_budget": options.get("num_speculative_tokens", 24),
+        "max_step_rows": 4096,
+        "ngram_topk": 0,
+        **options,
+    }
+
+
+@pytest.mark.xdist_group("engine_modes")
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_heads_keep_the_output(models: tuple[Path, Path], fused: Path, name: str) -> None:
+    target, _ = models
+    tree = run_engine(_engine(target), _CALLS, speculative=_fused_spec(fused, name))
+    assert tree.token_ids() == _plain(target).token_ids()
+    assert_drafted(tree, least_acceptance=0.0)
+
+
+@pytest.mark.xdist_group("engine_modes")
+def test_weights_of_zero_draft_what_the_block_head_drafts(
+    models: tuple[Path, Path], fused: Path
+) -> None:
+    target, _ = models
+    alone = run_engine(_engine(target), _CALLS, speculative=_fused_spec(fused, "ddtree"))
+    spec = {**_fused_spec(fused, "dels_gru"), "alpha": 0, "beta": [0.0, 0.0, 0.0]}
+    weightless = run_engine(_engine(target), _CALLS, speculative=spec)
+    corrected = run_engine(_engine(target), _CALLS, speculative=_fused_spec(fused, "dels_gru"))
+    assert (weightless.drafted, weightless.accepted) == (alone.drafted, alone.accepted)
+    assert (corrected.drafted, corrected.accepted) != (alone.drafted, alone.accepted)

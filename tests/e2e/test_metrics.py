@@ -27,7 +27,7 @@ if __name__ == "__main__":
         target, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=256,
         max_num_seqs=4, disable_log_stats=False, served_model_name="tiny",
         speculative_config={"method": "jetspec", "model": head, "num_speculative_tokens": 6,
-                            "max_step_rows": 14},
+                            "max_step_rows": 14, "tree_budget": 6},
     )
     prompts = [{"prompt_token_ids": [5, 6, 7 + i]} for i in range(2)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 MIN_USEFUL_NODES = 2
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowBudget:
     """Equal shares of a fixed number of rows."""
 

@@ -49,7 +49,7 @@ class Calibration:
                 for name in ("rows", "forward_ms", "logits_ms", "draft_rows", "draft_ms")
             }
             result = cls(attention_ms=float(data["attention_ms"]), **lists)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a calibration: {error!r}") from error
         pairs = (("rows", "forward_ms"), ("rows", "logits_ms"), ("draft_rows", "draft_ms"))
         for rows, times in pairs:

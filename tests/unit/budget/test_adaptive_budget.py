@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget as a whole: trees stay trees, load shrinks them, equal inputs give equal decisions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_specplug.budget import AdaptiveBudget, Calibration, NextStep, StepCostModel
+from vllm_specplug.tree import DraftTree
+
+ROWS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+# Flat to eight rows, then steeper: the shape of a small model on few cores.
+TIMES = (25.0, 27.0, 40.0, 62.0, 110.0, 205.0)
+DEEPEST = 5
+
+
+def calibration(
+    times: Sequence[float] = TIMES, draft: float = 0.3, attention_ms: float = 1e-4
+) -> Calibration:
+    return Calibration(
+        rows=ROWS,
+        forward_ms=tuple(times),
+        logits_ms=tuple(0.05 * r for r in ROWS),
+        attention_ms=attention_ms,
+        draft_rows=(1.0, 100.0),
+        draft_ms=(draft, 100 * draft),
+    )
+
+
+def budget(**kwargs: object) -> AdaptiveBudget:
+    return AdaptiveBudget(StepCostModel(calibration(**kwargs)), 4096, DEEPEST)
+
+
+def tree(probability: float, depth: int = DEEPEST) -> DraftTree:
+    """A chain with a sibling at each depth that is a tenth as likely."""
+    tokens, parents, depths, scores = [], [], [], []
+    parent, score = -1, 0.0
+    for level in range(1, depth + 1):
+        best = len(tokens)
+        for rank in (0, 1):
+            tokens.append(10 * level + rank)
+            parents.append(parent)
+            depths.append(level)
+            scores.append(score + np.log(probability) - 2.3 * rank)
+        parent, score = best, score + np.log(probability)
+    order = np.argsort(-np.array(scores), kind="stable")
+    place = np.empty(len(order), int)
+    place[order] = np.arange(len(order))
+    result = DraftTree(
+        np.array(tokens, np.int64)[order],
+        np.array([-1 if parents[n] < 0 else place[parents[n]] for n in order], np.int32),
+        np.array(depths, np.int32)[order],
+        np.array(scores, np.float32)[order],
+    )
+    result.validate()
+    return result
+
+
+def next_step(num_reqs: int, **changes: object) -> NextStep:
+    fields: dict = {
+        "req_ids": [f"r{i}" for i in range(num_reqs)],
+        "context_lens": [200] * num_reqs,
+        "caps": [16] * num_reqs,
+        "forward_limits": [DEEPEST] * num_reqs,
+        "fixed": [False] * num_reqs,
+        "num_roots": num_reqs,
+        "root_context": 200 * num_reqs,
+    }
+    return NextStep(**{**fields, **changes})
+
+
+def run(
+    controller: AdaptiveBudget, num_reqs: int, steps: int, probability: float, **changes: object
+) -> list[int]:
+    """Nodes of each step while drafts are worth `probability` a level."""
+    rng = np.random.default_rng(0)
+    sizes = []
+    for _ in range(steps):
+        step = next_step(num_reqs, **changes)
+        depths = controller.plan(step, [DraftTree.empty()] * num_reqs)
+        drafted = [tree(probability, d) if d else DraftTree.empty() for d in depths]
+        trees = controller.trim(drafted)
+        paths = []
+        for one in trees:
+            one.validate()
+            path, node = [], -1
+            while rng.random() < probability:
+                node = one.child_of(node, 10 * (len(path) + 1))
+                if node is None:
+                    break
+                path.append(node)
+            paths.append(path)
+        controller.observe(step.req_ids, trees, paths)
+        sizes.append(sum(t.num_nodes for t in trees))
+    return sizes
+
+
+def test_good_drafts_get_many_nodes_at_low_load_and_few_at_high_load() -> None:
+    per_request = []
+    for num_reqs in (1, 4, 16, 64):
+        sizes = run(budget(), num_reqs, 60, 0.8)
+        per_request.append(np.mean(sizes[30:]) / num_reqs)
+    assert per_request[0] > 4
+    assert all(a > b for a, b in zip(per_request, per_request[1:], strict=False))
+
+
+def test_useless_drafts_end_in_the_plain_path() -> None:
+    sizes = run(budget(draft=2.0), 8, 600, 0.05)
+    assert sum(sizes[300:]) < 0.1 * sum(sizes[:300]) + 300 * 0.1
+
+
+def test_rows_that_cost_nothing_are_used_whatever_they_promise() -> None:
+    controller = budget(times=[30.0 + 0.001 * r for r in ROWS], draft=0.01)
+    # Twenty nodes can be accepted at all: the likely one of each depth.
+    assert np.mean(run(controller, 4, 40, 0.6)[20:]) > 15
+
+
+def test_load_that_goes_up_and_down_is_followed_both_ways() -> None:
+    controller = budget()
+    means = [np.mean(run(controller, n, 40, 0.7)[20:]) / n for n in (1, 32, 1, 32, 1)]
+    assert min(means[0::2]) > 2 * max(means[1::2])
+
+
+def test_hard_limit_on_rows_holds() -> None:
+    controller = AdaptiveBudget(
+        StepCostModel(calibration(times=[30.0 + 0.001 * r for r in ROWS])), 10, DEEPEST
+    )
+    assert max(run(controller, 4, 20, 0.9)) <= 6
+
+
+def test_prompt_rows_that_share_the_step_are_counted() -> None:
+    alone = np.mean(run(budget(), 2, 40, 0.6)[20:])
+    shared = np.mean(run(budget(), 2, 40, 0.6, other_rows=8, other_context=100)[20:])
+    # The flat part of the curve is used up by the prompt.
+    assert shared < alone
+
+
+def test_long_contexts_get_fewer_nodes() -> None:
+    controller = budget(attention_ms=2e-3)
+    step = next_step(2, context_lens=[100, 4000], root_context=4100)
+    controller.plan(step, [DraftTree.empty()] * 2)
+    short, long = controller.trim([tree(0.7), tree(0.7)])
+    assert short.num_nodes > long.num_nodes
+
+
+def test_fixed_requests_get_what_they_asked_for_and_others_adapt() -> None:
+    controller = budget()
+    for _ in range(30):
+        step = next_step(40, caps=[3] + [16] * 39, fixed=[True] + [False] * 39)
+        depths = controller.plan(step, [DraftTree.empty()] * 40)
+        assert depths[0] == DEEPEST
+        trees = controller.trim([tree(0.1)] * 40)
+        assert trees[0].num_nodes == 3
+        trees[0].validate()
+    assert sum(t.num_nodes for t in trees[1:]) < 39
+
+
+def test_caps_hold_and_leave_trees() -> None:
+    controller = budget(times=[30.0 + 0.001 * r for r in ROWS])
+    step = next_step(3, caps=[1, 4, 16])
+    controller.plan(step, [DraftTree.empty()] * 3)
+    trees = controller.trim([tree(0.7)] * 3)
+    assert [t.num_nodes for t in trees] == [1, 4, 10]
+    for one in trees:
+        one.validate()
+
+
+def test_lookups_are_verified_without_a_forward() -> None:
+    controller = budget(draft=50.0)
+    found = [DraftTree.chain([1, 2, 3], [-0.05, -0.1, -0.2]), DraftTree.empty()]
+    depths = controller.plan(next_step(2), found)
+    assert depths == [0, 0]
+    assert controller.trim(found)[0].num_nodes == 3
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 6))
+def test_equal_histories_decide_alike(seed: int, num_reqs: int) -> None:
+    """What ranks of a tensor parallel group rely on."""
+
+    def history() -> list[list[int]]:
+        rng = np.random.default_rng(seed)
+        controller = budget()
+        decisions = []
+        for _ in range(12):
+            step = next_step(num_reqs)
+            depths = controller.plan(step, [DraftTree.empty()] * num_reqs)
+            trees = controller.trim([tree(float(rng.uniform(0.1, 0.9))) for _ in range(num_reqs)])
+            paths = [[0] if t.num_nodes and rng.random() < 0.5 else [] for t in trees]
+            controller.observe(step.req_ids, trees, paths)
+            controller.costs.observe_verify(num_reqs + 5, num_reqs + 5, 900, rng.uniform(10, 90))
+            controller.costs.draft.observe(6, rng.uniform(0.5, 4))
+            decisions.append([*depths, *(n for t in trees for n in t.token_ids.tolist())])
+        return decisions
+
+    assert history() == history()
+
+
+def test_requests_that_end_leave_nothing_behind() -> None:
+    controller = budget()
+    for start in range(0, 4000, 8):
+        ids = [f"r{i}" for i in range(start, start + 8)]
+        controller.plan(next_step(8, req_ids=ids), [DraftTree.empty()] * 8)
+        controller.trim([tree(0.5)] * 8)
+        controller.forget(ids)
+    assert len(controller.acceptance._offsets) <= 64
+
+
+def test_a_decision_for_sixty_four_requests_is_quick() -> None:
+    controller = budget()
+    run(controller, 64, 5, 0.5)
+    trees = [tree(0.5)] * 64
+    step = next_step(64)
+    times = []
+    for _ in range(40):
+        start = time.perf_counter()
+        controller.plan(step, [DraftTree.empty()] * 64)
+        controller._depths[:] = 0  # learning from a forward is no decision
+        planned = time.perf_counter()
+        controller.trim(trees)
+        times.append((planned - start, time.perf_counter() - planned))
+    plan, trim = (1e3 * min(column) for column in zip(*times, strict=True))
+    # The best of many: what the code takes, not what the machine was busy with.
+    assert plan + trim < 1.0, (plan, trim)
+
+
+@pytest.mark.parametrize(
+    "change", [{"rows": []}, {"forward_ms": [1, 2]}, {"draft_ms": ["x", 1]}, {"attention_ms": -1}]
+)
+def test_broken_calibrations_are_refused(change: dict) -> None:
+    good = calibration().to_json()
+    assert Calibration.from_json(good) == calibration()
+    with pytest.raises(ValueError, match="not a calibration"):
+        Calibration.from_json({**good, **change})
