@@ -205,14 +205,18 @@ _plain: dict[str, Any] = {}
 
 
 def pair(method: str = "oracle", **engine: Any) -> Pair:
-    """The pair of these engine arguments, built once a process."""
-    speculative = engine.pop("speculative", {})
+    """The pair of these engine arguments, built once a process.
+
+    `speculative` adds speculative options, `tree` engine arguments of the tree engine alone.
+    """
+    speculative, tree = engine.pop("speculative", {}), engine.pop("tree", {})
     key = json.dumps(engine, sort_keys=True)
-    full_key = json.dumps([method, speculative, key])
+    full_key = json.dumps([method, speculative, tree, key], sort_keys=True)
     if full_key not in _pairs:
         if key not in _plain:
             _plain[key] = make_engine(None, **engine)
-        made = Pair(_plain[key], make_engine(method, **engine, speculative=speculative))
+        drafting = make_engine(method, **{**engine, **tree}, speculative=speculative)
+        made = Pair(_plain[key], drafting)
         made.watch()
         _pairs[full_key] = made
     return _pairs[full_key]

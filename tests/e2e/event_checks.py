@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to an engine while requests run, against plain decoding; see test_events.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e.option_checks import PROMPTS, greedy, seeded
+from tests.e2e.pair import ENGINE, core_of, generate, pair
+
+LONG = [list(range(20 + i, 90 + i)) for i in range(10)]
+
+
+def _free_blocks(llm: Any) -> int:
+    pool = core_of(llm).scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    return pool.get_num_free_blocks()
+
+
+def check_cache_exhausted_by_many_requests() -> None:
+    for method in ("oracle", "jetspec"):
+        engines = pair(method, tree={"num_gpu_blocks_override": 9})
+        scheduler = core_of(engines.tree).scheduler
+        preempted: list[str] = []
+        original = scheduler._preempt_request
+
+        def noted(
+            request: Any, *args: Any, original: Any = original, noted_in: Any = preempted, **kw: Any
+        ) -> Any:
+            noted_in.append(request.request_id)
+            return original(request, *args, **kw)
+
+        scheduler._preempt_request = noted
+        engines.compare(LONG, greedy(max_tokens=90))
+        assert preempted, "nothing was preempted"
+        _free_blocks(engines.tree)
+
+
+def check_hundreds_of_tiny_requests() -> None:
+    engines = pair()
+    prompts = [[6 + i % 300] for i in range(400)]
+    outputs, _ = engines.compare(prompts, greedy(max_tokens=4))
+    assert len(outputs) == 400
+    _free_blocks(engines.tree)
+    assert len(engines.runner.requests) <= ENGINE["max_num_seqs"]
+
+
+def check_prompts_of_one_token_and_of_the_whole_context() -> None:
+    longest = int(ENGINE["max_model_len"])
+    prompts = [[8], list(range(6, 6 + longest - 1)), list(range(6, 6 + longest - 2)),
+               list(range(6, 6 + longest - 20))]  # fmt: skip
+    for method in ("oracle", "jetspec"):
+        outputs, _ = pair(method, tree={"max_num_batched_tokens": 100}).compare(
+            prompts, greedy(max_tokens=300)
+        )
+        lengths = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs]
+        assert lengths == [longest] * 4
+        assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
+
+
+def check_chunked_prompts_beside_decoding() -> None:
+    engines = pair(tree={"max_num_batched_tokens": 40})
+    engines.compare(
+        LONG + PROMPTS, [*(greedy(max_tokens=30) for _ in LONG), *(seeded(i) for i in range(4))]
+    )
+
+
+def check_prefix_hits_and_reset() -> None:
+    engines = pair(tree={"enable_prefix_caching": True})
+    tree = engines.tree
+    manager = core_of(tree).scheduler.kv_cache_manager
+    first, _ = engines.compare(LONG, greedy(max_tokens=50))
+    longer = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in first]
+    manager.prefix_cache_stats.hits = 0
+    engines.compare(longer, greedy(max_tokens=20))
+    # Blocks of 32: hits beyond the prompt's 64 tokens are generated text.
+    assert manager.prefix_cache_stats.hits > 64 * len(LONG)
+    assert tree.reset_prefix_cache()
+    manager.prefix_cache_stats.hits = 0
+    engines.compare(LONG[:1], greedy(max_tokens=20))
+    assert manager.prefix_cache_stats.hits == 0
+    _free_blocks(tree)
+
+
+def check_requests_aborted_at_every_step() -> None:
+    engines = pair()
+    expected, _ = engines.compare(PROMPTS, greedy())
+    answers = [list(o.outputs[0].token_ids) for o in expected]
+    engine = engines.tree.llm_engine
+    for abort_at in range(1, 8):
+        for i, prompt in enumerate(PROMPTS):
+            engine.add_request(f"a{abort_at}-{i}", {"prompt_token_ids": prompt}, greedy())
+        finished = {}
+        for step in range(100):
+            if step == abort_at:
+                engine.abort_request([f"a{abort_at}-1", f"a{abort_at}-2"])
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = list(output.outputs[0].token_ids)
+            if not engine.has_unfinished_requests():
+                break
+        for i in (0, 3):
+            assert finished[f"a{abort_at}-{i}"] == answers[i]
+        _free_blocks(engines.tree)
+
+
+def check_sleep_is_vllms_to_refuse() -> None:
+    """CPU has no sleep mode, with trees or without: both engines say so."""
+    from tests.e2e.pair import make_engine
+
+    for method in (None, "oracle"):
+        with pytest.raises(Exception, match="(?i)sleep"):
+            make_engine(method, enable_sleep_mode=True)
+
+
+def check_drafting_pays_nothing_it_cannot() -> None:
+    """Budget 0 for a request is plain decoding of that request, whatever runs beside it."""
+    engines = pair()
+    params = [greedy(extra_args={"specplug_tree_budget": 0}) for _ in PROMPTS]
+    generate(engines.tree, PROMPTS, params)
+    assert engines.take_counts().nodes == 0
+    mixed = [greedy(extra_args={"specplug_tree_budget": 0}), greedy(), greedy(), greedy()]
+    engines.compare(PROMPTS, mixed)
