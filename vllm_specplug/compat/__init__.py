@@ -24,6 +24,7 @@ def install() -> None:
         from vllm_specplug.compat import (
             engine_args,
             metrics_bridge,
+            placeholders,
             sampling_options,
             spec_config,
             structured_output,
@@ -32,6 +33,7 @@ def install() -> None:
         spec_config.install()
         engine_args.install()
         metrics_bridge.install()
+        placeholders.install()
         sampling_options.install()
         structured_output.install()
     else:

@@ -88,6 +88,22 @@ LEDGER: tuple[LedgerEntry, ...] = (
         "vLLM builds all processors for methods that sample row by row",
     ),
     LedgerEntry(
+        "placeholders",
+        "compat.placeholders",
+        "Scheduler.__init__ (wrapped: dynamic_sd_lookup is set)",
+        "requests that resume or hit the prefix cache would verify num_speculative_tokens "
+        "placeholder rows that cannot be accepted",
+        "a proposer can decline the padding",
+    ),
+    LedgerEntry(
+        "calibration",
+        "runtime.calibration",
+        "GPUModelRunner._dummy_run, _sync_device, compute_logits; "
+        "CPUWorker.compile_or_warm_up_model (overridden)",
+        "the adaptive budget needs to know what rows cost on this device before it serves",
+        "vLLM measures step times by rows and shares them",
+    ),
+    LedgerEntry(
         "cpu_runner",
         "runtime.worker_cpu",
         "v1.worker.cpu_worker.CPUModelRunner (module global, swapped during init_device)",

@@ -9,11 +9,23 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
+
 from vllm_specplug.compat.spec_config import SpecPlugSpeculativeConfig
+from vllm_specplug.config import parse_request_budget
+
+
+def _check_budget(extra_args: dict[str, Any] | None, options: Any) -> None:
+    """Refuses a request's own tree budget or context limit where it makes no sense."""
+    try:
+        parse_request_budget(extra_args, options)
+    except ValueError as error:
+        raise VLLMValidationError(str(error)) from error
 
 
 def install() -> None:
-    """Wraps `SamplingParams._validate_spec_decode`: `min_p` and `logit_bias` pass for trees."""
+    """Wraps `SamplingParams._validate_spec_decode`: `min_p` and `logit_bias` pass for trees, what a
+    request asks of the tree budget is checked."""
     from vllm.sampling_params import SamplingParams
 
     original = SamplingParams._validate_spec_decode
@@ -26,6 +38,7 @@ def install() -> None:
             isinstance(speculative_config, SpecPlugSpeculativeConfig)
             and speculative_config.plugin_method is not None
         ):
+            _check_budget(self.extra_args, speculative_config)
             return
         original(self, speculative_config)
 
