@@ -50,6 +50,7 @@ class Arithmetic:
             if special == "tid":
                 lanes = np.arange(LANES, dtype=dtype) + dtype(group.first_thread)
                 return lanes if axis == "x" else np.zeros(LANES, dtype)
+            assert axis, f"{operand} is read before anything was written to it"
             value = {"ctaid": self.index, "nctaid": self.grid}[special][axis]
         elif operand.startswith("0f"):
             value = int(operand[2:], 16)

@@ -99,7 +99,7 @@ class TreeAttnForwardSm90:
         key_layout = cute.tile_to_shape(row_atom, (TILE_N, head_dim, config.stages), (0, 1, 2))
         # The same bytes as a key tile, seen from the other side.
         value_layout = cute.tile_to_shape(column_atom, (head_dim, TILE_N, config.stages), (1, 0, 2))
-        major = warpgroup.OperandMajorMode
+        major = cute.nvgpu.OperandMajorMode
         mma_scores = hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CuTe kernels' own PTX, stepped on the CPU, against an oracle without masks or pages.
+
+What a launch plans, what the compiler made of the kernel, and what the kernel reads and writes are
+all the real thing; see `ptx_machine` for what is not. Blocks are stepped one by one, so shapes are
+small: a tile costs some tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from tests.kernels import cute_machine
+from tests.kernels.cute_machine import HostDevice
+from tests.kernels.ptx_machine import Timing
+from tests.kernels.test_triton_tree_attn import DeviceTrees
+from vllm_specplug.kernels.cute.launch import plan_launches
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+# Copies as late as allowed show a wait that is missing, as early as possible a stage that is
+# overwritten while it is read.
+LATE = Timing(eager_copies=False, eager_products=True)
+EARLY = Timing(eager_copies=True, eager_products=False, reverse_warpgroups=True)
+
+
+def variant(head_dim: int):
+    """One process compiles a head size's variants, once."""
+    return pytest.mark.xdist_group(f"cute{head_dim}")
+
+
+class MachineTrees(DeviceTrees):
+    """Trees that are answered by stepping the launches."""
+
+    def check(
+        self, *, splits: int | None = 1, places: int = 0, timing: Timing = LATE
+    ) -> Counter[str]:
+        """Compares; returns how often each instruction ran."""
+        untouched = torch.full(self.query.shape, 7.0, dtype=self.dtype)
+        output = untouched.clone()
+        meta = self.metadata(places)
+        parts: list[torch.Tensor] = []
+
+        def workspace(count: int, rows: int, heads: int, head_dim: int):
+            parts.append(torch.full((count, rows, heads, head_dim), float("nan")))
+            parts.append(torch.full((count, rows, heads), float("nan")))
+            return parts[0], parts[1]
+
+        tail = (self.tail.get("tail_key"), self.tail.get("tail_value"))
+        inputs = (self.query, self.key_cache, self.value_cache, output)
+        launches = plan_launches(*inputs, meta, self.scale, *tail, 132, workspace, splits)
+        tables = (meta.plan, meta.parent_rows, meta.block_table)
+        machines = HostDevice([*inputs, *tail, *tables, *parts]).run(launches, timing)
+        # weights and outputs are rounded once each, to 8 or 11 bits; inputs are standard normal
+        limit = {BF16: 1.6e-2, FP16: 2e-3}[self.dtype]
+        for start, n, expected in zip(self.starts, self.rows, self.expected(), strict=True):
+            actual = output[start : start + n].double()
+            assert not actual.isnan().any(), "an unused slot was read"
+            error = (actual - expected).abs().max().item()
+            assert error <= limit, f"off by {error}"
+            output[start : start + n] = 7.0
+        assert torch.equal(output, untouched), "a row of no tree was written"
+        return sum((Counter(machine.counts) for machine in machines), Counter())
+
+
+def ran(counts: Counter[str], fragment: str) -> int:
+    return sum(count for opcode, count in counts.items() if fragment in opcode)
+
+
+@variant(64)
+@pytest.mark.parametrize("nodes", [0, 1, 62, 63, 64, 65])
+def test_node_counts_around_word_edges(nodes):
+    counts = MachineTrees([(19, nodes)], dtype=BF16, head_dim=64, group=1).check()
+    assert ran(counts, "wgmma.mma_async") and ran(counts, "cp.async.cg")
+
+
+@variant(64)
+def test_largest_tree_in_several_row_blocks():
+    MachineTrees([(20, 256)], dtype=BF16, head_dim=64, group=1).check(timing=EARLY)
+
+
+@variant(64)
+@pytest.mark.parametrize("timing", [LATE, EARLY])
+def test_context_lengths_around_tile_and_page_edges(timing):
+    contexts = (0, 1, 15, 16, 17, 63, 64, 65, 130)
+    MachineTrees([(c, 3) for c in contexts], dtype=BF16, head_dim=64).check(timing=timing)
+
+
+@variant(64)
+def test_more_tiles_than_stages():
+    counts = MachineTrees([(600, 5)], dtype=BF16, head_dim=64, group=4).check(timing=EARLY)
+    assert ran(counts, "wgmma.mma_async") == 10 * (4 + 4)  # tiles of two products in four steps
+
+
+@variant(128)
+@pytest.mark.parametrize("timing", [LATE, EARLY])
+@pytest.mark.parametrize("page", [64, 128])
+def test_full_tiles_by_the_copy_engine(page, timing):
+    specs = [(4 * 64 + 3, 9), (40, 0)]
+    counts = MachineTrees(specs, dtype=BF16, head_dim=128, page=page).check(timing=timing)
+    # of 5 + 1 tiles, 4 are full: K and V in two bands each
+    assert ran(counts, "cp.async.bulk.tensor") == 4 * 2 * 2
+
+
+@variant(128)
+def test_the_ring_of_the_copy_engine_turns():
+    specs = [(64 * 8 + 1, 70)]
+    MachineTrees(specs, dtype=FP16, head_dim=128, group=1, page=64).check(timing=EARLY)
+
+
+@variant(96)
+@pytest.mark.parametrize("page", [16, 64])
+def test_head_size_of_narrower_bands(page):
+    specs = [(130, 33), (0, 2)]
+    trees = MachineTrees(specs, dtype=FP16, head_dim=96, group=3, kv_heads=2, page=page)
+    trees.check(timing=EARLY)
+
+
+@variant(96)
+@pytest.mark.parametrize("splits", [2, 3])
+def test_splits_are_merged_and_short_contexts_leave_some_empty(splits):
+    specs = [(330, 5), (3, 2), (0, 9), (190, 0)]
+    counts = MachineTrees(specs, dtype=BF16, head_dim=96).check(splits=splits, places=2)
+    assert ran(counts, "ex2.approx")
+
+
+@variant(64)
+@pytest.mark.parametrize("mask", ["tree", "causal", "full"])
+@pytest.mark.parametrize("page", [16, 64])
+def test_dense_tails(mask, page):
+    specs = [(0, 15), (40, 66), (64, 1)]
+    trees = MachineTrees(specs, dtype=BF16, head_dim=64, dense=True, mask=mask, page=page)
+    trees.check(timing=EARLY)
+
+
+@variant(96)
+def test_split_dense_tails():
+    specs = [(200, 70), (128, 3)]
+    MachineTrees(specs, dtype=FP16, head_dim=96, dense=True, group=1).check(splits=2)
+
+
+@variant(64)
+def test_places_without_a_tree_are_skipped():
+    MachineTrees([(70, 5), (3, 2)], dtype=FP16, head_dim=64).check(places=3)
+
+
+@variant(64)
+def test_shared_prefix_pages():
+    trees = MachineTrees([(32, 6), (40, 9)], dtype=BF16, head_dim=64)
+    trees.block_table[2, :2] = trees.block_table[1, :2]
+    trees.keys[1][:32], trees.values[1][:32] = trees.keys[0][:32], trees.values[0][:32]
+    trees.check()
+
+
+@variant(64)
+def test_the_check_notices_a_wrong_mask():
+    trees = MachineTrees([(5, 8)], dtype=BF16, head_dim=64)
+    trees.parent_rows = lambda: torch.arange(-1, 8).int()
+    with pytest.raises(AssertionError, match="off by"):
+        trees.check()
+
+
+# (what is taken out of the kernel, timing that shows it, page)
+DAMAGE = [
+    pytest.param(r"cp\.async\.wait_group\s+\d+;", LATE, 16, id="no wait for copies"),
+    pytest.param(r"mbarrier\.try_wait[^}]*LAB_WAIT;", LATE, 64, id="no wait for a box"),
+    pytest.param(r"wgmma\.wait_group\.sync\.aligned\s+0;", EARLY, 16, id="no wait for products"),
+    pytest.param(r"bar\.sync\s+0;", EARLY, 16, id="no barrier"),
+]
+
+
+@variant(64)
+@pytest.mark.parametrize(("pattern", "timing", "page"), DAMAGE)
+def test_the_machine_notices_missing_synchronisation(pattern, timing, page, monkeypatch):
+    def damaged(config):
+        kernel = intact(config)
+        ptx, count = re.subn(pattern, "", kernel.ptx)
+        assert count, "the kernel has no such instruction"
+        return replace(kernel, ptx=ptx)
+
+    intact = cute_machine.compiled
+    trees = MachineTrees([(500, 8)], dtype=BF16, head_dim=64, group=10, page=page)
+    trees.check(timing=timing)
+    monkeypatch.setattr(cute_machine, "compiled", damaged)
+    with pytest.raises((AssertionError, RuntimeError)):
+        trees.check(timing=timing)
