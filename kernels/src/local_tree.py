@@ -122,7 +122,7 @@ def markov_weights(
 
 
 def can_build_local_trees(dtype: torch.dtype) -> bool:
-    """Whether `build_local_trees` runs here for tables of `dtype`."""
+    """Whether `build_local_trees` runs here for tables of `dtype` in the CPU's memory."""
     return load_cpu_extension() is None and dtype in _COMPILED_DTYPES
 
 
@@ -174,7 +174,7 @@ def top_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
         Ids int64 and log-probabilities over the whole row float32, [..., min(count, V)].
     """
     count = min(count, logits.shape[-1])
-    if load_cpu_extension() is None and logits.dtype in _COMPILED_DTYPES:
+    if logits.device.type == "cpu" and can_build_local_trees(logits.dtype):
         flat = logits.flatten(0, -2).contiguous()
         ids = torch.empty((flat.shape[0], count), dtype=torch.int64)
         log_probs = torch.empty((flat.shape[0], count), dtype=torch.float32)

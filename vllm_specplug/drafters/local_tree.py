@@ -66,24 +66,27 @@ class LocalTreeBuilder:
         lm_head: torch.Tensor,
         dtype: torch.dtype,
     ) -> None:
+        device = embed_tokens.device
         self.options = options
-        self.draft_ids = draft_ids
+        self.draft_ids = draft_ids = draft_ids.to(device)
         self.embed_tokens = embed_tokens
-        rows = _rows_of(draft_ids, local_ids, head.config.vocab_size)
-        table_ids = draft_ids if local_ids is None else local_ids
+        head = head.to(device)
         if head.config.lm_head_mode == "target_lm_head":
-            table = head.output_table(lm_head[table_ids if local_ids is not None else slice(None)])
+            table = head.output_table(lm_head[draft_ids])
         else:
-            table = head.output_table()
+            rows = _rows_of(draft_ids.cpu(), local_ids, head.config.vocab_size)
+            table = head.output_table()[rows.to(device)]
         # [V', r]
-        self.output_table = table[rows].to(dtype).contiguous()
+        self.output_table = table.to(dtype).contiguous()
         self.head = head.to(dtype)
         # [V']
-        self.log_prior = None if log_prior is None else log_prior[draft_ids].contiguous()
+        self.log_prior = None
+        if log_prior is not None:
+            self.log_prior = log_prior.to(device)[draft_ids].contiguous()
         # [D]
         self.alpha, self.beta = torch.tensor(options.alpha), torch.tensor(options.beta)
         self.weights: LocalTreeWeights | None = None
-        if can_build_local_trees(dtype):
+        if embed_tokens.device.type == "cpu" and can_build_local_trees(dtype):
             self.weights = self._compiled_weights()
 
     @property
@@ -197,10 +200,10 @@ class LocalTreeBuilder:
                 states = head.initial_state(1)
                 read = torch.tensor([anchor]) if options.anchor_input else None
             else:
-                states = states[torch.from_numpy(parents)]
+                states = states[torch.from_numpy(parents).to(states.device)]
                 read = torch.from_numpy(tokens)
             if read is not None:
-                ranks, states = head.step(read, states, self.embed_tokens)
+                ranks, states = head.step(read.to(states.device), states, self.embed_tokens)
             candidates, own = ids[depth - 1], log_probs[depth - 1].float()
             fused = own.expand(len(tokens), -1)
             alpha, beta = options.alpha[depth - 1], options.beta[depth - 1]
@@ -213,7 +216,8 @@ class LocalTreeBuilder:
                 fused = fused.log_softmax(-1) + own.logsumexp(-1)
             # A stable order: equal scores keep the block head's.
             order = fused.argsort(dim=-1, descending=True, stable=True)[:, :width]
-            return self.draft_ids[candidates[order]].numpy(), fused.gather(1, order).numpy()
+            children = self.draft_ids[candidates[order]]
+            return children.cpu().numpy(), fused.gather(1, order).cpu().numpy()
 
         return torch.inference_mode()(expand)
 
