@@ -77,7 +77,7 @@ def describe_type(hint: Any) -> tuple[str, str]:
     """Name of a type as JSON users know it, and its choices when it has some."""
     if get_origin(hint) in (Union, types.UnionType):
         choices = [arg for arg in get_args(hint) if arg is not type(None)]
-        if list in map(get_origin, choices):
+        if len(choices) > 1 and get_origin(choices[-1]) is list:
             return f"{choices[0].__name__} or list", "0 or more"
         hint = choices[0]
     if get_origin(hint) is Literal:
