@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the adaptive tree budget keep its promises at every concurrency?
+
+Three engines are up together: plain vLLM, one with a fixed budget and one with `tree_budget`
+"auto". Cells (concurrency, choice) are measured in turns, so that the machine's drift hits all
+alike; the fixed engine takes another budget for every cell by its requests' own
+`specplug_tree_budget`. Every cell is written down at once, and a run that is started again goes on
+where the last one stopped.
+
+    python bench/budget_goals.py [--minutes 6] [--rounds 2] [--out bench/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# Engines side by side, each in a process of its own.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+
+CONCURRENCIES = (1, 2, 4, 8, 16)
+BUDGETS = (4, 8, 16, 32)
+CHOICES = ("plain", *(f"fixed-{nodes}" for nodes in BUDGETS), "auto")
+LEAST_PROMPTS = 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one choice reached at one concurrency in one round."""
+
+    round: int
+    concurrency: int
+    choice: str
+    tokens_per_s: float
+    tpot_ms: float
+    ttft_ms: float
+    seconds: float
+    drafts: float
+    nodes: float
+    accepted: float
+    commit: str | None
+
+
+def _engine(model: str, speculative: dict[str, Any] | None) -> Any:
+    from vllm import LLM
+
+    options = {} if speculative is None else {"speculative_config": speculative}
+    return LLM(
+        model=model,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=2048,
+        max_num_seqs=max(CONCURRENCIES),
+        max_num_batched_tokens=2048,
+        # A prompt met again must cost what it cost the first time.
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        **options,
+    )
+
+
+def _speculative_counts(llm: Any) -> dict[str, float]:
+    names = {
+        "vllm:spec_decode_num_drafts": "drafts",
+        "vllm:spec_decode_num_draft_tokens": "nodes",
+        "vllm:spec_decode_num_accepted_tokens": "accepted",
+    }
+    found = dict.fromkeys(names.values(), 0.0)
+    for metric in llm.get_metrics():
+        if metric.name in names:
+            found[names[metric.name]] += metric.value
+    return found
+
+
+def run_load(
+    llm: Any, prompts: list[list[int]], concurrency: int, params: Any, prefix: str
+) -> dict[str, float]:
+    """Keeps `concurrency` requests in flight until all are answered."""
+    engine = llm.llm_engine
+    waiting = list(enumerate(prompts))[::-1]
+    started: dict[str, float] = {}
+    first: dict[str, float] = {}
+    waits, per_token, tokens = [], [], 0
+    before = _speculative_counts(llm)
+    start = time.perf_counter()
+    while waiting or started:
+        while waiting and len(started) < concurrency:
+            number, ids = waiting.pop()
+            req_id = f"{prefix}-{number}"
+            engine.add_request(req_id, {"prompt_token_ids": ids}, params)
+            started[req_id] = time.perf_counter()
+        for output in engine.step():
+            now, req_id = time.perf_counter(), output.request_id
+            if req_id not in first:
+                first[req_id] = now
+                waits.append(1e3 * (now - started[req_id]))
+            if output.finished:
+                count = len(output.outputs[0].token_ids)
+                tokens += count
+                del started[req_id]
+                if count > 1:
+                    per_token.append(1e3 * (now - first[req_id]) / (count - 1))
+    seconds = time.perf_counter() - start
+    after = _speculative_counts(llm)
+    return {
+        "tokens_per_s": tokens / seconds,
+        "tpot_ms": median(per_token),
+        "ttft_ms": median(waits),
+        "seconds": seconds,
+        **{name: after[name] - before[name] for name in after},
+    }
+
+
+def measure(args: argparse.Namespace, cells_path: Path) -> None:
+    """Runs the missing cells, for at most `args.minutes`."""
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+
+    from vllm_specplug.bench.prompts import load_sets, mixed_prompts
+    from vllm_specplug.bench.provenance import commit
+    from vllm_specplug.targets import prepare_target
+
+    deadline = time.perf_counter() + 60 * args.minutes
+    done = {(c.round, c.concurrency, c.choice) for c in read_cells(cells_path)}
+    todo = []
+    for round_ in range(args.rounds):
+        for place, concurrency in enumerate(args.concurrency):
+            shift = (round_ + place) % len(CHOICES)
+            for choice in CHOICES[shift:] + CHOICES[:shift]:
+                if (round_, concurrency, choice) not in done:
+                    todo.append((round_, concurrency, choice))
+    if not todo:
+        return
+    target = str(prepare_target("smollm2"))
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    texts = mixed_prompts([s.prompts for s in load_sets([args.data])], 0, 400)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in texts
+    ]
+    prompts = [ids for ids in prompts if len(ids) <= 700]
+    drafting = {"method": "jetspec", "model": args.head, "num_speculative_tokens": max(BUDGETS)}
+    engines = {
+        "plain": _engine(target, None),
+        "fixed": _engine(target, {**drafting, "tree_budget": max(BUDGETS)}),
+        "auto": _engine(target, {**drafting, "tree_budget": "auto"}),
+    }
+    for name, llm in engines.items():
+        warm = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        run_load(llm, prompts[-6:], 2, warm, f"warm-{name}")
+    for number, (round_, concurrency, choice) in enumerate(todo):
+        if time.perf_counter() > deadline:
+            print(f"out of time, {len(todo) - number} cells are left")
+            return
+        kind, _, nodes = choice.partition("-")
+        extra = {"specplug_tree_budget": int(nodes)} if nodes else None
+        params = SamplingParams(
+            temperature=0.0, max_tokens=args.tokens, ignore_eos=True, extra_args=extra
+        )
+        count = max(LEAST_PROMPTS, 2 * concurrency)
+        first = 37 * round_ + 2 * concurrency
+        result = run_load(
+            engines[kind], prompts[first : first + count], concurrency, params, f"c{number}"
+        )
+        cell = Cell(round_, concurrency, choice, commit=commit(), **result)
+        with cells_path.open("a") as stream:
+            stream.write(json.dumps(vars(cell)) + "\n")
+        print(
+            f"round {round_} concurrency {concurrency:2d} {choice:9s} "
+            f"{cell.tokens_per_s:6.1f} tokens/s, TPOT {cell.tpot_ms:5.1f} ms, "
+            f"{cell.nodes / max(cell.drafts, 1):4.1f} nodes a draft",
+            flush=True,
+        )
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """Cells measured so far."""
+    if not path.is_file():
+        return []
+    return [Cell(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+
+
+def summarise(cells: list[Cell]) -> list[dict[str, Any]]:
+    """Per concurrency: each choice's medians, and how auto compares, round by round."""
+    by_key: dict[tuple[int, str], dict[int, Cell]] = defaultdict(dict)
+    for cell in cells:
+        by_key[cell.concurrency, cell.choice][cell.round] = cell
+    rows = []
+    for concurrency in sorted({c.concurrency for c in cells}):
+        auto = by_key[concurrency, "auto"]
+        row: dict[str, Any] = {"concurrency": concurrency, "rounds": len(auto)}
+        for choice in CHOICES:
+            found = by_key[concurrency, choice].values()
+            if found:
+                row[choice] = median(c.tokens_per_s for c in found)
+                row[f"{choice} TPOT"] = median(c.tpot_ms for c in found)
+        row["auto nodes"] = median([c.nodes / max(c.drafts, 1.0) for c in auto.values()] or [0.0])
+
+        def ratios(choice: str, field: str) -> list[float]:
+            other = by_key[concurrency, choice]  # noqa: B023 - called in this round of the loop
+            return [
+                getattr(auto[r], field) / getattr(other[r], field)  # noqa: B023
+                for r in auto  # noqa: B023
+                if r in other
+            ]
+
+        if ratios("plain", "tokens_per_s"):
+            row["auto / plain"] = median(ratios("plain", "tokens_per_s"))
+            row["plain / auto TPOT"] = 1 / median(ratios("plain", "tpot_ms"))
+        fixed = [name for name in CHOICES if name.startswith("fixed") and name in row]
+        if fixed and auto:
+            best = max(fixed, key=lambda name: row[name])
+            row["best fixed"] = best
+            row["auto / best fixed"] = median(ratios(best, "tokens_per_s") or [float("nan")])
+        rows.append(row)
+    return rows
+
+
+def goals(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """The promises and whether the rows keep them."""
+    complete = [r for r in rows if "auto / plain" in r and "auto / best fixed" in r]
+    if not complete:
+        return []
+    return [
+        ("throughput at least 0.97 x plain everywhere",
+         all(r["auto / plain"] >= 0.97 for r in complete)),
+        ("TPOT at least as good as 0.97 x plain everywhere",
+         all(r["plain / auto TPOT"] >= 0.97 for r in complete)),
+        ("within 5 % of the best fixed budget at low load (concurrency 1)",
+         complete[0]["auto / best fixed"] >= 0.95),
+        ("nowhere more than 10 % behind the best fixed budget",
+         all(r["auto / best fixed"] >= 0.90 for r in complete)),
+    ]  # fmt: skip
+
+
+def write_report(cells: list[Cell], out: Path, command: str) -> None:
+    """budget.md, budget.json and budget.png beside the cells."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from vllm_specplug.bench.provenance import one_line, provenance
+
+    rows = summarise(cells)
+    checked = goals(rows)
+    record = provenance()
+    titles = ("concurrency", "rounds", *CHOICES, "auto nodes", "auto / plain",
+              "plain / auto TPOT", "best fixed", "auto / best fixed")  # fmt: skip
+    lines = [
+        "# The adaptive budget beside plain decoding and fixed budgets",
+        "",
+        "Output tokens per second; SmolLM2-135M-Instruct in bfloat16, its JetSpec head with n-gram "
+        "branches, greedy, prompts of all data files in turn, all choices in turns. Ratios "
+        "are medians of the rounds' ratios; the last TPOT column is above 1 where auto is faster.",
+        "",
+        "| " + " | ".join(titles) + " |",
+        "|" + " --- |" * len(titles),
+    ]
+    for row in rows:
+        texts = []
+        for title in titles:
+            value = row.get(title, "-")
+            digits = 1 if title in (*CHOICES, "auto nodes") else 2
+            texts.append(f"{value:.{digits}f}" if isinstance(value, float) else str(value))
+        lines.append("| " + " | ".join(texts) + " |")
+    lines += ["", *(f"- {'holds' if ok else '**missed**'}: {text}" for text, ok in checked), ""]
+    lines += [f"`{command}`, {one_line(record)}"]
+    (out / "budget.md").write_text("\n".join(lines) + "\n")
+    (out / "budget.json").write_text(
+        json.dumps(
+            {"rows": rows, "goals": checked, "command": command, "provenance": record},
+            indent=1, default=str,
+        )
+    )  # fmt: skip
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    places = [row["concurrency"] for row in rows if row.get("plain")]
+    for choice in CHOICES[1:]:
+        ratios = [row.get(choice, float("nan")) / row["plain"] for row in rows if row.get("plain")]
+        strong = choice == "auto"
+        axes.plot(
+            places, ratios, marker="o", label=choice, linewidth=2.8 if strong else 1.2,
+            color="black" if strong else None, zorder=3 if strong else 2,
+        )  # fmt: skip
+    axes.axhline(1.0, color="grey", linewidth=1, linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [str(place) for place in places])
+    axes.set_xlabel("requests at once")
+    axes.set_ylabel("tokens/s over plain vLLM")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(out / "budget.png", dpi=150)
+    print("\n".join(lines))
+
+
+def main() -> None:
+    root = Path(__file__).resolve().parents[1]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=6.0, help="stop after this long")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64, help="output tokens of each request")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCIES))
+    parser.add_argument("--data", type=Path, required=True, help="folder of prompt files")
+    parser.add_argument("--head", default=str(root / "heads" / "smollm2-135m-jetspec"))
+    parser.add_argument("--out", type=Path, default=root / "bench" / "results")
+    parser.add_argument("--report-only", action="store_true")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    cells_path = args.out / "budget_cells.jsonl"
+    if not args.report_only:
+        measure(args, cells_path)
+    cells = read_cells(cells_path)
+    if cells:
+        command = f"python bench/budget_goals.py --rounds {args.rounds} --tokens {args.tokens}"
+        write_report(cells, args.out, command)
+
+
+if __name__ == "__main__":
+    main()
