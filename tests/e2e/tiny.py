@@ -160,3 +160,15 @@ def make_longspec_head(folder: Path, vocab_size: int, *, window: int = 64, seed:
     )
     save_longspec_head(folder, head, dtype=torch.float32)
     return folder
+
+
+def make_tokenswift_heads(
+    folder: Path, vocab_size: int, *, num_heads: int = 3, seed: int = 4
+) -> Path:
+    """Random TokenSwift heads for `make_target`'s model."""
+    from vllm_specplug.models.tokenswift_heads import TokenSwiftConfig, TokenSwiftHeads, save_heads
+
+    torch.manual_seed(seed)
+    heads = TokenSwiftHeads(TokenSwiftConfig(HIDDEN, vocab_size, vocab_size, num_heads))
+    save_heads(folder, heads, dtype=torch.float32)
+    return folder

@@ -24,6 +24,7 @@ def install() -> None:
         from vllm_specplug.compat import (
             engine_args,
             metrics_bridge,
+            penalty,
             placeholders,
             sampling_options,
             spec_config,
@@ -36,6 +37,7 @@ def install() -> None:
         placeholders.install()
         sampling_options.install()
         structured_output.install()
+        penalty.install()
     else:
         from vllm_specplug.compat import refusal
 

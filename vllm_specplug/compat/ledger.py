@@ -88,6 +88,15 @@ LEDGER: tuple[LedgerEntry, ...] = (
         "vLLM builds all processors for methods that sample row by row",
     ),
     LedgerEntry(
+        "penalty_processor",
+        "compat.penalty",
+        "v1.sample.logits_processor.BUILTIN_LOGITS_PROCESSORS (appended to), "
+        "InputProcessor._build_logits_processors_params_validator (wrapped)",
+        "the contextual penalty must hold with and without speculation; vLLM's entry point for "
+        "processors loads one class into two incompatible runners",
+        "the entry point tells the model runners apart",
+    ),
+    LedgerEntry(
         "placeholders",
         "compat.placeholders",
         "Scheduler.__init__ (wrapped: dynamic_sd_lookup is set)",
@@ -131,6 +140,13 @@ LEDGER: tuple[LedgerEntry, ...] = (
         "AttentionLayerBase in static_forward_context",
         "draft context lives in vLLM's pages, so prefix hits and preemption hold",
         "vLLM offers cache-only layers to proposers",
+    ),
+    LedgerEntry(
+        "self_draft",
+        "runtime.self_draft",
+        "set_forward_context with attention metadata of ours; the model called with it",
+        "the target drafts for itself over a partial cache",
+        "vLLM lets a proposer run the target on a cache of its own",
     ),
     LedgerEntry(
         "packed_linear",

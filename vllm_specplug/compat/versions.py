@@ -23,6 +23,11 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.structured_output", "StructuredOutputManager.validate_tokens"),
     ("vllm.v1.structured_output", "StructuredOutputManager.grammar_bitmask"),
     ("vllm.v1.structured_output", "StructuredOutputManager._get_constraint_bounds"),
+    ("vllm.v1.sample.logits_processor", "BUILTIN_LOGITS_PROCESSORS"),
+    (
+        "vllm.v1.engine.input_processor",
+        "InputProcessor._build_logits_processors_params_validator",
+    ),
     ("vllm.v1.attention.backends.registry", "register_backend"),
     ("vllm.v1.attention.backends.registry", "AttentionBackendEnum.CPU_ATTN"),
 )
@@ -35,6 +40,7 @@ WORKER_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.propose_draft_token_ids"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._get_eagle3_aux_layers_from_config"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.take_draft_token_ids"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.take_draft_token_ids"),
     ("vllm.v1.worker.gpu_model_runner", "build_logitsprocs"),
     ("vllm.v1.attention.selector", "_cached_get_attn_backend"),

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_specplug.config import LocalHeadOptions, TreeBuilderName
+from vllm_specplug.tokenswift_options import SelfDraftOptions
 from vllm_specplug.tree import DraftTree
 
 # Takes weight [out, in] and bias [out] or None; returns x [T, in] -> [T, out].
@@ -44,6 +45,14 @@ class DrafterOptions:
     """N-gram branches a tree may take in; 0 switches them off."""
     max_model_len: int
     local_head: LocalHeadOptions | None = None
+    beam_widths: tuple[int, ...] | None = None
+    """Widths of the levels of a dynamic beam; None drafts best-first under the budget."""
+    window_size: int | None = None
+    """Tokens a drafter's own window keeps; None: what its checkpoint says."""
+    self_draft: SelfDraftOptions | None = None
+    """How the target drafts for itself; None where it does not."""
+    ngram_size: int = 4
+    """Longest suffix that n-gram branches look up."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,18 @@ class CommittedTokens:
     positions: torch.Tensor
     # [M] int64, slot of the paged cache each token owns
     slots: torch.Tensor
+    # [B] int64, row of each request's last committed token, in batch order
+    last_rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftPenalty:
+    """What the target's sampler will do to the logits of some tokens, for drafts to do the same."""
+
+    # [n] int64, distinct
+    token_ids: torch.Tensor
+    apply: Callable[[torch.Tensor, torch.Tensor], None]
+    """Takes logits [..., V] and the indices int64 [n] of these tokens in them; works in place."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +127,8 @@ class DraftRequests:
     # [R] deepest node worth a draft forward; 0 leaves the request to lookups that cost nothing.
     # Empty: the same as `depths`
     forward_depths: list[int] = field(default_factory=list)
+    # [R] the contextual penalty of each, None where it has none. Empty: nobody has one
+    penalties: list[DraftPenalty | None] = field(default_factory=list)
 
     @property
     def anchors(self) -> list[int]:
@@ -123,7 +146,7 @@ class DraftRequests:
         columns = {
             name: [values[r] for r in chosen]
             for name, values in vars(self).items()
-            if name not in ("depths", "forward_depths")
+            if name not in ("depths", "forward_depths") and values
         }
         return chosen, DraftRequests(**columns, depths=[self.forward_depths[r] for r in chosen])
 
@@ -193,16 +216,49 @@ class TargetCache(Protocol):
     """Keys and values of the target's last layer, in vLLM's paged cache."""
 
     def attention(
-        self, requests: DraftRequests, rows: list[int]
+        self, req_indices: list[int], context_lens: list[int], rows: list[int]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Attention over all committed positions before each anchor.
+        """Attention over the first `context_lens` positions of some requests.
 
         Args:
+            req_indices: rows of the block table.
             rows: query rows of each request, one after the other.
 
         Returns:
-            query [sum(rows), Hq, Dh] -> [sum(rows), Hq, Dh]; zeros where nothing is committed.
+            query [sum(rows), Hq, Dh] -> [sum(rows), Hq, Dh]; zeros where the context is empty.
         """
+
+
+@dataclass(frozen=True)
+class PartialCacheSpec:
+    """Bounded caches for draft forwards of the target itself."""
+
+    budget: int
+    """Tokens a request keeps, the sink included."""
+    sink: int
+    """First positions that are always kept."""
+    refresh: int
+    """Committed tokens after which the kept positions are chosen anew."""
+    max_requests: int
+    """Requests kept at once."""
+
+
+class TargetForward(Protocol):
+    """The target's own layers, run on anchors over partial caches."""
+
+    def can_run(self, requests: DraftRequests) -> bool:
+        """Whether there is room for all of these requests at once."""
+
+    def __call__(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs each request's anchor; commits nothing.
+
+        Returns:
+            The target's final normed states and its last layer's outputs before that norm,
+            [R, H] each.
+        """
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Drops partial caches of requests that ended or were preempted."""
 
 
 class Drafter(ABC):
@@ -238,6 +294,20 @@ class Drafter(ABC):
     def bind_window(self, window: DraftWindow, target_cache: TargetCache) -> None:
         """Gives a drafter with a window that window and the target's last layer."""
         self.window, self.target_cache = window, target_cache
+
+    def partial_cache_spec(self) -> PartialCacheSpec | None:
+        """Partial caches for draft forwards of the target itself; None for none."""
+        return None
+
+    def bind_target_forward(
+        self, forward: TargetForward, share: Callable[[list[float]], list[float]]
+    ) -> None:
+        """Gives a drafter that asked for it the target's forward.
+
+        `share` replaces measured values by the first tensor parallel rank's, so that all ranks
+        decide alike.
+        """
+        self.target_forward, self.share = forward, share
 
     @abstractmethod
     def observe(self, committed: CommittedTokens) -> None:

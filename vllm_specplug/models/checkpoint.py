@@ -174,10 +174,13 @@ def _cast(tensor: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tenso
     return tensor if tensor is None or dtype is None else tensor.to(dtype)
 
 
-def read_tensors(directory: Path, headers_only: bool = False) -> dict[str, torch.Tensor]:
+def read_tensors(
+    directory: Path, headers_only: bool = False, prefixes: tuple[str, ...] = ("",)
+) -> dict[str, torch.Tensor]:
     """All tensors of the folder by their name without the optional 'model.' prefix.
 
-    With `headers_only` they are meta tensors: names and shapes, no data.
+    With `headers_only` they are meta tensors: names and shapes, no data. `prefixes`: see
+    `read_safetensors`.
     """
     index = directory / INDEX_NAME
     single = directory / WEIGHTS_NAME
@@ -205,7 +208,7 @@ def read_tensors(directory: Path, headers_only: bool = False) -> dict[str, torch
             "'mask_embedding' [H] in the safetensors file. Convert it once where you trust it with "
             "torch.load(..., weights_only=True)"
         )
-    return read_safetensors(files, headers_only=headers_only)
+    return read_safetensors(files, headers_only=headers_only, prefixes=prefixes)
 
 
 def _check_target(

@@ -78,11 +78,12 @@ def shard_files(index: Path) -> list[Path]:
 
 
 def read_safetensors(
-    files: Iterable[Path], *, headers_only: bool = False
+    files: Iterable[Path], *, headers_only: bool = False, prefixes: tuple[str, ...] = ("",)
 ) -> dict[str, torch.Tensor]:
     """All tensors of `files` by their name without the optional 'model.' prefix.
 
-    With `headers_only` they are meta tensors: names and shapes, no data.
+    With `headers_only` they are meta tensors: names and shapes, no data. `prefixes`, of names
+    without 'model.', leave the others unread: some drafts are shipped inside their target.
 
     Raises:
         ValueError: for files that are no safetensors, tensors of a dtype that weights never have,
@@ -95,6 +96,8 @@ def read_safetensors(
             with safe_open(path, framework="pt") as handle:
                 for full_name in handle.keys():  # noqa: SIM118 - not a mapping
                     name = full_name.removeprefix("model.")
+                    if not name.startswith(prefixes):
+                        continue
                     part = handle.get_slice(full_name)
                     _check_dtype(path, name, str(part.get_dtype()))
                     tensors[name] = (

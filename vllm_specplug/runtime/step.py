@@ -53,6 +53,12 @@ class TreeStep:
         """Whether any request needs more than the stock causal path."""
         return any(not r.is_linear for r in self.requests)
 
+    def last_rows(self) -> np.ndarray:
+        """Row of each request's last committed token, int64 [B]."""
+        rows = [r.root_row + 1 + r.accepted_path[-1] if r.accepted_path else r.root_row
+                for r in self.requests]  # fmt: skip
+        return np.array(rows, dtype=np.int64)
+
     def committed_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows whose tokens are committed once the accepted paths are known.
 

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from vllm_specplug.train import block_cli, evaluate_cli, local_cli, longspec_cli
+from vllm_specplug.train import block_cli, evaluate_cli, local_cli, longspec_cli, tokenswift_cli
 from vllm_specplug.train import cli_common as common
 
 _friendly_errors, _progress = common.friendly_errors, common.progress
@@ -21,6 +20,7 @@ block_cli.register(train_app)
 evaluate_cli.register(train_app)
 local_cli.register(train_app, data_app)
 longspec_cli.register(train_app, data_app)
+tokenswift_cli.register(train_app)
 
 
 def parse_counts(values: list[str]) -> dict[str, int]:
@@ -199,38 +199,3 @@ def spread_layers(num_target_layers: int, count: int = 4) -> list[int]:
     last = num_target_layers - 1
     low = min(2, last)
     return sorted({round(low + i * (last - low) / (count - 1)) for i in range(count)})
-
-
-@train_app.command("tokenswift")
-def tokenswift(
-    target: Annotated[Path, typer.Option(help="Folder of the target model.")],
-    features: Annotated[Path, typer.Option(help="Features that include the target's last layer.")],
-    heldout: Annotated[Path, typer.Option(help="Held-out features, with the last layer too.")],
-    out: Annotated[Path, typer.Option(help="Run folder; the heads are written to OUT/head.")],
-    num_heads: Annotated[int, typer.Option(min=1, max=16, help="Chained heads.")] = 3,
-    draft_vocab_size: Annotated[
-        int, typer.Option(min=0, help="Most frequent answer tokens; 0: the whole vocabulary.")
-    ] = 0,
-    loss: Annotated[str, typer.Option(help="forward_kl, or sft as published.")] = "forward_kl",
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 5e-3,
-    weight_decay: Annotated[float, typer.Option(min=0)] = 0.1,
-    warmup_steps: Annotated[int, typer.Option(min=0)] = 50,
-    total_steps: Annotated[int, typer.Option(min=1)] = 1200,
-    tokens_per_step: Annotated[int, typer.Option(min=1, help="Positions a step.")] = 2048,
-    grad_clip: Annotated[float, typer.Option()] = 1.0,
-    ema_decay: Annotated[float, typer.Option(min=0, max=1, help="Weight averaging.")] = 0.99,
-    eval_sequences: Annotated[int, typer.Option(min=1)] = 64,
-    log_every: Annotated[int, typer.Option(min=1)] = 25,
-    max_minutes: Annotated[
-        float, typer.Option(min=0, help="Finish the schedule in so long; 0: no limit.")
-    ] = 0.0,
-    compile: Annotated[bool, typer.Option(help="Fuse elementwise work with torch.compile.")] = True,
-    seed: Annotated[int, typer.Option()] = 0,
-) -> None:
-    """Trains TokenSwift heads; the target stays frozen."""
-    from vllm_specplug.train.tokenswift import TokenSwiftOptions, train_tokenswift
-
-    given: dict[str, Any] = dict(locals())
-    with _friendly_errors():
-        options = TokenSwiftOptions(**{f.name: given[f.name] for f in fields(TokenSwiftOptions)})
-        train_tokenswift(str(target), str(features), str(heldout), str(out), options, typer.echo)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contextual penalty for every server the plugin is installed in, speculating or not.
+
+Ledger: penalty_processor. vLLM's own entry point for logits processors is not used: it loads the
+same classes into both model runners, whose interfaces differ, and fails hard in the other one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from vllm_specplug.compat.spec_config import tree_config
+from vllm_specplug.tokenswift_options import PENALTY_ARGS, parse_penalty
+
+_PROCESSOR = "vllm_specplug.runtime.penalty_processor"
+
+
+def make_processor(vllm_config: Any, device: Any, is_pin_memory: bool) -> Any:
+    """What vLLM calls to build the processor; imported only where a runner is built."""
+    module = importlib.import_module(_PROCESSOR)
+    return module.ContextualPenaltyProcessor(vllm_config, device, is_pin_memory)
+
+
+def check_request(vllm_config: Any, params: Any) -> None:
+    """Refuses a bad penalty, and one that this server would not apply.
+
+    Raises:
+        VLLMValidationError: naming the parameter; the server answers 400.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    extra = params.extra_args or {}
+    given = next((name for name in PENALTY_ARGS if name in extra), None)
+    if given is None:
+        return
+    try:
+        parse_penalty(extra)
+    except ValueError as error:
+        name = next(name for name in PENALTY_ARGS if name in str(error))
+        raise VLLMValidationError(str(error), parameter=name) from None
+    reason = _unavailable(vllm_config)
+    if reason is not None:
+        raise VLLMValidationError(f"{given} is not available here: {reason}.", parameter=given)
+
+
+def _unavailable(vllm_config: Any) -> str | None:
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        return "model runner V2 does not have it; set VLLM_USE_V2_MODEL_RUNNER=0"
+    if vllm_config.speculative_config is not None and tree_config(vllm_config) is None:
+        return (
+            f"speculative method {vllm_config.speculative_config.method!r} does not apply it; use "
+            "one of vllm-specplug's methods, or none"
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        # The sampled tokens of the last step are not known yet when the next one is sampled.
+        return "async scheduling hides the latest tokens; start with --no-async-scheduling"
+    return None
+
+
+def install() -> None:
+    """Adds the processor to vLLM's own ones, and our check to those of a request."""
+    import vllm.v1.engine.input_processor as input_processor
+    import vllm.v1.sample.logits_processor as processors
+
+    if make_processor not in processors.BUILTIN_LOGITS_PROCESSORS:
+        processors.BUILTIN_LOGITS_PROCESSORS.append(make_processor)  # type: ignore[arg-type]
+
+    cls = input_processor.InputProcessor
+    original = cls._build_logits_processors_params_validator
+    if getattr(original, "_specplug_checks", False):
+        return
+
+    @functools.wraps(original)
+    def build(self: Any) -> Any:
+        validate = original(self)
+
+        def checked(params: Any) -> None:
+            check_request(self.vllm_config, params)
+            validate(params)
+
+        return checked
+
+    build._specplug_checks = True  # type: ignore[attr-defined]
+    cls._build_logits_processors_params_validator = build

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of method tokenswift's options, and of the penalty that any request may ask for.
+
+Nothing in this file imports vLLM or torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_specplug.config import changed_tree_options, option_error
+
+PENALTY_ARGS = ("specplug_penalty_window", "specplug_penalty")
+DEFAULT_PENALTY_WINDOW = 1024
+
+
+def parse_penalty(extra_args: dict[str, Any] | None) -> tuple[int, float] | None:
+    """A request's contextual penalty: window W in tokens and theta; None when it has none.
+
+    Args:
+        extra_args: the request's `extra_args` (`vllm_xargs` over HTTP).
+
+    Raises:
+        ValueError: naming the parameter, its value and what is legal.
+    """
+    window_arg, theta_arg = PENALTY_ARGS
+    extra = extra_args or {}
+    if window_arg not in extra and theta_arg not in extra:
+        return None
+    window, theta = extra.get(window_arg, DEFAULT_PENALTY_WINDOW), extra.get(theta_arg)
+    if theta is None:
+        raise ValueError(
+            f"{theta_arg} is missing: {window_arg} means nothing without it; give both"
+        )
+    if isinstance(window, bool) or not isinstance(window, int) or window < 0:
+        raise ValueError(
+            f"{window_arg}={window!r} is not usable: a number of tokens, 0 (no penalty) or more. "
+            "Give an integer such as 1024"
+        )
+    numeric = isinstance(theta, int | float) and not isinstance(theta, bool)
+    if not numeric or not 0.0 < float(theta) < float("inf"):
+        raise ValueError(
+            f"{theta_arg}={theta!r} is not usable: a finite number above 0; 1 changes nothing. "
+            "Give a number such as 1.2"
+        )
+    if window == 0 or theta == 1:
+        return None
+    return window, float(theta)
+
+
+@dataclass(frozen=True)
+class SelfDraftOptions:
+    """How method tokenswift drafts, resolved."""
+
+    source: str
+    kv_budget: int
+    sink_size: int
+    kv_refresh: int
+    max_requests: int
+    gamma: int
+    tree_widths: tuple[int, ...] | None
+
+
+_SELF_DRAFT_FIELDS = (
+    "draft_source",
+    "kv_budget",
+    "sink_size",
+    "kv_refresh",
+    "self_draft_requests",
+    "gamma",
+    "tree_widths",
+)
+
+
+def check_self_draft_options(
+    options: Any, method: str, *, self_drafts: bool, num_heads: int = 0
+) -> SelfDraftOptions | None:
+    """The options of a method that drafts with the target itself; None for the others.
+
+    Args:
+        options: anything with the fields of `TreeOptions` as attributes.
+        num_heads: heads of the checkpoint.
+
+    Raises:
+        ValueError: for another method's option, or a combination that cannot work.
+    """
+    if not self_drafts:
+        changed = changed_tree_options(options)
+        for name in _SELF_DRAFT_FIELDS:
+            if name in changed:
+                raise option_error(
+                    name,
+                    getattr(options, name),
+                    f"method {method!r} does not have it, only 'tokenswift' does",
+                    f"Leave {name} out",
+                )
+        return None
+    least = options.sink_size + options.num_speculative_tokens + 1
+    if options.kv_budget < least:
+        raise option_error(
+            "kv_budget",
+            options.kv_budget,
+            f"the budget must hold the sink and a tree: at least sink_size={options.sink_size} + "
+            f"num_speculative_tokens={options.num_speculative_tokens} + 1 = {least}",
+            f"Raise kv_budget to {least} or more; 1024 to 4096 is usual",
+        )
+    most = options.kv_budget - options.sink_size
+    if options.kv_refresh is not None and options.kv_refresh > most:
+        raise option_error(
+            "kv_refresh",
+            options.kv_refresh,
+            f"after kv_budget - sink_size = {most} tokens nothing chosen is left",
+            f"Choose 1..{most}, or leave kv_refresh out",
+        )
+    gamma = num_heads + 1 if options.gamma is None else options.gamma
+    if gamma > num_heads + 1:
+        raise option_error(
+            "gamma",
+            options.gamma,
+            f"the checkpoint has {num_heads} heads, which with the base prediction draft "
+            f"{num_heads + 1} tokens",
+            f"Choose 1..{num_heads + 1}, or leave gamma out",
+        )
+    widths = options.tree_widths
+    if widths is not None:
+        legal = f"a list of 1 to gamma={gamma} numbers, each 1..64"
+        if not 1 <= len(widths) <= gamma or not all(1 <= width <= 64 for width in widths):
+            raise option_error("tree_widths", widths, legal, "The published tree is [1, 3, 3, 3]")
+        nodes, level = 0, 1
+        for width in widths:
+            level *= width
+            nodes += level
+        if nodes > options.num_speculative_tokens:
+            raise option_error(
+                "tree_widths",
+                widths,
+                f"this tree has {nodes} nodes, more than num_speculative_tokens="
+                f"{options.num_speculative_tokens}",
+                f"Raise num_speculative_tokens to {nodes} or narrow the tree",
+            )
+    return SelfDraftOptions(
+        source=options.draft_source,
+        kv_budget=options.kv_budget,
+        sink_size=options.sink_size,
+        kv_refresh=options.kv_refresh or most,
+        max_requests=options.self_draft_requests,
+        gamma=gamma,
+        tree_widths=None if widths is None else tuple(widths),
+    )
