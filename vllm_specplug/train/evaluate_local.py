@@ -210,7 +210,7 @@ class FusedTrees:
     Args:
         width: most children of a node.
         candidates: if above 0, only so many of the backbone's best tokens of each slot compete at
-            it, and their distribution is normalised among them.
+            it; they share the mass the backbone gives them together, as in serving.
     """
 
     def __init__(
@@ -226,11 +226,14 @@ class FusedTrees:
         count, depths = rounds.hidden.shape[:2]
         logits = tables.draft.logits(rounds.hidden)
         vocabulary = logits.shape[-1]
+        # What the backbone gives the candidates together, in logarithms, [R, D].
+        self._mass = torch.zeros(logits.shape[:2])
+        self._ids = None
         if 0 < candidates < vocabulary:
+            whole = torch.logsumexp(logits, -1)
             # [R, D, M]
             logits, self._ids = logits.topk(candidates, -1)
-        else:
-            self._ids = None
+            self._mass = torch.logsumexp(logits, -1) - whole
         self._logits = logits
         self._width = min(width, budget, logits.shape[-1])
         self.num_requests = count
@@ -278,6 +281,7 @@ class FusedTrees:
             fused = fused + self.fusion.alpha[depth] * local - self.fusion.beta[depth] * prior
         values, best = fused.topk(self._width, -1)
         values = values - torch.logsumexp(fused, -1, keepdim=True)
+        values = values + self._mass[request, depth][:, None]
         if ids is not None:
             best = ids.gather(-1, best)
         rows = torch.arange(len(request)).repeat_interleave(self._width)

@@ -68,7 +68,7 @@ _compiled_chunk_slope = torch.compile(_chunk_slope, dynamic=False)
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Weighted sum over rows of a loss between softmax(h W^T) and softmax(t W^T)."""
+    """Weighted sum over rows of a loss between softmax(h W^T) and softmax(t Wt^T)."""
 
     @staticmethod
     def forward(
@@ -76,6 +76,7 @@ class _HeadLoss(torch.autograd.Function):
         hidden,
         teacher,
         lm_head,
+        teacher_lm_head,
         labels,
         weights,
         kind,
@@ -87,32 +88,39 @@ class _HeadLoss(torch.autograd.Function):
         # Equal chunks let one compiled kernel serve all of them; padding rows have weight 0.
         padding = -count % chunk if compiled else 0
         if padding:
-            hidden, teacher = F.pad(hidden, (0, 0, 0, padding)), F.pad(teacher, (0, 0, 0, padding))
+            hidden = F.pad(hidden, (0, 0, 0, padding))
+            teacher = None if teacher is None else F.pad(teacher, (0, 0, 0, padding))
             labels, weights = F.pad(labels, (0, padding)), F.pad(weights, (0, padding))
         slope_of = _compiled_chunk_slope if compiled else _chunk_slope
+        table = lm_head.to(hidden.dtype)
+        table_grad = torch.zeros_like(lm_head) if ctx.needs_input_grad[2] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad = torch.empty_like(hidden)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = hidden[rows] @ lm_head.t()
-            target = None if kind == "sft" else teacher[rows] @ lm_head.t()
+            logits = hidden[rows] @ table.t()
+            target = None if kind == "sft" else teacher[rows] @ teacher_lm_head.t()
             loss, slope = slope_of(kind, logits, target, labels[rows], weights[rows], temperature)
             total += loss
-            grad[rows] = slope @ lm_head
-        ctx.save_for_backward(grad[:count])
+            grad[rows] = slope @ table
+            if table_grad is not None:
+                table_grad += slope.t() @ hidden[rows]
+        ctx.save_for_backward(grad[:count], table_grad)
         return total
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore
-        (grad,) = ctx.saved_tensors
-        return (grad * grad_output.to(grad.dtype), *[None] * 8)
+        grad, table_grad = ctx.saved_tensors
+        if table_grad is not None:
+            table_grad = table_grad * grad_output
+        return (grad * grad_output.to(grad.dtype), None, table_grad, *[None] * 7)
 
 
 def head_loss(
     # [N, H]
     hidden: torch.Tensor,
-    # [N, Ht]
-    teacher: torch.Tensor,
+    # [N, Ht], or None for sft
+    teacher: torch.Tensor | None,
     # [V', H]
     lm_head: torch.Tensor,
     # [N]
@@ -123,6 +131,8 @@ def head_loss(
     temperature: float = 1.0,
     chunk: int = 512,
     compiled: bool = False,
+    # [V', Ht]
+    teacher_lm_head: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over rows of weight times the loss of one predicted token.
 
@@ -132,19 +142,21 @@ def head_loss(
 
     Args:
         hidden: the head's final normed states.
-        teacher: the target's final normed states, whose logits are `teacher @ lm_head.T`.
-        lm_head: frozen rows of the target's LM head.
+        teacher: the target's final normed states, whose logits are `teacher @ teacher_lm_head.T`.
+        lm_head: rows of the draft vocabulary; a parameter gets its gradient, in its own dtype.
         weights: float32; rows of weight 0 add nothing.
         chunk: rows whose logits are alive at a time.
         compiled: fuses the elementwise work with torch.compile.
+        teacher_lm_head: frozen rows of the target's LM head; None: `lm_head`.
 
     Raises:
         ValueError: for an unknown loss.
     """
     if kind not in LOSSES:
         raise ValueError(f"loss = {kind!r}, legal: {', '.join(LOSSES)}; choose one of them")
+    theirs = lm_head if teacher_lm_head is None else teacher_lm_head
     return _HeadLoss.apply(
-        hidden, teacher, lm_head, labels, weights, kind, temperature, chunk, compiled
+        hidden, teacher, lm_head, theirs, labels, weights, kind, temperature, chunk, compiled
     )
 
 

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers and features read as text, and the counts over them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from vllm_specplug.models.unigram import load_unigram, tokenizer_fingerprint
+from vllm_specplug.train.answers import Answer, answer_path
+from vllm_specplug.train.text import TextStore
+from vllm_specplug.train.unigram_counts import load_tokenizer, write_unigram
+
+
+def write_answers(folder, answers):
+    folder.mkdir(parents=True)
+    for shard in range(2):
+        rows = [json.dumps(vars(a)) for a in answers[shard::2]]
+        answer_path(folder, shard).write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def answer(prompt, tokens, source="a/x"):
+    return Answer(source, tuple(prompt), tuple(tokens), 0.0, True)
+
+
+@pytest.fixture
+def answers(tmp_path):
+    made = [
+        answer([1, 9, 9], [4, 5, 4, 6, 2]),
+        answer([1, 7], [5, 5, 5, 5], "b/y"),
+        answer([1, 7, 7, 7], [8, 8, 8, 3, 2, 10, 10]),
+        answer([1], [11, 11, 11]),  # too short to draft in
+    ]
+    return write_answers(tmp_path / "answers", made)
+
+
+def test_answers_are_read_and_short_ones_left_out(answers):
+    store = TextStore(answers, min_supervised=5)
+    assert [s.tokens.tolist() for s in store] == [
+        [1, 9, 9, 4, 5, 4, 6, 2],
+        [1, 7, 7, 7, 8, 8, 8, 3, 2, 10, 10],
+    ]
+    assert [s.prompt_len for s in store] == [3, 4]
+    assert not store.has_teacher
+    assert TextStore(answers, min_supervised=1).sources() == {"a": 2, "b": 1}
+    with pytest.raises(ValueError, match="no answer of 8 tokens"):
+        TextStore(answers, min_supervised=8)
+
+
+def test_features_are_read_with_the_targets_states(feature_folders):
+    store = TextStore(feature_folders[0])
+    assert store.has_teacher and len(store) == 12
+    assert store.sources() == {"kind0": 6, "kind1": 6}
+    assert store[3].hidden.shape == (len(store[3].tokens), 32)
+    with pytest.raises(ValueError, match="neither answers nor features"):
+        TextStore(feature_folders[0] / "shard-00000")
+
+
+def test_counts_leave_prompts_out(answers, feature_folders):
+    counts = TextStore(answers, min_supervised=1).answer_counts(12)
+    assert counts.tolist() == [0, 0, 2, 1, 2, 5, 1, 0, 3, 0, 2, 0]
+    with pytest.raises(ValueError, match="holds token 10, legal: 0..8"):
+        TextStore(answers, min_supervised=1).answer_counts(9)
+    store = TextStore(feature_folders[0])
+    supervised = torch.cat([s.tokens[s.prompt_len :] for s in store])
+    assert torch.equal(store.answer_counts(64), torch.bincount(supervised, minlength=64))
+
+
+@pytest.fixture
+def target_with_tokenizer(target_folder, tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "target"
+    folder.mkdir()
+    for file in target_folder.iterdir():
+        (folder / file.name).symlink_to(file)
+    vocab = {f"t{i}": i for i in range(64)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_unigram_file_names_its_tokenizer(answers, target_with_tokenizer, tmp_path):
+    out = tmp_path / "unigram.safetensors"
+    facts = write_unigram(target_with_tokenizer, answers, out)
+    assert facts == json.loads(out.with_suffix(".json").read_text())
+    assert (facts["total_tokens"], facts["distinct_tokens"], facts["sequences"]) == (16, 7, 3)
+    fingerprint = tokenizer_fingerprint(load_tokenizer(target_with_tokenizer))
+    counts = load_unigram(out, tokenizer=fingerprint)
+    assert counts.counts.tolist() == [0, 0, 2, 1, 2, 5, 1, 0, 3, 0, 2] + [0] * 53
+    log_probs = counts.log_probs(64)
+    assert float(log_probs.exp().sum()) == pytest.approx(1.0, rel=1e-5)
+    assert float((log_probs[5] - log_probs[0]).exp()) == pytest.approx(6.0, rel=1e-4)
+    with pytest.raises(ValueError, match="another tokenizer"):
+        load_unigram(out, tokenizer="0" * 64)
+    with pytest.raises(ValueError, match="legal: a file name"):
+        write_unigram(target_with_tokenizer, answers, tmp_path / "unigram.pt")
+
+
+def test_a_target_without_tokenizer_is_refused(answers, target_folder, tmp_path):
+    with pytest.raises(ValueError, match="no tokenizer that can be read"):
+        write_unigram(target_folder, answers, tmp_path / "u.safetensors")

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training blocks of a local head: a few tokens in, each next token out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specplug.train.losses import position_weights
+from vllm_specplug.train.text import TextSequence
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """A blocks of L = block size - 1 inputs. tokens int64 [A, L]: the anchor and what follows;
+    labels int64 [A, L]: the token after each; valid bool [A, L]: that token exists;
+    teacher [A * L, Ht], or None: the target's states that predict the labels."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    valid: torch.Tensor
+    teacher: torch.Tensor | None
+
+    def weights(self, gamma: float) -> torch.Tensor:
+        """exp(-k / gamma) of offset k = 0.. where valid, summing to 1, float32 [A * L]."""
+        decay = position_weights(self.tokens.shape[1], gamma)
+        weights = (decay * self.valid).flatten()
+        return weights / weights.sum()
+
+
+def local_anchors(sequence: TextSequence, most: int, generator: torch.Generator) -> torch.Tensor:
+    """At most `most` random anchors, int64 ascending: positions that are supervised and whose next
+    token is too."""
+    legal = torch.arange(sequence.prompt_len, len(sequence.tokens) - 1)
+    if len(legal) <= most:
+        return legal
+    chosen = torch.randperm(len(legal), generator=generator)[:most]
+    return legal[chosen.sort().values]
+
+
+def pack_local(
+    sequences: list[TextSequence], anchors: list[torch.Tensor], block_size: int
+) -> LocalBatch:
+    """Blocks at the anchors of several sequences. Tokens behind the end of a sequence repeat its
+    last one and are not valid."""
+    tokens, labels, valid, teacher = [], [], [], []
+    for sequence, at in zip(sequences, anchors, strict=True):
+        slots = at[:, None] + torch.arange(block_size)
+        inside = slots[:, 1:] < len(sequence.tokens)
+        slots = slots.clamp_max(len(sequence.tokens) - 1)
+        tokens.append(sequence.tokens[slots[:, :-1]])
+        labels.append(sequence.tokens[slots[:, 1:]])
+        valid.append(inside)
+        if sequence.hidden is not None:
+            # Row p - 1 of the final hidden states predicts token p.
+            teacher.append(sequence.hidden[(slots[:, 1:] - 1).flatten()])
+    return LocalBatch(
+        torch.cat(tokens),
+        torch.cat(labels),
+        torch.cat(valid),
+        torch.cat(teacher) if teacher else None,
+    )

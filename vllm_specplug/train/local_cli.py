@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specplug train dels` and `specplug data unigram`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_specplug.train import cli_common as common
+
+Data = Annotated[
+    Path, typer.Option(help="Folder made by `specplug data generate` or `specplug data features`.")
+]
+
+
+def train_dels(
+    target: common.Target,
+    data: Data,
+    heldout: Annotated[
+        Path,
+        typer.Option(help="Held-out answers or features; features let acceptance be measured."),
+    ],
+    out: common.Out,
+    kind: Annotated[str, typer.Option(help="gru, or markov: reads the last token alone.")] = "gru",
+    backbone: Annotated[
+        str,
+        typer.Option(
+            help="Folder of the draft head to be fused with: scores its tokens only, and measures "
+            "acceptance with it."
+        ),
+    ] = "",
+    block_size: Annotated[
+        int, typer.Option(min=0, help="Tokens a block, anchor included; 0: the backbone's, or 16.")
+    ] = 0,
+    hidden_size: Annotated[int, typer.Option(min=1, help="Of the GRU.")] = 1024,
+    rank: Annotated[int, typer.Option(min=1, help="Of the output.")] = 256,
+    input_size: Annotated[
+        int, typer.Option(min=0, help="What the GRU reads of a token; 0: the embedding's width.")
+    ] = 0,
+    parameterization: Annotated[
+        str,
+        typer.Option(
+            help="target_factorized: reads the target's embeddings; direct_vocab: a table of its "
+            "own."
+        ),
+    ] = "target_factorized",
+    lm_head_mode: Annotated[
+        str,
+        typer.Option(
+            help="target_lm_head: the target's LM head times a matrix; low_rank: a table of its "
+            "own."
+        ),
+    ] = "target_lm_head",
+    rank_activation: Annotated[str, typer.Option(help="silu or identity; gru only.")] = "silu",
+    anchor_input: Annotated[
+        bool,
+        typer.Option(help="What the head's config says of feeding the anchor; training does."),
+    ] = False,
+    loss: Annotated[
+        str,
+        typer.Option(
+            help="sft: cross-entropy of the answer; forward_kl or reverse_kl to the target's "
+            "distribution, which needs features."
+        ),
+    ] = "sft",
+    temperature: Annotated[float, typer.Option(help="Distillation temperature.")] = 1.0,
+    position_gamma: Annotated[
+        float, typer.Option(help="Offset k weighs exp(-k/gamma); 0: equal weights.")
+    ] = 7.0,
+    optimizer: common.Optimizer = "adamw",
+    learning_rate: common.LearningRate = 3e-3,
+    adam_learning_rate: common.AdamLearningRate = 6e-4,
+    weight_decay: common.WeightDecay = 0.0,
+    warmup_steps: common.WarmupSteps = 50,
+    total_steps: common.TotalSteps = 2000,
+    decay_share: common.DecayShare = 0.3,
+    grad_clip: common.GradClip = 1.0,
+    ema_decay: common.EmaDecay = 0.99,
+    anchors_per_step: Annotated[int, typer.Option(min=1, help="Blocks a step and process.")] = 1024,
+    anchors_per_sample: Annotated[int, typer.Option(min=1, help="Most blocks of one answer.")] = 64,
+    vocab_per_step: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Tokens whose scores one step trains, half of them the most frequent; 0: all. "
+            "Not with sft.",
+        ),
+    ] = 0,
+    min_supervised: Annotated[
+        int, typer.Option(min=2, help="Shorter answers are left out, in tokens.")
+    ] = 32,
+    compile: common.Compile = True,
+    eval_every: common.EvalEvery = 250,
+    save_every: common.SaveEvery = 250,
+    log_every: common.LogEvery = 25,
+    eval_sequences: common.EvalSequences = 64,
+    eval_alpha: Annotated[float, typer.Option(help="Of the measured fusion.")] = 0.3,
+    eval_beta: Annotated[float, typer.Option(help="Of the measured fusion.")] = 0.3,
+    max_minutes: common.MaxMinutes = 0.0,
+    resume: common.Resume = False,
+    seed: common.Seed = 0,
+) -> None:
+    """Trains the short-context head of DeLS; needs only text and the target's embeddings."""
+    given: dict[str, Any] = dict(locals())
+    from vllm_specplug.train.local_run import LocalRunOptions, train_local_head
+    from vllm_specplug.train.local_trainer import LocalOptions
+
+    with common.friendly_errors():
+        run = common.from_options(LocalRunOptions, given)
+        options = common.from_options(LocalOptions, given)
+        common.train_with_progress(
+            total_steps, lambda log, on_step: train_local_head(run, options, log, on_step)
+        )
+
+
+def unigram(
+    target: common.Target,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="File to write, *.safetensors; JSON goes beside it.")],
+) -> None:
+    """Counts the supervised tokens of answers: the prior that DeLS takes out once."""
+    from vllm_specplug.train.unigram_counts import write_unigram
+
+    with common.friendly_errors():
+        facts = write_unigram(target, data, out)
+    typer.echo(
+        f"{facts['total_tokens']:,} tokens of {facts['sequences']:,} answers, "
+        f"{facts['distinct_tokens']:,} distinct, in {out}"
+    )
+
+
+def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
+    """Adds the commands."""
+    train_app.command("dels")(train_dels)
+    data_app.command("unigram")(unigram)

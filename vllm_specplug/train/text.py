@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with answers as tokens: what a local head and the unigram prior are made from."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vllm_specplug.train.answers import answer_shards, keep_answer, read_answers
+from vllm_specplug.train.features import FeatureStore
+
+
+@dataclass(frozen=True)
+class TextSequence:
+    """Tokens int64 [S], of which those from `prompt_len` on are supervised; `hidden` [S, Ht] are
+    the target's final normed states where features hold them, else None."""
+
+    tokens: torch.Tensor
+    prompt_len: int
+    source: str = ""
+    hidden: torch.Tensor | None = None
+
+    @property
+    def num_supervised(self) -> int:
+        """Tokens of the answer."""
+        return len(self.tokens) - self.prompt_len
+
+
+class TextStore:
+    """The answers of a folder made by `specplug data generate`, or by `specplug data features`
+    (which also holds the target's states).
+
+    Args:
+        folder: of either kind.
+        min_supervised: shorter answers are left out.
+        repetitive_share: of answers that end in a loop, the share that is kept (answers only:
+            features have been filtered when they were made).
+
+    Raises:
+        ValueError: for a folder that holds neither, or nothing long enough.
+    """
+
+    def __init__(self, folder: str | Path, min_supervised: int = 2, repetitive_share: float = 0.7):
+        self.folder = Path(folder)
+        self.features: FeatureStore | None = None
+        self._texts: list[TextSequence] = []
+        files = answer_shards(self.folder)
+        if files:
+            rng = random.Random(0)
+            for answer in (a for path in files for a in read_answers(path)):
+                if keep_answer(answer, rng, repetitive_share):
+                    tokens = torch.tensor(answer.prompt_ids + answer.answer_ids, dtype=torch.int32)
+                    self._texts.append(TextSequence(tokens, len(answer.prompt_ids), answer.source))
+            self._texts = [t for t in self._texts if t.num_supervised >= min_supervised]
+            self._length = len(self._texts)
+        else:
+            try:
+                self.features = FeatureStore(folder)
+            except ValueError:
+                raise ValueError(
+                    f"data folder {str(folder)!r} holds neither answers nor features; make them "
+                    "with `specplug data generate` or `specplug data features`"
+                ) from None
+            shards = self.features.shards
+            self._rows = [
+                index
+                for index, (shard, i) in enumerate(self.features.items)
+                if self.features.length(index) - int(shards[shard].prompt_lens[i]) >= min_supervised
+            ]
+            self._length = len(self._rows)
+        if not self._length:
+            raise ValueError(
+                f"data folder {str(folder)!r} holds no answer of {min_supervised} tokens or more; "
+                "make longer ones, or lower min_supervised"
+            )
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether sequences hold the target's states."""
+        return self.features is not None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> TextSequence:
+        if self.features is None:
+            text = self._texts[index]
+            return TextSequence(text.tokens.long(), text.prompt_len, text.source)
+        row = self.features[self._rows[index]]
+        return TextSequence(row.tokens, row.prompt_len, row.source, row.hidden)
+
+    def sources(self) -> dict[str, int]:
+        """Sequences by the first part of their source."""
+        if self.features is None:
+            names = [t.source for t in self._texts]
+        else:
+            items, shards = self.features.items, self.features.shards
+            names = [shards[items[r][0]].meta["sources"][items[r][1]] for r in self._rows]
+        return dict(sorted(Counter(name.split("/")[0] for name in names).items()))
+
+    def answer_counts(self, vocab_size: int) -> torch.Tensor:
+        """How often each token is supervised, int64 [vocab_size].
+
+        Raises ValueError for a token outside the vocabulary.
+        """
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        for index in range(len(self)):
+            sequence = self[index]
+            answer = sequence.tokens[sequence.prompt_len :]
+            if int(answer.max()) >= vocab_size:
+                raise ValueError(
+                    f"data folder {str(self.folder)!r} holds token {int(answer.max())}, legal: "
+                    f"0..{vocab_size - 1} (the target's vocabulary); it was made with another "
+                    "tokenizer"
+                )
+            counts += torch.bincount(answer, minlength=vocab_size)
+        return counts
