@@ -58,25 +58,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_target(tmp_path_factory.mktemp("target"), 12))
 
 
+# name: what goes wrong, and what the message must name
 FAULTS = {
-    "version": 'vllm.__version__ = "0.40.1"',
-    "attribute": (
-        "import vllm.v1.attention.backends.registry as registry; del registry.register_backend"
+    "version": ('vllm.__version__ = "0.40.1"', "0.40.1"),
+    "older": ('vllm.__version__ = "0.31.2"', "0.31.2"),
+    "function": (
+        "import vllm.v1.attention.backends.registry as registry; del registry.register_backend",
+        "registry.register_backend",
+    ),
+    "method": (
+        "from vllm.v1.structured_output import StructuredOutputManager as manager; "
+        "del manager.validate_tokens",
+        "StructuredOutputManager.validate_tokens",
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_our_methods_refuse_with_the_exact_reason(fault: str, model: str) -> None:
-    line = _drill(FAULTS[fault], JETSPEC, model)
+    script, named = FAULTS[fault]
+    line = _drill(script, JETSPEC, model)
     assert line.startswith("REFUSED")
     assert "'jetspec' is not available" in line and "pip install" in line and "0.32.x" in line
-    assert ("0.40.1" if fault == "version" else "registry.register_backend") in line
+    assert named in line
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_plain_vllm_still_starts(fault: str, model: str) -> None:
-    assert _drill(FAULTS[fault], None, model) == "STARTED"
+    assert _drill(FAULTS[fault][0], None, model) == "STARTED"
 
 
 def test_all_seams_are_there() -> None:

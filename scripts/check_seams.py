@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which seams a vLLM source tree keeps, read without importing it.
+
+    python scripts/check_seams.py /path/to/vllm-source [--json]
+
+Looks up every attribute that compat/ and runtime/ build on (`compat/versions.py`) in the source
+and compares the parameters of functions with those of the installed vLLM. Says nothing of
+behaviour: a release counts as supported when the tests have run on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from pathlib import Path
+
+from vllm_specplug.compat.versions import REQUIRED_ATTRIBUTES, WORKER_ATTRIBUTES
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+
+
+def parse(source: Path, module: str) -> ast.Module | None:
+    """The module's syntax tree; None when the source has no such module."""
+    path = source.joinpath(*module.split("."))
+    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+        if candidate.is_file():
+            return ast.parse(candidate.read_text(encoding="utf-8"))
+    return None
+
+
+def imported_from(tree: ast.Module, name: str) -> tuple[str, str] | None:
+    """Module and original name behind a name that `tree` imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return node.module, alias.name
+    return None
+
+
+def defined(body: list[ast.stmt], name: str) -> Definition | None:
+    """The definition of `name` in a module's or class's body, also below an `if` or `try`."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if node.name == name:
+                return node
+        elif isinstance(node, ast.Assign):
+            if any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+                return node
+        elif isinstance(node, ast.AnnAssign):
+            if isinstance(node.target, ast.Name) and node.target.id == name:
+                return node
+        elif isinstance(node, ast.If | ast.Try):
+            found = defined([*node.body, *node.orelse], name)
+            if found is not None:
+                return found
+    return None
+
+
+def find(source: Path, module: str, path: str, depth: int = 0) -> Definition | None:
+    """The definition of a dotted attribute, through imports and base classes."""
+    tree = parse(source, module)
+    if tree is None or depth > 6:
+        return None
+    head, _, rest = path.partition(".")
+    node = defined(tree.body, head)
+    if node is None:
+        origin = imported_from(tree, head)
+        if origin is None or not origin[0].startswith("vllm"):
+            return None
+        return find(source, origin[0], f"{origin[1]}.{rest}".rstrip("."), depth + 1)
+    if not rest:
+        return node
+    if not isinstance(node, ast.ClassDef):
+        return None
+    member = defined(node.body, rest)
+    if member is not None:
+        return member
+    for base in node.bases:
+        if isinstance(base, ast.Name):
+            found = find(source, module, f"{base.id}.{rest}", depth + 1)
+            if found is not None:
+                return found
+    return None
+
+
+def parameters(node: Definition | None) -> list[str] | None:
+    """Names of a function's parameters; None for anything else."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    a = node.args
+    names = [arg.arg for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+    return names + [f"*{arg.arg}" for arg in (a.vararg, a.kwarg) if arg is not None]
+
+
+def compare(source: Path, installed: Path) -> dict[str, str]:
+    """For every seam: "same", "missing", or how its parameters changed."""
+    result = {}
+    for module, path in REQUIRED_ATTRIBUTES + WORKER_ATTRIBUTES:
+        node = find(source, module, path)
+        before, after = parameters(find(installed, module, path)), parameters(node)
+        if node is None:
+            answer = "missing"
+        elif before != after:
+            answer = f"parameters were {before}, are {after}"
+        else:
+            answer = "same"
+        result[f"{module}.{path}"] = answer
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("source", type=Path, help="a vLLM source tree, the folder with vllm/ in it")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if not (arguments.source / "vllm" / "__init__.py").is_file():
+        parser.error(f"{arguments.source} holds no vllm/__init__.py")
+    import importlib.util
+
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    result = compare(arguments.source, Path(spec.origin).parents[1])
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    else:
+        for seam, answer in result.items():
+            print(f"{answer:8} {seam}" if answer in ("same", "missing") else f"{seam}: {answer}")
+    return int(any(answer != "same" for answer in result.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seams are found in a source tree through imports, conditions and base classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.unit.test_readme import load_script
+from vllm_specplug.compat.versions import REQUIRED_ATTRIBUTES, WORKER_ATTRIBUTES
+
+seams = load_script("check_seams")
+
+
+def write(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / "vllm" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_definitions_are_found_where_python_would_find_them(tmp_path: Path) -> None:
+    source = write(
+        tmp_path,
+        base="class Base:\n    def run(self, a, *, b=1, **rest): ...\n",
+        runner="from vllm.base import Base as Root\nif True:\n    class Runner(Root):\n"
+        "        kind: int = 0\n",
+    )
+    assert seams.parameters(seams.find(source, "vllm.runner", "Runner.run")) == [
+        "self", "a", "b", "*rest",
+    ]  # fmt: skip
+    assert seams.find(source, "vllm.runner", "Runner.kind") is not None
+    assert seams.find(source, "vllm.runner", "Root.run") is not None
+    assert seams.find(source, "vllm.runner", "Runner.walk") is None
+    assert seams.find(source, "vllm.runner", "Other") is None
+    assert seams.find(source, "vllm.nothing", "Other") is None
+
+
+def test_changes_are_told_from_losses(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(
+        seams,
+        "REQUIRED_ATTRIBUTES",
+        (("vllm.m", "same"), ("vllm.m", "changed"), ("vllm.m", "lost")),
+    )
+    monkeypatch.setattr(seams, "WORKER_ATTRIBUTES", ())
+    old = write(tmp_path / "a", m="def same(a): ...\ndef changed(a): ...\ndef lost(a): ...\n")
+    new = write(tmp_path / "b", m="def same(a): ...\ndef changed(a, b): ...\n")
+    assert list(seams.compare(new, old).values()) == [
+        "same",
+        "parameters were ['a'], are ['a', 'b']",
+        "missing",
+    ]
+
+
+def test_the_installed_vllm_has_them_all() -> None:
+    import importlib.util
+
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    root = Path(spec.origin).parents[1]
+    found = seams.compare(root, root)
+    assert len(found) == len(REQUIRED_ATTRIBUTES + WORKER_ATTRIBUTES)
+    assert set(found.values()) == {"same"}
