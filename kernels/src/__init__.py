@@ -20,6 +20,7 @@ _EXPORTS = {
     "build_best_first": "dispatch",
     "build_local_trees": "local_tree",
     "can_build_local_trees": "local_tree",
+    "can_build_best_first": "dispatch",
     "causal_words": "metadata",
     "compact_kv": "dispatch",
     "describe": "dispatch",

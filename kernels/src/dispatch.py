@@ -127,13 +127,15 @@ def build_best_first(
         max_width: most children of one node.
 
     Returns:
-        token_ids int64 [B, N], parent_indices int32 [B, N], depths int32 [B, N],
+        On the CPU: token_ids int64 [B, N], parent_indices int32 [B, N], depths int32 [B, N],
         scores float32 [B, N] and num_nodes int32 [B], with N the largest budget; entries past
         num_nodes are undefined.
 
     Raises:
         RuntimeError: without the compiled kernels; the tree package builds trees in Python.
     """
+    if top_ids.is_cuda:
+        return _build_best_first_cuda(top_ids, top_log_probs, budgets, depths, max_width)
     reason = load_cpu_extension()
     if reason is not None:
         raise RuntimeError(f"build_best_first needs the compiled kernels: {reason}")
@@ -156,6 +158,33 @@ def build_best_first(
         counts,
     )
     return token_ids, parents, node_depths, scores, counts
+
+
+def can_build_best_first(device: torch.device) -> bool:
+    """Whether `build_best_first` takes candidates on `device`."""
+    return device.type == "cuda" or load_cpu_extension() is None
+
+
+def _build_best_first_cuda(
+    top_ids: torch.Tensor,
+    top_log_probs: torch.Tensor,
+    budgets: torch.Tensor,
+    depths: torch.Tensor,
+    max_width: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`build_best_first` of candidates on CUDA; the trees come back in one copy."""
+    from .tree_builder_triton import build_best_first_triton
+
+    num_nodes = max(1, int(budgets.max())) if budgets.numel() else 1
+    limits = torch.stack([budgets, depths]).pin_memory().to(top_ids.device, non_blocking=True)
+    token_ids, parents, node_depths, scores, counts = build_best_first_triton(
+        top_ids, top_log_probs, limits[0], limits[1], max_width, num_nodes
+    )
+    # Scores travel as bits.
+    packed = torch.stack([token_ids.int(), parents, node_depths, scores.view(torch.int32)])
+    flat = torch.cat([packed.flatten(), counts]).cpu()
+    tokens, parents, node_depths, bits = flat[: packed.numel()].view(packed.shape)
+    return tokens.long(), parents, node_depths, bits.view(torch.float32), flat[packed.numel() :]
 
 
 def describe(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:

@@ -280,7 +280,7 @@ class TreeAttnConfig:
         # Few sizes: each is a compilation.
         block_m = 16 if packed_rows <= 16 else 64 if packed_rows <= 64 or itemsize == 4 else 128
         block_n = 64 if itemsize < 4 else 32
-        if head_dim > 128:
+        if head_dim > 128 or major < 9:
             block_m, block_n = min(block_m, 64), 32
         # K and V of a tile per stage, and the query once.
         padded = triton.next_power_of_2(head_dim)

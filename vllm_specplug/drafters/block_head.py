@@ -23,8 +23,7 @@ from vllm_specplug.drafters.base import (
 )
 from vllm_specplug.drafters.fused_head import FusedBlockHead
 from vllm_specplug.drafters.ngram import NgramBranches
-from vllm_specplug.kernels import build_best_first, top_candidates
-from vllm_specplug.kernels.extension import load_cpu_extension
+from vllm_specplug.kernels import build_best_first, can_build_best_first, top_candidates
 from vllm_specplug.models.checkpoint import load_block_head
 from vllm_specplug.tree import DraftTree, build_tree, merge_trees
 
@@ -48,7 +47,7 @@ class BlockHeadDrafter(Drafter):
         # [V'] target id of each draft id, where the draft vocabulary is reduced
         self.target_ids: torch.Tensor | None = None
         if extras.d2t is not None:
-            self.target_ids = extras.target_ids(self.config.draft_vocab_size)
+            self.target_ids = extras.target_ids(self.config.draft_vocab_size).to(target.device)
         lm_head = extras.lm_head
         if lm_head is None:
             lm_head = target.lm_head
@@ -107,7 +106,7 @@ class BlockHeadDrafter(Drafter):
         """The head's own trees."""
         widths, budgets, options = requests.widths, requests.budgets, self.options
         token_ids, log_probs = self.candidates(requests, max(depths), max(widths))
-        compiled = load_cpu_extension() is None and min(widths) == max(widths)
+        compiled = can_build_best_first(token_ids.device) and min(widths) == max(widths)
         if options.tree_builder == "best_first" and compiled:
             tokens, parents, node_depths, scores, counts = (
                 array.numpy()
@@ -120,7 +119,7 @@ class BlockHeadDrafter(Drafter):
                 DraftTree(tokens[r, :n], parents[r, :n], node_depths[r, :n], scores[r, :n])
                 for r, n in enumerate(counts.tolist())
             ]
-        ids, logps = token_ids.numpy(), log_probs.numpy()
+        ids, logps = token_ids.cpu().numpy(), log_probs.cpu().numpy()
         return [
             build_tree(
                 options.tree_builder,
@@ -153,11 +152,13 @@ class BlockHeadDrafter(Drafter):
         num_reqs = len(requests)
         # A bidirectional block was trained whole; a causal one may stop at the last depth read.
         rows = depth + 1 if self.config.causal else self.config.block_size
-        block = self.head.block_embeds(self.embed_tokens[torch.tensor(requests.anchors)], rows)
+        device = self.embed_tokens.device
+        anchors = torch.tensor(requests.anchors).to(device)
+        block = self.head.block_embeds(self.embed_tokens[anchors], rows)
         starts = torch.tensor(requests.context_lens)
         positions = starts[:, None] + torch.arange(rows)
         # Slots past the model's last position are never used: depths are capped before.
-        positions = positions.clamp_(max=self.options.max_model_len - 1)
+        positions = positions.clamp_(max=self.options.max_model_len - 1).to(device)
 
         attend = self.cache.block_attention(requests, rows, self.config.causal)
         hidden = self.head(block.flatten(0, 1), positions.flatten(), attend)
