@@ -57,3 +57,16 @@ def test_make_targets_and_commands_exist() -> None:
 def test_links_lead_somewhere() -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
+
+
+def test_every_row_of_the_feature_table_names_a_test_that_exists() -> None:
+    table = README.partition("| vLLM feature | with trees | test |")[2].partition("\n\n")[0]
+    rows = [line.strip("|").split("|") for line in table.strip().splitlines()[1:]]
+    assert len(rows) > 30
+    for feature, answer, test in rows:
+        assert answer.strip(), feature
+        if test.strip() == "vLLM's own":
+            continue
+        file, _, name = test.strip().strip("`").partition("::")
+        text = (ROOT / "tests" / file).read_text()
+        assert re.search(rf"^def {name}\(", text, re.MULTILINE), (feature, test)
