@@ -45,7 +45,9 @@ class ServerSpec:
 
     def arguments(self, port: int) -> list[str]:
         """The `vllm` command line without its program name."""
-        args = ["serve", self.model, "--port", str(port), "--dtype", self.dtype]
+        # vLLM listens on every interface unless told; nobody asked these servers to.
+        args = ["serve", self.model, "--host", "127.0.0.1", "--port", str(port)]
+        args += ["--dtype", self.dtype]
         args += ["--max-model-len", str(self.max_model_len)]
         args += ["--max-num-seqs", str(self.max_num_seqs)]
         if self.enforce_eager:

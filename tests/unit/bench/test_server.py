@@ -42,6 +42,11 @@ def fake(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(server_module, "vllm_program", lambda: [sys.executable, "-c", script])
 
 
+def test_servers_listen_on_this_machine_only() -> None:
+    arguments = ServerSpec("plain", "model").arguments(1234)
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
+
+
 def test_waits_for_health_and_reports_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
