@@ -153,6 +153,34 @@ def check_grammar_that_starts_inside_a_tree() -> None:
     assert len(answered) > len(prompts)
 
 
+def check_tool_calls() -> None:
+    """The grammar behind automatic tool choice: free text until a trigger, then a schema."""
+    import json
+
+    tag = {
+        "structures": [
+            {
+                "begin": "<tool_call>",
+                "schema": {
+                    "type": "object",
+                    "properties": {"ok": {"type": "boolean"}, "to": {"enum": ["red", "blue"]}},
+                    "required": ["ok", "to"],
+                    "additionalProperties": False,
+                },
+                "end": "</tool_call>",
+            }
+        ],
+        "triggers": ["<tool_call>"],
+    }
+    how = {"structural_tag": json.dumps(tag)}
+    params = [constrained(how, seed=k, logit_bias={4: 5.0}, max_tokens=64) for k in range(3)]
+    outputs, counts = pair().compare(
+        [p for p in PROMPTS for _ in params], [p.clone() for _ in PROMPTS for p in params]
+    )
+    assert counts.pruned > 0
+    assert any(4 in o.outputs[0].token_ids for o in outputs)
+
+
 def check_prefix_cache_and_preemption() -> None:
     engines = pair(num_gpu_blocks_override=9, enable_prefix_caching=True)
     params = [

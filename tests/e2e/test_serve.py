@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -79,6 +80,44 @@ def test_options_that_other_speculation_refuses_are_honoured(client: openai.Open
     # Only the likeliest token can reach nine tenths of the likeliest token's probability.
     sampled = _ask(client, QUESTIONS[0], temperature=1.0, extra_body={"min_p": 1.0})
     assert sampled == _ask(client, QUESTIONS[0])
+
+
+def test_a_tool_call_has_legal_arguments(client: openai.OpenAI) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"enum": ["Paris", "Rome", "Oslo"]},
+                    "days": {"enum": [1, 2, 3]},
+                },
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+    def call(question: str) -> str:
+        done = client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": question}],
+            tools=[tool],
+            tool_choice={"type": "function", "function": {"name": "weather"}},
+            temperature=0.0,
+            max_tokens=64,
+        )
+        return str(done.choices[0].message.tool_calls[0].function.arguments)
+
+    questions = ["Weather in Rome for two days?", "Oslo tomorrow?", "Is it sunny in Paris?"]
+    with ThreadPoolExecutor(6) as pool:
+        # Free requests beside them.
+        free = [pool.submit(_ask, client, question) for question in QUESTIONS[:3]]
+        calls = list(pool.map(call, questions))
+    for arguments in calls:
+        assert set(json.loads(arguments)) == {"city", "days"}
+    assert [f.result() for f in free] == [_ask(client, question) for question in QUESTIONS[:3]]
 
 
 def test_several_samples_of_one_request(client: openai.OpenAI) -> None:

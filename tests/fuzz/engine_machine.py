@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random orders of everything that can happen to a request, against plain decoding.
+
+A hypothesis state machine drives one engine with trees by its step loop: requests are added with
+any mix of options, also onto prefixes that are cached; aborted, preempted one or all, resumed;
+budgets change; the prefix cache is reset. At every step each output must be the beginning of
+what the plain engine gives that request alone. When all is done no block may be missing and
+nothing may be kept of any request.
+
+Both engines live as long as the process and each plain answer is computed once, so that an
+example costs fractions of a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.e2e.oracle import OracleDrafter
+from tests.e2e.pair import Pair, core_of, generate, pair
+
+VOCABULARY = range(6, 340)
+ENGINE = {
+    # A pool this small preempts; blocks of 32 tokens.
+    "tree": {"enable_prefix_caching": True, "num_gpu_blocks_override": 12, "max_num_seqs": 6,
+             "max_num_batched_tokens": 96},
+}  # fmt: skip
+PROMPTS = (
+    [9],
+    [7, 40, 41],
+    [60, 61, 62, 63] * 3,
+    [100, 9, 12, 13] * 11,
+    [100, 9, 12, 13] * 11 + [80],
+    list(range(20, 90)),
+    list(range(20, 120)),
+)
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"max_tokens": 1},
+    {"max_tokens": 40, "presence_penalty": 0.9},
+    {"repetition_penalty": 1.3, "logit_bias": {50: 4.0}},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.0, "seed": 5, "min_p": 0.1, "top_k": 20},
+    {"stop_token_ids": [81, 11, 164, 227], "min_tokens": 4},
+    {"stop": ["a", "e"]},
+    {"bad_words": ["cat"], "frequency_penalty": 0.6},
+    {"allowed_token_ids": list(range(6, 300, 2))},
+    {"structured": {"regex": "[a-z ]{8,40}"}, "ignore_eos": False},
+    {"structured": {"choice": ["the red fox", "the lazy dog"]}, "ignore_eos": False},
+    {"structured": {"json": {"type": "object", "properties": {"age": {"type": "integer"}},
+                             "required": ["age"], "additionalProperties": False}},
+     "ignore_eos": False},
+)  # fmt: skip
+DEFAULTS = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+# Nodes a request asks for by itself; None leaves it to the engine.
+BUDGETS = (None, None, 0, 1, 5, 16)
+
+
+def sampling_params(index: int, budget: int | None = None) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    options = {**DEFAULTS, **OPTIONS[index]}
+    structured = options.pop("structured", None)
+    if structured is not None:
+        options["structured_outputs"] = StructuredOutputsParams(**structured)
+    if budget is not None:
+        options["extra_args"] = {"specplug_tree_budget": budget}
+    return SamplingParams(**options)
+
+
+_answers: dict[tuple[tuple[int, ...], int], tuple[list[int], str, str]] = {}
+
+
+def plain_answer(engines: Pair, prompt: list[int], option: int) -> tuple[list[int], str, str]:
+    """Token ids, text and finish reason without speculation."""
+    key = (tuple(prompt), option)
+    if key not in _answers:
+        done = generate(engines.plain, [prompt], sampling_params(option))[0].outputs[0]
+        _answers[key] = (list(done.token_ids), done.text, str(done.finish_reason))
+    return _answers[key]
+
+
+@dataclass
+class Expected:
+    prompt: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    seen: int = 0
+
+
+_request_numbers = itertools.count()
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """One example; the engine is shared by all."""
+
+    method = "oracle"
+    verified = 0
+    """Nodes verified in all examples."""
+    accepted = 0
+    preempted = 0
+
+    @initialize(
+        first=st.lists(
+            st.tuples(st.sampled_from(PROMPTS), st.integers(0, len(OPTIONS) - 1)),
+            min_size=2,
+            max_size=5,
+        )
+    )
+    def begin(self, first: list[tuple[list[int], int]]) -> None:
+        self.engines = pair(self.method, **ENGINE)
+        self.core = core_of(self.engines.tree)
+        self.engine = self.engines.tree.llm_engine
+        self.waiting: dict[str, Expected] = {}
+        self.texts: list[list[int]] = []
+        self.engines.take_counts()
+        for prompt, option in first:
+            self._add(list(prompt), option, None)
+
+    # -- rules -------------------------------------------------------------------------------
+
+    def _add(self, prompt: list[int], option: int, budget: int | None) -> None:
+        req_id = f"r{next(_request_numbers)}"
+        self.waiting[req_id] = Expected(prompt, *plain_answer(self.engines, prompt, option))
+        # The oracle knows every request of the example: some branches are another one's answer.
+        OracleDrafter.sequences = [e.prompt + e.token_ids for e in self.waiting.values()]
+        self.engine.add_request(
+            req_id, {"prompt_token_ids": prompt}, sampling_params(option, budget)
+        )
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        option=st.integers(0, len(OPTIONS) - 1),
+        budget=st.sampled_from(BUDGETS),
+    )
+    def add(self, prompt: list[int], option: int, budget: int | None) -> None:
+        if len(self.waiting) < 10:
+            self._add(list(prompt), option, budget)
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), option=st.integers(0, len(OPTIONS) - 1))
+    def continue_a_finished_one(self, data: Any, option: int) -> None:
+        """A prompt whose blocks hold generated tokens."""
+        text = data.draw(st.sampled_from(self.texts))
+        if len(self.waiting) < 10 and len(text) < 180:
+            self._add(text[: data.draw(st.integers(1, len(text)))] + [17], option, None)
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def abort(self, data: Any) -> None:
+        req_id = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.engine.abort_request([req_id])
+        del self.waiting[req_id]
+
+    @rule()
+    def preempt_all(self) -> None:
+        """What a reset of the prefix cache does to running requests."""
+        type(self).preempted += len(self.core.scheduler.running)
+        assert self.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    @precondition(lambda self: self.core.scheduler.running)
+    @rule()
+    def preempt_last(self) -> None:
+        """What the scheduler does when blocks run out."""
+        scheduler = self.core.scheduler
+        request = scheduler.running.pop()
+        scheduler._preempt_request(request, time.monotonic())
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        type(self).preempted += 1
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
+    @rule(rows=st.sampled_from((6, 20, 512)))
+    def change_budget(self, rows: int) -> None:
+        self.engines.runner.planner.row_budget.max_step_rows = rows
+
+    # -- invariants --------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            expected = self.waiting[output.request_id]
+            completion = output.outputs[0]
+            ids = list(completion.token_ids)
+            what = (output.request_id, expected.prompt, ids, expected.token_ids)
+            assert ids == expected.token_ids[: len(ids)], what
+            assert len(ids) >= expected.seen, what
+            expected.seen = len(ids)
+            if output.finished:
+                assert ids == expected.token_ids, what
+                assert completion.text == expected.text, what
+                assert completion.finish_reason == expected.finish_reason, what
+                self.texts.append(expected.prompt + ids)
+                del self.waiting[output.request_id]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        try:
+            for _ in range(2000):
+                if not self.engine.has_unfinished_requests():
+                    break
+                self._step()
+            assert not self.waiting, sorted(self.waiting)
+            # One more step tells the worker what finished last.
+            self._add(PROMPTS[0], 1, None)
+            while self.waiting:
+                self._step()
+            self._nothing_is_kept()
+        except BaseException:
+            # The engine is shared: the next example must not start from this one's remains.
+            self.engine.abort_request(list(self.waiting))
+            self.engine.step()
+            raise
+        finally:
+            counts = self.engines.take_counts()
+            type(self).verified += counts.nodes
+            type(self).accepted += counts.accepted
+            self.engines.runner.planner.row_budget.max_step_rows = 512
+
+    def _nothing_is_kept(self) -> None:
+        scheduler = self.core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        # One block is the null block; cached blocks that nobody uses are free.
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
+        assert not scheduler.requests and not scheduler.running and not scheduler.waiting
+        assert len(self.engines.runner.requests) <= 1
+        assert set(self.engines.runner.proposed_trees) <= set(self.engines.runner.requests)

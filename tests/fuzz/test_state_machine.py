@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any order of requests, aborts, preemptions, prefix hits and budgets leaves outputs as they are.
+
+`SPECPLUG_FUZZ_EXAMPLES=250 pytest tests/fuzz` runs a thousand examples and more; the default is
+what every run affords.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.pair import assert_check, check_names
+from tests.fuzz import machine_checks
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("machine_checks")]
+
+
+@pytest.mark.parametrize("name", check_names(machine_checks))
+def test_state_machine(name: str) -> None:
+    assert_check("tests.fuzz.machine_checks", name)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A long run with everything switched on, watched for what grows or fades.
+
+    python -m tests.soak.soak --steps 20000 --out bench/results/soak
+
+Conversations that share prefixes (about four of five prompt tokens are cached), sampling, seeds,
+grammars, clients that leave, preemption by a small pool: on a small random target, so that the
+steps cost little and the engine's own state is what is left to see. Every hundred steps it notes
+memory, blocks in use by nobody, acceptance and what the runner keeps; at the end it fails when
+memory or kept state have a slope, a block is missing, or acceptance faded, and writes the
+samples, a summary and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+EVERY = 100
+# Most growth of resident memory, in KiB a thousand steps, over the second half of the run.
+MEMORY_SLOPE_KIB = 1024
+# Most loss of acceptance from the first half to the second.
+ACCEPTANCE_LOSS = 0.1
+
+
+@dataclass
+class Sample:
+    step: int
+    resident_kib: int
+    used_blocks: int
+    running: int
+    kept_requests: int
+    kept_trees: int
+    nodes: int
+    accepted: int
+    steps_per_s: float
+
+
+def resident_kib() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1])
+    raise AssertionError("no VmRSS")
+
+
+class Client:
+    """Conversations: each turn's prompt is the last turn's prompt, its answer and a few tokens."""
+
+    def __init__(self, engine: Any, seed: int, conversations: int) -> None:
+        self.engine = engine
+        self.rng = random.Random(seed)
+        self.texts: list[list[int]] = [[] for _ in range(conversations)]
+        self.open: dict[str, int] = {}
+        self.number = 0
+        self.prompt_tokens = 0
+        self.finished = self.left = 0
+
+    def talk(self) -> None:
+        """Starts a turn in every conversation that has none, most of the time."""
+        for i, text in enumerate(self.texts):
+            if i in self.open.values() or self.rng.random() < 0.3:
+                continue
+            if not text or len(text) > 170:
+                # A new conversation under one of few system prompts.
+                start = 20 + 30 * self.rng.randrange(3)
+                text[:] = list(range(start, start + 64))
+            text += [self.rng.randrange(6, 300) for _ in range(self.rng.randint(1, 6))]
+            req_id = f"s{self.number}"
+            self.number += 1
+            self.open[req_id] = i
+            self.prompt_tokens += len(text)
+            self.engine.add_request(req_id, {"prompt_token_ids": list(text)}, self._params())
+
+    def _params(self) -> Any:
+        from tests.fuzz.engine_machine import OPTIONS, sampling_params
+
+        return sampling_params(self.rng.randrange(len(OPTIONS)))
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            if output.finished:
+                i = self.open.pop(output.request_id)
+                self.texts[i] += output.outputs[0].token_ids
+                self.finished += 1
+        if self.open and self.rng.random() < 0.02:
+            req_id = self.rng.choice(sorted(self.open))
+            self.engine.abort_request([req_id])
+            del self.open[req_id]
+            self.left += 1
+
+
+def slope(samples: list[Sample], name: str) -> float:
+    """Least-squares slope of one quantity per thousand steps, over the second half."""
+    import numpy as np
+
+    half = samples[len(samples) // 2 :]
+    steps = np.array([s.step for s in half], dtype=float)
+    values = np.array([getattr(s, name) for s in half], dtype=float)
+    return float(1000 * np.polyfit(steps, values, 1)[0])
+
+
+def acceptance(samples: list[Sample]) -> float:
+    return sum(s.accepted for s in samples) / max(1, sum(s.nodes for s in samples))
+
+
+def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any]]:
+    from tests.e2e.pair import Pair, core_of, make_engine
+    from tests.fuzz.engine_machine import ENGINE
+
+    llm = make_engine(method, **ENGINE["tree"])
+    engines = Pair(None, llm)
+    engines.watch()
+    scheduler, runner = core_of(llm).scheduler, engines.runner
+    pool = scheduler.kv_cache_manager.block_pool
+    hits = 0
+    client = Client(llm.llm_engine, seed, conversations=8)
+    samples: list[Sample] = []
+    since = time.perf_counter()
+    for step in range(1, steps + 1):
+        client.talk()
+        client.step()
+        if step % EVERY == 0:
+            gc.collect()
+            counts = engines.take_counts()
+            stats = scheduler.kv_cache_manager.prefix_cache_stats
+            if stats is not None:
+                hits += stats.hits
+                stats.hits = 0
+            now = time.perf_counter()
+            samples.append(
+                Sample(
+                    step, resident_kib(), pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+                    len(scheduler.running), len(runner.requests), len(runner.proposed_trees),
+                    counts.nodes, counts.accepted, EVERY / (now - since),
+                )
+            )  # fmt: skip
+            since = time.perf_counter()
+    while client.open:
+        client.step()
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are missing"
+    assert not scheduler.requests
+    half = len(samples) // 2
+    summary = {
+        "steps": steps,
+        "method": method,
+        "seed": seed,
+        "requests_finished": client.finished,
+        "clients_left": client.left,
+        "prompt_tokens": client.prompt_tokens,
+        "cached_prompt_tokens": hits,
+        "resident_kib_per_1000_steps": slope(samples, "resident_kib"),
+        "kept_requests_per_1000_steps": slope(samples, "kept_requests"),
+        "most_kept_requests": max(s.kept_requests for s in samples),
+        "acceptance_first_half": acceptance(samples[:half]),
+        "acceptance_second_half": acceptance(samples[half:]),
+        "blocks_missing_at_end": 0,
+    }
+    return samples, summary
+
+
+def problems(summary: dict[str, Any]) -> list[str]:
+    """What the run should not have shown."""
+    found = []
+    if summary["resident_kib_per_1000_steps"] > MEMORY_SLOPE_KIB:
+        found.append(f"memory grew by {summary['resident_kib_per_1000_steps']:.0f} KiB/1000 steps")
+    if summary["most_kept_requests"] > 2 * 8:
+        found.append(f"the runner kept {summary['most_kept_requests']} requests")
+    if summary["acceptance_first_half"] <= 0:
+        found.append("nothing was accepted")
+    loss = 1 - summary["acceptance_second_half"] / max(1e-9, summary["acceptance_first_half"])
+    if loss > ACCEPTANCE_LOSS:
+        found.append(f"acceptance faded by {100 * loss:.0f} %")
+    return found
+
+
+def plot(samples: list[Sample], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = [s.step for s in samples]
+    rows = (
+        ("resident memory, MiB", [s.resident_kib / 1024 for s in samples]),
+        ("blocks in use", [s.used_blocks for s in samples]),
+        ("accepted / verified nodes", [s.accepted / max(1, s.nodes) for s in samples]),
+        ("steps a second", [s.steps_per_s for s in samples]),
+    )
+    figure, axes = plt.subplots(len(rows), 1, sharex=True, figsize=(8, 8))
+    for axis, (label, values) in zip(axes, rows, strict=True):
+        axis.plot(steps, values, linewidth=0.8)
+        axis.set_ylabel(label, fontsize=8)
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--method", default="jetspec")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for samples, summary and plot")
+    arguments = parser.parse_args()
+    from tests.e2e.pair import ENVIRONMENT
+
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    samples, summary = run(arguments.steps, arguments.method, arguments.seed)
+    found = problems(summary)
+    print(json.dumps({**summary, "problems": found}, indent=2))
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        data = {"summary": summary, "samples": [asdict(s) for s in samples]}
+        (arguments.out / "soak.json").write_text(json.dumps(data, indent=1) + "\n")
+        plot(samples, arguments.out / "soak.png")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
