@@ -34,6 +34,8 @@ class _Families:
     step_nodes: Histogram
     milliseconds: Mapping[str, Histogram]
     tree_budget: Gauge
+    predicted: Counter
+    predicted_actual: Counter
 
 
 _families: WeakKeyDictionary[CollectorRegistry, _Families] = WeakKeyDictionary()
@@ -73,9 +75,15 @@ def _make_families(labelnames: Sequence[str], registry: CollectorRegistry) -> _F
             phase: histogram(f"{phase}_milliseconds", _PHASE_HELP[phase], _MS_BUCKETS)
             for phase in PHASES
         },
+        predicted=counter(
+            "predicted_accepted_tokens", "Accepted draft tokens that the adaptive budget expected."
+        ),
+        predicted_actual=counter(
+            "predicted_actual_tokens", "Draft tokens accepted of the trees it expected them of."
+        ),
         tree_budget=Gauge(
             NAMESPACE + "tree_budget",
-            "Most nodes one tree could have in the last step that drafted.",
+            "Nodes of the largest tree that the last step with drafts asked for; 0 when none paid.",
             labelnames,
             multiprocess_mode="mostrecent",
             registry=registry,
@@ -95,9 +103,15 @@ class PrometheusExporter:
     | `specplug:step_nodes` | histogram | |
     | `specplug:draft_milliseconds`, `verify_...`, `compact_...` | histogram | |
     | `specplug:tree_budget` | gauge | |
+    | `specplug:predicted_accepted_tokens_total` | counter | |
+    | `specplug:predicted_actual_tokens_total` | counter | |
 
     Mean acceptance length over a window is
     `1 + sum(rate(specplug:accepted_tokens_total[5m])) / sum(rate(specplug:drafts_total[5m]))`.
+
+    The last two are counted under an adaptive budget only; their ratio is 1 where its acceptance
+    model is calibrated. The share of a step's time that drafting takes is
+    `draft_milliseconds_sum / (draft_milliseconds_sum + verify_milliseconds_sum)`, as rates.
 
     Exporters of one registry share the metric families, so a second engine in the same process
     adds its labels instead of failing. Label names must then be the same.
@@ -120,6 +134,8 @@ class PrometheusExporter:
         self._step_nodes = families.step_nodes.labels(*values)
         self._ms = {p: h.labels(*values) for p, h in families.milliseconds.items()}
         self._tree_budget = families.tree_budget.labels(*values)
+        self._predicted = families.predicted.labels(*values)
+        self._predicted_actual = families.predicted_actual.labels(*values)
 
     def observe(self, payload: Payload | None) -> None:
         """Add one payload. Keys and labels this version does not know are ignored."""
@@ -144,3 +160,6 @@ class PrometheusExporter:
                     histogram.observe(value)
         if (budget := payload.get("budget")) is not None:
             self._tree_budget.set(budget)
+        if (predicted := payload.get("predicted")) is not None:
+            self._predicted.inc(predicted[0])
+            self._predicted_actual.inc(predicted[1])

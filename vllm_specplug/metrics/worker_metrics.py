@@ -65,8 +65,8 @@ class SpecPlugMetrics:
 
 
 def format_interval(stats: StepStats) -> str:
-    """One line: acceptance, share of drafts accepted to each depth, mean milliseconds by phase,
-    and how many steps of requests had no tree and why."""
+    """One line: acceptance, share of drafts accepted to each depth, the budget and how well it
+    predicts, mean milliseconds by phase, and how many steps of requests had no tree and why."""
     parts = []
     if stats.num_drafts:
         drafts = stats.num_drafts
@@ -80,6 +80,14 @@ def format_interval(stats: StepStats) -> str:
             parts.append("by depth " + " ".join(shares[:_LOGGED_DEPTHS]) + more)
     else:
         parts.append("no trees verified")
+    if stats.tree_budget is not None:
+        budget = f"budget now {stats.tree_budget}"
+        if stats.step_nodes:
+            budget += f", nodes a step {sum(stats.step_nodes) / len(stats.step_nodes):.1f}"
+        if stats.predicted_accepted:
+            ratio = stats.predicted_actual / stats.predicted_accepted
+            budget += f", accepted / predicted {ratio:.2f}"
+        parts.append(budget)
     timings = [
         f"{phase} {_three_digits(sum(values) / len(values))} ms"
         for phase in PHASES

@@ -28,6 +28,7 @@ def make_payload(num_drafts=2):
     stats.observe_ms("verify", 30.0)
     stats.observe_ms("verify", 40.0)
     stats.tree_budget = 10
+    stats.observe_prediction(2.5, 3)
     return stats.to_payload()
 
 
@@ -49,6 +50,8 @@ def test_payload_becomes_metrics(registry):
     assert sample(registry, "specplug:compact_milliseconds_count") == 0
     assert sample(registry, "specplug:step_nodes_sum") == 40
     assert sample(registry, "specplug:tree_budget") == 10
+    assert sample(registry, "specplug:predicted_accepted_tokens_total") == 5.0
+    assert sample(registry, "specplug:predicted_actual_tokens_total") == 6
 
 
 def test_reasons_and_phases_exist_before_anything_happened(registry):

@@ -45,6 +45,7 @@ def test_merging_payloads_equals_counting_in_one_place(first, second):
             stats.observe_ms("verify", 3.5)
             stats.observe_step_nodes(7)
             stats.tree_budget = len(part)
+            stats.observe_prediction(1.5, 2)
         merged.merge(here.to_payload())
     assert merged == together
 
@@ -56,6 +57,7 @@ def test_payload_is_plain_data_and_drain_starts_over():
     stats.observe_plain("grammar")
     stats.observe_ms("draft", 1.25)
     stats.tree_budget = 16
+    stats.observe_prediction(1.75, 2)
     payload = stats.drain()
     assert payload == {
         "drafts": 1,
@@ -65,6 +67,7 @@ def test_payload_is_plain_data_and_drain_starts_over():
         "step_nodes": [8],
         "ms": {"draft": [1.25]},
         "budget": 16,
+        "predicted": [1.75, 2],
     }
     assert json.loads(json.dumps(payload)) == payload
     assert stats == StepStats()

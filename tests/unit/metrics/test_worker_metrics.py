@@ -90,11 +90,15 @@ def test_format_interval():
             "by_depth": [71, 38, 15, 7],
             "plain": {"grammar": 2, "batch": 10},
             "ms": {"draft": [3.0, 3.2], "verify": [30.6, 31.4], "compact": [0.2]},
+            "step_nodes": [30, 32],
+            "budget": 16,
+            "predicted": [100.0, 131],
         }
     )
     assert format_interval(stats) == (
         "specplug: mean acceptance length 2.31 (accepted 1.31 of 15.2 nodes) "
-        "| by depth 0.71 0.38 0.15 0.07 | draft 3.1 ms verify 31 ms compact 0.20 ms "
+        "| by depth 0.71 0.38 0.15 0.07 "
+        "| budget now 16, nodes a step 31.0, accepted / predicted 1.31 | draft 3.1 ms verify 31 ms compact 0.20 ms "
         "| plain steps 12 (batch 10, grammar 2)"
     )
 
