@@ -27,6 +27,8 @@ from vllm_specplug.train.recipe import Recipe
 from vllm_specplug.train.target import TargetWeights
 from vllm_specplug.train.trainer import StepLoss, Trainer
 
+_ROW_MULTIPLE = 512
+
 
 @dataclass(frozen=True)
 class LongSpecRecipe(Recipe):
@@ -90,8 +92,14 @@ class PackedSequences:
         return PackedSequences(**moved)
 
 
-def pack(sequences: Sequence[KVSequence], staleness: Sequence[int]) -> PackedSequences:
-    """Joins sequences; row t of a sequence is supervised from the last prompt token on."""
+def pack(
+    sequences: Sequence[KVSequence], staleness: Sequence[int], multiple: int = 1
+) -> PackedSequences:
+    """Joins sequences; row t of a sequence is supervised from the last prompt token on.
+
+    The rows are filled up to a `multiple` by a sequence of zeros that is not supervised: matrix
+    libraries prepare and keep code for every number of rows they meet.
+    """
     rows, labels, start = [], [], 0
     for sequence in sequences:
         at = torch.arange(max(sequence.prompt_len, 1) - 1, len(sequence) - 1)
@@ -99,8 +107,12 @@ def pack(sequences: Sequence[KVSequence], staleness: Sequence[int]) -> PackedSeq
         labels.append(sequence.tokens[at + 1])
         start += len(sequence)
 
+    padding = -start % multiple
+    lengths = [len(sequence) for sequence in sequences]
+
     def joined(name: str) -> torch.Tensor:
-        return torch.cat([getattr(sequence, name) for sequence in sequences])
+        parts = [getattr(sequence, name) for sequence in sequences]
+        return torch.cat([*parts, parts[0].new_zeros(padding, *parts[0].shape[1:])])
 
     return PackedSequences(
         joined("tokens"),
@@ -108,8 +120,8 @@ def pack(sequences: Sequence[KVSequence], staleness: Sequence[int]) -> PackedSeq
         joined("key"),
         joined("value"),
         joined("hidden"),
-        [len(sequence) for sequence in sequences],
-        list(staleness),
+        [*lengths, padding] if padding else lengths,
+        [*staleness, 1] if padding else list(staleness),
         torch.cat(rows),
         torch.cat(labels),
     )
@@ -249,7 +261,7 @@ class LongSpecTrainer(Trainer):
         staleness = torch.randint(
             1, self.recipe.max_staleness + 1, (len(sequences),), generator=generator
         )
-        return pack(sequences, staleness.tolist())
+        return pack(sequences, staleness.tolist(), _ROW_MULTIPLE)
 
     def step_loss(self) -> StepLoss:
         batch = self.next_batch()

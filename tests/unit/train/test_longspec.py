@@ -210,6 +210,19 @@ def test_supervised_rows_start_at_the_last_prompt_token(features: Path) -> None:
     assert torch.equal(batch.labels, batch.tokens[batch.rows + 1])
 
 
+def test_padding_changes_no_state_that_counts(features: Path) -> None:
+    store = KVFeatureStore(features)
+    sequences = [store[0], store[1]]
+    head, embed = make_head().eval(), torch.randn(VOCAB, 32)
+    plain, padded = pack(sequences, [1, 2]), pack(sequences, [1, 2], multiple=64)
+    assert len(padded.tokens) % 64 == 0 and sum(padded.lengths) == len(padded.tokens)
+    assert torch.equal(plain.rows, padded.rows)
+    with torch.no_grad():
+        expected = run_packed(head, plain, embed)
+        actual = run_packed(head, padded, embed)
+    torch.testing.assert_close(actual[: len(expected)], expected)
+
+
 def test_drafting_a_chain_is_the_training_forward_at_each_staleness(features: Path) -> None:
     """Depth d of a draft reads a cache that ends d + 1 positions before it."""
     store = KVFeatureStore(features)
