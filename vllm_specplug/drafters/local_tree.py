@@ -88,6 +88,10 @@ class LocalTreeBuilder:
         self.weights: LocalTreeWeights | None = None
         if embed_tokens.device.type == "cpu" and can_build_local_trees(dtype):
             self.weights = self._compiled_weights()
+        # [V', 3 S] input gates and [V] their rows, for the fused step on a GPU
+        self.gates: torch.Tensor | None = None
+        if device.type == "cuda":
+            self._make_gates()
 
     @property
     def is_idle(self) -> bool:
@@ -148,6 +152,41 @@ class LocalTreeBuilder:
             for r in range(len(anchors))
         ]
 
+    def _make_gates(self) -> None:
+        """The table the fused step reads, where there is a GRU and the table fits."""
+        if self.head.config.kind != "gru":
+            return
+        w_ih = self.head.prefix_gru.weight_ih_l0
+        size = len(self.draft_ids) * w_ih.shape[0] * w_ih.element_size()
+        if size > self.options.gate_table_bytes:
+            return
+        x = self.head.input_features(self.draft_ids, self.embed_tokens)
+        self.gates = F.linear(x.to(w_ih.dtype), w_ih)
+        self.gate_rows = torch.zeros(
+            self.head.config.vocab_size, dtype=torch.int64, device=self.draft_ids.device
+        )
+        self.gate_rows[self.draft_ids] = torch.arange(
+            len(self.draft_ids), device=self.draft_ids.device
+        )
+
+    def _step(
+        self, tokens: torch.Tensor, parents: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafted tokens [F] after rows `parents` [F] of `states`: rank vectors and new states."""
+        if self.gates is None:
+            states = states[parents.to(states.device)]
+            return self.head.step(tokens, states, self.embed_tokens)
+        from vllm_specplug.kernels.gru_step_triton import gru_step_triton
+
+        states = gru_step_triton(
+            self.gate_rows[tokens],
+            parents.int().to(states.device),
+            states,
+            self.gates,
+            self.head.prefix_gru.weight_hh_l0,
+        )
+        return self.head.rank_of(states), states
+
     def _compiled_weights(self) -> LocalTreeWeights:
         head, config = self.head, self.head.config
         if config.kind == "markov":
@@ -198,12 +237,12 @@ class LocalTreeBuilder:
             nonlocal states, ranks
             if depth == 1:
                 states = head.initial_state(1)
-                read = torch.tensor([anchor]) if options.anchor_input else None
+                if options.anchor_input:
+                    read = torch.tensor([anchor], device=states.device)
+                    ranks, states = head.step(read, states, self.embed_tokens)
             else:
-                states = states[torch.from_numpy(parents).to(states.device)]
-                read = torch.from_numpy(tokens)
-            if read is not None:
-                ranks, states = head.step(read.to(states.device), states, self.embed_tokens)
+                read = torch.from_numpy(tokens).to(states.device)
+                ranks, states = self._step(read, torch.from_numpy(parents), states)
             candidates, own = ids[depth - 1], log_probs[depth - 1].float()
             fused = own.expand(len(tokens), -1)
             alpha, beta = options.alpha[depth - 1], options.beta[depth - 1]

@@ -167,7 +167,7 @@ class LocalHead(nn.Module):
         x = x.to(self.rank_proj.weight.dtype)
         start = None if state is None else state.unsqueeze(0).contiguous()
         hidden, last = self.prefix_gru(x, start)
-        return self._activate(self.rank_proj(hidden)), last.squeeze(0)
+        return self.rank_of(hidden), last.squeeze(0)
 
     def step(
         self,
@@ -194,7 +194,12 @@ class LocalHead(nn.Module):
         update = torch.sigmoid(update_x + update_h)
         new = torch.tanh(new_x + reset * new_h)
         state = (1 - update) * new + update * state
-        return self._activate(self.rank_proj(state)), state
+        return self.rank_of(state), state
+
+    def rank_of(self, state: torch.Tensor) -> torch.Tensor:
+        """Rank vectors [..., r] of GRU states [..., S]."""
+        ranks = self.rank_proj(state)
+        return F.silu(ranks) if self.config.rank_activation == "silu" else ranks
 
     def logits(self, ranks: torch.Tensor, lm_head: torch.Tensor | None = None) -> torch.Tensor:
         """Raw scores [..., V'] of rank vectors [..., r]."""
@@ -220,9 +225,6 @@ class LocalHead(nn.Module):
     ) -> torch.Tensor:
         """[B, L] -> [B, L, V']: row t scores token t + 1, from a state of zeros before token 0."""
         return self.logits(self.ranks(token_ids, embed_tokens)[0], lm_head)
-
-    def _activate(self, ranks: torch.Tensor) -> torch.Tensor:
-        return F.silu(ranks) if self.config.rank_activation == "silu" else ranks
 
 
 def _is_size(value: object) -> bool:
