@@ -46,6 +46,12 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+# Budgets that follow the load: what is drafted depends on the clock, what is sampled must not.
+AUTO_METHODS: dict[str, dict[str, Any]] = {
+    "jetspec_auto": {**METHODS["jetspec_ngrams"], "tree_budget": "auto"}
+}
+
+
 @cache
 def target_path() -> str:
     """The prepared SmolLM2 target."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import (
+    AUTO_METHODS,
     METHODS,
     EngineResult,
     assert_drafted,
@@ -188,7 +189,7 @@ def _compare(name: str, method: str) -> tuple[Situation, EngineResult, EngineRes
     tree = run_engine(
         {**situation.engine, **situation.tree_engine},
         situation.calls,
-        speculative={**METHODS[method], **situation.speculative},
+        speculative={**(METHODS | AUTO_METHODS)[method], **situation.speculative},
     )
     return situation, _plain(name), tree
 
@@ -206,6 +207,11 @@ _MATRIX = [
     if name not in ("logprobs", "json_schema", "control")
     for method in METHODS
     if method == "jetspec" or name in _NGRAM_SITUATIONS[method]
+]
+_MATRIX += [
+    pytest.param(name, method, marks=pytest.mark.xdist_group(name))
+    for name in ("mixed_batch", "seeded_sampling")
+    for method in AUTO_METHODS
 ]
 
 

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner applies what requests and options say, and learns from steps only what they show."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.budget.test_adaptive_budget import calibration
+from vllm_specplug.budget import AdaptiveBudget, StepCostModel
+from vllm_specplug.config import parse_request_budget
+from vllm_specplug.drafters.base import Drafter, DraftRequests
+from vllm_specplug.metrics import StepStats
+from vllm_specplug.runtime.draft_planner import Batch, DraftPlanner
+from vllm_specplug.runtime.step import StepRequest, TreeStep
+from vllm_specplug.tree import DraftTree
+
+MAX_NODES = 8
+
+
+def _options(**changes: Any) -> SimpleNamespace:
+    defaults = {
+        "num_speculative_tokens": MAX_NODES, "tree_budget": "auto", "max_draft_context": None,
+    }  # fmt: skip
+    return SimpleNamespace(**{**defaults, **changes})
+
+
+def _planner(rows: int = 512, draft_ms: float = 0.3, **changes: Any) -> DraftPlanner:
+    planner = DraftPlanner(_options(**changes), rows, StepStats(), share=lambda values: values)
+    if planner.is_adaptive:
+        planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=draft_ms)), rows, 4)
+    return planner
+
+
+class _Drafter(Drafter):
+    """Chains of the asked depth; remembers what it was asked."""
+
+    forward_depth = 4
+
+    def __init__(self, score: float = -0.2) -> None:
+        self.score = score
+        self.asked: list[list[int]] = []
+
+    def load(self, target: Any) -> None: ...
+
+    def cache_specs(self) -> list:
+        return []
+
+    def observe(self, committed: Any) -> None: ...
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        depths = requests.forward_depths or [min(d, self.forward_depth) for d in requests.depths]
+        self.asked.append(list(depths))
+        return [
+            DraftTree.chain(range(depth), self.score * np.arange(1, depth + 1)) for depth in depths
+        ]
+
+
+def _requests(planner: DraftPlanner, extras: list[dict | None]) -> tuple[DraftRequests, Batch]:
+    requests, batch = DraftRequests(), Batch()
+    for i, extra in enumerate(extras):
+        batch.num_roots += 1
+        batch.root_context += 100
+        nodes, _ = planner.nodes_for(f"r{i}", extra, 100, len(extras))
+        if nodes:
+            requests.req_ids.append(f"r{i}")
+            requests.token_ids.append(np.arange(100))
+            requests.context_lens.append(99)
+            requests.req_indices.append(i)
+            requests.budgets.append(nodes)
+            requests.widths.append(4)
+            requests.depths.append(nodes)
+    return requests, batch
+
+
+def test_each_request_gets_what_it_asks_for() -> None:
+    planner = _planner()
+    ask = [None, {"specplug_tree_budget": 0}, {"specplug_tree_budget": 2}]
+    got = [planner.nodes_for(str(i), extra, 50, 3) for i, extra in enumerate(ask)]
+    assert got == [(MAX_NODES, "budget"), (0, "opted_out"), (2, "opted_out")]
+
+
+def test_fixed_budgets_share_the_rows_and_requests_may_differ() -> None:
+    planner = _planner(rows=20, tree_budget=6)
+    assert planner.nodes_for("a", None, 50, 2) == (6, "batch")
+    assert planner.nodes_for("a", None, 50, 5) == (3, "batch")
+    assert planner.nodes_for("a", None, 50, 12) == (0, "batch")
+    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 2) == (8, "opted_out")
+    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 4)[0] == 4
+
+
+def test_contexts_past_the_limit_decode_plainly() -> None:
+    planner = _planner(max_draft_context=60)
+    own = {"specplug_max_draft_context": 200}
+    assert planner.nodes_for("a", None, 60, 1)[0] == MAX_NODES
+    assert planner.nodes_for("a", None, 61, 1) == (0, "context")
+    assert planner.nodes_for("b", own, 61, 1)[0] == MAX_NODES
+    assert planner.nodes_for("b", own, 201, 1) == (0, "context")
+
+
+def test_a_request_that_ended_may_come_back_with_another_wish() -> None:
+    planner = _planner()
+    assert planner.nodes_for("a", {"specplug_tree_budget": 0}, 5, 1)[0] == 0
+    planner.forget(["a"])
+    assert planner.nodes_for("a", None, 5, 1)[0] == MAX_NODES
+
+
+@pytest.mark.parametrize("value", [-1, MAX_NODES + 1, "many", 2.5, True, None, [1]])
+def test_senseless_budgets_are_refused_by_name(value: object) -> None:
+    with pytest.raises(ValueError, match="specplug_tree_budget=.*0 .*num_speculative_tokens=8"):
+        parse_request_budget({"specplug_tree_budget": value}, _options())
+
+
+@pytest.mark.parametrize("value", [-1, "long", 0.5, False])
+def test_senseless_context_limits_are_refused_by_name(value: object) -> None:
+    with pytest.raises(ValueError, match="specplug_max_draft_context="):
+        parse_request_budget({"specplug_max_draft_context": value}, _options())
+
+
+def test_drafts_where_it_pays_and_not_where_it_does_not() -> None:
+    cheap, dear = _Drafter(), _Drafter()
+    planner = _planner()
+    trees = planner.draft(cheap, *_requests(planner, [None] * 3))
+    assert cheap.asked and all(tree.num_nodes for tree in trees)
+    planner = _planner(draft_ms=60.0)
+    trees = planner.draft(dear, *_requests(planner, [None] * 3))
+    assert not dear.asked and not any(tree.num_nodes for tree in trees)
+    assert planner.stats.plain_steps == {"budget": 3}
+    assert planner.stats.tree_budget == 0
+
+
+def test_a_fixed_request_among_adaptive_ones_always_drafts() -> None:
+    drafter = _Drafter(score=-4.0)
+    planner = _planner(draft_ms=5.0)
+    requests = _requests(planner, [{"specplug_tree_budget": 3}, None])
+    trees = planner.draft(drafter, *requests)
+    assert drafter.asked == [[3, 0]]
+    assert [tree.num_nodes for tree in trees] == [3, 0]
+
+
+def test_nobody_to_draft_for_is_no_work() -> None:
+    drafter = _Drafter()
+    planner = _planner()
+    assert planner.draft(drafter, DraftRequests(), Batch()) == []
+    assert planner.draft(drafter, *_requests(planner, [{"specplug_tree_budget": 0}])) == []
+    assert not drafter.asked
+
+
+def _verified(num_computed: int, tree: DraftTree, path: list[int], first: int = 0) -> StepRequest:
+    return StepRequest(first, first, first + 1 + tree.num_nodes, num_computed, tree, path)
+
+
+def test_times_of_real_steps_reach_the_cost_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    planner = _planner()
+    assert planner.adaptive is not None
+    costs = planner.adaptive.costs
+    before = float(costs.verify_ms(5, 5, 0))
+    tree = DraftTree.chain([1, 2, 3, 4], [-0.1, -0.2, -0.3, -0.4])
+    for _ in range(160):
+        planner.begin_step()
+        now[0] += 0.2
+        planner.observe(TreeStep([_verified(100, tree, [0, 1])]), ["a"], now[0])
+        now[0] += 0.006
+    # 200 ms of verification and 6 ms of everything else a step.
+    assert float(costs.verify_ms(5, 5, 500)) > 3 * before
+    assert float(costs.verify_ms(5, 5, 500)) == pytest.approx(200, rel=0.1)
+    assert costs.rest_ms == pytest.approx(6.0, rel=0.1)
+    assert planner.stats.predicted_actual == 320
+    assert planner.stats.predicted_accepted == pytest.approx(320, rel=0.25)
+
+
+def test_idle_time_and_prompt_chunks_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    planner = _planner()
+    assert planner.adaptive is not None
+    costs = planner.adaptive.costs
+    verify, rest = float(costs.verify_ms(5, 5, 0)), costs.rest_ms
+    for step in range(30):
+        planner.begin_step()
+        now[0] += 5.0
+        chunk = StepRequest(0, 200, 201, 0, DraftTree.empty())
+        planner.observe(TreeStep([chunk]), [f"r{step}"], now[0])
+        now[0] += 60.0
+    assert (float(costs.verify_ms(5, 5, 0)), costs.rest_ms) == (verify, rest)
+
+
+def test_ranks_decide_by_the_first_ranks_clock() -> None:
+    first: list[list[float]] = []
+
+    def record(values: list[float]) -> list[float]:
+        first.append(values)
+        return values
+
+    def ranks(share: Any) -> list[float]:
+        planner = DraftPlanner(_options(), 512, StepStats(), share=share)
+        planner.adaptive = AdaptiveBudget(StepCostModel(calibration()), 512, 4)
+        tree = DraftTree.chain([1, 2], [-0.1, -0.2])
+        for _ in range(10):
+            planner.begin_step()
+            planner.observe(TreeStep([_verified(9, tree, [0])]), ["a"], planner._step_start + 0.05)
+        return planner.adaptive.costs.verify_ms(np.arange(1, 40), 1, 0).tolist()
+
+    expected = ranks(record)
+    replay = iter(first)
+    assert ranks(lambda values: next(replay)) == expected
