@@ -39,7 +39,7 @@ demo: setup
 test: setup
 	@$(TARGET)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS) \
-	  tests/unit tests/kernels tests/e2e $(ARGS)
+	  tests/unit tests/kernels tests/e2e tests/fuzz $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

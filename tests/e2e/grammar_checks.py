@@ -191,3 +191,19 @@ def check_prefix_cache_and_preemption() -> None:
     prompts = [[*p, *range(50, 70)] for p in PROMPTS for _ in params]
     for _ in range(2):
         engines.compare(prompts, [p.clone() for _ in PROMPTS for p in params])
+
+
+def check_masks_along_a_line_would_not_do() -> None:
+    """The negative control: with vLLM's own masks these comparisons fail."""
+    import pytest
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    # An engine of its own: what it is left with is nobody's business.
+    engines = pair(speculative={"num_speculative_tokens": 12, "tree_budget": 12})
+    ours = StructuredOutputManager.grammar_bitmask
+    StructuredOutputManager.grammar_bitmask = ours.__wrapped__
+    try:
+        with pytest.raises((AssertionError, RuntimeError)):
+            every_kind(engines, KINDS)
+    finally:
+        StructuredOutputManager.grammar_bitmask = ours
