@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planning, storing and launching of the CuTe kernels, without cutlass and without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from tests.kernels.test_triton_tree_attn import DeviceTrees
+from vllm_specplug.kernels import tree_attn_cute_sm90
+from vllm_specplug.kernels.cute import driver, store
+from vllm_specplug.kernels.cute.config import (
+    SHARED_LIMIT,
+    TILE_N,
+    CombineConfig,
+    ForwardConfig,
+    all_configs,
+)
+from vllm_specplug.kernels.cute.launch import TensorMapSpec, choose_splits, plan_launches
+from vllm_specplug.kernels.cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
+from vllm_specplug.kernels.tree_attn_cute_sm90 import CuteUnavailable, supports
+
+BF16 = torch.bfloat16
+HOPPER = (9, 0)
+
+
+def no_workspace(*_):
+    raise AssertionError("one split needs no workspace")
+
+
+def some_workspace(splits: int, rows: int, heads: int, head_dim: int):
+    return torch.empty(splits, rows, heads, head_dim), torch.empty(splits, rows, heads)
+
+
+def plan(trees: DeviceTrees, splits: int | None = 1, workspace=no_workspace, places: int = 0):
+    inputs = (trees.query, trees.key_cache, trees.value_cache, trees.query.clone())
+    tail = (trees.tail.get("tail_key"), trees.tail.get("tail_value"))
+    return plan_launches(
+        *inputs, trees.metadata(places), trees.scale, *tail, 132, workspace, splits
+    )
+
+
+def named(launch) -> dict:
+    parameters = (
+        FORWARD_PARAMETERS if isinstance(launch.config, ForwardConfig) else COMBINE_PARAMETERS
+    )
+    names = [name for name, _ in parameters]
+    return dict(zip(names, launch.arguments[-len(names) :], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("specs", "group", "page", "variant", "grid"),
+    [
+        # a plain decode: one packed row of 4
+        ([(100, 0)], 4, 16, (1, False), (1, 2, 1)),
+        # 16 rows of 4 fill one warpgroup, 17 do not
+        ([(100, 15)], 4, 64, (1, True), (1, 2, 1)),
+        ([(100, 16)], 4, 128, (3, True), (1, 2, 1)),
+        # 65 rows of 4 are 260: two blocks of 192
+        ([(100, 64), (5, 1)], 4, 32, (3, False), (2, 2, 2)),
+    ],
+)
+def test_variants_and_grids(specs, group, page, variant, grid):
+    trees = DeviceTrees(specs, dtype=BF16, head_dim=64, kv_heads=2, group=group, page=page)
+    (launch,) = plan(trees)
+    assert (launch.config.warpgroups, launch.config.tma) == variant
+    assert launch.grid == grid
+    assert named(launch)["page_shift"] == page.bit_length() - 1
+    assert named(launch)["group"] == group
+
+
+def test_splits_bring_a_second_launch():
+    trees = DeviceTrees([(3000, 5)], dtype=BF16, head_dim=64, kv_heads=2)
+    forward, merge = plan(trees, splits=7, workspace=some_workspace)
+    assert forward.grid == (1, 2 * 7, 1)
+    assert isinstance(merge.config, CombineConfig) and merge.grid == (6, 1, 1)
+    for name in ("plan", "part_out", "part_lse", "splits", "part_rows", "dense", "output_row"):
+        assert named(forward)[name] == named(merge)[name], name
+
+
+def test_nothing_is_launched_for_nothing():
+    trees = DeviceTrees([(3, 1)], dtype=BF16, head_dim=64)
+    meta = trees.metadata()
+    meta.max_rows = 0
+    inputs = (trees.query, trees.key_cache, trees.value_cache, trees.query.clone())
+    assert plan_launches(*inputs, meta, 1.0, None, None, 132, no_workspace) == []
+
+
+def test_descriptor_says_where_the_cache_lies():
+    trees = DeviceTrees([(100, 3)], dtype=BF16, head_dim=96, kv_heads=2, page=64)
+    (launch,) = plan(trees)
+    key, value = launch.arguments[:2]
+    assert value.address - key.address == 96 * 2
+    assert key.extents == (96, 64, 2, trees.cache.shape[0])
+    # elements; a token's heads follow one another, K and V side by side
+    assert key.strides == (1, 2 * 2 * 96, 2 * 96, 64 * 2 * 2 * 96)
+    assert key.box == (32, TILE_N, 1, 1) and key.swizzle_bytes == 64
+
+
+def test_splits_fill_the_device():
+    # one tree, 8 KV heads: 16 splits are 128 of 132 multiprocessors
+    assert choose_splits(8, 512, 132) in range(14, 17)
+    # short contexts do not split below two tiles each
+    assert choose_splits(8, 3, 132) == 1
+    # a full device is left alone
+    assert choose_splits(132, 512, 132) == 1
+    assert choose_splits(2000, 512, 132) == 1
+    assert choose_splits(0, 512, 132) == 1
+    # two thirds of a device gain from a split
+    assert choose_splits(88, 512, 132) > 1
+
+
+def test_variants_fit_the_device():
+    names = [config.name for config in all_configs()]
+    assert len(set(names)) == len(names)
+    for config in all_configs():
+        assert config.shared_bytes <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"capability": (8, 0)}, "8.0 is not 9.0"),
+        ({"capability": (10, 0)}, "10.0 is not 9.0"),
+        ({"head_dim": 80}, "head size 80 is not one of 64, 96, 128"),
+        ({"dtype": torch.float32}, "float32 is not one of bfloat16, float16"),
+        ({"block_size": 48}, "block size 48 is not a power of two"),
+        ({"block_size": 8}, "block size 8 is not a power of two from 16"),
+    ],
+)
+def test_what_is_not_supported_says_why(change, why):
+    shape = {"capability": HOPPER, "head_dim": 128, "dtype": BF16, "block_size": 16} | change
+    assert why in supports(**shape)
+
+
+def test_supported_where_a_kernel_can_be_had(monkeypatch, tmp_path):
+    monkeypatch.setattr(store, "can_compile", lambda: True)
+    assert supports(HOPPER, 128, BF16, 16) is None
+    monkeypatch.setattr(store, "can_compile", lambda: False)
+    monkeypatch.setattr(store, "SHIPPED", tmp_path)
+    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
+    assert "pip install 'vllm-specplug[cute]'" in supports(HOPPER, 128, BF16, 16)
+
+
+KERNEL = store.StoredKernel("combine_d64_bfloat16", "entry_point", (8, 4, 1), b"\x7fELF" * 9)
+
+
+def test_stored_kernels_come_back(tmp_path):
+    store.write(tmp_path, KERNEL)
+    assert store.read(tmp_path, KERNEL.name) == KERNEL
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".cubin", ".json"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda f: (f / f"{KERNEL.name}.cubin").write_bytes(b"\x7fELF"), "damaged"),
+        (lambda f: (f / f"{KERNEL.name}.cubin").unlink(), "not there"),
+        (lambda f: (f / f"{KERNEL.name}.json").write_text("{"), "unreadable"),
+        (lambda f: (f / f"{KERNEL.name}.json").write_text("[]"), "unreadable"),
+        (lambda f: _rewrite(f, sources="0"), "other sources"),
+    ],
+)
+def test_a_damaged_store_counts_as_empty(damage, why, tmp_path):
+    store.write(tmp_path, KERNEL)
+    damage(tmp_path)
+    assert why in store.read(tmp_path, KERNEL.name)
+
+
+def _rewrite(folder, **fields):
+    path = folder / f"{KERNEL.name}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_kernels_are_compiled_once_and_cached(monkeypatch, tmp_path):
+    made = []
+
+    def compile_config(config):
+        made.append(config.name)
+        return types.SimpleNamespace(**vars(KERNEL) | {"name": config.name, "ptx": ""})
+
+    compiler = types.SimpleNamespace(compile_config=compile_config)
+    monkeypatch.setitem(sys.modules, "vllm_specplug.kernels.cute.compile", compiler)
+    monkeypatch.setattr(store, "can_compile", lambda: True)
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path / "cache"))
+    config = CombineConfig(64, "bfloat16")
+    first = store.obtain(config)
+    assert store.obtain(config) == first and made == [config.name]
+
+
+def test_a_compiler_that_fails_makes_the_kernel_unavailable(monkeypatch, tmp_path):
+    def compile_config(config):
+        raise ValueError("no such instruction")
+
+    compiler = types.SimpleNamespace(compile_config=compile_config)
+    monkeypatch.setitem(sys.modules, "vllm_specplug.kernels.cute.compile", compiler)
+    monkeypatch.setattr(store, "can_compile", lambda: True)
+    monkeypatch.setattr(store, "SHIPPED", tmp_path)
+    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
+    with pytest.raises(CuteUnavailable, match="no such instruction"):
+        store.obtain(CombineConfig(64, "bfloat16"))
+
+
+class FakeDriver:
+    """Stands for libcuda: records calls, fails those it is told to."""
+
+    def __init__(self, fail: str = "") -> None:
+        self.fail, self.calls = fail, []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append((name, arguments))
+            if name == "cuGetErrorString":
+                arguments[1]._obj.value = b"device kernel image is invalid"
+                return 0
+            return 200 if name == self.fail else 0
+
+        return call
+
+    def named(self, name: str) -> list[tuple]:
+        return [arguments for called, arguments in self.calls if called == name]
+
+
+@pytest.fixture
+def fake_device(monkeypatch, tmp_path):
+    """A call on CPU tensors goes to a pretended driver; returns a function that makes it."""
+
+    def call(trees: DeviceTrees, fail: str = "", splits: int | None = None) -> FakeDriver:
+        library = FakeDriver(fail)
+        monkeypatch.setattr(driver, "_library", lambda: library)
+        for name in ("_prepared", "_kernels", "_workspaces"):
+            monkeypatch.setattr(tree_attn_cute_sm90, name, {})
+        sizes = {name: 8 if kind in ("address", "stride") else 4 for name, kind in PARAMETERS}
+        forward = tuple(sizes[name] for name, _ in FORWARD_PARAMETERS)
+        merge = tuple(sizes[name] for name, _ in COMBINE_PARAMETERS)
+
+        def obtain(config):
+            tail = forward if isinstance(config, ForwardConfig) else merge
+            head = (128, 128, 1, 1) if getattr(config, "tma", False) else ()
+            return store.StoredKernel(config.name, "entry", (*head, *tail), b"image")
+
+        monkeypatch.setattr(store, "obtain", obtain)
+        driver.encode_tensor_map.cache_clear()
+        properties = types.SimpleNamespace(multi_processor_count=132)
+        stream = types.SimpleNamespace(cuda_stream=77)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+        inputs = (trees.query, trees.key_cache, trees.value_cache, trees.query.clone())
+        meta = trees.metadata()
+        for _ in range(2):  # the second call finds everything prepared
+            tree_attn_cute_sm90.tree_attn_cute(
+                *inputs, meta, trees.scale, **trees.tail, splits=splits
+            )
+        return library
+
+    return call
+
+
+PARAMETERS = (*FORWARD_PARAMETERS, *COMBINE_PARAMETERS)
+
+
+def test_a_call_loads_once_and_launches_every_time(fake_device):
+    trees = DeviceTrees([(3000, 5)], dtype=BF16, head_dim=64, kv_heads=2, page=64)
+    library = fake_device(trees, splits=4)
+    assert len(library.named("cuModuleLoadData")) == 2
+    launches = library.named("cuLaunchKernel")
+    assert len(launches) == 4
+    assert [argument.value for argument in launches[0][1:4]] == [1, 2 * 4, 1]
+    config = ForwardConfig(64, "bfloat16", 1, True)
+    assert launches[0][4].value == config.threads
+    assert launches[0][7].value == config.shared_bytes
+    assert launches[0][8].value == 77
+    # what the driver would read through the pointers
+    pointers = launches[0][9]
+    assert len(pointers) == 2 + 2 + len(FORWARD_PARAMETERS)
+    address = ctypes.c_int64.from_address(pointers[4]).value
+    assert address == trees.query.data_ptr()
+    scale = ctypes.c_float.from_address(pointers[len(pointers) - 1]).value
+    assert scale == pytest.approx(trees.scale * 1.4426950408889634)
+    assert pointers[0] % driver.TENSOR_MAP_ALIGN == 0
+    (key, value) = library.named("cuTensorMapEncodeTiled")
+    assert [key[3].value, value[3].value] == [t.data_ptr() for t in (
+        trees.key_cache, trees.value_cache
+    )]  # fmt: skip
+
+
+@pytest.mark.parametrize("fail", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"])
+def test_a_cubin_that_does_not_load_says_why(fake_device, fail):
+    trees = DeviceTrees([(30, 5)], dtype=BF16, head_dim=64)
+    with pytest.raises(CuteUnavailable, match=f"{fail} failed.*image is invalid"):
+        fake_device(trees, fail)
+
+
+def test_numbers_of_the_driver_interface():
+    cuda = pytest.importorskip("cuda.bindings.driver")
+    attribute = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert int(attribute) == driver.MAX_DYNAMIC_SHARED_SIZE_BYTES
+    kinds = cuda.CUtensorMapDataType
+    assert {
+        "float16": int(kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16),
+        "bfloat16": int(kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16),
+    } == driver.TENSOR_MAP_DTYPES
+    swizzle = cuda.CUtensorMapSwizzle
+    assert {
+        size: int(getattr(swizzle, f"CU_TENSOR_MAP_SWIZZLE_{size}B")) for size in (32, 64, 128)
+    } == driver.SWIZZLES
+    assert int(cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE) == driver.INTERLEAVE_NONE
+    promotion = cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+    assert int(promotion) == driver.L2_PROMOTION_256B
+    fill = cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+    assert int(fill) == driver.OOB_FILL_NONE
+
+
+def test_descriptor_strides_are_bytes_without_the_first(monkeypatch):
+    library = FakeDriver()
+    monkeypatch.setattr(driver, "_library", lambda: library)
+    driver.encode_tensor_map.cache_clear()
+    spec = TensorMapSpec(4096, "float16", (64, 16, 2, 9), (1, 256, 128, 4096), (64, 64, 1, 1), 128)
+    driver.encode_tensor_map(spec)
+    ((_, dtype, rank, address, extents, strides, box, steps, _, swizzle, _, _),) = library.named(
+        "cuTensorMapEncodeTiled"
+    )
+    assert (dtype.value, rank.value, address.value, swizzle.value) == (6, 4, 4096, 3)
+    assert list(extents) == [64, 16, 2, 9] and list(strides) == [512, 256, 8192]
+    assert list(box) == [64, 64, 1, 1] and list(steps) == [1, 1, 1, 1]
+
+
+def test_importing_needs_no_cutlass():
+    code = (
+        "import sys; sys.modules['cutlass'] = None;"
+        "import vllm_specplug.kernels.tree_attn_cute_sm90 as t, torch;"
+        "print(t.supports((9, 0), 128, torch.bfloat16, 16) is None or 'asked')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
