@@ -79,6 +79,9 @@ def describe_type(hint: Any) -> tuple[str, str]:
         choices = [arg for arg in get_args(hint) if arg is not type(None)]
         if len(choices) > 1 and get_origin(choices[-1]) is list:
             return f"{choices[0].__name__} or list", "0 or more"
+        if len(choices) > 1 and get_origin(choices[-1]) is Literal:
+            words = ", ".join(f"`{word}`" for word in get_args(choices[-1]))
+            return f"{choices[0].__name__} or string", f"0 or more, {words}"
         hint = choices[0]
     if get_origin(hint) is Literal:
         return "string", ", ".join(f"`{choice}`" for choice in get_args(hint))
@@ -88,10 +91,12 @@ def describe_type(hint: Any) -> tuple[str, str]:
 
 
 def bounds(metadata: Any) -> str:
-    """ "low..high" from annotated-types bounds; "" without both."""
+    """ "low..high" from annotated-types bounds, "low or more"; "" without a lower one."""
     low = next((entry.ge for entry in metadata if hasattr(entry, "ge")), None)
     high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
-    return "" if low is None or high is None else f"{low}..{high}"
+    if low is None:
+        return ""
+    return f"{low} or more" if high is None else f"{low}..{high}"
 
 
 def table() -> str:

@@ -14,6 +14,7 @@ from vllm_specplug.config import (
     changed_tree_options,
     check_local_options,
     check_num_nodes,
+    check_tree_budget,
     check_tree_depth,
     check_tree_shape,
     check_vllm_options,
@@ -36,6 +37,9 @@ def test_defaults_are_legal_and_unchanged() -> None:
         ("tree_builder", "bfs"),
         ("hybrid_lambda", -1.0),
         ("max_step_rows", 0),
+        ("tree_budget", "many"),
+        ("tree_budget", 1.5),
+        ("max_draft_context", -1),
         ("tree_kernel", "cuda"),
         ("tree_widht", 3),
     ],
@@ -49,6 +53,14 @@ def test_bad_values_name_the_field(field: str, value: object) -> None:
 def test_node_budget_range(nodes: int) -> None:
     with pytest.raises(ValueError, match=rf"num_speculative_tokens={nodes} .*1\.\.256"):
         check_num_nodes(nodes)
+
+
+@pytest.mark.parametrize("budget", [-1, 9, True])
+def test_tree_budget_range(budget: int) -> None:
+    with pytest.raises(ValueError, match=rf"tree_budget={budget} .*num_speculative_tokens=8"):
+        check_tree_budget(budget, 8)
+    for legal in ("auto", 0, 8):
+        check_tree_budget(legal, 8)
 
 
 def test_budget_below_depth_is_refused() -> None:
