@@ -166,9 +166,7 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
             return
         kind, _, nodes = choice.partition("-")
         extra = {"specplug_tree_budget": int(nodes)} if nodes else None
-        params = SamplingParams(
-            temperature=0.0, max_tokens=args.tokens, ignore_eos=True, extra_args=extra
-        )
+        params = SamplingParams(temperature=0.0, max_tokens=args.tokens, extra_args=extra)
         count = max(LEAST_PROMPTS, 2 * concurrency)
         first = 37 * round_ + 2 * concurrency
         result = run_load(
