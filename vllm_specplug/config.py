@@ -15,11 +15,13 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 TreeBuilderName = Literal["best_first", "accum_logp", "entropy", "hybrid"]
-KernelName = Literal["auto", "cpp", "reference"]
+KernelName = Literal["auto", "cpp", "reference", "triton", "cute"]
+DraftSource = Literal["auto", "self", "heads", "ngrams"]
 
 MAX_TREE_NODES = 256
 DEFAULT_TREE_NODES = 16
 DEFAULT_TREE_WIDTH = 8
+DEFAULT_KV_BUDGET = 4096
 
 
 @dataclass(config={"extra": "forbid"})
@@ -82,9 +84,34 @@ class TreeOptions:
     """Nodes of each level of method longspec's trees, chosen by cumulative log-probability: the
     published dynamic beam is [4, 16, 16, 16, 16]. Default: best-first under the node budget, to
     `tree_depth` (default 5)."""
+    draft_source: DraftSource = "auto"
+    """What method tokenswift drafts from: "self" runs the target over a partial cache and its heads
+    on top, "heads" runs the heads on the last verified position, "ngrams" looks up only. "auto"
+    measures which gives the most tokens per second and follows it."""
+    kv_budget: int = Field(default=DEFAULT_KV_BUDGET, ge=1)
+    """Tokens of context that the draft forward of method tokenswift attends to: the first
+    `sink_size` and those that matter most to each layer and KV head. More than `sink_size` plus
+    `num_speculative_tokens`."""
+    sink_size: int = Field(default=16, ge=0)
+    """First tokens of the context that method tokenswift always keeps."""
+    kv_refresh: int | None = Field(default=None, ge=1)
+    """Generated tokens after which method tokenswift chooses what it keeps anew; until then they
+    replace what matters least. Default, and most: `kv_budget` - `sink_size`."""
+    self_draft_requests: int = Field(default=4, ge=1, le=1024)
+    """Requests whose partial caches method tokenswift keeps at once; with more of them beyond
+    `kv_budget` it drafts from heads and n-grams. Bounds its memory."""
+    gamma: int | None = Field(default=None, ge=1, le=17)
+    """Tokens in a row that method tokenswift's base prediction and heads draft. Default: one more
+    than the checkpoint has heads."""
+    tree_widths: list[int] | None = None
+    """Children of every node of a level, for method tokenswift: the published static tree is
+    [1, 3, 3, 3]. Default: best-first under the node budget."""
+    ngram_size: int = Field(default=4, ge=2, le=8)
+    """Longest run of tokens that n-gram branches look up; shorter ones down to 2 are tried too."""
     tree_kernel: KernelName = "auto"
-    """Tree attention kernel: "cpp" insists on the compiled one, "reference" is the readable torch
-    version, "auto" takes the fastest one that runs here."""
+    """Tree attention kernel. On CPU "cpp" insists on the compiled one; on CUDA "cute" (Hopper) and
+    "triton" name one, and the next that works serves where it does not. "reference" is the readable
+    torch version, "auto" takes the fastest one that is known to be right here."""
 
 
 def tree_option_names() -> tuple[str, ...]:
@@ -286,45 +313,39 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
 }
 
 
+# Kernels by device. "triton" on CPU is Triton's interpreter, for tests.
+KERNELS_OF_DEVICE = {
+    "cpu": ("auto", "cpp", "reference", "triton"),
+    "cuda": ("auto", "cute", "triton", "reference"),
+}
+
+
+def check_kernel(name: str, device_type: str, interpreted: bool) -> None:
+    """Raises ValueError where `name` is no kernel of the device.
+
+    Args:
+        interpreted: whether TRITON_INTERPRET is set.
+    """
+    legal = KERNELS_OF_DEVICE[device_type]
+    if name not in legal:
+        raise option_error(
+            "tree_kernel",
+            name,
+            f"kernels of a {device_type} device are {', '.join(legal)}",
+            'Use "auto"',
+        )
+    if name == "triton" and device_type == "cpu" and not interpreted:
+        raise option_error(
+            "tree_kernel",
+            name,
+            "on a CPU it only runs in Triton's interpreter, for tests",
+            'Use "auto", or set TRITON_INTERPRET=1',
+        )
+
+
 def option_error(field: str, value: object, legal: str, remedy: str) -> ValueError:
     """The one form of every refusal: field, value, legal set, what to do."""
     return ValueError(f"speculative_config.{field}={value!r} is not usable: {legal}. {remedy}.")
-
-
-PENALTY_ARGS = ("specplug_penalty_window", "specplug_penalty")
-DEFAULT_PENALTY_WINDOW = 1024
-
-
-def parse_penalty(extra_args: dict[str, Any] | None) -> tuple[int, float] | None:
-    """A request's contextual penalty: window W in tokens and theta; None when it has none.
-
-    Args:
-        extra_args: the request's `extra_args` (`vllm_xargs` over HTTP).
-
-    Raises:
-        ValueError: naming the parameter, its value and what is legal.
-    """
-    window_arg, theta_arg = PENALTY_ARGS
-    extra = extra_args or {}
-    if window_arg not in extra and theta_arg not in extra:
-        return None
-    window, theta = extra.get(window_arg, DEFAULT_PENALTY_WINDOW), extra.get(theta_arg)
-    if theta is None:
-        raise ValueError(f"{theta_arg} is missing: {window_arg} means nothing without it; give both")
-    if isinstance(window, bool) or not isinstance(window, int) or window < 0:
-        raise ValueError(
-            f"{window_arg}={window!r} is not usable: a number of tokens, 0 (no penalty) or more. "
-            "Give an integer such as 1024"
-        )
-    numeric = isinstance(theta, int | float) and not isinstance(theta, bool)
-    if not numeric or not 0.0 < float(theta) < float("inf"):
-        raise ValueError(
-            f"{theta_arg}={theta!r} is not usable: a finite number above 0; 1 changes nothing. "
-            "Give a number such as 1.2"
-        )
-    if window == 0 or theta == 1:
-        return None
-    return window, float(theta)
 
 
 REQUEST_BUDGET_ARG = "specplug_tree_budget"

@@ -24,6 +24,14 @@ class MethodInfo:
     """Whether `local_head` names a second head that is fused with the first."""
     drafts_by_level: bool = False
     """Whether the head is a LongSpec layer, run once a level, instead of a block head."""
+    self_drafts: bool = False
+    """Whether the target drafts for itself, with TokenSwift heads on its last layer."""
+
+    @property
+    def runs_on_cuda(self) -> bool:
+        """Whether its drafter works on CUDA. Those with caches of their own, or whose trees
+        depend on the branch, read CPU memory."""
+        return not (self.uses_local_head or self.drafts_by_level or self.self_drafts)
 
 
 _METHODS = {
@@ -58,6 +66,14 @@ _METHODS = {
             default_ngram_topk=3,
             summary="one layer over a window and the target's own cache, level by level",
             drafts_by_level=True,
+        ),
+        MethodInfo(
+            name="tokenswift",
+            drafter="vllm_specplug.drafters.tokenswift.TokenSwiftDrafter",
+            needs_head=True,
+            default_ngram_topk=3,
+            summary="the target over a partial cache, chained heads and n-grams, for long outputs",
+            self_drafts=True,
         ),
         MethodInfo(
             name="ngram_tree",

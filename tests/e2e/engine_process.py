@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,34 @@ def _sabotage(name: str) -> None:
             return walk_trees(trees, root_rows, twice)
 
         target_sampler.walk_trees = biased
+    elif name == "paths":
+        import vllm_specplug.runtime.target_sampler as target_sampler
+        from vllm_specplug.accept import walk_trees
+
+        def per_path(trees: Any, root_rows: Any, sample: Any) -> Any:
+            # TokenSwift's published rule: a node is drawn once for each path that shares it, and
+            # any draw that the tree holds wins.
+            shares = [Counter[int]() for _ in trees]
+            for tree, share in zip(trees, shares, strict=True):
+                parents = [] if tree is None else tree.parent_indices.tolist()
+                for leaf in set(range(len(parents))) - set(parents):
+                    share.update([-1, *tree.path_to(leaf)])
+
+            def draw(rows: Any, live: Any) -> Any:
+                nodes = [row - root - 1 for row, root in zip(rows, root_rows, strict=True)]
+                most = max(share[node] for share, node in zip(shares, nodes, strict=True))
+                tokens = sample(rows, live)
+                for again in range(1, most):
+                    others = sample(rows, live)
+                    for i, (tree, node) in enumerate(zip(trees, nodes, strict=True)):
+                        missed = tree is not None and tree.child_of(node, int(tokens[i])) is None
+                        if missed and again < shares[i][node]:
+                            tokens[i] = others[i]
+                return tokens
+
+            return walk_trees(trees, root_rows, draw)
+
+        target_sampler.walk_trees = per_path
     else:
         raise ValueError(name)
 

@@ -7,6 +7,7 @@ workers unpickle instances of this class, possibly before they load plugins.
 vLLM reads the annotations of config classes as types: no `from __future__ import annotations`.
 """
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from vllm_specplug.config import (
     DEFAULT_TREE_NODES,
     TreeOptions,
     changed_tree_options,
+    check_kernel,
     check_level_options,
     check_local_options,
     check_tree_budget,
@@ -31,13 +33,14 @@ from vllm_specplug.config import (
     option_error,
 )
 from vllm_specplug.methods import METHOD_NAMES, get_method
+from vllm_specplug.tokenswift_options import check_self_draft_options
 
 logger = init_logger("vllm.specplug.config")
 
 # What `custom_class` is told to instantiate; the worker replaces it by the method's drafter.
 PROPOSER_PATH = "vllm_specplug.runtime.proposer.TreeProposer"
 
-_PLUGIN_METHODS = Literal["jetspec", "ddtree", "dels", "longspec", "ngram_tree"]
+_PLUGIN_METHODS = Literal["jetspec", "ddtree", "dels", "longspec", "tokenswift", "ngram_tree"]
 assert set(_PLUGIN_METHODS.__args__) == set(METHOD_NAMES)  # type: ignore[attr-defined]
 
 
@@ -58,6 +61,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
     layer i is i + 1)."""
     local_options: Any = Field(default=None, init=False)
     """`config.LocalHeadOptions` of a method that fuses a local head."""
+    self_draft: Any = Field(default=None, init=False)
+    """`tokenswift_options.SelfDraftOptions` of a method that drafts with the target itself."""
 
     def __post_init__(self) -> Any:
         if self.method not in METHOD_NAMES:
@@ -81,7 +86,11 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             self.ngram_topk = method.default_ngram_topk
         check_local_options(self, method.name, uses_local_head=method.uses_local_head)
         check_level_options(self, method.name, drafts_by_level=method.drafts_by_level)
-        if method.drafts_by_level:
+        if not method.self_drafts:
+            check_self_draft_options(self, method.name, self_drafts=False)
+        if method.self_drafts:
+            self._resolve_self_draft(method.name)
+        elif method.drafts_by_level:
             self._resolve_level_head(method.name)
         elif method.needs_head:
             self._resolve_head(method.name)
@@ -135,6 +144,24 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         depth = self.tree_depth or (len(self.beam_widths) if self.beam_widths else DEFAULT_LEVELS)
         self.draft_depth = min(depth, self.num_speculative_tokens)
 
+    def _resolve_self_draft(self, method: str) -> None:
+        from vllm_specplug.models.tokenswift_heads import inspect_heads
+
+        if self.causal is not None:
+            raise option_error(
+                "causal", self.causal, f"method {method!r} has no draft block", "Leave causal out"
+            )
+        path = resolve_head_path(self.model, method)
+        text_config = self.target_model_config.hf_text_config
+        heads = inspect_heads(path, text_config)
+        self.self_draft = check_self_draft_options(
+            self, method, self_drafts=True, num_heads=heads.medusa_heads
+        )
+        self.head_path = str(path)
+        gamma = self.self_draft.gamma
+        self.draft_depth = min(self.tree_depth or gamma, gamma, self.num_speculative_tokens)
+        self.aux_layers = (text_config.num_hidden_layers,)
+
     def _check_headless(self, method: str) -> None:
         for name, legal in (("model", None), ("causal", None), ("tree_builder", "best_first")):
             if getattr(self, name) != legal:
@@ -157,12 +184,19 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         """Ledger: worker_cls. Our worker builds the model runner with the tree mixin."""
         from vllm.platforms import current_platform
 
-        if not current_platform.is_cpu():
+        workers = {
+            "cpu": "vllm_specplug.runtime.worker_cpu.TreeCPUWorker",
+            "cuda": "vllm_specplug.runtime.worker_gpu.TreeGPUWorker",
+        }
+        device = "cuda" if current_platform.is_cuda() else current_platform.device_type
+        method = get_method(str(self.plugin_method))
+        if device not in workers or (device == "cuda" and not method.runs_on_cuda):
             raise ValueError(
-                f"Speculative method {self.plugin_method!r} verifies trees on CPU in this release; "
-                f"device {current_platform.device_name!r} has no tree attention kernel yet. Use a "
-                "CPU build of vLLM, or a chain method of vLLM's own."
+                f"Speculative method {self.plugin_method!r} does not run on device "
+                f"{current_platform.device_name!r} in this release. Use a CPU build of vLLM, "
+                "or a chain method of vLLM's own."
             )
+        check_kernel(self.tree_kernel, device, os.environ.get("TRITON_INTERPRET") == "1")
         parallel = self.target_parallel_config
         if parallel.worker_cls != "auto":
             raise ValueError(
@@ -170,7 +204,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 f"speculative method {self.plugin_method!r}, which brings its own worker. "
                 "Leave --worker-cls out."
             )
-        parallel.worker_cls = "vllm_specplug.runtime.worker_cpu.TreeCPUWorker"
+        parallel.worker_cls = workers[device]
 
     def compute_hash(self) -> str:
         """The parent's hash, plus the auxiliary layers: they change the compiled graph."""

@@ -9,7 +9,6 @@ rewritten while a copy of it is under way (trees rule out asynchronous schedulin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,24 +20,11 @@ from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS, PLAN_ROWS, CudaTr
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape, choose_cuda_kernel
 from vllm_specplug.runtime.draft_cache import DraftKVLayer
 from vllm_specplug.runtime.step import StepRequest, TreeStep
-from vllm_specplug.runtime.tree_backend import BlockTable, TreeBackend, put_rows
+from vllm_specplug.runtime.tree_backend import BlockTable, StepLimits, TreeBackend, put_rows
 from vllm_specplug.verify.gpu import gpu_cache_views, wants_full_graphs
 from vllm_specplug.verify.tree_rows import CacheViews, DeviceTreeRows, TreeRows
 
 logger = init_logger("vllm.specplug.cuda")
-
-
-@dataclass(frozen=True)
-class StepLimits:
-    """The largest step there can be."""
-
-    num_requests: int
-    num_rows: int
-    """Rows of the target forward."""
-    tree_rows: int
-    """Rows of one tree."""
-    context: int
-    """The model's length."""
 
 
 class TreeBuffers:
@@ -184,6 +170,28 @@ class CudaTreeBackend(TreeBackend):
         """The kernel for one shape of attention."""
         shape = KernelShape(head_dim, dtype, self.block_size, num_heads, num_kv_heads)
         return choose_cuda_kernel(self.requested, shape, self.device, self.capability())
+
+    def warm_up(self) -> None:
+        """Compiles the Triton kernels' variants for this model: a first tree must not wait."""
+        if self.kernel.name != "triton" or self.device.type != "cuda":
+            return
+        key_cache, value_cache = self.layers.keys[0], self.layers.values[0]
+        head_dim = key_cache.shape[3]
+        # Sizes of trees at which the tiles change, without and with a split context.
+        for rows in sorted({1, min(16, self.limits.tree_rows), self.limits.tree_rows}):
+            query = torch.zeros(
+                rows, self.num_heads, head_dim, dtype=key_cache.dtype, device=self.device
+            )
+            blocks = torch.zeros(
+                1, -(-self.limits.context // self.block_size), dtype=torch.int32, device=self.device
+            )
+            for context in {0, max(0, min(8192, self.limits.context) - rows)}:
+                chain = np.arange(-1, rows - 1, dtype=np.int32)
+                metadata = self.buffers.fill([0], [0], [context], [chain], blocks)
+                self.fill_words(metadata)
+                output = torch.empty_like(query)
+                self.kernel.run(query, key_cache, value_cache, output, metadata, head_dim**-0.5)
+        torch.cuda.synchronize(self.device)
 
     # -- the step ---------------------------------------------------------------------------
 

@@ -38,6 +38,8 @@ class TreeProposer:
             local_head=spec.local_options,
             beam_widths=tuple(spec.beam_widths) if spec.beam_widths else None,
             window_size=spec.window_size,
+            self_draft=spec.self_draft,
+            ngram_size=spec.ngram_size,
         )
         self.drafter: Drafter = load_drafter_class(str(spec.plugin_method))(self.options)
         self.cache_layers: list[DraftKVLayer] = []

@@ -18,23 +18,24 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     get_tp_group,
 )
+from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_specplug.budget import AdaptiveBudget, StepCostModel
-from vllm_specplug.drafters.base import CommittedTokens, DraftRequests
-from vllm_specplug.kernels import compact_kv, tree_metadata
-from vllm_specplug.kvcache import path_moves
+from vllm_specplug.drafters.base import CommittedTokens, DraftRequests, WindowSpec
 from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
 from vllm_specplug.runtime.calibration import calibrate
-from vllm_specplug.runtime.draft_cache import DraftKVLayer, PagedDraftCache
+from vllm_specplug.runtime.draft_cache import DraftKVLayer
 from vllm_specplug.runtime.draft_planner import Batch, DraftPlanner
 from vllm_specplug.runtime.logits_processors import plain_logits_processors
+from vllm_specplug.runtime.penalty_processor import draft_penalty
 from vllm_specplug.runtime.proposer import TreeProposer
+from vllm_specplug.runtime.self_draft import SelfDraft
 from vllm_specplug.runtime.step import StepRequest, TreeStep
 from vllm_specplug.runtime.target_sampler import TargetSampler
+from vllm_specplug.runtime.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
+from vllm_specplug.runtime.window_cache import PagedTargetCache, WindowCache
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
-from vllm_specplug.verify.cpu import cpu_kv_layout
-from vllm_specplug.verify.tree_rows import CpuTreeRows, attach_tree_rows
 
 
 class TreeRunnerMixin:
@@ -47,6 +48,7 @@ class TreeRunnerMixin:
             super().__init__(vllm_config, device, *args, **kwargs)  # type: ignore[call-arg]
         spec = vllm_config.speculative_config
         self.tree_spec = spec
+        self.tree_backend = self.make_tree_backend()
         if spec.aux_layers:
             self.use_aux_hidden_state_outputs = True
         # Trees proposed in the last step, by request id; consumed by the next one.
@@ -70,6 +72,24 @@ class TreeRunnerMixin:
 
     # -- set-up ---------------------------------------------------------------------------
 
+    def make_tree_backend(self) -> TreeBackend:
+        """How this device verifies trees."""
+        return CpuTreeBackend()
+
+    @property
+    def num_query_heads(self) -> int:
+        """Query heads of the target on this rank."""
+        return self.model_config.get_num_attention_heads(self.parallel_config)
+
+    def step_limits(self) -> StepLimits:
+        """The largest step there can be."""
+        return StepLimits(
+            num_requests=self.scheduler_config.max_num_seqs,
+            num_rows=self.scheduler_config.max_num_batched_tokens,
+            tree_rows=self.tree_spec.num_speculative_tokens + 1,
+            context=self.model_config.max_model_len,
+        )
+
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
         return self.tree_spec.aux_layers or super()._get_eagle3_aux_layers_from_config()
 
@@ -89,11 +109,11 @@ class TreeRunnerMixin:
             if not isinstance(context[name], DraftKVLayer)
         ]
         self.target_kv_caches: list[torch.Tensor] = caches
-        self.kv_layout = cpu_kv_layout(caches[0])
+        self.tree_backend.bind(caches)
         layers = self.drafter.cache_layers
         if layers:
             self.drafter.drafter.bind_cache(
-                PagedDraftCache(
+                self.tree_backend.draft_cache(
                     layers,
                     block_table=lambda: self.input_batch.block_table[0].get_device_tensor(
                         self.input_batch.num_reqs or self.rehearsal_requests
@@ -101,6 +121,30 @@ class TreeRunnerMixin:
                     scale=layers[0].spec.head_dim ** -0.5,
                 )
             )
+        window = self.drafter.drafter.window_spec()
+        if window is not None:
+            self._bind_window(window, groups[0].layer_names)
+        partial = self.drafter.drafter.partial_cache_spec()
+        if partial is not None:
+            names = [n for n in groups[0].layer_names if not isinstance(context[n], DraftKVLayer)]
+            self.drafter.drafter.bind_target_forward(
+                SelfDraft(self, names, self.tree_backend.layout, partial), first_rank_values
+            )
+
+    def _bind_window(self, spec: WindowSpec, layer_names: list[str]) -> None:
+        """Gives the drafter its windows and the cache of the target's last layer."""
+        context = self.compilation_config.static_forward_context
+        last = max(layer_names, key=extract_layer_index)
+        self.drafter.drafter.bind_window(
+            WindowCache(spec, self.max_num_reqs, self.model_config.dtype),
+            PagedTargetCache(
+                context[last].kv_cache,
+                block_table=lambda: self.input_batch.block_table[0].get_device_tensor(
+                    self.input_batch.num_reqs or self.rehearsal_requests
+                ),
+                scale=spec.head_dim**-0.5,
+            ),
+        )
 
     def start_budget(self) -> None:
         """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
@@ -147,15 +191,10 @@ class TreeRunnerMixin:
                 tree=self._tree_for(req_id, tokens, kept_nodes.get(req_id)),
             )
             requests.append(request)
-            if not request.is_linear:
-                assert request.tree is not None
-                depths = torch.from_numpy(request.tree.depths.astype(np.int64))
-                # Slots stay linear (super computed them); only rotary positions follow depth.
-                self.positions[request.root_row + 1 : end] = request.context_len + depths.to(
-                    self.positions.device
-                )
         self.proposed_trees.clear()
         self.tree_step = TreeStep(requests)
+        # Slots stay linear (super computed them); only rotary positions follow depth.
+        self.tree_backend.set_positions(self.positions, self.tree_step)
         return prepared
 
     def _tree_for(
@@ -180,28 +219,13 @@ class TreeRunnerMixin:
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
-        step = self.tree_step
-        if common is None or not step.has_trees or kwargs.get("for_cudagraph_capture"):
-            return attn_metadata, common
-        covers = all(r.decodes for r in step.requests)
-        members = [
-            (i, r)
-            for i, r in enumerate(step.requests)
-            if (r.decodes if covers else not r.is_linear)
-        ]
-        rows = CpuTreeRows(
-            metadata=tree_metadata(
-                req_indices=[i for i, _ in members],
-                row_starts=[r.root_row for _, r in members],
-                context_lens=[r.context_len for _, r in members],
-                parents=[r.tree.parent_indices for _, r in members if r.tree is not None],
-                block_table=common.block_table_tensor,
-            ),
-            layout=self.kv_layout,
-            covers_batch=covers,
-        )
-        for metadata in {id(m): m for m in attn_metadata.values()}.values():
-            attach_tree_rows(metadata, rows)
+        if common is not None:
+            self.tree_backend.attach(
+                attn_metadata,
+                self.tree_step,
+                common,
+                for_capture=bool(kwargs.get("for_cudagraph_capture")),
+            )
         return attn_metadata, common
 
     # -- after the forward ----------------------------------------------------------------
@@ -225,28 +249,10 @@ class TreeRunnerMixin:
         walked = time.perf_counter()
         for request, path in zip(self.tree_step.requests, walk.accepted_paths, strict=True):
             request.accepted_path = path
-        self._compact_accepted_paths()
+        # Before anything can read or hash their blocks.
+        self.tree_backend.compact(self.tree_step, self.input_batch.block_table[0])
         self._record_verification(walked)
         return output
-
-    def _compact_accepted_paths(self) -> None:
-        """Makes accepted paths contiguous before anything can read or hash their blocks."""
-        block_table = self.input_batch.block_table[0].block_table.np
-        sources, targets = path_moves(
-            (
-                (r.accepted_path, r.context_len, block_table[i])
-                for i, r in enumerate(self.tree_step.requests)
-                if r.accepted_path and not r.is_linear
-            ),
-            self.kv_layout.block_size,
-        )
-        if len(sources):
-            compact_kv(
-                self.target_kv_caches,
-                torch.from_numpy(sources),
-                torch.from_numpy(targets),
-                self.kv_layout,
-            )
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM rewinds the generators of discarded samples, which a CPU generator cannot do and
@@ -284,15 +290,18 @@ class TreeRunnerMixin:
     ) -> list[list[int]]:
         drafter = self.drafter.drafter
         drafter.forget(scheduler_output.finished_req_ids)
+        drafter.forget(scheduler_output.preempted_req_ids or ())
         self.planner.forget(scheduler_output.finished_req_ids)
         rows, slot_rows, positions = self.tree_step.committed_rows()
-        slots = common_attn_metadata.slot_mapping[torch.from_numpy(slot_rows)]
+        to_device = self.tree_backend.to_device
+        slots = common_attn_metadata.slot_mapping[to_device(slot_rows)]
         drafter.observe(
             CommittedTokens(
                 aux_hidden_states=aux_hidden_states or [],
-                rows=torch.from_numpy(rows),
-                positions=torch.from_numpy(positions),
+                rows=to_device(rows),
+                positions=to_device(positions),
                 slots=slots,
+                last_rows=torch.from_numpy(self.tree_step.last_rows()),
             )
         )
         requests, batch = self._draft_requests(sampled_token_ids)
@@ -354,6 +363,7 @@ class TreeRunnerMixin:
             requests.budgets.append(nodes)
             requests.widths.append(self.drafter.options.tree_width)
             requests.depths.append(depth)
+            requests.penalties.append(draft_penalty(extra_args, requests.token_ids[-1]))
         return requests, batch
 
     def _record_verification(self, walked: float) -> None:

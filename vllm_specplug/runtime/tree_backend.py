@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,19 @@ from vllm_specplug.verify.cpu import cpu_kv_layout
 from vllm_specplug.verify.tree_rows import CpuTreeRows, TreeRows, attach_tree_rows
 
 BlockTable = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest step there can be."""
+
+    num_requests: int
+    num_rows: int
+    """Rows of the target forward."""
+    tree_rows: int
+    """Rows of one tree."""
+    context: int
+    """The model's length."""
 
 
 class TreeBackend(ABC):
@@ -53,6 +67,9 @@ class TreeBackend(ABC):
     @abstractmethod
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """A copy on the device, without waiting for it."""
+
+    def warm_up(self) -> None:  # noqa: B027 - optional, not abstract
+        """Compiles what a step would otherwise compile, after `bind`."""
 
     def captures_trees(self) -> bool:
         """Whether uniform batches of trees are captured as full graphs."""

@@ -20,8 +20,13 @@ from vllm_specplug.config import option_error
 from vllm_specplug.kernels import describe
 from vllm_specplug.kernels.extension import ISA_VARIABLE
 from vllm_specplug.runtime.runner import TreeRunnerMixin
+from vllm_specplug.runtime.self_draft import partial_cache_bytes
+from vllm_specplug.runtime.tree_backend import TreeBackend
+from vllm_specplug.runtime.window_cache import window_cache_bytes
 
 logger = init_logger("vllm.specplug.worker")
+
+CPU = torch.device("cpu")
 
 
 def choose_kernel(name: str, dtype: torch.dtype) -> None:
@@ -30,6 +35,9 @@ def choose_kernel(name: str, dtype: torch.dtype) -> None:
     Raises:
         ValueError: when "cpp" is asked for and there is no compiled kernel.
     """
+    if name == "triton":
+        logger.warning("Tree attention: Triton kernels in the interpreter, which is for tests")
+        return
     if name == "reference":
         os.environ[ISA_VARIABLE] = "reference"
     chosen = describe(dtype)
@@ -48,12 +56,43 @@ def choose_kernel(name: str, dtype: torch.dtype) -> None:
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     """vLLM's CPU runner, verifying trees."""
 
+    def make_tree_backend(self) -> TreeBackend:
+        if self.tree_spec.tree_kernel != "triton":
+            return super().make_tree_backend()
+        from vllm_specplug.runtime.interpreted_backend import InterpretedTreeBackend
+
+        return InterpretedTreeBackend("triton", self.num_query_heads, self.step_limits(), CPU)
+
 
 class TreeCPUWorker(CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
     Ledger: cpu_runner, cpu_backend.
     """
+
+    def determine_available_memory(self) -> int:
+        """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""
+        available = super().determine_available_memory()
+        spec = self.vllm_config.speculative_config
+        partial = partial_cache_bytes(self.model_runner)
+        if partial >= available:
+            raise option_error(
+                "self_draft_requests",
+                spec.self_draft_requests,
+                f"partial caches of kv_budget={spec.kv_budget} tokens each take "
+                f"{partial / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
+                "Lower self_draft_requests or kv_budget, or raise VLLM_CPU_KVCACHE_SPACE",
+            )
+        windows = window_cache_bytes(self.model_runner)
+        if windows >= available:
+            raise option_error(
+                "window_size",
+                spec.window_size,
+                f"windows for {self.model_runner.max_num_reqs} requests take "
+                f"{windows / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
+                "Lower window_size or --max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE",
+            )
+        return available - partial - windows
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
