@@ -42,6 +42,7 @@ def _merge_states_kernel(
     output_row,
     output_head,
     merged_row,
+    merged_head,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     MAX_PARTS: tl.constexpr,
@@ -79,7 +80,7 @@ def _merge_states_kernel(
     at = output + to_row * output_row + head * output_head
     tl.store(at + dims, acc.to(output.dtype.element_ty), mask=in_head)
     if STORE_LSE:
-        tl.store(merged_lse + to_row * merged_row + head, base + tl.log(total))
+        tl.store(merged_lse + to_row * merged_row + head * merged_head, base + tl.log(total))
 
 
 def merge_states(
@@ -123,7 +124,7 @@ def merge_states(
         *parts.stride()[:3],
         *part_lse.stride()[:2],
         *output.stride()[:2],
-        0 if merged_lse is None else merged_lse.stride(0),
+        *((0, 0) if merged_lse is None else merged_lse.stride()),
         HEAD_DIM=head_dim,
         PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
         MAX_PARTS=MAX_PARTS,

@@ -60,6 +60,7 @@ _STEP_NUMBERS = [
     "table_stride",
     "lse_split",
     "lse_row",
+    "lse_head",
 ]
 
 
@@ -95,6 +96,7 @@ def _tree_attn_kernel(
     output_head,
     lse_split,
     lse_row,
+    lse_head,
     key_block,
     key_token,
     key_head,
@@ -258,7 +260,7 @@ def _tree_attn_kernel(
         )
     if STORE_LSE:
         value = (row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0))) * LN_2
-        lse_at = lse + split.to(tl.int64) * lse_split + to_row * lse_row + head
+        lse_at = lse + split.to(tl.int64) * lse_split + to_row * lse_row + head * lse_head
         tl.store(lse_at, value, mask=valid)
 
 
@@ -319,7 +321,7 @@ def tree_attn_triton(
     tail_key: torch.Tensor | None = None,
     tail_value: torch.Tensor | None = None,
     *,
-    # [T, Hq] float32; written for tree rows
+    # [T, Hq] float32, any strides; written for tree rows
     lse: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> None:
@@ -351,9 +353,9 @@ def tree_attn_triton(
         target = query.new_empty((splits, rows, num_heads, head_dim), dtype=torch.float32)
         target_lse = query.new_empty((splits, rows, num_heads), dtype=torch.float32)
         target_strides = target.stride()[:3]
-    lse_strides = (0, 0)
+    lse_strides = (0, 0, 0)
     if target_lse is not None:
-        lse_strides = (0, target_lse.stride(0)) if splits == 1 else target_lse.stride()[:2]
+        lse_strides = (0, *target_lse.stride()) if splits == 1 else target_lse.stride()
     full = meta.mask_kind == "full"
     words = meta.plan if full else tree_words(meta)
     dense = tail_key is not None

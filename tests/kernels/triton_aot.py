@@ -118,7 +118,10 @@ def tree_attention(
         "key_token", "key_head", "value_block", "value_token", "value_head", "tail_key_row",
         "tail_key_head", "tail_value_row", "tail_value_head",
     )  # fmt: skip
-    numbers = ("num_splits", "plan_stride", "words_stride", "table_stride", "lse_split", "lse_row")
+    numbers = (
+        "num_splits", "plan_stride", "words_stride", "table_stride", "lse_split", "lse_row",
+        "lse_head",
+    )  # fmt: skip
     compiled = compile_kernel(
         f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}{' dense' * dense}",
         _tree_attn_kernel,
@@ -179,7 +182,7 @@ def small_kernels(arch: int) -> list[Compiled]:
             {**pointers("fp32", "parts", "part_lse", "merged_lse"), "output": "*bf16",
              "plan": "*i32",
              **ints("plan_stride", "num_parts", "parts_split", "parts_row", "parts_head",
-                    "lse_split", "lse_row", "output_row", "output_head", "merged_row")},
+                    "lse_split", "lse_row", "output_row", "output_head", "merged_row", "merged_head")},
             {"HEAD_DIM": 128, "PADDED_DIM": 128, "MAX_PARTS": MAX_PARTS, "HAS_PLAN": True,
              "STORE_LSE": False},
             num_warps=2,

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree attention against its baselines on a device: `make gpu-bench`.
+
+    python bench/gpu/kernels.py --out OUT [--seconds 500] [--kernels triton,cute]
+
+One layer of a Qwen3-8B (32 query heads, 8 KV heads, head size 128, bf16, pages of 16): context
+1k-32k, batch 1-32, trees of 16-256 nodes. Times are of graph replays over several caches, so that
+L2 holds none. Bytes are the keys and values that must be read once, against a measured copy.
+
+Baselines run where they are installed: a chain of equal length by the same kernel and by FA3, FA3
+over the context plus a tail kernel plus a merge, vLLM's unified_attention with qq_bias,
+FlashInfer's custom mask, FA4's mask_mod. What is missing or fails is recorded and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+if "cpu" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts" / "gpu"), str(Path(__file__).parent)]
+
+import torch  # noqa: E402
+from baselines import BASELINES, Unavailable  # noqa: E402
+from problems import Problem, ProblemSpec  # noqa: E402
+from report import Report  # noqa: E402
+from timing import copy_bandwidth, time_us  # noqa: E402
+
+from vllm_specplug.kernels import cuda_dispatch  # noqa: E402
+
+# Bytes of keys and values that together leave no cache a chance.
+WORKING_SET = 256 * 2**20
+MAX_COPIES = 24
+
+
+def grid(quick: bool) -> list[tuple[int, int, int]]:
+    """(context, batch, nodes), most telling first."""
+    if quick:
+        return [(40, 2, 5)]
+    cells = [(c, b, n) for n in (64, 16, 256) for b in (1, 8, 4, 32) for c in (1024, 4096, 16384)]
+    cells += [(32768, b, n) for n in (64, 256) for b in (1, 4, 8)]
+    # Issue order: the targets are stated for 64 nodes, batch 1 to 8, and for 32k of context.
+    return sorted(cells, key=lambda cell: (cell[2] != 64, cell[1] > 8, cell[0] != 32768))
+
+
+class Cell:
+    """One point of the grid, over several copies of its data."""
+
+    def __init__(self, spec: ProblemSpec, device: torch.device) -> None:
+        copies = 1
+        if device.type == "cuda":
+            copies = max(1, min(MAX_COPIES, -(-WORKING_SET // spec.kv_bytes)))
+        self.spec, self.device = spec, device
+        self.problems = [Problem(spec.but(seed=i, poison=False), device) for i in range(copies)]
+        for problem in self.problems:
+            # Ancestor words are made once a step for all layers, so they are not timed.
+            self._words(problem)
+        self.outputs = [
+            torch.empty_like(p.query, memory_format=torch.contiguous_format) for p in self.problems
+        ]
+
+    @staticmethod
+    def _words(problem: Problem) -> None:
+        from vllm_specplug.kernels.tree_attn_triton import tree_words
+
+        tree_words(problem.meta)
+
+    def time(self, run) -> float:
+        calls = [
+            lambda p=p, o=o: p.call(run, o)
+            for p, o in zip(self.problems, self.outputs, strict=True)
+        ]
+        return time_us(calls, self.device)
+
+    def time_baseline(self, make: Callable) -> float:
+        calls = [make(p) for p in self.problems]
+        return time_us(calls, self.device)
+
+
+def measure(args, report: Report, device: torch.device) -> None:
+    bandwidth = copy_bandwidth(device)
+    report.data["copy_bandwidth"] = bandwidth
+    print(f"   copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
+    missing: dict[str, str] = {}
+    report.data["missing"] = missing
+    for context, batch, nodes in grid(args.device == "cpu"):
+        if report.late:
+            report.data["cut_short"] = True
+            print("   no time left")
+            break
+        base = ProblemSpec(((context, nodes),) * batch, page=args.page)
+        if args.device == "cpu":
+            base = base.but(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+        point = {"context": context, "batch": batch, "nodes": nodes, "page": args.page}
+        try:
+            tree, chain = (Cell(base.but(shape=s), device) for s in ("tree", "chain"))
+        except torch.cuda.OutOfMemoryError:
+            report.row(**point, failed="out of memory")
+            torch.cuda.empty_cache()
+            continue
+        for name in args.kernels.split(","):
+            for kind, cell in (("tree", tree), ("chain", chain)):
+                label = f"{name} {kind}"
+                if label in missing:
+                    continue
+                try:
+                    us = cell.time(cuda_dispatch.load_kernel(name))
+                except Exception as error:
+                    missing[label] = f"{type(error).__name__}: {str(error)[:300]}"
+                    report.row(**point, kernel=label, failed=missing[label])
+                    continue
+                rate = base.kv_bytes / (us * 1e-6)
+                report.row(
+                    **point, kernel=label, us=us, gb_per_s=rate / 1e9, of_copy=rate / bandwidth
+                )
+        for name, make in BASELINES.items():
+            if name in missing or args.device == "cpu":
+                continue
+            try:
+                us = (chain if "chain" in name else tree).time_baseline(make)
+            except Unavailable as error:
+                missing[name] = str(error)
+                report.row(kernel=name, missing=str(error))
+            except Exception as error:
+                missing[name] = f"{type(error).__name__}: {str(error)[:300]}"
+                report.row(**point, kernel=name, failed=missing[name])
+            else:
+                rate = base.kv_bytes / (us * 1e-6)
+                report.row(
+                    **point, kernel=name, us=us, gb_per_s=rate / 1e9, of_copy=rate / bandwidth
+                )
+        del tree, chain
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def check_baselines(report: Report, device: torch.device) -> None:
+    """A baseline that computes something else must not be compared with."""
+    spec = ProblemSpec(((700, 33), (700, 33)), poison=False)
+    for name, make in BASELINES.items():
+        if "chain" in name:
+            problem = Problem(spec.but(shape="chain"), device)
+        else:
+            problem = Problem(spec, device)
+        try:
+            call = make(problem)
+            call()
+            got = call.output if hasattr(call, "output") else None
+        except Exception as error:
+            report.row(baseline=name, unavailable=f"{type(error).__name__}: {str(error)[:200]}")
+            continue
+        if got is None:
+            continue
+        expected = problem.expected()[problem.tree_rows]
+        error = (got.float() - expected).norm() / expected.norm()
+        report.row(baseline=name, relative_error=float(error))
+
+
+def step_kernels(report: Report, device: torch.device) -> None:
+    """The step's other kernels, and the host's builder for comparison."""
+    from vllm_specplug.kernels.kv_compact_triton import LayerCaches, compact_paths_triton
+    from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
+    from vllm_specplug.kernels.tree_words_triton import fill_tree_words
+
+    big = device.type == "cuda"
+    for batch in (1, 8, 32) if big else (1,):
+        for nodes in (16, 64, 256) if big else (5,):
+            log_probs = torch.randn(batch, 16, 8, device=device).log_softmax(-1)
+            log_probs = log_probs.sort(-1, descending=True)[0]
+            ids = torch.randint(0, 1000, (batch, 16, 8), device=device)
+            budgets = torch.full((batch,), nodes, dtype=torch.int32, device=device)
+            depths = torch.full((batch,), 16, dtype=torch.int32, device=device)
+            us = time_us(
+                [lambda: build_best_first_triton(ids, log_probs, budgets, depths, 8, nodes)],  # noqa: B023
+                device,
+            )
+            report.row(kernel="build_best_first", batch=batch, nodes=nodes, us=us)
+            problem = Problem(ProblemSpec(((64, nodes),) * batch), device)
+            meta = problem.meta
+            words = torch.zeros(
+                meta.parent_rows.numel(), -(-(nodes + 1) // 64), dtype=torch.int64, device=device
+            )
+            us = time_us(
+                [lambda: fill_tree_words(meta.plan, meta.parent_rows, words, nodes + 1)],  # noqa: B023
+                device,
+            )
+            report.row(kernel="tree_words", batch=batch, nodes=nodes, us=us)
+        depth, page, layers = (8, 16, 36) if big else (2, 16, 1)
+        blocks = 32
+        caches = [
+            torch.randn(batch * blocks, page, 8, 256, device=device).bfloat16()
+            for _ in range(layers)
+        ]
+        table = torch.arange(batch * blocks, device=device, dtype=torch.int32).view(batch, -1)
+        paths = (torch.arange(depth, device=device, dtype=torch.int32) * 3 + 1).repeat(batch, 1)
+        full = torch.full((batch,), depth, dtype=torch.int32, device=device)
+        bound = LayerCaches.of([tuple(c.split(128, dim=-1)) for c in caches])
+        rows = torch.arange(batch, device=device, dtype=torch.int32)
+        us = time_us(
+            [lambda: compact_paths_triton(bound, paths, full, full * 5, rows, table)],  # noqa: B023
+            device,
+        )
+        report.row(kernel=f"compact {layers} layers", batch=batch, moves=batch * depth, us=us)
+
+
+def summarise(report: Report) -> None:
+    """The targets, by the rows that are there."""
+    times: dict[tuple, dict[str, float]] = {}
+    rates: dict[tuple, dict[str, float]] = {}
+    for row in report.data["rows"]:
+        if "us" in row and "context" in row:
+            key = (row["context"], row["batch"], row["nodes"])
+            times.setdefault(key, {})[row["kernel"]] = row["us"]
+            rates.setdefault(key, {})[row["kernel"]] = row["of_copy"]
+    columns = "context batch nodes kernel tree_µs tree/chain two-pass/tree of_copy".split()
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for key in sorted(times):
+        at = times[key]
+        for name in ("cute", "triton"):
+            tree, chain = at.get(f"{name} tree"), at.get(f"{name} chain")
+            if tree is None:
+                continue
+            two = at.get("fa3 two-pass")
+            values = [
+                *key,
+                name,
+                f"{tree:.1f}",
+                f"{tree / chain:.3f}" if chain else "-",
+                f"{two / tree:.2f}" if two else "-",
+                f"{rates[key][f'{name} tree']:.2f}",
+            ]
+            lines.append(f"| {' | '.join(map(str, values))} |")
+    header = [f"Command: `{report.data['command']}`", f"Commit: {report.data['commit']}",
+              f"Hardware: {report.data['hardware']}", f"Versions: {report.data['versions']}",
+              f"Copy: {report.data.get('copy_bandwidth', 0) / 1e12:.2f} TB/s",
+              f"Left out: {report.data.get('missing')}", ""]  # fmt: skip
+    report.path.with_suffix(".md").write_text(
+        "\n".join([*(f"- {h}" if h else h for h in header), *lines]) + "\n"
+    )
+
+
+def plot(report: Report) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [r for r in report.data["rows"] if "us" in r and r.get("nodes") == 64 and "context" in r]
+    batches = sorted({r["batch"] for r in rows})
+    if not rows:
+        return
+    figure, axes = plt.subplots(1, len(batches), figsize=(4 * len(batches), 4), squeeze=False)
+    for axis, batch in zip(axes[0], batches, strict=True):
+        for name in sorted({r["kernel"] for r in rows}):
+            line = sorted((r["context"], r["us"]) for r in rows
+                          if r["kernel"] == name and r["batch"] == batch)  # fmt: skip
+            if line:
+                axis.plot(*zip(*line, strict=True), marker="o", label=name)
+        axis.set(xscale="log", yscale="log", title=f"batch {batch}, 64 nodes", xlabel="context")
+    axes[0][0].set_ylabel("µs a layer")
+    axes[0][-1].legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(report.path.with_suffix(".png"), dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("out/gpu-bench"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--kernels", default="cute,triton")
+    parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=480)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    report = Report(args.out, f"gpu_kernels_page{args.page}", args.seconds)
+    if device.type == "cuda":
+        with report.part("baselines agree with the reference"):
+            check_baselines(report, device)
+    with report.part("words, builder, compaction"):
+        step_kernels(report, device)
+    with report.part("grid"):
+        measure(args, report, device)
+    with report.part("table"):
+        summarise(report)
+    with report.part("plot"):
+        plot(report)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timing of kernels on a device: graph replay over data that no cache holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+
+def time_us(
+    calls: Sequence[Callable[[], None]], device: torch.device, budget_s: float = 0.15
+) -> float:
+    """Microseconds of one call: the median over replays of a graph that makes all of them once.
+
+    Give as many calls, each over data of its own, as it takes to exceed the device's L2.
+    """
+    if device.type != "cuda":
+        start = time.perf_counter()
+        calls[0]()
+        return 1e6 * (time.perf_counter() - start)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            for call in calls:
+                call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    end = time.perf_counter() + budget_s
+    while len(times) < 5 or (time.perf_counter() < end and len(times) < 200):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        graph.replay()
+        events[1].record()
+        torch.cuda.synchronize()
+        times.append(1e3 * events[0].elapsed_time(events[1]))
+    return median(times) / len(calls)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read plus bytes written a second by a large copy on the device."""
+    size = 2**30 if device.type == "cuda" else 2**24
+    source = torch.randint(0, 100, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    us = time_us([lambda: target.copy_(source)], device, budget_s=0.5)
+    return 2 * size / (us * 1e-6)

