@@ -217,7 +217,8 @@ def summarise(report: Report) -> None:
             key = (row["context"], row["batch"], row["nodes"])
             times.setdefault(key, {})[row["kernel"]] = row["us"]
             rates.setdefault(key, {})[row["kernel"]] = row["of_copy"]
-    columns = "context batch nodes kernel tree_µs tree/chain two-pass/tree of_copy".split()
+    columns = ["context", "batch", "nodes", "kernel", "tree µs", "tree/chain", "two-pass/tree"]
+    columns.append("of copy")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for key in sorted(times):
         at = times[key]
