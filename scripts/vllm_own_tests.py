@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own tests with the plugin installed and unused: nothing may change.
 
-    SPECPLUG_VLLM_SOURCE=/path/to/vllm python scripts/vllm_own_tests.py [--both] [pytest args]
+    SPECPLUG_VLLM_SOURCE=/path/to/vllm python scripts/vllm_own_tests.py [--both] [--only PATH ...]
 
 The source must be of the installed version: a checkout of its tag, or the unpacked sdist
 (`pip download vllm==0.32.0 --no-deps --no-binary vllm`). Tests run against the installed vLLM,
@@ -106,13 +106,15 @@ def summary(outcomes: dict[str, str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--both", action="store_true", help="compare with a run without plugin")
+    parser.add_argument("--only", nargs="+", metavar="PATH", help="below tests/, not all of them")
     arguments, extra = parser.parse_known_args()
     source = os.environ.get(VARIABLE)
     if not source or not (Path(source) / "tests" / "v1").is_dir():
         parser.error(f"{VARIABLE}={source!r} is not a vLLM source with tests/v1")
     tests = Path(source).resolve() / "tests"
-    selection = [path for path in SELECTION if (tests / path).exists()]
-    for path in SELECTION:
+    asked = tuple(arguments.only or SELECTION)
+    selection = [path for path in asked if (tests / path).exists()]
+    for path in asked:
         if path not in selection:
             print(f"not in this source: {path}")
     with tempfile.TemporaryDirectory() as name:

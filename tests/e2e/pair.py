@@ -137,6 +137,21 @@ def core_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core
 
 
+def watch_prefix_hits(llm: Any) -> dict[str, int]:
+    """Prompt tokens found in the prefix cache by request id; grows as requests are scheduled."""
+    manager = core_of(llm).scheduler.kv_cache_manager
+    hits: dict[str, int] = {}
+    original = manager.get_computed_blocks
+
+    def noted(request: Any) -> Any:
+        found = original(request)
+        hits[request.request_id] = found[1]
+        return found
+
+    manager.get_computed_blocks = noted
+    return hits
+
+
 def generate(llm: Any, prompts: list[list[int]], params: Any) -> list[Any]:
     return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 

@@ -46,3 +46,15 @@ def check_jetspec() -> None:
 
 def check_ngram_tree() -> None:
     _run("ngram_tree")
+
+
+def check_short_soak() -> None:
+    """The long run's script, for a few hundred steps: memory needs longer to settle."""
+    from tests.soak.soak import problems, run
+
+    samples, summary = run(400, "jetspec", seed=1)
+    assert len(samples) == 4
+    found = [text for text in problems(summary) if not text.startswith("memory")]
+    assert not found, (found, summary)
+    assert summary["requests_finished"] > 20 and summary["clients_left"] > 0
+    assert summary["cached_prompt_tokens"] > summary["prompt_tokens"] / 4

@@ -112,7 +112,7 @@ def acceptance(samples: list[Sample]) -> float:
 
 
 def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any]]:
-    from tests.e2e.pair import Pair, core_of, make_engine
+    from tests.e2e.pair import Pair, core_of, make_engine, watch_prefix_hits
     from tests.fuzz.engine_machine import ENGINE
 
     llm = make_engine(method, **ENGINE["tree"])
@@ -120,7 +120,7 @@ def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any
     engines.watch()
     scheduler, runner = core_of(llm).scheduler, engines.runner
     pool = scheduler.kv_cache_manager.block_pool
-    hits = 0
+    hits, cached = watch_prefix_hits(llm), 0
     client = Client(llm.llm_engine, seed, conversations=8)
     samples: list[Sample] = []
     since = time.perf_counter()
@@ -130,10 +130,8 @@ def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any
         if step % EVERY == 0:
             gc.collect()
             counts = engines.take_counts()
-            stats = scheduler.kv_cache_manager.prefix_cache_stats
-            if stats is not None:
-                hits += stats.hits
-                stats.hits = 0
+            cached += sum(hits.values())
+            hits.clear()
             now = time.perf_counter()
             samples.append(
                 Sample(
@@ -145,6 +143,8 @@ def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any
             since = time.perf_counter()
     while client.open:
         client.step()
+    # Tells the worker what finished last.
+    llm.llm_engine.step()
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are missing"
     assert not scheduler.requests
     half = len(samples) // 2
@@ -155,7 +155,7 @@ def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any
         "requests_finished": client.finished,
         "clients_left": client.left,
         "prompt_tokens": client.prompt_tokens,
-        "cached_prompt_tokens": hits,
+        "cached_prompt_tokens": cached + sum(hits.values()),
         "resident_kib_per_1000_steps": slope(samples, "resident_kib"),
         "kept_requests_per_1000_steps": slope(samples, "kept_requests"),
         "most_kept_requests": max(s.kept_requests for s in samples),
