@@ -161,6 +161,14 @@ def test_speculative_config(
         speculative_config("tiny", "eagle")
 
 
+def test_a_method_that_fuses_a_local_head_names_it() -> None:
+    shipped = targets.get_target("smollm2")
+    config = speculative_config("smollm2", "dels")
+    assert config["method"] == "dels" and config["model"].endswith(shipped.heads["dels"])
+    assert config["local_head"].endswith(shipped.local_heads["dels"])
+    assert "local_head" not in speculative_config("smollm2", "ddtree")
+
+
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
     assert cache_dir() == tmp_path
