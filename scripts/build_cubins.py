@@ -18,13 +18,19 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from vllm_specplug.kernels.cute import store
-from vllm_specplug.kernels.cute.config import CombineConfig, ForwardConfig, all_configs
+from vllm_specplug.kernels.cute.config import (
+    CombineConfig,
+    ForwardConfig,
+    all_configs,
+    tuning_configs,
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=store.SHIPPED)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--tune", action="store_true", help="variants to measure, too")
     parser.add_argument("--force", action="store_true", help="compile those up to date too")
     args = parser.parse_args()
     if not store.can_compile():
@@ -32,7 +38,7 @@ def main() -> int:
         return 1
     todo = [
         config
-        for config in all_configs()
+        for config in [*all_configs(), *(tuning_configs() if args.tune else [])]
         if args.force or isinstance(store.read(args.out, config.name), str)
     ]
     start = time.monotonic()

@@ -53,8 +53,9 @@ def tree_attn_cute(
     tail_key: torch.Tensor | None = None,
     tail_value: torch.Tensor | None = None,
     splits: int | None = None,
+    stages: int = 0,
 ) -> None:
-    """See `cuda_contract`. `splits` overrides the number of column splits, for measurements.
+    """See `cuda_contract`. `splits` and `stages` override what is chosen, for measurements.
 
     Raises:
         CuteUnavailable: if a kernel cannot be read, compiled or loaded; nothing was launched.
@@ -72,13 +73,24 @@ def tree_attn_cute(
         meta.mask_kind,
         scale,
         splits,
+        stages,
         query.device.index,
     )
     stream = torch.cuda.current_stream(query.device).cuda_stream
     prepared = _prepared.get((stream, key))
     if prepared is None:
         prepared = _prepare(
-            stream, query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, splits
+            stream,
+            query,
+            key_cache,
+            value_cache,
+            output,
+            meta,
+            scale,
+            tail_key,
+            tail_value,
+            splits,
+            stages,
         )
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
@@ -119,6 +131,7 @@ def _prepare(
     tail_key: torch.Tensor | None,
     tail_value: torch.Tensor | None,
     splits: int | None,
+    stages: int,
 ) -> list[_Prepared]:
     device = query.device
 
@@ -149,6 +162,7 @@ def _prepare(
             _multiprocessors[device.index],
             workspace,
             splits,
+            stages,
         )
         prepared = []
         try:

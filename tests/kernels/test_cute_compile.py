@@ -47,7 +47,8 @@ def test_cubin(config, tmp_path):
     registers, stack = map(int, usage)
     assert stack == 0 and "LDL" not in sass and "STL" not in sass, "registers are spilled"
     rounded = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
-    assert rounded * config.threads <= REGISTERS, "a block does not fit a multiprocessor"
+    blocks = getattr(config, "blocks_per_multiprocessor", 1)
+    assert rounded * config.threads * blocks <= REGISTERS, "the blocks do not fit"
     assert config.shared_bytes <= SHARED_LIMIT
 
     named = FORWARD_PARAMETERS if isinstance(config, ForwardConfig) else COMBINE_PARAMETERS

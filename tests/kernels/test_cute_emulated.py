@@ -110,6 +110,15 @@ def test_full_tiles_by_the_copy_engine(page, timing):
 
 
 @variant(128)
+def test_heads_before_tokens_in_memory():
+    trees = MachineTrees([(150, 9)], dtype=BF16, head_dim=128, kv_heads=2, page=64)
+    # [num_blocks, Hkv, page, 2 * Dh] in this order in memory as well
+    cache = trees.cache.contiguous()
+    trees.key_cache, trees.value_cache = cache.transpose(1, 2).split(128, dim=-1)
+    trees.check(timing=EARLY)
+
+
+@variant(128)
 def test_the_ring_of_the_copy_engine_turns():
     specs = [(64 * 8 + 1, 70)]
     MachineTrees(specs, dtype=FP16, head_dim=128, group=1, page=64).check(timing=EARLY)

@@ -104,6 +104,12 @@ def test_descriptor_says_where_the_cache_lies():
     assert key.box == (32, TILE_N, 1, 1) and key.swizzle_bytes == 64
 
 
+def test_small_trees_leave_room_for_a_second_block():
+    for config in all_configs():
+        if isinstance(config, ForwardConfig):
+            assert config.blocks_per_multiprocessor == (2 if config.warpgroups == 1 else 1)
+
+
 def test_splits_fill_the_device():
     # one tree, 8 KV heads: 16 splits are 128 of 132 multiprocessors
     assert choose_splits(8, 512, 132) in range(14, 17)

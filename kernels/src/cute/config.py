@@ -22,8 +22,17 @@ HEAD_DIMS = (64, 96, 128)
 DTYPES = ("bfloat16", "float16")
 MIN_PAGE, MAX_PAGE = 16, 1024
 
-# Most dynamic shared memory of a block on compute capability 9.0, bytes.
+# Shared memory of compute capability 9.0 in bytes: most of a block, all of a multiprocessor, and
+# what the system takes of it for each block.
 SHARED_LIMIT = 227 * 1024
+SHARED_TOTAL = 228 * 1024
+SHARED_RESERVED = 1024
+
+WARPGROUP_CHOICES = (1, 3)
+# K/V tiles in shared memory, by head size and warpgroups. One warpgroup alone cannot load,
+# multiply and take exponentials at once, so two blocks share a multiprocessor and the stages are
+# those that leave room for both; three warpgroups fill it by themselves.
+DEFAULT_STAGES = {(64, 1): 6, (96, 1): 4, (128, 1): 2, (64, 3): 6, (96, 3): 5, (128, 3): 5}
 
 
 @dataclass(frozen=True)
@@ -36,22 +45,29 @@ class ForwardConfig:
         warpgroups: 64 packed rows each. More of them share each K/V tile, so that large trees
             read the L2 less often; one keeps small trees from computing padding.
         tma: full tiles come by the bulk tensor copy engine, which needs pages of whole tiles.
+        stages: K/V tiles in shared memory, of which one is computed on; 0 takes the default.
     """
 
     head_dim: int
     dtype: str
     warpgroups: int
     tma: bool
+    stages: int = 0
 
     def __post_init__(self) -> None:
         assert self.head_dim in HEAD_DIMS, self.head_dim
         assert self.dtype in DTYPES, self.dtype
         assert self.warpgroups in WARPGROUP_CHOICES, self.warpgroups
+        if self.stages == 0:
+            default = DEFAULT_STAGES[self.head_dim, self.warpgroups]
+            object.__setattr__(self, "stages", default)
+        assert self.stages >= 2 and self.shared_bytes <= SHARED_LIMIT, self
 
     @property
     def name(self) -> str:
         path = "tma" if self.tma else "cpasync"
-        return f"tree_attn_sm90_d{self.head_dim}_{self.dtype}_w{self.warpgroups}_{path}"
+        shape = f"d{self.head_dim}_{self.dtype}_w{self.warpgroups}_s{self.stages}"
+        return f"tree_attn_sm90_{shape}_{path}"
 
     @property
     def tile_m(self) -> int:
@@ -63,13 +79,11 @@ class ForwardConfig:
         return WARPGROUP_THREADS * self.warpgroups
 
     @property
-    def stages(self) -> int:
-        """K/V tiles in shared memory.
-
-        Five to six tiles of 32 KiB keep about 128 KiB a multiprocessor in flight, several times
-        what HBM latency asks for, and leave room for one block a multiprocessor.
-        """
-        return {1: 6, 3: 5}[self.warpgroups]
+    def blocks_per_multiprocessor(self) -> int:
+        """Blocks that run at once; more than two are not counted on."""
+        if self.warpgroups > 1:
+            return 1  # by registers
+        return min(2, SHARED_TOTAL // (self.shared_bytes + SHARED_RESERVED))
 
     @property
     def tile_bytes(self) -> int:
@@ -105,9 +119,6 @@ class CombineConfig:
         return 0
 
 
-WARPGROUP_CHOICES = (1, 3)
-
-
 def all_configs() -> list[ForwardConfig | CombineConfig]:
     """Every variant that is shipped."""
     forward = [
@@ -119,3 +130,12 @@ def all_configs() -> list[ForwardConfig | CombineConfig]:
     ]
     combine = [CombineConfig(head_dim, dtype) for head_dim in HEAD_DIMS for dtype in DTYPES]
     return [*forward, *combine]
+
+
+def tuning_configs() -> list[ForwardConfig]:
+    """Variants worth measuring against the defaults, at the head size that is used most."""
+    return [
+        ForwardConfig(128, "bfloat16", warpgroups, tma, stages)
+        for tma in (False, True)
+        for warpgroups, stages in ((1, 4), (1, 6), (3, 3))
+    ]

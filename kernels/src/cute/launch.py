@@ -29,7 +29,7 @@ from .config import (
 )
 from .launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
 
-# A grid that fills the device this well is not split further.
+# Splits that fill the device this well, relative to the best, are enough.
 GOOD_FILL = 0.85
 
 
@@ -69,22 +69,22 @@ def unsupported(head_dim: int, dtype: torch.dtype, block_size: int) -> str | Non
     return None
 
 
-def choose_splits(blocks: int, tiles: int, multiprocessors: int) -> int:
+def choose_splits(blocks: int, tiles: int, places: int) -> int:
     """Splits of the columns for a grid of `blocks` (without splits) over at most `tiles` tiles.
 
-    One block runs on a multiprocessor at a time. The fewest splits are taken that leave no more
-    than a little of the last wave idle, or come close to the best that any number gives.
+    `places` blocks run at once. The fewest splits are taken that come close to the best filling
+    of the waves that any number gives.
     """
     most = max(1, min(MAX_SPLITS, tiles // MIN_SPLIT_TILES))
     if blocks == 0:
         return 1
 
     def fill(splits: int) -> float:
-        waves = blocks * splits / multiprocessors
+        waves = blocks * splits / places
         return waves / math.ceil(waves)
 
     best = max(fill(splits) for splits in range(1, most + 1))
-    return next(s for s in range(1, most + 1) if fill(s) >= min(GOOD_FILL, 1.0) * best)
+    return next(s for s in range(1, most + 1) if fill(s) >= GOOD_FILL * best)
 
 
 def plan_launches(
@@ -103,8 +103,12 @@ def plan_launches(
     multiprocessors: int,
     workspace: Workspace,
     splits: int | None = None,
+    stages: int = 0,
 ) -> list[Launch]:
-    """The launches that answer a call, in order; see `cuda_contract`. `splits` overrides."""
+    """The launches that answer a call, in order; see `cuda_contract`.
+
+    `splits` and `stages` override what would be chosen.
+    """
     _, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     dtype = str(query.dtype).removeprefix("torch.")
@@ -125,12 +129,14 @@ def plan_launches(
         dtype,
         small if packed <= small * WARPGROUP_ROWS else large,
         block_size % TILE_N == 0,
+        stages,
     )
     row_blocks = -(-packed // config.tile_m)
     # A dense tail begins at a tile boundary: one tile more at most.
     tiles = -(-(meta.max_context + meta.max_rows) // TILE_N) + dense
     if splits is None:
-        splits = choose_splits(meta.num_trees * num_kv_heads * row_blocks, tiles, multiprocessors)
+        places = multiprocessors * config.blocks_per_multiprocessor
+        splits = choose_splits(meta.num_trees * num_kv_heads * row_blocks, tiles, places)
     part_rows = meta.parent_rows.numel()
     part_out = part_lse = None
     if splits > 1:
