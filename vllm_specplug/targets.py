@@ -58,6 +58,7 @@ _TARGETS = {
                 "jetspec": "smollm2-135m-jetspec",
                 "ddtree": "smollm2-135m-dflash",
                 "dels": "smollm2-135m-dflash",
+                "tokenswift": "smollm2-135m-tokenswift",
             },
             local_heads={"dels": "smollm2-135m-dels-gru"},
         ),
