@@ -124,12 +124,13 @@ class BranchStatistics:
 
     def scores(self, size: int, rank: int, length: int) -> np.ndarray:
         """Cumulative log-probabilities of a branch's nodes, float32 [length]."""
-        total, scores = 0.0, []
-        for depth in range(1, length + 1):
+        logs = []
+        for depth in range(1, min(length, self._MAX_DEPTH) + 1):
             right, asked = self._entry(size, rank, depth)
-            total += math.log(min(max(right / asked, 1e-3), 0.999))
-            scores.append(total)
-        return np.array(scores, dtype=np.float32)
+            logs.append(math.log(min(max(right / asked, 1e-3), 0.999)))
+        # Deeper ones share an entry.
+        logs += logs[-1:] * (length - len(logs))
+        return np.cumsum(logs).astype(np.float32)
 
 
 class NgramBranches:
