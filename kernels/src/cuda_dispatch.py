@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -182,6 +183,44 @@ def self_test_failure(name: str, shape: KernelShape, device: torch.device) -> st
     if not error <= limit:
         return f"it differs from the reference by {error:.2g} (limit {limit:.2g})"
     return None
+
+
+# What the doctor asks for: the attention of an 8B model in vLLM's default pages.
+_USUAL_SHAPE = KernelShape(128, torch.bfloat16, 16, num_heads=32, num_kv_heads=8)
+
+
+def describe_cuda(device: torch.device | None = None) -> dict[str, Any]:
+    """Which tree attention would serve a usual model on this device, and why.
+
+    Returns:
+        kernel, isa (e.g. "sm_90"), supported_isas (the kernels that run and agree here), reason.
+    """
+    device = device or torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    chosen = choose_cuda_kernel("auto", _USUAL_SHAPE, device, capability)
+    good = [
+        name
+        for name in CUDA_KERNELS
+        if unsupported_by(name, _USUAL_SHAPE, capability) is None
+        and self_test_failure(name, _USUAL_SHAPE, device) is None
+    ]
+    isa = f"sm_{capability[0]}{capability[1]}"
+    return {"kernel": chosen.name, "isa": isa, "supported_isas": good, "reason": chosen.reason}
+
+
+def self_test_cuda(device: torch.device | None = None) -> str:
+    """One line: how far the kernel that would serve is from the reference on this device.
+
+    Raises:
+        RuntimeError: if it disagrees.
+    """
+    device = device or torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    chosen = choose_cuda_kernel("auto", _USUAL_SHAPE, device, capability)
+    error, limit = self_test_error(chosen.run, _USUAL_SHAPE, device)
+    if not error <= limit:
+        raise RuntimeError(f"{chosen.name} differs from the reference by {error:.2g}")
+    return f"tree_attn ({chosen.name}) agrees with the torch reference (bfloat16 {error:.1e})"
 
 
 # (context length, nodes): no context, around a tile, a context that is split.

@@ -84,6 +84,12 @@ def _vllm() -> dict[str, Any]:
 
 
 def _kernel() -> dict[str, Any]:
+    import torch
+
+    if torch.cuda.is_available():
+        from vllm_specplug.kernels.cuda_dispatch import describe_cuda
+
+        return describe_cuda()
     from vllm_specplug.kernels import describe
 
     return describe()
@@ -91,11 +97,18 @@ def _kernel() -> dict[str, Any]:
 
 def _self_test() -> dict[str, Any]:
     """Verifies random trees with the chosen kernel against the readable reference."""
+    import torch
+
     from vllm_specplug.kernels import self_test
 
     start = time.perf_counter()
     try:
-        detail, ok = self_test(), True
+        if torch.cuda.is_available():
+            from vllm_specplug.kernels.cuda_dispatch import self_test_cuda
+
+            detail, ok = self_test_cuda(), True
+        else:
+            detail, ok = self_test(), True
     except Exception as error:
         detail, ok = f"{type(error).__name__}: {error}", False
     return {"ok": ok, "seconds": round(time.perf_counter() - start, 2), "detail": detail}

@@ -127,6 +127,16 @@ LEDGER: tuple[LedgerEntry, ...] = (
         "never: it is a public seam",
     ),
     LedgerEntry(
+        "gpu_backend",
+        "runtime.worker_gpu",
+        "register_backend(FLASH_ATTN, TRITON_ATTN), attention_config.backend, where trees are drafted; "
+        "FlashAttentionImpl.forward, TritonAttentionImpl.forward and their builders' "
+        "get_cudagraph_support (verify.gpu)",
+        "stock attention has one causal mask; tree rows need their ancestors, and a full graph "
+        "captured without them would leave them out",
+        f"vLLM takes a mask per request ({_TREE})",
+    ),
+    LedgerEntry(
         "cpu_backend",
         "runtime.worker_cpu",
         "register_backend(CPU_ATTN), in workers that draft trees only, and the cache of "

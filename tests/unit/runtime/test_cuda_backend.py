@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step metadata of the CUDA backend, on CPU tensors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specplug.config import check_kernel
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
+from vllm_specplug.runtime.cuda_backend import (
+    CudaTreeBackend,
+    TreeBuffers,
+    request_parent_rows,
+)
+from vllm_specplug.runtime.step import StepRequest, TreeStep
+from vllm_specplug.runtime.tree_backend import StepLimits
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.verify.gpu import (
+    FULL_GRAPHS_VARIABLE,
+    TreeFlashAttentionBackend,
+    TreeTritonAttentionBackend,
+    gpu_cache_views,
+)
+from vllm_specplug.verify.tree_rows import TreeAttentionMixin, tree_rows_of
+
+CPU = torch.device("cpu")
+LIMITS = StepLimits(num_requests=4, num_rows=64, tree_rows=5, context=512)
+TABLE = torch.zeros(4, 8, dtype=torch.int32)
+
+
+def bushy() -> DraftTree:
+    """A fork of two, one of them with two children."""
+    return DraftTree(
+        np.array([5, 6, 7, 8]),
+        np.array([-1, -1, 0, 0], dtype=np.int32),
+        np.array([1, 1, 2, 2], dtype=np.int32),
+        np.zeros(4, dtype=np.float32),
+    )
+
+
+def request(first: int, tree: DraftTree | None, drafts: int = 4, before: int = 0) -> StepRequest:
+    return StepRequest(first, first + before, first + before + 1 + drafts, 100, tree)
+
+
+@pytest.fixture
+def backend() -> CudaTreeBackend:
+    backend = CudaTreeBackend("auto", 2, LIMITS, CPU)
+    backend.kernel = ChosenKernel("cute", lambda *args: None, "")
+    backend.views = gpu_cache_views
+    return backend
+
+
+def test_fill_lays_trees_one_after_the_other():
+    buffers = TreeBuffers(LIMITS, CPU)
+    parents = [np.array([-1, 0, 0], np.int32), np.array([-1, 0, 1, 2, 0], np.int32)]
+    meta = buffers.fill([3, 1], [7, 20], [40, 0], parents, TABLE)
+    assert meta.plan.tolist() == [[3, 1], [7, 20], [3, 5], [40, 0], [0, 3]]
+    assert meta.parent_rows.tolist() == [-1, 0, 0, -1, 0, 1, 2, 0]
+    assert (meta.max_rows, meta.max_context) == (5, 40)
+    assert meta.words.shape == (8, 1)
+
+
+def test_a_step_reuses_addresses_and_leaves_nothing_of_the_last():
+    buffers = TreeBuffers(LIMITS, CPU)
+    row = np.array([-1, 0], np.int32)
+    places = {"places": 4, "max_rows": 5, "max_context": 512}
+    first = buffers.fill([0, 1, 2], [0, 2, 4], [9, 9, 9], [row] * 3, TABLE, **places)
+    addresses = [t.data_ptr() for t in (first.plan, first.parent_rows, first.words)]
+    second = buffers.fill([2], [0], [3], [row], TABLE, **places)
+    assert [t.data_ptr() for t in (second.plan, second.parent_rows, second.words)] == addresses
+    assert second.plan[2].tolist() == [2, 0, 0, 0]
+    assert second.parent_rows.numel() == 20
+
+
+def test_a_capture_has_places_for_all_requests_and_rows_of_none():
+    meta = TreeBuffers(LIMITS, CPU).fill([], [], [], [], TABLE, places=3, max_rows=5, max_context=9)
+    assert meta.plan.tolist() == [[0] * 3] * 5
+    assert meta.num_trees == 3
+
+
+@pytest.mark.parametrize(
+    ("tree", "before", "expected"),
+    [
+        (bushy(), 0, [-1, 0, 0, 1, 1]),
+        (bushy(), 2, [-1, 0, 1, 2, 2, 3, 3]),
+        # Drafts that are not ours, and a prompt chunk: lines.
+        (None, 0, [-1, 0, 1, 2, 3]),
+        (DraftTree.chain(np.array([1, 2, 3, 4])), 0, [-1, 0, 1, 2, 3]),
+    ],
+)
+def test_every_request_is_a_tree(tree, before, expected):
+    assert request_parent_rows(request(0, tree, before=before)).tolist() == expected
+
+
+def test_piecewise_steps_attach_only_what_vllm_cannot_do(backend):
+    common = SimpleNamespace(block_table_tensor=TABLE)
+    line = StepRequest(5, 6, 7, 30, DraftTree.empty())
+    metadata = SimpleNamespace()
+    backend.attach({"a": metadata, "b": metadata}, TreeStep([request(0, bushy()), line]), common)
+    rows = tree_rows_of(metadata)
+    assert not rows.covers_batch
+    assert rows.metadata.plan.tolist() == [[0], [0], [5], [100], [0]]
+    plain = SimpleNamespace()
+    backend.attach({"a": plain}, TreeStep([line]), common)
+    assert tree_rows_of(plain) is None
+    backend.attach({"a": plain}, TreeStep([request(0, bushy())]), common, for_capture=True)
+    assert tree_rows_of(plain) is None
+
+
+def test_full_graphs_take_every_row_of_a_uniform_batch(backend, monkeypatch):
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
+    common = SimpleNamespace(
+        block_table_tensor=TABLE, num_reqs=3, max_query_len=5, num_actual_tokens=15
+    )
+    captured = SimpleNamespace()
+    backend.attach({"a": captured}, TreeStep([]), common, for_capture=True)
+    graph = tree_rows_of(captured).metadata
+    assert graph.plan[2].tolist() == [0, 0, 0]
+    step = TreeStep([request(0, bushy()), request(5, None)])
+    replayed = SimpleNamespace()
+    backend.attach({"a": replayed}, step, common)
+    rows = tree_rows_of(replayed)
+    assert rows.covers_batch
+    assert rows.metadata.plan.data_ptr() == graph.plan.data_ptr()
+    assert (rows.metadata.max_rows, rows.metadata.max_context) == (5, 512)
+    assert graph.plan.tolist() == [[0, 1, 0], [0, 5, 0], [5, 5, 0], [100, 100, 0], [0, 5, 0]]
+    assert graph.parent_rows[:10].tolist() == [-1, 0, 0, 1, 1, -1, 0, 1, 2, 3]
+
+
+def test_positions_follow_depth(backend):
+    positions = torch.arange(12)
+    step = TreeStep([request(0, bushy()), StepRequest(5, 6, 7, 30, DraftTree.empty())])
+    backend.set_positions(positions, step)
+    assert positions.tolist() == [0, 101, 101, 102, 102, 5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("backend_class", [TreeFlashAttentionBackend, TreeTritonAttentionBackend])
+def test_attention_backends_hand_tree_rows_over_and_stay_out_of_full_graphs(
+    backend_class, monkeypatch
+):
+    assert issubclass(backend_class.get_impl_cls(), TreeAttentionMixin)
+    monkeypatch.delenv(FULL_GRAPHS_VARIABLE, raising=False)
+    builder = backend_class.get_builder_cls()
+    assert builder.get_cudagraph_support(None, None).name == "NEVER"
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
+    assert builder.get_cudagraph_support(None, None).name == "UNIFORM_BATCH"
+
+
+def test_views_of_the_gpu_cache():
+    cache = torch.arange(2 * 3 * 4 * 10).view(2, 3, 4, 10)  # [blocks, Hkv, page, 2 * Dh]
+    key, value = gpu_cache_views(cache)
+    assert key.shape == value.shape == (2, 4, 3, 5)
+    assert torch.equal(key[1, 2, 0], cache[1, 0, 2, :5])
+    assert torch.equal(value[1, 2, 0], cache[1, 0, 2, 5:])
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "interpreted", "good"),
+    [
+        ("auto", "cpu", False, True),
+        ("cpp", "cpu", False, True),
+        ("triton", "cpu", True, True),
+        ("triton", "cpu", False, False),
+        ("cute", "cpu", True, False),
+        ("cute", "cuda", False, True),
+        ("triton", "cuda", False, True),
+        ("cpp", "cuda", False, False),
+    ],
+)
+def test_kernels_by_device(name, device, interpreted, good):
+    if good:
+        check_kernel(name, device, interpreted)
+        return
+    with pytest.raises(ValueError, match=f"tree_kernel='{name}'"):
+        check_kernel(name, device, interpreted)
