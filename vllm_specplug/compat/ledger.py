@@ -129,7 +129,7 @@ LEDGER: tuple[LedgerEntry, ...] = (
     LedgerEntry(
         "gpu_backend",
         "runtime.worker_gpu",
-        "register_backend(FLASH_ATTN, TRITON_ATTN), attention_config.backend, where trees are drafted; "
+        "register_backend(FLASH_ATTN, TRITON_ATTN), attention_config.backend, with trees; "
         "FlashAttentionImpl.forward, TritonAttentionImpl.forward and their builders' "
         "get_cudagraph_support (verify.gpu)",
         "stock attention has one causal mask; tree rows need their ancestors, and a full graph "
