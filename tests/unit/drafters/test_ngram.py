@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specplug.drafters.ngram import (
-    SUFFIX_LENGTHS,
+    MAX_SUFFIX,
     BranchStatistics,
     NgramBranches,
     NgramIndex,
@@ -48,7 +48,7 @@ def test_a_repeated_passage_is_found_whole() -> None:
     index = NgramIndex()
     index.extend([1, 2, *passage, 3, *passage[:5]])
     size, branch = index.continuations(1, 8)[0]
-    assert (size, branch) == (max(SUFFIX_LENGTHS), passage[5:13])
+    assert (size, branch) == (MAX_SUFFIX, passage[5:13])
 
 
 def test_statistics_learn_and_scores_never_grow() -> None:
