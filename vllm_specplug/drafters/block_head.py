@@ -59,7 +59,9 @@ class BlockHeadDrafter(Drafter):
         self.head = FusedBlockHead(head, self.options.max_model_len, target.make_linear)
         self.ngrams: NgramBranches | None = None
         if self.options.ngram_topk:
-            self.ngrams = NgramBranches(self.options.ngram_topk, self.options.max_depth)
+            self.ngrams = NgramBranches(
+                self.options.ngram_topk, self.options.max_depth, self.options.ngram_size
+            )
 
     def cache_specs(self) -> list[DraftCacheSpec]:
         spec = DraftCacheSpec(self.config.num_key_value_heads, self.config.head_dim)

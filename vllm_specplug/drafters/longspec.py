@@ -130,7 +130,9 @@ class LongSpecDrafter(Drafter):
         self.head = FusedLongSpecHead(head, self.options.max_model_len, target.make_linear)
         self.ngrams: NgramBranches | None = None
         if self.options.ngram_topk:
-            self.ngrams = NgramBranches(self.options.ngram_topk, self.options.max_depth)
+            self.ngrams = NgramBranches(
+                self.options.ngram_topk, self.options.max_depth, self.options.ngram_size
+            )
 
     def cache_specs(self) -> list[DraftCacheSpec]:
         return []
