@@ -44,7 +44,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # name: engine arguments, speculative options
     "self": ({}, {"draft_source": "self", "ngram_topk": 0}),
     "self_refresh": ({}, {"draft_source": "self", "kv_refresh": 3}),
-    "self_one_region": ({}, {"draft_source": "self", "self_draft_requests": 5, "sink_size": 0}),
+    "small_pool": ({}, {"draft_source": "self", "self_draft_requests": 2, "sink_size": 0}),
     "heads": ({}, {"draft_source": "heads", "ngram_topk": 0}),
     "ngrams": ({}, {"draft_source": "ngrams"}),
     "auto": ({}, {"draft_source": "auto"}),
