@@ -16,7 +16,7 @@ else
 $(error TIER=$(TIER) is not a test tier; use TIER=ci (everything) or TIER=fast (no engines))
 endif
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench gpu-check gpu-bench gpu-e2e gpu-train clean
 
 help:
 	@echo "make setup   .venv with everything, for a CPU-only machine"
@@ -24,6 +24,7 @@ help:
 	@echo "make test    set up, then run the tests (TIER=fast: without real engines)"
 	@echo "make lint    style, types and the import table"
 	@echo "make bench   the benchmark behind the README's table (DATA=folder with prompts)"
+	@echo "make gpu-check | gpu-bench | gpu-e2e | gpu-train   on a machine with a GPU"
 	@echo "make clean   remove .venv and build outputs"
 
 setup:
@@ -50,6 +51,22 @@ lint: setup
 bench: setup
 	@test -d "$(DATA)" || { echo "make bench DATA=folder-with-prompts (see bench/README.md)" >&2; exit 1; }
 	$(BIN)/specplug bench --data $(DATA) --out bench/results/load --together $(ARGS)
+
+# On a machine with a GPU; results as they come in GPU_OUT. See scripts/gpu/README.md.
+GPU_OUT ?= $(or $(OUT),out/gpu)
+GPU_PYTHON ?= python3
+
+gpu-check:
+	$(GPU_PYTHON) scripts/gpu/check.py --out $(GPU_OUT) $(ARGS)
+
+gpu-bench:
+	$(GPU_PYTHON) bench/gpu/kernels.py --out $(GPU_OUT) $(ARGS)
+
+gpu-e2e:
+	$(GPU_PYTHON) bench/gpu/e2e.py --out $(GPU_OUT) $(ARGS)
+
+gpu-train:
+	$(GPU_PYTHON) scripts/gpu/train.py --out $(GPU_OUT) $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info kernels/src/*.so

@@ -104,6 +104,10 @@ class Bench:
             "max_num_seqs": 32, "max_num_batched_tokens": 16384, "dtype": "bfloat16",
             "gpu_memory_utilization": 0.6, **changes,
         }  # fmt: skip
+        if self.args.attention:
+            engine["attention_backend"] = self.args.attention
+        if self.args.eager:
+            engine["enforce_eager"] = True
         if not self.on_gpu:
             engine |= {
                 "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4,
@@ -121,6 +125,8 @@ class Bench:
         """One engine in a process of its own; what it had finished counts if it dies."""
         with tempfile.TemporaryDirectory() as folder:
             job, result, log = (Path(folder) / n for n in ("job.json", "result.json", "log"))
+            if speculative is not None and self.on_gpu:
+                speculative = {**speculative, "tree_kernel": self.args.tree_kernel}
             job.write_text(
                 json.dumps({"engine": engine, "calls": calls, "speculative": speculative})
             )
@@ -279,6 +285,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--parts", default="smoke,smollm,ar,verify")
     parser.add_argument("--seconds", type=float, default=560)
+    parser.add_argument("--attention", help="vLLM's attention backend, e.g. TRITON_ATTN")
+    parser.add_argument("--tree-kernel", default="auto")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation")
     parser.add_argument("--models", type=Path, help="folder of made-up models, kept between runs")
     args = parser.parse_args()
     report = Report(args.out, "gpu_e2e", args.seconds)

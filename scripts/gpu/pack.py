@@ -51,8 +51,8 @@ def collect(args: argparse.Namespace, downloads: Path) -> dict[str, Path]:
         files["vllm.tar.xz"] = archives[0]
         for path in sorted((args.vllm / "wheels").glob("*.whl")):
             files[f"wheels/{path.name}"] = path
-    for path in sorted(HEAD.iterdir()) if HEAD.is_dir() else ():
-        files[f"heads/{HEAD.name}/{path.name}"] = path
+    for path in sorted(args.head.iterdir()):
+        files[f"heads/{args.head.name}/{path.name}"] = path
     for path in args.extra:
         files[f"extra/{path.name}"] = path
     for path in sorted(downloads.glob("*.whl")):
@@ -95,6 +95,7 @@ def main() -> int:
     parser.add_argument(
         "--part-mib", type=float, default=60, help="a transfer's limit, less the checkout"
     )
+    parser.add_argument("--head", type=Path, default=HEAD, help="folder of the JetSpec head")
     parser.add_argument("--no-target", action="store_true", help="leave the demo target out")
     parser.add_argument(
         "--extra", type=Path, nargs="*", default=[], help="further files, e.g. prompts"
