@@ -54,7 +54,7 @@ def build(config: ForwardConfig | CombineConfig, out: Path) -> tuple[str, int]:
 
     warnings.simplefilter("ignore")
     made = compile_config(config)
-    store.write(out, store.StoredKernel(made.name, made.entry, made.param_bytes, made.cubin))
+    store.write(out, store.as_stored(made))
     return made.name, len(made.cubin)
 
 

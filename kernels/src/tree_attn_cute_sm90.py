@@ -181,6 +181,8 @@ def _load(
     if (device, config.name) not in _kernels:
         stored = store.obtain(config)
         with torch.cuda.device(device):
-            kernel = driver.Kernel(stored.cubin, stored.entry, config.threads, config.shared_bytes)
+            kernel = driver.load_first(
+                stored.images, stored.entry, config.threads, config.shared_bytes
+            )
         _kernels[device, config.name] = (kernel, stored.param_bytes)
     return _kernels[device, config.name]

@@ -155,13 +155,13 @@ def test_supported_where_a_kernel_can_be_had(monkeypatch, tmp_path):
     assert "pip install 'vllm-specplug[cute]'" in supports(HOPPER, 128, BF16, 16)
 
 
-KERNEL = store.StoredKernel("combine_d64_bfloat16", "entry_point", (8, 4, 1), b"\x7fELF" * 9)
+KERNEL = store.StoredKernel("combine_d64_bfloat16", "start", (8, 4, 1), b"\x7fELF" * 9, b".version")
 
 
 def test_stored_kernels_come_back(tmp_path):
     store.write(tmp_path, KERNEL)
     assert store.read(tmp_path, KERNEL.name) == KERNEL
-    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".cubin", ".json"]
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".cubin", ".json", ".ptx"]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_kernels_are_compiled_once_and_cached(monkeypatch, tmp_path):
 
     def compile_config(config):
         made.append(config.name)
-        return types.SimpleNamespace(**vars(KERNEL) | {"name": config.name, "ptx": ""})
+        return types.SimpleNamespace(**vars(KERNEL) | {"name": config.name, "ptx": ".version"})
 
     compiler = types.SimpleNamespace(compile_config=compile_config)
     monkeypatch.setitem(sys.modules, "vllm_specplug.kernels.cute.compile", compiler)
@@ -218,8 +218,8 @@ def test_a_compiler_that_fails_makes_the_kernel_unavailable(monkeypatch, tmp_pat
 class FakeDriver:
     """Stands for libcuda: records calls, fails those it is told to."""
 
-    def __init__(self, fail: str = "") -> None:
-        self.fail, self.calls = fail, []
+    def __init__(self, fail: str = "", refused: tuple[bytes, ...] = ()) -> None:
+        self.fail, self.refused, self.calls = fail, refused, []
 
     def __getattr__(self, name):
         def call(*arguments):
@@ -227,6 +227,8 @@ class FakeDriver:
             if name == "cuGetErrorString":
                 arguments[1]._obj.value = b"device kernel image is invalid"
                 return 0
+            if name == "cuModuleLoadData" and arguments[1] in self.refused:
+                return 209
             return 200 if name == self.fail else 0
 
         return call
@@ -251,7 +253,7 @@ def fake_device(monkeypatch, tmp_path):
         def obtain(config):
             tail = forward if isinstance(config, ForwardConfig) else merge
             head = (128, 128, 1, 1) if getattr(config, "tma", False) else ()
-            return store.StoredKernel(config.name, "entry", (*head, *tail), b"image")
+            return store.StoredKernel(config.name, "entry", (*head, *tail), b"cubin", b"ptx")
 
         monkeypatch.setattr(store, "obtain", obtain)
         driver.encode_tensor_map.cache_clear()
@@ -297,6 +299,16 @@ def test_a_call_loads_once_and_launches_every_time(fake_device):
     assert [key[3].value, value[3].value] == [t.data_ptr() for t in (
         trees.key_cache, trees.value_cache
     )]  # fmt: skip
+
+
+def test_ptx_is_loaded_where_the_machine_code_is_refused(monkeypatch):
+    library = FakeDriver(refused=(b"cubin",))
+    monkeypatch.setattr(driver, "_library", lambda: library)
+    driver.load_first((b"cubin", b"ptx"), "start", 128, 1024)
+    assert [image for _, image in library.named("cuModuleLoadData")] == [b"cubin", b"ptx"]
+    library.refused = (b"cubin", b"ptx")
+    with pytest.raises(driver.DriverError, match="209.*; then .*209"):
+        driver.load_first((b"cubin", b"ptx"), "start", 128, 1024)
 
 
 @pytest.mark.parametrize("fail", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"])

@@ -46,15 +46,15 @@ def _call(name: str, *arguments) -> None:
 
 
 class Kernel:
-    """A loaded cubin's entry point in the current context."""
+    """A loaded image's entry point in the current context."""
 
-    def __init__(self, cubin: bytes, entry: str, threads: int, shared_bytes: int) -> None:
+    def __init__(self, image: bytes, entry: str, threads: int, shared_bytes: int) -> None:
         """Raises DriverError when the driver refuses the image, the entry or the memory."""
         self._module = ctypes.c_void_p()
         self._function = ctypes.c_void_p()
         self.threads = threads
         self.shared_bytes = shared_bytes
-        _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
+        _call("cuModuleLoadData", ctypes.byref(self._module), image)
         _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, entry.encode())
         if shared_bytes:
             _call(
@@ -77,6 +77,21 @@ class Kernel:
             parameters.pointers,
             None,
         )
+
+
+def load_first(images: tuple[bytes, ...], entry: str, threads: int, shared_bytes: int) -> Kernel:
+    """The first image that the driver takes: a cubin, or PTX that it compiles.
+
+    Raises:
+        DriverError: with the reason for each.
+    """
+    reasons = []
+    for image in images:
+        try:
+            return Kernel(image, entry, threads, shared_bytes)
+        except DriverError as error:
+            reasons.append(str(error))
+    raise DriverError("; then ".join(reasons))
 
 
 class Parameters:

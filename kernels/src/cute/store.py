@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where compiled variants lie: shipped with the package, or in the user's cache.
 
-Each is `<name>.cubin` with `<name>.json` beside it. One whose recorded sources differ from those
+Each is `<name>.cubin`, the machine code, and `<name>.ptx`, which a driver that refuses the machine
+code may still compile, with `<name>.json` beside them. One whose recorded sources differ from those
 at hand, or whose bytes are not those recorded, counts as absent: a stale kernel is worse than none.
 """
 
@@ -29,12 +30,17 @@ class CuteUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class StoredKernel:
-    """A compiled variant without its listing."""
+    """A compiled variant; `images` are what the driver may load, best first."""
 
     name: str
     entry: str
     param_bytes: tuple[int, ...]
     cubin: bytes
+    ptx: bytes
+
+    @property
+    def images(self) -> tuple[bytes, bytes]:
+        return self.cubin, self.ptx
 
 
 @cache
@@ -54,6 +60,11 @@ def cache_folder() -> Path:
     return root / "cubins" / sources_digest()
 
 
+def as_stored(made) -> StoredKernel:
+    """A `compile.Compiled` as it is stored."""
+    return StoredKernel(made.name, made.entry, made.param_bytes, made.cubin, made.ptx.encode())
+
+
 def write(folder: Path, kernel: StoredKernel) -> None:
     """Stores a kernel; a reader never sees half of one, as the record comes last."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,9 +72,14 @@ def write(folder: Path, kernel: StoredKernel) -> None:
         "entry": kernel.entry,
         "param_bytes": list(kernel.param_bytes),
         "sources": sources_digest(),
-        "sha256": hashlib.sha256(kernel.cubin).hexdigest(),
+        "sha256": hashlib.sha256(kernel.cubin + kernel.ptx).hexdigest(),
     }
-    for suffix, data in ((".cubin", kernel.cubin), (".json", json.dumps(record).encode())):
+    files = {
+        ".cubin": kernel.cubin,
+        ".ptx": kernel.ptx,
+        ".json": json.dumps(record).encode(),
+    }
+    for suffix, data in files.items():
         path = folder / (kernel.name + suffix)
         partial = path.with_suffix(f"{suffix}.{os.getpid()}")
         partial.write_bytes(data)
@@ -75,11 +91,12 @@ def read(folder: Path, name: str) -> StoredKernel | str:
     try:
         record = json.loads((folder / f"{name}.json").read_text())
         cubin = (folder / f"{name}.cubin").read_bytes()
+        ptx = (folder / f"{name}.ptx").read_bytes()
         if record["sources"] != sources_digest():
             return "compiled from other sources"
-        if record["sha256"] != hashlib.sha256(cubin).hexdigest():
+        if record["sha256"] != hashlib.sha256(cubin + ptx).hexdigest():
             return "damaged"
-        return StoredKernel(name, record["entry"], tuple(record["param_bytes"]), cubin)
+        return StoredKernel(name, record["entry"], tuple(record["param_bytes"]), cubin, ptx)
     except FileNotFoundError:
         return "not there"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -123,7 +140,7 @@ def obtain(config: ForwardConfig | CombineConfig) -> StoredKernel:
         made = compile_config(config)
     except Exception as error:  # the compiler's errors have no common base
         raise CuteUnavailable(f"{config.name} does not compile here: {error}") from error
-    kernel = StoredKernel(made.name, made.entry, made.param_bytes, made.cubin)
+    kernel = as_stored(made)
     # A cache that cannot be written costs time at the next start, no more.
     with contextlib.suppress(OSError):
         write(cache_folder(), kernel)
