@@ -78,7 +78,8 @@ class TargetSampler:
             tokens + [PLACEHOLDER_TOKEN_ID] * (width - len(tokens)) for tokens in result.token_ids
         ]
         return result, SamplerOutput(
-            sampled_token_ids=torch.tensor(padded, dtype=torch.int32, device=self.logits.device),
+            # On the host, where the walk has them: vLLM would copy them back at once.
+            sampled_token_ids=torch.tensor(padded, dtype=torch.int32),
             logprobs_tensors=self._stack_logprobs(),
         )
 
