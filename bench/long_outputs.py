@@ -157,6 +157,26 @@ def load() -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
+def baseline(
+    cells: dict[str, dict[str, Any]], tokens: int, penalty: float
+) -> dict[str, Any] | None:
+    """Plain decoding of as many tokens: a run of its own, or the beginning of a longer one."""
+    longer = [
+        c
+        for c in cells.values()
+        if c["system"] == "plain" and c["penalty"] == penalty and c["tokens"] >= tokens
+    ]
+    if not longer:
+        return None
+    cell = min(longer, key=lambda c: c["tokens"])
+    if cell["tokens"] == tokens:
+        return cell
+    segments = [s for s in cell["segments"] if s["tokens"] <= tokens]
+    seconds = sum(s["seconds"] for s in segments)
+    assert segments[-1]["tokens"] == tokens, "give a multiple of the segment"
+    return {**cell, "tokens": tokens, "segments": segments, "seconds": seconds}
+
+
 def store(cell: dict[str, Any]) -> None:
     cells = {**load(), key_of(cell): cell}
     text = json.dumps(dict(sorted(cells.items())), indent=1)
@@ -203,7 +223,7 @@ def report() -> str:
                 for s in SYSTEMS
                 if f"{s}/{tokens}/{penalty}" in cells
             ]
-            plain = cells.get(f"plain/{tokens}/{penalty}")
+            plain = baseline(cells, tokens, penalty)
             lines += _table(group, plain, tokens, penalty)
     if not _has("arctic_inference"):
         lines += [
@@ -289,14 +309,14 @@ def plot() -> None:
     cells = load()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4))
     for cell in cells.values():
-        plain = cells.get(f"plain/{cell['tokens']}/{cell['penalty']}")
+        plain = baseline(cells, cell["tokens"], cell["penalty"])
         name = cell["system"] + (f", penalty {cell['penalty']}" if cell["penalty"] else "")
         label = f"{name}, {cell['tokens']:,}"
         points = [s["tokens"] for s in cell["segments"]]
         axes[1].plot(
             points, [1e3 * s["seconds"] / s["steps"] for s in cell["segments"]], label=label
         )
-        if plain is not None and plain is not cell:
+        if plain is not None and cell["system"] != "plain":
             axes[0].plot(
                 points,
                 [
