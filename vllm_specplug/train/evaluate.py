@@ -19,6 +19,7 @@ from vllm_specplug.train.walk import (
     DraftedSequence,
     Policy,
     Rounds,
+    Slots,
     leading_matches,
     rounds_at,
     walk,
@@ -46,42 +47,45 @@ class DraftTables:
     lm_head: torch.Tensor
     target_ids: torch.Tensor
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> float32 [..., V']."""
-        return (hidden.to(self.lm_head.dtype) @ self.lm_head.t()).float()
+    def slots(self, hidden: torch.Tensor, candidates: int) -> Slots:
+        """The `candidates` likeliest tokens (0: all) of final hidden states [..., D, H]."""
+        logits = (hidden.to(self.lm_head.dtype) @ self.lm_head.t()).float()
+        values, rows = logits.topk(min(candidates or logits.shape[-1], logits.shape[-1]), -1)
+        return Slots(rows, values, torch.logsumexp(logits, -1))
 
 
 @torch.no_grad()
 def draft_sequences(
     head: BlockHead,
     sequences: Iterable[FeatureSequence],
-    embed_tokens: torch.Tensor,
+    tables: DraftTables,
+    candidates: int,
     autocast: bool = True,
 ) -> Iterator[DraftedSequence]:
     """One draft forward at every anchor of every sequence; those without an anchor are left out.
 
     Args:
-        embed_tokens: [V, H] of the target.
+        candidates: tokens kept a slot; 0: the whole draft vocabulary.
     """
     depth = head.config.num_draft_tokens
-    device = embed_tokens.device
+    device = tables.embed_tokens.device
     for sequence in sequences:
         anchors = torch.tensor(list(anchor_range(sequence)), dtype=torch.int64)
         if not len(anchors):
             continue
         batch = pack_blocks([sequence], [anchors], head.config.block_size, 64).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            hidden = run_blocks(head, batch, embed_tokens)
-        hidden = hidden.view(len(anchors), depth, -1).cpu()
-        yield DraftedSequence(sequence.tokens, sequence.prompt_len, hidden, sequence.source)
+            hidden = run_blocks(head, batch, tables.embed_tokens)
+        slots = tables.slots(hidden.view(len(anchors), depth, -1), candidates)
+        slots = Slots(slots.rows.cpu(), slots.logits.cpu(), slots.log_norm.cpu())
+        yield DraftedSequence(sequence.tokens, sequence.prompt_len, slots, sequence.source)
 
 
 def chain_policy(tables: DraftTables) -> Policy:
     """The backbone's own chain: its first choice at every slot."""
 
     def accepted(rounds: Rounds) -> torch.Tensor:
-        drafts = tables.target_ids[tables.logits(rounds.hidden).argmax(-1)]
-        return leading_matches(drafts, rounds.truth)
+        return leading_matches(tables.target_ids[rounds.slots.rows[..., 0]], rounds.truth)
 
     return accepted
 
@@ -90,7 +94,8 @@ def tree_policy(tables: DraftTables, builder: str, budget: int, width: int) -> P
     """A tree of `budget` nodes from the slots' distributions."""
 
     def accepted(rounds: Rounds) -> torch.Tensor:
-        ids, log_probs = top_candidates(tables, rounds.hidden, width)
+        slots = rounds.slots.narrowed(width)
+        ids, log_probs = tables.target_ids[slots.rows].numpy(), slots.log_probs.numpy()
         counts = [
             len(matched_nodes(ids[r], log_probs[r], rounds.truth[r].tolist(), budget, builder))
             for r in range(len(ids))
@@ -98,17 +103,6 @@ def tree_policy(tables: DraftTables, builder: str, budget: int, width: int) -> P
         return torch.tensor(counts)
 
     return accepted
-
-
-def top_candidates(
-    tables: DraftTables, hidden: torch.Tensor, width: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Target ids int64 and log-probabilities float32 of the best `width` tokens of slots
-    [R, D, H], each [R, D, width]."""
-    logits = tables.logits(hidden)
-    values, indices = logits.topk(min(width, logits.shape[-1]), dim=-1)
-    log_probs = values - torch.logsumexp(logits, -1, keepdim=True)
-    return tables.target_ids[indices].cpu().numpy(), log_probs.cpu().numpy()
 
 
 def matched_nodes(
@@ -150,7 +144,7 @@ def count_slots(
         if not len(report.hits):
             report.hits, report.seen = np.zeros(sequence.depth), np.zeros(sequence.depth)
         rounds = rounds_at(sequence, torch.arange(sequence.num_anchors))
-        drafts = tables.target_ids[tables.logits(rounds.hidden).argmax(-1)]
+        drafts = tables.target_ids[rounds.slots.rows[..., 0]]
         report.hits += (drafts == rounds.truth).sum(0).numpy()
         report.seen += (rounds.truth != NO_TOKEN).sum(0).numpy()
 
@@ -176,8 +170,8 @@ def evaluate_head(
     """
     was_training = head.training
     head.eval()
-    tables = DraftTables(embed_tokens, lm_head, target_ids)
-    drafted = list(draft_sequences(head, sequences, embed_tokens, autocast))
+    tables = DraftTables(embed_tokens, lm_head, target_ids.cpu())
+    drafted = list(draft_sequences(head, sequences, tables, width, autocast))
     head.train(was_training)
     report = AcceptanceReport()
     count_slots(drafted, tables, report)

@@ -33,8 +33,11 @@ def evaluate(
         typer.Option(help="Feed the anchor to the local head. Default: what the head says."),
     ] = None,
     candidates: Annotated[
-        int, typer.Option(min=0, help="Tokens a slot that DeLS trees look at; 0: all.")
-    ] = 0,
+        int,
+        typer.Option(
+            min=0, help="Tokens a slot that are looked at, and that a local head scores; 0: all."
+        ),
+    ] = 128,
     by_depth: Annotated[
         bool, typer.Option(help="Also print the share reaching each depth.")
     ] = False,
@@ -43,8 +46,13 @@ def evaluate(
     from vllm_specplug.train.evaluate_run import Evaluation
 
     with common.friendly_errors():
+        if 0 < candidates < tree_width:
+            raise ValueError(
+                f"candidates = {candidates}, legal: 0, or at least tree_width = {tree_width}; "
+                "raise it"
+            )
         sizes = [common.parse_number(int, "budgets", b) for b in budgets.split(",")]
-        run = Evaluation(target, head, features)
+        run = Evaluation(target, head, features, candidates=candidates)
         run.add_backbone(sizes, builders.split(","), tree_width)
         if local_head:
             tables = run.local_tables(local_head, unigram, anchor_input)
@@ -52,7 +60,7 @@ def evaluate(
                 [common.parse_number(float, name, v) for v in text.split(",")]
                 for name, text in (("alpha", alpha), ("beta", beta))
             ]
-            run.add_local(tables, *weights, sizes, tree_width, candidates)
+            run.add_local(tables, *weights, sizes, tree_width)
     report = run.report
     policies = list(report.total)
     lines = [["data", *policies], ["all", *(f"{v:.2f}" for v in report.lengths().values())]]

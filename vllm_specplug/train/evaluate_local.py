@@ -8,6 +8,7 @@ both share taken out once).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,10 @@ class LocalTables:
         """Reads target ids [F] after states [F, S]: rank vectors [F, r] and new states."""
         return self.head.step(tokens, state, self.draft.embed_tokens)
 
+    def scores(self, ranks: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Scores [..., M] of draft ids [..., M] after rank vectors [..., r]."""
+        return torch.einsum("...r,...mr->...m", ranks.float(), self.table[rows])
+
     def prefix_ranks(self, rounds: Rounds) -> torch.Tensor:
         """Rank vectors [R, D, r] for each depth if all earlier drafts were right; zero where the
         head has read nothing (depth 1 without the anchor)."""
@@ -107,6 +112,9 @@ class Fusion:
                     f"{name} has {len(values)} values, legal: 1, or {corrected} (one for each "
                     "corrected depth); correct it"
                 )
+            for number in values:
+                if not 0 <= number < math.inf:
+                    raise ValueError(f"{name} = {number}, legal: a number >= 0; correct it")
             return torch.tensor([0.0] * (depth - corrected) + values)
 
         return cls(spread("alpha", alpha), spread("beta", beta))
@@ -114,40 +122,36 @@ class Fusion:
 
 @dataclass(frozen=True)
 class ChainScores:
-    """What decides a DeLS chain at every anchor of a sequence, before alpha and beta: backbone
-    logits, local scores and the true token's draft id [A, D, V'], [A, D, V'], [A, D] (-1: outside
-    the draft vocabulary or behind the end)."""
+    """What decides a DeLS chain at every anchor of a sequence, before alpha and beta.
+
+    `logits` of the backbone, `scores` of the local head and `log_prior`, each [A, D, M] over the
+    tokens that compete at a slot; `is_truth` bool [A, D, M] marks the true one.
+    """
 
     logits: torch.Tensor
     scores: torch.Tensor
-    truth: torch.Tensor
+    log_prior: torch.Tensor
+    is_truth: torch.Tensor
 
-    def accepted(self, log_prior: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    def accepted(self, fusion: Fusion) -> torch.Tensor:
         """Drafts accepted at each anchor, int64 [A].
 
         A chain stops at its first wrong draft, so scores given the true prefix decide it.
         """
-        matches = []
-        for depth in range(self.logits.shape[1]):
-            fused = torch.add(
-                self.logits[:, depth], self.scores[:, depth], alpha=float(fusion.alpha[depth])
-            )
-            fused -= float(fusion.beta[depth]) * log_prior
-            matches.append(fused.argmax(-1) == self.truth[:, depth])
-        return torch.stack(matches, -1).long().cumprod(-1).sum(-1)
+        fused = self.logits + fusion.alpha[:, None] * self.scores
+        fused -= fusion.beta[:, None] * self.log_prior
+        best = fused.argmax(-1, keepdim=True)
+        return self.is_truth.gather(-1, best).squeeze(-1).long().cumprod(-1).sum(-1)
 
 
 @torch.no_grad()
 def chain_scores(tables: LocalTables, sequence: DraftedSequence) -> ChainScores:
     """`ChainScores` at every anchor of a sequence."""
     rounds = rounds_at(sequence, torch.arange(sequence.num_anchors))
-    ids = tables.draft.target_ids
-    where = torch.full((len(tables.draft.embed_tokens) + 1,), -1, dtype=torch.int64)
-    where[ids] = torch.arange(len(ids))
-    ranks = tables.prefix_ranks(rounds).float()
-    return ChainScores(
-        tables.draft.logits(rounds.hidden), ranks @ tables.table.t(), where[rounds.truth]
-    )
+    rows = rounds.slots.rows
+    scores = tables.scores(tables.prefix_ranks(rounds), rows)
+    is_truth = tables.draft.target_ids[rows] == rounds.truth[..., None]
+    return ChainScores(rounds.slots.logits, scores, tables.log_prior[rows], is_truth)
 
 
 @torch.no_grad()
@@ -161,38 +165,36 @@ def evaluate_local_chains(
     for sequence in sequences:
         scores = chain_scores(tables, sequence)
         for name, fusion in fusions.items():
-            walk_known(sequence, name, scores.accepted(tables.log_prior, fusion), report)
+            walk_known(sequence, name, scores.accepted(fusion), report)
 
 
 def local_chain_policy(tables: LocalTables, fusion: Fusion) -> Policy:
     """A DeLS chain drafted token by token, as serving does it."""
 
     def accepted(rounds: Rounds) -> torch.Tensor:
-        logits = tables.draft.logits(rounds.hidden)
-        state = tables.head.initial_state(len(logits))
+        slots = rounds.slots
+        state = tables.head.initial_state(len(slots.rows))
         token, drafts = rounds.anchors, []
-        for depth in range(logits.shape[1]):
-            fused = logits[:, depth]
+        for depth in range(slots.rows.shape[1]):
+            fused, rows = slots.logits[:, depth], slots.rows[:, depth]
             if depth or tables.anchor_input:
                 ranks, state = tables.step(token, state)
-                fused = fused + fusion.alpha[depth] * (ranks.float() @ tables.table.t())
-                fused = fused - fusion.beta[depth] * tables.log_prior
-            token = tables.draft.target_ids[fused.argmax(-1)]
+                fused = fused + fusion.alpha[depth] * tables.scores(ranks, rows)
+                fused = fused - fusion.beta[depth] * tables.log_prior[rows]
+            best = rows.gather(-1, fused.argmax(-1, keepdim=True)).squeeze(-1)
+            token = tables.draft.target_ids[best]
             drafts.append(token)
         return leading_matches(torch.stack(drafts, -1), rounds.truth)
 
     return torch.no_grad()(accepted)
 
 
-def local_tree_policy(
-    tables: LocalTables, fusion: Fusion, budget: int, width: int, candidates: int = 0
-) -> Policy:
+def local_tree_policy(tables: LocalTables, fusion: Fusion, budget: int, width: int) -> Policy:
     """The best tree of `budget` nodes under the fused distributions, each branch with its own
     local state (see `FusedTrees`)."""
 
     def accepted(rounds: Rounds) -> torch.Tensor:
-        trees = FusedTrees(tables, fusion, rounds, budget, width, candidates)
-        return trees.matched(rounds.truth)
+        return FusedTrees(tables, fusion, rounds, budget, width).matched(rounds.truth)
 
     return torch.no_grad()(accepted)
 
@@ -207,10 +209,11 @@ class FusedTrees:
     Nodes are rows of parallel tensors: request, parent row (-1: the root), depth, target token,
     score. `kept` marks those of the final trees.
 
+    Only the tokens of a slot compete at it; they share the mass the backbone gives them together,
+    as in serving.
+
     Args:
         width: most children of a node.
-        candidates: if above 0, only so many of the backbone's best tokens of each slot compete at
-            it; they share the mass the backbone gives them together, as in serving.
     """
 
     def __init__(
@@ -220,22 +223,12 @@ class FusedTrees:
         rounds: Rounds,
         budget: int,
         width: int,
-        candidates: int = 0,
     ):
         self.tables, self.fusion, self.budget = tables, fusion, budget
-        count, depths = rounds.hidden.shape[:2]
-        logits = tables.draft.logits(rounds.hidden)
-        vocabulary = logits.shape[-1]
-        # What the backbone gives the candidates together, in logarithms, [R, D].
-        self._mass = torch.zeros(logits.shape[:2])
-        self._ids = None
-        if 0 < candidates < vocabulary:
-            whole = torch.logsumexp(logits, -1)
-            # [R, D, M]
-            logits, self._ids = logits.topk(candidates, -1)
-            self._mass = torch.logsumexp(logits, -1) - whole
-        self._logits = logits
-        self._width = min(width, budget, logits.shape[-1])
+        self.slots = rounds.slots
+        count, depths, tokens = self.slots.rows.shape
+        self._mass = torch.logsumexp(self.slots.log_probs, -1)
+        self._width = min(width, budget, tokens)
         self.num_requests = count
         self.request = torch.zeros(0, dtype=torch.int64)
         self.parent, self.depth, self.token = (self.request.clone() for _ in range(3))
@@ -268,22 +261,14 @@ class FusedTrees:
         tables = self.tables
         request, parent, score = frontier
         # [F, M]
-        fused = self._logits[request, depth]
-        prior, ids = tables.log_prior, None
-        if self._ids is not None:
-            ids = self._ids[request, depth]
-            prior = prior[ids]
+        fused, ids = self.slots.logits[request, depth], self.slots.rows[request, depth]
         if ranks is not None:
-            if ids is None:
-                local = ranks.float() @ tables.table.t()
-            else:
-                local = torch.einsum("fr,fmr->fm", ranks.float(), tables.table[ids])
-            fused = fused + self.fusion.alpha[depth] * local - self.fusion.beta[depth] * prior
+            fused = fused + self.fusion.alpha[depth] * tables.scores(ranks, ids)
+            fused = fused - self.fusion.beta[depth] * tables.log_prior[ids]
         values, best = fused.topk(self._width, -1)
         values = values - torch.logsumexp(fused, -1, keepdim=True)
         values = values + self._mass[request, depth][:, None]
-        if ids is not None:
-            best = ids.gather(-1, best)
+        best = ids.gather(-1, best)
         rows = torch.arange(len(request)).repeat_interleave(self._width)
         self.request = torch.cat((self.request, request[rows]))
         self.parent = torch.cat((self.parent, parent[rows]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,12 +28,18 @@ from vllm_specplug.train.evaluate_local import (
 )
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.target import TargetWeights
-from vllm_specplug.train.walk import AcceptanceReport, walk
+from vllm_specplug.train.walk import AcceptanceReport, DraftedSequence, walk
+
+DEFAULT_CANDIDATES = 128
 
 
 class Evaluation:
     """A backbone with its drafts at every anchor of a feature folder, computed once; policies are
     added one by one and counted into `report`.
+
+    `sequences` above 0 takes so many, spread over the folder; `candidates` tokens of each slot are
+    kept (0: all), which is also what a local head scores. `drafted` are those of an earlier one
+    with the same arguments.
 
     Raises ValueError for features of other layers than the head reads.
     """
@@ -43,6 +50,8 @@ class Evaluation:
         head: str | Path,
         features: str | Path,
         sequences: int = 0,
+        candidates: int = DEFAULT_CANDIDATES,
+        drafted: list[DraftedSequence] | None = None,
     ):
         weights = TargetWeights(target)
         self.target_config = weights.config
@@ -62,10 +71,19 @@ class Evaluation:
         self.embed_tokens = tables.embed_tokens.to(torch.bfloat16)
         self.draft = DraftTables(self.embed_tokens, rows.to(torch.bfloat16), ids)
         self.config, self.depth = module.config, module.config.num_draft_tokens
+        if drafted is not None:
+            self.drafted = drafted
+            self._start()
+            return
         count = min(sequences or len(store), len(store))
         stride = max(1, len(store) // count)
         chosen = [store[i] for i in range(0, len(store), stride)][:count]
-        self.drafted = list(draft_sequences(module, chosen, embed.to(torch.bfloat16)))
+        # A head with embeddings of its own reads those; the local head reads the target's.
+        own = replace(self.draft, embed_tokens=embed.to(torch.bfloat16))
+        self.drafted = list(draft_sequences(module, chosen, own, candidates))
+        self._start()
+
+    def _start(self) -> None:
         self.report = AcceptanceReport()
         count_slots(self.drafted, self.draft, self.report)
 
@@ -99,7 +117,6 @@ class Evaluation:
         beta: Sequence[float],
         budgets: Sequence[int],
         width: int,
-        candidates: int = 0,
         name: str = "dels",
     ) -> None:
         """The fused chain ('dels chain') and trees ('dels tree/budget')."""
@@ -109,7 +126,8 @@ class Evaluation:
             alpha[0] if len(alpha) == 1 else alpha,
             beta[0] if len(beta) == 1 else beta,
         )
-        evaluate_local_chains(tables, self.drafted, {f"{name} chain": fusion}, self.report)
+        fusions = {f"{name} chain": fusion}
+        evaluate_local_chains(tables, self.drafted, fusions, self.report)
         for budget in budgets:
-            policy = local_tree_policy(tables, fusion, budget, width, candidates)
+            policy = local_tree_policy(tables, fusion, budget, width)
             walk(self.drafted, f"{name} tree/{budget}", policy, self.report)

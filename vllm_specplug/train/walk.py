@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -76,41 +76,71 @@ class AcceptanceReport:
 
 
 @dataclass(frozen=True)
-class DraftedSequence:
-    """A sequence with what a backbone says at each of its anchors.
+class Slots:
+    """What a backbone says at the slots of some blocks [..., D]: its M likeliest tokens.
 
-    `hidden` [A, D, H]: final normed states of the drafted slots; row 0 is the anchor at the first
-    answer token. Tokens are int64 [S].
+    `rows` int64 [..., D, M]: draft ids, best first; `logits` float32 [..., D, M]: theirs;
+    `log_norm` float32 [..., D]: logsumexp over the whole draft vocabulary.
     """
+
+    rows: torch.Tensor
+    logits: torch.Tensor
+    log_norm: torch.Tensor
+
+    def __getitem__(self, index: torch.Tensor) -> Slots:
+        """Some of the blocks."""
+        return Slots(self.rows[index], self.logits[index], self.log_norm[index])
+
+    def narrowed(self, candidates: int) -> Slots:
+        """The same with fewer tokens a slot."""
+        return Slots(
+            self.rows[..., :candidates].contiguous(),
+            self.logits[..., :candidates].contiguous(),
+            self.log_norm,
+        )
+
+    @property
+    def log_probs(self) -> torch.Tensor:
+        """[..., D, M]."""
+        return self.logits - self.log_norm[..., None]
+
+
+@dataclass(frozen=True)
+class DraftedSequence:
+    """A sequence with what a backbone says at each of its A anchors; row 0 of `slots` [A, D] is the
+    anchor at the first answer token. Tokens are int64 [S]."""
 
     tokens: torch.Tensor
     prompt_len: int
-    hidden: torch.Tensor
+    slots: Slots
     source: str = ""
 
     @property
     def num_anchors(self) -> int:
         """A; an anchor has at least one token to predict."""
-        return len(self.hidden)
+        return len(self.slots.rows)
 
     @property
     def depth(self) -> int:
         """D, drafted tokens of a block."""
-        return self.hidden.shape[1]
+        return self.slots.rows.shape[1]
 
-    def truth(self, rows: torch.Tensor) -> torch.Tensor:
-        """Next D tokens of anchors [R] (indices into `hidden`), int64 [R, D], NO_TOKEN after the
-        end."""
-        at = self.prompt_len + rows[:, None] + torch.arange(1, self.depth + 1)
+    def narrowed(self, candidates: int) -> DraftedSequence:
+        """The same with fewer tokens a slot."""
+        return replace(self, slots=self.slots.narrowed(candidates))
+
+    def truth(self, anchors: torch.Tensor) -> torch.Tensor:
+        """Next D tokens of anchors [R] (rows of `slots`), int64 [R, D], NO_TOKEN after the end."""
+        at = self.prompt_len + anchors[:, None] + torch.arange(1, self.depth + 1)
         inside = at < len(self.tokens)
         return torch.where(inside, self.tokens[at.clamp_max(len(self.tokens) - 1)], NO_TOKEN)
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """One round of several requests: hidden [R, D, H], anchors int64 [R], truth int64 [R, D]."""
+    """One round of R requests: slots [R, D], anchor tokens int64 [R], truth int64 [R, D]."""
 
-    hidden: torch.Tensor
+    slots: Slots
     anchors: torch.Tensor
     truth: torch.Tensor
 
@@ -119,12 +149,12 @@ class Rounds:
 Policy = Callable[[Rounds], torch.Tensor]
 
 
-def rounds_at(sequence: DraftedSequence, rows: torch.Tensor) -> Rounds:
-    """The rounds at some anchors of one sequence."""
+def rounds_at(sequence: DraftedSequence, anchors: torch.Tensor) -> Rounds:
+    """The rounds at some anchors [R] of one sequence."""
     return Rounds(
-        sequence.hidden[rows],
-        sequence.tokens[sequence.prompt_len + rows],
-        sequence.truth(rows),
+        sequence.slots[anchors],
+        sequence.tokens[sequence.prompt_len + anchors],
+        sequence.truth(anchors),
     )
 
 
@@ -143,7 +173,11 @@ def walk(
         parts = [rounds_at(sequences[i], torch.tensor([rows[i]])) for i in active]
         accepted = policy(
             Rounds(
-                torch.cat([p.hidden for p in parts]),
+                Slots(
+                    torch.cat([p.slots.rows for p in parts]),
+                    torch.cat([p.slots.logits for p in parts]),
+                    torch.cat([p.slots.log_norm for p in parts]),
+                ),
                 torch.cat([p.anchors for p in parts]),
                 torch.cat([p.truth for p in parts]),
             )

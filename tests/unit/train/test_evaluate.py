@@ -10,7 +10,7 @@ import torch
 from vllm_specplug.train import evaluate
 from vllm_specplug.train.evaluate import DraftTables, evaluate_head, matched_nodes
 from vllm_specplug.train.features import FeatureSequence
-from vllm_specplug.train.walk import NO_TOKEN, Acceptance, DraftedSequence
+from vllm_specplug.train.walk import NO_TOKEN, Acceptance, DraftedSequence, Slots
 
 PROMPT, DEPTH, VOCAB = 3, 3, 200
 
@@ -32,11 +32,15 @@ def sequence(answer: list[int], source: str = "a") -> FeatureSequence:
     return FeatureSequence(tokens, PROMPT, torch.zeros(0), torch.zeros(0), source)
 
 
-def drafted(example: FeatureSequence, rank: dict[tuple[int, int], int]) -> DraftedSequence:
-    """At each anchor and slot the true token has the given rank of four (default: none of them).
+def slots_of(logits: np.ndarray, candidates: int = 4) -> Slots:
+    """[A, D, V'] as a backbone's slots; the LM head is the identity."""
+    size = logits.shape[-1]
+    tables = DraftTables(torch.zeros(1, 1), torch.eye(size), torch.arange(size))
+    return tables.slots(torch.from_numpy(logits), candidates)
 
-    Slots hold logits instead of hidden states; the LM head below is the identity.
-    """
+
+def drafted(example: FeatureSequence, rank: dict[tuple[int, int], int]) -> DraftedSequence:
+    """At each anchor and slot the true token has the given rank of four (default: none of them)."""
     tokens = example.tokens.numpy()
     anchors = range(PROMPT, len(tokens) - 1)
     logits = np.full((len(anchors), DEPTH, VOCAB), -30.0, np.float32)
@@ -47,7 +51,7 @@ def drafted(example: FeatureSequence, rank: dict[tuple[int, int], int]) -> Draft
             if (anchor, slot) in rank and position < len(tokens):
                 ids[rank[anchor, slot]] = tokens[position]
             logits[row, slot - 1, ids] = np.log([0.5, 0.2, 0.1, 0.05])
-    return DraftedSequence(example.tokens, PROMPT, torch.from_numpy(logits), example.source)
+    return DraftedSequence(example.tokens, PROMPT, slots_of(logits), example.source)
 
 
 def run(monkeypatch, answer, rank, **options):
@@ -120,23 +124,24 @@ def test_nothing_drafted_is_length_one():
 def test_lockstep_walk_equals_walking_each_sequence_by_itself():
     """Brute force: one anchor after another, drafts compared token by token."""
     rng = np.random.default_rng(3)
-    examples = []
+    examples, best = [], {}
     for length in (2, 9, 17, 12):
         answer = rng.integers(1, 6, length).tolist()
-        logits = torch.from_numpy(rng.normal(size=(length - 1, DEPTH, 8)).astype(np.float32) * 2)
+        logits = rng.normal(size=(length - 1, DEPTH, 8)).astype(np.float32) * 2
         for row in range(length - 1):
             for slot in range(DEPTH):
                 if row + slot + 1 < length and rng.random() < 0.6:
                     logits[row, slot, answer[row + slot + 1]] = 9.0
         tokens = torch.tensor([1] * PROMPT + answer)
-        examples.append(DraftedSequence(tokens, PROMPT, logits, f"s{length}"))
+        examples.append(DraftedSequence(tokens, PROMPT, slots_of(logits), f"s{length}"))
+        best[f"s{length}"] = logits.argmax(-1)
     tables = DraftTables(torch.zeros(8, 1), torch.eye(8), torch.arange(8))
     report = evaluate.AcceptanceReport()
     evaluate.walk(examples, "chain", evaluate.chain_policy(tables), report)
     for example in examples:
         tokens, at, expected = example.tokens.tolist(), 0, []
         while at < example.num_anchors:
-            drafts, count = example.hidden[at].argmax(-1).tolist(), 0
+            drafts, count = best[example.source][at].tolist(), 0
             for draft, true in zip(drafts, tokens[PROMPT + at + 1 :], strict=False):
                 if draft != true:
                     break
@@ -146,6 +151,18 @@ def test_lockstep_walk_equals_walking_each_sequence_by_itself():
         counts = report.by_source[example.source]["chain"]
         assert (counts.rounds, counts.accepted) == (len(expected), sum(expected))
     assert report.total["chain"].accepted > 5
+
+
+def test_slots_keep_the_likeliest_tokens_and_the_whole_norm():
+    logits = np.random.default_rng(0).normal(size=(2, DEPTH, 9)).astype(np.float32)
+    want = torch.log_softmax(torch.from_numpy(logits), -1)
+    slots = slots_of(logits, 3)
+    assert slots.rows.shape == (2, DEPTH, 3)
+    assert torch.allclose(slots.log_probs, want.topk(3).values, atol=1e-6)
+    narrow = slots.narrowed(2)
+    assert torch.equal(narrow.rows, slots.rows[..., :2])
+    assert torch.equal(narrow.log_probs, slots.log_probs[..., :2])
+    assert slots_of(logits, 0).rows.shape[-1] == 9
 
 
 def test_truth_ends_with_the_answer():

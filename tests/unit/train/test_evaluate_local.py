@@ -19,7 +19,7 @@ from vllm_specplug.train.evaluate_local import (
     local_chain_policy,
     local_tree_policy,
 )
-from vllm_specplug.train.walk import AcceptanceReport, DraftedSequence, rounds_at, walk
+from vllm_specplug.train.walk import AcceptanceReport, DraftedSequence, Slots, rounds_at, walk
 
 VOCAB, DRAFT, HIDDEN, DEPTH, PROMPT = 12, 9, 6, 4, 2
 
@@ -41,27 +41,37 @@ def local(request) -> LocalHead:
     return head.requires_grad_(False)
 
 
-def build(local: LocalHead, anchor_input: bool = False) -> LocalTables:
+def draft_tables() -> DraftTables:
     generator = torch.Generator().manual_seed(2)
     ids = torch.tensor([0, 1, 2, 3, 5, 6, 8, 9, 11])
     assert len(ids) == DRAFT
-    draft = DraftTables(
+    return DraftTables(
         torch.randn(VOCAB, HIDDEN, generator=generator),
         torch.randn(DRAFT, HIDDEN, generator=generator),
         ids,
     )
+
+
+def logits_of(slots: Slots) -> torch.Tensor:
+    """[D, V'] of one block whose slots hold the whole vocabulary."""
+    return torch.zeros(DEPTH, DRAFT).scatter(-1, slots.rows, slots.logits)
+
+
+def build(local: LocalHead, anchor_input: bool = False) -> LocalTables:
+    generator = torch.Generator().manual_seed(3)
     prior = torch.log_softmax(torch.randn(VOCAB, generator=generator), -1)
-    return LocalTables.build(local, draft, prior, anchor_input=anchor_input)
+    return LocalTables.build(local, draft_tables(), prior, anchor_input=anchor_input)
 
 
-def sequences(count: int = 3) -> list[DraftedSequence]:
+def sequences(count: int = 3, candidates: int = 0) -> list[DraftedSequence]:
     generator = torch.Generator().manual_seed(5)
     made = []
     for index in range(count):
         length = 9 + index
         tokens = torch.randint(0, VOCAB, (PROMPT + length,), generator=generator)
         hidden = torch.randn(length - 1, DEPTH, HIDDEN, generator=generator)
-        made.append(DraftedSequence(tokens, PROMPT, hidden, f"s{index % 2}"))
+        slots = draft_tables().slots(hidden, candidates)
+        made.append(DraftedSequence(tokens, PROMPT, slots, f"s{index % 2}"))
     return made
 
 
@@ -93,7 +103,7 @@ def test_chain_estimate_equals_a_walk_token_by_token(local, anchor_input):
     for sequence in sequences():
         tokens, at = sequence.tokens.tolist(), 0
         while at < sequence.num_anchors:
-            logits = tables.draft.logits(sequence.hidden[at])
+            logits = logits_of(sequence.slots[at])
             anchor, branch = tokens[PROMPT + at], []
             for _ in range(DEPTH):
                 best = branch_log_probs(tables, fusion, logits, anchor, branch).argmax()
@@ -116,7 +126,7 @@ def test_trees_hold_the_best_paths_of_all(local, anchor_input):
     rounds = rounds_at(sequence, torch.arange(3))
     trees = FusedTrees(tables, fusion, rounds, budget=7, width=DRAFT)
     for request in range(3):
-        logits = tables.draft.logits(rounds.hidden[request])
+        logits = logits_of(rounds.slots[request])
         anchor = int(rounds.anchors[request])
         scored: dict[tuple[int, ...], float] = {(): 0.0}
         for depth in range(DEPTH):
@@ -187,18 +197,21 @@ def test_a_tree_one_wide_is_the_chain(local):
 
 def test_candidates_limit_what_competes_and_keep_the_mass(local):
     tables = build(local)
-    sequence = sequences(1)[0]
-    rounds = rounds_at(sequence, torch.arange(2))
+    narrow, whole = (rounds_at(sequences(1, m)[0], torch.arange(2)) for m in (4, 0))
     none = Fusion.of(tables, DEPTH, 0.0, 0.0)
     # Weights of 0 give the backbone's own scores, whatever the number of candidates.
-    few = FusedTrees(tables, none, rounds, 5, 3, candidates=4)
-    whole = FusedTrees(tables, none, rounds, 5, 3)
+    few, all_ = (FusedTrees(tables, none, rounds, 5, 3) for rounds in (narrow, whole))
     for name in ("token", "parent", "request"):
-        assert torch.equal(getattr(few, name)[few.kept], getattr(whole, name)[whole.kept])
-    assert torch.allclose(few.score[few.kept], whole.score[whole.kept], atol=1e-5)
+        assert torch.equal(getattr(few, name)[few.kept], getattr(all_, name)[all_.kept])
+    assert torch.allclose(few.score[few.kept], all_.score[all_.kept], atol=1e-5)
     fusion = Fusion.of(tables, DEPTH, 3.0, 1.0)
-    few = FusedTrees(tables, fusion, rounds, 8, 8, candidates=2)
-    best = tables.draft.target_ids[tables.draft.logits(rounds.hidden).topk(2).indices]
+    one_wide, chain = AcceptanceReport(), AcceptanceReport()
+    walk(sequences(3, 3), "x", local_tree_policy(tables, fusion, DEPTH, 1), one_wide)
+    evaluate_local_chains(tables, sequences(3, 3), {"x": fusion}, chain)
+    assert one_wide.total == chain.total
+    rounds = rounds_at(sequences(1, 2)[0], torch.arange(2))
+    few = FusedTrees(tables, fusion, rounds, 8, 8)
+    best = tables.draft.target_ids[whole.slots.rows[..., :2]]
     for row in torch.nonzero(few.kept).flatten().tolist():
         allowed = best[few.request[row], few.depth[row] - 1]
         assert few.token[row] in allowed

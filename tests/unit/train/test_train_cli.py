@@ -100,6 +100,47 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
     assert [line[0] for line in lines[1:3]] == ["all", "x"]
     assert all(1.0 <= float(number) <= 4.0 for number in lines[1][1:])
 
+    dflash = [
+        *["dflash", "--target", str(target_folder), "--features", features, "--heldout", held],
+        *["--out", str(tmp_path / "dflash"), "--init-from", head, "--total-steps", "1"],
+        *["--no-compile", "--anchors-per-step", "8"],
+    ]
+    result = runner.invoke(train_app, dflash)
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "dflash" / "head" / "provenance.json").read_text())
+    assert record["shape"]["causal"] is False and record["shape"]["block_size"] == 4
+    assert record["init_from"]["progress"]["step"] == 2
+    recipe = record["recipes"][0]
+    assert (recipe["loss"], recipe["position_gamma"]) == ("sft", 2.0)
+    head = str(tmp_path / "dflash" / "head")
+    local = [
+        *["dels", "--target", str(target_folder), "--data", str(data), "--heldout", held],
+        *["--out", str(tmp_path / "local"), "--backbone", head, "--total-steps", "2"],
+        *["--hidden-size", "8", "--rank", "4", "--min-supervised", "4", "--no-compile"],
+        *["--anchors-per-step", "8"],
+    ]
+    result = runner.invoke(train_app, local)
+    assert result.exit_code == 0, result.output
+    command = ["evaluate", "--target", str(target_folder), "--head", head, "--features", held]
+    fused = ["--local-head", str(tmp_path / "local" / "head"), "--beta", "0", "--by-depth"]
+    result = runner.invoke(train_app, [*command, *fused, "--budgets", "4"])
+    assert result.exit_code == 0, result.output
+    lines = [line.split("  ") for line in result.output.splitlines()]
+    assert [cell.strip() for cell in lines[0] if cell][4:] == ["dels chain", "dels tree/4"]
+    assert any(line[0] == ">= 3" for line in lines)
+    for wrong, words in (
+        (["--alpha", "0.3,0.1,0.2"], "alpha has 3 values, legal: 1, or 2"),
+        (["--alpha", "x"], "alpha = 'x', legal: a number"),
+        (["--budgets", "4.5"], "budgets = '4.5', legal: a whole number"),
+        (["--candidates", "3"], "candidates = 3, legal: 0, or at least tree_width"),
+        (["--alpha", "nan"], "alpha = nan, legal: a number >= 0"),
+        (["--beta=-0.1"], "beta = -0.1, legal: a number >= 0"),
+    ):
+        result = runner.invoke(train_app, [*command, *fused, *wrong])
+        assert (result.exit_code, words in result.output) == (2, True), result.output
+    result = runner.invoke(train_app, [*dflash, "--num-layers", "5"])
+    assert result.exit_code == 2 and "legal" in result.output
+
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
