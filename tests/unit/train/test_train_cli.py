@@ -138,8 +138,8 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
     ):
         result = runner.invoke(train_app, [*command, *fused, *wrong])
         assert (result.exit_code, words in result.output) == (2, True), result.output
-    result = runner.invoke(train_app, [*dflash, "--num-layers", "5"])
-    assert result.exit_code == 2 and "legal" in result.output
+    result = runner.invoke(train_app, dflash)
+    assert result.exit_code == 2 and "--resume" in result.output
 
 
 @pytest.mark.parametrize(
