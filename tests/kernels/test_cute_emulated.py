@@ -99,6 +99,14 @@ def test_more_tiles_than_stages():
     assert ran(counts, "wgmma.mma_async") == 10 * (4 + 4)  # tiles of two products in four steps
 
 
+@variant(64)
+def test_scores_that_outgrow_their_reference_rescale_the_output():
+    calm, wild = (MachineTrees([(400, 20)], dtype=BF16, head_dim=64, group=3) for _ in range(2))
+    wild.query *= 30
+    corrections = [ran(trees.check(), "ex2.approx") for trees in (calm, wild)]
+    assert corrections[0] < corrections[1]
+
+
 @variant(128)
 @pytest.mark.parametrize("timing", [LATE, EARLY])
 @pytest.mark.parametrize("page", [64, 128])

@@ -14,6 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint64
 
 ROWS = 2  # rows of one thread
+# In powers of two: sums of weights stay far inside float32, weights inside float16.
+SLACK_LOG2 = 8.0
 
 
 @cute.jit
@@ -45,24 +47,37 @@ def online_step(
     scores: cute.Tensor,
     # accumulator of the output; rescaled
     output: cute.Tensor,
-    # [ROWS] running maximum of the scores and this thread's part of the running sum
+    # [ROWS] the score that weights are measured against, a running maximum with slack, and this
+    # thread's part of the running sum
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
     scale_log2: Float32,
 ):
-    """Takes one tile into the running maximum and sum. A row without a column so far stays 0."""
+    """Takes one tile into the running maximum and sum. A row without a column so far stays 0.
+
+    The maximum follows only when a score passes it by more than SLACK_LOG2: until then weights up
+    to 2 ** SLACK_LOG2 are as exact, in 16 bits too, and the output need not be rescaled, which
+    would be an eighth of all instructions.
+    """
     for r in cutlass.range_constexpr(ROWS):
         highest = row_max[r]
         for j in cutlass.range_constexpr(cute.size(scores) // 4):
             for c in cutlass.range_constexpr(2):
                 highest = cute.arch.fmax(highest, scores[c + 2 * r + 4 * j])
         highest = quad_max(highest)
+        # True of a first column too: anything less -inf is inf. Not of an empty row: NaN.
+        if (highest - row_max[r]) * scale_log2 > SLACK_LOG2:
+            correction = cute.math.exp2((row_max[r] - highest) * scale_log2, fastmath=True)
+            row_max[r] = highest
+            row_sum[r] = row_sum[r] * correction
+            for j in cutlass.range_constexpr(cute.size(output) // 4):
+                for c in cutlass.range_constexpr(2):
+                    index = cutlass.const_expr(c + 2 * r + 4 * j)
+                    output[index] = output[index] * correction
         # -inf less -inf is NaN, so an empty row is measured against 0.
-        reference = Float32(0.0) if highest == -Float32.inf else highest
+        reference = Float32(0.0) if row_max[r] == -Float32.inf else row_max[r]
         shift = reference * scale_log2
-        correction = cute.math.exp2(row_max[r] * scale_log2 - shift, fastmath=True)
-        row_max[r] = highest
-        total = row_sum[r] * correction
+        total = row_sum[r]
         for j in cutlass.range_constexpr(cute.size(scores) // 4):
             for c in cutlass.range_constexpr(2):
                 index = cutlass.const_expr(c + 2 * r + 4 * j)
@@ -70,10 +85,6 @@ def online_step(
                 scores[index] = weight
                 total = total + weight
         row_sum[r] = total
-        for j in cutlass.range_constexpr(cute.size(output) // 4):
-            for c in cutlass.range_constexpr(2):
-                index = cutlass.const_expr(c + 2 * r + 4 * j)
-                output[index] = output[index] * correction
 
 
 @cute.jit
