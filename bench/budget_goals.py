@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does the adaptive tree budget keep its promises at every concurrency?
 
-Three engines are up together: plain vLLM, one with a fixed budget and one with `tree_budget`
-"auto". Cells (concurrency, choice) are measured in turns, so that the machine's drift hits all
-alike; the fixed engine takes another budget for every cell by its requests' own
-`specplug_tree_budget`. Every cell is written down at once, and a run that is started again goes on
-where the last one stopped.
+Two engines are up together: plain vLLM and one with `tree_budget` "auto". Cells (concurrency,
+choice) are measured in turns, so that the machine's drift hits all alike; requests of a cell with
+a fixed budget ask for it by `specplug_tree_budget`. Every cell is written down at once, and a run
+that is started again goes on where the last one stopped.
 
     python bench/budget_goals.py [--minutes 6] [--rounds 2] [--out bench/results]
 """
@@ -152,11 +151,8 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
     ]
     prompts = [ids for ids in prompts if len(ids) <= 700]
     drafting = {"method": "jetspec", "model": args.head, "num_speculative_tokens": max(BUDGETS)}
-    engines = {
-        "plain": _engine(target, None),
-        "fixed": _engine(target, {**drafting, "tree_budget": max(BUDGETS)}),
-        "auto": _engine(target, {**drafting, "tree_budget": "auto"}),
-    }
+    # Counters of one process tell of its last engine only: the one with trees.
+    engines = {"plain": _engine(target, None), "auto": _engine(target, drafting)}
     for name, llm in engines.items():
         warm = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
         run_load(llm, prompts[-6:], 2, warm, f"warm-{name}")
@@ -170,7 +166,11 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
         count = max(LEAST_PROMPTS, 2 * concurrency)
         first = 37 * round_ + 2 * concurrency
         result = run_load(
-            engines[kind], prompts[first : first + count], concurrency, params, f"c{number}"
+            engines["plain" if kind == "plain" else "auto"],
+            prompts[first : first + count],
+            concurrency,
+            params,
+            f"c{number}",
         )
         cell = Cell(round_, concurrency, choice, commit=commit(), **result)
         with cells_path.open("a") as stream:
