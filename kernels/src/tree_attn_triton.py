@@ -275,10 +275,16 @@ class TreeAttnConfig:
 
     @classmethod
     def choose(
-        cls, packed_rows: int, head_dim: int, itemsize: int, shared_memory: int, major: int = 9
+        cls,
+        packed_rows: int,
+        head_dim: int,
+        itemsize: int,
+        shared_memory: int,
+        major: int = 9,
+        dense: bool = False,
     ) -> TreeAttnConfig:
         """Tiles for `packed_rows` rows x heads of the largest tree on a device of compute
-        capability `major` whose blocks may take `shared_memory` bytes."""
+        capability `major` whose blocks may take `shared_memory` bytes; with `dense` tails."""
         # Few sizes: each is a compilation.
         block_m = 16 if packed_rows <= 16 else 64 if packed_rows <= 64 or itemsize == 4 else 128
         block_n = 64 if itemsize < 4 else 32
@@ -291,7 +297,9 @@ class TreeAttnConfig:
         # With fewer warps the accumulator spills: a warpgroup of Hopper holds 64 rows, four warps
         # before it only 32.
         wide = block_m > (64 if major >= 9 else 32)
-        return cls(block_m, block_n, 8 if wide else 4, int(max(1, min(3, stages))))
+        # A dense tail adds addresses: with three stages Triton 3.6 spills some of them.
+        deepest = 2 if dense and block_m == 64 else 3
+        return cls(block_m, block_n, 8 if wide else 4, int(max(1, min(deepest, stages))))
 
 
 def choose_splits(programs: int, max_context: int, num_sms: int) -> int:
@@ -339,8 +347,9 @@ def tree_attn_triton(
         return
     group = num_heads // num_kv_heads
     num_sms, shared_memory, major = _device_limits(query.device)
+    dense = tail_key is not None
     config = TreeAttnConfig.choose(
-        meta.max_rows * group, head_dim, query.element_size(), shared_memory, major
+        meta.max_rows * group, head_dim, query.element_size(), shared_memory, major, dense
     )
     row_tiles = triton.cdiv(meta.max_rows * group, config.block_m)
     if splits is None:
@@ -358,7 +367,6 @@ def tree_attn_triton(
         lse_strides = (0, *target_lse.stride()) if splits == 1 else target_lse.stride()
     full = meta.mask_kind == "full"
     words = meta.plan if full else tree_words(meta)
-    dense = tail_key is not None
     tail_strides = (0, 0, 0, 0)
     if dense:
         assert tail_value is not None

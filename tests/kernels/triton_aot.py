@@ -110,7 +110,7 @@ def tree_attention(
 
     shared = {80: 163, 90: 227, 100: 227}[arch] * 1024
     itemsize = 4 if dtype == "fp32" else 2
-    config = TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared, arch // 10)
+    config = TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared, arch // 10, dense)
     element, result = f"*{dtype}", f"*{dtype}" if dense else "*fp32"
     pointers = ("query", "key_cache", "value_cache", "tail_key", "tail_value")
     strides = (
