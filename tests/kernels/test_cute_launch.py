@@ -85,6 +85,21 @@ def test_splits_bring_a_second_launch():
         assert named(forward)[name] == named(merge)[name], name
 
 
+def test_the_workspace_is_sized_by_the_trees_not_by_their_buffers():
+    trees = DeviceTrees([(3000, 5)], dtype=BF16, head_dim=64, kv_heads=2)
+    buffer = torch.full((5000,), -1, dtype=torch.int32)
+    buffer[:6] = trees.parent_rows()
+    trees.parent_rows = lambda: buffer
+    asked = []
+
+    def workspace(*shape: int):
+        asked.append(shape)
+        return some_workspace(*shape)
+
+    plan(trees, splits=3, workspace=workspace, places=1)
+    assert asked == [(3, 2 * 6, 4, 64)]
+
+
 def test_nothing_is_launched_for_nothing():
     trees = DeviceTrees([(3, 1)], dtype=BF16, head_dim=64)
     meta = trees.metadata()

@@ -137,7 +137,8 @@ def plan_launches(
     if splits is None:
         places = multiprocessors * config.blocks_per_multiprocessor
         splits = choose_splits(meta.num_trees * num_kv_heads * row_blocks, tiles, places)
-    part_rows = meta.parent_rows.numel()
+    # mask_start is a prefix sum of row_count, so that the buffer's size is no measure.
+    part_rows = min(meta.parent_rows.numel(), meta.num_trees * meta.max_rows)
     part_out = part_lse = None
     if splits > 1:
         part_out, part_lse = workspace(splits, part_rows, num_heads, head_dim)
