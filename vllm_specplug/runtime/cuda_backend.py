@@ -191,7 +191,8 @@ class CudaTreeBackend(TreeBackend):
                 self.fill_words(metadata)
                 output = torch.empty_like(query)
                 self.kernel.run(query, key_cache, value_cache, output, metadata, head_dim**-0.5)
-        torch.cuda.synchronize(self.device)
+                # Nothing else separates these calls, and they share pinned memory.
+                torch.cuda.synchronize(self.device)
 
     # -- the step ---------------------------------------------------------------------------
 
