@@ -83,7 +83,8 @@ def run(
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider",
-               "-c", str(root / "pytest.ini"), "--rootdir", str(root), f"--junitxml={report}",
+               "--continue-on-collection-errors", "-c", str(root / "pytest.ini"),
+               "--rootdir", str(root), f"--junitxml={report}",
                *extra, *(f"tests/{path}" for path in selection)]  # fmt: skip
     subprocess.run(command, cwd=root, env=environment, check=False)
     outcomes = {}
