@@ -50,7 +50,7 @@ class Cell:
     commit: str | None
 
 
-def _engine(model: str, speculative: dict[str, Any] | None) -> Any:
+def make_engine(model: str, speculative: dict[str, Any] | None) -> Any:
     from vllm import LLM
 
     options = {} if speculative is None else {"speculative_config": speculative}
@@ -120,12 +120,26 @@ def run_load(
     }
 
 
-def measure(args: argparse.Namespace, cells_path: Path) -> None:
-    """Runs the missing cells, for at most `args.minutes`."""
+def chat_prompts(target: str, data: Path) -> list[list[int]]:
+    """Prompts of all data files in turn, as token ids."""
     from transformers import AutoTokenizer
-    from vllm import SamplingParams
 
     from vllm_specplug.bench.prompts import load_sets, mixed_prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in mixed_prompts([s.prompts for s in load_sets([data])], 0, 400)
+    ]
+    return [ids for ids in prompts if len(ids) <= 700]
+
+
+def measure(args: argparse.Namespace, cells_path: Path) -> None:
+    """Runs the missing cells, for at most `args.minutes`."""
+    from vllm import SamplingParams
+
     from vllm_specplug.bench.provenance import commit
     from vllm_specplug.targets import prepare_target
 
@@ -141,18 +155,10 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
     if not todo:
         return
     target = str(prepare_target("smollm2"))
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    texts = mixed_prompts([s.prompts for s in load_sets([args.data])], 0, 400)
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-        for text in texts
-    ]
-    prompts = [ids for ids in prompts if len(ids) <= 700]
+    prompts = chat_prompts(target, args.data)
     drafting = {"method": "jetspec", "model": args.head, "num_speculative_tokens": max(BUDGETS)}
     # Counters of one process tell of its last engine only: the one with trees.
-    engines = {"plain": _engine(target, None), "auto": _engine(target, drafting)}
+    engines = {"plain": make_engine(target, None), "auto": make_engine(target, drafting)}
     for name, llm in engines.items():
         warm = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
         run_load(llm, prompts[-6:], 2, warm, f"warm-{name}")
