@@ -126,6 +126,8 @@ class CudaTreeBackend(TreeBackend):
         self.limits = limits
         self.device = device
         self.buffers = TreeBuffers(limits, device)
+        # Chosen once the cache is known; none while vLLM measures graphs with a small one.
+        self.kernel: ChosenKernel | None = None
 
     # -- where the device's memory is reached; the interpreter's backend differs here ---------
 
@@ -260,7 +262,9 @@ class CudaTreeBackend(TreeBackend):
     # -- full graphs --------------------------------------------------------------------------
 
     def captures_trees(self) -> bool:
-        return wants_full_graphs() and self.kernel.name != "reference"
+        if not wants_full_graphs() or self.kernel is None:
+            return False
+        return self.kernel.name != "reference"
 
     def attach(
         self, attn_metadata: Any, step: TreeStep, common: Any, *, for_capture: bool = False

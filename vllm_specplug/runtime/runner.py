@@ -95,6 +95,9 @@ class TreeRunnerMixin:
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        if kwargs.get("is_profiling"):
+            # A small cache to measure graphs with, dropped right after: it must not be kept alive.
+            return
         groups = self.kv_cache_config.kv_cache_groups
         if len(groups) != 1:
             raise ValueError(
