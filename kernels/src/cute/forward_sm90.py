@@ -363,17 +363,27 @@ class TreeAttnForwardSm90:
 
     @cute.jit
     def load_pages(self, p, b, tile: Int32, end: Int32, page_ids: cute.Tensor):
-        """Pages of this thread's columns of a tile; nothing is read past the split's end."""
+        """Pages of a tile for the copies to come; nothing is read past the split's end."""
+        cached = b.cached if tile < end else Int32(0)
+        if cutlass.const_expr(self.config.tma):
+            if tile < b.full_end:
+                # The copy engine takes the whole tile from one page.
+                page_ids[0] = pages.column_page(b.page_table, tile * TILE_N, cached, p.page_shift)
+            else:
+                self.load_column_pages(p, b, tile, cached, page_ids)
+        else:
+            self.load_column_pages(p, b, tile, cached, page_ids)
+
+    @cute.jit
+    def load_column_pages(self, p, b, tile: Int32, cached: Int32, page_ids: cute.Tensor):
+        """Pages of the columns that this thread copies."""
         config = self.config
         per_row = cutlass.const_expr(config.head_dim // pages.CHUNK)
         for step in cutlass.range_constexpr(self.column_copies):
             row, _ = pages.chunks_of(b.thread, step, config.threads, per_row)
-            # The copy engine takes the whole tile from one page.
-            if cutlass.const_expr(config.tma):
-                row = row if tile >= b.full_end else Int32(0)
             column = tile * TILE_N + row
-            cached = b.cached if tile < end and row < TILE_N else Int32(0)
-            page_ids[step] = pages.column_page(b.page_table, column, cached, p.page_shift)
+            own = cached if row < TILE_N else Int32(0)
+            page_ids[step] = pages.column_page(b.page_table, column, own, p.page_shift)
 
     @cute.jit
     def load_tile(
