@@ -5,13 +5,34 @@ from __future__ import annotations
 
 import os
 
-# Triton decides when a kernel is decorated whether it runs in the interpreter: before any import.
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import pytest
 import torch
 
 from vllm_specplug.kernels import extension
+
+
+def _interpret_triton() -> None:
+    """Triton kernels of this process run in the interpreter, unless TRITON_INTERPRET says more.
+
+    Triton looks when a kernel is decorated, its own library included: before its first import. The
+    variable does not stay, as engines of other tests would inherit it.
+    """
+    if "TRITON_INTERPRET" in os.environ:
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        from triton import knobs
+
+        propagate, knobs.propagate_env = knobs.propagate_env, False
+        knobs.runtime.interpret = True
+        knobs.propagate_env = propagate
+    except ImportError:
+        pass
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+
+
+_interpret_triton()
 
 
 @pytest.fixture(autouse=True)
