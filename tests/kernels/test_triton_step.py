@@ -84,6 +84,20 @@ def test_compaction_of_transposed_keys():
         assert torch.equal(half, old)
 
 
+def test_paths_of_one_node():
+    """One column: its stride is whatever made it."""
+    cache = torch.arange(2 * 8 * 4.0).view(2, 8, 1, 4)
+    key, value = cache.split(2, dim=-1)
+    wanted = cache.clone()
+    wanted[0, 1], wanted[1, 3] = cache[0, 4], cache[1, 5]
+    pair = torch.tensor([1, 1], dtype=torch.int32)
+    compact_paths_triton(
+        LayerCaches.of([(key, value)]), torch.tensor([[3, 2]]).int().t(), pair,
+        torch.tensor([0, 2]).int(), torch.tensor([0, 1]).int(), torch.tensor([[0], [1]]).int(),
+    )  # fmt: skip
+    assert torch.equal(cache, wanted)
+
+
 def test_layers_of_different_shape_are_refused():
     caches = [(torch.zeros(2, 8, 1, n), torch.zeros(2, 8, 1, n)) for n in (4, 6)]
     with pytest.raises(ValueError, match="one shape, stride and dtype"):
