@@ -48,8 +48,14 @@ _FIXED = {"num_speculative_tokens": 16, "tree_budget": 16, "max_step_rows": 512}
 METHODS: dict[str, dict[str, Any]] = {
     "oracle": {"method": "ngram_tree", **_FIXED},
     "jetspec": {"method": "jetspec", **_FIXED},
+    "ddtree": {"method": "ddtree", **_FIXED},
+    "dels": {"method": "dels", **_FIXED},
+    "longspec": {"method": "longspec", **_FIXED, "window_size": 24, "tree_depth": 4},
+    # A partial cache smaller than most contexts here, chosen anew now and then.
+    "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 40,
+                   "sink_size": 4, "kv_refresh": 7},
     "ngram_tree": {"method": "ngram_tree", **_FIXED},
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -188,13 +194,30 @@ def assert_same_logprobs(a: Any, b: Any, what: str) -> None:
 @cache
 def target() -> Path:
     """The text target of this process, made at first use."""
-    from tests.e2e.tiny import make_head, make_text_target
+    from tests.e2e.tiny import make_text_target
 
-    folder = Path(tempfile.mkdtemp(prefix="specplug-pair-"))
-    path = make_text_target(folder / "target")
-    vocab = json.loads((path / "config.json").read_text())["vocab_size"]
-    make_head(folder / "head", vocab)
-    return path
+    return make_text_target(Path(tempfile.mkdtemp(prefix="specplug-pair-")) / "target")
+
+
+@cache
+def head_options(method: str) -> dict[str, Any]:
+    """Folders of a method's random draft heads, made at first use."""
+    from tests.e2e import tiny
+
+    vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
+    folder = target().parent / method
+    if method == "jetspec":
+        return {"model": str(tiny.make_head(folder, vocab))}
+    if method == "ddtree":
+        return {"model": str(tiny.make_head(folder, vocab, causal=False))}
+    if method == "dels":
+        local = tiny.make_local_head(folder / "local", vocab)
+        return {**head_options("ddtree"), "local_head": str(local)}
+    if method == "longspec":
+        return {"model": str(tiny.make_longspec_head(folder, vocab))}
+    if method == "tokenswift":
+        return {"model": str(tiny.make_tokenswift_heads(folder, vocab))}
+    return {}
 
 
 def make_engine(method: str | None, **engine: Any) -> Any:
@@ -206,9 +229,7 @@ def make_engine(method: str | None, **engine: Any) -> Any:
     arguments = {**ENGINE, "model": str(target()), **engine}
     if method is None:
         return LLM(**arguments)
-    options = {**METHODS[method], **arguments.pop("speculative", {})}
-    if method == "jetspec":
-        options.setdefault("model", str(target().parent / "head"))
+    options = {**METHODS[method], **head_options(method), **arguments.pop("speculative", {})}
     if method == "oracle":
         with oracle_drafts():
             return LLM(**arguments, speculative_config=options)

@@ -44,17 +44,33 @@ def check_jetspec() -> None:
     _run("jetspec")
 
 
+def check_ddtree() -> None:
+    _run("ddtree")
+
+
+def check_dels() -> None:
+    _run("dels")
+
+
+def check_longspec() -> None:
+    _run("longspec")
+
+
+def check_tokenswift() -> None:
+    _run("tokenswift")
+
+
 def check_ngram_tree() -> None:
     _run("ngram_tree")
 
 
 def check_short_soak() -> None:
-    """The long run's script, for a few hundred steps: memory needs longer to settle."""
+    """The long run's script, for a few hundred steps: too few for the slopes to mean anything."""
     from tests.soak.soak import problems, run
 
-    samples, summary = run(400, "jetspec", seed=1)
+    samples, summary = run(400, "ngram_tree", seed=1)
     assert len(samples) == 4
-    found = [text for text in problems(summary) if not text.startswith("memory")]
+    found = [text for text in problems(summary) if "grew" not in text and "faded" not in text]
     assert not found, (found, summary)
     assert summary["requests_finished"] > 20 and summary["clients_left"] > 0
-    assert summary["cached_prompt_tokens"] > summary["prompt_tokens"] / 4
+    assert summary["cached_prompt_tokens"] > summary["prompt_tokens"] / 2

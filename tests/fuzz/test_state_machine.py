@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.pair import assert_check, check_names
 from tests.fuzz import machine_checks
+from vllm_specplug.methods import METHOD_NAMES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("machine_checks")]
 
@@ -18,3 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("machine_checks")]
 @pytest.mark.parametrize("name", check_names(machine_checks))
 def test_state_machine(name: str) -> None:
     assert_check("tests.fuzz.machine_checks", name)
+
+
+def test_every_method_has_its_machine() -> None:
+    assert {f"check_{name}" for name in METHOD_NAMES} <= set(check_names(machine_checks))
