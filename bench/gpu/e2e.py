@@ -90,7 +90,7 @@ class Bench:
                     num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936,
                     draft_vocab_size=151936, target_hidden_size=4096,
                     target_layer_ids=(1, 9, 17, 25, 33), block_size=16, causal=True,
-                    mask_token_id=151669,
+                    mask_token_id=151669, rope_theta=1e6,
                 )
             )  # fmt: skip
             with torch.no_grad():
