@@ -96,7 +96,7 @@ def main(job_path: str, result_path: str) -> None:
         seconds = time.perf_counter() - start
         _timing = False
         # Prompt steps and the first ones of a shape are not what is asked for.
-        phases = {n: median(t[len(t) // 4 :]) for n, t in _times.items() if len(t) >= 8}
+        phases = {n: median(t[len(t) // 4 :]) for n, t in _times.items() if len(t) >= 4}
         result["calls"].append(
             {
                 **{k: v for k, v in call.items() if k != "prompts"},
