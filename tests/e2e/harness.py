@@ -37,6 +37,34 @@ METHODS: dict[str, dict[str, Any]] = {
         "ngram_topk": 3,
         "max_step_rows": 768,
     },
+    "ddtree": {
+        "method": "ddtree",
+        "model": str(REPO / "heads" / "smollm2-135m-dflash"),
+        "num_speculative_tokens": 16,
+        "tree_budget": 16,
+        "ngram_topk": 0,
+        "max_step_rows": 512,
+    },
+    "dels": {
+        "method": "dels",
+        "model": str(REPO / "heads" / "smollm2-135m-dflash"),
+        "local_head": str(REPO / "heads" / "smollm2-135m-dels-gru"),
+        "num_speculative_tokens": 16,
+        "tree_budget": 16,
+        "ngram_topk": 0,
+        "max_step_rows": 512,
+    },
+    # Every context outgrows the partial cache; draft forwards always run.
+    "tokenswift": {
+        "method": "tokenswift",
+        "model": str(REPO / "heads" / "smollm2-135m-tokenswift"),
+        "num_speculative_tokens": 16,
+        "tree_budget": 16,
+        "draft_source": "self",
+        "kv_budget": 64,
+        "kv_refresh": 20,
+        "max_step_rows": 512,
+    },
     "ngram_tree": {
         "method": "ngram_tree",
         "num_speculative_tokens": 16,
@@ -123,6 +151,18 @@ def prompts(count: int, max_tokens: int = 700) -> tuple[tuple[int, ...], ...]:
             picked.append(tuple(ids))
         index += 1
     return tuple(picked)
+
+
+def with_own_budgets(call: dict[str, Any], nodes: int = 8) -> dict[str, Any]:
+    """The call with a fixed budget for every other request: drafts are certain, whatever the clock
+    makes of the others."""
+    count, params = len(call["prompts"]), call["params"]
+    each = params if isinstance(params, list) else [params] * count
+    own = {"specplug_tree_budget": nodes}
+    return {
+        **call,
+        "params": [{**p, "extra_args": own} if i % 2 else p for i, p in enumerate(each)],
+    }
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import EngineResult, assert_drafted, run_engine
+from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
 from tests.e2e.tiny import make_head, make_local_head, make_target
 
 pytestmark = pytest.mark.e2e
@@ -110,7 +110,10 @@ def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str
     }
     # Fixed unless a mode says otherwise: what is drafted must not depend on the clock.
     speculative.setdefault("tree_budget", speculative["num_speculative_tokens"])
-    tree = run_engine({**_engine(target), **engine}, _CALLS, speculative=speculative, env=env)
+    calls = _CALLS
+    if speculative["tree_budget"] == "auto":
+        calls = [with_own_budgets(call) for call in calls]
+    tree = run_engine({**_engine(target), **engine}, calls, speculative=speculative, env=env)
     assert tree.token_ids() == _plain(target).token_ids()
     assert len({tuple(ids) for ids in tree.token_ids()}) > 1
     assert_drafted(tree, least_acceptance=0.0)

@@ -22,6 +22,7 @@ from tests.e2e.harness import (
     first_difference,
     prompts,
     run_engine,
+    with_own_budgets,
 )
 
 pytestmark = pytest.mark.e2e
@@ -186,27 +187,35 @@ def _plain(name: str) -> EngineResult:
 
 def _compare(name: str, method: str) -> tuple[Situation, EngineResult, EngineResult]:
     situation = SITUATIONS[name]()
+    calls = situation.calls
+    if method in AUTO_METHODS:
+        calls = [with_own_budgets(call) for call in calls]
     tree = run_engine(
         {**situation.engine, **situation.tree_engine},
-        situation.calls,
+        calls,
         speculative={**(METHODS | AUTO_METHODS)[method], **situation.speculative},
     )
     return situation, _plain(name), tree
 
 
-# The n-gram variants share the runner with jetspec; these situations are where they could differ.
-_NGRAM_SITUATIONS = {
+# These share the runner with jetspec; these situations are where they could differ.
+_SITUATIONS_OF = {
     "jetspec_ngrams": {"mixed_batch", "preemption", "prefix_cache", "stops", "seeded_sampling"},
+    "ddtree": {"mixed_batch"},
+    "dels": {"mixed_batch", "preemption", "prefix_cache", "stops", "seeded_sampling"},
+    "tokenswift": {"preemption", "prefix_cache"},
     "ngram_tree": {"mixed_batch", "preemption", "prefix_cache"},
 }
-# n-grams alone draft too seldom in short answers for these to say anything of them.
-HEAD_METHODS = [name for name in METHODS if name != "ngram_tree"]
+# n-grams alone draft too seldom in short answers for these to say anything of them, and ddtree is
+# jetspec's drafter.
+HEAD_METHODS = ["jetspec", "jetspec_ngrams"]
+CACHE_METHODS = [name for name in METHODS if name != "ddtree"]
 _MATRIX = [
     pytest.param(name, method, marks=pytest.mark.xdist_group(name))
     for name in SITUATIONS
     if name not in ("logprobs", "json_schema", "control")
     for method in METHODS
-    if method == "jetspec" or name in _NGRAM_SITUATIONS[method]
+    if method == "jetspec" or name in _SITUATIONS_OF[method]
 ]
 _MATRIX += [
     pytest.param(name, method, marks=pytest.mark.xdist_group(name))
@@ -235,7 +244,7 @@ def test_output_equals_plain_decoding(name: str, method: str) -> None:
 
 
 @pytest.mark.xdist_group("prefix_cache")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CACHE_METHODS)
 def test_continues_generated_text_from_the_prefix_cache(method: str) -> None:
     ids = [list(p) for p in prompts(8)]
     engine = engine_args(enable_prefix_caching=True, block_size=32)

@@ -18,7 +18,7 @@ import torch
 from scipy import stats
 
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine
-from tests.e2e.tiny import make_head, make_target
+from tests.e2e.tiny import make_head, make_local_head, make_target
 
 pytestmark = pytest.mark.e2e
 
@@ -36,12 +36,23 @@ METHODS: dict[str, dict[str, Any]] = {
         "tree_width": 6,
         "causal": False,
     },
+    # Strong weights: the local head decides as much as the block head.
+    "dels": {
+        "method": "dels",
+        "num_speculative_tokens": 24,
+        "tree_width": 6,
+        "tree_budget": 24,
+        "causal": False,
+        "alpha": 1.0,
+        "beta": [0.3, 0.6, 0.9],
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tiny")
+    make_local_head(folder / "local", VOCAB)
     return make_target(folder / "target", VOCAB), make_head(folder / "head", VOCAB)
 
 
@@ -76,11 +87,14 @@ def _sample(models: tuple[Path, Path], method: str, sabotage: tuple[str, ...] = 
         "enable_prefix_caching": False,
         "seed": 7,
     }
+    spec = {**METHODS[method], "model": str(head), "max_step_rows": 8192}
+    if spec["method"] == "dels":
+        spec["local_head"] = str(head.parent / "local")
     params = {"temperature": 1.0, "max_tokens": 4, "ignore_eos": True, "detokenize": False}
     return run_engine(
         engine,
         [{"prompts": [PROMPT] * SAMPLES, "params": params}],
-        speculative={**METHODS[method], "model": str(head), "max_step_rows": 8192},
+        speculative=spec,
         sabotage=sabotage,
     )
 
