@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
-# Last: the checkout's package lacks the kernels, which lie apart; dry runs use its tests.
+# Last: the installed package goes first; dry runs use the checkout's tests.
 sys.path.append(str(ROOT))
 
 from report import Report  # noqa: E402

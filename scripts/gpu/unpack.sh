@@ -43,16 +43,15 @@ for wheel in "$STAGE"/files/wheels/*.whl "$STAGE"/files/find-links/gguf-*.whl; d
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$STAGE/site" "$wheel" &&
     touch "$wheel.done"
 done
-# Our code as a package: kernels lie apart in the checkout, and vLLM finds plugins by metadata.
-rm -rf "$STAGE/app"
-mkdir -p "$STAGE/app/vllm_specplug-0.dist-info"
-cp -r vllm_specplug "$STAGE/app/"
-cp -r kernels/src "$STAGE/app/vllm_specplug/kernels"
-[ -d "$STAGE/files/kernels" ] && cp -r "$STAGE"/files/kernels/. "$STAGE/app/vllm_specplug/kernels/"
+# Our code as a package: kernels lie apart in the checkout, which is a copy here, and vLLM finds
+# plugins by metadata.
+ln -sfn ../kernels/src vllm_specplug/kernels
+[ -d "$STAGE/files/kernels" ] && cp -r "$STAGE"/files/kernels/. kernels/src/
 [ -d "$STAGE/files/heads" ] && mkdir -p heads && cp -rn "$STAGE"/files/heads/. heads/
+mkdir -p "$STAGE/app/vllm_specplug-0.dist-info"
 printf 'Metadata-Version: 2.1\nName: vllm-specplug\nVersion: 0\n' >"$STAGE/app/vllm_specplug-0.dist-info/METADATA"
 printf '[vllm.general_plugins]\nspecplug = vllm_specplug.plugin:register\n' >"$STAGE/app/vllm_specplug-0.dist-info/entry_points.txt"
 # Not sys.path: vLLM starts processes of its own.
-export PYTHONPATH="$STAGE/app:$STAGE/site:$PWD" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export PYTHONPATH="$PWD:$STAGE/app:$STAGE/site" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 export PIP_NO_INDEX=1 PIP_FIND_LINKS="$STAGE/files/find-links" VLLM_NO_USAGE_STATS=1
 export XDG_CACHE_HOME="$STAGE/cache" TRITON_CACHE_DIR="$STAGE/triton"
