@@ -100,7 +100,8 @@ class Calibrator:
         """Milliseconds of `call`: the best of a few, fewer when time is short. Whatever else the
         machine did can only have added to it."""
         times: list[float] = []
-        while len(times) < _REPEATS and (not times or not self._is_late()):
+        # Never a single one: it may have been interrupted.
+        while len(times) < 2 or (len(times) < _REPEATS and not self._is_late()):
             start = time.perf_counter()
             call()
             self.runner._sync_device()
