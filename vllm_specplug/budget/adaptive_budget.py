@@ -200,7 +200,8 @@ class AdaptiveBudget:
     def _mean_node_ms(self, step: NextStep) -> Floats:
         """[sum of caps + 1] ms of the attention of that many nodes at the average context."""
         context = sum(step.context_lens) / len(step.context_lens)
-        return self.costs.attention_ms * context * np.arange(sum(step.caps) + 1)
+        nodes: Floats = np.arange(sum(step.caps) + 1, dtype=np.float64)
+        return nodes * (self.costs.attention_ms * context)
 
     def _observe_forwards(self, nodes: _Nodes, found: _Nodes) -> None:
         assert self.gate is not None
