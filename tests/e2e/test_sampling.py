@@ -102,7 +102,7 @@ def _sample(models: tuple[Path, Path], method: str, sabotage: tuple[str, ...] = 
 def _p_value(result: EngineResult, joint: np.ndarray) -> float:
     """Chi-square of the second and third token against `joint`; rare cells are pooled."""
     counts = Counter(tuple(ids[1:3]) for ids in result.token_ids())
-    expected = joint.ravel() * SAMPLES
+    expected = joint.ravel() * len(result.token_ids())
     observed = np.array([counts[divmod(cell, VOCAB)] for cell in range(VOCAB * VOCAB)])
     order = np.argsort(expected)
     pooled = order[np.cumsum(expected[order]) <= 20]

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine
-from tests.e2e.test_sampling import LEVEL, PROMPT, SAMPLES, _joint, _p_value
+from tests.e2e.test_sampling import LEVEL, PROMPT, _joint, _p_value
 from tests.e2e.tiny import make_target, make_tokenswift_heads
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("tokenswift")]
 
 VOCAB = 12
+SAMPLES = 4_000
 PROMPTS = [
     [3, 7, 5, 9],
     [4, 5, 6] * 14,  # beyond the budget of the partial cache from the start
@@ -113,7 +114,8 @@ def test_sampled_pairs_have_the_targets_joint_distribution(models: tuple[Path, P
     joint = _joint(target)
 
     def sampled(sabotage: tuple[str, ...] = ()) -> EngineResult:
-        params = {"temperature": 1.0, "max_tokens": 4, "ignore_eos": True, "detokenize": False}
+        # Six tokens: the first tree is drafted to its full depth.
+        params = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True, "detokenize": False}
         return run_engine(
             {
                 **_engine(target),

@@ -113,7 +113,8 @@ class TokenSwiftDrafter(Drafter):
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         began = time.perf_counter()
         self._learn(requests, began)
-        source = self.chooser.choose(self._available(requests))
+        available = self._available(requests)
+        source = self.chooser.choose(available) if available else NGRAMS
         self.steps_from[source] += 1
         own = [DraftTree.empty()] * len(requests)
         if source != NGRAMS:
@@ -133,10 +134,11 @@ class TokenSwiftDrafter(Drafter):
         return trees
 
     def _available(self, requests: DraftRequests) -> list[str]:
+        """Sources that these requests may use; none where only a full pool would serve."""
         sources = list(self.chooser.sources)
         if SELF in sources and not self.target_forward.can_run(requests):
             sources.remove(SELF)
-        return sources or [NGRAMS]
+        return sources
 
     def _learn(self, requests: DraftRequests, now: float) -> None:
         """Compares the last step's drafts with what was committed since."""

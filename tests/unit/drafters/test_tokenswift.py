@@ -195,6 +195,15 @@ def test_branches_join_and_acceptance_is_told_by_source(tmp_path) -> None:
     assert drafter.accepted_from["heads"] == 1
 
 
+def test_self_alone_without_room_looks_up(tmp_path) -> None:
+    drafter, _, _ = _drafter(tmp_path, "self", ngram_topk=2)
+    _observe(drafter, torch.randn(3, HIDDEN), [0, 1, 2])
+    for _ in range(40):
+        trees = drafter.propose(_requests(*([[1, 2, 3, 1, 2]] * 3)))
+        assert all(tree.token_ids[0] == 3 for tree in trees)
+    assert drafter.steps_from == {"ngrams": 40}
+
+
 def test_without_room_in_the_pool_the_heads_draft(tmp_path) -> None:
     drafter, _, _ = _drafter(tmp_path, "auto", ngram_topk=2)
     assert drafter.chooser.sources == ("heads", "self", "ngrams")
