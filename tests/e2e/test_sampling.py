@@ -29,11 +29,17 @@ PROMPT = [3, 7, 5, 9]
 LEVEL = 1e-4
 
 METHODS: dict[str, dict[str, Any]] = {
-    "jetspec": {"method": "jetspec", "num_speculative_tokens": 24, "tree_width": 6},
+    "jetspec": {
+        "method": "jetspec",
+        "num_speculative_tokens": 24,
+        "tree_width": 6,
+        "tree_budget": 24,
+    },
     "jetspec_bidirectional": {
         "method": "jetspec",
         "num_speculative_tokens": 24,
         "tree_width": 6,
+        "tree_budget": 24,
         "causal": False,
     },
     # Strong weights: the local head decides as much as the block head.
