@@ -39,7 +39,7 @@ BUDGETS = (8, 16, 32)
 WIDTH = 16
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
 BETAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
-CANDIDATES = (8, 16, 32, 64, 128)
+CANDIDATES = (16, 32, 64, 128)
 # Later drafts have read more; the last factor of a ramp is 1.
 RAMPS = {"constant": 1.0, "rising from 0.5": 0.5, "falling to 0.5": 2.0}
 
@@ -117,8 +117,14 @@ def ramp(tables: LocalTables, depth: int, value: float, factor: float) -> list[f
     return [value * (low + (high - low) * i / (count - 1)) for i in range(count)]
 
 
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
 def measure(options: argparse.Namespace) -> Results:
     results = Results()
+    results.facts["versions"] = package_versions()
+    results.facts["hardware"] = hardware()
     heads = {"DFlash": Path(options.dflash), "JetSpec": Path(options.jetspec)}
     for name, head in heads.items():
         made = evaluation(options, head, Path(options.features))
@@ -129,6 +135,7 @@ def measure(options: argparse.Namespace) -> Results:
         for budget in BUDGETS:
             key = f"best_first/{budget}"
             results.add(f"{tree} {budget}", budget, report.total[key], key, report)
+        say(f"{name}: {report.lengths()}")
         results.facts[name] = {
             "head": head.name,
             "sequences": len(made.drafted),
@@ -140,8 +147,7 @@ def measure(options: argparse.Namespace) -> Results:
     for entry in options.local:
         kind, _, folder = entry.partition("=")
         measure_local(options, results, kind, Path(folder), held, dev)
-    results.facts["versions"] = package_versions()
-    results.facts["hardware"] = hardware()
+        write(options, results)
     return results
 
 
@@ -184,9 +190,10 @@ def measure_local(
     }
     report = AcceptanceReport()
     evaluate_local_chains(held_tables, held.drafted, ramps, report)
+    say(f"{kind}: {results.chosen[kind]}")
     results.ramps[kind] = {n: round(v, 4) for n, v in report.lengths().items()}
     report = AcceptanceReport()
-    scales = {0.0: "0", 0.5: "1/2", 1.0: "1"}
+    scales = {0.5: "1/2", 1.0: "1"}
     for scale, label in scales.items():
         fusion = Fusion.of(held_tables, held.depth, alpha * scale, beta * scale)
         walk(held.drafted, label, local_tree_policy(held_tables, fusion, 16, WIDTH), report)
@@ -207,6 +214,7 @@ def measure_local(
         walk(dev.drafted, str(budget), local_tree_policy(tables, fusion, budget, WIDTH), report)
         counts = report.total[str(budget)]
         results.add(f"DeLS {label} tree {budget}", budget, counts, str(budget), report)
+        say(f"{kind} tree {budget}: {counts.mean_acceptance_length:.4f}")
     results.candidates[kind] = {}
     for count in CANDIDATES:
         narrow = [s.narrowed(count) for s in held.drafted]
@@ -270,7 +278,7 @@ def to_markdown(results: Results) -> str:
         "Weights that change along the block, held-out chain; and trees of 16 nodes with a part of "
         "the chosen weights, held-out:",
         table(
-            ["Local head", *RAMPS, "tree, weights x 0", "x 1/2", "x 1"],
+            ["Local head", *RAMPS, "tree, weights x 1/2", "x 1"],
             [
                 [
                     kind,
@@ -338,6 +346,15 @@ def plot(results: Results, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def write(options: argparse.Namespace, results: Results) -> None:
+    """Also called on the way, so that a run that is cut off leaves what it measured."""
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "dels_acceptance.json").write_text(json.dumps(vars(results), indent=1) + "\n")
+    (out / "dels_acceptance.md").write_text(to_markdown(results))
+    plot(results, out / "dels_acceptance.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True)
@@ -351,11 +368,7 @@ def main() -> None:
     parser.add_argument("--out", default=str(ROOT / "bench" / "results"))
     options = parser.parse_args()
     results = measure(options)
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "dels_acceptance.json").write_text(json.dumps(vars(results), indent=1) + "\n")
-    (out / "dels_acceptance.md").write_text(to_markdown(results))
-    plot(results, out / "dels_acceptance.png")
+    write(options, results)
     print(to_markdown(results))
 
 

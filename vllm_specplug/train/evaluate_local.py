@@ -77,7 +77,8 @@ class LocalTables:
 
     def scores(self, ranks: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Scores [..., M] of draft ids [..., M] after rank vectors [..., r]."""
-        return torch.einsum("...r,...mr->...m", ranks.float(), self.table[rows])
+        # One product with the whole table is cheaper than gathering M rows of it for each vector.
+        return (ranks.float() @ self.table.t()).gather(-1, rows)
 
     def prefix_ranks(self, rounds: Rounds) -> torch.Tensor:
         """Rank vectors [R, D, r] for each depth if all earlier drafts were right; zero where the
