@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.bench.counters import SpecCounters
+from vllm_specplug.bench.provenance import tidy
 from vllm_specplug.bench.server import VllmServer, vllm_program
 
 PERCENTILES = (50, 90, 99)
@@ -168,7 +169,7 @@ def run_load(
         )
     counters = _counters(server) - before
     shown = ["vllm", *bench_arguments(server, Path("prompts.jsonl"), Path("result.json"), options)]
-    return LoadRun({key: found.get(key) for key in _KEPT}, counters, shlex.join(shown))
+    return LoadRun({key: found.get(key) for key in _KEPT}, counters, tidy(shlex.join(shown)))
 
 
 def bench_arguments(

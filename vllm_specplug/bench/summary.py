@@ -60,7 +60,7 @@ def summarize(sweep: Sweep, provenance: Mapping[str, Any]) -> dict[str, Any]:
         servers.append(
             {
                 "name": entry.name,
-                "speculative_config": entry.speculative_config,
+                "speculative_config": json.loads(tidy(json.dumps(entry.speculative_config))),
                 "command": tidy(rows[0]["server"]) if rows else None,
                 "load_command": tidy(rows[-1]["command"]) if rows else None,
                 "commits": sorted({str(row["commit"]) for row in rows}),

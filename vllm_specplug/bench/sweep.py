@@ -28,7 +28,7 @@ from vllm_specplug.bench.load import BURST, IDLE, Level, LoadError, LoadRun, Tra
 from vllm_specplug.bench.plan import AUTO, BASELINE, BenchPlan, ServerEntry
 from vllm_specplug.bench.progress import SweepProgress
 from vllm_specplug.bench.prompts import load_sets, mixed_prompts
-from vllm_specplug.bench.provenance import code_fingerprint, commit
+from vllm_specplug.bench.provenance import code_fingerprint, commit, tidy
 from vllm_specplug.bench.server import RunningServer, ServerError, ServerSpec, VllmServer
 
 # Settings that change no cell: which cells are measured, and how one waits for them.
@@ -310,7 +310,7 @@ class Sweep:
                 raise
             return alive
         digest = self._digests[cell.server]
-        values = {"commit": self._commit, "server": server.spec.display(server.port)}
+        values = {"commit": self._commit, "server": tidy(server.spec.display(server.port))}
         self.store.add(digest, cell, {**values, **run.to_json()})
         progress.advance(self.num_planned, self.num_done)
         progress.say(_line(cell, run))

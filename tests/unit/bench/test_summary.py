@@ -113,8 +113,10 @@ def test_crossover_in_words_where_there_is_none() -> None:
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     FakeMachine(monkeypatch)
-    sweep = make_sweep(tmp_path, servers="plain,suffix,jetspec-16", dataset_requests=4,
-                       goodput=["tpot:50"])  # fmt: skip
+    sweep = make_sweep(
+        tmp_path, servers="plain,suffix,jetspec-16", dataset_requests=4, goodput=["tpot:50"],
+        head=f"{Path.cwd()}/heads/h",
+    )  # fmt: skip
     sweep.run()
     return summarize(sweep, RECORD)
 
@@ -124,6 +126,7 @@ def test_results_of_a_sweep(results: dict[str, Any], tmp_path: Path) -> None:
     assert servers["jetspec-16"]["command"] == "vllm serve m --port 1"
     assert servers["suffix"]["failure"] == "needs arctic-inference"
     assert results["provenance"]["command"] == "specplug bench --data data"
+    assert str(Path.cwd()) not in json.dumps(results)
     idle = [p for p in results["points"] if p["level"] == "concurrency=1"]
     assert len({p["x"] for p in idle}) == 1 and idle[0]["x"] == pytest.approx(0.1914, rel=1e-3)
     assert idle[1]["speed_up"]["p50_e2el_ms"] > 2
