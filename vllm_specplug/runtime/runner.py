@@ -200,9 +200,7 @@ class TreeRunnerMixin:
         self.tree_backend.set_positions(self.positions, self.tree_step)
         return prepared
 
-    def _tree_for(
-        self, req_id: str, tokens: Any, kept_nodes: list[int] | None
-    ) -> DraftTree | None:
+    def _tree_for(self, req_id: str, tokens: Any, kept_nodes: list[int] | None) -> DraftTree | None:
         """The tree behind scheduled draft tokens, cut to what was scheduled.
 
         `kept_nodes` are the nodes a grammar left of it; None where there is no grammar.
