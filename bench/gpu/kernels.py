@@ -15,6 +15,7 @@ FlashInfer's custom mask, FA4's mask_mod. What is missing or fails is recorded a
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -161,6 +162,29 @@ def check_baselines(report: Report, device: torch.device) -> None:
         report.row(baseline=name, relative_error=float(error))
 
 
+def sweeps(args, report: Report, device: torch.device) -> None:
+    """Splits of both kernels and stages of CuTe's: whether what they choose is near the best."""
+    on_gpu = device.type == "cuda"
+    for context, batch in ((4096, 1), (32768, 1), (4096, 8)) if on_gpu else ((40, 1),):
+        spec = ProblemSpec(((context, 64),) * batch, page=args.page)
+        if not on_gpu:
+            spec = spec.but(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+        cell = Cell(spec, device)
+        for name in args.kernels.split(","):
+            options: list[dict[str, int]] = [{"splits": n} for n in (1, 2, 4, 8, 16, 32)]
+            if name == "cute":
+                options += [{"stages": n} for n in (2, 3, 4, 6)]
+            for option in options if on_gpu else options[:1]:
+                if report.late:
+                    return
+                run = functools.partial(cuda_dispatch.load_kernel(name), **option)
+                point = {"sweep": name, "context": context, "batch": batch, **option}
+                try:
+                    report.row(**point, time_us=cell.time(run))
+                except Exception as error:
+                    report.row(**point, failed=f"{type(error).__name__}: {str(error)[:200]}")
+
+
 def step_kernels(report: Report, device: torch.device) -> None:
     """The step's other kernels, and the host's builder for comparison."""
     from vllm_specplug.kernels.kv_compact_triton import LayerCaches, compact_paths_triton
@@ -286,6 +310,8 @@ def main() -> int:
         step_kernels(report, device)
     with report.part("grid"):
         measure(args, report, device)
+    with report.part("sweeps"):
+        sweeps(args, report, device)
     with report.part("table"):
         summarise(report)
     with report.part("plot"):
