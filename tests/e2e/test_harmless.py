@@ -56,7 +56,12 @@ def test_tokens_and_metrics_are_those_without_the_plugin(target: Path, method: s
     without = _run(target, method, {"VLLM_PLUGINS": "none"})
     installed = _run(target, method, {})
     for call in range(2):
-        assert installed.outputs(call) == without.outputs(call)
+        for a, b in zip(installed.outputs(call), without.outputs(call), strict=True):
+            # A grammar compiles beside the engine, so batches may differ, and with them rounding.
+            expected, actual = b.pop("logprobs") or [], a.pop("logprobs") or []
+            assert a == b
+            for x, y in zip(expected, actual, strict=True):
+                assert x == pytest.approx(y, abs=1e-4)
     assert set(installed.counters) == set(without.counters)
     assert not [name for name in installed.counters if name.startswith("specplug")]
     # Counters of events, not of time, agree to the unit.
