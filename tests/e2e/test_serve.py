@@ -82,42 +82,33 @@ def test_options_that_other_speculation_refuses_are_honoured(client: openai.Open
     assert sampled == _ask(client, QUESTIONS[0])
 
 
-def test_a_tool_call_has_legal_arguments(client: openai.OpenAI) -> None:
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"enum": ["Paris", "Rome", "Oslo"]},
-                    "days": {"enum": [1, 2, 3]},
-                },
-                "required": ["city", "days"],
-                "additionalProperties": False,
-            },
+def test_constrained_answers_beside_free_ones(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Paris", "Rome", "Oslo"]},
+            "days": {"enum": [1, 2, 3]},
         },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    answer_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "weather", "schema": schema},
     }
 
-    def call(question: str) -> str:
-        done = client.chat.completions.create(
-            model="smollm2",
-            messages=[{"role": "user", "content": question}],
-            tools=[tool],
-            tool_choice={"type": "function", "function": {"name": "weather"}},
-            temperature=0.0,
-            max_tokens=64,
-        )
-        return str(done.choices[0].message.tool_calls[0].function.arguments)
+    def constrained(question: str) -> str:
+        return _ask(client, question, response_format=answer_format, max_tokens=64)
 
     questions = ["Weather in Rome for two days?", "Oslo tomorrow?", "Is it sunny in Paris?"]
+    alone = [constrained(question) for question in questions]
     with ThreadPoolExecutor(6) as pool:
-        # Free requests beside them.
         free = [pool.submit(_ask, client, question) for question in QUESTIONS[:3]]
-        calls = list(pool.map(call, questions))
-    for arguments in calls:
-        assert set(json.loads(arguments)) == {"city", "days"}
+        assert list(pool.map(constrained, questions)) == alone
     assert [f.result() for f in free] == [_ask(client, question) for question in QUESTIONS[:3]]
+    assert all(text.lstrip().startswith("{") for text in alone)
+    complete = [json.loads(text) for text in alone if text.rstrip().endswith("}")]
+    assert complete and all(set(value) == {"city", "days"} for value in complete)
 
 
 def test_several_samples_of_one_request(client: openai.OpenAI) -> None:
