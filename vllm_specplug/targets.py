@@ -68,6 +68,8 @@ _TARGETS = {
 # Settings of `specplug config`: what served fastest on two CPU cores (see README).
 _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("smollm2", "jetspec"): {"num_speculative_tokens": 16},
+    ("smollm2", "ddtree"): {"num_speculative_tokens": 16},
+    ("smollm2", "dels"): {"num_speculative_tokens": 16, "alpha": 0.6, "beta": 0.4},
 }
 
 
