@@ -49,9 +49,10 @@ class LocalTables:
         log_prior: torch.Tensor,
         local_ids: torch.Tensor | None = None,
         anchor_input: bool | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> LocalTables:
         """Picks the rows of the draft vocabulary; `log_prior` is [V], `local_ids` the target ids
-        of a local head that scores a part of the vocabulary.
+        of a local head that scores a part of the vocabulary, `dtype` that of the scores' product.
 
         Raises ValueError where the local head does not score a token of the draft vocabulary.
         """
@@ -69,7 +70,7 @@ class LocalTables:
                 )
             table = table[picked]
         feed = head.config.anchor_input if anchor_input is None else anchor_input
-        return cls(head, draft, table.float(), log_prior[draft.target_ids], feed)
+        return cls(head, draft, table.to(dtype), log_prior[draft.target_ids], feed)
 
     def step(self, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads target ids [F] after states [F, S]: rank vectors [F, r] and new states."""
@@ -78,7 +79,7 @@ class LocalTables:
     def scores(self, ranks: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Scores [..., M] of draft ids [..., M] after rank vectors [..., r]."""
         # One product with the whole table is cheaper than gathering M rows of it for each vector.
-        return (ranks.float() @ self.table.t()).gather(-1, rows)
+        return (ranks.to(self.table.dtype) @ self.table.t()).gather(-1, rows).float()
 
     def prefix_ranks(self, rounds: Rounds) -> torch.Tensor:
         """Rank vectors [R, D, r] for each depth if all earlier drafts were right; zero where the

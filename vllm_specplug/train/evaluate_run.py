@@ -108,7 +108,7 @@ class Evaluation:
         prior = torch.full((vocab_size,), -math.log(vocab_size))
         if str(unigram):
             prior = load_unigram(unigram).log_probs(vocab_size)
-        return LocalTables.build(head, self.draft, prior, ids, anchor_input)
+        return LocalTables.build(head, self.draft, prior, ids, anchor_input, torch.bfloat16)
 
     def add_local(
         self,
