@@ -63,6 +63,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "draft_source": "self",
         "kv_budget": 64,
         "kv_refresh": 20,
+        "self_draft_requests": 16,
         "max_step_rows": 512,
     },
     "ngram_tree": {
