@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
+from vllm_specplug.models.checkpoint_files import read_safetensors
 from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def _read(
         beside = file.parent / CONFIG_NAME
         config_file = beside if file.name == WEIGHTS_NAME else file.with_suffix(".json")
         config = _read_config(config_file)
-        tensors = _read_safetensors(file, headers_only)
+        tensors = read_safetensors([file], headers_only=headers_only)
     _check_target(file, config, target)
     _check_tensors(file, config, tensors)
     return config, tensors
@@ -194,21 +194,6 @@ def _read_config(file: Path) -> LocalHeadConfig:
             "another version, train or convert the head again"
         )
     return LocalHeadConfig(**{name: raw[name] for name in names if name in raw})
-
-
-def _read_safetensors(file: Path, headers_only: bool) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(file, framework="pt") as handle:
-            return {
-                name: torch.empty(handle.get_slice(name).get_shape(), device="meta")
-                if headers_only
-                else handle.get_tensor(name)
-                for name in handle.keys()  # noqa: SIM118 - not a mapping
-            }
-    except Exception as error:
-        raise ValueError(
-            f"{file} cannot be read as safetensors ({error}); fetch it again"
-        ) from None
 
 
 def _write(
@@ -242,7 +227,7 @@ def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torc
         except ValueError:
             known = None
         if known == source:
-            return _read_config(config_file), _read_safetensors(weights, headers_only=False)
+            return _read_config(config_file), read_safetensors([weights])
     config, tensors = _from_released(file, _load_pickle(file), target)
     if weights.exists() and not config_file.exists():
         logger.info("%s is kept: it is not a converted copy; %s stays in memory", weights, file)

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from vllm_specplug.models.checkpoint_files import read_json_object
 
 DEFAULT_WINDOW = 512
 MAX_WINDOW = 65536
@@ -124,23 +125,17 @@ class LongSpecConfig:
                 f"draft head {str(directory)!r} has no config.json; give the folder that holds "
                 "config.json and model.safetensors"
             )
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}; fetch the head again") from None
-        _require(isinstance(raw, dict), "config.json", type(raw).__name__, "a JSON object")
+        raw = read_json_object(path, "a config")
         for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
             _require(isinstance(raw.get(name), int), name, raw.get(name), "an integer")
         layers = raw.get("num_hidden_layers", 1)
         _require(layers == 1, "num_hidden_layers", layers, "1 (LongSpec drafts with one layer)")
-        own = cls.for_target(
+        return cls.for_target(
             raw,
             window_size=raw.get("window_size", raw.get("sliding_window") or DEFAULT_WINDOW),
             draft_vocab_size=raw.get("draft_vocab_size"),
             final_norm=bool(raw.get("final_norm", False)),
         )
-        # Published layers have biases on q, k and v whatever the target's config says.
-        return own
 
     def to_dict(self) -> dict[str, Any]:
         """A `config.json` object; `from_pretrained` reads it back unchanged."""

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vllm_specplug.models.checkpoint import read_tensors
+from vllm_specplug.models.checkpoint_files import read_json_object
 
 WEIGHTS_NAME = "model.safetensors"
 _MAP = "d2t"
@@ -58,10 +59,7 @@ class TokenSwiftConfig:
                 f"draft head {str(directory)!r} has no config.json; give the folder of a "
                 "TokenSwift checkpoint"
             )
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON ({error}); fetch it again") from None
+        data = read_json_object(path, "a config")
         missing = [n for n in ("hidden_size", "vocab_size", "medusa_heads") if n not in data]
         if missing:
             raise ValueError(
