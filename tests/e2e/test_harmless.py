@@ -42,12 +42,16 @@ def _run(target: Path, method: str, env: dict[str, str]) -> EngineResult:
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 256,
-        "max_num_seqs": 8,
+        # One at a time: when a grammar is ready decides which requests share a step, and so rounds
+        # differently from run to run, with or without the plugin.
+        "max_num_seqs": 1,
         "max_num_batched_tokens": 1024,
         "enable_prefix_caching": True,
     }
     prompts = [[40, 41, 42, 43] * 4, [60, 61, 62], [100, 9, 100, 9], [7], [33, 34, 35, 33, 34]]
-    calls = [{"prompts": prompts, "params": PARAMS}] * 2
+    # Under speculation of its own, vLLM draws a seeded request differently from run to run.
+    params = [p for p in PARAMS if SPECULATIVE[method] is None or "seed" not in p]
+    calls = [{"prompts": prompts[: len(params)], "params": params}] * 2
     return run_engine(engine, calls, speculative=SPECULATIVE[method], env=env)
 
 
@@ -57,7 +61,6 @@ def test_tokens_and_metrics_are_those_without_the_plugin(target: Path, method: s
     installed = _run(target, method, {})
     for call in range(2):
         for a, b in zip(installed.outputs(call), without.outputs(call), strict=True):
-            # A grammar compiles beside the engine, so batches may differ, and with them rounding.
             expected, actual = b.pop("logprobs") or [], a.pop("logprobs") or []
             assert a == b
             for x, y in zip(expected, actual, strict=True):
