@@ -16,7 +16,7 @@ else
 $(error TIER=$(TIER) is not a test tier; use TIER=ci (everything) or TIER=fast (no engines))
 endif
 
-.PHONY: help setup demo test lint bench gpu-check gpu-bench gpu-e2e gpu-train clean
+.PHONY: help setup demo test fuzz lint bench gpu-check gpu-bench gpu-e2e gpu-train clean
 
 help:
 	@echo "make setup   .venv with everything, for a CPU-only machine"
@@ -40,7 +40,12 @@ demo: setup
 test: setup
 	@$(TARGET)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS) \
-	  tests/unit tests/kernels tests/e2e tests/fuzz $(ARGS)
+	  tests/unit tests/kernels tests/e2e $(ARGS)
+
+# The fuzzed state machine and a short soak; SPECPLUG_FUZZ_EXAMPLES sets how many runs a method.
+fuzz: setup
+	@$(BIN)/specplug target smollm2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

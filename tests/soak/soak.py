@@ -30,7 +30,7 @@ MEMORY_SLOPE_KIB = 1024
 # Most loss of acceptance from the first half to the second; texts differ, so it varies.
 ACCEPTANCE_LOSS = 0.25
 # Small blocks, so that most of a conversation is cached, and too few for all of them at once.
-CACHE = {"block_size": 16, "num_gpu_blocks_override": 80}
+CACHE = {"block_size": 32, "num_gpu_blocks_override": 40}
 
 
 @dataclass
