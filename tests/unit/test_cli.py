@@ -44,7 +44,17 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    for command in ("doctor", "demo", "target", "config", "data", "train", "bench", "report", "tune"):
+    for command in (
+        "doctor",
+        "demo",
+        "target",
+        "config",
+        "data",
+        "train",
+        "bench",
+        "report",
+        "tune",
+    ):
         assert f"\n  {command} " in result.stdout
 
 

@@ -39,7 +39,7 @@ class CostCurve:
             # A single time says nothing about the slope: every row is taken to cost its share.
             self.rows = np.array([self.rows[0], 2 * self.rows[0]])
             measured = np.array([measured[0], 2 * measured[0]])
-        # More rows cannot take less time, and noise only adds to a time: a size costs at most what a
+        # More rows cannot take less time, and noise only adds to it: a size costs at most what a
         # larger one was measured at.
         self.measured: Floats = np.minimum.accumulate(measured[::-1])[::-1]
         self._log_common = 0.0
