@@ -38,7 +38,8 @@ def check_request(vllm_config: Any, params: Any) -> None:
     try:
         parse_penalty(extra)
     except ValueError as error:
-        name = next(name for name in PENALTY_ARGS if name in str(error))
+        # One name is the other's beginning: the message opens with the longest that fits.
+        name = max((name for name in PENALTY_ARGS if str(error).startswith(name)), key=len)
         raise VLLMValidationError(str(error), parameter=name) from None
     reason = _unavailable(vllm_config)
     if reason is not None:

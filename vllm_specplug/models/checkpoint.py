@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from vllm_specplug.models.block_config import BlockHeadConfig
 from vllm_specplug.models.block_head import BlockHead
-from vllm_specplug.models.checkpoint_files import read_safetensors, shard_files
+from vllm_specplug.models.checkpoint_files import (
+    check_tensors,
+    draft_token_ids,
+    read_safetensors,
+    shard_files,
+    write_checkpoint,
+)
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -83,7 +87,8 @@ def load_block_head(
 
     d2t = tensors.get("d2t")
     if d2t is not None:
-        d2t = check_d2t(d2t.to(torch.int64), config)
+        draft_token_ids(d2t, config.vocab_size)
+        d2t = d2t.to(torch.int64).contiguous()
     elif config.draft_vocab_size < config.vocab_size:
         raise ValueError(
             f"draft head {str(directory)!r}: draft_vocab_size = {config.draft_vocab_size} is "
@@ -145,23 +150,20 @@ def save_block_head(
     weights' path.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in head.state_dict().items()
     }
     if d2t is not None:
-        tensors["d2t"] = check_d2t(d2t.to("cpu", torch.int64), head.config)
-    weights = directory / WEIGHTS_NAME
-    partial = weights.with_suffix(".tmp")
-    save_file(tensors, partial, metadata={"format": "pt", **(metadata or {})})
-    partial.chmod(0o644)  # safetensors writes files that only their owner reads
-    partial.replace(weights)
-    config = directory / "config.json"
-    partial = config.with_suffix(".tmp")
-    partial.write_text(json.dumps(head.config.to_dict(), indent=2) + "\n", encoding="utf-8")
-    partial.replace(config)
-    return weights
+        draft_token_ids(d2t.cpu(), head.config.vocab_size)
+        tensors["d2t"] = d2t.to("cpu", torch.int64).contiguous()
+    return write_checkpoint(
+        directory / WEIGHTS_NAME,
+        directory / "config.json",
+        tensors,
+        head.config.to_dict(),
+        metadata,
+    )
 
 
 def _field(config: Any, name: str) -> Any:
@@ -262,42 +264,5 @@ def _check_tensors(
         "embed_tokens.weight": (config.vocab_size, config.hidden_size),
     }
     assert set(optional) == set(_OPTIONAL)
-    required = {name: shape for name, shape in expected.items() if name not in optional}
-    known = {**required, **optional}
-    problems = [
-        f"missing {name} {list(shape)}"
-        for name, shape in sorted(required.items())
-        if name not in tensors
-    ]
-    problems += [
-        f"unexpected {name} {list(tensor.shape)}"
-        for name, tensor in sorted(tensors.items())
-        if name not in known
-    ]
-    problems += [
-        f"misshapen {name}: config says {list(known[name])}, checkpoint has {list(tensor.shape)}"
-        for name, tensor in sorted(tensors.items())
-        if name in known and tuple(tensor.shape) != known[name]
-    ]
-    if problems:
-        raise ValueError(
-            f"draft head {str(directory)!r} does not fit its config.json: "
-            + "; ".join(problems)
-            + ". Use the config and weights of one release"
-        )
-
-
-def check_d2t(d2t: torch.Tensor, config: BlockHeadConfig) -> torch.Tensor:
-    ids = d2t + torch.arange(d2t.shape[0])
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= config.vocab_size:
-        raise ValueError(
-            f"draft head: d2t maps to target ids {low}..{high}, legal: "
-            f"0..{config.vocab_size - 1}; the map belongs to another tokenizer"
-        )
-    if ids.unique().numel() != ids.numel():
-        raise ValueError(
-            "draft head: d2t maps two draft ids to one target id; legal: distinct "
-            "target ids, since siblings of a tree never repeat a token"
-        )
-    return d2t.contiguous()
+    what = f"draft head {str(directory)!r}"
+    check_tensors(what, {**expected, **optional}, tensors, optional=optional)

@@ -8,12 +8,14 @@ names the file; nothing is allocated by a claim that the file's own size does no
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 # A config is some kilobytes, an index of shards some hundred.
 MAX_JSON_BYTES = 16 << 20
@@ -150,3 +152,88 @@ def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
                     f"draft head: tensor {name!r} holds {bad} values that are not finite (NaN or "
                     "infinite); the checkpoint is damaged, fetch it again"
                 )
+
+
+def check_tensors(
+    what: str,
+    expected: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    optional: Container[str] = (),
+    ignored: Container[str] = (),
+) -> None:
+    """Compares names and shapes with what a checkpoint's config calls for.
+
+    Args:
+        what: the checkpoint, for the message.
+        expected: shape of each tensor by name.
+        optional: names of `expected` that may be missing.
+        ignored: names that may be there and are never read.
+
+    Raises:
+        ValueError: with all that is missing, unexpected or misshapen in one message.
+    """
+    problems = [
+        f"missing {name} {list(shape)}"
+        for name, shape in sorted(expected.items())
+        if name not in tensors and name not in optional
+    ]
+    problems += [
+        f"unexpected {name} {list(tensor.shape)}"
+        for name, tensor in sorted(tensors.items())
+        if name not in expected and name not in ignored
+    ]
+    problems += [
+        f"misshapen {name}: config says {list(expected[name])}, checkpoint has {list(tensor.shape)}"
+        for name, tensor in sorted(tensors.items())
+        if name in expected and tuple(tensor.shape) != expected[name]
+    ]
+    if problems:
+        raise ValueError(
+            f"{what} does not fit its config: "
+            + "; ".join(problems)
+            + ". Use the config and weights of one release"
+        )
+
+
+def draft_token_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Target token of each draft id, int64 [V']: id i stands for token i + d2t[i].
+
+    Raises:
+        ValueError: for tokens outside the vocabulary, and for one that two ids stand for.
+    """
+    ids = d2t.to(torch.int64) + torch.arange(d2t.shape[0])
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"draft head: d2t maps to target ids {low}..{high}, legal: "
+            f"0..{vocab_size - 1}; the map belongs to another tokenizer"
+        )
+    if ids.unique().numel() != ids.numel():
+        raise ValueError(
+            "draft head: d2t maps two draft ids to one target id; legal: distinct "
+            "target ids, since siblings of a tree never repeat a token"
+        )
+    return ids
+
+
+def write_checkpoint(
+    weights: Path,
+    config_file: Path,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Writes safetensors, then the config that makes them valid; each appears whole or not at all.
+
+    Folders are made. Returns `weights`.
+    """
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    partial = weights.with_name(f".{weights.name}.{os.getpid()}")
+    save_file(dict(tensors), partial, metadata={"format": "pt", **(metadata or {})})
+    partial.chmod(0o644)  # safetensors writes files that only their owner reads
+    partial.replace(weights)
+    partial = config_file.with_name(f".{config_file.name}.{os.getpid()}")
+    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    partial.replace(config_file)
+    return weights

@@ -9,9 +9,7 @@ with torch's weights-only loader, which runs no code, and written once as `<name
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import os
 import pathlib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -19,9 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from vllm_specplug.models.checkpoint_files import read_safetensors
+from vllm_specplug.models.checkpoint_files import (
+    check_tensors,
+    draft_token_ids,
+    read_json_object,
+    read_safetensors,
+    write_checkpoint,
+)
 from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
 
 logger = logging.getLogger(__name__)
@@ -77,13 +80,7 @@ def load_local_head(
     head.requires_grad_(False)
     target_ids = None
     if d2t is not None:
-        target_ids = d2t.to(torch.int64) + torch.arange(len(d2t))
-        low, high = int(target_ids.min()), int(target_ids.max())
-        if low < 0 or high >= config.vocab_size or target_ids.unique().numel() != len(d2t):
-            raise ValueError(
-                f"local head {str(path)!r}: d2t maps to target ids {low}..{high}, legal: distinct "
-                f"ids within 0..{config.vocab_size - 1}; the map belongs to another tokenizer"
-            )
+        target_ids = draft_token_ids(d2t, config.vocab_size)
     return head.eval(), target_ids
 
 
@@ -111,7 +108,6 @@ def save_local_head(
     config = head.config
     assert (d2t is not None) == (config.draft_vocab_size < config.vocab_size)
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in head.state_dict().items()
@@ -171,18 +167,13 @@ def _read(
 
 
 def _read_config(file: Path) -> LocalHeadConfig:
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"local head: {str(file)!r} is missing; it must stand beside the weights"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is not JSON: {error}; fetch the head again") from None
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+    if not file.is_file():
+        raise ValueError(f"local head: {str(file)!r} is missing; it must stand beside the weights")
+    raw = read_json_object(file, "a config")
+    if raw.get("format") != FORMAT:
         raise ValueError(
             f"{file} does not describe a local head (format = "
-            f"{raw.get('format') if isinstance(raw, dict) else None!r}, legal: {FORMAT!r}); "
+            f"{raw.get('format')!r}, legal: {FORMAT!r}); "
             "give a folder written by `specplug train dels` or a released local_head.pt"
         )
     names = {field.name for field in fields(LocalHeadConfig)}
@@ -204,16 +195,8 @@ def _write(
     metadata: dict[str, str],
     source: dict[str, Any] | None = None,
 ) -> Path:
-    """Weights first, then the config that makes them valid; each appears whole or not at all."""
     raw = {"format": FORMAT, **asdict(config), **({"source": source} if source else {})}
-    partial = weights.with_name(f".{weights.name}.{os.getpid()}")
-    save_file(tensors, partial, metadata={"format": "pt", **metadata})
-    partial.chmod(0o644)  # safetensors writes files that only their owner reads
-    os.replace(partial, weights)
-    partial = config_file.with_name(f".{config_file.name}.{os.getpid()}")
-    partial.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, config_file)
-    return weights
+    return write_checkpoint(weights, config_file, tensors, raw, metadata)
 
 
 def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
@@ -223,7 +206,7 @@ def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torc
     weights, config_file = file.with_suffix(".safetensors"), file.with_suffix(".json")
     if weights.is_file() and config_file.is_file():
         try:
-            known = json.loads(config_file.read_text(encoding="utf-8")).get("source")
+            known = read_json_object(config_file, "a config").get("source")
         except ValueError:
             known = None
         if known == source:
@@ -339,23 +322,7 @@ def _check_tensors(
         expected = {name: tuple(t.shape) for name, t in LocalHead(config).state_dict().items()}
     if config.draft_vocab_size < config.vocab_size:
         expected["d2t"] = (config.draft_vocab_size,)
-    problems = [f"missing {n} {list(s)}" for n, s in sorted(expected.items()) if n not in tensors]
-    problems += [
-        f"unexpected {name} {list(tensor.shape)}"
-        for name, tensor in sorted(tensors.items())
-        if name not in expected
-    ]
-    problems += [
-        f"misshapen {name}: config says {list(expected[name])}, checkpoint has {list(tensor.shape)}"
-        for name, tensor in sorted(tensors.items())
-        if name in expected and tuple(tensor.shape) != expected[name]
-    ]
-    if problems:
-        raise ValueError(
-            f"local head {str(file)!r} does not fit its configuration: "
-            + "; ".join(problems)
-            + ". Use the configuration and weights of one release"
-        )
+    check_tensors(f"local head {str(file)!r}", expected, tensors)
 
 
 def _field(config: Any, name: str) -> Any:

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from vllm_specplug.models.checkpoint import WEIGHTS_NAME, check_d2t, read_tensors
+from vllm_specplug.models.checkpoint import WEIGHTS_NAME, read_tensors
+from vllm_specplug.models.checkpoint_files import check_tensors, draft_token_ids, write_checkpoint
 from vllm_specplug.models.longspec_config import LongSpecConfig
 from vllm_specplug.models.longspec_head import LongSpecHead
 
@@ -59,8 +58,7 @@ def load_longspec_head(
     d2t = tensors.get("d2t")
     if d2t is None:
         return head.eval(), LongSpecExtras()
-    d2t = check_d2t(d2t.to(torch.int64), config)  # type: ignore[arg-type]
-    return head.eval(), LongSpecExtras(d2t + torch.arange(len(d2t)))
+    return head.eval(), LongSpecExtras(draft_token_ids(d2t, config.vocab_size))
 
 
 def inspect_longspec_head(directory: str | Path, target_config: Any) -> LongSpecConfig:
@@ -77,23 +75,17 @@ def save_longspec_head(
 ) -> Path:
     """Writes config.json and model.safetensors, each replaced atomically; returns the latter."""
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in head.state_dict().items()
     }
     if target_ids is not None:
-        ids = target_ids.to("cpu", torch.int64)
-        tensors["d2t"] = check_d2t(ids - torch.arange(len(ids)), head.config)  # type: ignore
-    weights, config = directory / WEIGHTS_NAME, directory / "config.json"
-    partial = weights.with_suffix(".tmp")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.chmod(0o644)  # safetensors writes files that only their owner reads
-    partial.replace(weights)
-    partial = config.with_suffix(".tmp")
-    partial.write_text(json.dumps(head.config.to_dict(), indent=2) + "\n", encoding="utf-8")
-    partial.replace(config)
-    return weights
+        d2t = target_ids.to("cpu", torch.int64) - torch.arange(len(target_ids))
+        draft_token_ids(d2t, head.config.vocab_size)
+        tensors["d2t"] = d2t
+    return write_checkpoint(
+        directory / WEIGHTS_NAME, directory / "config.json", tensors, head.config.to_dict()
+    )
 
 
 def _inspect(
@@ -125,28 +117,6 @@ def _check_tensors(
 ) -> None:
     with torch.device("meta"):
         expected = {k: tuple(v.shape) for k, v in LongSpecHead(config).state_dict().items()}
-    problems = [
-        f"missing {name} {list(shape)}"
-        for name, shape in sorted(expected.items())
-        if name not in tensors
-    ]
     if config.draft_vocab_size < config.vocab_size:
         expected["d2t"] = (config.draft_vocab_size,)
-        if "d2t" not in tensors:
-            problems.append(f"missing d2t [{config.draft_vocab_size}] (draft_vocab_size is set)")
-    problems += [
-        f"unexpected {name} {list(tensor.shape)}"
-        for name, tensor in sorted(tensors.items())
-        if name not in expected and name not in _UNUSED
-    ]
-    problems += [
-        f"misshapen {name}: config says {list(expected[name])}, checkpoint has {list(tensor.shape)}"
-        for name, tensor in sorted(tensors.items())
-        if name in expected and tuple(tensor.shape) != expected[name]
-    ]
-    if problems:
-        raise ValueError(
-            f"draft head {str(directory)!r} does not fit its config.json: "
-            + "; ".join(problems)
-            + ". Use the config and weights of one release"
-        )
+    check_tensors(f"draft head {str(directory)!r}", expected, tensors, ignored=_UNUSED)

@@ -13,7 +13,6 @@ Published checkpoints hold the whole target; only `model.medusa_layers.*` is rea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,11 +20,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 
 from vllm_specplug.models.checkpoint import read_tensors
-from vllm_specplug.models.checkpoint_files import read_json_object
+from vllm_specplug.models.checkpoint_files import (
+    check_tensors,
+    draft_token_ids,
+    read_json_object,
+    write_checkpoint,
+)
 
 WEIGHTS_NAME = "model.safetensors"
 _MAP = "d2t"
@@ -150,13 +153,7 @@ def load_heads(
     _check_tensors(directory, config, tensors)
     target_ids = None
     if _MAP in tensors:
-        target_ids = tensors.pop(_MAP).long() + torch.arange(config.draft_vocab_size)
-        low, high = int(target_ids.min()), int(target_ids.max())
-        if low < 0 or high >= config.vocab_size or target_ids.unique().numel() < len(target_ids):
-            raise ValueError(
-                f"draft head {str(directory)!r}: d2t maps to target ids {low}..{high}, legal: "
-                f"distinct ids 0..{config.vocab_size - 1}; the map belongs to another tokenizer"
-            )
+        target_ids = draft_token_ids(tensors.pop(_MAP), config.vocab_size)
     with torch.device("meta"):
         heads = TokenSwiftHeads(config)
     heads.load_state_dict(tensors, assign=True)
@@ -176,7 +173,6 @@ def save_heads(
     Both files are replaced atomically. Returns the weights' path.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"model.{name}": tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in heads.state_dict().items()
@@ -184,16 +180,9 @@ def save_heads(
     if target_ids is not None:
         assert len(target_ids) == heads.config.draft_vocab_size
         tensors[_MAP] = target_ids.cpu().long() - torch.arange(len(target_ids))
-    weights = directory / WEIGHTS_NAME
-    partial = weights.with_suffix(".tmp")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.chmod(0o644)  # safetensors writes files that only their owner reads
-    partial.replace(weights)
-    config = directory / "config.json"
-    partial = config.with_suffix(".tmp")
-    partial.write_text(json.dumps(heads.config.to_dict(), indent=2) + "\n", encoding="utf-8")
-    partial.replace(config)
-    return weights
+    return write_checkpoint(
+        directory / WEIGHTS_NAME, directory / "config.json", tensors, heads.config.to_dict()
+    )
 
 
 def _check_target(config: TokenSwiftConfig, target: Any) -> None:
@@ -213,21 +202,7 @@ def _check_tensors(
         expected = {n: tuple(t.shape) for n, t in TokenSwiftHeads(config).state_dict().items()}
     if config.draft_vocab_size < config.vocab_size:
         expected[_MAP] = (config.draft_vocab_size,)
-    problems = [f"missing {n} {list(s)}" for n, s in sorted(expected.items()) if n not in tensors]
-    problems += [
-        f"unexpected {n} {list(t.shape)}" for n, t in sorted(tensors.items()) if n not in expected
-    ]
-    problems += [
-        f"misshapen {n}: config says {list(expected[n])}, checkpoint has {list(t.shape)}"
-        for n, t in sorted(tensors.items())
-        if n in expected and tuple(t.shape) != expected[n]
-    ]
-    if problems:
-        raise ValueError(
-            f"draft head {str(directory)!r} does not fit its config.json: "
-            + "; ".join(problems)
-            + ". Use the config and weights of one release"
-        )
+    check_tensors(f"draft head {str(directory)!r}", expected, tensors)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -102,12 +102,12 @@ def test_a_changed_pickle_is_converted_again(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_no_obstacle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import vllm_specplug.models.local_checkpoint as module
+    from vllm_specplug.models import checkpoint_files
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("read-only")
 
-    monkeypatch.setattr(module, "save_file", refuse)
+    monkeypatch.setattr(checkpoint_files, "save_file", refuse)
     torch.save(released("gru_factorized"), tmp_path / "local_head.pt")
     assert inspect_local_head(tmp_path, TARGET).kind == "gru"
     assert [p.name for p in tmp_path.iterdir()] == ["local_head.pt"]
