@@ -27,18 +27,32 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # All engines live here and take turns.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
+ROOT = Path(__file__).resolve().parents[1]
 CHAIN = {"tree_width": 1}
 
 
-def configurations(nodes: int, dels_options: dict[str, Any]) -> dict[str, dict[str, Any] | None]:
+MARKOV = {
+    "local_head": str(ROOT / "heads" / "smollm2-135m-dels-markov"),
+    # The best of the grid in bench/results/dels_acceptance.md.
+    "alpha": 0.6,
+    "beta": 0.5,
+}
+HEADS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("JetSpec", "jetspec", {}),
+    ("DFlash", "ddtree", {}),
+    ("DeLS GRU", "dels", {}),
+    ("DeLS Markov", "dels", MARKOV),
+)
+
+
+def configurations(nodes: int) -> dict[str, dict[str, Any] | None]:
     """Name of a line to its --speculative-config; None is plain vLLM."""
     from vllm_specplug.targets import speculative_config
 
     shared = {"num_speculative_tokens": nodes, "tree_budget": nodes, "ngram_topk": 0}
     lines: dict[str, dict[str, Any] | None] = {"plain": None}
-    for method, name in (("jetspec", "JetSpec"), ("ddtree", "DFlash"), ("dels", "DeLS")):
-        extra = dels_options if method == "dels" else {}
-        config = {**speculative_config("smollm2", method), **shared, **extra}
+    for name, method, extra in HEADS:
+        config = {**speculative_config("smollm2", method), **extra, **shared}
         lines[f"{name} chain"] = {**config, **CHAIN}
         lines[f"{name} tree"] = config
     del lines["JetSpec chain"]
@@ -100,8 +114,6 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--batches", default="1,4")
-    parser.add_argument("--alpha", type=float, default=0.3)
-    parser.add_argument("--beta", type=float, default=0.3)
     parser.add_argument(
         "--time-limit", type=float, default=300.0, help="seconds; stops a round late"
     )
@@ -116,7 +128,7 @@ def main() -> None:
     prompts = token_prompts(args.data, args.prompts, model)
     recorder = Recorder()
     engines: dict[str, Any] = {}
-    lines = configurations(args.nodes, {"alpha": args.alpha, "beta": args.beta})
+    lines = configurations(args.nodes)
     for name, config in lines.items():
         engines[name] = LLM(
             model,
@@ -163,14 +175,17 @@ def report(results: list[tuple[int, dict[str, dict[str, Any]]]], args: argparse.
     import torch
     import vllm
 
+    from vllm_specplug.bench.provenance import commit
+
     rows = [
         "# Block heads with and without a local head",
         "",
         f"`python {shlex.join(sys.argv)}`",
         "",
-        f"vLLM {vllm.__version__}, torch {torch.__version__}, {os.cpu_count()} cores of "
-        f"{cpu_name()}, SmolLM2-135M-Instruct in bfloat16, greedy, {args.nodes} nodes a tree, no "
-        "n-gram branches. The engines answer the same prompts in turn; ratios are within this run.",
+        f"vLLM {vllm.__version__}, torch {torch.__version__}, commit {commit()}, "
+        f"{len(os.sched_getaffinity(0))} core(s) of {cpu_name()}, SmolLM2-135M-Instruct in "
+        f"bfloat16, greedy, {args.nodes} nodes a tree, no n-gram branches. The engines answer the "
+        "same prompts in turn; ratios are within this run.",
     ]
     for batch, totals in results:
         plain = sum(totals["plain"]["tokens"]) / sum(totals["plain"]["seconds"])
@@ -190,13 +205,14 @@ def report(results: list[tuple[int, dict[str, dict[str, Any]]]], args: argparse.
                 draft = f"{statistics.median(total['draft_ms']):.2f}"
             rows.append(f"| {name} | {speed:.1f} | {speed / plain:.2f} x | {length} | {draft} |")
         for shape in ("chain", "tree"):
-            alone, fused = (
+            alone, gru, markov = (
                 statistics.median(totals[f"{name} {shape}"]["draft_ms"])
-                for name in ("DFlash", "DeLS")
+                for name in ("DFlash", "DeLS GRU", "DeLS Markov")
             )
             rows += [
                 "",
-                f"The local head adds {100 * (fused / alone - 1):.0f} % to a {shape}'s draft.",
+                f"The local head adds {100 * (gru / alone - 1):.0f} % (GRU) and "
+                f"{100 * (markov / alone - 1):.0f} % (Markov) to a {shape}'s draft.",
             ]
     return "\n".join(rows) + "\n"
 
