@@ -71,6 +71,24 @@ class TargetWeights:
     """Makes a matrix product from weight [out, in] and bias [out] or None, packed for the
     device."""
 
+    def make_lm_head(
+        self, target_ids: torch.Tensor | None, own: torch.Tensor | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Scores over a draft vocabulary: [T, H] -> [T, V'].
+
+        Args:
+            target_ids: int64 [V'], the target token of each draft id; None for the whole
+                vocabulary.
+            own: [V', H] of a head that ships its LM head; None takes the target's rows.
+        """
+        weight = own
+        if weight is None:
+            weight = self.lm_head
+            if target_ids is not None:
+                weight = weight[target_ids.to(weight.device)]
+        weight = weight.to(device=self.device, dtype=self.dtype).contiguous()
+        return self.make_linear(weight, None)
+
 
 @dataclass(frozen=True)
 class DraftCacheSpec:

@@ -22,10 +22,10 @@ from vllm_specplug.drafters.base import (
     TargetWeights,
 )
 from vllm_specplug.drafters.fused_head import FusedBlockHead
-from vllm_specplug.drafters.ngram import NgramBranches
+from vllm_specplug.drafters.ngram import ngram_branches
 from vllm_specplug.kernels import build_best_first, can_build_best_first, top_candidates
 from vllm_specplug.models.checkpoint import load_block_head
-from vllm_specplug.tree import DraftTree, build_tree, merge_trees
+from vllm_specplug.tree import DraftTree, build_tree
 
 
 class BlockHeadDrafter(Drafter):
@@ -48,20 +48,9 @@ class BlockHeadDrafter(Drafter):
         self.target_ids: torch.Tensor | None = None
         if extras.d2t is not None:
             self.target_ids = extras.target_ids(self.config.draft_vocab_size).to(target.device)
-        lm_head = extras.lm_head
-        if lm_head is None:
-            lm_head = target.lm_head
-            if self.target_ids is not None:
-                lm_head = lm_head[self.target_ids.to(lm_head.device)]
-        lm_head = lm_head.to(device=target.device, dtype=target.dtype).contiguous()
-        # [T, H] -> [T, V']
-        self.lm_head = target.make_linear(lm_head, None)
+        self.lm_head = target.make_lm_head(self.target_ids, extras.lm_head)
         self.head = FusedBlockHead(head, self.options.max_model_len, target.make_linear)
-        self.ngrams: NgramBranches | None = None
-        if self.options.ngram_topk:
-            self.ngrams = NgramBranches(
-                self.options.ngram_topk, self.options.max_depth, self.options.ngram_size
-            )
+        self.ngrams = ngram_branches(self.options)
 
     def cache_specs(self) -> list[DraftCacheSpec]:
         spec = DraftCacheSpec(self.config.num_key_value_heads, self.config.head_dim)
@@ -95,14 +84,7 @@ class BlockHeadDrafter(Drafter):
             depths = [min(depth, deepest) for depth in forward.depths]
             for r, tree in zip(chosen, self._build(forward, depths), strict=True):
                 trees[r] = tree
-        if self.ngrams is not None:
-            for r, tree in enumerate(trees):
-                if requests.widths[r] > 1:
-                    branches = self.ngrams.branches(
-                        requests.req_ids[r], requests.token_ids[r], requests.depths[r]
-                    )
-                    trees[r] = merge_trees([tree, *branches], requests.budgets[r])
-        return trees
+        return trees if self.ngrams is None else self.ngrams.added_to(trees, requests)
 
     def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
         """The head's own trees."""
@@ -110,17 +92,11 @@ class BlockHeadDrafter(Drafter):
         token_ids, log_probs = self.candidates(requests, max(depths), max(widths))
         compiled = can_build_best_first(token_ids.device) and min(widths) == max(widths)
         if options.tree_builder == "best_first" and compiled:
-            tokens, parents, node_depths, scores, counts = (
-                array.numpy()
-                for array in build_best_first(
-                    token_ids, log_probs, torch.tensor(budgets).int(), torch.tensor(depths).int(),
-                    widths[0],
-                )
+            built = build_best_first(
+                token_ids, log_probs, torch.tensor(budgets).int(), torch.tensor(depths).int(),
+                widths[0],
             )  # fmt: skip
-            return [
-                DraftTree(tokens[r, :n], parents[r, :n], node_depths[r, :n], scores[r, :n])
-                for r, n in enumerate(counts.tolist())
-            ]
+            return DraftTree.split(*(array.numpy() for array in built))
         ids, logps = token_ids.cpu().numpy(), log_probs.cpu().numpy()
         return [
             build_tree(

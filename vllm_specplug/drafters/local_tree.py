@@ -34,7 +34,8 @@ from vllm_specplug.kernels import (
     markov_weights,
 )
 from vllm_specplug.models.local_head import LocalHead
-from vllm_specplug.tree import DraftTree, Expand, grow_tree
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.beam import Expand, Frontier, draft_level_by_level
 
 
 class LocalTreeBuilder:
@@ -107,10 +108,22 @@ class LocalTreeBuilder:
         budgets: Sequence[int],
         depths: Sequence[int],
         widths: Sequence[int],
+        *,
+        compiled: bool = True,
     ) -> list[DraftTree]:
-        """One tree per request, exactly best-first over the fused distributions."""
-        if self.weights is None:
-            return self.build_readable(ids, log_probs, anchors, budgets, depths, widths)
+        """One tree per request, exactly best-first over the fused distributions.
+
+        Without `compiled` kernels (none for this device, or not wanted) one request at a time;
+        that is their oracle.
+        """
+        if self.weights is None or not compiled:
+            trees = []
+            for r, anchor in enumerate(anchors):
+                expand = self.expander(ids[r], log_probs[r], widths[r])
+                trees += draft_level_by_level(
+                    [anchor], [budgets[r]], [depths[r]], [widths[r]], expand, frontier_width=None
+                )
+            return trees
         roots = None
         if self.options.anchor_input:
             # [R, 3 S] or [R, r]
@@ -126,31 +139,8 @@ class LocalTreeBuilder:
             roots,
         )
         token_ids = self.draft_ids[tokens.clamp_(0, len(self.draft_ids) - 1)].numpy()
-        parents, node_depths, scores = parents.numpy(), node_depths.numpy(), scores.numpy()
-        return [
-            DraftTree(token_ids[r, :n], parents[r, :n], node_depths[r, :n], scores[r, :n])
-            for r, n in enumerate(counts.tolist())
-        ]
-
-    def build_readable(
-        self,
-        ids: torch.Tensor,
-        log_probs: torch.Tensor,
-        anchors: Sequence[int],
-        budgets: Sequence[int],
-        depths: Sequence[int],
-        widths: Sequence[int],
-    ) -> list[DraftTree]:
-        """`build` without compiled kernels, one request at a time; their oracle."""
-        return [
-            grow_tree(
-                self.expander(ids[r], log_probs[r], anchors[r], widths[r]),
-                budgets[r],
-                tree_width=widths[r],
-                tree_depth=depths[r],
-            )
-            for r in range(len(anchors))
-        ]
+        arrays = (parents, node_depths, scores, counts)
+        return DraftTree.split(token_ids, *(array.numpy() for array in arrays))
 
     def _make_gates(self) -> None:
         """The table the fused step reads, where there is a GRU and the table fits."""
@@ -220,10 +210,8 @@ class LocalTreeBuilder:
         gates = F.linear(x.to(w_ih.dtype), w_ih).float().unflatten(-1, (3, -1))
         return F.pad(gates, (0, self.weights.state_size - gates.shape[-1])).flatten(1)
 
-    def expander(
-        self, ids: torch.Tensor, log_probs: torch.Tensor, anchor: int, width: int
-    ) -> Expand:
-        """Children by the fused distributions of one request's frontier.
+    def expander(self, ids: torch.Tensor, log_probs: torch.Tensor, width: int) -> Expand:
+        """Children by the fused distributions, of frontiers of one request.
 
         ids and log_probs [D, M] of the block head; `width` children of each node are wanted.
         """
@@ -231,21 +219,19 @@ class LocalTreeBuilder:
         # Of the frontier that was expanded last, one row a node.
         states = ranks = torch.empty(0)
 
-        def expand(
-            depth: int, parents: np.ndarray, tokens: np.ndarray
-        ) -> tuple[np.ndarray, np.ndarray]:
+        def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
             nonlocal states, ranks
-            if depth == 1:
+            depth = frontier.depth
+            if depth == 0:
                 states = head.initial_state(1)
-                if options.anchor_input:
-                    read = torch.tensor([anchor], device=states.device)
-                    ranks, states = head.step(read, states, self.embed_tokens)
-            else:
-                read = torch.from_numpy(tokens).to(states.device)
-                ranks, states = self._step(read, torch.from_numpy(parents), states)
-            candidates, own = ids[depth - 1], log_probs[depth - 1].float()
-            fused = own.expand(len(tokens), -1)
-            alpha, beta = options.alpha[depth - 1], options.beta[depth - 1]
+            read = torch.from_numpy(frontier.token_ids).to(states.device)
+            if depth:
+                ranks, states = self._step(read, torch.from_numpy(frontier.parent_rows), states)
+            elif options.anchor_input:
+                ranks, states = head.step(read, states, self.embed_tokens)
+            candidates, own = ids[depth], log_probs[depth].float()
+            fused = own.expand(len(frontier), -1)
+            alpha, beta = options.alpha[depth], options.beta[depth]
             if alpha:
                 fused = fused + alpha * (ranks @ self.output_table[candidates].T).float()
             if beta:

@@ -25,10 +25,10 @@ from vllm_specplug.drafters.base import (
     WindowSpec,
 )
 from vllm_specplug.drafters.fused_head import plain_linear
-from vllm_specplug.drafters.ngram import NgramBranches
+from vllm_specplug.drafters.ngram import ngram_branches
 from vllm_specplug.models.longspec_checkpoint import load_longspec_head
 from vllm_specplug.models.longspec_head import CrossAttend, LongSpecHead, SelfAttend
-from vllm_specplug.tree import DraftTree, merge_trees
+from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import BranchRows, Expand, Frontier, draft_level_by_level
 
 
@@ -121,18 +121,9 @@ class LongSpecDrafter(Drafter):
         self.embed_tokens = target.embed_tokens.to(device=target.device, dtype=target.dtype)
         # [V'] target id of each draft id, where the draft vocabulary is reduced
         self.target_ids = extras.target_ids
-        lm_head = target.lm_head
-        if self.target_ids is not None:
-            lm_head = lm_head[self.target_ids.to(lm_head.device)]
-        lm_head = lm_head.to(device=target.device, dtype=target.dtype).contiguous()
-        # [T, H] -> [T, V']
-        self.lm_head = target.make_linear(lm_head, None)
+        self.lm_head = target.make_lm_head(self.target_ids)
         self.head = FusedLongSpecHead(head, self.options.max_model_len, target.make_linear)
-        self.ngrams: NgramBranches | None = None
-        if self.options.ngram_topk:
-            self.ngrams = NgramBranches(
-                self.options.ngram_topk, self.options.max_depth, self.options.ngram_size
-            )
+        self.ngrams = ngram_branches(self.options)
 
     def cache_specs(self) -> list[DraftCacheSpec]:
         return []
@@ -165,15 +156,7 @@ class LongSpecDrafter(Drafter):
         if chosen:
             for r, tree in zip(chosen, self._draft(drafted), strict=True):
                 trees[r] = tree
-        if self.ngrams is None:
-            return trees
-        for r, tree in enumerate(trees):
-            if requests.widths[r] > 1:
-                branches = self.ngrams.branches(
-                    requests.req_ids[r], requests.token_ids[r], requests.depths[r]
-                )
-                trees[r] = merge_trees([tree, *branches], requests.budgets[r])
-        return trees
+        return trees if self.ngrams is None else self.ngrams.added_to(trees, requests)
 
     def _draft(self, requests: DraftRequests) -> list[DraftTree]:
         self._fill_windows(requests)

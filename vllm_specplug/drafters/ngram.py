@@ -19,6 +19,7 @@ from vllm_specplug.drafters.base import (
     CommittedTokens,
     DraftCacheSpec,
     Drafter,
+    DrafterOptions,
     DraftRequests,
     TargetWeights,
 )
@@ -181,6 +182,17 @@ class NgramBranches:
             )
         return trees
 
+    def added_to(self, trees: Sequence[DraftTree], requests: DraftRequests) -> list[DraftTree]:
+        """The trees [R] with branches merged in, within budget; chains stay as they are."""
+        merged = list(trees)
+        for r, tree in enumerate(trees):
+            if requests.widths[r] > 1:
+                branches = self.branches(
+                    requests.req_ids[r], requests.token_ids[r], requests.depths[r]
+                )
+                merged[r] = merge_trees([tree, *branches], requests.budgets[r])
+        return merged
+
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops finished requests."""
         for req_id in req_ids:
@@ -193,6 +205,13 @@ class NgramBranches:
         for rank, (size, branch) in enumerate(found):
             actual = tokens[position : position + len(branch)]
             self.statistics.observe(size, rank, branch, actual)
+
+
+def ngram_branches(options: DrafterOptions) -> NgramBranches | None:
+    """The branches a drafter adds to its own trees; None where it adds none."""
+    if not options.ngram_topk:
+        return None
+    return NgramBranches(options.ngram_topk, options.max_depth, options.ngram_size)
 
 
 class NgramTreeDrafter(Drafter):

@@ -33,7 +33,7 @@ from vllm_specplug.drafters.base import (
     TargetWeights,
 )
 from vllm_specplug.drafters.draft_source import SourceChooser
-from vllm_specplug.drafters.ngram import NgramBranches
+from vllm_specplug.drafters.ngram import ngram_branches
 from vllm_specplug.models.tokenswift_heads import load_heads
 from vllm_specplug.tree import DraftTree, build_tree, merge_trees
 from vllm_specplug.tree.static_tree import build_static
@@ -54,17 +54,11 @@ class TokenSwiftDrafter(Drafter):
         # int64 [V'] target id of each draft id, and [V] the way back, -1 where there is none
         self.target_ids = target_ids
         self.draft_ids: torch.Tensor | None = None
-        lm_head = target.lm_head
         if target_ids is not None:
             self.draft_ids = torch.full((heads.config.vocab_size,), -1)
             self.draft_ids[target_ids] = torch.arange(len(target_ids))
-            lm_head = lm_head[target_ids.to(lm_head.device)]
-        lm_head = lm_head.to(device=target.device, dtype=target.dtype).contiguous()
-        # [T, H] -> [T, V']
-        self.lm_head = target.make_linear(lm_head, None)
-        self.ngrams: NgramBranches | None = None
-        if options.ngram_topk:
-            self.ngrams = NgramBranches(options.ngram_topk, options.max_depth, options.ngram_size)
+        self.lm_head = target.make_lm_head(self.target_ids)
+        self.ngrams = ngram_branches(options)
         self.chooser = SourceChooser(self._sources())
         # Accepted tokens by where they were drafted: "heads", "ngrams" or "both".
         self.accepted_from: Counter[str] = Counter()

@@ -7,7 +7,6 @@ from vllm_specplug.tree.builders import (
     build_tree,
     build_trees,
 )
-from vllm_specplug.tree.conditional import Expand, grow_tree
 from vllm_specplug.tree.draft_tree import ROOT, DraftTree
 from vllm_specplug.tree.merge import merge_trees
 
@@ -16,9 +15,7 @@ __all__ = [
     "DEFAULT_HYBRID_LAMBDA",
     "ROOT",
     "DraftTree",
-    "Expand",
     "build_tree",
     "build_trees",
-    "grow_tree",
     "merge_trees",
 ]

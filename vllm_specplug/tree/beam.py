@@ -32,14 +32,19 @@ def default_beam_widths(budget: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Nodes whose children are drafted next, requests in order, nodes of one in order."""
+    """Nodes whose children are drafted next: request by request, best first within each.
+
+    Nodes go by number, in the order in which those of their request were drafted.
+    """
 
     # [F] index into the requests
     requests: np.ndarray
-    # [F] node index within the request's tree so far, ROOT (-1) for the anchor
+    # [F] node, ROOT (-1) for the anchor
     nodes: np.ndarray
-    # [F] node index of the parent; ROOT for anchors and for children of the root
+    # [F] its parent; ROOT for anchors and for children of the root
     parents: np.ndarray
+    # [F] row of its parent in the frontier before this one; ROOT for anchors
+    parent_rows: np.ndarray
     # [F]
     token_ids: np.ndarray
     # levels drafted so far: 0 when the frontier holds the anchors
@@ -49,34 +54,71 @@ class Frontier:
         return len(self.nodes)
 
 
-# frontier -> candidate token ids int64 [F, K], their log-probabilities float32 [F, K]
+# frontier -> candidate token ids int64 [F, K], best first, and their log-probabilities given the
+# branch float32 [F, K], none of them positive. A row ends at its first that is not finite.
 Expand = Callable[[Frontier], tuple[np.ndarray, np.ndarray]]
+
+# `row`: of the parent in the frontier that it was drafted from
+_NODE = np.dtype(
+    [
+        ("number", np.int64),
+        ("parent", np.int64),
+        ("row", np.int64),
+        ("token", np.int64),
+        ("depth", np.int32),
+        ("score", np.float64),
+    ]
+)
 
 
 class _Growing:
-    """One request's tree while it grows."""
+    """The best nodes of one request so far, best first; of equal ones the first drafted."""
 
     def __init__(self, anchor: int) -> None:
-        self.anchor = anchor
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.depths: list[int] = []
-        self.scores: list[float] = []
+        self.nodes = np.empty(0, _NODE)
+        self.front = np.array([(ROOT, ROOT, ROOT, anchor, 0, 0.0)], _NODE)
+        self.drafted = 0
 
-    def tree(self, budget: int) -> DraftTree:
-        """The `budget` best nodes; an ancestor never scores less than its descendants."""
-        kept = range(len(self.tokens))
-        if len(self.tokens) > budget:
-            # A stable sort: of equal scores the ancestor, which came first, stays first.
-            order = np.argsort(-np.asarray(self.scores), kind="stable")[:budget]
-            kept = np.sort(order).tolist()
-        place = {node: i for i, node in enumerate(kept)}
-        place[ROOT] = ROOT
+    def grow(
+        self,
+        # [f, K] of `front`, which begins at row `start` of the frontier of all requests
+        ids: np.ndarray,
+        log_probs: np.ndarray,
+        start: int,
+        *,
+        widest: int,
+        budget: int,
+        frontier_width: int | None,
+    ) -> None:
+        """Drafts a level of at most `widest` nodes, keeps the best `budget` of all levels, and
+        leaves in `front` those of the new level that were kept."""
+        depth = int(self.front["depth"][0]) + 1
+        usable = np.logical_and.accumulate(np.isfinite(log_probs), axis=1)
+        rows = np.nonzero(usable)[0]
+        scores = self.front["score"][rows] + log_probs[usable]
+        # Stable sorts: of equal scores the one drafted first, hence the ancestor, stays first.
+        order = np.argsort(-scores, kind="stable")[:widest]
+        level = np.empty(len(order), _NODE)
+        level["number"] = np.arange(self.drafted, self.drafted + len(order))
+        level["parent"] = self.front["number"][rows[order]]
+        level["row"] = start + rows[order]
+        level["token"] = ids[usable][order]
+        level["depth"] = depth
+        level["score"] = scores[order]
+        self.drafted += len(order)
+        nodes = np.concatenate((self.nodes, level))
+        self.nodes = nodes[np.argsort(-nodes["score"], kind="stable")[:budget]]
+        self.front = self.nodes[self.nodes["depth"] == depth][:frontier_width]
+
+    def tree(self) -> DraftTree:
+        """All nodes, as they are."""
+        places = np.full(self.drafted + 1, ROOT, np.int32)  # parent -1 looks itself up at the end
+        places[self.nodes["number"]] = np.arange(len(self.nodes), dtype=np.int32)
         return DraftTree(
-            token_ids=np.array([self.tokens[n] for n in kept], dtype=np.int64),
-            parent_indices=np.array([place[self.parents[n]] for n in kept], dtype=np.int32),
-            depths=np.array([self.depths[n] for n in kept], dtype=np.int32),
-            scores=np.array([self.scores[n] for n in kept], dtype=np.float32),
+            token_ids=self.nodes["token"].copy(),
+            parent_indices=places[self.nodes["parent"]],
+            depths=self.nodes["depth"].copy(),
+            scores=self.nodes["score"].astype(np.float32),
         )
 
 
@@ -88,106 +130,67 @@ def draft_level_by_level(
     expand: Expand,
     *,
     beam_widths: Sequence[int] | None = None,
-    frontier_width: int = 16,
+    frontier_width: int | None = 16,
 ) -> list[DraftTree]:
     """Trees of R requests, one call of `expand` a level.
 
-    With `beam_widths` the published dynamic beam: level d keeps the `beam_widths[d]` best
-    children, by cumulative log-probability, of all nodes of the level before; those that are not
-    expanded stay as leaves. Without, best-first under the node budget: every candidate competes
-    with all drafted so far, and a node is expanded only while it is among the best `budget`. No
-    descendant of another node could enter the tree, so the result is the exact best-first tree
-    unless a level had more than `frontier_width` such nodes.
+    Only the best `budget` nodes of all levels so far are kept. A child never scores more than its
+    parent, so what falls out could not come back with its children, and only what is left of the
+    newest level is expanded. Nodes come out best first, parents before children: every prefix of a
+    tree is the best tree of its size.
+
+    Without `beam_widths` that is the exact best-first tree, unless a level had more than
+    `frontier_width` nodes to expand. With them it is the published dynamic beam: level d holds no
+    more than the `beam_widths[d]` best children of all nodes of the level before.
 
     Args:
         anchors: [R] tokens at the roots.
         budgets: [R] most nodes of each tree.
         depths: [R] deepest level of each.
         tree_widths: [R] most children of one node; 1 drafts a chain.
-        expand: drafts the children of a frontier; called with the anchors first. The log-
-            probabilities must not be positive.
+        expand: drafts the children of a frontier; called with the anchors first.
         beam_widths: widths of the levels, or None.
-        frontier_width: most nodes of one request expanded in one level, without `beam_widths`.
+        frontier_width: most nodes of one request expanded in one level, without `beam_widths`;
+            None for any number.
     """
     growing = [_Growing(anchor) for anchor in anchors]
     levels = max(depths, default=0)
     if beam_widths is not None:
         levels = min(levels, len(beam_widths))
-    fronts: list[list[int]] = [
-        [ROOT] if min(budgets[r], depths[r]) > 0 else [] for r in range(len(anchors))
-    ]
+        frontier_width = None
     for level in range(levels):
-        frontier = _frontier(growing, fronts, level)
-        if not len(frontier):
+        expanded = [
+            r
+            for r, tree in enumerate(growing)
+            if budgets[r] > 0 and level < depths[r] and len(tree.front)
+        ]
+        if not expanded:
             break
+        counts = [len(growing[r].front) for r in expanded]
+        front = np.concatenate([growing[r].front for r in expanded])
+        frontier = Frontier(
+            requests=np.repeat(np.array(expanded, np.int64), counts),
+            nodes=front["number"].copy(),
+            parents=front["parent"].copy(),
+            parent_rows=front["row"].copy(),
+            token_ids=front["token"].copy(),
+            depth=level,
+        )
         ids, log_probs = expand(frontier)
         assert ids.shape == log_probs.shape and len(ids) == len(frontier), (ids.shape,)
-        at = 0
-        for r, front in enumerate(fronts):
-            rows = slice(at, at + len(front))
-            at += len(front)
-            if not front:
-                continue
-            tree = growing[r]
-            most = budgets[r] if beam_widths is None else beam_widths[level]
-            ranks = slice(0, tree_widths[r])
-            new = _grow(tree, front, ids[rows, ranks], log_probs[rows, ranks], most, level + 1)
-            if level + 1 >= depths[r]:
-                fronts[r] = []
-            elif beam_widths is None:
-                fronts[r] = _promising(tree, new, budgets[r])[:frontier_width]
-            else:
-                fronts[r] = new
-    return [tree.tree(budgets[r]) for r, tree in enumerate(growing)]
-
-
-def _frontier(growing: list[_Growing], fronts: list[list[int]], depth: int) -> Frontier:
-    pairs = [(r, node) for r, front in enumerate(fronts) for node in front]
-    return Frontier(
-        requests=np.array([r for r, _ in pairs], dtype=np.int64),
-        nodes=np.array([n for _, n in pairs], dtype=np.int64),
-        parents=np.array(
-            [ROOT if n == ROOT else growing[r].parents[n] for r, n in pairs], dtype=np.int64
-        ),
-        token_ids=np.array(
-            [growing[r].anchor if n == ROOT else growing[r].tokens[n] for r, n in pairs],
-            dtype=np.int64,
-        ),
-        depth=depth,
-    )
-
-
-def _grow(
-    tree: _Growing,
-    front: list[int],
-    # [f, K]
-    ids: np.ndarray,
-    log_probs: np.ndarray,
-    most: int,
-    depth: int,
-) -> list[int]:
-    """Adds the `most` best candidates as nodes, best first; returns their indices."""
-    above = np.array([0.0 if n == ROOT else tree.scores[n] for n in front], dtype=np.float32)
-    scores = (above[:, None] + log_probs).ravel()
-    order = np.argsort(-scores, kind="stable")[:most]
-    start = len(tree.tokens)
-    for flat in order.tolist():
-        if not np.isfinite(scores[flat]):
-            break
-        row, rank = divmod(flat, ids.shape[1])
-        tree.tokens.append(int(ids[row, rank]))
-        tree.parents.append(front[row])
-        tree.depths.append(depth)
-        tree.scores.append(float(scores[flat]))
-    return list(range(start, len(tree.tokens)))
-
-
-def _promising(tree: _Growing, new: list[int], budget: int) -> list[int]:
-    """Those of the newest nodes that are among the best `budget` of all."""
-    if len(tree.scores) <= budget:
-        return new
-    worst = np.partition(np.asarray(tree.scores), -budget)[-budget]
-    return [n for n in new if tree.scores[n] >= worst]
+        start = 0
+        for r, count in zip(expanded, counts, strict=True):
+            rows, ranks = slice(start, start + count), slice(0, tree_widths[r])
+            growing[r].grow(
+                ids[rows, ranks],
+                log_probs[rows, ranks],
+                start,
+                widest=budgets[r] if beam_widths is None else beam_widths[level],
+                budget=budgets[r],
+                frontier_width=frontier_width,
+            )
+            start += count
+    return [tree.tree() for tree in growing]
 
 
 class BranchRows:

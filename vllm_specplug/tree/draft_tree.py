@@ -64,6 +64,23 @@ class DraftTree:
             ),
         )
 
+    @classmethod
+    def split(
+        cls,
+        # [R, N] each
+        token_ids: npt.NDArray[np.int64],
+        parent_indices: npt.NDArray[np.int32],
+        depths: npt.NDArray[np.int32],
+        scores: npt.NDArray[np.float32],
+        # [R]
+        counts: npt.NDArray[np.integer],
+    ) -> list[DraftTree]:
+        """R trees from padded arrays (views): request r has the first `counts[r]` of N nodes."""
+        return [
+            cls(token_ids[r, :n], parent_indices[r, :n], depths[r, :n], scores[r, :n])
+            for r, n in enumerate(counts.tolist())
+        ]
+
     @property
     def num_nodes(self) -> int:
         return len(self.token_ids)

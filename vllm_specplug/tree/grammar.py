@@ -45,8 +45,8 @@ def visit_tree(
             node below an unreachable one is unreachable.
     """
     children: list[list[int]] = [[] for _ in range(len(token_ids) + 1)]
-    for node, parent in enumerate(parent_indices):
-        children[parent + 1].append(node)
+    for child, parent in enumerate(parent_indices):
+        children[parent + 1].append(child)
     enter(ROOT)
     # Pairs of a node to try and nodes to leave; an explicit stack, because chains may be long.
     pending: list[int | None] = list(reversed(children[0]))

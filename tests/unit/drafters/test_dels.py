@@ -63,9 +63,10 @@ def test_trees_respect_every_limit_and_follow_the_fused_scores(folder: Path) -> 
     drafter = _load(DelsDrafter, folder, (0.0, 0.4, 0.5, 0.6))
     requests = _requests()
     ids, log_probs = drafter.draft_candidates(requests, 4, VOCAB)
-    oracle = drafter.local_tree.build_readable(
-        ids, log_probs, requests.anchors, requests.budgets, requests.depths, requests.widths
-    )
+    oracle = drafter.local_tree.build(
+        ids, log_probs, requests.anchors, requests.budgets, requests.depths, requests.widths,
+        compiled=False,
+    )  # fmt: skip
     trees = drafter.propose(requests)
     for r, tree in enumerate(trees):
         tree.validate()

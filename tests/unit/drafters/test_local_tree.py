@@ -14,6 +14,7 @@ from vllm_specplug.config import LocalHeadOptions
 from vllm_specplug.drafters.local_tree import LocalTreeBuilder
 from vllm_specplug.models.local_head import LocalHead
 from vllm_specplug.tree import build_tree
+from vllm_specplug.tree.beam import Frontier
 
 DEPTH = 4
 ALPHA, BETA = (0.2, 0.4, 0.3, 0.5), (0.1, 0.2, 0.3, 0.4)
@@ -125,8 +126,9 @@ def test_weights_of_zero_are_the_block_head_exactly() -> None:
 def test_few_candidates_share_the_block_heads_mass() -> None:
     case = Case()
     ids, log_probs = case.candidates(6)
-    expand = case.builder.expander(ids[0], log_probs[0], 5, 6)
-    _, children = expand(1, np.array([-1]), np.array([-1]))
+    expand = case.builder.expander(ids[0], log_probs[0], 6)
+    none, anchor = np.array([-1]), np.array([5])
+    _, children = expand(Frontier(np.array([0]), none, none, none, anchor, depth=0))
     assert np.exp(children).sum() == pytest.approx(float(log_probs[0, 0].exp().sum()), rel=1e-4)
 
 

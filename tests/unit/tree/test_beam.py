@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specplug.tree import ROOT, DraftTree
+from vllm_specplug.tree import ROOT, DraftTree, build_tree
 from vllm_specplug.tree.beam import (
     BEAM_PRESETS,
     BranchRows,
+    Expand,
     Frontier,
     default_beam_widths,
     draft_level_by_level,
@@ -38,6 +39,13 @@ class BranchModel:
     def expand(self, frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
         self.calls.append(frontier)
         ids, scores = [], []
+        if frontier.depth:
+            # Rows of parents point at the parents, in the frontier expanded before.
+            before = self.calls[-2]
+            assert (before.requests[frontier.parent_rows] == frontier.requests).all()
+            assert (before.nodes[frontier.parent_rows] == frontier.parents).all()
+        else:
+            assert (frontier.parent_rows == ROOT).all()
         for r, node, parent, token in zip(
             frontier.requests.tolist(),
             frontier.nodes.tolist(),
@@ -47,6 +55,8 @@ class BranchModel:
         ):
             if node != ROOT:
                 self.paths[r][node] = (*self.paths[r][parent], token)
+            else:
+                assert parent == ROOT
             logp = self.log_probs(r, self.paths[r][node])
             order = np.argsort(-logp, kind="stable")
             ids.append(order)
@@ -72,6 +82,11 @@ def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
     return dict(zip(paths, tree.scores.tolist(), strict=True))
 
 
+def best_first(expand: Expand, budget: int, width: int, depth: int) -> DraftTree:
+    """The exact tree of one request."""
+    return draft_level_by_level([0], [budget], [depth], [width], expand, frontier_width=None)[0]
+
+
 @given(
     seed=st.integers(0, 10_000),
     budgets=st.lists(st.integers(1, 20), min_size=1, max_size=3),
@@ -81,15 +96,69 @@ def test_best_first_is_exact_for_every_request(seed: int, budgets: list[int], de
     model = BranchModel(seed, len(budgets))
     count = len(budgets)
     trees = draft_level_by_level(
-        [7] * count, budgets, [depth] * count, [VOCAB] * count, model.expand, frontier_width=99
+        [7] * count, budgets, [depth] * count, [VOCAB] * count, model.expand, frontier_width=None
     )
     assert len(model.calls) <= depth
     for r, (tree, budget) in enumerate(zip(trees, budgets, strict=True)):
         tree.validate()
         expected = model.best_paths(r, budget, depth)
-        assert set(paths_of(tree)) == set(expected)
+        # In the same order: every prefix is the best tree of its size.
+        assert list(paths_of(tree)) == list(expected)
         for path, score in paths_of(tree).items():
             assert score == pytest.approx(expected[path], abs=1e-4)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 7, 20, 84])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_more_than_the_budget_is_ever_expanded(budget: int, seed: int) -> None:
+    model = BranchModel(seed, 1)
+    tree = best_first(model.expand, budget, VOCAB, 3)
+    assert list(paths_of(tree)) == list(model.best_paths(0, budget, 3))
+    assert tree.num_nodes == min(budget, 4 + 16 + 64)
+    assert max(len(call) for call in model.calls) <= budget
+
+
+def test_equal_branches_give_the_marginal_builders_tree() -> None:
+    rng = np.random.default_rng(3)
+    rows = -np.sort(rng.gumbel(size=(6, 9)).astype(np.float32) * 2, axis=1)[:, ::-1]
+    rows = -np.sort(-(rows - np.log(np.exp(rows).sum(1, keepdims=True))), axis=1)
+    ids = np.tile(np.arange(9), (6, 1))
+
+    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+        size, depth = (len(frontier), 1), frontier.depth
+        return np.tile(ids[depth], size), np.tile(rows[depth], size)
+
+    for budget, width, depth in itertools.product((1, 5, 40), (1, 3, 9), (1, 4, 6)):
+        tree = best_first(expand, budget, width, depth)
+        oracle = build_tree("best_first", ids, rows, budget, tree_width=width, tree_depth=depth)
+        assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
+        assert tree.token_ids.tolist() == oracle.token_ids.tolist()
+
+
+def test_a_row_ends_at_its_first_score_that_is_not_finite() -> None:
+    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+        row = np.array([-1.0, -np.inf, -2.0], np.float32)
+        return np.tile(np.arange(3), (len(frontier), 1)), np.tile(row, (len(frontier), 1))
+
+    assert best_first(expand, 9, 3, 4).token_ids.tolist() == [0, 0, 0, 0]
+
+    def nothing(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros((1, 2), np.int64), np.full((1, 2), -np.inf, np.float32)
+
+    assert best_first(nothing, 3, 2, 3).num_nodes == 0
+
+
+def test_equal_scores_go_to_the_node_drafted_first() -> None:
+    """Certain tokens score 0, as their ancestors do: parents must still stand before children."""
+
+    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+        return np.tile([1, 2], (len(frontier), 1)), np.zeros((len(frontier), 2), np.float32)
+
+    for budget in range(1, 9):
+        tree = best_first(expand, budget, 2, 3)
+        tree.validate()
+        assert tree.num_nodes == budget
+        assert (np.diff(tree.depths) >= 0).all()
 
 
 def test_beam_keeps_the_best_of_each_level_and_leaves_the_rest() -> None:
@@ -119,7 +188,8 @@ def test_beam_larger_than_the_budget_is_cut_to_the_best_nodes() -> None:
     model = BranchModel(5, 1)
     cut = draft_level_by_level([0], [5], [3], [VOCAB], model.expand, beam_widths=(3, 4, 4))[0]
     cut.validate()
-    assert sorted(cut.scores, reverse=True) == sorted(whole.scores, reverse=True)[:5]
+    assert list(paths_of(cut).items()) == list(paths_of(whole).items())[:5]
+    assert (np.diff(whole.scores) <= 0).all()
 
 
 def test_width_one_drafts_the_greedy_chain() -> None:
