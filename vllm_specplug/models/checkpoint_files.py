@@ -228,12 +228,24 @@ def write_checkpoint(
 
     Folders are made. Returns `weights`.
     """
-    weights.parent.mkdir(parents=True, exist_ok=True)
-    partial = weights.with_name(f".{weights.name}.{os.getpid()}")
-    save_file(dict(tensors), partial, metadata={"format": "pt", **(metadata or {})})
-    partial.chmod(0o644)  # safetensors writes files that only their owner reads
-    partial.replace(weights)
-    partial = config_file.with_name(f".{config_file.name}.{os.getpid()}")
+    write_safetensors(weights, tensors, metadata)
+    partial = _partial(config_file)
     partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     partial.replace(config_file)
     return weights
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> Path:
+    """Writes one file, its folder too; it appears whole or not at all. Returns `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = _partial(path)
+    save_file(dict(tensors), partial, metadata={"format": "pt", **(metadata or {})})
+    partial.chmod(0o644)  # safetensors writes files that only their owner reads
+    partial.replace(path)
+    return path
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+
+from vllm_specplug.models.checkpoint_files import write_safetensors
 
 logger = logging.getLogger(__name__)
 
@@ -83,15 +84,13 @@ def save_unigram(
     tokenizer: str | None,
     metadata: dict[str, str] | None = None,
 ) -> Path:
-    """Writes counts int64 [V] as safetensors with the tokenizer's fingerprint in the header."""
+    """Writes counts int64 [V] as safetensors with the tokenizer's fingerprint in the header; the
+    file appears whole or not at all."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header = {"format": "pt", **(metadata or {})}
+    header = dict(metadata or {})
     if tokenizer is not None:
         header["tokenizer"] = tokenizer
-    save_file({"counts": _checked(path, counts)}, path, metadata=header)
-    path.chmod(0o644)  # safetensors writes files that only their owner reads
-    return path
+    return write_safetensors(path, {"counts": _checked(path, counts)}, header)
 
 
 def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCounts:

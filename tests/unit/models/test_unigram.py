@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_specplug.models import checkpoint_files
 from vllm_specplug.models.unigram import (
     UnigramCounts,
     load_unigram,
@@ -55,6 +56,22 @@ def test_files_come_back(tmp_path: Path, suffix: str) -> None:
     loaded = load_unigram(path, tokenizer="a" * 64)
     assert loaded.counts.tolist() == COUNTS.tolist()
     assert loaded.tokenizer == ("a" * 64 if suffix == ".safetensors" else None)
+
+
+def test_a_write_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_unigram(tmp_path / "u.safetensors", COUNTS, tokenizer=None)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+    def full_disk(tensors: object, file: Path, metadata: object) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoint_files, "save_file", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        save_unigram(path, COUNTS + 1, tokenizer=None)
+    assert load_unigram(path).counts.tolist() == COUNTS.tolist()
 
 
 def test_another_tokenizers_counts_are_refused_when_it_can_be_told(tmp_path: Path) -> None:
