@@ -7,7 +7,7 @@
     python bench/long_outputs.py --report                          tables and plot anew
 
 One engine a process, one request, EOS ignored, greedy. Every run is kept in
-bench/results/long_outputs.json and replaces the same one of before.
+long_outputs.json of the folder --out (bench/results) and replaces the same one of before.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def key_of(cell: dict[str, Any]) -> str:
     return f"{cell['system']}/{cell['tokens']}/{cell['penalty']}"
 
 
-def load() -> dict[str, dict[str, Any]]:
-    path = RESULTS / "long_outputs.json"
+def load(folder: Path) -> dict[str, dict[str, Any]]:
+    path = folder / "long_outputs.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
@@ -177,10 +177,10 @@ def baseline(
     return {**cell, "tokens": tokens, "segments": segments, "seconds": seconds}
 
 
-def store(cell: dict[str, Any]) -> None:
-    cells = {**load(), key_of(cell): cell}
+def store(cell: dict[str, Any], folder: Path) -> None:
+    cells = {**load(folder), key_of(cell): cell}
     text = json.dumps(dict(sorted(cells.items())), indent=1)
-    (RESULTS / "long_outputs.json").write_text(text + "\n")
+    (folder / "long_outputs.json").write_text(text + "\n")
 
 
 def step_line(cell: dict[str, Any]) -> tuple[float, float]:
@@ -205,8 +205,7 @@ def projected_seconds(cell: dict[str, Any], tokens: int) -> float:
     return (a * tokens + b * tokens**2 / 2) / per_step / 1e3
 
 
-def report() -> str:
-    cells = load()
+def report(cells: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Very long outputs",
         "",
@@ -300,13 +299,12 @@ def _quarter_ratio(cell: dict[str, Any], plain: dict[str, Any] | None, end: bool
     return f"{other / own:.2f} x"
 
 
-def plot() -> None:
+def plot(cells: dict[str, dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cells = load()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4))
     for cell in cells.values():
         plain = baseline(cells, cell["tokens"], cell["penalty"])
@@ -331,7 +329,7 @@ def plot() -> None:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=6)
     figure.tight_layout()
-    figure.savefig(RESULTS / "long_outputs.png", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def _has(package: str) -> bool:
@@ -343,11 +341,13 @@ def main() -> None:
     parser.add_argument("--systems", default="plain,ngram,suffix,ngram_tree,tokenswift")
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--penalty", type=float, default=0.0, help="theta; 0: none")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--cell", help="internal: run one system in this process")
     parser.add_argument("--report", action="store_true", help="only write tables and plot")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     if args.cell:
-        store(run_cell(args.cell, args.tokens, args.penalty))
+        store(run_cell(args.cell, args.tokens, args.penalty), args.out)
         return
     systems = [] if args.report else args.systems.split(",")
     unknown = set(systems) - set(SYSTEMS)
@@ -365,11 +365,13 @@ def main() -> None:
         }
         command = [sys.executable, __file__, "--cell", system]
         command += ["--tokens", str(args.tokens), "--penalty", str(args.penalty)]
+        command += ["--out", str(args.out)]
         subprocess.run(command, check=True, env={**env, **os.environ})
-        cell = load()[f"{system}/{args.tokens}/{args.penalty}"]
+        cell = load(args.out)[f"{system}/{args.tokens}/{args.penalty}"]
         print(f"{system}: {cell['tokens'] / cell['seconds']:.1f} tok/s", flush=True)
-    (RESULTS / "long_outputs.md").write_text(report())
-    plot()
+    cells = load(args.out)
+    (args.out / "long_outputs.md").write_text(report(cells))
+    plot(cells, args.out / "long_outputs.png")
 
 
 if __name__ == "__main__":
