@@ -21,6 +21,7 @@ SUMMARIES = {
 }
 
 
+@common.with_shared_options()
 def train_block(
     context: typer.Context,
     target: common.Target,
@@ -65,15 +66,6 @@ def train_block(
     regression_weight: Annotated[
         float, typer.Option(min=0, help="Smooth-L1 to the target's final hidden state.")
     ] = 0.0,
-    optimizer: common.Optimizer = "muon",
-    learning_rate: common.LearningRate = 3e-3,
-    adam_learning_rate: common.AdamLearningRate = 1e-3,
-    weight_decay: common.WeightDecay = 0.0,
-    warmup_steps: common.WarmupSteps = 50,
-    total_steps: common.TotalSteps = 2000,
-    decay_share: common.DecayShare = 0.3,
-    grad_clip: common.GradClip = 1.0,
-    ema_decay: common.EmaDecay = 0.995,
     anchors_per_step: Annotated[int, typer.Option(min=1, help="Blocks a step and process.")] = 640,
     anchor_stride: Annotated[int, typer.Option(min=1, help="One anchor in so many tokens.")] = 3,
     short_block_size: Annotated[
@@ -83,17 +75,10 @@ def train_block(
         ),
     ] = 0,
     short_block_share: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
-    compile: common.Compile = True,
-    eval_every: common.EvalEvery = 250,
-    save_every: common.SaveEvery = 100,
-    log_every: common.LogEvery = 25,
-    eval_sequences: common.EvalSequences = 64,
-    max_minutes: common.MaxMinutes = 0.0,
-    resume: common.Resume = False,
-    seed: common.Seed = 0,
+    **shared: Any,
 ) -> None:
     """`accelerate launch -m vllm_specplug.cli train jetspec ...` uses many devices."""
-    given: dict[str, Any] = dict(locals())
+    given: dict[str, Any] = {**locals(), **shared}
     from vllm_specplug.train.block_run import RunOptions, train_block_head
     from vllm_specplug.train.block_trainer import TrainOptions
 
@@ -102,7 +87,7 @@ def train_block(
         run = common.from_options(RunOptions, {**given, "causal": method["causal"]})
         options = common.from_options(TrainOptions, {**given, "loss": loss or method["loss"]})
         common.train_with_progress(
-            total_steps, lambda log, on_step: train_block_head(run, options, log, on_step)
+            options.total_steps, lambda log, on_step: train_block_head(run, options, log, on_step)
         )
 
 

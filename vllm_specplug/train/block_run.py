@@ -27,6 +27,7 @@ from vllm_specplug.train.loop import (
     rounded,
     run_loop,
 )
+from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.provenance import write_provenance
 from vllm_specplug.train.target import (
     TargetTables,
@@ -100,8 +101,7 @@ def vocabulary_coverage(store: FeatureStore, ids: torch.Tensor) -> float:
 def layer_scales(store: FeatureStore, layers: int, sequences: int = 32) -> list[float]:
     """Root mean square of every selected layer's output over a sample. The first token is left out:
     language models keep an outlier state there."""
-    stride = max(1, len(store) // sequences)
-    rows = torch.cat([store[i].aux[1:].float() for i in range(0, len(store), stride)][:sequences])
+    rows = torch.cat([sample.aux[1:].float() for sample in evenly_spread(store, sequences)])
     return [float(part.pow(2).mean().sqrt()) for part in rows.chunk(layers, dim=-1)]
 
 
@@ -137,7 +137,7 @@ def train_block_head(
     else:
         initial, initial_ids = load_initial(run, weights, tables, store)
         shape = initial and initial.config
-        ids, coverage = _draft_ids(run, store, weights.config, initial_ids)
+        ids, coverage = _draft_ids(run, store, weights, initial_ids)
         init_facts = head_identity(run.init_from) if run.init_from else TARGET_LAYERS
     config = wanted_config(run, weights.config, store, len(ids), shape)
     if not run.resume and accelerator.is_main_process:
@@ -173,8 +173,7 @@ def train_block_head(
         f"{count / 1e6:.1f}M parameters, draft vocabulary {len(ids)} covers {coverage:.2%}, "
         f"from step {trainer.step}"
     )
-    stride = max(1, len(heldout) // run.eval_sequences)
-    held = [heldout[i] for i in range(0, len(heldout), stride)][: run.eval_sequences]
+    held = evenly_spread(heldout, run.eval_sequences)
     facts: dict[str, Any] = {}
 
     def export() -> None:
@@ -257,16 +256,14 @@ def wanted_config(
 def _draft_ids(
     run: RunOptions,
     store: FeatureStore,
-    target: dict[str, Any],
+    target: TargetWeights,
     initial: torch.Tensor | None,
 ) -> tuple[torch.Tensor, float]:
-    vocab_size = int(target["vocab_size"])
+    vocab_size = int(target.config["vocab_size"])
     if initial is not None and run.draft_vocab_size in (0, len(initial)):
         return initial, vocabulary_coverage(store, initial)
-    eos = target.get("eos_token_id")
-    always = eos if isinstance(eos, list) else [eos] if eos is not None else []
     size = min(run.draft_vocab_size or DEFAULT_DRAFT_VOCAB_SIZE, vocab_size)
-    return draft_vocabulary(store, size, vocab_size, always)
+    return draft_vocabulary(store, size, vocab_size, target.end_token_ids)
 
 
 def run_facts(
@@ -278,9 +275,6 @@ def run_facts(
     report: AcceptanceReport,
 ) -> dict[str, Any]:
     """The run's part of provenance.json."""
-    sources: Counter[str] = Counter()
-    for shard in trainer.store.shards:
-        sources.update(source.split("/")[0] for source in shard.meta["sources"])
     config = trainer.head.config
     return {
         "target": Path(run.target).name,
@@ -294,7 +288,7 @@ def run_facts(
         "init_from": init_facts,
         "data": {
             "sequences": len(trainer.store),
-            "by_source": dict(sorted(sources.items())),
+            "by_source": trainer.store.sources(),
             "answer_tokens": trainer.store.num_answer_tokens,
             "draft_vocabulary_coverage": round(coverage, 5),
         },

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -14,25 +15,75 @@ import typer
 Target = Annotated[Path, typer.Option(help="Folder of the target model.")]
 Out = Annotated[Path, typer.Option(help="Run folder; the head is exported to OUT/head.")]
 
-Optimizer = Annotated[str, typer.Option(help="muon (matrices; AdamW for the rest) or adamw.")]
-LearningRate = Annotated[float, typer.Option(help="Of Muon.")]
-AdamLearningRate = Annotated[float, typer.Option(help="Of AdamW.")]
-WeightDecay = Annotated[float, typer.Option(min=0)]
-WarmupSteps = Annotated[int, typer.Option(min=0)]
-TotalSteps = Annotated[int, typer.Option(min=1, help="May be raised or lowered on --resume.")]
-DecayShare = Annotated[
-    float, typer.Option(help="Last share of the steps, over which the rate falls to 0.")
-]
-GradClip = Annotated[float, typer.Option()]
-EmaDecay = Annotated[float, typer.Option(help="Weight averaging; 0: off.")]
-Compile = Annotated[bool, typer.Option(help="Fuse elementwise work with torch.compile.")]
-EvalEvery = Annotated[int, typer.Option(min=1)]
-SaveEvery = Annotated[int, typer.Option(min=1)]
-LogEvery = Annotated[int, typer.Option(min=1)]
-EvalSequences = Annotated[int, typer.Option(min=1)]
-MaxMinutes = Annotated[float, typer.Option(min=0, help="Save and stop after so long; 0: no limit.")]
-Resume = Annotated[bool, typer.Option(help="Continue OUT exactly where it was saved.")]
 Seed = Annotated[int, typer.Option()]
+
+# Options of every training and their usual defaults, in the order of the help.
+_SHARED: dict[str, tuple[Any, Any]] = {
+    "optimizer": (
+        Annotated[str, typer.Option(help="muon (matrices; AdamW for the rest) or adamw.")],
+        "muon",
+    ),
+    "learning_rate": (Annotated[float, typer.Option(help="Of Muon.")], 3e-3),
+    "adam_learning_rate": (Annotated[float, typer.Option(help="Of AdamW.")], 1e-3),
+    "weight_decay": (Annotated[float, typer.Option(min=0)], 0.0),
+    "warmup_steps": (Annotated[int, typer.Option(min=0)], 50),
+    "total_steps": (
+        Annotated[int, typer.Option(min=1, help="May be raised or lowered on --resume.")],
+        2000,
+    ),
+    "decay_share": (
+        Annotated[
+            float, typer.Option(help="Last share of the steps, over which the rate falls to 0.")
+        ],
+        0.3,
+    ),
+    "grad_clip": (Annotated[float, typer.Option()], 1.0),
+    "ema_decay": (Annotated[float, typer.Option(help="Weight averaging; 0: off.")], 0.995),
+    "compile": (
+        Annotated[bool, typer.Option(help="Fuse elementwise work with torch.compile.")],
+        True,
+    ),
+    "eval_every": (Annotated[int, typer.Option(min=1)], 250),
+    "save_every": (Annotated[int, typer.Option(min=1)], 100),
+    "log_every": (Annotated[int, typer.Option(min=1)], 25),
+    "eval_sequences": (Annotated[int, typer.Option(min=1)], 64),
+    "max_minutes": (
+        Annotated[float, typer.Option(min=0, help="Save and stop after so long; 0: no limit.")],
+        0.0,
+    ),
+    "resume": (
+        Annotated[bool, typer.Option(help="Continue OUT exactly where it was saved.")],
+        False,
+    ),
+    "seed": (Seed, 0),
+}
+
+
+def with_shared_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options that every training has, last in its help.
+
+    The command takes their values as `**shared`. `defaults` are those that differ from the usual.
+    """
+    assert defaults.keys() <= _SHARED.keys(), defaults.keys() - _SHARED.keys()
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        *own, shared = signature.parameters.values()
+        assert shared.kind is shared.VAR_KEYWORD, shared
+        own += [
+            shared.replace(
+                name=name,
+                kind=shared.KEYWORD_ONLY,
+                annotation=annotation,
+                default=defaults.get(name, default),
+            )
+            for name, (annotation, default) in _SHARED.items()
+        ]
+        # Read by typer; Python calls the command by its own.
+        command.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from vllm_specplug.train.evaluate_local import (
     local_tree_policy,
 )
 from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.target import TargetWeights
 from vllm_specplug.train.walk import AcceptanceReport, DraftedSequence, walk
 
@@ -75,9 +76,7 @@ class Evaluation:
             self.drafted = drafted
             self._start()
             return
-        count = min(sequences or len(store), len(store))
-        stride = max(1, len(store) // count)
-        chosen = [store[i] for i in range(0, len(store), stride)][:count]
+        chosen = evenly_spread(store, sequences or len(store))
         # A head with embeddings of its own reads those; the local head reads the target's.
         own = replace(self.draft, embed_tokens=embed.to(torch.bfloat16))
         self.drafted = list(draft_sequences(module, chosen, own, candidates))

@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,11 @@ class FeatureStore:
         """Tokens after the prompts, over all sequences."""
         return sum(len(s.tokens) - int(s.prompt_lens.sum()) for s in self.shards)
 
+    def sources(self, rows: Iterable[int] | None = None) -> dict[str, int]:
+        """Sequences by the first part of their source; of `rows` only, if given."""
+        chosen = self.items if rows is None else [self.items[row] for row in rows]
+        return count_sources(self.shards[s].meta["sources"][i] for s, i in chosen)
+
     def length(self, index: int) -> int:
         """Tokens of one sequence, without reading it."""
         shard, i = self.items[index]
@@ -108,6 +114,11 @@ class FeatureStore:
     def __getitem__(self, index: int) -> FeatureSequence:
         shard, i = self.items[index]
         return self.shards[shard][i]
+
+
+def count_sources(names: Iterable[str]) -> dict[str, int]:
+    """How many of the names have each first part (before a slash), sorted."""
+    return dict(sorted(Counter(name.split("/")[0] for name in names).items()))
 
 
 def write_shard(

@@ -15,6 +15,9 @@ Data = Annotated[
 ]
 
 
+@common.with_shared_options(
+    optimizer="adamw", adam_learning_rate=6e-4, ema_decay=0.99, save_every=250
+)
 def train_dels(
     target: common.Target,
     data: Data,
@@ -69,15 +72,6 @@ def train_dels(
     position_gamma: Annotated[
         float, typer.Option(help="Offset k weighs exp(-k/gamma); 0: equal weights.")
     ] = 7.0,
-    optimizer: common.Optimizer = "adamw",
-    learning_rate: common.LearningRate = 3e-3,
-    adam_learning_rate: common.AdamLearningRate = 6e-4,
-    weight_decay: common.WeightDecay = 0.0,
-    warmup_steps: common.WarmupSteps = 50,
-    total_steps: common.TotalSteps = 2000,
-    decay_share: common.DecayShare = 0.3,
-    grad_clip: common.GradClip = 1.0,
-    ema_decay: common.EmaDecay = 0.99,
     anchors_per_step: Annotated[int, typer.Option(min=1, help="Blocks a step and process.")] = 1024,
     anchors_per_sample: Annotated[int, typer.Option(min=1, help="Most blocks of one answer.")] = 64,
     vocab_per_step: Annotated[
@@ -91,19 +85,12 @@ def train_dels(
     min_supervised: Annotated[
         int, typer.Option(min=2, help="Shorter answers are left out, in tokens.")
     ] = 32,
-    compile: common.Compile = True,
-    eval_every: common.EvalEvery = 250,
-    save_every: common.SaveEvery = 250,
-    log_every: common.LogEvery = 25,
-    eval_sequences: common.EvalSequences = 64,
     eval_alpha: Annotated[float, typer.Option(help="Of the measured fusion.")] = 0.3,
     eval_beta: Annotated[float, typer.Option(help="Of the measured fusion.")] = 0.3,
-    max_minutes: common.MaxMinutes = 0.0,
-    resume: common.Resume = False,
-    seed: common.Seed = 0,
+    **shared: Any,
 ) -> None:
     """Trains the short-context head of DeLS; needs only text and the target's embeddings."""
-    given: dict[str, Any] = dict(locals())
+    given: dict[str, Any] = {**locals(), **shared}
     from vllm_specplug.train.local_run import LocalRunOptions, train_local_head
     from vllm_specplug.train.local_trainer import LocalOptions
 
@@ -111,7 +98,7 @@ def train_dels(
         run = common.from_options(LocalRunOptions, given)
         options = common.from_options(LocalOptions, given)
         common.train_with_progress(
-            total_steps, lambda log, on_step: train_local_head(run, options, log, on_step)
+            options.total_steps, lambda log, on_step: train_local_head(run, options, log, on_step)
         )
 
 

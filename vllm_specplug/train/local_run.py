@@ -30,6 +30,7 @@ from vllm_specplug.train.loop import (
     rounded,
     run_loop,
 )
+from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.provenance import write_provenance
 from vllm_specplug.train.target import TargetWeights
 from vllm_specplug.train.text import TextSequence, TextStore
@@ -137,8 +138,7 @@ def train_local_head(
     evaluation = None
     if run.backbone and heldout.has_teacher:
         evaluation = Evaluation(run.target, run.backbone, run.heldout, run.eval_sequences)
-    stride = max(1, len(heldout) // run.eval_sequences)
-    held = [heldout[i] for i in range(0, len(heldout), stride)][: run.eval_sequences]
+    held = evenly_spread(heldout, run.eval_sequences)
     prior = UnigramCounts(counts).log_probs(vocab_size)
     facts: dict[str, Any] = {}
 

@@ -167,6 +167,7 @@ def features(
                 bar.update(task, completed=number + 1)
 
 
+@common.with_shared_options(compile=False, eval_sequences=24)
 def train(
     target: common.Target,
     features: Annotated[
@@ -206,26 +207,10 @@ def train(
     gradient_checkpointing: Annotated[
         bool, typer.Option(help="Recompute the layer in the backward pass.")
     ] = False,
-    optimizer: common.Optimizer = "muon",
-    learning_rate: common.LearningRate = 3e-3,
-    adam_learning_rate: common.AdamLearningRate = 1e-3,
-    weight_decay: common.WeightDecay = 0.0,
-    warmup_steps: common.WarmupSteps = 50,
-    total_steps: common.TotalSteps = 2000,
-    decay_share: common.DecayShare = 0.3,
-    grad_clip: common.GradClip = 1.0,
-    ema_decay: common.EmaDecay = 0.995,
-    compile: common.Compile = False,
-    eval_every: common.EvalEvery = 250,
-    save_every: common.SaveEvery = 100,
-    log_every: common.LogEvery = 25,
-    eval_sequences: common.EvalSequences = 24,
-    max_minutes: common.MaxMinutes = 0.0,
-    resume: common.Resume = False,
-    seed: common.Seed = 0,
+    **shared: Any,
 ) -> None:
     """Trains a LongSpec layer over the target's last-layer keys and values."""
-    given: dict[str, Any] = dict(locals())
+    given: dict[str, Any] = {**locals(), **shared}
     from vllm_specplug.train.longspec import STAGES, LongSpecRecipe
     from vllm_specplug.train.longspec_run import LongSpecRun, train_longspec
     from vllm_specplug.train.loop import Rhythm
@@ -237,7 +222,8 @@ def train(
         options = common.from_options(LongSpecRecipe, {**given, **STAGES.get(stage, {})})
         rhythm = common.from_options(Rhythm, given)
         common.train_with_progress(
-            total_steps, lambda log, on_step: train_longspec(run, options, rhythm, log, on_step)
+            options.total_steps,
+            lambda log, on_step: train_longspec(run, options, rhythm, log, on_step),
         )
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from vllm_specplug.train.loop import (
     rounded,
     run_loop,
 )
+from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.provenance import write_provenance
 from vllm_specplug.train.target import TargetWeights
 
@@ -90,13 +90,11 @@ def train_longspec(
         ids = torch.arange(vocab_size) if extras.target_ids is None else extras.target_ids
         coverage = None
     else:
-        eos = weights.config.get("eos_token_id")
-        always = eos if isinstance(eos, list) else [eos] if eos is not None else []
         size = min(run.draft_vocab_size, vocab_size)
         if run.vocab_from:
             ids, coverage = vocabulary_of(run.vocab_from), None
         else:
-            ids, coverage = draft_vocabulary(store, size, vocab_size, always)
+            ids, coverage = draft_vocabulary(store, size, vocab_size, weights.end_token_ids)
         head = LongSpecHead(
             LongSpecConfig.for_target(
                 weights.config,
@@ -122,11 +120,7 @@ def train_longspec(
         f"{len(store)} sequences, {store.num_answer_tokens} supervised tokens, "
         f"{count / 1e6:.1f}M parameters, draft vocabulary {len(ids)}, from step {trainer.step}"
     )
-    stride = max(1, len(heldout) // run.eval_sequences)
-    held = [heldout[i] for i in range(0, len(heldout), stride)][: run.eval_sequences]
-    sources: Counter[str] = Counter()
-    for shard in store.shards:
-        sources.update(source.split("/")[0] for source in shard.meta["sources"])
+    held = evenly_spread(heldout, run.eval_sequences)
     facts: dict[str, Any] = {}
 
     def export() -> None:
@@ -146,7 +140,7 @@ def train_longspec(
                 "init_from": head_identity(run.init_from) if run.init_from else None,
                 "data": {
                     "sequences": len(store),
-                    "by_source": dict(sorted(sources.items())),
+                    "by_source": store.sources(),
                     "supervised_tokens": store.num_answer_tokens,
                     "draft_vocabulary_coverage": coverage,
                 },

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which a run reads its sequences."""
+"""Which sequences a run reads, and in which order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from typing import Any
 
 import torch
 
@@ -46,3 +47,9 @@ class DataOrder:
 
     def __iter__(self) -> Iterator[int]:
         return self
+
+
+def evenly_spread(store: Any, count: int) -> list[Any]:
+    """`count` sequences of a store at equal distances, or all of a smaller one."""
+    stride = max(1, len(store) // count)
+    return [store[i] for i in range(0, len(store), stride)][:count]

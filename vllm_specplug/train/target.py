@@ -47,6 +47,12 @@ class TargetWeights:
                 "from safetensors only"
             )
 
+    @property
+    def end_token_ids(self) -> list[int]:
+        """Tokens that end a turn, by the config: none, one or several."""
+        ids = self.config.get("eos_token_id")
+        return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
     def __contains__(self, name: str) -> bool:
         return name in self._files
 

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from vllm_specplug.train.answers import answer_shards, keep_answer, read_answers
-from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.features import FeatureStore, count_sources
 
 
 @dataclass(frozen=True)
@@ -96,11 +95,8 @@ class TextStore:
     def sources(self) -> dict[str, int]:
         """Sequences by the first part of their source."""
         if self.features is None:
-            names = [t.source for t in self._texts]
-        else:
-            items, shards = self.features.items, self.features.shards
-            names = [shards[items[r][0]].meta["sources"][items[r][1]] for r in self._rows]
-        return dict(sorted(Counter(name.split("/")[0] for name in names).items()))
+            return count_sources(text.source for text in self._texts)
+        return self.features.sources(self._rows)
 
     def answer_counts(self, vocab_size: int) -> torch.Tensor:
         """How often each token is supervised, int64 [vocab_size].

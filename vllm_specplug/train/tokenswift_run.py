@@ -14,6 +14,7 @@ from vllm_specplug.models.tokenswift_heads import TokenSwiftConfig, TokenSwiftHe
 from vllm_specplug.train.block_run import draft_vocabulary
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.loop import Log, OnStep, Rhythm, progress_facts, run_loop
+from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.provenance import write_provenance
 from vllm_specplug.train.target import TargetWeights
 from vllm_specplug.train.tokenswift import (
@@ -55,10 +56,8 @@ def train_tokenswift(
     layers = int(config["num_hidden_layers"])
     columns = last_layer_columns(store, layers, hidden_size)
     held_columns = last_layer_columns(held_store, layers, hidden_size)
-    eos = config.get("eos_token_id")
-    always = eos if isinstance(eos, list) else [eos] if eos is not None else []
     size = min(run.draft_vocab_size or vocab, vocab)
-    ids, coverage = draft_vocabulary(store, size, vocab, always)
+    ids, coverage = draft_vocabulary(store, size, vocab, weights.end_token_ids)
     shape = TokenSwiftConfig(
         hidden_size=hidden_size,
         vocab_size=vocab,
@@ -80,8 +79,7 @@ def train_tokenswift(
     )
     if rhythm.resume:
         trainer.resume(rhythm.out)
-    stride = max(1, len(held_store) // run.eval_sequences)
-    held = [held_store[i] for i in range(0, len(held_store), stride)][: run.eval_sequences]
+    held = evenly_spread(held_store, run.eval_sequences)
     facts: dict[str, Any] = {}
 
     def export() -> None:
