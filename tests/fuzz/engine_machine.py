@@ -9,20 +9,33 @@ nothing may be kept of any request.
 
 Both engines live as long as the process and each plain answer is computed once, so that an
 example costs fractions of a second.
+
+Examples repeat: grammars, which compile in threads, are ready after a number of looks at their
+request instead of when the clock says so. Without that, an engine that has nothing else to do
+takes thousands of empty steps before a grammar is there.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.e2e.oracle import OracleDrafter
-from tests.e2e.pair import Pair, core_of, generate, pair
+from tests.e2e.pair import (
+    Pair,
+    assert_same_logprobs,
+    core_of,
+    generate,
+    pair,
+    watch_prefix_hits,
+)
 
 VOCABULARY = range(6, 340)
 ENGINE = {
@@ -46,6 +59,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.3, "logit_bias": {50: 4.0}},
     {"temperature": 0.8, "seed": 3},
     {"temperature": 1.0, "seed": 5, "min_p": 0.1, "top_k": 20},
+    {"temperature": 0.7, "seed": 11, "logprobs": 3, "prompt_logprobs": 2},
     {"stop_token_ids": [81, 11, 164, 227], "min_tokens": 4},
     {"stop": ["a", "e"]},
     {"bad_words": ["cat"], "frequency_penalty": 0.6},
@@ -59,13 +73,15 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 DEFAULTS = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 # Nodes a request asks for by itself; None leaves it to the engine.
 BUDGETS = (None, None, 0, 1, 5, 16)
+# How often the scheduler finds a grammar unfinished, in turn.
+GRAMMAR_DELAYS = (0, 3, 0, 0, 9, 1)
 
 
-def sampling_params(index: int, budget: int | None = None) -> Any:
+def sampling_params(index: int, budget: int | None = None, **changes: Any) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    options = {**DEFAULTS, **OPTIONS[index]}
+    options = {**DEFAULTS, **OPTIONS[index], **changes}
     structured = options.pop("structured", None)
     if structured is not None:
         options["structured_outputs"] = StructuredOutputsParams(**structured)
@@ -74,27 +90,78 @@ def sampling_params(index: int, budget: int | None = None) -> Any:
     return SamplingParams(**options)
 
 
-_answers: dict[tuple[tuple[int, ...], int], tuple[list[int], str, str]] = {}
+_answers: dict[tuple[tuple[int, ...], int], Any] = {}
 
 
-def plain_answer(engines: Pair, prompt: list[int], option: int) -> tuple[list[int], str, str]:
-    """Token ids, text and finish reason without speculation."""
+def plain_answer(engines: Pair, prompt: list[int], option: int) -> Any:
+    """vLLM's output of the request without speculation."""
     key = (tuple(prompt), option)
     if key not in _answers:
-        done = generate(engines.plain, [prompt], sampling_params(option))[0].outputs[0]
-        _answers[key] = (list(done.token_ids), done.text, str(done.finish_reason))
+        _answers[key] = generate(engines.plain, [prompt], sampling_params(option))[0]
     return _answers[key]
 
 
 @dataclass
 class Expected:
+    """A request that runs: what it was asked, how far it is."""
+
     prompt: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str
+    output: Any
     seen: int = 0
 
+    @property
+    def token_ids(self) -> list[int]:
+        return list(self.output.outputs[0].token_ids)
 
+
+class Watch:
+    """What happens in the scheduler of one tree engine, counted; and when grammars are ready."""
+
+    def __init__(self, engines: Pair) -> None:
+        self.scheduler = core_of(engines.tree).scheduler
+        self.preempted = 0
+        self.prefix_hits = watch_prefix_hits(engines.tree)
+        self.looks: dict[str, int] = {}
+        self._count_preemptions()
+        self._delay_grammars()
+
+    def restart(self) -> None:
+        """Before an example."""
+        self.preempted = 0
+        self.prefix_hits.clear()
+        self.looks.clear()
+
+    def _count_preemptions(self) -> None:
+        original = self.scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.preempted += 1
+            return original(*args, **kwargs)
+
+        self.scheduler._preempt_request = counted
+
+    def _delay_grammars(self) -> None:
+        from vllm.v1.request import RequestStatus
+
+        original = self.scheduler._handle_blocked_waiting_request
+
+        def is_ready(request: Any) -> bool:
+            if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                looks = self.looks
+                if request.request_id not in looks:
+                    looks[request.request_id] = GRAMMAR_DELAYS[len(looks) % len(GRAMMAR_DELAYS)]
+                if looks[request.request_id]:
+                    looks[request.request_id] -= 1
+                    return False
+                compiled = request.structured_output_request._grammar
+                if isinstance(compiled, Future):
+                    compiled.result(timeout=120)
+            return bool(original(request))
+
+        self.scheduler._handle_blocked_waiting_request = is_ready
+
+
+_watches: dict[str, Watch] = {}
 _request_numbers = itertools.count()
 
 
@@ -102,10 +169,8 @@ class EngineMachine(RuleBasedStateMachine):
     """One example; the engine is shared by all."""
 
     method = "oracle"
-    verified = 0
-    """Nodes verified in all examples."""
-    accepted = 0
-    preempted = 0
+    totals: ClassVar[Counter[str]] = Counter()
+    """What all examples of a method did; one of its own for each."""
 
     @initialize(
         first=st.lists(
@@ -118,10 +183,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.engines = pair(self.method, **ENGINE)
         self.core = core_of(self.engines.tree)
         self.engine = self.engines.tree.llm_engine
+        if self.method not in _watches:
+            _watches[self.method] = Watch(self.engines)
+        self.watch = _watches[self.method]
+        self.watch.restart()
         self.waiting: dict[str, Expected] = {}
         self.texts: list[list[int]] = []
         self.engines.take_counts()
         self.engine.reset_prefix_cache()
+        self.totals["examples"] += 1
         for prompt, option in first:
             self._add(list(prompt), option, None)
 
@@ -129,7 +199,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _add(self, prompt: list[int], option: int, budget: int | None) -> None:
         req_id = f"r{next(_request_numbers)}"
-        self.waiting[req_id] = Expected(prompt, *plain_answer(self.engines, prompt, option))
+        self.waiting[req_id] = Expected(prompt, plain_answer(self.engines, prompt, option))
+        self.totals["requests"] += 1
         # The oracle knows every request of the example: some branches are another one's answer.
         OracleDrafter.sequences = [e.prompt + e.token_ids for e in self.waiting.values()]
         self.engine.add_request(
@@ -145,8 +216,8 @@ class EngineMachine(RuleBasedStateMachine):
         if len(self.waiting) < 10:
             self._add(list(prompt), option, budget)
 
-    # What is drawn never depends on the engine, whose timing differs from run to run (grammars
-    # compile beside it): hypothesis replays draws. Rules that find nothing to do do nothing.
+    # What is drawn never depends on the engine: hypothesis replays draws. Rules that find nothing
+    # to do do nothing.
 
     @rule(
         which=st.integers(0, 7),
@@ -172,11 +243,11 @@ class EngineMachine(RuleBasedStateMachine):
             req_id = list(self.waiting)[which % len(self.waiting)]
             self.engine.abort_request([req_id])
             del self.waiting[req_id]
+            self.totals["aborted"] += 1
 
     @rule()
     def preempt_all(self) -> None:
         """What a reset of the prefix cache does to running requests."""
-        type(self).preempted += len(self.core.scheduler.running)
         assert self.core.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     @rule()
@@ -187,7 +258,6 @@ class EngineMachine(RuleBasedStateMachine):
             request = scheduler.running.pop()
             scheduler._preempt_request(request, time.monotonic())
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-            type(self).preempted += 1
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -210,8 +280,13 @@ class EngineMachine(RuleBasedStateMachine):
             expected.seen = len(ids)
             if output.finished:
                 assert ids == expected.token_ids, what
-                assert completion.text == expected.text, what
-                assert completion.finish_reason == expected.finish_reason, what
+                plain = expected.output.outputs[0]
+                for name in ("text", "finish_reason", "stop_reason"):
+                    assert getattr(completion, name) == getattr(plain, name), (name, what)
+                assert_same_logprobs(plain.logprobs, completion.logprobs, str(what))
+                assert_same_logprobs(
+                    expected.output.prompt_logprobs, output.prompt_logprobs, f"prompt of {what}"
+                )
                 self.texts.append(expected.prompt + ids)
                 del self.waiting[output.request_id]
 
@@ -236,8 +311,11 @@ class EngineMachine(RuleBasedStateMachine):
             raise
         finally:
             counts = self.engines.take_counts()
-            type(self).verified += counts.nodes
-            type(self).accepted += counts.accepted
+            self.totals["verified"] += counts.nodes
+            self.totals["accepted"] += counts.accepted
+            self.totals["pruned"] += counts.pruned
+            self.totals["preempted"] += self.watch.preempted
+            self.totals["cached"] += sum(self.watch.prefix_hits.values())
             self.engines.runner.planner.row_budget.max_step_rows = 512
 
     def _nothing_is_kept(self) -> None:
