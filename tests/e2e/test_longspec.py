@@ -91,3 +91,32 @@ def test_output_equals_plain_decoding(models: tuple[Path, Path], mode: str) -> N
     if mode == "crowded":
         assert tree.preemptions > 0
         assert tree.counters["vllm:prefix_cache_hits"] > 0
+
+
+def test_contexts_of_thousands_of_tokens(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """The published window, contexts far beyond it up to the end of the model's own."""
+    target, _ = models
+    head = make_longspec_head(tmp_path / "head", VOCAB, window=512)
+    engine = {
+        **_engine(target),
+        "hf_overrides": {"max_position_embeddings": 8192},
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": True,
+    }
+    long = [(11 * i * i + 5 * i) % 10 + 2 for i in range(8170)]
+    calls = [{"prompts": [long, long[:4100], [5, 6], long[:8100]], "params": PARAMS}]
+    speculative = {
+        "method": "longspec",
+        "model": str(head),
+        "num_speculative_tokens": 12,
+        "tree_budget": 12,
+        "ngram_topk": 0,
+    }
+    tree = run_engine(engine, calls, speculative=speculative)
+    plain = run_engine(engine, calls)
+    assert tree.token_ids() == plain.token_ids()
+    # The longest one ends with the context, in the middle of its trees.
+    assert [len(ids) for ids in tree.token_ids()] == [8192 - 8170, 60, 60, 60]
+    assert tree.counters["vllm:prefix_cache_hits"] > 8000
+    assert_drafted(tree, least_acceptance=0.0)

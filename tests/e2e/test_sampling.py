@@ -18,7 +18,7 @@ import torch
 from scipy import stats
 
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine
-from tests.e2e.tiny import make_head, make_local_head, make_target
+from tests.e2e.tiny import make_head, make_local_head, make_longspec_head, make_target
 
 pytestmark = pytest.mark.e2e
 
@@ -52,6 +52,13 @@ METHODS: dict[str, dict[str, Any]] = {
         "alpha": 1.0,
         "beta": [0.3, 0.6, 0.9],
     },
+    "longspec": {
+        "method": "longspec",
+        "num_speculative_tokens": 24,
+        "tree_width": 6,
+        "tree_depth": 3,
+        "tree_budget": 24,
+    },
 }
 
 
@@ -59,6 +66,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tiny")
     make_local_head(folder / "local", VOCAB)
+    make_longspec_head(folder / "longspec", VOCAB)
     return make_target(folder / "target", VOCAB), make_head(folder / "head", VOCAB)
 
 
@@ -96,6 +104,8 @@ def _sample(models: tuple[Path, Path], method: str, sabotage: tuple[str, ...] = 
     spec = {**METHODS[method], "model": str(head), "max_step_rows": 8192}
     if spec["method"] == "dels":
         spec["local_head"] = str(head.parent / "local")
+    elif spec["method"] == "longspec":
+        spec["model"] = str(head.parent / "longspec")
     params = {"temperature": 1.0, "max_tokens": 4, "ignore_eos": True, "detokenize": False}
     return run_engine(
         engine,
