@@ -20,6 +20,8 @@ from vllm_specplug.kernels.cuda_dispatch import (
     unsupported_by,
 )
 from vllm_specplug.kernels.cuda_reference import tree_attn_cuda_reference
+from vllm_specplug.kernels.cute.config import all_configs
+from vllm_specplug.kernels.cute.launch import plan_launches
 
 CPU = torch.device("cpu")
 SHAPE = KernelShape(head_dim=16, dtype=torch.float32, block_size=16, num_heads=2, num_kv_heads=1)
@@ -73,6 +75,46 @@ def test_a_kernel_that_is_wrong_or_does_not_load_is_named(monkeypatch):
 
     monkeypatch.setattr(cuda_dispatch, "load_kernel", broken)
     assert self_test_failure("cute", SHAPE, CPU) == "RuntimeError: no kernel image is available"
+
+
+@pytest.mark.parametrize("rows", [range(1, 2), range(2, 17), range(65, 258)])
+def test_a_variant_that_does_not_load_is_found_at_start(monkeypatch, rows):
+    """Kernels have a variant each for roots alone, few and many rows."""
+
+    def attend(*args):
+        if args[4].max_rows in rows:
+            raise RuntimeError("this variant does not load")
+        tree_attn_cuda_reference(*args)
+
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", lambda name: attend)
+    assert "does not load" in self_test_failure("cute", SHAPE, CPU)
+
+
+def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatch):
+    planned = set()
+
+    def attend(query, key_cache, value_cache, output, meta, scale):
+        def workspace(*shape):
+            return torch.empty(shape), torch.empty(shape[:-1])
+
+        launches = plan_launches(
+            query, key_cache, value_cache, output, meta, scale, None, None, 132, workspace
+        )
+        planned.update(launch.config for launch in launches)
+        tree_attn_cuda_reference(query, key_cache, value_cache, output, meta, scale)
+
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", lambda name: attend)
+    for head_dim, page in ((64, 16), (128, 64)):
+        shape = KernelShape(head_dim, torch.bfloat16, page, num_heads=8, num_kv_heads=2)
+        planned.clear()
+        assert self_test_failure("cute", shape, CPU) is None
+        wanted = {
+            config
+            for config in all_configs()
+            if (config.head_dim, config.dtype) == (head_dim, "bfloat16")
+            and getattr(config, "tma", page == 64) == (page == 64)
+        }
+        assert planned == wanted and len(wanted) == 3
 
 
 def test_rows_that_a_kernel_leaves_unwritten_fail_the_self_test(monkeypatch):
