@@ -76,7 +76,8 @@ def _merge_states_kernel(
             acc += value * tl.exp(one - base)
         lse_at += lse_split
         at += parts_split
-    acc = acc / total
+    # All parts may be empty: zeros then, and -inf.
+    acc = acc / tl.where(total > 0.0, total, 1.0)
     at = output + to_row * output_row + head * output_head
     tl.store(at + dims, acc.to(output.dtype.element_ty), mask=in_head)
     if STORE_LSE:
@@ -101,7 +102,7 @@ def merge_states(
 
     Args:
         part_lse: natural logarithm of each part's softmax sum; -inf marks an empty part, whose
-            values are not read. Contiguous in H.
+            values are not read. Contiguous in H. A row whose parts are all empty gives zeros.
         plan: of tree attention: row mask_start + i of the parts goes to output row row_start + i
             of each tree. Without it rows keep their place.
         max_rows: most rows of a tree, with `plan`.

@@ -99,9 +99,10 @@ def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
 
 def tree_attention(
     arch: int, packed_rows: int, *, head_dim: int = 128, page: int = 16, dense: bool = False,
-    dtype: str = "bf16",
+    dtype: str = "bf16", prefix: bool = False,
 ) -> Compiled:  # fmt: skip
-    """The attention kernel with the tiles its wrapper chooses; split, unless `dense`."""
+    """The attention kernel with the tiles its wrapper chooses; split, unless `dense`; of the
+    context alone with `prefix`."""
     from vllm_specplug.kernels.tree_attn_triton import (
         MIN_SPLIT,
         TreeAttnConfig,
@@ -123,7 +124,8 @@ def tree_attention(
         "lse_head",
     )  # fmt: skip
     compiled = compile_kernel(
-        f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}{' dense' * dense}",
+        f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}"
+        f"{' dense' * dense}{' prefix' * prefix}",
         _tree_attn_kernel,
         arch,
         {
@@ -149,6 +151,7 @@ def tree_attention(
             "BLOCK_N": config.block_n,
             "DENSE_TAIL": dense,
             "FULL_TAIL": False,
+            "NO_TAIL": prefix,
             "STORE_LSE": not dense,
             "PRECISION": "ieee" if dtype == "fp32" else "tf32",
         },
@@ -227,7 +230,8 @@ def small_kernels(arch: int) -> list[Compiled]:
 def main(arch: int) -> None:
     kernels = [tree_attention(arch, 64 * 4), tree_attention(arch, 16 * 4, dense=True)]
     if arch == 90:
-        kernels += [tree_attention(arch, 4, page=64), *small_kernels(arch)]
+        kernels += [tree_attention(arch, 4, page=64), tree_attention(arch, 4, prefix=True)]
+        kernels += small_kernels(arch)
     for kernel in kernels:
         print(json.dumps(asdict(kernel)), flush=True)
 
