@@ -9,9 +9,9 @@ newly committed tokens and the requests to draft for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,16 @@ from vllm_specplug.tree import DraftTree
 LinearFactory = Callable[
     [torch.Tensor, torch.Tensor | None], Callable[[torch.Tensor], torch.Tensor]
 ]
+
+
+def device_tensor(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Integers of the host as int64 on `device`, without waiting for it."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    if device.type == "cpu":
+        return tensor
+    # A copy from pageable memory would wait for all that was launched. The allocator keeps pinned
+    # memory until the copy is done.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

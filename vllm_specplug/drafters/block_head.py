@@ -20,6 +20,7 @@ from vllm_specplug.drafters.base import (
     Drafter,
     DraftRequests,
     TargetWeights,
+    device_tensor,
 )
 from vllm_specplug.drafters.fused_head import FusedBlockHead
 from vllm_specplug.drafters.ngram import ngram_branches
@@ -131,12 +132,11 @@ class BlockHeadDrafter(Drafter):
         # A bidirectional block was trained whole; a causal one may stop at the last depth read.
         rows = depth + 1 if self.config.causal else self.config.block_size
         device = self.embed_tokens.device
-        anchors = torch.tensor(requests.anchors).to(device)
+        anchors, starts = device_tensor([requests.anchors, requests.context_lens], device)
         block = self.head.block_embeds(self.embed_tokens[anchors], rows)
-        starts = torch.tensor(requests.context_lens)
-        positions = starts[:, None] + torch.arange(rows)
+        positions = starts[:, None] + torch.arange(rows, device=device)
         # Slots past the model's last position are never used: depths are capped before.
-        positions = positions.clamp_(max=self.options.max_model_len - 1).to(device)
+        positions = positions.clamp_(max=self.options.max_model_len - 1)
 
         attend = self.cache.block_attention(requests, rows, self.config.causal)
         hidden = self.head(block.flatten(0, 1), positions.flatten(), attend)

@@ -24,6 +24,7 @@ from vllm.v1.sample.logits_processor.builtin import (
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_specplug.accept import WalkResult, walk_trees
+from vllm_specplug.drafters.base import device_tensor
 from vllm_specplug.tree import DraftTree
 
 PLACEHOLDER_TOKEN_ID = -1
@@ -106,7 +107,7 @@ class TargetSampler:
             for processor in self.metadata.logitsprocs.all:
                 processor.update_state(None)
         self.depth += 1
-        index = torch.tensor(rows, device=self.logits.device)
+        index = device_tensor(rows, self.logits.device)
         with _thinking_budgets_of(self.metadata.thinking_budget_state_holder, live):
             # Advanced indexing copies: the sampler edits logits in place. Draft tokens are not
             # shown to it: the outputs have grown by the path already.
