@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_nodes"])
 def _gru_step_kernel(
     # [F] int64: token each node reads, as a row of `gates`
     tokens,

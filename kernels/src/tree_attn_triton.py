@@ -306,6 +306,14 @@ class TreeAttnConfig:
         return cls(block_m, block_n, 8 if wide else 4, int(max(1, min(deepest, stages))))
 
 
+def config_for(
+    device: torch.device, packed_rows: int, head_dim: int, itemsize: int, dense: bool = False
+) -> TreeAttnConfig:
+    """`TreeAttnConfig.choose` for a device."""
+    _, shared_memory, major = _device_limits(device)
+    return TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared_memory, major, dense)
+
+
 def choose_splits(programs: int, max_context: int, num_sms: int) -> int:
     """Splits of the context so that about two programs stand on every multiprocessor.
 
@@ -352,11 +360,9 @@ def tree_attn_triton(
     if meta.num_trees == 0 or meta.max_rows == 0:
         return
     group = num_heads // num_kv_heads
-    num_sms, shared_memory, major = _device_limits(query.device)
+    num_sms = _device_limits(query.device)[0]
     dense = tail_key is not None
-    config = TreeAttnConfig.choose(
-        meta.max_rows * group, head_dim, query.element_size(), shared_memory, major, dense
-    )
+    config = config_for(query.device, meta.max_rows * group, head_dim, query.element_size(), dense)
     row_tiles = triton.cdiv(meta.max_rows * group, config.block_m)
     if splits is None:
         splits = choose_splits(row_tiles * num_kv_heads * meta.num_trees, meta.max_context, num_sms)

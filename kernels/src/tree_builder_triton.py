@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_depths", "width", "max_width", "num_nodes"],
+    do_not_specialize_on_alignment=["budgets", "depths"],
+)
 def _build_best_first_kernel(
     # [B, D, K] int64
     top_ids,
@@ -139,8 +142,24 @@ def build_best_first_triton(
             width,
             max_width,
             num_nodes,
-            PLACES=max(32, triton.next_power_of_2(num_nodes + 1)),
+            PLACES=_places(num_nodes),
             # One warp: reductions stay within it.
             num_warps=1,
         )
     return token_ids, parents, node_depths, scores, counts
+
+
+def _places(num_nodes: int) -> int:
+    """Places for the candidates of a tree of `num_nodes` nodes: few sizes, each a compilation."""
+    return max(32, triton.next_power_of_2(num_nodes + 1))
+
+
+def warm_up_builder(num_nodes: int, device: torch.device) -> None:
+    """Compiles what trees of up to `num_nodes` nodes take."""
+    ids = torch.zeros((1, 1, 1), dtype=torch.int64, device=device)
+    log_probs = torch.zeros((1, 1, 1), device=device)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    nodes = 1
+    while nodes <= num_nodes:
+        build_best_first_triton(ids, log_probs, one, one, 1, nodes)
+        nodes = _places(nodes)

@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["emitted_stride", "paths_stride"],
+    do_not_specialize_on_alignment=["samples", "token_ids", "parents", "starts"],
+)
 def _walk_kernel(
     # [M] int64: the target's sample at every row
     samples,

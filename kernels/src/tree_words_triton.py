@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plan_stride", "words_stride"])
 def _tree_words_kernel(
     # [5, R] int32: request, first query row, rows, context length, first mask row
     plan,

@@ -174,19 +174,34 @@ class CudaTreeBackend(TreeBackend):
         return choose_cuda_kernel(self.requested, shape, self.device, self.capability())
 
     def warm_up(self) -> None:
-        """Compiles the Triton kernels' variants for this model: a first tree must not wait."""
-        if self.kernel.name != "triton" or self.device.type != "cuda":
+        """Compiles the Triton variants that steps of this model take: a first tree must not wait.
+
+        What the CuTe kernel needs was loaded when it was chosen.
+        """
+        if self.device.type == "cuda":
+            self.run_every_variant(lambda: torch.cuda.synchronize(self.device))
+
+    def run_every_variant(self, synchronize: Callable[[], None]) -> None:
+        """Runs each Triton kernel of a step in each of its variants, over the empty cache."""
+        from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton
+        from vllm_specplug.kernels.tree_builder_triton import warm_up_builder
+
+        zero = torch.zeros(1, dtype=torch.int32, device=self.device)
+        blocks = torch.zeros(
+            1, -(-self.limits.context // self.block_size), dtype=torch.int32, device=self.device
+        )
+        # No moves.
+        compact_paths_triton(self.layers, zero[None], zero, zero, zero, blocks)
+        warm_up_builder(self.limits.tree_rows - 1, self.device)
+        if self.kernel.name != "triton":
             return
         key_cache, value_cache = self.layers.keys[0], self.layers.values[0]
         head_dim = key_cache.shape[3]
-        # Sizes of trees at which the tiles change, without and with a split context.
-        for rows in sorted({1, min(16, self.limits.tree_rows), self.limits.tree_rows}):
+        for rows in self._telling_sizes():
             query = torch.zeros(
                 rows, self.num_heads, head_dim, dtype=key_cache.dtype, device=self.device
             )
-            blocks = torch.zeros(
-                1, -(-self.limits.context // self.block_size), dtype=torch.int32, device=self.device
-            )
+            # Without and with a split context.
             for context in {0, max(0, min(8192, self.limits.context) - rows)}:
                 chain = np.arange(-1, rows - 1, dtype=np.int32)
                 metadata = self.buffers.fill([0], [0], [context], [chain], blocks)
@@ -194,7 +209,21 @@ class CudaTreeBackend(TreeBackend):
                 output = torch.empty_like(query)
                 self.kernel.run(query, key_cache, value_cache, output, metadata, head_dim**-0.5)
                 # Nothing else separates these calls, and they share pinned memory.
-                torch.cuda.synchronize(self.device)
+                synchronize()
+
+    def _telling_sizes(self) -> list[int]:
+        """Rows of trees that together take every variant: of tiles, and of words a row."""
+        from vllm_specplug.kernels.tree_attn_triton import config_for
+
+        key_cache = self.layers.keys[0]
+        group = self.num_heads // key_cache.shape[2]
+        sizes: dict[tuple[Any, int], int] = {}
+        for rows in range(1, self.limits.tree_rows + 1):
+            config = config_for(
+                self.device, rows * group, key_cache.shape[3], key_cache.element_size()
+            )
+            sizes.setdefault((config, -(-rows // 64)), rows)
+        return list(sizes.values())
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -211,9 +240,10 @@ class CudaTreeBackend(TreeBackend):
         self.fill_words(metadata)
         return DeviceTreeRows(metadata, self.kernel.run, self.views, covers_batch)
 
-    def fill_words(self, metadata: CudaTreeMetadata) -> None:
-        """Ancestor words, for a kernel that does not make them itself."""
-        if self.kernel.name == "triton":
+    def fill_words(self, metadata: CudaTreeMetadata, kernel: ChosenKernel | None = None) -> None:
+        """Ancestor words, for a kernel (the target's, if none is given) that does not make them
+        itself."""
+        if (kernel or self.kernel).name == "triton":
             from vllm_specplug.kernels.tree_words_triton import fill_tree_words
 
             assert metadata.words is not None
@@ -355,15 +385,19 @@ class CudaDraftCache:
         )
         if not causal:
             metadata.mask_kind = "full"
-        else:
-            self.backend.fill_words(metadata)
+        needs_words = causal
 
         def attend(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         ) -> torch.Tensor:
+            nonlocal needs_words
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
-            run = self._kernel_for(query, key).run
-            run(query, *self.views[layer], output, metadata, self.scale, key, value)
+            kernel = self._kernel_for(query, key)
+            if needs_words:
+                # Here, as the kernel may be another one than the target's.
+                self.backend.fill_words(metadata, kernel)
+                needs_words = False
+            kernel.run(query, *self.views[layer], output, metadata, self.scale, key, value)
             return output
 
         return attend

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_specplug.config import check_kernel
+from vllm_specplug.drafters.base import DraftRequests
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.runtime.cuda_backend import (
     CudaTreeBackend,
@@ -177,3 +178,69 @@ def test_kernels_by_device(name, device, interpreted, good):
         return
     with pytest.raises(ValueError, match=f"tree_kernel='{name}'"):
         check_kernel(name, device, interpreted)
+
+
+@pytest.mark.parametrize("tree_rows", [1, 9, 65, 257])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1)])
+def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, heads, kv_heads):
+    """Steps have trees of any size up to the largest; none may compile while serving."""
+    pytest.importorskip("triton")
+    from vllm_specplug.kernels import kv_compact_triton, tree_builder_triton, tree_words_triton
+    from vllm_specplug.kernels.tree_attn_triton import config_for
+
+    ran, words, built, moved = set(), set(), [], []
+    places = tree_builder_triton._places
+
+    def attend(query, key_cache, value_cache, output, meta, scale):
+        ran.add((config_for(CPU, meta.max_rows * heads // kv_heads, 64, 2), meta.max_context > 0))
+
+    def fill(plan, parent_rows, out, max_rows):
+        words.add(out.shape[1])
+
+    limits = StepLimits(4, 4 * tree_rows, tree_rows, 4096)
+    backend = CudaTreeBackend("auto", heads, limits, CPU)
+    backend.kernel = ChosenKernel("triton", attend, "")
+    backend.block_size = 16
+    cache = torch.zeros(2, 16, kv_heads, 64, dtype=torch.bfloat16)
+    backend.layers = kv_compact_triton.LayerCaches.of([(cache, cache)])
+    monkeypatch.setattr(tree_words_triton, "fill_tree_words", fill)
+    monkeypatch.setattr(
+        kv_compact_triton, "compact_paths_triton", lambda *args: moved.append(args[2].tolist())
+    )
+    monkeypatch.setattr(
+        tree_builder_triton,
+        "build_best_first_triton",
+        lambda *args: built.append(places(args[-1])),
+    )
+    waits = []
+    backend.run_every_variant(lambda: waits.append(0))
+    sizes = range(1, tree_rows + 1)
+    wanted = {config_for(CPU, r * heads // kv_heads, 64, 2) for r in sizes}
+    assert ran == {(config, long) for config in wanted for long in (False, True)}
+    assert words == {-(-r // 64) for r in sizes}
+    assert built == sorted({places(r - 1) for r in sizes if r > 1})
+    assert moved == [[0]] and len(waits) >= len(ran)
+
+
+def test_a_draft_of_another_kernel_than_the_targets_has_its_words(monkeypatch):
+    """The target by CuTe, which makes words itself, and a head whose shape only Triton takes."""
+    filled = []
+    backend = CudaTreeBackend("auto", 2, LIMITS, CPU)
+    backend.kernel = ChosenKernel("cute", lambda *args: None, "")
+    monkeypatch.setattr(
+        backend,
+        "fill_words",
+        lambda meta, kernel=None: filled.append((kernel or backend.kernel).name),
+    )
+    monkeypatch.setattr(backend, "choose", lambda *args: ChosenKernel("triton", print, ""))
+    monkeypatch.setattr(backend, "cache_writer", lambda: None)
+    layer = SimpleNamespace(kv_cache=torch.zeros(2, 1, 16, 8))
+    drafts = backend.draft_cache([layer, layer], lambda: TABLE, 1.0)
+    requests = DraftRequests(token_ids=[np.array([1])], context_lens=[0], req_indices=[0])
+    rows = torch.zeros(3, 1, 4)
+    for causal, expected in ((True, ["triton"]), (False, [])):
+        filled.clear()
+        attend = drafts.block_attention(requests, 3, causal)
+        attend(0, rows, rows, rows)
+        attend(1, rows, rows, rows)
+        assert filled == expected
