@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
-from tests.e2e.tiny import make_head, make_local_head, make_target
+from tests.e2e.tiny import make_head, make_local_head, make_target, make_text_target
 
 pytestmark = pytest.mark.e2e
 
@@ -26,14 +27,11 @@ PARAMS = {
     "frequency_penalty": 0.8,
 }
 
+TWO_RANKS = {"tensor_parallel_size": 2}
+TWO_CORES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     # name: engine arguments, speculative options, environment
     "compiled": ({"enforce_eager": False}, {}, {}),
-    "tensor_parallel": (
-        {"tensor_parallel_size": 2},
-        {},
-        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    ),
     "reference_kernel": ({}, {"tree_kernel": "reference"}, {}),
     "compiled_kernel": ({}, {"tree_kernel": "cpp"}, {}),
     "accum_logp": ({}, {"tree_builder": "accum_logp"}, {}),
@@ -43,11 +41,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "bidirectional": ({}, {"causal": False}, {}),
     "one_node": ({}, {"num_speculative_tokens": 1}, {}),
     "auto_budget": ({}, {"tree_budget": "auto"}, {}),
-    "auto_budget_tensor_parallel": (
-        {"tensor_parallel_size": 2},
-        {"tree_budget": "auto"},
-        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    ),
+    "auto_budget_tensor_parallel": (TWO_RANKS, {"tree_budget": "auto"}, TWO_CORES),
     "largest_tree": ({}, {"num_speculative_tokens": 256, "tree_width": 12}, {}),
 }
 
@@ -116,6 +110,38 @@ def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str
     tree = run_engine({**_engine(target), **engine}, calls, speculative=speculative, env=env)
     assert tree.token_ids() == _plain(target).token_ids()
     assert len({tuple(ids) for ids in tree.token_ids()}) > 1
+    assert_drafted(tree, least_acceptance=0.0)
+
+
+@pytest.mark.xdist_group("engine_modes")
+def test_grammars_in_tensor_parallel(tmp_path: Path) -> None:
+    """Every draft is a constrained request's: parents and masks reach both ranks."""
+    target = make_text_target(tmp_path / "target")
+    vocab = json.loads((target / "config.json").read_text())["vocab_size"]
+    speculative = {
+        "method": "jetspec",
+        "model": str(make_head(tmp_path / "head", vocab)),
+        "num_speculative_tokens": 16,
+        "tree_budget": 16,
+        "max_step_rows": 512,
+    }
+    kinds = [
+        {"regex": "((red|blue) (cat|dog) ){3,12}"},
+        {"choice": ["the quick brown fox", "the lazy dog", "the quick red fox"]},
+        {"regex": "[a-c ]{8,40}"},
+        {"json_object": True},
+    ]
+    params = [
+        {"max_tokens": 60, "structured_outputs": kind, **chance}
+        for kind in kinds
+        for chance in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 4})
+    ]
+    engine = {**_engine(target), "skip_tokenizer_init": False}
+    calls = [{"prompts": [[60, 61, 62]] * len(params), "params": params}]
+    plain = run_engine(engine, calls)
+    tree = run_engine({**engine, **TWO_RANKS}, calls, speculative=speculative, env=TWO_CORES)
+    assert tree.token_ids() == plain.token_ids()
+    assert len({tuple(ids) for ids in tree.token_ids()}) > len(kinds)
     assert_drafted(tree, least_acceptance=0.0)
 
 

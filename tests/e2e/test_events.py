@@ -2,7 +2,7 @@
 """What happens to engines and servers while they work: outputs stay, nothing leaks, ends are clean.
 
 The checks run in one process on a small random target. The server runs two data parallel
-replicas of it, and is killed in the end.
+replicas of it with parsers for reasoning and tool calls, and is killed in the end.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 from tests.e2e import event_checks
 from tests.e2e.pair import assert_check, check_names
-from tests.e2e.tiny import make_head, make_text_target
+from tests.e2e.tiny import SPECIAL_TOKENS, make_head, make_text_target
 from vllm_specplug.bench.process_group import group_members
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 
@@ -55,8 +56,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
             "num_speculative_tokens": 12,
             "tree_budget": 12,
         },
-        extra_args=("--data-parallel-size", "2", "--served-model-name", "tiny"),
-    )
+        extra_args=(
+            "--data-parallel-size", "2", "--served-model-name", "tiny",
+            "--reasoning-parser", "deepseek_r1",
+            "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+            "--structured-outputs-config",
+            json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}),
+        ),
+    )  # fmt: skip
     with VllmServer(spec, folder / "server.log") as running:
         running.wait_healthy()
         yield running
@@ -97,6 +104,90 @@ def test_two_replicas_answer_alike_and_count_apart(
     for name in ("specplug:drafts_total", "vllm:spec_decode_num_accepted_tokens_total"):
         values = _metric(server, name)
         assert set(values) == {"0", "1"} and all(values.values()), (name, values)
+
+
+@pytest.mark.xdist_group("event_server")
+@pytest.mark.parametrize(
+    "extra", [{"specplug_tree_budget": 13}, {"specplug_max_draft_context": -1}]
+)
+def test_a_request_that_cannot_be_is_refused_by_name(
+    server: VllmServer, client: openai.OpenAI, extra: dict[str, int]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=next(iter(extra))) as error:
+        client.completions.create(
+            model="tiny", prompt=[7], max_tokens=4, extra_body={"vllm_xargs": extra}
+        )
+    assert error.value.status_code == 400
+    assert _complete(client, [7])
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "blue"]}, "ok": {"type": "boolean"}},
+    "required": ["color", "ok"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}
+
+
+def _with_and_without_drafts(
+    server: VllmServer, client: openai.OpenAI, **options: Any
+) -> list[Any]:
+    """Messages of seeded chats with trees, each compared with the same chat decoded plainly."""
+
+    def chat(seed: int, nodes: int) -> Any:
+        done = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "paint"}], temperature=0.8,
+            seed=seed, max_tokens=100,
+            # A random model ends its reasoning rarely; the parser looks for the token's text.
+            logit_bias={str(SPECIAL_TOKENS.index("</think>")): 6.0},
+            extra_body={
+                "vllm_xargs": {"specplug_tree_budget": nodes},
+                "skip_special_tokens": False,
+            },
+            **options,
+        )  # fmt: skip
+        message = done.choices[0].message
+        for call in message.tool_calls or ():
+            call.id = "chance"
+        return message
+
+    def drafted() -> float:
+        return sum(_metric(server, "specplug:draft_nodes_total").values())
+
+    before = drafted()
+    with ThreadPoolExecutor(4) as pool:
+        plain = list(pool.map(lambda seed: chat(seed, 0), range(6)))
+        assert drafted() == before
+        trees = list(pool.map(lambda seed: chat(seed, 12), range(6)))
+    assert drafted() > before
+    assert [m.model_dump() for m in trees] == [m.model_dump() for m in plain]
+    return trees
+
+
+@pytest.mark.xdist_group("event_server")
+def test_tool_calls_are_those_of_plain_decoding(server: VllmServer, client: openai.OpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "paint"}}
+    messages = _with_and_without_drafts(server, client, tools=[TOOL], tool_choice=choice)
+    calls = [call.function for message in messages for call in message.tool_calls or ()]
+    assert calls and {call.name for call in calls} == {"paint"}, messages
+    texts = [call.arguments.removesuffix("</s>") for call in calls]
+    complete = [json.loads(text) for text in texts if text.endswith("}")]
+    assert complete and all(set(value) == {"color", "ok"} for value in complete)
+
+
+@pytest.mark.xdist_group("event_server")
+def test_reasoning_and_answer_are_those_of_plain_decoding(
+    server: VllmServer, client: openai.OpenAI
+) -> None:
+    answer_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    messages = _with_and_without_drafts(server, client, response_format=answer_format)
+    answered = [message for message in messages if message.content]
+    assert answered and any(message.reasoning for message in messages), messages
+    assert all(message.content.lstrip().startswith("{") for message in answered)
+    texts = [message.content.removesuffix("</s>") for message in answered]
+    complete = [json.loads(text) for text in texts if text.endswith("}")]
+    assert complete and all(set(value) == {"color", "ok"} for value in complete)
 
 
 @pytest.mark.xdist_group("event_server")

@@ -10,8 +10,9 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.fuzz.engine_machine import EngineMachine
@@ -22,23 +23,27 @@ EXAMPLES = int(os.environ.get("SPECPLUG_FUZZ_EXAMPLES", "12"))
 STEPS = 30
 
 
-def _run(method: str) -> None:
+def _examples(method: str, **changes: Any) -> Counter[str]:
+    """Runs the machine; what its examples did."""
     totals: Counter[str] = Counter()
     machine = type(f"{method}_machine", (EngineMachine,), {"method": method, "totals": totals})
+    chosen: dict[str, Any] = {
+        "max_examples": EXAMPLES,
+        "stateful_step_count": STEPS,
+        "deadline": None,
+        "database": None,
+        "print_blob": True,
+        # The same examples in every run, unless somebody asks for many.
+        "derandomize": EXAMPLES < 100,
+        "suppress_health_check": list(HealthCheck),
+    }
+    run_state_machine_as_test(machine, settings=settings(**{**chosen, **changes}))
+    return totals
+
+
+def _run(method: str) -> None:
     start = time.perf_counter()
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=STEPS,
-            deadline=None,
-            database=None,
-            print_blob=True,
-            # The same examples in every run, unless somebody asks for many.
-            derandomize=EXAMPLES < 100,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    totals = _examples(method)
     print(f"{method}: {dict(totals)}")
     assert totals["verified"] > 0 and totals["accepted"] > 0, totals
     assert totals["preempted"] > 0 and totals["cached"] > 0, totals
@@ -74,6 +79,21 @@ def check_tokenswift() -> None:
 
 def check_ngram_tree() -> None:
     _run("ngram_tree")
+
+
+def check_lost_compaction_is_noticed() -> None:
+    """The negative control: without it accepted paths that skip nodes leave wrong keys behind."""
+    import pytest
+
+    from vllm_specplug.runtime import tree_backend
+
+    compact = tree_backend.compact_kv
+    tree_backend.compact_kv = lambda *args, **kwargs: None
+    try:
+        with pytest.raises(AssertionError):
+            _examples("oracle", phases=[Phase.generate], report_multiple_bugs=False)
+    finally:
+        tree_backend.compact_kv = compact
 
 
 def check_short_soak() -> None:
