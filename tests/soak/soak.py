@@ -18,15 +18,20 @@ import gc
 import json
 import os
 import random
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_specplug.bench.provenance import one_line, provenance
+
 EVERY = 100
 # Most growth of resident memory, in KiB a thousand steps, over the second half of the run.
 MEMORY_SLOPE_KIB = 1024
+# Most growth of the blocks in use, a thousand steps; conversations come and go, so they vary.
+BLOCK_SLOPE = 0.5
 # Most loss of acceptance from the first half to the second; texts differ, so it varies.
 ACCEPTANCE_LOSS = 0.25
 # Small blocks, so that most of a conversation is cached, and too few for all of them at once.
@@ -38,6 +43,7 @@ class Sample:
     step: int
     resident_kib: int
     used_blocks: int
+    """Blocks that requests hold; cached blocks that none holds are free."""
     running: int
     kept_requests: int
     kept_trees: int
@@ -84,7 +90,11 @@ class Client:
     def _params(self) -> Any:
         from tests.fuzz.engine_machine import OPTIONS, sampling_params
 
-        return sampling_params(self.rng.randrange(len(OPTIONS)))
+        index = self.rng.randrange(len(OPTIONS))
+        # Half of the greedy ones sample, unseeded.
+        greedy = not OPTIONS[index].get("temperature")
+        changes = {"temperature": 0.9} if greedy and self.rng.random() < 0.5 else {}
+        return sampling_params(index, **changes)
 
     def step(self) -> None:
         for output in self.engine.step():
@@ -159,6 +169,7 @@ def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any
         "prompt_tokens": client.prompt_tokens,
         "cached_prompt_tokens": cached + sum(hits.values()),
         "resident_kib_per_1000_steps": slope(samples, "resident_kib"),
+        "used_blocks_per_1000_steps": slope(samples, "used_blocks"),
         "kept_requests_per_1000_steps": slope(samples, "kept_requests"),
         "most_kept_requests": max(s.kept_requests for s in samples),
         "acceptance_first_half": acceptance(samples[:half]),
@@ -173,6 +184,8 @@ def problems(summary: dict[str, Any]) -> list[str]:
     found = []
     if summary["resident_kib_per_1000_steps"] > MEMORY_SLOPE_KIB:
         found.append(f"memory grew by {summary['resident_kib_per_1000_steps']:.0f} KiB/1000 steps")
+    if summary["used_blocks_per_1000_steps"] > BLOCK_SLOPE:
+        found.append(f"{summary['used_blocks_per_1000_steps']:.2f} blocks/1000 steps stay in use")
     if summary["most_kept_requests"] > 2 * 8:
         found.append(f"the runner kept {summary['most_kept_requests']} requests")
     if summary["acceptance_first_half"] <= 0:
@@ -206,6 +219,25 @@ def plot(samples: list[Sample], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def page(summary: dict[str, Any], made_by: dict[str, Any]) -> str:
+    rows = [f"| {name.replace('_', ' ')} | {value} |" for name, value in summary.items()]
+    return "\n".join(
+        [
+            "# A long run with everything switched on",
+            "",
+            f"{one_line(made_by)}. One core; a random target of two layers and a random head.",
+            "Slopes are least squares over the second half; `soak.json` has all samples.",
+            "",
+            "![memory, blocks, acceptance, speed](soak.png)",
+            "",
+            "| | |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=20_000)
@@ -222,7 +254,11 @@ def main() -> int:
     print(json.dumps({**summary, "problems": found}, indent=2))
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        data = {"summary": summary, "samples": [asdict(s) for s in samples]}
+        # Relative to the checkout and without this machine's paths.
+        made_by = {**provenance(), "command": shlex.join(["python", "-m", "tests.soak.soak",
+                                                          *sys.argv[1:]])}  # fmt: skip
+        data = {"summary": summary, "provenance": made_by, "samples": [asdict(s) for s in samples]}
+        (arguments.out / "soak.md").write_text(page(summary, made_by))
         (arguments.out / "soak.json").write_text(json.dumps(data, indent=1) + "\n")
         plot(samples, arguments.out / "soak.png")
     return int(bool(found))
