@@ -245,6 +245,7 @@ class TreeRunnerMixin:
             self.input_batch.sampling_metadata,
             self.input_batch.req_output_token_ids,
             discarded,
+            at_once=logits.device.type != "cpu",
         )
         walk, output = sampler.walk([r.tree for r in self.tree_step.requests], root_rows)
         walked = time.perf_counter()

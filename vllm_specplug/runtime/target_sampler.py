@@ -10,15 +10,17 @@ Ledger: target_sampler.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
     MinTokensLogitsProcessor,
 )
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -28,6 +30,9 @@ from vllm_specplug.drafters.base import device_tensor
 from vllm_specplug.tree import DraftTree
 
 PLACEHOLDER_TOKEN_ID = -1
+# Logits that are sampled at once, most: float32 and what the sampler makes of them take some
+# hundred MiB.
+_MOST_AT_ONCE = 1 << 25
 
 
 class TargetSampler:
@@ -40,6 +45,8 @@ class TargetSampler:
         outputs: each request's live output token list, as vLLM's processors hold it.
         discarded: requests whose sample is thrown away (prompt chunks); they neither
             advance their random state nor grow their output.
+        at_once: sample all rows before the walk where requests keep no state. Worth it where
+            each sample would wait for a device.
     """
 
     def __init__(
@@ -49,12 +56,14 @@ class TargetSampler:
         metadata: SamplingMetadata,
         outputs: list[list[int] | None],
         discarded: set[int],
+        at_once: bool = False,
     ) -> None:
         self.sampler = sampler
         self.logits = logits
         self.metadata = metadata
         self.outputs = outputs
         self.discarded = discarded
+        self.at_once = at_once
         self.logprobs: list[LogprobsTensors] = []
         self.depth = 0
 
@@ -62,8 +71,14 @@ class TargetSampler:
         self, trees: list[DraftTree | None], root_rows: list[int]
     ) -> tuple[WalkResult, SamplerOutput]:
         """Walks all trees; returns the walk and vLLM's sampler output (-1 padded)."""
+        tokens: list[int] | None = None
         if self._plain_argmax():
             tokens = self.logits.argmax(dim=-1).tolist()
+        elif self.at_once and self.logits.numel() <= _MOST_AT_ONCE and self._is_stateless():
+            # Each row's sample is a draw from the target's distribution at that node; those of
+            # nodes that are not visited are never looked at.
+            tokens = self.sample_rows(root_rows).tolist()
+        if tokens is not None:
             result = walk_trees(trees, root_rows, lambda rows, live: [tokens[r] for r in rows])
         else:
             kept = [len(output or ()) for output in self.outputs]
@@ -84,19 +99,51 @@ class TargetSampler:
             logprobs_tensors=self._stack_logprobs(),
         )
 
+    def sample_rows(self, root_rows: list[int]) -> torch.Tensor:
+        """A sample of every row, int64 [rows], as its request's parameters say. Edits logits."""
+        m = self.metadata
+        counts = np.diff([*root_rows, len(self.logits)])
+        owner = device_tensor(np.repeat(np.arange(len(counts)), counts), self.logits.device)
+
+        def of_rows(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[owner]
+
+        output = self.sampler(
+            logits=self.logits,
+            sampling_metadata=replace(
+                m,
+                temperature=of_rows(m.temperature),
+                top_p=of_rows(m.top_p),
+                top_k=of_rows(m.top_k),
+                output_token_ids=[],
+                spec_token_ids=[],
+            ),
+        )
+        return output.sampled_token_ids[:, 0].long()
+
     def _plain_argmax(self) -> bool:
         """Whether the sampler would take nothing but the argmax of every row."""
         m = self.metadata
+        return m.all_greedy and self._rows_suffice(m.logitsprocs.non_argmax_invariant)
+
+    def _is_stateless(self) -> bool:
+        """Whether a row's sample depends on nothing but its logits, its request's temperature,
+        top-k and top-p, and the common random state."""
+        m = self.metadata
+        return not m.generators and self._rows_suffice(m.logitsprocs.all)
+
+    def _rows_suffice(self, processors: Iterable[Any]) -> bool:
+        """Whether no output or history of a request, nor any of `processors`, has a say."""
+        m = self.metadata
         holder = m.thinking_budget_state_holder
         return (
-            m.all_greedy
-            and m.no_penalties
+            m.no_penalties
             and not m.bad_words_token_ids
             and m.allowed_token_ids_mask is None
             and m.max_num_logprobs is None
             and not m.logprob_token_ids
             and (holder is None or not holder.has_tracked_requests())
-            and all(_is_idle(p) for p in m.logitsprocs.non_argmax_invariant)
+            and all(_is_idle(p) for p in processors)
         )
 
     def _sample(self, rows: list[int], live: list[bool]) -> list[int]:
@@ -142,11 +189,13 @@ class TargetSampler:
 
 
 def _is_idle(processor: Any) -> bool:
-    """Whether a logits processor would leave the argmax of every row as it is."""
+    """Whether a logits processor would leave every row as it is."""
     if isinstance(processor, MinTokensLogitsProcessor):
         return not processor.min_toks
     if isinstance(processor, LogitBiasLogitsProcessor):
         return not processor.biases
+    if isinstance(processor, MinPLogitsProcessor):
+        return not processor.min_p_count
     return bool(getattr(processor, "specplug_idle", False))
 
 
