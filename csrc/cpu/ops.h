@@ -42,4 +42,8 @@ void build_best_first(const torch::stable::Tensor& top_ids,
                       torch::stable::Tensor& parents, torch::stable::Tensor& node_depths,
                       torch::stable::Tensor& scores, torch::stable::Tensor& counts);
 
+int64_t ngram_lookup(const torch::stable::Tensor& tokens, torch::stable::Tensor& links,
+                     torch::stable::Tensor& heads, int64_t indexed, int64_t longest,
+                     torch::stable::Tensor& sizes, torch::stable::Tensor& found);
+
 }  // namespace specplug

@@ -42,6 +42,9 @@ STABLE_TORCH_LIBRARY(specplug, m) {
       "build_best_first(Tensor top_ids, Tensor top_log_probs, Tensor budgets, Tensor depths, "
       "int max_width, Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) node_depths, "
       "Tensor(d!) scores, Tensor(e!) counts) -> ()");
+  m.def(
+      "ngram_lookup(Tensor tokens, Tensor(a!) links, Tensor(b!) heads, int indexed, int longest, "
+      "Tensor(c!) sizes, Tensor(d!) found) -> int");
   m.def("cpu_isas() -> int");
   m.def("set_cpu_isa(int isa) -> ()");
   m.def("cpu_variant(bool bf16) -> str");
@@ -54,6 +57,7 @@ STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
   m.impl("gather_kv", TORCH_BOX(&gather_kv));
   m.impl("ancestor_words", TORCH_BOX(&ancestor_words));
   m.impl("build_best_first", TORCH_BOX(&build_best_first));
+  m.impl("ngram_lookup", TORCH_BOX(&ngram_lookup));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CompositeExplicitAutograd, m) {

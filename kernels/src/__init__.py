@@ -13,6 +13,7 @@ from typing import Any
 
 _EXPORTS = {
     "CpuKvLayout": "cpu_layout",
+    "NgramIndex": "ngram_index",
     "TreeAttnMetadata": "metadata",
     "ancestor_words": "metadata",
     "block_metadata": "metadata",
@@ -28,6 +29,7 @@ _EXPORTS = {
     "gru_weights": "local_tree",
     "gather_kv": "kv_gather",
     "key_scores": "kv_gather",
+    "make_ngram_index": "ngram_index",
     "markov_weights": "local_tree",
     "merge_attn": "hybrid_attn",
     "prefix_attn": "hybrid_attn",

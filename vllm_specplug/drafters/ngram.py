@@ -23,64 +23,11 @@ from vllm_specplug.drafters.base import (
     DraftRequests,
     TargetWeights,
 )
+from vllm_specplug.kernels import NgramIndex, make_ngram_index
 from vllm_specplug.tree import DraftTree, merge_trees
 
-# Longest suffix that is looked up, and the shortest.
-MAX_SUFFIX, MIN_SUFFIX = 4, 2
-# Occurrences of one suffix that are kept, the latest ones.
-MAX_OCCURRENCES = 4
-
-
-class NgramIndex:
-    """Where each short suffix occurred in one request's tokens; grows with them.
-
-    Memory is bounded by the request's length: at most one position per token and suffix length.
-    """
-
-    def __init__(self, longest: int = MAX_SUFFIX) -> None:
-        self.tokens: list[int] = []
-        # Lengths of the suffix that is looked up, longest first.
-        self.lengths = tuple(range(longest, MIN_SUFFIX - 1, -1))
-        # One map a suffix length: suffix -> positions right after its latest occurrences.
-        self._after: list[dict[tuple[int, ...], list[int]]] = [{} for _ in self.lengths]
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Appends committed tokens."""
-        history = self.tokens
-        for token in tokens:
-            history.append(token)
-            end = len(history)
-            for length, after in zip(self.lengths, self._after, strict=True):
-                if end >= length:
-                    # A lookup right now would find the suffix itself; its position has no
-                    # continuation yet and is skipped there.
-                    places = after.setdefault(tuple(history[end - length : end]), [])
-                    places.append(end)
-                    if len(places) > MAX_OCCURRENCES + 1:
-                        del places[0]
-
-    def continuations(self, count: int, length: int) -> list[tuple[int, list[int]]]:
-        """At most `count` distinct continuations of the current suffix, each up to `length` long.
-
-        Returns:
-            (matched suffix length, tokens) pairs, longer matches first, then later occurrences.
-        """
-        history, found = self.tokens, []
-        end = len(history)
-        seen: set[tuple[int, ...]] = set()
-        for size, after in zip(self.lengths, self._after, strict=True):
-            if end < size:
-                continue
-            for place in reversed(after.get(tuple(history[end - size : end]), ())):
-                tokens = history[place : place + length]
-                # The same continuation under a shorter match says nothing new.
-                if not tokens or any(prefix[: len(tokens)] == tuple(tokens) for prefix in seen):
-                    continue
-                seen.add(tuple(tokens))
-                found.append((size, tokens))
-                if len(found) == count:
-                    return found
-        return found
+# Longest suffix that is looked up.
+MAX_SUFFIX = 4
 
 
 @dataclass
@@ -154,15 +101,13 @@ class NgramBranches:
         if req_id in self._latest and self._latest[req_id][0] == asked:
             return self._latest[req_id][1]
         index = self._indices.get(req_id)
-        if index is None or len(index.tokens) > len(tokens):
-            index = self._indices[req_id] = NgramIndex(self.suffix)
+        if index is None or index.num_tokens > len(tokens):
+            index = self._indices[req_id] = make_ngram_index(self.suffix)
             self._pending.pop(req_id, None)
             self._latest.pop(req_id, None)
-        start = len(index.tokens)
-        index.extend(tokens[start:].tolist())
-        self._learn(req_id, index.tokens)
-        found = index.continuations(self.count, min(depth, self.max_length))
-        self._pending[req_id] = (len(index.tokens), found)
+        self._learn(req_id, tokens)
+        found = index.look_up(tokens, self.count, min(depth, self.max_length))
+        self._pending[req_id] = (len(tokens), found)
         chains = [
             DraftTree.chain(branch, self.statistics.scores(size, rank, len(branch)))
             for rank, (size, branch) in enumerate(found)
@@ -200,10 +145,10 @@ class NgramBranches:
             self._pending.pop(req_id, None)
             self._latest.pop(req_id, None)
 
-    def _learn(self, req_id: str, tokens: list[int]) -> None:
+    def _learn(self, req_id: str, tokens: np.ndarray) -> None:
         position, found = self._pending.pop(req_id, (0, []))
+        actual = tokens[position : position + self.max_length].tolist()
         for rank, (size, branch) in enumerate(found):
-            actual = tokens[position : position + len(branch)]
             self.statistics.observe(size, rank, branch, actual)
 
 

@@ -4,51 +4,8 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
-from vllm_specplug.drafters.ngram import (
-    MAX_SUFFIX,
-    BranchStatistics,
-    NgramBranches,
-    NgramIndex,
-)
-
-
-@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 4), st.integers(1, 6))
-def test_continuations_followed_the_same_suffix(tokens: list[int], count: int, length: int) -> None:
-    index = NgramIndex()
-    index.extend(tokens)
-    found = index.continuations(count, length)
-    assert len(found) <= count
-    sizes = [size for size, _ in found]
-    assert sizes == sorted(sizes, reverse=True)
-    for size, branch in found:
-        assert 1 <= len(branch) <= length
-        suffix = tokens[len(tokens) - size :]
-        assert any(
-            tokens[at : at + size] == suffix
-            and tokens[at + size : at + size + length][: len(branch)] == branch
-            for at in range(len(tokens) - size)
-        )
-    assert len({tuple(branch) for _, branch in found}) == len(found)
-
-
-@given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, 60))
-def test_growing_in_pieces_equals_growing_at_once(tokens: list[int], cut: int) -> None:
-    whole, pieces = NgramIndex(), NgramIndex()
-    whole.extend(tokens)
-    pieces.extend(tokens[:cut])
-    pieces.extend(tokens[cut:])
-    assert whole.continuations(4, 5) == pieces.continuations(4, 5)
-
-
-def test_a_repeated_passage_is_found_whole() -> None:
-    passage = list(range(10, 30))
-    index = NgramIndex()
-    index.extend([1, 2, *passage, 3, *passage[:5]])
-    size, branch = index.continuations(1, 8)[0]
-    assert (size, branch) == (MAX_SUFFIX, passage[5:13])
+from vllm_specplug.drafters.ngram import BranchStatistics, NgramBranches
 
 
 def test_statistics_learn_and_scores_never_grow() -> None:

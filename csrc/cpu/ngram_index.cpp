@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where each short suffix occurred in one request's tokens: hash chains over the tokens themselves.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "ops.h"
+
+namespace specplug {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+// Occurrences of one suffix that are looked at, the latest ones.
+constexpr int kMaxOccurrences = 4;
+
+// Bucket of `size` tokens among 2^bits.
+uint64_t bucket_of(const int32_t* tokens, int64_t size, int bits) {
+  uint64_t hash = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    hash = (hash ^ static_cast<uint32_t>(tokens[i])) * 0x9E3779B97F4A7C15ull;
+    hash ^= hash >> 29;
+  }
+  return (hash * 0xBF58476D1CE4E5B9ull) >> (64 - bits);
+}
+
+void check_int32(const Tensor& tensor, int64_t dim, const char* name) {
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Int && tensor.is_contiguous() &&
+                      tensor.dim() == dim,
+                  "ngram_lookup: ", name, " must be a contiguous int32 tensor of ", dim,
+                  " dimensions");
+}
+
+}  // namespace
+
+int64_t ngram_lookup(const Tensor& tokens, Tensor& links, Tensor& heads, int64_t indexed,
+                     int64_t longest, Tensor& sizes, Tensor& found) {
+  check_int32(tokens, 1, "tokens");
+  check_int32(links, 2, "links");
+  check_int32(heads, 2, "heads");
+  check_int32(sizes, 1, "sizes");
+  check_int32(found, 2, "found");
+  const int64_t n = tokens.size(0), levels = links.size(0), capacity = links.size(1);
+  const int64_t buckets = heads.size(1), count = found.size(0), length = found.size(1);
+  STD_TORCH_CHECK(levels >= 1 && levels <= longest && heads.size(0) == levels,
+                  "ngram_lookup: links and heads need one row per suffix length, from ", longest,
+                  " down");
+  STD_TORCH_CHECK(0 <= indexed && indexed <= n && n <= capacity, "ngram_lookup: ", n,
+                  " tokens, of which ", indexed, " are indexed, do not fit ", capacity);
+  STD_TORCH_CHECK(buckets >= 2 && (buckets & (buckets - 1)) == 0,
+                  "ngram_lookup: the number of buckets must be a power of two");
+  STD_TORCH_CHECK(sizes.size(0) == count, "ngram_lookup: sizes and found disagree");
+  int bits = 0;
+  while (int64_t{1} << bits < buckets) ++bits;
+
+  const int32_t* token = static_cast<const int32_t*>(tokens.data_ptr());
+  int32_t* link = static_cast<int32_t*>(links.data_ptr());
+  int32_t* head = static_cast<int32_t*>(heads.data_ptr());
+  int32_t* size_out = static_cast<int32_t*>(sizes.data_ptr());
+  int32_t* out = static_cast<int32_t*>(found.data_ptr());
+
+  // A place is the number of tokens up to the end of an occurrence; 0 ends a chain.
+  for (int64_t level = 0; level < levels; ++level) {
+    const int64_t size = longest - level;
+    int32_t* own_link = link + level * capacity;
+    int32_t* own_head = head + level * buckets;
+    for (int64_t end = std::max(indexed + 1, size); end <= n; ++end) {
+      int32_t& latest = own_head[bucket_of(token + end - size, size, bits)];
+      own_link[end - 1] = latest;
+      latest = static_cast<int32_t>(end);
+    }
+  }
+
+  int64_t rows = 0;
+  for (int64_t level = 0; level < levels && rows < count && length > 0; ++level) {
+    const int64_t size = longest - level;
+    if (n < size) continue;
+    const int32_t* own_link = link + level * capacity;
+    const size_t bytes = static_cast<size_t>(size) * sizeof(int32_t);
+    int64_t place = n;
+    for (int seen = 0; seen < kMaxOccurrences && rows < count;) {
+      const int64_t earlier = own_link[place - 1];
+      STD_TORCH_CHECK(earlier < place, "ngram_lookup: the links are not those of these tokens");
+      if (earlier < size) break;
+      place = earlier;
+      if (std::memcmp(token + place - size, token + n - size, bytes) != 0) continue;
+      ++seen;
+      // What is copied may itself be needed further on: the text repeats with period n - place.
+      int32_t* row = out + rows * length;
+      for (int64_t i = 0; i < length; ++i)
+        row[i] = place + i < n ? token[place + i] : row[place + i - n];
+      bool is_new = true;
+      for (int64_t other = 0; other < rows && is_new; ++other)
+        is_new = !std::equal(row, row + length, out + other * length);
+      if (is_new) size_out[rows++] = static_cast<int32_t>(size);
+    }
+  }
+  return rows;
+}
+
+}  // namespace specplug
