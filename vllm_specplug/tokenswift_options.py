@@ -96,6 +96,13 @@ def check_self_draft_options(
                     f"Leave {name} out",
                 )
         return None
+    if options.draft_source == "ngrams" and options.ngram_topk == 0:
+        raise option_error(
+            "ngram_topk",
+            options.ngram_topk,
+            'draft_source="ngrams" drafts by n-grams only, so 1..16',
+            "Leave ngram_topk out or choose another draft_source",
+        )
     least = options.sink_size + options.num_speculative_tokens + 1
     if options.kv_budget < least:
         raise option_error(

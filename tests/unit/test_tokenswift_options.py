@@ -34,6 +34,7 @@ def test_defaults() -> None:
         ({"kv_budget": 32}, r"kv_budget=32 .*sink_size=16 \+ num_speculative_tokens=16 \+ 1 = 33"),
         ({"kv_budget": 100, "kv_refresh": 85}, r"kv_refresh=85 .*84"),
         ({"gamma": 5}, r"gamma=5 .*3 heads.*1\.\.4"),
+        ({"draft_source": "ngrams", "ngram_topk": 0}, r"ngram_topk=0 .*1\.\.16"),
         ({"tree_widths": []}, "tree_widths"),
         ({"tree_widths": [1, 0]}, "tree_widths"),
         ({"tree_widths": [1, 1, 1, 1, 1]}, "gamma=4"),

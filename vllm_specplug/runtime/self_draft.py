@@ -73,7 +73,6 @@ class PartialAttention(DraftAttention):
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        """One layer: query [R, Hq, Dh], key and value [R, Hkv, Dh] -> output [R, Hq, Dh]."""
         index, pool = self.layer_index[layer.layer_name], self.pool
         for row, context, blocks in self.due:
             pool.choose(index, context, query[row], blocks)

@@ -30,6 +30,14 @@ def test_the_best_rate_wins_and_the_others_are_tried_rarely() -> None:
     assert used["ngrams"] > 0
 
 
+def test_a_source_that_loses_clearly_is_tried_less() -> None:
+    def trials(tokens: float) -> int:
+        costs = {"heads": (2.0, 40.0), "self": (tokens, 40.0)}
+        return _run(SourceChooser(SOURCES[:2]), 300, costs, SOURCES[:2])["self"]
+
+    assert 0 < trials(1.0) < trials(1.9)
+
+
 def test_the_choice_follows_the_context() -> None:
     chooser = SourceChooser(SOURCES)
     _run(chooser, 500, {"heads": (1.8, 42.0), "self": (2.9, 72.0), "ngrams": (1.2, 40.0)})
