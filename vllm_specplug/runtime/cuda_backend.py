@@ -21,7 +21,7 @@ from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape, choos
 from vllm_specplug.runtime.draft_cache import DraftKVLayer
 from vllm_specplug.runtime.step import StepRequest, TreeStep
 from vllm_specplug.runtime.tree_backend import BlockTable, StepLimits, TreeBackend, put_rows
-from vllm_specplug.verify.gpu import gpu_cache_views, wants_full_graphs
+from vllm_specplug.verify.gpu import FULL_GRAPHS_VARIABLE, gpu_cache_views, wants_full_graphs
 from vllm_specplug.verify.tree_rows import CacheViews, DeviceTreeRows, TreeRows
 
 logger = init_logger("vllm.specplug.cuda")
@@ -165,6 +165,13 @@ class CudaTreeBackend(TreeBackend):
         self.layers = LayerCaches.of(views)
         self.kernel = self.choose(head_dim, self.num_heads, num_kv_heads, kv_caches[0].dtype)
         logger.info("Tree attention: %s kernel (%s)", self.kernel.name, self.kernel.reason)
+        if wants_full_graphs() and not self.captures_trees():
+            # vLLM was told that trees can be captured, and would replay stock attention for them.
+            raise ValueError(
+                f"{FULL_GRAPHS_VARIABLE}=1, legal: 0 or unset where the {self.kernel.name} kernel "
+                "serves, which waits for the host; unset it, or make another tree_kernel work "
+                "(see: specplug doctor)"
+            )
 
     def choose(
         self, head_dim: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype

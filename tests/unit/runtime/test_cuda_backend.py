@@ -244,3 +244,19 @@ def test_a_draft_of_another_kernel_than_the_targets_has_its_words(monkeypatch):
         attend(0, rows, rows, rows)
         attend(1, rows, rows, rows)
         assert filled == expected
+
+
+@pytest.mark.parametrize(("name", "full", "good"), [
+    ("reference", "1", False), ("reference", "0", True), ("triton", "1", True),
+])  # fmt: skip
+def test_full_graphs_need_a_kernel_that_can_be_captured(backend, monkeypatch, name, full, good):
+    """Else a graph would replay stock attention, which takes a tree for a line."""
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, full)
+    monkeypatch.setattr(backend, "choose", lambda *args: ChosenKernel(name, print, ""))
+    caches = [torch.zeros(2, 1, 16, 8)]
+    if good:
+        backend.bind(caches)
+        assert backend.kernel.name == name
+        return
+    with pytest.raises(ValueError, match=f"{FULL_GRAPHS_VARIABLE}=1.*unset it"):
+        backend.bind(caches)
