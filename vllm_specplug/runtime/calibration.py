@@ -17,7 +17,8 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -39,11 +40,11 @@ logger = init_logger("vllm.specplug.calibration")
 
 Share = Callable[[list[float]], list[float]]
 
-TIME_LIMIT_S = 3.0
-_REPEATS = 4
+TIME_LIMIT_S = 5.0
+_PASSES = 5
 _NOISY = 1.3
-# In the order they are measured, for when time runs out: with the first two, sizes between them
-# look a little too dear rather than too cheap.
+# In the order they are first measured, for when time runs out: with the first two, sizes between
+# them look a little too dear rather than too cheap.
 _ROWS = (1, 32, 8, 64, 16, 4, 128, 24, 48, 12, 2, 96, 256)
 _SHORT_CONTEXT = 64
 _CONTEXT_ROWS = 8
@@ -53,6 +54,9 @@ _MIN_ATTENTION_SPAN = 256
 class Calibrator:
     """Measures one runner's forwards.
 
+    All of them once, then all of them again, a few times, the best time of each counting: a machine
+    that is busy for a second then spoils one time of each and not all times of one.
+
     Args:
         runner: a tree runner, ready to serve, with no requests.
         share: replaces values by those of the first rank.
@@ -61,56 +65,84 @@ class Calibrator:
     def __init__(self, runner: Any, share: Share, time_limit_s: float = TIME_LIMIT_S) -> None:
         self.runner = runner
         self.share = share
-        self.deadline = time.perf_counter() + time_limit_s
-        # Median over best of each measurement: 1 on a machine with nothing else to do.
-        self.spreads: list[float] = []
+        self.time_limit_s = time_limit_s
+        self.start = time.perf_counter()
+        # By what was timed, milliseconds of each pass.
+        self._times: dict[tuple[str, float], list[float]] = {}
 
     @property
     def is_noisy(self) -> bool:
         """Whether the machine was too busy for the times to be worth keeping."""
-        return median(self.spreads) > _NOISY
+        # The first pass also pays for what is made once.
+        later = [times[1:] if len(times) > 2 else times for times in self._times.values()]
+        return median(median(times) / min(times) for times in later) > _NOISY
 
     def measure(self) -> Calibration:
         """Times by rows, by context, and of the draft forward."""
-        most_rows = min(self.runner.max_num_tokens, max(_ROWS))
-        context = min(_SHORT_CONTEXT, self.runner.max_model_len - 1)
+        runner = self.runner
+        context = min(_SHORT_CONTEXT, runner.max_model_len - 1)
         # The first forward of a process allocates; it is not one of those that count.
-        self._forward(1, context)
-        forward, logits = {}, {}
-        for rows in (r for r in _ROWS if r <= most_rows):
-            if len(forward) >= 2 and self._is_late():
+        runner._dummy_run(1, force_attention=True, profile_seq_lens=context)
+        sizes: list[int] = []
+        for rows in (r for r in _ROWS if r <= min(runner.max_num_tokens, max(_ROWS))):
+            # Early enough to come round at least twice more.
+            if len(sizes) >= 2 and self._has_passed(0.25):
                 break
-            forward[rows], logits[rows] = self._forward(rows, max(context, rows))
-        rows = tuple(sorted(forward))
-        draft = self._draft_times() or {1.0: 0.05}
+            self._time_forward("rows", rows, max(context, rows))
+            sizes.append(rows)
+        rehearsals = self._rehearsals()
+        most = min(runner.max_model_len, 2048)
+        span = most - context if most - context >= _MIN_ATTENTION_SPAN else 0
+        probe_rows = min(_CONTEXT_ROWS, runner.max_num_tokens)
+        passes = 0
+        # Never a single one: it may have been interrupted.
+        while passes < 2 or (passes < _PASSES and not self._has_passed(1.0)):
+            if passes:
+                for rows in sizes:
+                    self._time_forward("rows", rows, max(context, rows))
+            for count, reach in rehearsals:
+                self._time_draft(count, reach)
+            if span:
+                self._time_forward("near", probe_rows, context)
+                self._time_forward("far", probe_rows, most)
+            passes += 1
+        return self._calibration(probe_rows * span)
+
+    def _calibration(self, attended: int) -> Calibration:
+        """What all ranks take for true; `attended` tokens make the "far" forwards longer."""
+        keys = list(self._times)
+        best = self.share([max(min(self._times[key]), 1e-4) for key in keys])
+        by_part: dict[str, dict[float, float]] = {}
+        for (part, rows), ms in zip(keys, best, strict=True):
+            by_part.setdefault(part, {})[rows] = ms
+        rows = tuple(sorted(by_part["rows"]))
+        draft = by_part.get("draft", {1.0: 0.05})
         draft_rows = tuple(sorted(draft))
+        attention_ms = 0.0
+        if attended:
+            (near,), (far,) = by_part["near"].values(), by_part["far"].values()
+            attention_ms = max(0.0, far - near) / attended
         return Calibration(
-            rows=tuple(float(r) for r in rows),
-            forward_ms=tuple(forward[r] for r in rows),
-            logits_ms=tuple(logits[r] for r in rows),
-            attention_ms=self._attention_ms(context),
+            rows=rows,
+            forward_ms=tuple(by_part["rows"][r] for r in rows),
+            logits_ms=tuple(by_part["rows logits"][r] for r in rows),
+            attention_ms=attention_ms,
             draft_rows=draft_rows,
             draft_ms=tuple(draft[r] for r in draft_rows),
         )
 
-    def _is_late(self) -> bool:
-        return self.share([self.deadline - time.perf_counter()])[0] < 0
+    def _has_passed(self, share_of_limit: float) -> bool:
+        left = share_of_limit * self.time_limit_s - (time.perf_counter() - self.start)
+        return self.share([left])[0] < 0
 
-    def _times(self, call: Callable[[], None]) -> float:
-        """Milliseconds of `call`: the best of a few, fewer when time is short. Whatever else the
-        machine did can only have added to it."""
-        times: list[float] = []
-        # Never a single one: it may have been interrupted.
-        while len(times) < 2 or (len(times) < _REPEATS and not self._is_late()):
-            start = time.perf_counter()
-            call()
-            self.runner._sync_device()
-            times.append(1e3 * (time.perf_counter() - start))
-        self.spreads.append(median(times) / min(times))
-        return max(self.share([min(times)])[0], 1e-4)
+    def _time(self, part: str, rows: float, call: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        call()
+        self.runner._sync_device()
+        self._times.setdefault((part, rows), []).append(1e3 * (time.perf_counter() - start))
 
-    def _forward(self, rows: int, context: int) -> tuple[float, float]:
-        """Milliseconds of the target's forward and of the logits for `rows` rows."""
+    def _time_forward(self, part: str, rows: int, context: int) -> None:
+        """One forward of the target, and the logits of its rows."""
         hidden: list[torch.Tensor] = []
 
         def forward() -> None:
@@ -121,40 +153,29 @@ class Calibrator:
         def logits() -> None:
             self.runner.model.compute_logits(hidden[0][:rows])
 
-        return self._times(forward), self._times(logits)
+        self._time(part, float(rows), forward)
+        if part == "rows":
+            self._time("rows logits", float(rows), logits)
 
-    def _attention_ms(self, short: int) -> float:
-        """Milliseconds one row pays for one more token of context."""
-        most = min(self.runner.max_model_len, 2048)
-        if most - short < _MIN_ATTENTION_SPAN:
-            return 0.0
-        rows = min(_CONTEXT_ROWS, self.runner.max_num_tokens)
-        near, _ = self._forward(rows, short)
-        far, _ = self._forward(rows, most)
-        return max(0.0, far - near) / (rows * (most - short))
-
-    def _draft_times(self) -> dict[float, float]:
-        """Milliseconds of the draft forward by its rows; empty when the method has none."""
-        drafter: Drafter = self.runner.drafter.drafter
-        depth = drafter.forward_depth
-        times: dict[float, float] = {}
+    def _rehearsals(self) -> list[tuple[int, int]]:
+        """Requests and depth of the draft forwards to time; empty when the method has none."""
+        depth = self.runner.drafter.drafter.forward_depth
         if not depth:
-            return times
+            return []
         most = self.runner.scheduler_config.max_num_seqs
-        for count in sorted({1, min(4, most), min(16, most)}):
-            if len(times) >= 2 and self._is_late():
-                break
-            for reach in (depth, 1) if count == 1 and depth > 1 else (depth,):
-                requests = self._rehearsal(count, reach)
-                self.runner.rehearsal_requests = count
-                try:
-                    drafter.propose(requests)
-                    elapsed = self._times(lambda r=requests: drafter.propose(r))
-                finally:
-                    self.runner.rehearsal_requests = 0
-                    drafter.forget(requests.req_ids)
-                times[float(count * (reach + 1))] = elapsed
-        return times
+        found = [(count, depth) for count in sorted({1, min(4, most), min(16, most)})]
+        return found if depth == 1 else [*found, (1, 1)]
+
+    def _time_draft(self, count: int, reach: int) -> None:
+        """One draft forward of `count` requests that do not exist."""
+        drafter: Drafter = self.runner.drafter.drafter
+        requests = self._rehearsal(count, reach)
+        self.runner.rehearsal_requests = count
+        try:
+            self._time("draft", float(count * (reach + 1)), lambda: drafter.propose(requests))
+        finally:
+            self.runner.rehearsal_requests = 0
+            drafter.forget(requests.req_ids)
 
     def _rehearsal(self, count: int, depth: int) -> DraftRequests:
         """`count` requests of a few tokens that do not exist."""

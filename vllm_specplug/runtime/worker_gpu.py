@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_specplug.runtime.calibration import warm_up_draft
 from vllm_specplug.runtime.cuda_backend import CudaTreeBackend
 from vllm_specplug.runtime.draft_cache import DraftKVLayer
 from vllm_specplug.runtime.runner import TreeRunnerMixin
@@ -88,6 +89,14 @@ class TreeGPUWorker(Worker):
         # Before graphs are captured: a kernel that compiles during a capture would break it.
         self.model_runner.tree_backend.warm_up()
         times = super().compile_or_warm_up_model()
+        try:
+            warm_up_draft(self.model_runner)
+        except Exception as error:
+            logger.warning(
+                "Drafting could not be warmed up (%s: %s); the first drafts will be slow",
+                type(error).__name__,
+                error,
+            )
         try:
             self.model_runner.start_budget()
         except Exception as error:
