@@ -17,20 +17,18 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import vllm
 from vllm.logger import init_logger
 
 from vllm_specplug import __version__
 from vllm_specplug.budget import Calibration
-from vllm_specplug.drafters.base import DraftRequests
+from vllm_specplug.runtime.rehearsal import rehearsal
 from vllm_specplug.targets import cache_dir
 
 if TYPE_CHECKING:
@@ -169,28 +167,8 @@ class Calibrator:
     def _time_draft(self, count: int, reach: int) -> None:
         """One draft forward of `count` requests that do not exist."""
         drafter: Drafter = self.runner.drafter.drafter
-        requests = self._rehearsal(count, reach)
-        self.runner.rehearsal_requests = count
-        try:
+        with rehearsal(self.runner, count, reach) as requests:
             self._time("draft", float(count * (reach + 1)), lambda: drafter.propose(requests))
-        finally:
-            self.runner.rehearsal_requests = 0
-            drafter.forget(requests.req_ids)
-
-    def _rehearsal(self, count: int, depth: int) -> DraftRequests:
-        """`count` requests of a few tokens that do not exist."""
-        tokens = np.arange(1, 9)
-        options = self.runner.drafter.options
-        return DraftRequests(
-            req_ids=[f"specplug-rehearsal-{i}" for i in range(count)],
-            token_ids=[tokens] * count,
-            context_lens=[len(tokens) - 1] * count,
-            req_indices=list(range(count)),
-            budgets=[options.num_nodes] * count,
-            widths=[options.tree_width] * count,
-            depths=[depth] * count,
-            forward_depths=[depth] * count,
-        )
 
 
 def calibrate(runner: Any, share: Share, is_first_rank: bool) -> Calibration:
@@ -231,6 +209,9 @@ def _digest(runner: Any) -> str:
     config = runner.vllm_config
     spec = config.speculative_config
     factors = [
+        # How it is measured.
+        _ROWS,
+        _PASSES,
         __version__,
         vllm.__version__,
         torch.__version__,

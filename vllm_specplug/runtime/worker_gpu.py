@@ -11,9 +11,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_specplug.runtime.calibration import warm_up_draft
 from vllm_specplug.runtime.cuda_backend import CudaTreeBackend
 from vllm_specplug.runtime.draft_cache import DraftKVLayer
+from vllm_specplug.runtime.rehearsal import warm_up_draft
 from vllm_specplug.runtime.runner import TreeRunnerMixin
 from vllm_specplug.runtime.tree_backend import TreeBackend
 from vllm_specplug.verify.tree_rows import TreeAttentionMixin

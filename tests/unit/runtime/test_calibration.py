@@ -13,7 +13,7 @@ import torch
 
 from vllm_specplug.budget import Calibration
 from vllm_specplug.runtime import calibration as module
-from vllm_specplug.runtime.calibration import Calibrator, calibrate, warm_up_draft
+from vllm_specplug.runtime.calibration import Calibrator, calibrate
 from vllm_specplug.tree import DraftTree
 
 
@@ -95,15 +95,6 @@ def test_measures_rows_context_and_drafts() -> None:
     assert measured.draft_rows == (2.0, 4.0, 16.0, 64.0)
     assert len(runner.drafter.drafter.forgotten) == 16
     assert runner.rehearsal_requests == 0
-
-
-def test_warm_up_drafts_every_depth_and_leaves_nothing() -> None:
-    runner = _Runner()
-    warm_up_draft(runner)
-    drafter = runner.drafter.drafter
-    assert drafter.rehearsed == [(1, [1]), (1, [2]), (1, [3])]
-    assert drafter.forgotten == {"specplug-rehearsal-0"}
-    assert runner.rehearsal_requests == 0 and not runner.rows
 
 
 def test_stops_in_time_with_what_it_has() -> None:
