@@ -127,7 +127,7 @@ SCHEMA = {
     "required": ["color", "ok"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA, "strict": True}}
 
 
 def _with_and_without_drafts(

@@ -56,9 +56,11 @@ def page(rows: dict[str, Any]) -> str:
     made: dict[tuple[str, ...], list[str]] = {}
     for method, row in sorted(rows.items()):
         by = row["provenance"]
-        versions = ", ".join(f"{name} {value}" for name, value in by["versions"].items() if value)
-        made.setdefault((by["command"], str(by["commit"]), by["hardware"]["cpu"], versions), [])
-        made[(by["command"], str(by["commit"]), by["hardware"]["cpu"], versions)].append(method)
+        packages = sorted(by["versions"].items())
+        versions = ", ".join(f"{name} {value}" for name, value in packages if value)
+        command = by["command"].replace(f"check_{method}", "check_METHOD")
+        key = (command, str(by["commit"]), by["hardware"]["cpu"], versions)
+        made.setdefault(key, []).append(method)
     lines.append("")
     for (command, commit, cpu, versions), methods in made.items():
         lines += [
