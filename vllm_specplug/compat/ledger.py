@@ -199,7 +199,7 @@ LEDGER: tuple[LedgerEntry, ...] = (
         "target_sampler",
         "runtime.target_sampler",
         "Sampler.forward, LogitsProcessor.update_state between depths, "
-        "ThinkingBudgetStateHolder._state and in_spec_mode",
+        "ThinkingBudgetStateHolder._state and in_spec_mode; state of built-in logits processors",
         "each visited node is sampled as plain decoding would sample it",
         "vLLM's sampler takes (request, depth) rows",
     ),
