@@ -62,7 +62,7 @@ def distinct(tokens: list[int], n: int) -> float:
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
-def run_cell(system: str, tokens: int, penalty: float) -> dict[str, Any]:
+def run_cell(system: str, tokens: int, penalty: float, setting: str) -> dict[str, Any]:
     """Generates `tokens` tokens on one engine; what a step took and yielded, by segment."""
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
@@ -133,6 +133,7 @@ def run_cell(system: str, tokens: int, penalty: float) -> dict[str, Any]:
         "steps": len(steps),
         "segments": segments,
         "distinct": {str(n): round(distinct(output, n), 4) for n in (1, 2, 3, 4)},
+        "setting": setting,
         "provenance": provenance(),
     }
     if drafter is not None and hasattr(drafter, "accepted_from"):
@@ -183,10 +184,16 @@ def store(cell: dict[str, Any], folder: Path) -> None:
     (folder / "long_outputs.json").write_text(text + "\n")
 
 
+def steady_seconds(cell: dict[str, Any]) -> float:
+    """Seconds, had every step of a segment taken its median: what a passing disturbance of the
+    machine does not change."""
+    return sum(s["steps"] * s["median_ms"] for s in cell["segments"]) / 1e3
+
+
 def step_line(cell: dict[str, Any]) -> tuple[float, float]:
-    """Milliseconds of a step as a + b x context, least squares over the segments."""
+    """Milliseconds of a median step as a + b x context, least squares over the segments."""
     points = [
-        (s["tokens"] - s["made"] / 2 + cell["prompt_tokens"], 1e3 * s["seconds"] / s["steps"])
+        (s["tokens"] - s["made"] / 2 + cell["prompt_tokens"], s["median_ms"])
         for s in cell["segments"]
     ]
     mean_x = sum(x for x, _ in points) / len(points)
@@ -206,13 +213,26 @@ def projected_seconds(cell: dict[str, Any], tokens: int) -> float:
 
 
 def report(cells: dict[str, dict[str, Any]]) -> str:
+    settings = sorted({c["setting"] for c in cells.values() if c["setting"]})
     lines = [
         "# Very long outputs",
         "",
         "SmolLM2-135M-Instruct, bfloat16, eager, one request, greedy, EOS ignored, context up to "
         "8,192; trees under the adaptive budget (at most 16 nodes), `kv_budget` 1024. Made by "
-        "`python bench/long_outputs.py`; commit, versions and hardware of every run are in "
-        "[long_outputs.json](long_outputs.json).",
+        "`python bench/long_outputs.py`"
+        + (f" ({'; '.join(settings)})" if settings else "")
+        + "; commit, versions and hardware of every run are in "
+        "[long_outputs.json](long_outputs.json). One run of each.",
+        "",
+        "**Mind the distinct-n columns.** A small model's greedy text without a penalty falls into "
+        "loops, which lookups follow for next to nothing: those speed-ups say what a method makes "
+        "of a loop. With the contextual penalty nothing repeats within its window, and lookups "
+        "find next to nothing: that is the other end.",
+        "",
+        "Speed-up is plain vLLM's wall-clock time over the system's; beside it what it would be "
+        "had every step taken its segment's median time, which leaves out what else the machine "
+        "did meanwhile, and the trials of other sources. Steps' times are medians. Accepted tokens "
+        "are counted by who had drafted them; `self` counts as heads.",
         "",
     ]
     for penalty in sorted({c["penalty"] for c in cells.values()}):
@@ -224,10 +244,16 @@ def report(cells: dict[str, dict[str, Any]]) -> str:
             ]
             plain = baseline(cells, tokens, penalty)
             lines += _table(group, plain, tokens, penalty)
-    if not _has("arctic_inference"):
+    if any(c["system"] == "suffix" for c in cells.values()):
+        lines += [
+            "vLLM's `suffix` method ran with the package arctic-inference, its extension compiled "
+            "from source for this machine.",
+            "",
+        ]
+    else:
         lines += [
             "vLLM's `suffix` method is missing from these tables: it needs the package "
-            "arctic-inference, which could not be installed on the machine that measured.",
+            "arctic-inference, which the machine that measured did not have.",
             "",
         ]
     return "\n".join(lines)
@@ -240,26 +266,28 @@ def _table(
     lines = [
         f"## {tokens:,} tokens, {title}",
         "",
-        "| system | tok/s | speed-up | of the first 4,096 | first quarter | last quarter | "
-        "tokens a step | step ms, first / last segment | distinct-1/2/4 | accepted from heads / "
-        "n-grams / both |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| system | tok/s | speed-up (median steps) | of the first 4,096 | first quarter | "
+        "last quarter | tokens a step | step ms, first / last segment | distinct-1 / 2 / 4 | "
+        "accepted from heads / n-grams / both | steps from heads / self / n-grams |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in group:
         rate = cell["tokens"] / cell["seconds"]
-        ratio = f"{plain['seconds'] / cell['seconds']:.2f} x" if plain else ""
+        ratio = ""
+        if plain is not None:
+            steady = steady_seconds(plain) / steady_seconds(cell)
+            ratio = f"{plain['seconds'] / cell['seconds']:.2f} x ({steady:.2f} x)"
         first, last = (_quarter_ratio(cell, plain, end) for end in (False, True))
         segments = cell["segments"]
-        early, late = (1e3 * s["seconds"] / s["steps"] for s in (segments[0], segments[-1]))
+        early, late = (s["median_ms"] for s in (segments[0], segments[-1]))
         grams = " / ".join(f"{cell['distinct'][n]:.2f}" for n in ("1", "2", "4"))
-        sources = cell.get("accepted_from")
-        told = ""
-        if sources is not None:
-            told = " / ".join(str(sources.get(k, 0)) for k in ("heads", "ngrams", "both"))
+        told = _counts(cell.get("accepted_from"), ("heads", "ngrams", "both"))
+        steps = _counts(cell.get("steps_from"), ("heads", "self", "ngrams"))
         lines.append(
             f"| {cell['system']} | {rate:.1f} | {ratio} | {_ratio_to(cell, plain, 4096)} | "
             f"{first} | {last} | "
-            f"{cell['tokens'] / cell['steps']:.2f} | {early:.0f} / {late:.0f} | {grams} | {told} |"
+            f"{cell['tokens'] / cell['steps']:.2f} | {early:.0f} / {late:.0f} | {grams} | {told} | "
+            f"{steps} |"
         )
     lines.append("")
     if plain is not None and len(plain["segments"]) > 3:
@@ -278,6 +306,10 @@ def _table(
             "",
         ]
     return lines
+
+
+def _counts(counts: dict[str, int] | None, names: tuple[str, ...]) -> str:
+    return "" if counts is None else " / ".join(str(counts.get(name, 0)) for name in names)
 
 
 def _ratio_to(cell: dict[str, Any], plain: dict[str, Any] | None, tokens: int) -> str:
@@ -311,9 +343,7 @@ def plot(cells: dict[str, dict[str, Any]], path: Path) -> None:
         name = cell["system"] + (f", penalty {cell['penalty']}" if cell["penalty"] else "")
         label = f"{name}, {cell['tokens']:,}"
         points = [s["tokens"] for s in cell["segments"]]
-        axes[1].plot(
-            points, [1e3 * s["seconds"] / s["steps"] for s in cell["segments"]], label=label
-        )
+        axes[1].plot(points, [s["median_ms"] for s in cell["segments"]], label=label)
         if plain is not None and cell["system"] != "plain":
             axes[0].plot(
                 points,
@@ -341,13 +371,14 @@ def main() -> None:
     parser.add_argument("--systems", default="plain,ngram,suffix,ngram_tree,tokenswift")
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--penalty", type=float, default=0.0, help="theta; 0: none")
+    parser.add_argument("--setting", default="", help="words on the machine's state, for the page")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--cell", help="internal: run one system in this process")
     parser.add_argument("--report", action="store_true", help="only write tables and plot")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.cell:
-        store(run_cell(args.cell, args.tokens, args.penalty), args.out)
+        store(run_cell(args.cell, args.tokens, args.penalty, args.setting), args.out)
         return
     systems = [] if args.report else args.systems.split(",")
     unknown = set(systems) - set(SYSTEMS)
@@ -365,7 +396,7 @@ def main() -> None:
         }
         command = [sys.executable, __file__, "--cell", system]
         command += ["--tokens", str(args.tokens), "--penalty", str(args.penalty)]
-        command += ["--out", str(args.out)]
+        command += ["--out", str(args.out), "--setting", args.setting]
         subprocess.run(command, check=True, env={**env, **os.environ})
         cell = load(args.out)[f"{system}/{args.tokens}/{args.penalty}"]
         print(f"{system}: {cell['tokens'] / cell['seconds']:.1f} tok/s", flush=True)

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -113,8 +114,8 @@ def chat_prompts(target: str, data: Path) -> list[list[int]]:
     return [ids for ids in prompts if len(ids) <= 500]
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per batch size and system."""
+def measure(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """One row per batch size and system: those so far, after every batch size."""
     from vllm_specplug.targets import prepare_target
 
     target = str(prepare_target("smollm2"))
@@ -163,8 +164,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     "same_answers": same,
                 }
             )
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+        yield rows
 
 
 def report(rows: list[dict[str, Any]], record: dict[str, Any], command: str) -> str:
@@ -198,22 +198,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of prompt files")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--prompts", type=int, default=12, help="of each batch size, about")
+    parser.add_argument("--prompts", type=int, default=8, help="of each batch size, about")
     parser.add_argument("--tokens", type=int, default=96, help="longest answer")
     parser.add_argument("--setting", default="", help="words on the machine's state, for the page")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     args = parser.parse_args()
     from vllm_specplug.bench.provenance import provenance
 
-    rows = measure(args)
     record = provenance()
     command = f"python bench/lookups.py --prompts {args.prompts} --tokens {args.tokens}"
-    text = report(rows, record, command + (f" ({args.setting})" if args.setting else ""))
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "lookups.md").write_text(text)
-    (args.out / "lookups.json").write_text(
-        json.dumps({"rows": rows, "command": command, "provenance": record}, indent=1) + "\n"
-    )
+    for rows in measure(args):
+        text = report(rows, record, command + (f" ({args.setting})" if args.setting else ""))
+        (args.out / "lookups.md").write_text(text)
+        (args.out / "lookups.json").write_text(
+            json.dumps({"rows": rows, "command": command, "provenance": record}, indent=1) + "\n"
+        )
     print(text)
 
 
