@@ -12,10 +12,13 @@ import torch
 from tests.kernels.test_triton_tree_attn import DeviceTrees
 from vllm_specplug.kernels import cuda_dispatch
 from vllm_specplug.kernels.cuda_dispatch import (
+    ChosenKernel,
     KernelShape,
     choose_cuda_kernel,
     cute_is_verified,
     cute_sources_digest,
+    describe_cuda,
+    self_test_cuda,
     self_test_failure,
     unsupported_by,
 )
@@ -171,6 +174,30 @@ def test_the_next_kernel_serves_with_one_warning(
         assert choose_cuda_kernel(requested, SHAPE, CPU, HOPPER).name == expected
     fell = expected != requested and (requested != "auto" or expected == "reference")
     assert len(caplog.records) == int(fell)
+
+
+def test_the_doctor_names_the_kernel_that_would_serve(only_reference_fails, monkeypatch):
+    monkeypatch.setattr(cuda_dispatch, "record_paths", list)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    only_reference_fails("cute", "triton", "reference")
+    described = describe_cuda(CPU)
+    assert (described["kernel"], described["isa"]) == ("triton", "sm_90")
+    assert described["supported_isas"] == ["cute", "triton", "reference"]
+    assert "cute is left out: no recorded run" in described["reason"]
+    only_reference_fails("reference")
+    assert describe_cuda(CPU)["supported_isas"] == ["reference"]
+
+
+def test_the_doctor_says_how_far_the_kernel_is_off(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "(reference) agrees with the torch reference" in self_test_cuda(CPU)
+    monkeypatch.setattr(
+        cuda_dispatch,
+        "choose_cuda_kernel",
+        lambda *args: ChosenKernel("triton", lambda *args: args[3].zero_(), ""),
+    )
+    with pytest.raises(RuntimeError, match="triton differs from the reference"):
+        self_test_cuda(CPU)
 
 
 def test_unknown_names_are_refused():

@@ -168,7 +168,7 @@ def test_largest_tree():
     DeviceTrees([(20, 256)], group=1).check()
 
 
-@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("page", [16, 64, 128])
 def test_context_lengths_around_block_edges(page):
     DeviceTrees([(c, 3) for c in (0, 1, 15, 16, 17, 63, 64, 65)], page=page, group=1).check()
 
