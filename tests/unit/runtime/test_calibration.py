@@ -148,3 +148,38 @@ def test_times_of_a_busy_machine_are_used_but_not_kept(
     measured = calibrate(_Runner(), _alone, is_first_rank=True)
     assert measured.rows
     assert not (cache_folder / "calibration").exists()
+
+
+class _ClockedRunner(_Runner):
+    """Time passes only here; while the machine is busy elsewhere everything takes three times as
+    long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, busy: tuple[float, float]) -> None:
+        super().__init__()
+        self.now, self.busy = 0.0, busy
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        self.model = SimpleNamespace(compute_logits=lambda hidden: self.take(0.005))
+        self.drafter.drafter.propose = lambda requests: self.take(0.006)
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds * (3.0 if self.busy[0] <= self.now < self.busy[1] else 1.0)
+
+    def _dummy_run(self, rows: int, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.take(0.040 + 0.001 * rows)
+        return torch.zeros(rows, 4), torch.zeros(1, 4)
+
+
+@pytest.mark.parametrize("start", [0.0, 0.4, 1.2, 2.5])
+def test_a_machine_busy_for_a_second_spoils_no_size(
+    start: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_NOISY", 1.3)
+    runner = _ClockedRunner(monkeypatch, (start, start + 1.0))
+    calibrator = Calibrator(runner, _alone)
+    measured = calibrator.measure()
+    assert len(measured.rows) >= 6
+    expected = [40.0 + rows for rows in measured.rows]
+    assert measured.forward_ms == pytest.approx(expected)
+    assert measured.draft_ms == pytest.approx([6.0] * len(measured.draft_ms))
+    assert not calibrator.is_noisy
+    assert runner.now < 1.5 * module.TIME_LIMIT_S
