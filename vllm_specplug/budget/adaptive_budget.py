@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_specplug.budget.acceptance import AcceptanceModel, chosen_nodes
-from vllm_specplug.budget.allocation import allocate
+from vllm_specplug.budget.allocation import Allocation, allocate
 from vllm_specplug.budget.cost_curve import Floats
 from vllm_specplug.budget.draft_gate import IMPOSSIBLE_MS, DraftGate
 from vllm_specplug.budget.step_cost import StepCostModel
@@ -19,6 +19,18 @@ from vllm_specplug.tree import ROOT, DraftTree
 Ints = npt.NDArray[np.int64]
 
 _EMPTY = DraftTree.empty()
+
+_STALE = 100
+"""Steps after which the time of a size that was not seen is in doubt."""
+_STALE_SURPRISE = 4
+"""The same where it had changed when it was last seen: is that so, or was the step interrupted?"""
+_PLAIN_TRIALS, _SIZE_TRIALS = 0.002, 0.001
+"""Shares of the tokens that may be lost to steps that only tell what they take now: plain ones, and
+ones of another size than looks best."""
+_MOST_DEBT = 1.5
+"""Tokens, in steps' worth, that trials of a size that had changed may take in advance."""
+_DEAREST_TRIAL = 0.5
+"""Largest share of a step's tokens that a trial may lose; the plain step is tried at any price."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,11 @@ class AdaptiveBudget:
         self._slots: Ints = np.empty(0, np.int64)
         self._depths: Ints = np.empty(0, np.int64)
         self._found: _Nodes | None = None
+        # Tokens, in steps' worth, that may be spent on trials of either kind.
+        self._plain_credit = self._size_credit = 0.0
+        # What the last step with drafts was expected to yield over a plain one, per millisecond.
+        self._gain = 1.0
+        self._is_plain_trial = False
 
     def plan(self, step: NextStep, found: Sequence[DraftTree]) -> list[int]:
         """[R] depth of the draft forward for each request, 0 for none.
@@ -101,7 +118,10 @@ class AdaptiveBudget:
         nodes = self._found = _Nodes.of(found)
         nodes.probabilities = self._probabilities(nodes, self._slots)
         self._depths = np.zeros(len(step.req_ids), np.int64)
-        if self.gate is not None and len(step.req_ids):
+        self._plain_credit = min(self._plain_credit + _PLAIN_TRIALS, 1.0)
+        self._size_credit = min(self._size_credit + _SIZE_TRIALS, 1.0)
+        self._is_plain_trial = self._may_try_plain(step)
+        if self.gate is not None and len(step.req_ids) and not self._is_plain_trial:
             limits = np.asarray(step.forward_limits, np.int64)
             fixed = np.asarray(step.fixed, np.bool_)
             forced = sum(
@@ -129,9 +149,10 @@ class AdaptiveBudget:
         nodes.probabilities = self._probabilities(nodes, self._slots)
         if self.gate is not None and self._depths.any():
             self._observe_forwards(nodes, found)
-        total = len(nodes.probabilities)
-        if not total:
+        if not len(nodes.probabilities):
             return list(trees)
+        if self._is_plain_trial:
+            return [_EMPTY] * len(trees)
         drafted = np.flatnonzero(self._depths)
         kept = np.asarray(step.fixed, np.bool_)[nodes.owners]
         node_ms = self.costs.attention_ms * np.asarray(step.context_lens, np.float64)
@@ -145,12 +166,17 @@ class AdaptiveBudget:
         step_ms = self._step_ms(step, forced, len(free))
         if len(drafted):
             step_ms += float(self.costs.draft(int((self._depths[drafted] + 1).sum())))
-        allocation = allocate(
-            probabilities[free],
-            step_ms,
-            step.num_roots + float(probabilities[kept].sum()),
-            node_ms[nodes.owners[free]],
-        )
+        base_tokens = step.num_roots + float(probabilities[kept].sum())
+        own_ms = node_ms[nodes.owners[free]]
+        allocation = allocate(probabilities[free], step_ms, base_tokens, own_ms)
+        plain_ms = float(self._step_ms(step, 0, 0)[0])
+        self._gain = max(1.0, allocation.rate * plain_ms / step.num_roots)
+        if not any(step.fixed):
+            rows = step.num_roots + step.other_rows
+            allocation = self._trial(
+                rows, allocation, lambda ms: allocate(probabilities[free], ms, base_tokens, own_ms),
+                step_ms,
+            )  # fmt: skip
         kept[free] = allocation.kept
         return _subtrees(nodes, kept)
 
@@ -202,6 +228,50 @@ class AdaptiveBudget:
         context = sum(step.context_lens) / len(step.context_lens)
         nodes: Floats = np.arange(sum(step.caps) + 1, dtype=np.float64)
         return nodes * (self.costs.attention_ms * context)
+
+    def _may_try_plain(self, step: NextStep) -> bool:
+        """Whether this step goes without drafts only to see what that takes now.
+
+        While drafts pay nobody decodes plainly, and if that became cheaper nobody would know.
+        """
+        if any(step.fixed) or not len(step.req_ids):
+            return False
+        loss = 1.0 - 1.0 / self._gain
+        rows, curve = step.num_roots + step.other_rows, self.costs.forward
+        is_again = curve.is_surprising(rows)
+        is_due = curve.age(rows) >= (_STALE_SURPRISE if is_again else _STALE)
+        if loss == 0.0 or not is_due or loss > self._plain_credit + _MOST_DEBT * is_again:
+            return False
+        self._plain_credit -= loss
+        return True
+
+    def _trial(
+        self,
+        rows: int,
+        best: Allocation,
+        allocate_at: Callable[[Floats], Allocation],
+        step_ms: Floats,
+    ) -> Allocation:
+        """The next smaller or larger size instead of the best one, when its time is in doubt and
+        little is lost; else the best one."""
+        curve = self.costs.forward
+        chosen = int(best.kept.sum())
+        if not chosen:
+            return best
+        for knot in curve.sizes_near(rows + chosen):
+            count = min(int(knot) - rows, len(step_ms) - 1)
+            is_again = curve.is_surprising(knot)
+            is_due = curve.age(knot) >= (_STALE_SURPRISE if is_again else _STALE)
+            if count < 1 or count == chosen or not is_due:
+                continue
+            only = np.full(len(step_ms), IMPOSSIBLE_MS)
+            only[count] = step_ms[count]
+            other = allocate_at(only)
+            loss = 1.0 - other.rate / best.rate
+            if loss <= min(self._size_credit + _MOST_DEBT * is_again, _DEAREST_TRIAL):
+                self._size_credit -= loss
+                return other
+        return best
 
     def _observe_forwards(self, nodes: _Nodes, found: _Nodes) -> None:
         assert self.gate is not None

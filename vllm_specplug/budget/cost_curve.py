@@ -10,23 +10,32 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-_COMMON_STEP = 0.08
-_OWN_STEP = 0.02
-"""Shares of the difference to a new time that one observation takes over: for all rows, and for the
-knots beside it."""
-_CLIP = 0.25
-"""Most a single observation may differ, in log time: an interrupted step moves the curve by 2.5 %,
+# Corrections are a Gaussian process over the knots, in log time: how sure they are is counted in
+# the variance of a single step's time.
+_COMMON = 0.2
+"""Variance that all knots share: the machine is slower or faster than it was measured."""
+_OWN = 0.1
+"""Variance of one knot: the curve has another shape. Shared with knots near it."""
+_REACH = 2.0
+"""Doublings of rows over which knots share it."""
+_RENEWAL = 0.04
+"""Share of what was learnt about the variances that a step leaves to doubt again."""
+_CLIP = 0.1
+"""Most a single observation may differ, in log time: an interrupted step moves the curve by 2 %,
 a lasting change of speed still arrives within some tens of steps."""
-_FORGET = 0.999
-"""What is left, one step later, of the correction of a knot that the step did not visit."""
+_SEEN = 0.25
+"""Weight in a step's size from which on the step tells what a knot's size takes."""
+_MOST_REPEATS = 8
+"""Times in a row by which a size may differ that much and be believed more for it."""
 
 
 class CostCurve:
     """Piecewise linear in rows, never falling, with a correction learnt from real steps.
 
-    The correction is a common factor times one per knot, kept as logarithms. Every step teaches
-    both, so a slowdown of the whole machine does not have to be learnt row count by row count;
-    what a knot has not seen for long is forgotten.
+    The correction is one logarithm per knot. Every step corrects the knots beside it, and the
+    others by what they have in common with these: a slowdown of the whole machine does not have to
+    be learnt row count by row count, and a size that was not seen for long follows its neighbours
+    but is quick to learn when it is.
     """
 
     def __init__(self, rows: Sequence[float], milliseconds: Sequence[float]) -> None:
@@ -42,8 +51,14 @@ class CostCurve:
         # More rows cannot take less time, and noise only adds to it: a size costs at most what a
         # larger one was measured at.
         self.measured: Floats = np.minimum.accumulate(measured[::-1])[::-1]
-        self._log_common = 0.0
-        self._log_own = np.zeros(len(self.rows))
+        self._logs = np.zeros(len(self.rows))
+        distances = np.abs(np.subtract.outer(np.log2(self.rows), np.log2(self.rows)))
+        self._doubt: Floats = _COMMON + _OWN * np.exp(-distances / _REACH)
+        self._covariance = self._doubt.copy()
+        # By knot: how often in a row times were too long (> 0) or too short to be believed.
+        self._surprises = np.zeros(len(self.rows), np.int64)
+        self._steps = 0
+        self._last_seen = np.zeros(len(self.rows), np.int64)
         self._values = self.measured
 
     def __call__(self, rows: npt.ArrayLike) -> Floats:
@@ -64,16 +79,42 @@ class CostCurve:
             expected = float(self(rows))
         if not (milliseconds > 0 and expected > 0):
             return
-        error = float(np.clip(np.log(milliseconds / expected), -_CLIP, _CLIP))
+        error = float(np.log(milliseconds / expected))
         right = int(np.clip(np.searchsorted(self.rows, rows), 1, len(self.rows) - 1))
         left = right - 1
         span = self.rows[right] - self.rows[left]
         weight = float(np.clip((rows - self.rows[left]) / span, 0.0, 1.0))
-        shares = np.zeros(len(self.rows))
-        shares[left], shares[right] = 1.0 - weight, weight
-        self._log_own[shares == 0] *= _FORGET
-        self._log_own += _OWN_STEP * error * shares
-        self._log_common += _COMMON_STEP * error
-        self._values = np.maximum.accumulate(
-            self.measured * np.exp(self._log_common + self._log_own)
-        )
+        nearest = right if weight > 0.5 else left
+        self._steps += 1
+        for knot, share in ((left, 1.0 - weight), (right, weight)):
+            if share >= _SEEN:
+                self._last_seen[knot] = self._steps
+        # One step of odd length was interrupted; several of a size in a row are the truth.
+        sign = int(np.sign(error)) if abs(error) > _CLIP else 0
+        before = self._surprises[nearest]
+        self._surprises[nearest] = before + sign if before * sign >= 0 and sign else sign
+        variance = 1.0 / min(max(1, abs(self._surprises[nearest])), _MOST_REPEATS) ** 2
+        covariance = self._covariance
+        shared = (1.0 - weight) * covariance[left] + weight * covariance[right]
+        own = (1.0 - weight) * shared[left] + weight * shared[right]
+        gain = shared / (own + variance)
+        self._logs += gain * min(max(error, -_CLIP), _CLIP)
+        covariance -= np.outer(gain, shared)
+        covariance += _RENEWAL * (self._doubt - covariance)
+        self._values = np.maximum.accumulate(self.measured * np.exp(self._logs))
+
+    def age(self, rows: float) -> int:
+        """Steps since a size like `rows` was last observed; all sizes count as seen at first."""
+        return self._steps - int(self._last_seen[self._nearest(rows)])
+
+    def is_surprising(self, rows: float) -> bool:
+        """Whether a size like `rows` was far from what was expected when last observed."""
+        return bool(self._surprises[self._nearest(rows)])
+
+    def sizes_near(self, rows: float) -> list[float]:
+        """The two knots above `rows`, and the one below, where there are."""
+        above = self.rows[self.rows > rows][:2].tolist()
+        return above + self.rows[self.rows < rows][-1:].tolist()
+
+    def _nearest(self, rows: float) -> int:
+        return int(np.argmin(np.abs(self.rows - rows)))

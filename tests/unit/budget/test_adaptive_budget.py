@@ -149,6 +149,36 @@ def test_long_contexts_get_fewer_nodes() -> None:
     assert short.num_nodes > long.num_nodes
 
 
+def serve(controller: AdaptiveBudget, times: Sequence[float], steps: int) -> list[int]:
+    """Nodes of each step of two requests where forwards really take `times`."""
+    rng = np.random.default_rng(0)
+    sizes = []
+    trees_of = [DraftTree.empty(), *(tree(0.8, depth) for depth in range(1, DEEPEST + 1))]
+    for _ in range(steps):
+        depths = controller.plan(next_step(2), [DraftTree.empty()] * 2)
+        trees = controller.trim([trees_of[d] for d in depths])
+        rows = 2 + sum(t.num_nodes for t in trees)
+        sizes.append(rows - 2)
+        ms = float(np.interp(rows, ROWS, times)) * float(rng.normal(1.0, 0.02))
+        controller.costs.observe_verify(rows, rows, 0, ms)
+    return sizes
+
+
+def test_the_plain_step_is_tried_now_and_then_while_drafts_pay() -> None:
+    sizes = serve(budget(), TIMES, 1000)
+    assert 2 <= sizes.count(0) <= 15
+
+
+def test_sizes_that_were_measured_too_dear_are_found_out() -> None:
+    true = (25.0, 26.0, 27.0, 28.0, 29.0, 60.0)
+    # Whatever is larger than eight rows was interrupted.
+    controller = budget(times=(25.0, 26.0, 45.0, 60.0, 60.0, 60.0))
+    sizes = serve(controller, true, 1500)
+    assert np.mean(sizes[:100]) < 7
+    assert np.mean(sizes[-300:]) >= 10
+    assert controller.costs.forward([8, 16]) == pytest.approx([26, 27], rel=0.1)
+
+
 def test_fixed_requests_get_what_they_asked_for_and_others_adapt() -> None:
     controller = budget()
     for _ in range(30):

@@ -57,13 +57,36 @@ def test_learns_the_shape_where_it_differs() -> None:
     for _ in range(300):
         curve.observe(8, 32.0)
         curve.observe(32, 100.0)
-    assert curve([8, 32]) == pytest.approx([32, 100], rel=0.05)
+    assert curve([8, 32]) == pytest.approx([32, 100], rel=0.03)
 
 
 def test_one_interrupted_step_hardly_counts() -> None:
     curve = _curve()
     curve.observe(8, 5000.0)
     assert float(curve(8)) < 1.03 * 32
+
+
+def test_what_is_seen_again_and_again_at_a_rare_size_is_believed_soon() -> None:
+    curve, true = _curve(), _curve()
+    for _ in range(100):
+        curve.observe(32, float(true(32)))
+    for _ in range(10):
+        curve.observe(1, 12.0)
+        curve.observe(32, float(true(32)))
+    assert float(curve(1)) < 20.0
+    assert float(curve(32)) == pytest.approx(float(true(32)), rel=0.15)
+
+
+def test_ages_and_surprises_are_by_size() -> None:
+    curve, true = _curve(), _curve()
+    for _ in range(10):
+        curve.observe(9, float(true(9)))
+    assert (curve.age(8), curve.age(32)) == (0, 10)
+    assert not curve.is_surprising(8)
+    curve.observe(60, 3 * float(true(60)))
+    assert curve.is_surprising(64) and not curve.is_surprising(8)
+    assert (curve.age(64), curve.age(8)) == (0, 1)
+    assert curve.sizes_near(8) == [32.0, 64.0, 1.0] and curve.sizes_near(70) == [64.0]
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.floats(0.001, 1e5)), min_size=1, max_size=60))
