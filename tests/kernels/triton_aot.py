@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the Triton kernels for a GPU that need not be there, and reads what ptxas says.
 
-`python -m tests.kernels.triton_aot ARCH` prints one JSON object a kernel. A process of its own:
-where kernels run in the interpreter they cannot be compiled.
+`python -m tests.kernels.triton_aot ARCH [all]` prints one JSON object a kernel; `all` takes more
+shapes of the attention, some minutes of compilation over three architectures. A process of its
+own: where kernels run in the interpreter they cannot be compiled.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Compiled:
     """Stores and loads to local memory, as ptxas counts them."""
     instructions: dict[str, int]
     """How often the PTX has some that matter."""
+    specialised: list[str]
+    """Run-time arguments whose value or alignment makes a variant of its own."""
 
 
 _COUNTED = ("wgmma.mma", "tcgen05.mma", "mma.sync", "cp.async.")
@@ -74,7 +77,14 @@ def compile_kernel(
     ptx = compiled.asm["ptx"]
     registers, spilled = _ptxas(ptx, arch)
     counts = {instruction: ptx.count(instruction) for instruction in _COUNTED}
-    return Compiled(name, compiled.metadata.shared, registers, spilled, counts)
+    specialised = [
+        p.name
+        for p in kernel.params
+        if not p.is_constexpr
+        and not p.do_not_specialize
+        and not (types.get(p.name, "").startswith("*") and p.do_not_specialize_on_alignment)
+    ]
+    return Compiled(name, compiled.metadata.shared, registers, spilled, counts, specialised)
 
 
 def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
@@ -164,9 +174,10 @@ def tree_attention(
 
 
 def small_kernels(arch: int) -> list[Compiled]:
-    """Everything but the attention."""
+    """Everything but the attention, for trees of 256 nodes."""
     import triton.language as tl
 
+    from vllm_specplug.kernels.gru_step_triton import _gru_step_kernel
     from vllm_specplug.kernels.kv_compact_triton import _compact_paths_kernel
     from vllm_specplug.kernels.lse_merge_triton import MAX_PARTS, _merge_states_kernel
     from vllm_specplug.kernels.tree_builder_triton import _build_best_first_kernel
@@ -213,7 +224,7 @@ def small_kernels(arch: int) -> list[Compiled]:
                                                                    "scores"),
              **pointers("i32", "budgets", "depths", "parents", "node_depths", "counts"),
              **ints("num_depths", "width", "max_width", "num_nodes")},
-            {"PLACES": 128},
+            {"PLACES": 512},
             num_warps=1,
         ),
         compile_kernel(
@@ -221,20 +232,33 @@ def small_kernels(arch: int) -> list[Compiled]:
             {**pointers("i64", "samples", "token_ids"),
              **pointers("i32", "parents", "starts", "emitted", "paths", "lengths"),
              **ints("emitted_stride", "paths_stride")},
-            {"ROWS": 128},
+            {"ROWS": 512},
             num_warps=1,
+        ),
+        compile_kernel(
+            "gru_step", _gru_step_kernel, arch,
+            {"tokens": "*i64", "parents": "*i32",
+             **pointers("bf16", "states", "gates", "weight", "output"),
+             **ints("num_nodes", "size")},
+            {"NODES": 32, "COLUMNS": 32, "DEPTH": 64},
+            aligned=("states", "gates", "weight", "output", "size"),
         ),
     ]  # fmt: skip
 
 
-def main(arch: int) -> None:
+def main(arch: int, all_shapes: bool) -> None:
     kernels = [tree_attention(arch, 64 * 4), tree_attention(arch, 16 * 4, dense=True)]
-    if arch == 90:
-        kernels += [tree_attention(arch, 4, page=64), tree_attention(arch, 4, prefix=True)]
-        kernels += small_kernels(arch)
+    kernels += small_kernels(arch)
+    if arch == 90 or all_shapes:
+        # Roots alone, large pages, another head size.
+        kernels += [tree_attention(arch, 4, page=128), tree_attention(arch, 4, prefix=True)]
+        kernels.append(tree_attention(arch, 64 * 4, head_dim=96, page=64))
+    if all_shapes:
+        kernels += [tree_attention(arch, rows, head_dim=64, page=32) for rows in (4, 64, 256)]
+        kernels += [tree_attention(arch, 64, dtype=dtype) for dtype in ("fp16", "fp32")]
     for kernel in kernels:
         print(json.dumps(asdict(kernel)), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:] == ["all"])
