@@ -19,6 +19,7 @@ from vllm_specplug.tree import ROOT, DraftTree
 Ints = npt.NDArray[np.int64]
 
 _EMPTY = DraftTree.empty()
+_NO_INTS = np.empty(0, np.int64)
 
 _STALE = 100
 """Steps after which the time of a size that was not seen is in doubt."""
@@ -70,14 +71,15 @@ class _Nodes:
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree]) -> _Nodes:
-        counts = np.array([tree.num_nodes for tree in trees], np.int64)
-        empty = [np.empty(0)]
+        counts = np.array([len(tree.token_ids) for tree in trees], np.int64)
+        if not counts.any():
+            return cls(trees, counts, _NO_INTS, np.empty(0, np.float32), _NO_INTS)
         return cls(
             trees,
             counts,
-            np.repeat(np.arange(len(trees)), counts),
-            np.concatenate([tree.scores for tree in trees] or empty),
-            np.concatenate([tree.depths for tree in trees] or empty).astype(np.int64),
+            np.arange(len(trees)).repeat(counts),
+            np.concatenate([tree.scores for tree in trees]),
+            np.concatenate([tree.depths for tree in trees]).astype(np.int64),
         )
 
 
@@ -212,6 +214,8 @@ class AdaptiveBudget:
         return slots
 
     def _probabilities(self, nodes: _Nodes, slots: Ints) -> Floats:
+        if not len(nodes.scores):
+            return np.empty(0)
         return self.acceptance.probabilities(nodes.scores, nodes.depths, slots[nodes.owners])
 
     def _step_ms(self, step: NextStep, forced: int, num_nodes: int) -> Floats:
@@ -304,17 +308,15 @@ def _subtrees(nodes: _Nodes, kept: npt.NDArray[np.bool_]) -> list[DraftTree]:
     sizes = np.bincount(nodes.owners[kept], minlength=len(nodes.trees)).tolist()
     result = []
     first = 0
-    for tree, size in zip(nodes.trees, sizes, strict=True):
-        own = kept[first : first + tree.num_nodes]
-        first += tree.num_nodes
-        if size == tree.num_nodes:
+    for tree, size, count in zip(nodes.trees, sizes, nodes.counts.tolist(), strict=True):
+        if size == count:
             result.append(tree)
         elif size == 0:
             result.append(_EMPTY)
-        elif own[:size].all():
-            result.append(tree.prefix(size))
         else:
-            result.append(_subtree(tree, own))
+            own = kept[first : first + count]
+            result.append(tree.prefix(size) if own[:size].all() else _subtree(tree, own))
+        first += count
     return result
 
 

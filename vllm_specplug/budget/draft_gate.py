@@ -80,6 +80,8 @@ class DraftGate:
             probability *= _PRIOR_DEEPER
         self._found = np.full(64, _REQUEST_PRIOR)
         self._expected = np.full(64, _REQUEST_PRIOR)
+        # What `_make_averages` gives, until something is observed.
+        self._averages: tuple[Floats, Floats] | None = None
         self._is_on = True
         self._steps_since_forward = 0
         self._probes = 0
@@ -114,7 +116,9 @@ class DraftGate:
         sizes = np.array(sorted({1, -(-most // 4), -(-most // 2), most}))
 
         # [2, deepest, bins] average additions of one forward by depth reached, best bins first
-        counts, sums = self._averages()
+        if self._averages is None:
+            self._averages = self._make_averages()
+        counts, sums = self._averages
         # [sizes, 2] forwards, scaled, for the first `size` requests
         forwards = np.zeros((2, len(order) + 1))
         for kind in (0, 1):
@@ -122,8 +126,11 @@ class DraftGate:
         forwards = forwards[:, sizes].T
         # [sizes, depths, bins] candidates in all, best bins first
         place = _BINS - 1 - np.searchsorted(_EDGES, found)
-        nodes = np.tensordot(forwards, counts, 1) + np.bincount(place, minlength=_BINS)
-        gains = np.tensordot(forwards, sums, 1) + np.bincount(place, found, _BINS)
+        shape = (len(sizes), len(self._depth_options), _BINS)
+        found_counts = np.bincount(place, minlength=_BINS)
+        found_sums = np.bincount(place, found, _BINS)
+        nodes = (forwards @ counts.reshape(2, -1)).reshape(shape) + found_counts
+        gains = (forwards @ sums.reshape(2, -1)).reshape(shape) + found_sums
         nodes = np.maximum(np.cumsum(nodes, axis=2), 0.0)
         gains = np.cumsum(gains, axis=2)
         all_ms = np.arange(len(step_ms))
@@ -131,12 +138,12 @@ class DraftGate:
         ms = np.interp(nodes, all_ms, step_ms, right=IMPOSSIBLE_MS) + draft_ms(rows)[:, :, None]
         rates = ((base_tokens + gains) / ms).max(axis=2)
 
-        alone = np.cumsum(np.bincount(place, minlength=_BINS))
-        alone_gain = np.cumsum(np.bincount(place, found, _BINS))
-        without = (base_tokens + alone_gain) / np.interp(
-            alone, all_ms, step_ms, right=IMPOSSIBLE_MS
-        )
-        plain = max(float(without.max()), base_tokens / float(step_ms[0]))
+        plain = base_tokens / float(step_ms[0])
+        if len(found):
+            without = (base_tokens + np.cumsum(found_sums)) / np.interp(
+                np.cumsum(found_counts), all_ms, step_ms, right=IMPOSSIBLE_MS
+            )
+            plain = max(plain, float(without.max()))
 
         best = int(np.argmax(rates))
         size, depth = divmod(best, len(self._depth_options))
@@ -197,6 +204,7 @@ class DraftGate:
         self._drafts = self._drafts * keep + per_depth
         self._counts = self._counts * keep[:, :, None] + new_counts.reshape(self._counts.shape)
         self._sums = self._sums * keep[:, :, None] + new_sums.reshape(self._sums.shape)
+        self._averages = None
 
         added = np.bincount(nodes[2], nodes[0], num_reqs) - np.bincount(
             found[2], found[0], num_reqs
@@ -206,7 +214,7 @@ class DraftGate:
         self._found[slots] = decayed * self._found[slots] + prior + np.maximum(added, 0.0)
         self._expected[slots] = decayed * self._expected[slots] + prior + np.maximum(expected, 1e-3)
 
-    def _averages(self) -> tuple[Floats, Floats]:
+    def _make_averages(self) -> tuple[Floats, Floats]:
         """[2, depth options, bins] nodes one forward adds, and their probabilities."""
         weights = self._drafts[:, :, None]
         options = self._depth_options - 1

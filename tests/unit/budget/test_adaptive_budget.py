@@ -257,7 +257,7 @@ def test_a_decision_for_sixty_four_requests_is_quick() -> None:
         times.append((planned - start, time.perf_counter() - planned))
     plan, trim = (1e3 * min(column) for column in zip(*times, strict=True))
     # The best of many: what the code takes, not what the machine was busy with.
-    assert plan + trim < 1.0, (plan, trim)
+    assert plan + trim < 0.7, (plan, trim)
 
 
 @pytest.mark.parametrize(
