@@ -111,8 +111,8 @@ class Calibrator:
         keys = list(self._times)
         best = self.share([max(min(self._times[key]), 1e-4) for key in keys])
         by_part: dict[str, dict[float, float]] = {}
-        for (part, rows), ms in zip(keys, best, strict=True):
-            by_part.setdefault(part, {})[rows] = ms
+        for (part, size), ms in zip(keys, best, strict=True):
+            by_part.setdefault(part, {})[size] = ms
         rows = tuple(sorted(by_part["rows"]))
         draft = by_part.get("draft", {1.0: 0.05})
         draft_rows = tuple(sorted(draft))
@@ -133,7 +133,7 @@ class Calibrator:
         left = share_of_limit * self.time_limit_s - (time.perf_counter() - self.start)
         return self.share([left])[0] < 0
 
-    def _time(self, part: str, rows: float, call: Callable[[], None]) -> None:
+    def _time(self, part: str, rows: float, call: Callable[[], object]) -> None:
         start = time.perf_counter()
         call()
         self.runner._sync_device()
