@@ -1,30 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load that swings across the point where drafts stop paying, for minutes.
 
-Phases of one and of sixteen requests at once follow each other; every phase is run on plain vLLM
-and on an engine with `tree_budget` "auto". The budget must follow both ways, every time: a phase
-whose throughput falls below `--least` x plain after the first cycle is a collapse, and the exit
-status is 1.
+Phases of one and of sixteen requests at once follow each other on an engine with `tree_budget`
+"auto"; each set of prompts is served by plain vLLM as well, once. The budget must follow both ways,
+every time: a phase whose throughput falls below `--least` x plain after the first cycle is a
+collapse, and the exit status is 1.
 
-    python bench/budget_oscillation.py --data PROMPTS [--minutes 5] [--least 0.9]
+    python bench/budget_oscillation.py --data PROMPTS [--minutes 3] [--least 0.9] [--cpu-time]
+
+`--cpu-time`: as in budget_goals.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from budget_goals import chat_prompts, make_engine, run_load
+from budget_goals import CPU_TIME, chat_prompts, make_engine, run_load
 
 LOADS = (1, 16)
 PHASE_PROMPTS = {1: 3, 16: 24}
+PROMPT_SETS = 3
 NODES = 32
 
 
-def oscillate(args: argparse.Namespace) -> list[tuple[int, float]]:
-    """(concurrency, throughput over plain) of each phase, in order."""
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of equal load."""
+
+    load: int
+    start_s: float
+    """Seconds of drafting engine's work before it."""
+    plain: float
+    auto: float
+    """Tokens per second."""
+    nodes: float
+    """Per draft."""
+
+    @property
+    def ratio(self) -> float:
+        return self.auto / self.plain
+
+
+def oscillate(args: argparse.Namespace) -> list[Phase]:
+    """The phases in order, until the drafting engine has worked for `args.minutes`."""
     from vllm import SamplingParams
 
     from vllm_specplug.targets import prepare_target
@@ -37,42 +59,92 @@ def oscillate(args: argparse.Namespace) -> list[tuple[int, float]]:
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
     for name, llm in (("plain", plain), ("auto", auto)):
         run_load(llm, prompts[-6:], 2, params, f"warm-{name}")
-    deadline = time.perf_counter() + 60 * args.minutes
-    phases: list[tuple[int, float]] = []
-    while time.perf_counter() < deadline:
+    worked = 0.0
+    references: dict[tuple[int, int], float] = {}
+    phases: list[Phase] = []
+    while worked < 60 * args.minutes:
         number = len(phases)
-        load = LOADS[number % len(LOADS)]
-        count = PHASE_PROMPTS[load]
-        first = 29 * (number // len(LOADS)) % (len(prompts) - count)
-        chosen = prompts[first : first + count]
-        speeds = [
-            run_load(llm, chosen, load, params, f"{name}-{number}")["tokens_per_s"]
-            for name, llm in (("plain", plain), ("auto", auto))
-        ]
-        phases.append((load, speeds[1] / speeds[0]))
+        load, prompt_set = LOADS[number % len(LOADS)], number // len(LOADS) % PROMPT_SETS
+        first = 29 * prompt_set
+        chosen = prompts[first : first + PHASE_PROMPTS[load]]
+        if (load, prompt_set) not in references:
+            result = run_load(plain, chosen, load, params, f"plain-{number}")
+            references[load, prompt_set] = result["tokens_per_s"]
+        result = run_load(auto, chosen, load, params, f"auto-{number}")
+        phases.append(
+            Phase(
+                load,
+                worked,
+                references[load, prompt_set],
+                result["tokens_per_s"],
+                result["nodes"] / max(result["drafts"], 1.0),
+            )
+        )
+        worked += result["seconds"]
         print(
-            f"phase {number + 1}: {load} at once, plain {speeds[0]:.1f}, auto {speeds[1]:.1f} "
-            f"tokens/s, {phases[-1][1]:.2f} x",
+            f"phase {number + 1}: {load} at once, plain {phases[-1].plain:.1f}, auto "
+            f"{phases[-1].auto:.1f} tokens/s, {phases[-1].ratio:.2f} x",
             flush=True,
         )
     return phases
 
 
+def write_report(phases: list[Phase], least: float, out: Path, command: str) -> bool:
+    """budget_oscillation.md and .json; whether no settled phase fell below `least`."""
+    from vllm_specplug.bench.provenance import one_line, provenance
+
+    settled = phases[len(LOADS) :]
+    holds = bool(settled) and min(phase.ratio for phase in settled) >= least
+    record = provenance()
+    unit = "CPU seconds of one thread" if CPU_TIME else "seconds"
+    end = phases[-1].start_s
+    lines = [
+        "# The adaptive budget under a load that swings",
+        "",
+        f"{len(phases)} phases of one and of sixteen requests at once in turns, over {end:.0f} "
+        f"{unit} of the drafting engine; SmolLM2-135M-Instruct in bfloat16, its JetSpec head, up "
+        f"to {NODES} nodes a tree, greedy, 3 prompts of a quiet phase and 24 of a busy one. Tokens "
+        "per second over those of plain vLLM for the same prompts.",
+        "",
+        "| requests at once | " + " | ".join(f"cycle {i + 1}" for i in range(len(phases) // 2)),
+        "|" + " --- |" * (1 + len(phases) // 2),
+    ]
+    lines[-2] += " |"
+    for load in LOADS:
+        at = [phase for phase in phases if phase.load == load][: len(phases) // 2]
+        lines.append(f"| {load}, over plain | " + " | ".join(f"{p.ratio:.2f}" for p in at) + " |")
+        lines.append(f"| {load}, nodes | " + " | ".join(f"{p.nodes:.1f}" for p in at) + " |")
+    verdict = "holds" if holds else "**missed**"
+    lines += ["", f"- {verdict}: after the first cycle no phase below {least:g} x plain", ""]
+    lines += [f"`{command}`, {one_line(record)}"]
+    (out / "budget_oscillation.md").write_text("\n".join(lines) + "\n")
+    (out / "budget_oscillation.json").write_text(
+        json.dumps(
+            {"phases": [asdict(p) for p in phases], "holds": holds, "unit": unit,
+             "command": command, "provenance": record},
+            indent=1, default=str,
+        )
+    )  # fmt: skip
+    print("\n".join(lines))
+    return holds
+
+
 def main() -> int:
     root = Path(__file__).resolve().parents[1]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--minutes", type=float, default=3.0, help="of the drafting engine's work")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--least", type=float, default=0.9, help="lowest ratio to plain")
     parser.add_argument("--data", type=Path, required=True, help="folder of prompt files")
     parser.add_argument("--head", default=str(root / "heads" / "smollm2-135m-jetspec"))
-    phases = oscillate(args := parser.parse_args())
-    settled = phases[len(LOADS) :]
-    for load in LOADS:
-        ratios = [ratio for at, ratio in settled if at == load]
-        if ratios:
-            print(f"{load} at once: {min(ratios):.2f} to {max(ratios):.2f} x plain")
-    return int(not settled or min(ratio for _, ratio in settled) < args.least)
+    parser.add_argument("--out", type=Path, default=root / "bench" / "results")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds, one thread")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    phases = oscillate(args)
+    command = f"python bench/budget_oscillation.py --minutes {args.minutes:g}"
+    command += " --cpu-time" if CPU_TIME else ""
+    return int(not write_report(phases, args.least, args.out, command))
 
 
 if __name__ == "__main__":
