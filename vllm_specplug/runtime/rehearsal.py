@@ -15,10 +15,18 @@ if TYPE_CHECKING:
     from vllm_specplug.drafters.base import Drafter
 
 
+SHORT_CONTEXT = 7
+# Long enough for a kernel to split it.
+LONG_CONTEXT = 8192
+
+
 @contextmanager
-def rehearsal(runner: Any, count: int, depth: int) -> Iterator[DraftRequests]:
-    """`count` requests of a few tokens that do not exist, to draft `depth` levels for."""
-    tokens = np.arange(1, 9)
+def rehearsal(
+    runner: Any, count: int, depth: int, context: int = SHORT_CONTEXT
+) -> Iterator[DraftRequests]:
+    """`count` requests that do not exist, of `context` tokens and one more, to draft `depth` levels
+    for."""
+    tokens = 1 + np.arange(context + 1) % 8
     options = runner.drafter.options
     requests = DraftRequests(
         req_ids=[f"specplug-rehearsal-{i}" for i in range(count)],
@@ -39,9 +47,13 @@ def rehearsal(runner: Any, count: int, depth: int) -> Iterator[DraftRequests]:
 
 
 def warm_up_draft(runner: Any) -> None:
-    """Drafts every depth once, so that what a draft forward compiles is compiled before serving."""
+    """Drafts every depth once after a short and a long context, so that what a draft forward
+    compiles is compiled before serving."""
     drafter: Drafter = runner.drafter.drafter
-    for depth in range(1, drafter.forward_depth + 1):
-        with rehearsal(runner, 1, depth) as requests:
-            drafter.propose(requests)
+    deepest = drafter.forward_depth
+    longest = min(LONG_CONTEXT, runner.max_model_len - deepest - 1)
+    for context in (SHORT_CONTEXT, longest) if longest > SHORT_CONTEXT else (SHORT_CONTEXT,):
+        for depth in range(1, deepest + 1):
+            with rehearsal(runner, 1, depth, context) as requests:
+                drafter.propose(requests)
     runner._sync_device()

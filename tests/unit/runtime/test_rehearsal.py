@@ -15,11 +15,13 @@ class _Drafter:
     forward_depth = 3
 
     def __init__(self) -> None:
-        self.seen: list[tuple[int, list[int], int]] = []
+        self.seen: list[tuple[list[int], list[int], int]] = []
         self.forgotten: list[str] = []
 
     def propose(self, requests: Any) -> None:
-        self.seen.append((len(requests), requests.forward_depths, runner_of(self)))
+        (tokens,) = requests.token_ids
+        assert len(tokens) == requests.context_lens[0] + 1 and tokens.min() > 0
+        self.seen.append((requests.context_lens, requests.forward_depths, runner_of(self)))
 
     def forget(self, req_ids: list[str]) -> None:
         self.forgotten += req_ids
@@ -36,6 +38,7 @@ def runner() -> Any:
         drafter=SimpleNamespace(
             drafter=drafter, options=SimpleNamespace(num_nodes=8, tree_width=4)
         ),
+        max_model_len=1000,
         rehearsal_requests=0,
         synced=0,
     )
@@ -47,7 +50,8 @@ def runner() -> Any:
 def test_warm_up_drafts_every_depth(runner: Any) -> None:
     warm_up_draft(runner)
     drafter = runner.drafter.drafter
-    assert drafter.seen == [(1, [1], 1), (1, [2], 1), (1, [3], 1)]
+    depths = (1, 2, 3)
+    assert drafter.seen == [([context], [d], 1) for context in (7, 996) for d in depths]
     assert set(drafter.forgotten) == {"specplug-rehearsal-0"}
     assert (runner.rehearsal_requests, runner.synced) == (0, 1)
 
