@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft forward's attention as the CUDA backend runs it: pages and block, Triton interpreted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.paged import chain_attention
+
+pytest.importorskip("triton")
+pytest.importorskip("vllm")
+
+from vllm_specplug.drafters.base import DraftRequests
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
+from vllm_specplug.runtime.cuda_backend import CudaTreeBackend
+from vllm_specplug.runtime.tree_backend import StepLimits
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+PAGE, HEADS, KV_HEADS, DIM, ROWS = 16, 4, 2, 16, 5
+CONTEXTS = (0, 7, 300)
+
+
+@pytest.mark.parametrize("target", ["triton", "cute"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_block_attends_its_pages_and_itself(monkeypatch, causal: bool, target: str) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: print)
+    backend = CudaTreeBackend("auto", HEADS, StepLimits(4, 64, 9, 512), torch.device("cpu"))
+    # What serves the target says nothing of what serves the head.
+    backend.kernel = ChosenKernel(target, print, "")
+    triton_kernel = ChosenKernel("triton", load_kernel("triton"), "")
+    monkeypatch.setattr(backend, "choose", lambda *shape: triton_kernel)
+    blocks = -(-max(CONTEXTS) // PAGE)
+    table = torch.randperm(len(CONTEXTS) * blocks).view(len(CONTEXTS), blocks).int()
+    caches = [torch.full((table.numel(), KV_HEADS, PAGE, 2 * DIM), float("nan")) for _ in range(2)]
+    keys, values = [], []
+    for r, context in enumerate(CONTEXTS):
+        keys.append(torch.randn(2, context, KV_HEADS, DIM))
+        values.append(torch.randn(2, context, KV_HEADS, DIM))
+        for layer, cache in enumerate(caches):
+            for slot in range(context):
+                at = cache[int(table[r, slot // PAGE]), :, slot % PAGE]
+                at[:, :DIM], at[:, DIM:] = keys[r][layer, slot], values[r][layer, slot]
+    drafts = backend.draft_cache(
+        [SimpleNamespace(kv_cache=cache) for cache in caches], lambda: table, DIM**-0.5
+    )
+    # A later step finds the words of the one before in its buffers.
+    for order in ([0, 1, 2], [2, 0]):
+        requests = DraftRequests(
+            token_ids=[np.array([1])] * len(order),
+            context_lens=[CONTEXTS[r] for r in order],
+            req_indices=order,
+        )
+        attend = drafts.block_attention(requests, ROWS, causal)
+        for layer in range(2):
+            query = torch.randn(ROWS * len(order), HEADS, DIM)
+            key, value = torch.randn(2, ROWS * len(order), KV_HEADS, DIM).unbind(0)
+            output = attend(layer, query, key, value).unflatten(0, (len(order), ROWS))
+            for place, r in enumerate(order):
+                own = slice(place * ROWS, (place + 1) * ROWS)
+                for row in range(ROWS):
+                    seen = row + 1 if causal else ROWS
+                    expected = chain_attention(
+                        query[own][row],
+                        torch.cat((keys[r][layer], key[own][:seen])),
+                        torch.cat((values[r][layer], value[own][:seen])),
+                        DIM**-0.5,
+                    )
+                    assert (output[place, row].double() - expected).abs().max() < 1e-5
