@@ -58,6 +58,7 @@ _TARGETS = {
                 "jetspec": "smollm2-135m-jetspec",
                 "ddtree": "smollm2-135m-dflash",
                 "dels": "smollm2-135m-dflash",
+                "longspec": "smollm2-135m-longspec",
                 "tokenswift": "smollm2-135m-tokenswift",
             },
             local_heads={"dels": "smollm2-135m-dels-gru"},
@@ -69,6 +70,8 @@ _TARGETS = {
 _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("smollm2", "jetspec"): {"num_speculative_tokens": 16},
     ("smollm2", "ddtree"): {"num_speculative_tokens": 16},
+    ("smollm2", "longspec"): {"num_speculative_tokens": 16},
+    ("smollm2", "tokenswift"): {"num_speculative_tokens": 16},
     ("smollm2", "dels"): {"num_speculative_tokens": 16, "alpha": 0.6, "beta": 0.4},
 }
 

@@ -54,6 +54,16 @@ METHODS: dict[str, dict[str, Any]] = {
         "ngram_topk": 0,
         "max_step_rows": 512,
     },
+    "longspec": {
+        "method": "longspec",
+        "model": str(REPO / "heads" / "smollm2-135m-longspec"),
+        "num_speculative_tokens": 16,
+        "tree_budget": 16,
+        "ngram_topk": 0,
+        # Most contexts outgrow the window.
+        "window_size": 64,
+        "max_step_rows": 512,
+    },
     # Every context outgrows the partial cache; draft forwards always run.
     "tokenswift": {
         "method": "tokenswift",

@@ -203,6 +203,7 @@ _SITUATIONS_OF = {
     "jetspec_ngrams": {"mixed_batch", "preemption", "prefix_cache", "stops", "seeded_sampling"},
     "ddtree": {"mixed_batch"},
     "dels": {"mixed_batch", "preemption", "prefix_cache", "stops", "seeded_sampling"},
+    "longspec": {"mixed_batch", "preemption", "prefix_cache"},
     "tokenswift": {"preemption", "prefix_cache"},
     "ngram_tree": {"mixed_batch", "preemption", "prefix_cache"},
 }
