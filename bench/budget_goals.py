@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does the adaptive tree budget keep its promises at every concurrency?
 
-Three engines are up together: plain vLLM, one with fixed budgets, which requests choose by
-`specplug_tree_budget`, and one with `tree_budget` "auto", which never sees the fixed ones' steps.
-Cells (concurrency, choice) are measured in turns, so that the machine's drift hits all alike. Every
-cell is written down at once, and a run that is started again goes on where the last one stopped.
+Six engines are up in one process: plain vLLM, one for each fixed budget, and one with `tree_budget`
+"auto". For each concurrency all of them serve the same prompts side by side, step by step in turns,
+the one that has had the least time next: whatever else the machine does, for longer than a step or
+two, hits all alike. Times are CPU seconds of one thread, for what is reported and for the budget's
+own measurements; each engine has a clock of its own that stands still while others run. They are
+what the wall clock shows on a core that nobody else uses.
+
+Every cell (round, concurrency, choice) is written down at once, and a run that is started again
+goes on where the last one stopped.
 
     python bench/budget_goals.py --data PROMPTS [--minutes 6] [--rounds 3] [--out bench/results]
-
-On a machine that has other things to do, `--cpu-time` counts the CPU seconds of one process with
-one thread, for what is reported and for the budget's own measurements alike. They are what the wall
-clock shows on a core that nobody else uses, and others' work on it does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -29,13 +29,28 @@ from typing import Any
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-CPU_TIME = "--cpu-time" in sys.argv
-# Engines side by side, each in a process of its own; for CPU time all in this one.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if CPU_TIME else "1"
-if CPU_TIME:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    time.perf_counter = time.process_time
+# All engines in this process, for it is its CPU time that is counted.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+
+
+class Clock:
+    """CPU seconds of this process, as `time.perf_counter`; can be set back."""
+
+    def __init__(self) -> None:
+        self._offset = 0.0
+
+    def __call__(self) -> float:
+        return time.process_time() - self._offset
+
+    def set(self, seconds: float) -> None:
+        """Goes on from `seconds`."""
+        self._offset = time.process_time() - seconds
+
+
+CLOCK = Clock()
+time.perf_counter = CLOCK
 
 CONCURRENCIES = (1, 2, 4, 8, 16)
 BUDGETS = (4, 8, 16, 32)
@@ -81,7 +96,7 @@ def make_engine(model: str, speculative: dict[str, Any] | None) -> Any:
 
 
 def _speculative_counts() -> dict[str, float]:
-    """What all engines of this process have drafted so far; only one runs at a time."""
+    """What all engines of this process have drafted so far."""
     from prometheus_client import REGISTRY
 
     names = {
@@ -90,51 +105,78 @@ def _speculative_counts() -> dict[str, float]:
         "specplug:accepted_tokens": "accepted",
         "specplug:predicted_accepted_tokens": "expected",
     }
+    families = REGISTRY.restricted_registry([f"{name}_total" for name in names]).collect()
     found = dict.fromkeys(names.values(), 0.0)
-    for family in REGISTRY.collect():
-        if family.name in names:
-            totals = (s.value for s in family.samples if s.name.endswith("_total"))
-            found[names[family.name]] += sum(totals)
+    for family in families:
+        found[names[family.name]] += sum(sample.value for sample in family.samples)
     return found
+
+
+class Load:
+    """Prompts that one engine serves, `concurrency` of them at once, on a clock of its own."""
+
+    def __init__(
+        self, llm: Any, prompts: list[list[int]], concurrency: int, params: Any, prefix: str
+    ) -> None:
+        self._engine = llm.llm_engine
+        self._waiting = list(enumerate(prompts))[::-1]
+        self._concurrency, self._params, self._prefix = concurrency, params, prefix
+        self._started: dict[str, float] = {}
+        self._first: dict[str, float] = {}
+        self._waits: list[float] = []
+        self._per_token: list[float] = []
+        self._tokens = 0
+        self._counts = dict.fromkeys(_speculative_counts(), 0.0)
+        self.seconds = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return not self._waiting and not self._started
+
+    def step(self) -> None:
+        """One step of the engine."""
+        before = _speculative_counts()
+        # Later than where an earlier load of this engine ended.
+        CLOCK.set(1e6 + self.seconds)
+        while self._waiting and len(self._started) < self._concurrency:
+            number, ids = self._waiting.pop()
+            req_id = f"{self._prefix}-{number}"
+            self._engine.add_request(req_id, {"prompt_token_ids": ids}, self._params)
+            self._started[req_id] = time.perf_counter()
+        for output in self._engine.step():
+            now, req_id = time.perf_counter(), output.request_id
+            if req_id not in self._first:
+                self._first[req_id] = now
+                self._waits.append(1e3 * (now - self._started[req_id]))
+            if output.finished:
+                count = len(output.outputs[0].token_ids)
+                self._tokens += count
+                del self._started[req_id]
+                if count > 1:
+                    self._per_token.append(1e3 * (now - self._first[req_id]) / (count - 1))
+        self.seconds = time.perf_counter() - 1e6
+        for name, value in _speculative_counts().items():
+            self._counts[name] += value - before[name]
+
+    def result(self) -> dict[str, float]:
+        """The fields of a cell."""
+        return {
+            "tokens_per_s": self._tokens / self.seconds,
+            "tpot_ms": median(self._per_token),
+            "ttft_ms": median(self._waits),
+            "seconds": self.seconds,
+            **self._counts,
+        }
 
 
 def run_load(
     llm: Any, prompts: list[list[int]], concurrency: int, params: Any, prefix: str
 ) -> dict[str, float]:
-    """Keeps `concurrency` requests in flight until all are answered."""
-    engine = llm.llm_engine
-    waiting = list(enumerate(prompts))[::-1]
-    started: dict[str, float] = {}
-    first: dict[str, float] = {}
-    waits, per_token, tokens = [], [], 0
-    before = _speculative_counts()
-    start = time.perf_counter()
-    while waiting or started:
-        while waiting and len(started) < concurrency:
-            number, ids = waiting.pop()
-            req_id = f"{prefix}-{number}"
-            engine.add_request(req_id, {"prompt_token_ids": ids}, params)
-            started[req_id] = time.perf_counter()
-        for output in engine.step():
-            now, req_id = time.perf_counter(), output.request_id
-            if req_id not in first:
-                first[req_id] = now
-                waits.append(1e3 * (now - started[req_id]))
-            if output.finished:
-                count = len(output.outputs[0].token_ids)
-                tokens += count
-                del started[req_id]
-                if count > 1:
-                    per_token.append(1e3 * (now - first[req_id]) / (count - 1))
-    seconds = time.perf_counter() - start
-    after = _speculative_counts()
-    return {
-        "tokens_per_s": tokens / seconds,
-        "tpot_ms": median(per_token),
-        "ttft_ms": median(waits),
-        "seconds": seconds,
-        **{name: after[name] - before[name] for name in after},
-    }
+    """Serves prompts with one engine alone."""
+    load = Load(llm, prompts, concurrency, params, prefix)
+    while not load.is_done:
+        load.step()
+    return load.result()
 
 
 def chat_prompts(target: str, data: Path) -> list[list[int]]:
@@ -161,52 +203,53 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
     from vllm_specplug.targets import prepare_target
 
     deadline = time.monotonic() + 60 * args.minutes
-    done = {(c.round, c.concurrency, c.choice) for c in read_cells(cells_path)}
-    todo = []
-    for round_ in range(args.rounds):
-        for place, concurrency in enumerate(args.concurrency):
-            shift = (round_ + place) % len(CHOICES)
-            for choice in CHOICES[shift:] + CHOICES[:shift]:
-                if (round_, concurrency, choice) not in done:
-                    todo.append((round_, concurrency, choice))
+    done = {(c.round, c.concurrency) for c in read_cells(cells_path)}
+    todo = [
+        (round_, concurrency)
+        for round_ in range(args.rounds)
+        for concurrency in args.concurrency
+        if (round_, concurrency) not in done
+    ]
     if not todo:
         return
     target = str(prepare_target("smollm2"))
     prompts = chat_prompts(target, args.data)
     drafting = {"method": "jetspec", "model": args.head, "num_speculative_tokens": max(BUDGETS)}
-    engines = {
-        "plain": make_engine(target, None),
-        "fixed": make_engine(target, {**drafting, "tree_budget": max(BUDGETS)}),
-        "auto": make_engine(target, drafting),
-    }
-    for name, llm in engines.items():
-        warm = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-        run_load(llm, prompts[-6:], 2, warm, f"warm-{name}")
-    for number, (round_, concurrency, choice) in enumerate(todo):
-        if time.monotonic() > deadline:
-            print(f"out of time, {len(todo) - number} cells are left")
-            return
+    engines = {}
+    for choice in CHOICES:
         kind, _, nodes = choice.partition("-")
-        extra = {"specplug_tree_budget": int(nodes)} if nodes else None
-        params = SamplingParams(temperature=0.0, max_tokens=args.tokens, extra_args=extra)
+        fixed = {"num_speculative_tokens": int(nodes), "tree_budget": int(nodes)} if nodes else {}
+        engines[choice] = make_engine(target, None if kind == "plain" else {**drafting, **fixed})
+    warm = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    for choice, llm in engines.items():
+        run_load(llm, prompts[-6:], 2, warm, f"warm-{choice}")
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
+    for number, (round_, concurrency) in enumerate(todo):
+        if time.monotonic() > deadline:
+            print(f"out of time, {len(todo) - number} loads are left")
+            return
         count = max(LEAST_PROMPTS, 2 * concurrency)
         first = 37 * round_ + 2 * concurrency
-        result = run_load(
-            engines[kind],
-            prompts[first : first + count],
-            concurrency,
-            params,
-            f"c{number}",
-        )
-        cell = Cell(round_, concurrency, choice, commit=commit(), **result)
+        chosen = prompts[first : first + count]
+        loads = {
+            choice: Load(llm, chosen, concurrency, params, f"c{number}")
+            for choice, llm in engines.items()
+        }
+        while running := [load for load in loads.values() if not load.is_done]:
+            min(running, key=lambda load: load.seconds).step()
+        cells = [
+            Cell(round_, concurrency, choice, commit=commit(), **load.result())
+            for choice, load in loads.items()
+        ]
         with cells_path.open("a") as stream:
-            stream.write(json.dumps(vars(cell)) + "\n")
-        print(
-            f"round {round_} concurrency {concurrency:2d} {choice:9s} "
-            f"{cell.tokens_per_s:6.1f} tokens/s, TPOT {cell.tpot_ms:5.1f} ms, "
-            f"{cell.nodes / max(cell.drafts, 1):4.1f} nodes a draft",
-            flush=True,
-        )
+            stream.writelines(json.dumps(vars(cell)) + "\n" for cell in cells)
+        for cell in cells:
+            print(
+                f"round {round_} concurrency {concurrency:2d} {cell.choice:9s} "
+                f"{cell.tokens_per_s:6.1f} tokens/s, TPOT {cell.tpot_ms:5.1f} ms, "
+                f"{cell.nodes / max(cell.drafts, 1):4.1f} nodes a draft",
+                flush=True,
+            )
 
 
 def read_cells(path: Path) -> list[Cell]:
@@ -273,9 +316,7 @@ def goals(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
 
 
 def write_report(cells: list[Cell], out: Path, command: str) -> None:
-    """budget.md, budget.json and budget.png beside the cells; budget_cpu.* for CPU time."""
-    name = "budget_cpu" if CPU_TIME else "budget"
-    unit = "CPU second of one thread" if CPU_TIME else "second"
+    """budget.md, budget.json and budget.png beside the cells."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -285,16 +326,16 @@ def write_report(cells: list[Cell], out: Path, command: str) -> None:
 
     rows = summarise(cells)
     checked = goals(rows)
-    record = provenance()
+    record = {**provenance(), "command": command}
     titles = ("concurrency", "rounds", *CHOICES, "auto nodes", "expected / accepted",
               "auto / plain", "plain / auto TPOT", "best fixed", "auto / best fixed")  # fmt: skip
     lines = [
         "# The adaptive budget beside plain decoding and fixed budgets",
         "",
-        f"Output tokens per {unit}; SmolLM2-135M-Instruct in bfloat16, its JetSpec head with "
-        "n-gram branches, greedy, prompts of all data files in turn, all choices in turns. Ratios "
-        "are medians of the rounds' ratios; the TPOT column is above 1 where auto is faster. Nodes "
-        "are per draft; expected are the accepted nodes that auto's acceptance model foresaw.",
+        "Output tokens per CPU second of one thread; SmolLM2-135M-Instruct in bfloat16, its "
+        "JetSpec head with n-gram branches, greedy, prompts of all data files in turn, all choices "
+        "side by side, step by step. Ratios are medians of the rounds' ratios; the TPOT column is "
+        "above 1 where auto is faster. Nodes are per draft; expected are the accepted nodes that auto's acceptance model foresaw.",
         "",
         "| " + " | ".join(titles) + " |",
         "|" + " --- |" * len(titles),
@@ -307,9 +348,9 @@ def write_report(cells: list[Cell], out: Path, command: str) -> None:
             texts.append(f"{value:.{digits}f}" if isinstance(value, float) else str(value))
         lines.append("| " + " | ".join(texts) + " |")
     lines += ["", *(f"- {'holds' if ok else '**missed**'}: {text}" for text, ok in checked), ""]
-    lines += [f"`{command}`, {one_line(record)}"]
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n")
-    (out / f"{name}.json").write_text(
+    lines += [one_line(record)]
+    (out / "budget.md").write_text("\n".join(lines) + "\n")
+    (out / "budget.json").write_text(
         json.dumps(
             {"rows": rows, "goals": checked, "command": command, "provenance": record},
             indent=1, default=str,
@@ -332,7 +373,7 @@ def write_report(cells: list[Cell], out: Path, command: str) -> None:
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(out / f"{name}.png", dpi=150)
+    figure.savefig(out / "budget.png", dpi=150)
     print("\n".join(lines))
 
 
@@ -346,17 +387,16 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of prompt files")
     parser.add_argument("--head", default=str(root / "heads" / "smollm2-135m-jetspec"))
     parser.add_argument("--out", type=Path, default=root / "bench" / "results")
-    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds, one thread")
     parser.add_argument("--report-only", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    cells_path = args.out / ("budget_cpu_cells.jsonl" if CPU_TIME else "budget_cells.jsonl")
+    cells_path = args.out / ("budget_cells.jsonl")
     if not args.report_only:
         measure(args, cells_path)
     cells = read_cells(cells_path)
     if cells:
-        command = f"python bench/budget_goals.py --rounds {args.rounds} --tokens {args.tokens}"
-        command += " --cpu-time" if CPU_TIME else ""
+        command = "python bench/budget_goals.py --data PROMPTS"
+        command += f" --rounds {args.rounds} --tokens {args.tokens}"
         write_report(cells, args.out, command)
 
 

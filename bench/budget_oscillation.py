@@ -6,9 +6,9 @@ Phases of one and of sixteen requests at once follow each other on an engine wit
 every time: a phase whose throughput falls below `--least` x plain after the first cycle is a
 collapse, and the exit status is 1.
 
-    python bench/budget_oscillation.py --data PROMPTS [--minutes 3] [--least 0.9] [--cpu-time]
+    python bench/budget_oscillation.py --data PROMPTS [--minutes 3] [--least 0.9]
 
-`--cpu-time`: as in budget_goals.py.
+Times are CPU seconds of one thread, as in budget_goals.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from budget_goals import CPU_TIME, chat_prompts, make_engine, run_load
+from budget_goals import chat_prompts, make_engine, run_load
 
 LOADS = (1, 16)
 PHASE_PROMPTS = {1: 3, 16: 24}
@@ -95,8 +95,8 @@ def write_report(phases: list[Phase], least: float, out: Path, command: str) -> 
 
     settled = phases[len(LOADS) :]
     holds = bool(settled) and min(phase.ratio for phase in settled) >= least
-    record = provenance()
-    unit = "CPU seconds of one thread" if CPU_TIME else "seconds"
+    record = {**provenance(), "command": command}
+    unit = "CPU seconds of one thread"
     end = phases[-1].start_s
     lines = [
         "# The adaptive budget under a load that swings",
@@ -106,17 +106,16 @@ def write_report(phases: list[Phase], least: float, out: Path, command: str) -> 
         f"to {NODES} nodes a tree, greedy, 3 prompts of a quiet phase and 24 of a busy one. Tokens "
         "per second over those of plain vLLM for the same prompts.",
         "",
-        "| requests at once | " + " | ".join(f"cycle {i + 1}" for i in range(len(phases) // 2)),
-        "|" + " --- |" * (1 + len(phases) // 2),
+        "| cycle | " + " | ".join(f"{load} at once, over plain | nodes" for load in LOADS) + " |",
+        "|" + " --- |" * (1 + 2 * len(LOADS)),
     ]
-    lines[-2] += " |"
-    for load in LOADS:
-        at = [phase for phase in phases if phase.load == load][: len(phases) // 2]
-        lines.append(f"| {load}, over plain | " + " | ".join(f"{p.ratio:.2f}" for p in at) + " |")
-        lines.append(f"| {load}, nodes | " + " | ".join(f"{p.nodes:.1f}" for p in at) + " |")
+    for first in range(0, len(phases) - len(LOADS) + 1, len(LOADS)):
+        cycle = phases[first : first + len(LOADS)]
+        texts = " | ".join(f"{p.ratio:.2f} | {p.nodes:.1f}" for p in cycle)
+        lines.append(f"| {first // len(LOADS) + 1} | {texts} |")
     verdict = "holds" if holds else "**missed**"
     lines += ["", f"- {verdict}: after the first cycle no phase below {least:g} x plain", ""]
-    lines += [f"`{command}`, {one_line(record)}"]
+    lines += [one_line(record)]
     (out / "budget_oscillation.md").write_text("\n".join(lines) + "\n")
     (out / "budget_oscillation.json").write_text(
         json.dumps(
@@ -138,12 +137,10 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder of prompt files")
     parser.add_argument("--head", default=str(root / "heads" / "smollm2-135m-jetspec"))
     parser.add_argument("--out", type=Path, default=root / "bench" / "results")
-    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds, one thread")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     phases = oscillate(args)
-    command = f"python bench/budget_oscillation.py --minutes {args.minutes:g}"
-    command += " --cpu-time" if CPU_TIME else ""
+    command = f"python bench/budget_oscillation.py --data PROMPTS --minutes {args.minutes:g}"
     return int(not write_report(phases, args.least, args.out, command))
 
 
