@@ -252,7 +252,8 @@ class Sweep:
         """A warm server, or None when it does not start and is not the baseline."""
         server = self.make_server(entry)
         try:
-            progress.say(f"{entry.name}: starting, log {server.log_path}")
+            where = f"at {entry.url}" if entry.url else f"starting, log {server.log_path}"
+            progress.say(f"{entry.name}: {where}")
             stack.enter_context(server)
             seconds = server.wait_healthy(
                 self.plan.start_timeout,
