@@ -168,6 +168,8 @@ def run_cell(system: str, tokens: int, penalty: float, setting: str) -> dict[str
                     "plain_ms": median(beside),
                 }
             )
+    command = f"long_outputs.py --systems {system} --tokens {tokens}"
+    command += f" --penalty {penalty}" if penalty else ""
     return {
         "system": system,
         "tokens": len(output),
@@ -176,7 +178,7 @@ def run_cell(system: str, tokens: int, penalty: float, setting: str) -> dict[str
         "segments": segments,
         "distinct": {str(n): round(distinct(output, n), 4) for n in (1, 2, 3, 4)},
         "setting": setting,
-        "provenance": provenance(),
+        "provenance": {**provenance(), "command": command},
         **{name: dict(counter) for name, counter in counts.items()},
     }
 

@@ -205,8 +205,9 @@ def main() -> None:
     args = parser.parse_args()
     from vllm_specplug.bench.provenance import provenance
 
-    record = provenance()
-    command = f"python bench/lookups.py --prompts {args.prompts} --tokens {args.tokens}"
+    command = f"python bench/lookups.py --data PROMPTS --prompts {args.prompts}"
+    command += f" --tokens {args.tokens}"
+    record = {**provenance(), "command": command}
     args.out.mkdir(parents=True, exist_ok=True)
     for rows in measure(args):
         text = report(rows, record, command + (f" ({args.setting})" if args.setting else ""))
