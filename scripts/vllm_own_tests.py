@@ -211,10 +211,12 @@ def page(files: dict[str, Any]) -> str:
     lines += [f"| all | {' | '.join(cells)} | {changed} |", ""]
     names = [name for row in files.values() for name in row["changed"]]
     lines += [f"- {name}" for name in sorted(names)]
-    made = {(row["commit"], json.dumps(row["versions"])) for row in files.values()}
-    for commit, versions in sorted(made, key=str):
-        packages = ", ".join(f"{k} {v}" for k, v in json.loads(versions).items() if v)
-        lines += ["", f"Commit {commit}; {packages}."]
+    made: dict[str, set[str]] = {}
+    for row in files.values():
+        packages = ", ".join(f"{k} {v}" for k, v in sorted(row["versions"].items()) if v)
+        made.setdefault(packages, set()).add(str(row["commit"]))
+    for packages, commits in sorted(made.items()):
+        lines.append(f"At {', '.join(sorted(commits))}; {packages}.")
     return "\n".join(lines) + "\n"
 
 
