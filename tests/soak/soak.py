@@ -129,7 +129,11 @@ def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any
     from tests.fuzz.engine_machine import ENGINE
 
     trees = method != "none"
-    llm = make_engine(method if trees else None, **{**ENGINE["tree"], **CACHE})
+    arguments = {**ENGINE["tree"], **CACHE}
+    if not trees:
+        # A seeded prompt that is cut into chunks ends plain vLLM on CPU: room for whole ones.
+        arguments["max_num_batched_tokens"] = 2048
+    llm = make_engine(method if trees else None, **arguments)
     engines = Pair(None, llm)
     if trees:
         engines.watch()
