@@ -167,7 +167,7 @@ def measure(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
         yield rows
 
 
-def report(rows: list[dict[str, Any]], record: dict[str, Any], command: str) -> str:
+def report(rows: list[dict[str, Any]], record: dict[str, Any], setting: str) -> str:
     from vllm_specplug.bench.provenance import one_line
 
     lines = [
@@ -190,7 +190,7 @@ def report(rows: list[dict[str, Any]], record: dict[str, Any], command: str) -> 
             f"{r['median_speed_up']:.2f} x, {r['slowest']:.2f} x | {r['per_step']:.2f} | "
             f"{r['same_answers']} of {r['prompts']} |"
         )
-    lines += ["", f"`{command}`, {one_line(record)}", ""]
+    lines += ["", one_line(record) + (f"; {setting}" if setting else ""), ""]
     return "\n".join(lines)
 
 
@@ -210,10 +210,11 @@ def main() -> None:
     record = {**provenance(), "command": command}
     args.out.mkdir(parents=True, exist_ok=True)
     for rows in measure(args):
-        text = report(rows, record, command + (f" ({args.setting})" if args.setting else ""))
+        text = report(rows, record, args.setting)
         (args.out / "lookups.md").write_text(text)
         (args.out / "lookups.json").write_text(
-            json.dumps({"rows": rows, "command": command, "provenance": record}, indent=1) + "\n"
+            json.dumps({"rows": rows, "setting": args.setting, "provenance": record}, indent=1)
+            + "\n"
         )
     print(text)
 
