@@ -194,7 +194,7 @@ def page(files: dict[str, Any]) -> str:
         f"`{VARIABLE}=SOURCE python scripts/vllm_own_tests.py --both --out bench/results`: every",
         "test with the plugin installed and unused, and again with `VLLM_PLUGINS` empty. What",
         "fails without the plugin fails for want of a model from the hub, a package (torchvision,",
-        "ray), a fixture of their `conftest.py` or a newer Python. Triton kernels are interpreted.",
+        "ray), Triton on a CPU, a fixture of their `conftest.py` or a newer Python.",
         "",
         "| tests/ | with: passed, failed, errors, skipped | without | changed outcome |",
         "|---|---|---|---|",
