@@ -225,8 +225,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for rows in measure(args):
         text = report(rows, record, args.setting)
-        (args.out / "lookups.md").write_text(text)
-        (args.out / "lookups.json").write_text(
+        name = "lookups_cpu" if CPU_TIME else "lookups"
+        (args.out / f"{name}.md").write_text(text)
+        (args.out / f"{name}.json").write_text(
             json.dumps({"rows": rows, "setting": args.setting, "provenance": record}, indent=1)
             + "\n"
         )
