@@ -3,8 +3,15 @@
 
 from __future__ import annotations
 
+import signal
+
 from hypothesis import settings
 
 # Busy machines make single examples slow without anything being wrong.
 settings.register_profile("specplug", deadline=None, print_blob=True)
 settings.load_profile("specplug")
+
+# A shell that runs the tests in the background has them ignore SIGINT, and their children, who
+# are to be interrupted by it, inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

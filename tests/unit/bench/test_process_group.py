@@ -28,15 +28,13 @@ time.sleep(60)
 
 # Starts a family as `specplug demo` starts servers, and waits inside the `with`.
 STARTER = """
-import signal, sys, time
+import sys, time
 from pathlib import Path
 from vllm_specplug.bench.process_group import raise_on_termination
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 import vllm_specplug.bench.server as server_module
 
 server_module.vllm_program = lambda: [sys.executable, "-c", sys.argv[2], "plain"]
-# Tests that a shell runs in the background inherit an ignored SIGINT.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 raise_on_termination()
 with VllmServer(ServerSpec("plain", "model"), Path(sys.argv[1])) as server:
     print(server.pid, flush=True)
