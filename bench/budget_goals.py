@@ -56,6 +56,7 @@ CONCURRENCIES = (1, 2, 4, 8, 16)
 BUDGETS = (4, 8, 16, 32)
 CHOICES = ("plain", *(f"fixed-{nodes}" for nodes in BUDGETS), "auto")
 LEAST_PROMPTS = 4
+PROMPTS, LONGEST_PROMPT = 400, 700
 
 
 @dataclass(frozen=True)
@@ -179,26 +180,11 @@ def run_load(
     return load.result()
 
 
-def chat_prompts(target: str, data: Path) -> list[list[int]]:
-    """Prompts of all data files in turn, as token ids."""
-    from transformers import AutoTokenizer
-
-    from vllm_specplug.bench.prompts import load_sets, mixed_prompts
-
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-        for text in mixed_prompts([s.prompts for s in load_sets([data])], 0, 400)
-    ]
-    return [ids for ids in prompts if len(ids) <= 700]
-
-
 def measure(args: argparse.Namespace, cells_path: Path) -> None:
     """Runs the missing cells, for at most `args.minutes`."""
     from vllm import SamplingParams
 
+    from vllm_specplug.bench.prompts import chat_token_ids
     from vllm_specplug.bench.provenance import commit
     from vllm_specplug.targets import prepare_target
 
@@ -213,7 +199,7 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
     if not todo:
         return
     target = str(prepare_target("smollm2"))
-    prompts = chat_prompts(target, args.data)
+    prompts = chat_token_ids(target, args.data, PROMPTS, LONGEST_PROMPT)
     drafting = {"method": "jetspec", "model": args.head, "num_speculative_tokens": max(BUDGETS)}
     engines = {}
     for choice in CHOICES:

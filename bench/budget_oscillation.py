@@ -19,7 +19,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from budget_goals import chat_prompts, make_engine, run_load
+from budget_goals import LONGEST_PROMPT, PROMPTS, make_engine, run_load
 
 LOADS = (1, 16)
 PHASE_PROMPTS = {1: 3, 16: 24}
@@ -49,10 +49,11 @@ def oscillate(args: argparse.Namespace) -> list[Phase]:
     """The phases in order, until the drafting engine has worked for `args.minutes`."""
     from vllm import SamplingParams
 
+    from vllm_specplug.bench.prompts import chat_token_ids
     from vllm_specplug.targets import prepare_target
 
     target = str(prepare_target("smollm2"))
-    prompts = chat_prompts(target, args.data)
+    prompts = chat_token_ids(target, args.data, PROMPTS, LONGEST_PROMPT)
     plain = make_engine(target, None)
     drafting = {"method": "jetspec", "model": args.head, "num_speculative_tokens": NODES}
     auto = make_engine(target, drafting)

@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vllm_specplug.bench.plan import VLLM_CONFIGS
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 LONGSPEC = {"method": "longspec", "model": str(ROOT / "heads" / "smollm2-135m-longspec")}
@@ -28,12 +30,7 @@ JETSPEC = {"method": "jetspec", "model": str(ROOT / "heads" / "smollm2-135m-jets
 TREE = {"num_speculative_tokens": 16, "tree_budget": 16}
 SYSTEMS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "ngram": {
-        "method": "ngram",
-        "num_speculative_tokens": 6,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    },
+    "ngram": VLLM_CONFIGS["ngram"],
     "longspec": {**LONGSPEC, **TREE, "ngram_topk": 0},
     "longspec + n-grams": {**LONGSPEC, **TREE},
     "longspec as shipped": {**LONGSPEC, "num_speculative_tokens": 16},

@@ -26,6 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vllm_specplug.bench.plan import VLLM_CONFIGS
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 HEAD = ROOT / "heads" / "smollm2-135m-tokenswift"
@@ -36,13 +38,8 @@ TOKENSWIFT = {
     "kv_budget": 1024,
 }
 SYSTEMS: dict[str, dict[str, Any]] = {
-    "ngram": {
-        "method": "ngram",
-        "num_speculative_tokens": 6,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    },
-    "suffix": {"method": "suffix", "num_speculative_tokens": 16},
+    "ngram": VLLM_CONFIGS["ngram"],
+    "suffix": VLLM_CONFIGS["suffix"],
     "ngram_tree": {"method": "ngram_tree", "num_speculative_tokens": 16},
     "tokenswift": TOKENSWIFT,
     "tokenswift-self": {**TOKENSWIFT, "draft_source": "self"},

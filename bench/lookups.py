@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vllm_specplug.bench.plan import VLLM_CONFIGS
+
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -40,12 +42,7 @@ JETSPEC = {
 }
 SYSTEMS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "ngram": {
-        "method": "ngram",
-        "num_speculative_tokens": 6,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    },
+    "ngram": VLLM_CONFIGS["ngram"],
     "ngram_tree": {"method": "ngram_tree"},
     "head": {**JETSPEC, "ngram_topk": 0},
     "head + n-grams": JETSPEC,
@@ -107,28 +104,13 @@ def answer(llm: Any, prompts: list[list[int]], tokens: int, prefix: str) -> dict
     }
 
 
-def chat_prompts(target: str, data: Path) -> list[list[int]]:
-    """Prompts of all data files in turn, as token ids."""
-    from transformers import AutoTokenizer
-
-    from vllm_specplug.bench.prompts import load_sets, mixed_prompts
-
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-        for text in mixed_prompts([s.prompts for s in load_sets([data])], 0, 200)
-    ]
-    return [ids for ids in prompts if len(ids) <= 500]
-
-
 def measure(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """One row per batch size and system: those so far, after every batch size."""
+    from vllm_specplug.bench.prompts import chat_token_ids
     from vllm_specplug.targets import prepare_target
 
     target = str(prepare_target("smollm2"))
-    prompts = chat_prompts(target, args.data)
+    prompts = chat_token_ids(target, args.data, 200, 500)
     # vLLM's ngram last: it imports numba, and with that no further engine starts on a CPU.
     names = sorted(SYSTEMS, key=lambda name: name == "ngram")
     made = {name: make_engine(target, SYSTEMS[name], max(args.batches)) for name in names}

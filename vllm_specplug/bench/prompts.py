@@ -125,3 +125,18 @@ def mixed_prompts(sets: Sequence[Sequence[str]], start: int, count: int) -> list
     """
     draws = range(start, start + count)
     return [sets[i % len(sets)][(i // len(sets)) % len(sets[i % len(sets)])] for i in draws]
+
+
+def chat_token_ids(target: str, data: Path, count: int, longest: int) -> list[list[int]]:
+    """Token ids under the target's chat template of `count` prompts of all files of `data` in turn;
+    those of more than `longest` tokens are left out."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in mixed_prompts([s.prompts for s in load_sets([data])], 0, count)
+    ]
+    return [ids for ids in prompts if len(ids) <= longest]
