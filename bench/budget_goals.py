@@ -2,11 +2,8 @@
 """Does the adaptive tree budget keep its promises at every concurrency?
 
 Six engines are up in one process: plain vLLM, one for each fixed budget, and one with `tree_budget`
-"auto". For each concurrency all of them serve the same prompts side by side, step by step in turns,
-the one that has had the least time next: whatever else the machine does, for longer than a step or
-two, hits all alike. Times are CPU seconds of one thread, for what is reported and for the budget's
-own measurements; each engine has a clock of its own that stands still while others run. They are
-what the wall clock shows on a core that nobody else uses.
+"auto". For each concurrency all of them serve the same prompts side by side, step by step in turns
+on CPU clocks of their own (turns.py).
 
 Every cell (round, concurrency, choice) is written down at once, and a run that is started again
 goes on where the last one stopped.
@@ -18,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -26,31 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-# All engines in this process, for it is its CPU time that is counted.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-
-
-class Clock:
-    """CPU seconds of this process, as `time.perf_counter`; can be set back."""
-
-    def __init__(self) -> None:
-        self._offset = 0.0
-
-    def __call__(self) -> float:
-        return time.process_time() - self._offset
-
-    def set(self, seconds: float) -> None:
-        """Goes on from `seconds`."""
-        self._offset = time.process_time() - seconds
-
-
-CLOCK = Clock()
-time.perf_counter = CLOCK
+from turns import Load, make_engine, run_load, serve_in_turns
 
 CONCURRENCIES = (1, 2, 4, 8, 16)
 BUDGETS = (4, 8, 16, 32)
@@ -76,108 +48,6 @@ class Cell:
     expected: float
     """Accepted nodes that the adaptive budget had expected."""
     commit: str | None
-
-
-def make_engine(model: str, speculative: dict[str, Any] | None) -> Any:
-    from vllm import LLM
-
-    options = {} if speculative is None else {"speculative_config": speculative}
-    return LLM(
-        model=model,
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=2048,
-        max_num_seqs=max(CONCURRENCIES),
-        max_num_batched_tokens=2048,
-        # A prompt met again must cost what it cost the first time.
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        **options,
-    )
-
-
-def _speculative_counts() -> dict[str, float]:
-    """What all engines of this process have drafted so far."""
-    from prometheus_client import REGISTRY
-
-    names = {
-        "specplug:drafts": "drafts",
-        "specplug:draft_nodes": "nodes",
-        "specplug:accepted_tokens": "accepted",
-        "specplug:predicted_accepted_tokens": "expected",
-    }
-    families = REGISTRY.restricted_registry([f"{name}_total" for name in names]).collect()
-    found = dict.fromkeys(names.values(), 0.0)
-    for family in families:
-        found[names[family.name]] += sum(sample.value for sample in family.samples)
-    return found
-
-
-class Load:
-    """Prompts that one engine serves, `concurrency` of them at once, on a clock of its own."""
-
-    def __init__(
-        self, llm: Any, prompts: list[list[int]], concurrency: int, params: Any, prefix: str
-    ) -> None:
-        self._engine = llm.llm_engine
-        self._waiting = list(enumerate(prompts))[::-1]
-        self._concurrency, self._params, self._prefix = concurrency, params, prefix
-        self._started: dict[str, float] = {}
-        self._first: dict[str, float] = {}
-        self._waits: list[float] = []
-        self._per_token: list[float] = []
-        self._tokens = 0
-        self._counts = dict.fromkeys(_speculative_counts(), 0.0)
-        self.seconds = 0.0
-
-    @property
-    def is_done(self) -> bool:
-        return not self._waiting and not self._started
-
-    def step(self) -> None:
-        """One step of the engine."""
-        before = _speculative_counts()
-        # Later than where an earlier load of this engine ended.
-        CLOCK.set(1e6 + self.seconds)
-        while self._waiting and len(self._started) < self._concurrency:
-            number, ids = self._waiting.pop()
-            req_id = f"{self._prefix}-{number}"
-            self._engine.add_request(req_id, {"prompt_token_ids": ids}, self._params)
-            self._started[req_id] = time.perf_counter()
-        for output in self._engine.step():
-            now, req_id = time.perf_counter(), output.request_id
-            if req_id not in self._first:
-                self._first[req_id] = now
-                self._waits.append(1e3 * (now - self._started[req_id]))
-            if output.finished:
-                count = len(output.outputs[0].token_ids)
-                self._tokens += count
-                del self._started[req_id]
-                if count > 1:
-                    self._per_token.append(1e3 * (now - self._first[req_id]) / (count - 1))
-        self.seconds = time.perf_counter() - 1e6
-        for name, value in _speculative_counts().items():
-            self._counts[name] += value - before[name]
-
-    def result(self) -> dict[str, float]:
-        """The fields of a cell."""
-        return {
-            "tokens_per_s": self._tokens / self.seconds,
-            "tpot_ms": median(self._per_token),
-            "ttft_ms": median(self._waits),
-            "seconds": self.seconds,
-            **self._counts,
-        }
-
-
-def run_load(
-    llm: Any, prompts: list[list[int]], concurrency: int, params: Any, prefix: str
-) -> dict[str, float]:
-    """Serves prompts with one engine alone."""
-    load = Load(llm, prompts, concurrency, params, prefix)
-    while not load.is_done:
-        load.step()
-    return load.result()
 
 
 def measure(args: argparse.Namespace, cells_path: Path) -> None:
@@ -221,8 +91,7 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
             choice: Load(llm, chosen, concurrency, params, f"c{number}")
             for choice, llm in engines.items()
         }
-        while running := [load for load in loads.values() if not load.is_done]:
-            min(running, key=lambda load: load.seconds).step()
+        serve_in_turns(list(loads.values()))
         cells = [
             Cell(round_, concurrency, choice, commit=commit(), **load.result())
             for choice, load in loads.items()

@@ -8,7 +8,7 @@ collapse, and the exit status is 1.
 
     python bench/budget_oscillation.py --data PROMPTS [--minutes 3] [--least 0.9]
 
-Times are CPU seconds of one thread, as in budget_goals.py.
+Times are CPU seconds of one thread, see turns.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from budget_goals import LONGEST_PROMPT, PROMPTS, make_engine, run_load
+from turns import make_engine, run_load
 
 LOADS = (1, 16)
+PROMPTS, LONGEST_PROMPT = 400, 700
 PHASE_PROMPTS = {1: 3, 16: 24}
 PROMPT_SETS = 3
 NODES = 32

@@ -1,38 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """N-gram trees beside plain decoding and vLLM's ngram, alone and on top of a head.
 
-All engines are up in one process and answer the same prompts in turn, a batch at a time, so that
-the machine's drift hits all alike. Greedy, answers end where they end.
+All engines are up in one process and serve the same prompts side by side, step by step in turns on
+CPU clocks of their own (turns.py), a fixed number of requests at once. What counts are the steps in
+which that many are decoded and no prompt is taken in. Greedy, answers end where they end.
 
-    python bench/lookups.py --data PROMPTS [--batches 1 4 8] [--out bench/results]
+Every cell (round, requests at once, system) is written down at once, and a run that is started
+again goes on where the last one stopped.
 
-On a machine that has other things to do, `--cpu-time` counts the CPU seconds of the one process
-with one thread, for what is reported and for the budget's own measurements alike.
+    python bench/lookups.py --data PROMPTS [--minutes 8] [--rounds 3] [--out bench/results]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
-from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm_specplug.bench.plan import VLLM_CONFIGS
+from turns import Load, make_engine, run_load, serve_in_turns
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-CPU_TIME = "--cpu-time" in sys.argv
-if CPU_TIME:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    time.perf_counter = time.process_time
+from vllm_specplug.bench.plan import VLLM_CONFIGS
 
 ROOT = Path(__file__).resolve().parents[1]
 JETSPEC = {
@@ -47,173 +38,194 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "head": {**JETSPEC, "ngram_topk": 0},
     "head + n-grams": JETSPEC,
 }
+PROMPTS, LONGEST_PROMPT = 400, 500
 
 
-def make_engine(target: str, speculative: dict[str, Any] | None, batch: int) -> Any:
-    from vllm import LLM
+@dataclass(frozen=True)
+class Cell:
+    """What one system reached with so many requests at once in one round."""
 
-    return LLM(
-        model=target,
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=2048,
-        max_num_seqs=batch,
-        max_num_batched_tokens=2048,
-        # A prompt met again must cost what it cost the first time.
-        enable_prefix_caching=False,
-        **({} if speculative is None else {"speculative_config": speculative}),
-    )
+    round: int
+    concurrency: int
+    system: str
+    seconds: float
+    """Of decoding."""
+    tokens: int
+    steps: int
+    """Running requests summed over the steps."""
+    same: int
+    """Answers that are plain decoding's."""
+    prompts: int
+    commit: str | None
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
 
 
-def answer(llm: Any, prompts: list[list[int]], tokens: int, prefix: str) -> dict[str, Any]:
-    """Answers prompts [B] all at once.
-
-    Returns:
-        Seconds from the first decoding step to the last, tokens made in them, tokens a running
-        request and step, and the answers.
-    """
+def measure(args: argparse.Namespace, cells_path: Path) -> None:
+    """Runs the missing cells, for at most `args.minutes`."""
     from vllm import SamplingParams
 
-    engine = llm.llm_engine
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, detokenize=False)
-    for number, ids in enumerate(prompts):
-        engine.add_request(f"{prefix}-{number}", {"prompt_token_ids": ids}, params)
-    answers: dict[str, list[int]] = {}
-    made = running = 0
-    began = None
-    last = time.perf_counter()
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        last = time.perf_counter()
-        before = sum(map(len, answers.values()))
-        for output in outputs:
-            answers[output.request_id] = list(output.outputs[0].token_ids)
-        if began is None:
-            # The prompts' own step, which every system has alike.
-            if len(answers) == len(prompts):
-                began = last
-            continue
-        made += sum(map(len, answers.values())) - before
-        running += len(outputs)
-    assert began is not None
-    return {
-        "seconds": last - began,
-        "tokens": made,
-        "per_step": made / max(running, 1),
-        "answers": [answers[f"{prefix}-{n}"] for n in range(len(prompts))],
-    }
-
-
-def measure(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    """One row per batch size and system: those so far, after every batch size."""
     from vllm_specplug.bench.prompts import chat_token_ids
+    from vllm_specplug.bench.provenance import commit
     from vllm_specplug.targets import prepare_target
 
+    deadline = time.monotonic() + 60 * args.minutes
+    done = {(c.round, c.concurrency) for c in read_cells(cells_path)}
+    todo = [
+        (round_, concurrency)
+        for round_ in range(args.rounds)
+        for concurrency in args.concurrency
+        if (round_, concurrency) not in done
+    ]
+    if not todo:
+        return
     target = str(prepare_target("smollm2"))
-    prompts = chat_token_ids(target, args.data, 200, 500)
+    prompts = chat_token_ids(target, args.data, PROMPTS, LONGEST_PROMPT)
     # vLLM's ngram last: it imports numba, and with that no further engine starts on a CPU.
     names = sorted(SYSTEMS, key=lambda name: name == "ngram")
-    made = {name: make_engine(target, SYSTEMS[name], max(args.batches)) for name in names}
+    made = {name: make_engine(target, SYSTEMS[name], max(args.concurrency)) for name in names}
     engines = {name: made[name] for name in SYSTEMS}
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, detokenize=False)
     for name, llm in engines.items():
-        for batch in {1, max(args.batches)}:
-            answer(llm, prompts[-batch:], 24, f"warm-{name}-{batch}")
-    rows = []
-    first = 0
-    for batch in args.batches:
-        seen: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-        rounds = max(2, -(-args.prompts // batch))
-        for number in range(rounds):
-            group = prompts[first : first + batch]
-            first += batch
-            order = list(engines)
-            shift = number % len(order)
-            for name in order[shift:] + order[:shift]:
-                seen[name].append(answer(engines[name], group, args.tokens, f"{batch}-{number}"))
-        plain = seen["plain"]
-        for name, results in seen.items():
-            ratios = [
-                (r["tokens"] / r["seconds"]) / (p["tokens"] / p["seconds"])
-                for r, p in zip(results, plain, strict=True)
-                if r["tokens"] and p["tokens"]
-            ]
-            same = sum(
-                a == b
-                for r, p in zip(results, plain, strict=True)
-                for a, b in zip(r["answers"], p["answers"], strict=True)
+        run_load(llm, prompts[-6:], 2, params, f"warm-{name}")
+    for round_, concurrency in todo:
+        if time.monotonic() > deadline:
+            print("out of time; run it again for the rest")
+            return
+        # A few more than are measured: the last ones run in smaller company.
+        count = args.prompts + 4 * concurrency
+        first = (round_ * len(args.concurrency) + args.concurrency.index(concurrency)) * 37
+        chosen = prompts[first : first + count]
+        loads = {
+            name: Load(llm, chosen, concurrency, params, f"{round_}-{concurrency}")
+            for name, llm in engines.items()
+        }
+        serve_in_turns(list(loads.values()))
+        plain = loads["plain"].answers
+        cells = [
+            Cell(
+                round=round_,
+                concurrency=concurrency,
+                system=name,
+                seconds=load.decode_seconds,
+                tokens=load.decode_tokens,
+                steps=load.decode_steps,
+                same=sum(load.answers[number] == answer for number, answer in plain.items()),
+                prompts=len(chosen),
+                commit=commit(),
             )
-            rate = sum(r["tokens"] for r in results) / sum(r["seconds"] for r in results)
-            base = sum(p["tokens"] for p in plain) / sum(p["seconds"] for p in plain)
+            for name, load in loads.items()
+        ]
+        with cells_path.open("a") as stream:
+            stream.writelines(json.dumps(asdict(cell)) + "\n" for cell in cells)
+        for cell in cells:
+            print(
+                f"round {round_}, {concurrency} at once, {cell.system:14s} {cell.rate:6.1f} "
+                f"tokens/s, {cell.rate / cells[0].rate:.2f} x plain, "
+                f"{cell.tokens / cell.steps:.2f} tokens a step",
+                flush=True,
+            )
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """Cells measured so far."""
+    if not path.is_file():
+        return []
+    return [Cell(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+
+
+def summarise(cells: list[Cell]) -> list[dict[str, Any]]:
+    """One row per number of requests at once and system."""
+    rows = []
+    for concurrency in sorted({cell.concurrency for cell in cells}):
+        of_system = {
+            name: {c.round: c for c in cells if (c.concurrency, c.system) == (concurrency, name)}
+            for name in SYSTEMS
+        }
+        for name, found in of_system.items():
+            if not found:
+                continue
+            ratios = {
+                other: [found[r].rate / of_system[other][r].rate for r in found]
+                for other in ("plain", "ngram")
+            }
             rows.append(
                 {
-                    "batch": batch,
+                    "concurrency": concurrency,
                     "system": name,
-                    "prompts": rounds * batch,
-                    "tokens_per_s": rate,
-                    "speed_up": rate / base,
-                    "median_speed_up": median(ratios),
-                    "slowest": min(ratios),
-                    "per_step": sum(r["tokens"] for r in results)
-                    / sum(r["tokens"] / r["per_step"] for r in results if r["tokens"]),
-                    "same_answers": same,
+                    "rounds": len(found),
+                    "tokens_per_s": median(c.rate for c in found.values()),
+                    "over_plain": median(ratios["plain"]),
+                    "over_plain_range": [min(ratios["plain"]), max(ratios["plain"])],
+                    "over_ngram": median(ratios["ngram"]),
+                    "per_step": sum(c.tokens for c in found.values())
+                    / sum(c.steps for c in found.values()),
+                    "tokens": sum(c.tokens for c in found.values()),
+                    "same": sum(c.same for c in found.values()),
+                    "prompts": sum(c.prompts for c in found.values()),
                 }
             )
-        yield rows
+    return rows
 
 
-def report(rows: list[dict[str, Any]], record: dict[str, Any], setting: str) -> str:
+def report(rows: list[dict[str, Any]], record: dict[str, Any]) -> str:
+    """The page."""
     from vllm_specplug.bench.provenance import one_line
 
-    unit = "CPU second of one thread" if CPU_TIME else "second"
     lines = [
         "# Lookups beside plain decoding and vLLM's ngram",
         "",
-        "SmolLM2-135M-Instruct in bfloat16, greedy, chat, code and maths prompts in turn, every "
-        f"batch answered by all systems in turn in one process. Output tokens per {unit} of "
-        "decoding, prompts excluded; the speed-up is that of all tokens over plain vLLM's, beside "
-        "it the median over the batches and the slowest one. The head is the shipped JetSpec head "
-        "under the adaptive budget, at most 32 nodes; `ngram_tree` has its defaults. Answers "
-        "differ from plain decoding's where bfloat16 logits tie within rounding.",
+        "SmolLM2-135M-Instruct in bfloat16, greedy; chat, code and maths prompts in turn, served "
+        "by all systems side by side in one process, step by step in turns. Output tokens per CPU "
+        "second of one thread, over the steps in which that many requests were decoded and no "
+        "prompt was taken in. Ratios are medians of the rounds' ratios, in brackets the lowest "
+        "and the highest. The head is the shipped JetSpec head under the adaptive budget, at most 32 "
+        "nodes; `ngram_tree` has its defaults; vLLM's `ngram` drafts 6 tokens after matches of 2 "
+        "to 4. Answers differ from plain decoding's where bfloat16 logits tie within rounding.",
         "",
-        "| batch | system | tokens/s | speed-up | median, slowest batch | tokens a step | "
-        "answers as plain's |",
-        "|---|---|---|---|---|---|---|",
+        "| at once | system | tokens/s | over plain | over `ngram` | tokens a step | tokens "
+        "measured | answers as plain's |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
+        low, high = r["over_plain_range"]
         lines.append(
-            f"| {r['batch']} | {r['system']} | {r['tokens_per_s']:.1f} | {r['speed_up']:.2f} x | "
-            f"{r['median_speed_up']:.2f} x, {r['slowest']:.2f} x | {r['per_step']:.2f} | "
-            f"{r['same_answers']} of {r['prompts']} |"
+            f"| {r['concurrency']} | {r['system']} | {r['tokens_per_s']:.1f} | "
+            f"{r['over_plain']:.2f} x ({low:.2f} to {high:.2f}) | {r['over_ngram']:.2f} x | "
+            f"{r['per_step']:.2f} | {r['tokens']} | {r['same']} of {r['prompts']} |"
         )
-    lines += ["", one_line(record) + (f"; {setting}" if setting else ""), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", one_line(record), ""])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of prompt files")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--prompts", type=int, default=8, help="of each batch size, about")
+    parser.add_argument("--minutes", type=float, default=8.0, help="stop after this long")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--prompts", type=int, default=4, help="of a round, and 4 x at once more")
     parser.add_argument("--tokens", type=int, default=96, help="longest answer")
-    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds, not time")
-    parser.add_argument("--setting", default="", help="words on the machine's state, for the page")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     args = parser.parse_args()
     from vllm_specplug.bench.provenance import provenance
 
-    command = f"python bench/lookups.py --data PROMPTS --prompts {args.prompts}"
-    command += f" --tokens {args.tokens}" + " --cpu-time" * args.cpu_time
-    record = {**provenance(), "command": command}
+    command = f"python bench/lookups.py --data PROMPTS --rounds {args.rounds}"
+    command += f" --prompts {args.prompts} --tokens {args.tokens}"
     args.out.mkdir(parents=True, exist_ok=True)
-    for rows in measure(args):
-        text = report(rows, record, args.setting)
-        name = "lookups_cpu" if CPU_TIME else "lookups"
-        (args.out / f"{name}.md").write_text(text)
-        (args.out / f"{name}.json").write_text(
-            json.dumps({"rows": rows, "setting": args.setting, "provenance": record}, indent=1)
-            + "\n"
+    cells_path = args.out / "lookups_cells.jsonl"
+    measure(args, cells_path)
+    rows = summarise(read_cells(cells_path))
+    if rows:
+        record = {**provenance(), "command": command}
+        text = report(rows, record)
+        (args.out / "lookups.md").write_text(text)
+        (args.out / "lookups.json").write_text(
+            json.dumps({"rows": rows, "provenance": record}, indent=1) + "\n"
         )
-    print(text)
+        print(text)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ class TreeOptions:
     """Children of every node of a level, for method tokenswift: the published static tree is
     [1, 3, 3, 3]. Default: best-first under the node budget."""
     ngram_size: int = Field(default=4, ge=2, le=8)
-    """Longest run of tokens that n-gram branches look up; shorter ones down to 2 are tried too."""
+    """Longest run of tokens that n-gram branches look up; shorter ones down to a single token are
+    tried too."""
     tree_kernel: KernelName = "auto"
     """Tree attention kernel. On CPU "cpp" insists on the compiled one; on CUDA "cute" (Hopper) and
     "triton" name one, and the next that works serves where it does not. "reference" is the readable

@@ -14,7 +14,7 @@ import torch
 
 from .extension import load_cpu_extension
 
-MIN_SUFFIX = 2
+MIN_SUFFIX = 1
 """Shortest suffix that is looked up."""
 MAX_OCCURRENCES = 4
 """Occurrences of one suffix that are looked at, the latest ones."""
