@@ -178,13 +178,14 @@ def report(rows: list[dict[str, Any]], record: dict[str, Any]) -> str:
     lines = [
         "# Lookups beside plain decoding and vLLM's ngram",
         "",
-        "SmolLM2-135M-Instruct in bfloat16, greedy; chat, code and maths prompts in turn, served "
-        "by all systems side by side in one process, step by step in turns. Output tokens per CPU "
-        "second of one thread, over the steps in which that many requests were decoded and no "
-        "prompt was taken in. Ratios are medians of the rounds' ratios, in brackets the lowest "
-        "and the highest. The head is the shipped JetSpec head under the adaptive budget, at most 32 "
-        "nodes; `ngram_tree` has its defaults; vLLM's `ngram` drafts 6 tokens after matches of 2 "
-        "to 4. Answers differ from plain decoding's where bfloat16 logits tie within rounding.",
+        "SmolLM2-135M-Instruct in bfloat16, greedy; chat, code and maths prompts in turn, "
+        "served by all systems side by side in one process, step by step in turns. Output "
+        "tokens per CPU second of one thread, over the steps in which that many requests were "
+        "decoded and no prompt was taken in. Ratios are medians of the rounds' ratios, in "
+        "brackets the lowest and the highest. The head is the shipped JetSpec head under the "
+        "adaptive budget, at most 32 nodes; `ngram_tree` has its defaults; vLLM's `ngram` "
+        "drafts 6 tokens after matches of 2 to 4. Answers differ from plain decoding's where "
+        "bfloat16 logits tie within rounding.",
         "",
         "| at once | system | tokens/s | over plain | over `ngram` | tokens a step | tokens "
         "measured | answers as plain's |",
