@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines compared side by side in one process, step by step in turns, on CPU clocks.
+"""Engines compared side by side in one process, taking turns of a second, on CPU clocks.
 
-All engines serve the same prompts, the one that has had the least time takes the next step:
-whatever else the machine does, for longer than a step or two, hits all alike. Times are CPU seconds
+All engines serve the same prompts, the one that has had the least time takes the next turn:
+whatever else the machine does, for longer than some seconds, hits all alike. Times are CPU seconds
 of one thread, for what is reported and for the adaptive budget's own measurements; each engine has
 a clock of its own that stands still while others run. They are what the wall clock shows on a core
 that nobody else uses.
@@ -26,6 +26,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+
+
+# Long enough for an engine to have its weights and code in the caches as if it were alone, short
+# enough for the machine's drift to hit all alike.
+TURN = 1.0
 
 
 class Clock:
@@ -168,7 +173,10 @@ def run_load(
     return load.result()
 
 
-def serve_in_turns(loads: Sequence[Load]) -> None:
-    """Serves all loads, each on an engine of its own, to their ends."""
+def serve_in_turns(loads: Sequence[Load], turn: float = TURN) -> None:
+    """Serves all loads, each on an engine of its own, to their ends; `turn` in seconds."""
     while running := [load for load in loads if not load.is_done]:
-        min(running, key=lambda load: load.seconds).step()
+        load = min(running, key=lambda load: load.seconds)
+        end = load.seconds + turn
+        while load.seconds < end and not load.is_done:
+            load.step()

@@ -34,6 +34,7 @@ _EXPORTS = {
     "merge_attn": "hybrid_attn",
     "prefix_attn": "hybrid_attn",
     "probe_cpu_layout": "cpu_layout",
+    "row_argmax": "row_argmax",
     "self_test": "selftest",
     "top_candidates": "local_tree",
     "tree_attn": "dispatch",

@@ -27,6 +27,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_specplug.accept import WalkResult, walk_trees
 from vllm_specplug.drafters.base import device_tensor
+from vllm_specplug.kernels import row_argmax
 from vllm_specplug.tree import DraftTree
 
 PLACEHOLDER_TOKEN_ID = -1
@@ -73,7 +74,7 @@ class TargetSampler:
         """Walks all trees; returns the walk and vLLM's sampler output (-1 padded)."""
         tokens: list[int] | None = None
         if self._plain_argmax():
-            tokens = self.logits.argmax(dim=-1).tolist()
+            tokens = row_argmax(self.logits).tolist()
         elif self.at_once and self.logits.numel() <= _MOST_AT_ONCE and self._is_stateless():
             # Each row's sample is a draw from the target's distribution at that node; those of
             # nodes that are not visited are never looked at.

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// The index of each row's largest entry, as torch.argmax gives it: the first of equals, and NaN
+// above everything. One pass over the row, then one over the chunk that holds the maximum.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "lanes.h"
+
+namespace specplug {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr int64_t kChunk = 64 * kLanes;
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+LANES_INLINE float value_of(float x) { return x; }
+
+LANES_INLINE float value_of(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+template <class T>
+LANES_INLINE int64_t argmax_of(const T* row, int64_t n) {
+  float best = kNone;
+  int64_t best_chunk = 0;
+  bool is_nan = false;
+  for (int64_t begin = 0; begin < n; begin += kChunk) {
+    const int64_t end = std::min(begin + kChunk, n);
+    Lanes top = Lanes{} + kNone;
+    LanesInt nan = {};
+    int64_t at = begin;
+    for (; at + kLanes <= end; at += kLanes) {
+      Lanes x;
+      load_lanes(x, row + at);
+      nan |= x != x;
+      top = x > top ? x : top;
+    }
+    float chunk_top = max_of(top);
+    for (int i = 0; i < kLanes; ++i) is_nan |= nan[i] != 0;
+    for (; at < end; ++at) {
+      const float x = value_of(row[at]);
+      is_nan |= x != x;
+      chunk_top = x > chunk_top ? x : chunk_top;
+    }
+    if (chunk_top > best) {
+      best = chunk_top;
+      best_chunk = begin;
+    }
+  }
+  if (is_nan) {
+    for (int64_t i = 0; i < n; ++i)
+      if (const float x = value_of(row[i]); x != x) return i;
+  }
+  int64_t i = best_chunk;
+  while (value_of(row[i]) != best) ++i;
+  return i;
+}
+
+CLONED int64_t argmax_bf16(const uint16_t* row, int64_t n) { return argmax_of(row, n); }
+
+CLONED int64_t argmax_float(const float* row, int64_t n) { return argmax_of(row, n); }
+
+void row_argmax(const Tensor& rows, Tensor& indices) {
+  const bool bf16 = rows.scalar_type() == ScalarType::BFloat16;
+  STD_TORCH_CHECK(rows.dim() == 2 && rows.size(1) > 0 && rows.is_contiguous() &&
+                      (bf16 || rows.scalar_type() == ScalarType::Float),
+                  "row_argmax: rows must be contiguous bfloat16 or float32 [T, V]");
+  const int64_t count = rows.size(0), n = rows.size(1);
+  STD_TORCH_CHECK(indices.dim() == 1 && indices.size(0) == count && indices.is_contiguous() &&
+                      indices.scalar_type() == ScalarType::Long,
+                  "row_argmax: indices must be int64 [T]");
+  const void* in = rows.data_ptr();
+  int64_t* out = static_cast<int64_t*>(indices.data_ptr());
+  torch::stable::parallel_for(0, count, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      out[r] = bf16 ? argmax_bf16(static_cast<const uint16_t*>(in) + r * n, n)
+                    : argmax_float(static_cast<const float*>(in) + r * n, n);
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
+  m.def("row_argmax(Tensor rows, Tensor(a!) indices) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
+  m.impl("row_argmax", TORCH_BOX(&row_argmax));
+}
+
+}  // namespace specplug

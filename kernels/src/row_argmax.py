@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy tokens of many rows of logits."""
+
+from __future__ import annotations
+
+import torch
+
+from .extension import load_cpu_extension
+
+_COMPILED = (torch.bfloat16, torch.float32)
+
+
+def row_argmax(rows: torch.Tensor) -> torch.Tensor:
+    """`rows.argmax(dim=-1)` of [T, V], int64 [T]: the first of equal entries, NaN above all.
+
+    On a CPU torch takes 0.2 ms for 49,152 bf16 logits, as long as the target's forward takes for
+    the whole row of a small model; one read of them takes a twentieth of that.
+    """
+    if (
+        rows.device.type == "cpu"
+        and rows.dtype in _COMPILED
+        and rows.is_contiguous()
+        and load_cpu_extension() is None
+    ):
+        indices = torch.empty(rows.shape[0], dtype=torch.int64)
+        torch.ops.specplug.row_argmax.default(rows, indices)
+        return indices
+    return rows.argmax(dim=-1)
