@@ -26,6 +26,7 @@ from vllm_specplug.drafters.base import (
 )
 from vllm_specplug.drafters.fused_head import plain_linear
 from vllm_specplug.drafters.ngram import ngram_branches
+from vllm_specplug.kernels import top_candidates
 from vllm_specplug.models.longspec_checkpoint import load_longspec_head
 from vllm_specplug.models.longspec_head import CrossAttend, LongSpecHead, SelfAttend
 from vllm_specplug.tree import DraftTree
@@ -214,10 +215,8 @@ class LongSpecDrafter(Drafter):
                 self_attend,
                 cross,
             )
-            logits = self.lm_head(hidden).float()
-            top = logits.topk(width, dim=-1)
-            log_probs = top.values - logits.logsumexp(dim=-1, keepdim=True)
-            ids = top.indices if self.target_ids is None else self.target_ids[top.indices]
+            ids, log_probs = top_candidates(self.lm_head(hidden), width)
+            ids = ids if self.target_ids is None else self.target_ids[ids]
             return ids.numpy(), log_probs.numpy()
 
         return expand

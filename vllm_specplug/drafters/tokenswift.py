@@ -34,6 +34,7 @@ from vllm_specplug.drafters.base import (
 )
 from vllm_specplug.drafters.draft_source import SourceChooser
 from vllm_specplug.drafters.ngram import ngram_branches
+from vllm_specplug.kernels import top_candidates
 from vllm_specplug.models.tokenswift_heads import load_heads
 from vllm_specplug.tree import DraftTree, build_tree, merge_trees
 from vllm_specplug.tree.static_tree import build_static
@@ -212,9 +213,8 @@ class TokenSwiftDrafter(Drafter):
                     tokens = tokens[tokens >= 0]
                 penalty.apply(logits[r], tokens)
         widest = max(max(requests.widths), *(self.settings.tree_widths or (1,)))
-        top = logits.topk(min(widest, logits.shape[-1]), dim=-1)
-        log_probs = top.values - logits.logsumexp(dim=-1, keepdim=True)
-        ids = top.indices if self.target_ids is None else self.target_ids[top.indices]
+        ids, log_probs = top_candidates(logits, widest)
+        ids = ids if self.target_ids is None else self.target_ids[ids]
         return ids.numpy(), log_probs.numpy()
 
 
