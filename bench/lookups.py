@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """N-gram trees beside plain decoding and vLLM's ngram, alone and on top of a head.
 
-All engines are up in one process and serve the same prompts side by side, step by step in turns on
+All engines are up in one process and serve the same prompts side by side, in turns of a second on
 CPU clocks of their own (turns.py), a fixed number of requests at once. What counts are the steps in
 which that many are decoded and no prompt is taken in. Greedy, answers end where they end.
 
@@ -179,7 +179,7 @@ def report(rows: list[dict[str, Any]], record: dict[str, Any]) -> str:
         "# Lookups beside plain decoding and vLLM's ngram",
         "",
         "SmolLM2-135M-Instruct in bfloat16, greedy; chat, code and maths prompts in turn, "
-        "served by all systems side by side in one process, step by step in turns. Output "
+        "served by all systems side by side in one process, in turns of a second. Output "
         "tokens per CPU second of one thread, over the steps in which that many requests were "
         "decoded and no prompt was taken in. Ratios are medians of the rounds' ratios, in "
         "brackets the lowest and the highest. The head is the shipped JetSpec head under the "
