@@ -2,8 +2,8 @@
 """Does the adaptive tree budget keep its promises at every concurrency?
 
 Six engines are up in one process: plain vLLM, one for each fixed budget, and one with `tree_budget`
-"auto". For each concurrency all of them serve the same prompts side by side, in turns of a second on
-CPU clocks of their own (turns.py).
+"auto". For each concurrency all of them serve the same prompts side by side, in turns of a second
+on CPU clocks of their own (turns.py).
 
 Every cell (round, concurrency, choice) is written down at once, and a run that is started again
 goes on where the last one stopped.
@@ -189,8 +189,8 @@ def write_report(cells: list[Cell], out: Path, command: str) -> None:
         "",
         "Output tokens per CPU second of one thread; SmolLM2-135M-Instruct in bfloat16, its "
         "JetSpec head with n-gram branches, greedy, prompts of all data files in turn, all choices "
-        "side by side, in turns of a second. Ratios are medians of the rounds' ratios; the TPOT column is "
-        "above 1 where auto is faster. Nodes are per draft; expected are the accepted nodes that "
+        "side by side, in turns of a second. Ratios are medians of the rounds' ratios; the TPOT "
+        "column is above 1 where auto is faster. Nodes are per draft; expected are the accepted nodes that "
         "auto's acceptance model foresaw.",
         "",
         "| " + " | ".join(titles) + " |",
