@@ -190,8 +190,8 @@ def write_report(cells: list[Cell], out: Path, command: str) -> None:
         "Output tokens per CPU second of one thread; SmolLM2-135M-Instruct in bfloat16, its "
         "JetSpec head with n-gram branches, greedy, prompts of all data files in turn, all choices "
         "side by side, in turns of a second. Ratios are medians of the rounds' ratios; the TPOT "
-        "column is above 1 where auto is faster. Nodes are per draft; expected are the accepted nodes that "
-        "auto's acceptance model foresaw.",
+        "column is above 1 where auto is faster. Nodes are per draft; expected are the accepted "
+        "nodes that auto's acceptance model foresaw.",
         "",
         "| " + " | ".join(titles) + " |",
         "|" + " --- |" * len(titles),
