@@ -7,8 +7,8 @@ of one thread, for what is reported and for the adaptive budget's own measuremen
 a clock of its own that stands still while others run. They are what the wall clock shows on a core
 that nobody else uses.
 
-To be imported before anything of vLLM: it sets the process up for one thread and replaces
-`time.perf_counter`.
+To be imported before anything of vLLM: it confines the process to one core and one thread and
+replaces `time.perf_counter`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-
+# A second thread would wait for the first one in a loop, and that counts as CPU time.
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 # Long enough for an engine to have its weights and code in the caches as if it were alone, short
 # enough for the machine's drift to hit all alike.
@@ -90,6 +91,10 @@ def _speculative_counts() -> dict[str, float]:
 class Load:
     """Prompts that one engine serves, `concurrency` of them at once, on a clock of its own."""
 
+    # Where the clocks of all loads so far have come to. A later load starts there: for no engine
+    # may time go back.
+    _latest = 0.0
+
     def __init__(
         self, llm: Any, prompts: list[list[int]], concurrency: int, params: Any, prefix: str
     ) -> None:
@@ -109,6 +114,7 @@ class Load:
         self.decode_steps = self.decode_tokens = 0
         """Running requests summed over these steps, and the tokens they got."""
         self._counts = dict.fromkeys(_speculative_counts(), 0.0)
+        self._epoch = max(Load._latest, CLOCK())
         self.seconds = 0.0
 
     @property
@@ -118,8 +124,7 @@ class Load:
     def step(self) -> None:
         """One step of the engine."""
         before = _speculative_counts()
-        # Later than where an earlier load of this engine ended.
-        CLOCK.set(1e6 + self.seconds)
+        CLOCK.set(self._epoch + self.seconds)
         while self._waiting and len(self._started) < self._concurrency:
             number, ids = self._waiting.pop()
             req_id = f"{self._prefix}-{number}"
@@ -148,7 +153,8 @@ class Load:
                 first = self._first.pop(req_id)
                 if len(ids) > 1:
                     self._per_token.append(1e3 * (now - first) / (len(ids) - 1))
-        self.seconds = time.perf_counter() - 1e6
+        self.seconds = time.perf_counter() - self._epoch
+        Load._latest = max(Load._latest, time.perf_counter())
         for name, value in _speculative_counts().items():
             self._counts[name] += value - before[name]
 
