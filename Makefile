@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | test | lint | bench | clean        (PYTHON=python3.11 TIER=ci|fast|full)
+# make setup | demo | test | lint | bench | clean        (PYTHON=python3.11 TIER=ci|fast)
 
 SHELL := /bin/sh
 PYTHON ?= python3.11
@@ -10,13 +10,10 @@ DATA ?= $(SPECPLUG_DATA)
 ifeq ($(TIER),fast)
 PYTEST_ARGS := -m "not slow and not e2e"
 else ifeq ($(TIER),ci)
-PYTEST_ARGS := -m "not full"
-TARGET := $(BIN)/specplug target smollm2
-else ifeq ($(TIER),full)
 PYTEST_ARGS :=
 TARGET := $(BIN)/specplug target smollm2
 else
-$(error TIER=$(TIER) is not a test tier; use TIER=ci (an hour), fast (no engines) or full (everything))
+$(error TIER=$(TIER) is not a test tier; use TIER=ci (everything) or TIER=fast (no engines))
 endif
 
 .PHONY: help setup demo test fuzz lint bench gpu-check gpu-bench gpu-e2e gpu-train clean
@@ -24,7 +21,7 @@ endif
 help:
 	@echo "make setup   .venv with everything, for a CPU-only machine"
 	@echo "make demo    serve a real model with draft trees and plainly, and compare"
-	@echo "make test    set up, then run the tests (TIER=fast: without real engines; full: all)"
+	@echo "make test    set up, then run the tests (TIER=fast: without real engines)"
 	@echo "make lint    style, types and the import table"
 	@echo "make bench   the benchmark behind the README's table (DATA=folder with prompts)"
 	@echo "make gpu-check | gpu-bench | gpu-e2e | gpu-train   on a machine with a GPU"

@@ -211,37 +211,18 @@ _SITUATIONS_OF = {
 # jetspec's drafter.
 HEAD_METHODS = ["jetspec", "jetspec_ngrams"]
 CACHE_METHODS = [name for name in METHODS if name != "ddtree"]
-# Rows whose parts other rows and the small targets of the other files have, too.
-_FULL_TIER = {
-    ("mixed_batch", "ddtree"),
-    ("mixed_batch", "longspec"),
-    ("preemption", "longspec"),
-    ("stops", "dels"),
-    ("seeded_sampling", "dels"),
-    ("seeded_sampling", "jetspec_auto"),
-    ("block_size_32", "jetspec"),
-    ("block_size_64", "jetspec"),
-}
-
-
-def _row(name: str, method: str) -> Any:
-    marks = [pytest.mark.xdist_group(name)]
-    if (name, method) in _FULL_TIER:
-        marks.append(pytest.mark.full)
-    return pytest.param(name, method, marks=marks)
-
-
 _MATRIX = [
-    _row(name, method)
+    pytest.param(name, method, marks=pytest.mark.xdist_group(name))
     for name in SITUATIONS
     if name not in ("logprobs", "json_schema", "control")
     for method in METHODS
     if method == "jetspec" or name in _SITUATIONS_OF[method]
 ]
 _MATRIX += [
-    _row(name, method) for name in ("mixed_batch", "seeded_sampling") for method in AUTO_METHODS
+    pytest.param(name, method, marks=pytest.mark.xdist_group(name))
+    for name in ("mixed_batch", "seeded_sampling")
+    for method in AUTO_METHODS
 ]
-assert {row.values for row in _MATRIX} >= _FULL_TIER
 
 
 @pytest.mark.parametrize(("name", "method"), _MATRIX)
