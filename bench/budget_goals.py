@@ -22,13 +22,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from turns import Load, make_engine, run_load, serve_in_turns
+from turns import (
+    LONGEST_PROMPT,
+    PROMPTS,
+    Load,
+    append_cells,
+    make_engine,
+    missing_loads,
+    read_cells,
+    run_load,
+    serve_in_turns,
+)
 
 CONCURRENCIES = (1, 2, 4, 8, 16)
 BUDGETS = (4, 8, 16, 32)
 CHOICES = ("plain", *(f"fixed-{nodes}" for nodes in BUDGETS), "auto")
 LEAST_PROMPTS = 4
-PROMPTS, LONGEST_PROMPT = 400, 700
 
 
 @dataclass(frozen=True)
@@ -59,13 +68,7 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
     from vllm_specplug.targets import prepare_target
 
     deadline = time.monotonic() + 60 * args.minutes
-    done = {(c.round, c.concurrency) for c in read_cells(cells_path)}
-    todo = [
-        (round_, concurrency)
-        for round_ in range(args.rounds)
-        for concurrency in args.concurrency
-        if (round_, concurrency) not in done
-    ]
+    todo = missing_loads(read_cells(cells_path, Cell), args.rounds, args.concurrency)
     if not todo:
         return
     target = str(prepare_target("smollm2"))
@@ -96,8 +99,7 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
             Cell(round_, concurrency, choice, commit=commit(), **load.result())
             for choice, load in loads.items()
         ]
-        with cells_path.open("a") as stream:
-            stream.writelines(json.dumps(vars(cell)) + "\n" for cell in cells)
+        append_cells(cells_path, cells)
         for cell in cells:
             print(
                 f"round {round_} concurrency {concurrency:2d} {cell.choice:9s} "
@@ -105,13 +107,6 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
                 f"{cell.nodes / max(cell.drafts, 1):4.1f} nodes a draft",
                 flush=True,
             )
-
-
-def read_cells(path: Path) -> list[Cell]:
-    """Cells measured so far."""
-    if not path.is_file():
-        return []
-    return [Cell(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
 
 
 def summarise(cells: list[Cell]) -> list[dict[str, Any]]:
@@ -249,7 +244,7 @@ def main() -> None:
     cells_path = args.out / ("budget_cells.jsonl")
     if not args.report_only:
         measure(args, cells_path)
-    cells = read_cells(cells_path)
+    cells = read_cells(cells_path, Cell)
     if cells:
         command = "python bench/budget_goals.py --data PROMPTS"
         command += f" --rounds {args.rounds} --tokens {args.tokens}"

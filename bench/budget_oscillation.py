@@ -19,10 +19,9 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from turns import make_engine, run_load
+from turns import LONGEST_PROMPT, PROMPTS, make_engine, run_load
 
 LOADS = (1, 16)
-PROMPTS, LONGEST_PROMPT = 400, 700
 PHASE_PROMPTS = {1: 3, 16: 24}
 PROMPT_SETS = 3
 NODES = 32

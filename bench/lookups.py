@@ -16,12 +16,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from turns import Load, make_engine, run_load, serve_in_turns
+from turns import (
+    PROMPTS,
+    Load,
+    append_cells,
+    make_engine,
+    missing_loads,
+    read_cells,
+    run_load,
+    serve_in_turns,
+)
 
 from vllm_specplug.bench.plan import VLLM_CONFIGS
 
@@ -38,7 +47,7 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "head": {**JETSPEC, "ngram_topk": 0},
     "head + n-grams": JETSPEC,
 }
-PROMPTS, LONGEST_PROMPT = 400, 500
+LONGEST_PROMPT = 500
 
 
 @dataclass(frozen=True)
@@ -73,13 +82,7 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
     from vllm_specplug.targets import prepare_target
 
     deadline = time.monotonic() + 60 * args.minutes
-    done = {(c.round, c.concurrency) for c in read_cells(cells_path)}
-    todo = [
-        (round_, concurrency)
-        for round_ in range(args.rounds)
-        for concurrency in args.concurrency
-        if (round_, concurrency) not in done
-    ]
+    todo = missing_loads(read_cells(cells_path, Cell), args.rounds, args.concurrency)
     if not todo:
         return
     target = str(prepare_target("smollm2"))
@@ -119,8 +122,7 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
             )
             for name, load in loads.items()
         ]
-        with cells_path.open("a") as stream:
-            stream.writelines(json.dumps(asdict(cell)) + "\n" for cell in cells)
+        append_cells(cells_path, cells)
         for cell in cells:
             print(
                 f"round {round_}, {concurrency} at once, {cell.system:14s} {cell.rate:6.1f} "
@@ -128,13 +130,6 @@ def measure(args: argparse.Namespace, cells_path: Path) -> None:
                 f"{cell.tokens / cell.steps:.2f} tokens a step",
                 flush=True,
             )
-
-
-def read_cells(path: Path) -> list[Cell]:
-    """Cells measured so far."""
-    if not path.is_file():
-        return []
-    return [Cell(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
 
 
 def summarise(cells: list[Cell]) -> list[dict[str, Any]]:
@@ -218,7 +213,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     cells_path = args.out / "lookups_cells.jsonl"
     measure(args, cells_path)
-    rows = summarise(read_cells(cells_path))
+    rows = summarise(read_cells(cells_path, Cell))
     if rows:
         record = {**provenance(), "command": command}
         text = report(rows, record)

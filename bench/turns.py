@@ -13,11 +13,16 @@ replaces `time.perf_counter`.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
+
+CellT = TypeVar("CellT")
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,6 +37,7 @@ os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 # Long enough for an engine to have its weights and code in the caches as if it were alone, short
 # enough for the machine's drift to hit all alike.
 TURN = 1.0
+PROMPTS, LONGEST_PROMPT = 400, 700
 
 
 class Clock:
@@ -186,3 +192,24 @@ def serve_in_turns(loads: Sequence[Load], turn: float = TURN) -> None:
         end = load.seconds + turn
         while load.seconds < end and not load.is_done:
             load.step()
+
+
+def read_cells(path: Path, kind: type[CellT]) -> list[CellT]:
+    """The cells, dataclasses of one `kind`, that were measured so far."""
+    if not path.is_file():
+        return []
+    return [kind(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+
+
+def append_cells(path: Path, cells: Sequence[Any]) -> None:
+    """Writes down the cells of a load."""
+    with path.open("a") as stream:
+        stream.writelines(json.dumps(asdict(cell)) + "\n" for cell in cells)
+
+
+def missing_loads(
+    cells: Sequence[Any], rounds: int, concurrencies: Sequence[int]
+) -> list[tuple[int, int]]:
+    """(round, requests at once) of the loads that have no cells, in the order they are run."""
+    done = {(cell.round, cell.concurrency) for cell in cells}
+    return [(r, c) for r in range(rounds) for c in concurrencies if (r, c) not in done]
