@@ -157,7 +157,7 @@ def choose_cuda_kernel(
             continue
         if passed_over:
             logger.warning(
-                "Tree attention kernels passed over (%s); %s serves instead",
+                "Tree attention kernels skipped (%s); using %s instead",
                 "; ".join(passed_over),
                 name,
             )

@@ -55,7 +55,7 @@ class AcceptanceWatchdog:
             self.has_warned = True
             self._logger.warning(
                 "specplug: mean acceptance length is %.2f over the last %d drafts of %s: drafting "
-                "costs time and gains next to nothing. The output is not affected. Likely causes: "
+                "costs time and gains almost nothing. The output is not affected. Likely causes: "
                 "%s.",
                 mean_acceptance_length,
                 self._drafts,
