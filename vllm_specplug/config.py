@@ -238,7 +238,7 @@ def check_local_options(options: Any, method: str, *, uses_local_head: bool) -> 
             raise option_error(
                 "tree_builder",
                 options.tree_builder,
-                f"method {method!r} scores every branch by itself, so only best_first",
+                f"method {method!r} scores every branch separately, so only best_first",
                 "Leave tree_builder out, or use method ddtree",
             )
         return
@@ -278,7 +278,7 @@ def depth_weights(
             name,
             value,
             "weights must be finite and at least 0 (0 switches the term off)",
-            "0.3 is the paper's choice",
+            "The paper uses 0.3",
         )
     return (0.0,) * (first_depth - 1) + tuple(weights)
 
@@ -305,7 +305,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
         "trees are verified by the target's own samples, which is exactly lossless",
     ),
     "draft_sample_method": ("greedy", "draft trees are deterministic"),
-    "parallel_drafting": (False, "the head drafts all depths in one forward already"),
+    "parallel_drafting": (False, "the head drafts all depths in one forward pass already"),
     "use_heterogeneous_vocab": (False, "the head must be trained for this target's vocabulary"),
     "use_local_argmax_reduction": (False, "tree drafting needs the top candidates, not one"),
     "enable_adaptive_verification": (
@@ -477,7 +477,7 @@ def check_vllm_options(options: Any, defaults: dict[str, Any], method: str) -> N
             raise option_error(
                 name,
                 value,
-                f"method {method!r} only has {required!r} ({reason})",
+                f"method {method!r} supports only {required!r} ({reason})",
                 f"Leave {name} out",
             )
 

@@ -161,7 +161,7 @@ def choose_cuda_kernel(
                 "; ".join(passed_over),
                 name,
             )
-        reason = "asked for" if requested == name else "first that runs and agrees here"
+        reason = "requested" if requested == name else "first that runs and is correct here"
         if unverified is not None:
             reason += f"; cute is left out: {unverified}"
         return ChosenKernel(name, load_kernel(name), reason)

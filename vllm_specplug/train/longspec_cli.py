@@ -87,7 +87,7 @@ def features(
             )
         if text and not length:
             raise ValueError(
-                "--text needs --length, e.g. --length 4096; short stages train on answers alone"
+                "--text needs --length, e.g. --length 4096; short stages train on answers only"
             )
         documents = text_files(text or [])
         model = AutoModelForCausalLM.from_pretrained(
