@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | test | lint | bench | clean        (PYTHON=python3.11 TIER=ci|fast)
+# make setup | demo | test | lint | docs | bench | clean        (PYTHON=python3.11 TIER=ci|fast)
 
 SHELL := /bin/sh
 PYTHON ?= python3.11
@@ -16,13 +16,14 @@ else
 $(error TIER=$(TIER) is not a test tier; use TIER=ci (everything) or TIER=fast (no engines))
 endif
 
-.PHONY: help setup demo test fuzz lint bench gpu-check gpu-bench gpu-e2e gpu-train clean
+.PHONY: help setup demo test fuzz lint docs bench gpu-check gpu-bench gpu-e2e gpu-train clean
 
 help:
 	@echo "make setup   .venv with everything, for a CPU-only machine"
 	@echo "make demo    serve a real model with draft trees and plainly, and compare"
 	@echo "make test    set up, then run the tests (TIER=fast: without real engines)"
 	@echo "make lint    style, types and the import table"
+	@echo "make docs    the documentation as a site in out/site, links checked"
 	@echo "make bench   the benchmark behind the README's table (DATA=folder with prompts)"
 	@echo "make gpu-check | gpu-bench | gpu-e2e | gpu-train   on a machine with a GPU"
 	@echo "make clean   remove .venv and build outputs"
@@ -51,7 +52,14 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/lint_imports.py
+	$(BIN)/clang-format --dry-run --Werror csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/*.inl
 	$(BIN)/mypy
+
+# A page, link or anchor that does not exist fails; with --quiet warnings would not count.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: setup
+	$(BIN)/mkdocs build --site-dir out/site
+	@echo "out/site/index.html"
 
 bench: setup
 	@test -d "$(DATA)" || { echo "make bench DATA=folder-with-prompts (see bench/README.md)" >&2; exit 1; }

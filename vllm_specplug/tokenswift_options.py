@@ -117,7 +117,7 @@ def check_self_draft_options(
         raise option_error(
             "kv_refresh",
             options.kv_refresh,
-            f"after kv_budget - sink_size = {most} tokens nothing chosen is left",
+            f"after kv_budget - sink_size = {most} tokens nothing selected is left",
             f"Choose 1..{most}, or leave kv_refresh out",
         )
     gamma = num_heads + 1 if options.gamma is None else options.gamma

@@ -36,8 +36,7 @@ unsigned detect() {
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq"))
     mask |= 1u << kAvx512;
-  if ((mask & (1u << kAvx512)) && __builtin_cpu_supports("avx512bf16"))
-    mask |= 1u << kAvx512Bf16;
+  if ((mask & (1u << kAvx512)) && __builtin_cpu_supports("avx512bf16")) mask |= 1u << kAvx512Bf16;
   if ((mask & (1u << kAvx512Bf16)) && __builtin_cpu_supports("amx-tile") &&
       __builtin_cpu_supports("amx-bf16") && request_amx())
     mask |= 1u << kAmx;

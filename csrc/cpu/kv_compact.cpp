@@ -57,12 +57,13 @@ void compact_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
   const size_t element = like.element_size();
   for (const Tensor& kv : kv_caches)
     STD_TORCH_CHECK(kv.dim() == 4 && kv.size(0) == num_blocks && kv.size(1) == num_heads &&
-                        kv.size(2) * kv.size(3) == 2 * interior &&
-                        kv.stride(0) == block_stride && kv.stride(1) == head_stride &&
-                        kv.stride(2) == kv.size(3) && kv.stride(3) == 1 &&
-                        kv.element_size() == element && (element == 2 || element == 4),
+                        kv.size(2) * kv.size(3) == 2 * interior && kv.stride(0) == block_stride &&
+                        kv.stride(1) == head_stride && kv.stride(2) == kv.size(3) &&
+                        kv.stride(3) == 1 && kv.element_size() == element &&
+                        (element == 2 || element == 4),
                     "compact_kv: all caches must share one shape [blocks, Hkv, block, 2*Dh] that "
-                    "fits block size ", block_size, " and head size ", head_size);
+                    "fits block size ",
+                    block_size, " and head size ", head_size);
 
   const int64_t* src = static_cast<const int64_t*>(src_slots.data_ptr());
   const int64_t* dst = static_cast<const int64_t*>(dst_slots.data_ptr());

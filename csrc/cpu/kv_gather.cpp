@@ -32,13 +32,13 @@ Caches describe_caches(const std::vector<Tensor>& caches, int64_t block_size, in
              like.stride(1),
              static_cast<size_t>(like.element_size())};
   for (const Tensor& kv : caches) {
-    STD_TORCH_CHECK(
-        kv.dim() == 4 && kv.size(0) == like.size(0) && kv.size(1) == out.num_heads &&
-            kv.size(2) * kv.size(3) == 2 * interior && kv.stride(0) == out.block_stride &&
-            kv.stride(1) == out.head_stride && kv.stride(2) == kv.size(3) && kv.stride(3) == 1 &&
-            static_cast<size_t>(kv.element_size()) == out.element &&
-            (out.element == 2 || out.element == 4),
-        "gather_kv: all of ", name, " must share one shape [blocks, Hkv, block, 2*Dh]");
+    STD_TORCH_CHECK(kv.dim() == 4 && kv.size(0) == like.size(0) && kv.size(1) == out.num_heads &&
+                        kv.size(2) * kv.size(3) == 2 * interior &&
+                        kv.stride(0) == out.block_stride && kv.stride(1) == out.head_stride &&
+                        kv.stride(2) == kv.size(3) && kv.stride(3) == 1 &&
+                        static_cast<size_t>(kv.element_size()) == out.element &&
+                        (out.element == 2 || out.element == 4),
+                    "gather_kv: all of ", name, " must share one shape [blocks, Hkv, block, 2*Dh]");
     out.bases.push_back(static_cast<char*>(kv.data_ptr()));
   }
   return out;

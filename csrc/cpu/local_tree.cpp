@@ -196,24 +196,24 @@ struct Table {
 
 struct LocalHead {
   const AttnVariant* variant;
-  bool bf16;              // of the tables
-  int64_t state_size;     // padded to 32; 0 for Markov
-  int64_t rank;           // padded to 32
+  bool bf16;           // of the tables
+  int64_t state_size;  // padded to 32; 0 for Markov
+  int64_t rank;        // padded to 32
   bool silu;
-  Table inputs;           // [V', 3S] input gates of a GRU, or [V', r] rank vectors of Markov
-  Table features;         // [n, I] what a GRU reads, where input gates are not precomputed
+  Table inputs;    // [V', 3S] input gates of a GRU, or [V', r] rank vectors of Markov
+  Table features;  // [n, I] what a GRU reads, where input gates are not precomputed
   const int64_t* feature_rows = nullptr;  // [V'] row of `features` of each draft id
   Packed from_input, from_state, to_rank;
-  Table output;           // [V', r]
+  Table output;  // [V', r]
 };
 
 // Nodes whose branch the local head has read: states and rank vectors, one row each.
 struct Branches {
   Buffer<float> state;
-  Buffer<float> rank;          // kept as floats only while it is made
-  Buffer<uint32_t> state_op;   // operands of products, in the variant's words
+  Buffer<float> rank;         // kept as floats only while it is made
+  Buffer<uint32_t> state_op;  // operands of products, in the variant's words
   Buffer<uint32_t> rank_op;
-  Buffer<float> from_state;    // [rows, 3S]
+  Buffer<float> from_state;  // [rows, 3S]
 };
 
 int words_of(const LocalHead& head, int64_t columns) {
@@ -338,8 +338,8 @@ struct Node {
   int32_t number;  // in the order seen; breaks ties, and parents come before children
   int32_t parent;  // number of the parent, -1 for the root
   int32_t depth;
-  int32_t row;     // of the parent in the frontier it was expanded from
-  int64_t token;   // draft id
+  int32_t row;    // of the parent in the frontier it was expanded from
+  int64_t token;  // draft id
 };
 
 bool comes_first(const Node& a, const Node& b) {
@@ -410,25 +410,23 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
   const auto is_table = [&](const Tensor& t) {
     return t.dim() == 2 && t.is_contiguous() && t.scalar_type() == output_table.scalar_type();
   };
-  STD_TORCH_CHECK(ids.dim() == 3 && ids.scalar_type() == ScalarType::Long &&
-                      ids.is_contiguous() && log_probs.dim() == 3 &&
-                      log_probs.scalar_type() == ScalarType::Float && log_probs.is_contiguous() &&
-                      log_probs.numel() == ids.numel(),
+  STD_TORCH_CHECK(ids.dim() == 3 && ids.scalar_type() == ScalarType::Long && ids.is_contiguous() &&
+                      log_probs.dim() == 3 && log_probs.scalar_type() == ScalarType::Float &&
+                      log_probs.is_contiguous() && log_probs.numel() == ids.numel(),
                   "local_trees: candidates must be int64 and float32 [R, D, M]");
   const int64_t num_reqs = ids.size(0), num_depths = ids.size(1), num_candidates = ids.size(2);
   for (const Tensor* t : {&budgets, &depths, &widths, static_cast<const Tensor*>(&counts)})
-    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Int && t->is_contiguous() &&
-                        t->numel() == num_reqs,
-                    "local_trees: budgets, depths, widths and counts must be int32 [R]");
+    STD_TORCH_CHECK(
+        t->scalar_type() == ScalarType::Int && t->is_contiguous() && t->numel() == num_reqs,
+        "local_trees: budgets, depths, widths and counts must be int32 [R]");
   for (const Tensor* t : {&alpha, &beta})
-    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && t->is_contiguous() &&
-                        t->numel() >= num_depths,
-                    "local_trees: alpha and beta must be float32 [D]");
-  STD_TORCH_CHECK(is_table(output_table) &&
-                      (bf16 || output_table.scalar_type() == ScalarType::Float) &&
-                      output_table.size(1) % 2 == 0 && rank % 32 == 0 &&
-                      output_table.size(1) <= rank,
-                  "local_trees: the output table must be bfloat16 or float32 [V', r], r even");
+    STD_TORCH_CHECK(
+        t->scalar_type() == ScalarType::Float && t->is_contiguous() && t->numel() >= num_depths,
+        "local_trees: alpha and beta must be float32 [D]");
+  STD_TORCH_CHECK(
+      is_table(output_table) && (bf16 || output_table.scalar_type() == ScalarType::Float) &&
+          output_table.size(1) % 2 == 0 && rank % 32 == 0 && output_table.size(1) <= rank,
+      "local_trees: the output table must be bfloat16 or float32 [V', r], r even");
   const int64_t vocab = output_table.size(0);
 
   LocalHead head;
@@ -498,9 +496,9 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
   STD_TORCH_CHECK(token_ids.dim() == 2 && token_ids.size(0) == num_reqs &&
                       token_ids.scalar_type() == ScalarType::Long && token_ids.is_contiguous() &&
                       parents.scalar_type() == ScalarType::Int && parents.is_contiguous() &&
-                      node_depths.scalar_type() == ScalarType::Int &&
-                      node_depths.is_contiguous() && scores.scalar_type() == ScalarType::Float &&
-                      scores.is_contiguous() && parents.numel() == token_ids.numel() &&
+                      node_depths.scalar_type() == ScalarType::Int && node_depths.is_contiguous() &&
+                      scores.scalar_type() == ScalarType::Float && scores.is_contiguous() &&
+                      parents.numel() == token_ids.numel() &&
                       node_depths.numel() == token_ids.numel() &&
                       scores.numel() == token_ids.numel(),
                   "local_trees: outputs must be [R, N]");

@@ -30,10 +30,9 @@ uint64_t bucket_of(const int32_t* tokens, int64_t size, int bits) {
 }
 
 void check_int32(const Tensor& tensor, int64_t dim, const char* name) {
-  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Int && tensor.is_contiguous() &&
-                      tensor.dim() == dim,
-                  "ngram_lookup: ", name, " must be a contiguous int32 tensor of ", dim,
-                  " dimensions");
+  STD_TORCH_CHECK(
+      tensor.scalar_type() == ScalarType::Int && tensor.is_contiguous() && tensor.dim() == dim,
+      "ngram_lookup: ", name, " must be a contiguous int32 tensor of ", dim, " dimensions");
 }
 
 }  // namespace

@@ -95,8 +95,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
   m.def("row_argmax(Tensor rows, Tensor(a!) indices) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("row_argmax", TORCH_BOX(&row_argmax));
-}
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("row_argmax", TORCH_BOX(&row_argmax)); }
 
 }  // namespace specplug

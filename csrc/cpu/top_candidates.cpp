@@ -56,7 +56,8 @@ LANES_INLINE void load_row(const T* row, int64_t n, int64_t chunk, float* out, f
   }
 }
 
-CLONED void load_row_bf16(const uint16_t* row, int64_t n, int64_t chunk, float* out, float* maxima) {
+CLONED void load_row_bf16(const uint16_t* row, int64_t n, int64_t chunk, float* out,
+                          float* maxima) {
   load_row(row, n, chunk, out, maxima);
 }
 

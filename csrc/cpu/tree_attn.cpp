@@ -61,8 +61,8 @@ struct Problem {
   int padded_words;  // words of a query row, a multiple of an AMX tile row
   float scale_log2;
   const char *query, *key_cache, *value_cache;
-  int64_t q_row, q_head;                        // elements
-  int64_t k_block, k_head, v_block, v_head;     // elements
+  int64_t q_row, q_head;                     // elements
+  int64_t k_block, k_head, v_block, v_head;  // elements
   char* output;
   int64_t o_row, o_head;
   const int32_t *req_index, *row_start, *row_count, *context_len, *mask_start;
@@ -416,8 +416,9 @@ class Worker {
       g += n;
     }
     RowTarget target;
-    target.base = p_.output + (p_.row_start[item.req] * p_.o_row +
-                               item.head * p_.group_size * p_.o_head) * p_.element;
+    target.base =
+        p_.output +
+        (p_.row_start[item.req] * p_.o_row + item.head * p_.group_size * p_.o_head) * p_.element;
     target.row_stride = p_.o_row;
     target.head_stride = p_.o_head;
     target.group_size = p_.group_size;
@@ -577,8 +578,8 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
   const int64_t num_heads = query.size(1);
   const int64_t interior = block_size * p.head_size;
   STD_TORCH_CHECK(p.head_size % kPanel == 0 && p.head_size > 0 && p.head_size <= kMaxHeadSize,
-                  "tree_attn: head size ", p.head_size, " is not a multiple of ", kPanel,
-                  " up to ", kMaxHeadSize);
+                  "tree_attn: head size ", p.head_size, " is not a multiple of ", kPanel, " up to ",
+                  kMaxHeadSize);
   STD_TORCH_CHECK(block_size > 0 && block_size % kPanel == 0, "tree_attn: block size ", block_size,
                   " is not a multiple of ", kPanel);
   STD_TORCH_CHECK(num_heads % p.num_kv_heads == 0, "tree_attn: ", num_heads,
@@ -587,13 +588,13 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
                       value_cache.size(2) * value_cache.size(3) == interior &&
                       key_cache.size(0) == value_cache.size(0) &&
                       value_cache.size(1) == p.num_kv_heads,
-                  "tree_attn: cache shapes do not match block size ", block_size,
-                  " and head size ", p.head_size);
+                  "tree_attn: cache shapes do not match block size ", block_size, " and head size ",
+                  p.head_size);
   STD_TORCH_CHECK(key_cache.stride(2) == key_cache.size(3) && key_cache.stride(3) == 1 &&
                       value_cache.stride(2) == value_cache.size(3) && value_cache.stride(3) == 1,
                   "tree_attn: the interior of a cache block must be contiguous");
-  STD_TORCH_CHECK(query.stride(2) == 1 && output.stride(2) == 1 &&
-                      output.size(1) == num_heads && output.size(2) == p.head_size,
+  STD_TORCH_CHECK(query.stride(2) == 1 && output.stride(2) == 1 && output.size(1) == num_heads &&
+                      output.size(2) == p.head_size,
                   "tree_attn: query and output must match and be contiguous in the head");
   STD_TORCH_CHECK(plan_rows.size(0) == 5 && plan_rows.is_contiguous() &&
                       mask_words.is_contiguous() && block_table.stride(1) == 1,
@@ -671,20 +672,17 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
 
   // Wrong metadata would read foreign memory: check all of it before any thread starts.
   for (int r = 0; r < num_reqs; ++r) {
-    const int64_t slots =
-        p.context_len[r] + (p.separate_tail ? 0 : int64_t{p.row_count[r]});
-    STD_TORCH_CHECK(p.row_count[r] > 0 && p.context_len[r] >= 0 && p.row_start[r] >= 0 &&
-                        int64_t{p.row_start[r]} + p.row_count[r] <= query.size(0) &&
-                        int64_t{p.row_start[r]} + p.row_count[r] <= output.size(0) &&
-                        p.mask_start[r] >= 0 &&
-                        int64_t{p.mask_start[r]} + p.row_count[r] <= mask_words.size(0) &&
-                        (p.tail_key == nullptr ||
-                         int64_t{p.mask_start[r]} + p.row_count[r] <= tail_rows) &&
-                        p.req_index[r] >= 0 && p.req_index[r] < block_table.size(0) &&
-                        slots <= block_table.size(1) * block_size,
-                    "tree_attn: tree ", r, " does not fit: rows ", p.row_start[r], "+",
-                    p.row_count[r], ", context ", p.context_len[r], ", block table row ",
-                    p.req_index[r]);
+    const int64_t slots = p.context_len[r] + (p.separate_tail ? 0 : int64_t{p.row_count[r]});
+    STD_TORCH_CHECK(
+        p.row_count[r] > 0 && p.context_len[r] >= 0 && p.row_start[r] >= 0 &&
+            int64_t{p.row_start[r]} + p.row_count[r] <= query.size(0) &&
+            int64_t{p.row_start[r]} + p.row_count[r] <= output.size(0) && p.mask_start[r] >= 0 &&
+            int64_t{p.mask_start[r]} + p.row_count[r] <= mask_words.size(0) &&
+            (p.tail_key == nullptr || int64_t{p.mask_start[r]} + p.row_count[r] <= tail_rows) &&
+            p.req_index[r] >= 0 && p.req_index[r] < block_table.size(0) &&
+            slots <= block_table.size(1) * block_size,
+        "tree_attn: tree ", r, " does not fit: rows ", p.row_start[r], "+", p.row_count[r],
+        ", context ", p.context_len[r], ", block table row ", p.req_index[r]);
     const int32_t* blocks = p.block_table + p.req_index[r] * p.table_row;
     for (int64_t i = 0; i * block_size < slots; ++i)
       STD_TORCH_CHECK(blocks[i] >= 0 && blocks[i] < key_cache.size(0), "tree_attn: block ",
@@ -696,8 +694,8 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
       if (p.context_len[r] == 0) write_empty(p, r, static_cast<int>(num_heads));
 
   static thread_local Plan plan;
-  const int64_t partial_floats = build_plan(
-      p, num_reqs, static_cast<int>(torch::stable::get_num_threads()), plan);
+  const int64_t partial_floats =
+      build_plan(p, num_reqs, static_cast<int>(torch::stable::get_num_threads()), plan);
   if (plan.items.empty()) return;
   if (partial_floats > 0) {
     plan.partials.get(static_cast<size_t>(partial_floats) * 4);

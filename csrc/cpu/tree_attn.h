@@ -52,10 +52,10 @@ struct Partial {
 };
 
 struct RowTarget {
-  void* base;          // output of query row 0, first query head of the KV head
-  int64_t row_stride;  // elements between query rows
-  int64_t head_stride; // elements between query heads
-  int group_size;      // query heads per KV head
+  void* base;           // output of query row 0, first query head of the KV head
+  int64_t row_stride;   // elements between query rows
+  int64_t head_stride;  // elements between query heads
+  int group_size;       // query heads per KV head
   bool bf16;
 };
 

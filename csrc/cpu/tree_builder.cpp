@@ -42,8 +42,7 @@ bool usable(const float* log_probs, int64_t width, int64_t row, int64_t rank, in
 }
 
 int32_t build_one(const int64_t* ids, const float* log_probs, int64_t width, int64_t rows,
-                  int64_t ranks, int32_t budget, std::vector<Candidate>& heap,
-                  const Output& out) {
+                  int64_t ranks, int32_t budget, std::vector<Candidate>& heap, const Output& out) {
   if (budget <= 0 || rows <= 0 || !usable(log_probs, width, 0, 0, ranks)) return 0;
   heap.clear();
   heap.push_back({log_probs[0], 0, -1, 0, 0, 0.0});
@@ -59,8 +58,7 @@ int32_t build_one(const int64_t* ids, const float* log_probs, int64_t width, int
     out.scores[node] = static_cast<float>(top.score);
     if (++node == budget) break;
     const auto push = [&](int32_t parent, int32_t row, int32_t rank, double base) {
-      heap.push_back(
-          {base + log_probs[row * width + rank], entered++, parent, row, rank, base});
+      heap.push_back({base + log_probs[row * width + rank], entered++, parent, row, rank, base});
       std::push_heap(heap.begin(), heap.end(), comes_later);
     };
     if (usable(log_probs, width, top.row, top.rank + 1, ranks))
@@ -78,22 +76,20 @@ void build_best_first(const Tensor& top_ids, const Tensor& top_log_probs, const 
                       Tensor& node_depths, Tensor& scores, Tensor& counts) {
   STD_TORCH_CHECK(top_ids.dim() == 3 && top_ids.scalar_type() == ScalarType::Long &&
                       top_log_probs.dim() == 3 &&
-                      top_log_probs.scalar_type() == ScalarType::Float &&
-                      top_ids.is_contiguous() && top_log_probs.is_contiguous() &&
-                      top_ids.numel() == top_log_probs.numel(),
+                      top_log_probs.scalar_type() == ScalarType::Float && top_ids.is_contiguous() &&
+                      top_log_probs.is_contiguous() && top_ids.numel() == top_log_probs.numel(),
                   "build_best_first: candidates must be int64 and float32 [B, D, K]");
   const int64_t num_reqs = top_ids.size(0);
   const int64_t num_rows = top_ids.size(1);
   const int64_t width = top_ids.size(2);
   for (const Tensor* t : {&budgets, &depths, static_cast<const Tensor*>(&counts)})
-    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Int && t->is_contiguous() &&
-                        t->numel() == num_reqs,
-                    "build_best_first: budgets, depths and counts must be int32 [B]");
+    STD_TORCH_CHECK(
+        t->scalar_type() == ScalarType::Int && t->is_contiguous() && t->numel() == num_reqs,
+        "build_best_first: budgets, depths and counts must be int32 [B]");
   STD_TORCH_CHECK(token_ids.dim() == 2 && token_ids.size(0) == num_reqs &&
                       token_ids.scalar_type() == ScalarType::Long && token_ids.is_contiguous() &&
                       parents.scalar_type() == ScalarType::Int && parents.is_contiguous() &&
-                      node_depths.scalar_type() == ScalarType::Int &&
-                      node_depths.is_contiguous() &&
+                      node_depths.scalar_type() == ScalarType::Int && node_depths.is_contiguous() &&
                       scores.scalar_type() == ScalarType::Float && scores.is_contiguous() &&
                       parents.numel() == token_ids.numel() &&
                       node_depths.numel() == token_ids.numel() &&

@@ -26,8 +26,8 @@ void ancestor_words(const Tensor& parents, const Tensor& row_counts, Tensor& wor
   const int64_t width = words.size(1);
   int64_t rows = 0;
   for (int64_t r = 0; r < num_trees; ++r) {
-    STD_TORCH_CHECK(counts[r] >= 1 && counts[r] <= width * 64, "ancestor_words: tree ", r,
-                    " has ", counts[r], " rows, the words hold 1 to ", width * 64);
+    STD_TORCH_CHECK(counts[r] >= 1 && counts[r] <= width * 64, "ancestor_words: tree ", r, " has ",
+                    counts[r], " rows, the words hold 1 to ", width * 64);
     rows += counts[r];
   }
   STD_TORCH_CHECK(rows == words.size(0) && rows - num_trees == parents.numel(),

@@ -57,8 +57,7 @@ INLINE VecF exp2_vec(VecF x) {
   const __mmask16 normal = _mm512_cmp_ps_mask(at, _mm512_set1_ps(-125.0f), _CMP_GE_OQ);
   const __m512 whole = _mm512_maskz_roundscale_ps(normal, at, 8);
   const VecF p = exp2_fraction(reinterpret_cast<VecF>(_mm512_sub_ps(at, whole)));
-  return reinterpret_cast<VecF>(
-      _mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), whole));
+  return reinterpret_cast<VecF>(_mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), whole));
 #else
   const VecF zero = {};
   const VecF low = zero - 126.0f;
@@ -97,12 +96,16 @@ INLINE float reduce_lanes(VecF v, const F& f) {
 
 struct Larger {
   template <class T>
-  inline __attribute__((always_inline)) T operator()(T a, T b) const { return a > b ? a : b; }
+  inline __attribute__((always_inline)) T operator()(T a, T b) const {
+    return a > b ? a : b;
+  }
 };
 
 struct Sum {
   template <class T>
-  inline __attribute__((always_inline)) T operator()(T a, T b) const { return a + b; }
+  inline __attribute__((always_inline)) T operator()(T a, T b) const {
+    return a + b;
+  }
 };
 
 INLINE float max_lanes(VecF v) { return reduce_lanes(v, Larger{}); }

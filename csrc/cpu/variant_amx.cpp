@@ -16,15 +16,14 @@
 #define MAX_ROWS 12
 #define MAX_PANELS 2
 #define BF16_DOT 1
-#define DOT(acc, a, b)                                                       \
-  reinterpret_cast<VecF>(_mm512_dpbf16_ps(                                   \
-      reinterpret_cast<__m512>(acc),                                         \
-      reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a))),    \
-      reinterpret_cast<__m512bh>(b)))
-#define STORE_BF16(p, col, w)                                                \
-  _mm256_storeu_si256(                                                       \
-      reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(p) + (col)),    \
-      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(w))))
+#define DOT(acc, a, b)                                                                     \
+  reinterpret_cast<VecF>(                                                                  \
+      _mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),                                      \
+                       reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a))), \
+                       reinterpret_cast<__m512bh>(b)))
+#define STORE_BF16(p, col, w)                                                             \
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(p) + (col)), \
+                      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(w))))
 
 namespace specplug {
 #include "variant.inl"
@@ -217,8 +216,8 @@ void tile_values_block(const char* p, int64_t p_row, const KvGroup* groups, int 
   }
 }
 
-void tile_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups,
-                 int num_groups, int head_size, bool first, float* o) {
+void tile_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
+                 int head_size, bool first, float* o) {
   configure(rows);
   commit_stores();
   const char* a = reinterpret_cast<const char*>(p);
@@ -228,11 +227,9 @@ void tile_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* group
   int panel = 0;
   if (rows > 16) {
     for (; panel + 2 <= panels; panel += 2)
-      tile_values_block<true, 2>(a, p_row, groups, num_groups, panel, first, o + panel * 16,
-                                 o_row);
+      tile_values_block<true, 2>(a, p_row, groups, num_groups, panel, first, o + panel * 16, o_row);
     if (panel < panels)
-      tile_values_block<true, 1>(a, p_row, groups, num_groups, panel, first, o + panel * 16,
-                                 o_row);
+      tile_values_block<true, 1>(a, p_row, groups, num_groups, panel, first, o + panel * 16, o_row);
     return;
   }
   for (; panel + 4 <= panels; panel += 4)
@@ -246,9 +243,9 @@ void tile_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* group
 }  // namespace
 
 const AttnVariant* variant_amx() {
-  static const AttnVariant variant = {"amx",   true,        begin_tiles, end_tiles, tile_scores,
-                                      mask,    softmax,     tile_values, pack,      write,
-                                      combine};
+  static const AttnVariant variant = {"amx",       true,  begin_tiles, end_tiles,
+                                      tile_scores, mask,  softmax,     tile_values,
+                                      pack,        write, combine};
   return &variant;
 }
 }  // namespace specplug

@@ -15,7 +15,7 @@ namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_avx2() {
-  static const AttnVariant variant = {"avx2", false,   no_state, no_state, scores, mask,
+  static const AttnVariant variant = {"avx2",  false,  no_state, no_state, scores, mask,
                                       softmax, values, pack,     write,    combine};
   return &variant;
 }

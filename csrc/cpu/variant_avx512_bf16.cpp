@@ -9,20 +9,20 @@
 #include "tree_attn.h"
 
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2,prefer-vector-width=512")
+#pragma GCC target( \
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2,prefer-vector-width=512")
 #define VEC_WORDS 16
 #define MAX_ROWS 12
 #define MAX_PANELS 2
 #define BF16_DOT 1
-#define DOT(acc, a, b)                                                       \
-  reinterpret_cast<VecF>(_mm512_dpbf16_ps(                                   \
-      reinterpret_cast<__m512>(acc),                                         \
-      reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a))),    \
-      reinterpret_cast<__m512bh>(b)))
-#define STORE_BF16(p, col, w)                                                \
-  _mm256_storeu_si256(                                                       \
-      reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(p) + (col)),    \
-      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(w))))
+#define DOT(acc, a, b)                                                                     \
+  reinterpret_cast<VecF>(                                                                  \
+      _mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),                                      \
+                       reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a))), \
+                       reinterpret_cast<__m512bh>(b)))
+#define STORE_BF16(p, col, w)                                                             \
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(p) + (col)), \
+                      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(w))))
 
 namespace specplug {
 #include "variant.inl"

@@ -13,7 +13,7 @@ namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_plain() {
-  static const AttnVariant variant = {"plain", false,   no_state, no_state, scores, mask,
+  static const AttnVariant variant = {"plain", false,  no_state, no_state, scores, mask,
                                       softmax, values, pack,     write,    combine};
   return &variant;
 }

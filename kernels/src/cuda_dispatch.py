@@ -157,11 +157,11 @@ def choose_cuda_kernel(
             continue
         if passed_over:
             logger.warning(
-                "Tree attention kernels passed over (%s); %s serves instead",
+                "Tree attention kernels skipped (%s); using %s instead",
                 "; ".join(passed_over),
                 name,
             )
-        reason = "asked for" if requested == name else "first that runs and agrees here"
+        reason = "requested" if requested == name else "first that runs and is correct here"
         if unverified is not None:
             reason += f"; cute is left out: {unverified}"
         return ChosenKernel(name, load_kernel(name), reason)

@@ -44,7 +44,7 @@ def load_cpu_extension() -> str | None:
     reason = _load()
     if reason is not None:
         logger.warning(
-            "The compiled CPU kernels are not available (%s); the slow torch reference serves "
+            "The compiled CPU kernels are not available (%s); using the slow torch reference "
             "instead. Reinstall vllm-specplug with a C++17 compiler and --no-build-isolation.",
             reason,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the README promises exists."""
+"""What the README and the pages in docs/ promise exists."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ import pytest
 
 from vllm_specplug.cli import app
 from vllm_specplug.config import tree_option_names
+from vllm_specplug.methods import METHOD_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def load_script(name: str) -> ModuleType:
@@ -25,9 +30,18 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
 def test_options_table_is_the_one_the_code_makes() -> None:
     script = load_script("options_table")
-    assert script.with_table(README) == README, "run scripts/options_table.py --write"
+    page = script.PAGE.read_text()
+    assert script.with_table(page) == page, "run scripts/options_table.py --write"
 
 
 def test_every_option_has_type_default_range_and_meaning() -> None:
@@ -45,22 +59,71 @@ def test_options_table_needs_its_markers() -> None:
         load_script("options_table").with_table("no markers")
 
 
+def test_methods_of_the_readme_are_those_that_exist() -> None:
+    table = README.partition("| `method` | Drafts |")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| \[`(\w+)`\]", table, re.MULTILINE)) == tuple(METHOD_NAMES)
+
+
+def test_numbers_of_the_readme_are_those_measured() -> None:
+    results = (ROOT / "bench" / "results" / "load" / "results.md").read_text()
+    # Load, tokens/s and speed-up of each server.
+    measured: dict[str, list[tuple[str, str]]] = {}
+    for line in results.partition("\n\n")[0].splitlines()[2:]:
+        load, _, rate, speed_up = [cell.strip() for cell in line.strip("|").split("|")][:4]
+        measured.setdefault(load, []).append((rate, speed_up))
+    section = README.partition("<!-- numbers -->")[2].partition("<!-- /numbers -->")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == len(measured)
+    for row, (load, cells) in zip(rows, measured.items(), strict=True):
+        shown = re.findall(r"([\d.]+)(?: \(\**([\d.]+ x)\**\))?", row.split("|", 2)[2])
+        expected = [(rate, "" if i == 0 else speed) for i, (rate, speed) in enumerate(cells)]
+        assert shown == expected, load
+
+
 def test_make_targets_and_commands_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"(?:^|`)make (\w+)", README, re.MULTILINE)):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
-    for command in set(re.findall(r"specplug ([a-z]+)\b", README)):
-        assert command in known, f"specplug {command}"
+    for page in PAGES:
+        text = page.read_text()
+        for target in set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), (page, f"make {target}")
+        for command in set(re.findall(r"(?:^|`)specplug ([a-z]+)\b", text, re.MULTILINE)):
+            assert command in known, (page, f"specplug {command}")
 
 
-def test_links_lead_somewhere() -> None:
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / link).exists(), link
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]+))?\)", page.read_text()):
+        if "://" in link:
+            continue
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in heading_anchors(target.read_text()), (link, anchor)
+
+
+def heading_anchors(text: str) -> set[str]:
+    """Anchors of the headings of a page, as code hosts and the site make them."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+def test_every_page_can_be_found_from_the_index() -> None:
+    seen: set[Path] = set()
+    todo = [ROOT / "docs" / "index.md"]
+    while todo:
+        page = todo.pop()
+        if page in seen or page.suffix != ".md":
+            continue
+        seen.add(page)
+        links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+        todo += [(page.parent / link).resolve() for link in links if "://" not in link]
+    assert set(PAGES) <= seen
 
 
 def test_every_row_of_the_feature_table_names_a_test_that_exists() -> None:
-    table = README.partition("| vLLM feature | with trees | test |")[2].partition("\n\n")[0]
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    table = page.partition("| vLLM feature | with trees | test |")[2].partition("\n\n")[0]
     rows = [line.strip("|").split("|") for line in table.strip().splitlines()[1:]]
     assert len(rows) > 30
     for feature, answer, test in rows:

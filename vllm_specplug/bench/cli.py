@@ -101,13 +101,13 @@ def plan_from(
 def bench(
     data: DataOption = None,
     config: Annotated[
-        Path | None, typer.Option(help="Settings from a YAML or JSON file; flags come on top.")
+        Path | None, typer.Option(help="Settings from a YAML or JSON file; flags override it.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("bench-results"),
     servers: Annotated[
         str | None,
         typer.Option(
-            help="Compared servers: plain, ngram, suffix, METHOD[-NODES][-BUILDER][-auto]; default "
+            help="Servers: plain, ngram, suffix, METHOD[-NODES][-BUILDER][-auto]; default "
             "plain,ngram,jetspec."
         ),
     ] = None,
@@ -129,33 +129,35 @@ def bench(
     ] = None,  # fmt: skip
     points: Annotated[int | None, typer.Option(help="Rates found by auto. Default 5.")] = None,
     concurrency: Annotated[
-        str | None, typer.Option(help="Also with so many requests in flight, e.g. 1,4,8.")
+        str | None, typer.Option(help="Loads of this many requests in flight, e.g. 1,4,8.")
     ] = None,
     point_time: Annotated[
-        float | None, typer.Option(help="Seconds that requests arrive at one rate. Default 30.")
+        float | None, typer.Option(help="Seconds of arrivals at each rate. Default 30.")
     ] = None,
-    min_requests: Annotated[int | None, typer.Option(help="Requests of a run at least.")] = None,
-    max_requests: Annotated[int | None, typer.Option(help="Requests of a run at most.")] = None,
+    min_requests: Annotated[int | None, typer.Option(help="Minimum requests per run.")] = None,
+    max_requests: Annotated[int | None, typer.Option(help="Maximum requests per run.")] = None,
     dataset_requests: Annotated[
-        int | None, typer.Option(help="Requests of each data set alone. Default 0: none.")
+        int | None, typer.Option(help="Requests to measure each data set alone. Default 0: none.")
     ] = None,
-    repeats: Annotated[int | None, typer.Option(help="Runs of each load. Default 1.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Runs per load. Default 1.")] = None,
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="Objective for goodput, e.g. tpot:50 (ms). May be repeated."),
     ] = None,
-    output_len: Annotated[int | None, typer.Option(help="Longest answer. Default 128.")] = None,
+    output_len: Annotated[
+        int | None, typer.Option(help="Most tokens per answer. Default 128.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Precision. Default bfloat16.")] = None,
     compile_model: Annotated[bool, typer.Option("--compile", help="torch.compile models.")] = False,
     port: Annotated[int | None, typer.Option(help="Port of the servers. Default: a free one.")] = (
         None
     ),
     together: Annotated[
-        bool, typer.Option("--together", help="Servers stay up and take turns (CPU: less noise).")
+        bool, typer.Option("--together", help="Servers stay up and alternate (CPU: less noise).")
     ] = False,
     time_limit: Annotated[
         float | None,
-        typer.Option(help="Start no run after so many seconds; exit status 3 if some are missing."),
+        typer.Option(help="Seconds after which no run starts; exit status 3 if some are missing."),
     ] = None,
     report: Annotated[bool, typer.Option(help="Write the page report.html.")] = True,
 ) -> None:
@@ -216,7 +218,7 @@ def _leave(outcome: Outcome, console: Console) -> None:
 def report(
     results: Annotated[
         list[Path],
-        typer.Argument(help="Folders that `specplug bench` wrote; a second one is compared."),
+        typer.Argument(help="Folders that `specplug bench` wrote; a second one is for comparison."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path(
         "report.html"
@@ -241,10 +243,10 @@ def tune(
     model: ModelOption = None,
     head: HeadOption = None,
     concurrency: Annotated[
-        str, typer.Option(help="Traffic: requests in flight; several count alike.")
+        str, typer.Option(help="Traffic: requests in flight; several are weighted equally.")
     ] = "1,4",
     minutes: Annotated[float, typer.Option(help="Time limit.", min=0.1)] = 20.0,
-    output_len: Annotated[int, typer.Option(min=2, help="Longest answer, tokens.")] = 96,
+    output_len: Annotated[int, typer.Option(min=2, help="Maximum tokens per answer.")] = 96,
     dtype: Annotated[str, typer.Option(help="Precision.")] = "bfloat16",
     compile_model: Annotated[bool, typer.Option("--compile", help="torch.compile models.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("tune-results"),

@@ -126,7 +126,7 @@ def _card_body(run: Results, entry: Mapping[str, Any]) -> str:
         rows.append(("saturated", f"{burst['speed_up']['output_throughput']:.2f}× tokens/s"))
     length = (light["spec"] or {}).get("mean_acceptance_length")
     if length:
-        rows.append(("tokens a step", f"{length:.2f}"))
+        rows.append(("tokens per step", f"{length:.2f}"))
     if entry["failure"]:
         rows.append(("incomplete", entry["failure"].splitlines()[0][:60]))
     items = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in rows)

@@ -176,7 +176,7 @@ class Tuner:
         while entries and time.monotonic() < deadline:
             last = len(entries) == 1 or requests >= MAX_REQUESTS
             share = 1.0 if last else _TIME_SHARE
-            self._say(f"round {number + 1}: {len(entries)} settings, {requests} requests a run")
+            self._say(f"round {number + 1}: {len(entries)} settings, {requests} requests per run")
             plan = self.plan.model_copy(
                 update={
                     "servers": (self.plan.baseline, *entries),

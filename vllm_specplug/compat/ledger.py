@@ -154,7 +154,7 @@ LEDGER: tuple[LedgerEntry, ...] = (
     LedgerEntry(
         "self_draft",
         "runtime.self_draft",
-        "set_forward_context with attention metadata of ours; the model called with it",
+        "set_forward_context with the plugin's attention metadata; the model called with it",
         "the target drafts for itself over a partial cache",
         "vLLM lets a proposer run the target on a cache of its own",
     ),
@@ -163,7 +163,7 @@ LEDGER: tuple[LedgerEntry, ...] = (
         "runtime.linear",
         "model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
         "unpacked bf16 products on CPU reorder their weights at every call",
-        "torch packs weights by itself",
+        "torch packs weights itself",
     ),
     LedgerEntry(
         "runner_inputs",

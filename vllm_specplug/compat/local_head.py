@@ -64,7 +64,7 @@ def _unigram_path(options: Any, local_head: Path, model_config: Any) -> str:
             raise option_error(
                 "unigram",
                 None,
-                f"beta is not 0, and there is no {UNIGRAM_NAME} beside the local head",
+                f"beta is not 0, and there is no {UNIGRAM_NAME} next to the local head",
                 'Make counts with `specplug data unigram` and give "unigram": "/path/to/counts", '
                 'or set "beta": 0',
             )

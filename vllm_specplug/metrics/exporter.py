@@ -18,8 +18,8 @@ _NODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 _PHASE_HELP = {
     "draft": "Milliseconds per step for drafting and building trees.",
-    "verify": "Milliseconds per step for the target's forward over tree rows and the walk.",
-    "compact": "Milliseconds per step for moving the KV of accepted paths together.",
+    "verify": "Milliseconds per step for the target's forward pass over tree rows and the walk.",
+    "compact": "Milliseconds per step for compacting the KV of accepted paths.",
 }
 
 
@@ -69,21 +69,21 @@ def _make_families(labelnames: Sequence[str], registry: CollectorRegistry) -> _F
             "plain_steps", "Decode steps of single requests without a tree, by reason.", "reason"
         ),
         step_nodes=histogram(
-            "step_nodes", "Draft tree nodes of all requests of one step together.", _NODE_BUCKETS
+            "step_nodes", "Draft tree nodes per step, of all requests.", _NODE_BUCKETS
         ),
         milliseconds={
             phase: histogram(f"{phase}_milliseconds", _PHASE_HELP[phase], _MS_BUCKETS)
             for phase in PHASES
         },
         predicted=counter(
-            "predicted_accepted_tokens", "Accepted draft tokens that the adaptive budget expected."
+            "predicted_accepted_tokens", "Accepted draft tokens, as the adaptive budget predicted."
         ),
         predicted_actual=counter(
-            "predicted_actual_tokens", "Draft tokens accepted of the trees it expected them of."
+            "predicted_actual_tokens", "Accepted draft tokens of the trees with a prediction."
         ),
         tree_budget=Gauge(
             NAMESPACE + "tree_budget",
-            "Nodes of the largest tree that the last step with drafts asked for; 0 when none paid.",
+            "Nodes of the largest tree that the last step with drafts requested; 0 for no drafts.",
             labelnames,
             multiprocess_mode="mostrecent",
             registry=registry,

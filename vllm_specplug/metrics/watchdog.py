@@ -7,8 +7,8 @@ import logging
 
 LIKELY_CAUSES = (
     "the head was trained for another target, or for another thinking mode of this one",
-    "target_layer_ids follow another convention (ours are zero-based: id i is the output of "
-    "decoder layer i; one off lowers acceptance, more of it collapses it)",
+    "target_layer_ids follow another convention (they are zero-based: id i is the output of "
+    "decoder layer i; off by one lowers acceptance, more than that ruins it)",
     "the head's in-block attention is read wrongly (see option `causal` and `causal_head` in the "
     "checkpoint's config)",
     "prompts use another chat template than the training data, or none",
@@ -55,7 +55,7 @@ class AcceptanceWatchdog:
             self.has_warned = True
             self._logger.warning(
                 "specplug: mean acceptance length is %.2f over the last %d drafts of %s: drafting "
-                "costs time and gains next to nothing. The output is not affected. Likely causes: "
+                "costs time and gains almost nothing. The output is not affected. Likely causes: "
                 "%s.",
                 mean_acceptance_length,
                 self._drafts,

@@ -66,7 +66,7 @@ class SpecPlugMetrics:
 
 def format_interval(stats: StepStats) -> str:
     """One line: acceptance, share of drafts accepted to each depth, the budget and how well it
-    predicts, mean milliseconds by phase, and how many steps of requests had no tree and why."""
+    predicts, mean milliseconds by phase, and how many request steps had no tree, and why."""
     parts = []
     if stats.num_drafts:
         drafts = stats.num_drafts
@@ -83,7 +83,7 @@ def format_interval(stats: StepStats) -> str:
     if stats.tree_budget is not None:
         budget = f"budget now {stats.tree_budget}"
         if stats.step_nodes:
-            budget += f", nodes a step {sum(stats.step_nodes) / len(stats.step_nodes):.1f}"
+            budget += f", nodes per step {sum(stats.step_nodes) / len(stats.step_nodes):.1f}"
         if stats.predicted_accepted:
             ratio = stats.predicted_actual / stats.predicted_accepted
             budget += f", accepted / predicted {ratio:.2f}"

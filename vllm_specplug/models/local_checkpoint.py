@@ -168,7 +168,7 @@ def _read(
 
 def _read_config(file: Path) -> LocalHeadConfig:
     if not file.is_file():
-        raise ValueError(f"local head: {str(file)!r} is missing; it must stand beside the weights")
+        raise ValueError(f"local head: {str(file)!r} is missing; it belongs with the weights")
     raw = read_json_object(file, "a config")
     if raw.get("format") != FORMAT:
         raise ValueError(

@@ -63,7 +63,7 @@ class UnigramCounts:
             )
         if n < vocab_size:
             logger.info(
-                "Unigram counts hold %d of %d tokens; the rest count as never seen", n, vocab_size
+                "Unigram counts cover %d of %d tokens; the rest count as never seen", n, vocab_size
             )
         counts = torch.zeros(vocab_size, dtype=torch.float64)
         counts[:n] = self.counts.double()

@@ -181,7 +181,7 @@ def calibrate(runner: Any, share: Share, is_first_rank: bool) -> Calibration:
     shared = share((values + [0.0] * size)[:size])
     if shared[0]:
         calibration = _unflat(shared[1:])
-        logger.info("Tree budget: step costs as measured before (%s)", path)
+        logger.info("Tree budget: step costs from an earlier calibration (%s)", path)
         return calibration
     start = time.perf_counter()
     calibrator = Calibrator(runner, share)
@@ -199,7 +199,7 @@ def calibrate(runner: Any, share: Share, is_first_rank: bool) -> Calibration:
             "Tree budget: measured step costs in %.1f s (rows: %s); %s",
             time.perf_counter() - start,
             times,
-            "not kept, the machine was busy" if calibrator.is_noisy else f"kept in {path}",
+            "not stored, the machine was busy" if calibrator.is_noisy else f"stored in {path}",
         )
     return calibration
 
@@ -254,7 +254,7 @@ def _read(path: Path) -> Calibration | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("Tree budget: measuring again, %s cannot be used: %s", path, error)
+        logger.warning("Tree budget: calibrating again, %s cannot be used: %s", path, error)
         return None
 
 
@@ -266,7 +266,7 @@ def _write(path: Path, calibration: Calibration) -> None:
             json.dump(calibration.to_json(), stream, indent=1)
         os.replace(stream.name, path)
     except OSError as error:
-        logger.warning("Tree budget: step costs are not kept: %s", error)
+        logger.warning("Tree budget: step costs could not be stored: %s", error)
 
 
 def _flat(calibration: Calibration) -> list[float]:

@@ -126,7 +126,7 @@ class SelfDraft:
             0 if runner.max_model_len <= spec.budget else spec.max_requests,
         )
         logger.info(
-            "Partial caches: %d requests of %d tokens, %.1f MiB",
+            "Partial caches: %d requests with %d tokens each, %.1f MiB",
             self.pool.max_requests,
             spec.budget,
             self.num_bytes / 2**20,

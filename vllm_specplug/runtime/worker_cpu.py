@@ -36,7 +36,7 @@ def choose_kernel(name: str, dtype: torch.dtype) -> None:
         ValueError: when "cpp" is asked for and there is no compiled kernel.
     """
     if name == "triton":
-        logger.warning("Tree attention: Triton kernels in the interpreter, which is for tests")
+        logger.warning("Tree attention: Triton kernels run in the interpreter, for tests only")
         return
     if name == "reference":
         os.environ[ISA_VARIABLE] = "reference"

@@ -39,7 +39,7 @@ def train_block(
     ] = 0,
     block_size: Annotated[
         int,
-        typer.Option(min=0, help="Slots a block, anchor included; 0: 8, or those of --init-from."),
+        typer.Option(min=0, help="Slots per block, with the anchor; 0: 8, or as in --init-from."),
     ] = 0,
     draft_vocab_size: Annotated[
         int,
@@ -58,20 +58,22 @@ def train_block(
     position_gamma: Annotated[
         float | None,
         typer.Option(
-            help="Slot j weighs exp(-(j-1)/gamma); 0: equal weights. Default: 4 for jetspec; for "
-            "dflash by block size (8: 4, 10: 5, 16: 7).",
+            help="Slot j has weight exp(-(j-1)/gamma); 0: equal weights. Default: 4 for jetspec; "
+            "for dflash by block size (8: 4, 10: 5, 16: 7).",
             show_default=False,
         ),
     ] = None,
     regression_weight: Annotated[
-        float, typer.Option(min=0, help="Smooth-L1 to the target's final hidden state.")
+        float, typer.Option(min=0, help="Weight of a smooth-L1 loss to the final hidden state.")
     ] = 0.0,
-    anchors_per_step: Annotated[int, typer.Option(min=1, help="Blocks a step and process.")] = 640,
-    anchor_stride: Annotated[int, typer.Option(min=1, help="One anchor in so many tokens.")] = 3,
+    anchors_per_step: Annotated[
+        int, typer.Option(min=1, help="Blocks per step and process.")
+    ] = 640,
+    anchor_stride: Annotated[int, typer.Option(min=1, help="One anchor per this many tokens.")] = 3,
     short_block_size: Annotated[
         int,
         typer.Option(
-            min=0, help="A share of the steps trains blocks of this size; 0: none. jetspec only."
+            min=0, help="Train a share of the steps on blocks of this size; 0: none. jetspec only."
         ),
     ] = 0,
     short_block_share: Annotated[float, typer.Option(min=0, max=1)] = 0.0,

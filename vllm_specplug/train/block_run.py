@@ -202,7 +202,7 @@ def load_initial(
     head, extras = load_block_head(run.init_from, weights.config, causal=run.causal)
     if extras.lm_head is not None or extras.embed_tokens is not None:
         raise ValueError(
-            f"init_from = {run.init_from!r} ships an LM head or embeddings of its own, legal: a "
+            f"init_from = {run.init_from!r} ships its own LM head or embeddings, legal: a "
             "head that uses the target's; choose another head"
         )
     if head.config.target_layer_ids != store.target_layer_ids:

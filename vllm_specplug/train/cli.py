@@ -14,8 +14,8 @@ from vllm_specplug.train import cli_common as common
 
 _friendly_errors, _progress = common.friendly_errors, common.progress
 
-data_app = typer.Typer(no_args_is_help=True, help="Training data made by the target itself.")
-train_app = typer.Typer(no_args_is_help=True, help="Training of draft heads.")
+data_app = typer.Typer(no_args_is_help=True, help="Make training data from the target.")
+train_app = typer.Typer(no_args_is_help=True, help="Train draft heads.")
 block_cli.register(train_app)
 evaluate_cli.register(train_app)
 local_cli.register(train_app, data_app)
@@ -40,7 +40,7 @@ def generate(
     out: Annotated[Path, typer.Option(help="Data folder; an unfinished one is continued.")],
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(help="JSONL prompt files (messages, turns, prompt or question a row)."),
+        typer.Option(help="JSONL prompt files (rows with messages, turns, prompt or question)."),
     ] = None,
     make: Annotated[
         list[str] | None,
@@ -49,19 +49,19 @@ def generate(
             "article_document, self."
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=8, help="Longest answer, tokens.")] = 320,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per answer.")] = 320,
     sampled_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of answers sampled instead of greedy.")
     ] = 0.3,
     temperatures: Annotated[str, typer.Option(help="Temperatures to sample with.")] = "0.7,1.0",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Answers decoded at once.")] = 128,
-    shard_size: Annotated[int, typer.Option(min=1, help="Answers a file.")] = 512,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Answers decoded concurrently.")] = 128,
+    shard_size: Annotated[int, typer.Option(min=1, help="Answers per file.")] = 512,
     eager: Annotated[
-        bool, typer.Option(help="Skip compilation: starts sooner, runs slower.")
+        bool, typer.Option(help="Skip compilation: starts faster, runs slower.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
 ) -> None:
-    """Writes prompts, then lets the target answer them with offline vLLM."""
+    """Writes prompts, then has the target answer them with offline vLLM."""
     from vllm_specplug.train import answers
     from vllm_specplug.train.generate import VllmGenerator, make_prompts
 
@@ -125,18 +125,18 @@ def features(
         str,
         typer.Option(
             help="Zero-based target layers whose outputs feed the head; default: spread over the "
-            "depth, the last layer included."
+            "depth, including the last layer."
         ),
     ] = "",
     heldout_answers: Annotated[
         int, typer.Option(min=1, help="Greedy answers kept for the acceptance estimate.")
     ] = 64,
     repetitive_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share kept of answers that end in a loop.")
+        float, typer.Option(min=0, max=1, help="Share of answers ending in a loop that is kept.")
     ] = 0.7,
     tokens_per_batch: Annotated[int, typer.Option(min=64)] = 4096,
 ) -> None:
-    """Runs the target once over its answers and stores what training reads."""
+    """Runs the target once over its answers and stores the features for training."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM

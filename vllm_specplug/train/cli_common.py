@@ -20,27 +20,27 @@ Seed = Annotated[int, typer.Option()]
 # Options of every training and their usual defaults, in the order of the help.
 _SHARED: dict[str, tuple[Any, Any]] = {
     "optimizer": (
-        Annotated[str, typer.Option(help="muon (matrices; AdamW for the rest) or adamw.")],
+        Annotated[str, typer.Option(help="muon (for matrices, AdamW for the rest) or adamw.")],
         "muon",
     ),
-    "learning_rate": (Annotated[float, typer.Option(help="Of Muon.")], 3e-3),
-    "adam_learning_rate": (Annotated[float, typer.Option(help="Of AdamW.")], 1e-3),
+    "learning_rate": (Annotated[float, typer.Option(help="Learning rate of Muon.")], 3e-3),
+    "adam_learning_rate": (Annotated[float, typer.Option(help="Learning rate of AdamW.")], 1e-3),
     "weight_decay": (Annotated[float, typer.Option(min=0)], 0.0),
     "warmup_steps": (Annotated[int, typer.Option(min=0)], 50),
     "total_steps": (
-        Annotated[int, typer.Option(min=1, help="May be raised or lowered on --resume.")],
+        Annotated[int, typer.Option(min=1, help="May be changed on --resume.")],
         2000,
     ),
     "decay_share": (
         Annotated[
-            float, typer.Option(help="Last share of the steps, over which the rate falls to 0.")
+            float, typer.Option(help="Final share of the steps, over which the rate falls to 0.")
         ],
         0.3,
     ),
     "grad_clip": (Annotated[float, typer.Option()], 1.0),
     "ema_decay": (Annotated[float, typer.Option(help="Weight averaging; 0: off.")], 0.995),
     "compile": (
-        Annotated[bool, typer.Option(help="Fuse elementwise work with torch.compile.")],
+        Annotated[bool, typer.Option(help="Fuse elementwise operations with torch.compile.")],
         True,
     ),
     "eval_every": (Annotated[int, typer.Option(min=1)], 250),
@@ -48,11 +48,11 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "log_every": (Annotated[int, typer.Option(min=1)], 25),
     "eval_sequences": (Annotated[int, typer.Option(min=1)], 64),
     "max_minutes": (
-        Annotated[float, typer.Option(min=0, help="Save and stop after so long; 0: no limit.")],
+        Annotated[float, typer.Option(min=0, help="Save and stop after this time; 0: no limit.")],
         0.0,
     ),
     "resume": (
-        Annotated[bool, typer.Option(help="Continue OUT exactly where it was saved.")],
+        Annotated[bool, typer.Option(help="Continue OUT exactly from where it was saved.")],
         False,
     ),
     "seed": (Seed, 0),

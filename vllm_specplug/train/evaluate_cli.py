@@ -19,13 +19,13 @@ def evaluate(
     ],
     budgets: Annotated[str, typer.Option(help="Tree sizes in nodes, root excluded.")] = "8,16,32",
     builders: Annotated[str, typer.Option(help="Tree builders.")] = "best_first,accum_logp",
-    tree_width: Annotated[int, typer.Option(min=1, help="Candidates a depth.")] = 7,
+    tree_width: Annotated[int, typer.Option(min=1, help="Candidates per depth.")] = 7,
     local_head: Annotated[
         str, typer.Option(help="Local head to fuse with (DeLS): adds its chain and trees.")
     ] = "",
     unigram: Annotated[str, typer.Option(help="Unigram counts; needed where beta is not 0.")] = "",
     alpha: Annotated[
-        str, typer.Option(help="Weight of the local head: one number, or one a corrected depth.")
+        str, typer.Option(help="Weight of the local head: one number, or one per corrected depth.")
     ] = "0.3",
     beta: Annotated[str, typer.Option(help="Weight of the unigram prior, likewise.")] = "0.3",
     anchor_input: Annotated[
@@ -35,14 +35,14 @@ def evaluate(
     candidates: Annotated[
         int,
         typer.Option(
-            min=0, help="Tokens a slot that are looked at, and that a local head scores; 0: all."
+            min=0, help="Tokens per slot that are considered and scored by a local head; 0: all."
         ),
     ] = 128,
     by_depth: Annotated[
-        bool, typer.Option(help="Also print the share reaching each depth.")
+        bool, typer.Option(help="Also print the share of rounds that reach each depth.")
     ] = False,
 ) -> None:
-    """Mean acceptance length of a head by data set, estimated from cached features."""
+    """Prints the mean acceptance length of a head by data set, estimated from features."""
     from vllm_specplug.train.evaluate_run import Evaluation
 
     with common.friendly_errors():

@@ -23,43 +23,42 @@ def train_dels(
     data: Data,
     heldout: Annotated[
         Path,
-        typer.Option(help="Held-out answers or features; features let acceptance be measured."),
+        typer.Option(help="Held-out answers, or features, with which acceptance is measured."),
     ],
     out: common.Out,
-    kind: Annotated[str, typer.Option(help="gru, or markov: reads the last token alone.")] = "gru",
+    kind: Annotated[str, typer.Option(help="gru, or markov, which reads only one token.")] = "gru",
     backbone: Annotated[
         str,
         typer.Option(
-            help="Folder of the draft head to be fused with: scores its tokens only, and measures "
-            "acceptance with it."
+            help="Folder of the draft head to fuse with: only its tokens are scored, and "
+            "acceptance is measured with it."
         ),
     ] = "",
     block_size: Annotated[
-        int, typer.Option(min=0, help="Tokens a block, anchor included; 0: the backbone's, or 16.")
+        int,
+        typer.Option(min=0, help="Tokens per block, anchor included; 0: the backbone's, or 16."),
     ] = 0,
-    hidden_size: Annotated[int, typer.Option(min=1, help="Of the GRU.")] = 1024,
-    rank: Annotated[int, typer.Option(min=1, help="Of the output.")] = 256,
+    hidden_size: Annotated[int, typer.Option(min=1, help="State size of the GRU.")] = 1024,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the output.")] = 256,
     input_size: Annotated[
-        int, typer.Option(min=0, help="What the GRU reads of a token; 0: the embedding's width.")
+        int, typer.Option(min=0, help="Input size of the GRU; 0: the embedding's width.")
     ] = 0,
     parameterization: Annotated[
         str,
         typer.Option(
-            help="target_factorized: reads the target's embeddings; direct_vocab: a table of its "
-            "own."
+            help="target_factorized: reads the target's embeddings; direct_vocab: a separate table."
         ),
     ] = "target_factorized",
     lm_head_mode: Annotated[
         str,
         typer.Option(
-            help="target_lm_head: the target's LM head times a matrix; low_rank: a table of its "
-            "own."
+            help="target_lm_head: the target's LM head times a matrix; low_rank: a separate table."
         ),
     ] = "target_lm_head",
     rank_activation: Annotated[str, typer.Option(help="silu or identity; gru only.")] = "silu",
     anchor_input: Annotated[
         bool,
-        typer.Option(help="What the head's config says of feeding the anchor; training does."),
+        typer.Option(help="Whether serving feeds the anchor (training does)."),
     ] = False,
     loss: Annotated[
         str,
@@ -70,23 +69,25 @@ def train_dels(
     ] = "sft",
     temperature: Annotated[float, typer.Option(help="Distillation temperature.")] = 1.0,
     position_gamma: Annotated[
-        float, typer.Option(help="Offset k weighs exp(-k/gamma); 0: equal weights.")
+        float, typer.Option(help="Offset k has weight exp(-k/gamma); 0: equal weights.")
     ] = 7.0,
-    anchors_per_step: Annotated[int, typer.Option(min=1, help="Blocks a step and process.")] = 1024,
-    anchors_per_sample: Annotated[int, typer.Option(min=1, help="Most blocks of one answer.")] = 64,
+    anchors_per_step: Annotated[
+        int, typer.Option(min=1, help="Blocks per step and process.")
+    ] = 1024,
+    anchors_per_sample: Annotated[int, typer.Option(min=1, help="Maximum blocks per answer.")] = 64,
     vocab_per_step: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Tokens whose scores one step trains, half of them the most frequent; 0: all. "
-            "Not with sft.",
+            help="Number of tokens whose scores a step trains, half of them the most frequent; "
+            "0: all. Not with sft.",
         ),
     ] = 0,
     min_supervised: Annotated[
-        int, typer.Option(min=2, help="Shorter answers are left out, in tokens.")
+        int, typer.Option(min=2, help="Answers with fewer tokens are left out.")
     ] = 32,
-    eval_alpha: Annotated[float, typer.Option(help="Of the measured fusion.")] = 0.3,
-    eval_beta: Annotated[float, typer.Option(help="Of the measured fusion.")] = 0.3,
+    eval_alpha: Annotated[float, typer.Option(help="alpha of the measured fusion.")] = 0.3,
+    eval_beta: Annotated[float, typer.Option(help="beta of the measured fusion.")] = 0.3,
     **shared: Any,
 ) -> None:
     """Trains the short-context head of DeLS; needs only text and the target's embeddings."""
@@ -105,9 +106,9 @@ def train_dels(
 def unigram(
     target: common.Target,
     data: Data,
-    out: Annotated[Path, typer.Option(help="File to write, *.safetensors; JSON goes beside it.")],
+    out: Annotated[Path, typer.Option(help="File to write, *.safetensors; with a JSON file.")],
 ) -> None:
-    """Counts the supervised tokens of answers: the prior that DeLS takes out once."""
+    """Counts the supervised tokens of answers: the prior that DeLS divides out once."""
     from vllm_specplug.train.unigram_counts import write_unigram
 
     with common.friendly_errors():

@@ -55,14 +55,14 @@ def features(
         int,
         typer.Option(
             min=0,
-            help="0: one sequence an answer, positions shifted. Else answers and --text are joined "
-            "and cut to so many tokens, for the long stages.",
+            help="0: one sequence per answer, positions shifted. Otherwise answers and --text are "
+            "joined and cut to this many tokens, for the long stages.",
         ),
     ] = 0,
     text: Annotated[
         list[Path] | None, typer.Option(help="Text files or folders to join, with --length.")
     ] = None,
-    max_sequences: Annotated[int, typer.Option(min=0, help="Of --length; 0: all.")] = 0,
+    max_sequences: Annotated[int, typer.Option(min=0, help="Maximum, of --length; 0: all.")] = 0,
     anchor_offsets: Annotated[
         bool, typer.Option(help="Shift the positions of short sequences.")
     ] = True,
@@ -87,7 +87,7 @@ def features(
             )
         if text and not length:
             raise ValueError(
-                "--text needs --length, e.g. --length 4096; short stages train on answers alone"
+                "--text needs --length, e.g. --length 4096; short stages train on answers only"
             )
         documents = text_files(text or [])
         model = AutoModelForCausalLM.from_pretrained(
@@ -178,15 +178,15 @@ def train(
     stage: Annotated[
         str,
         typer.Option(
-            help="Published optimiser settings: short, long or sft; they win over the options "
+            help="Published optimiser settings: short, long or sft; they override the options "
             "below. Default: none."
         ),
     ] = "",
     init_from: Annotated[
-        str, typer.Option(help="Folder of the head that the stage before made.")
+        str, typer.Option(help="Folder of the head from the previous stage.")
     ] = "",
     window_size: Annotated[
-        int, typer.Option(help="Tokens the self-attention looks back; not with --init-from.")
+        int, typer.Option(help="Tokens that self-attention looks back; not with --init-from.")
     ] = 512,
     draft_vocab_size: Annotated[
         int, typer.Option(min=1, help="Most frequent answer tokens; not with --init-from.")
@@ -199,7 +199,7 @@ def train(
         "forward_kl"
     ),
     temperature: Annotated[float, typer.Option(help="Distillation temperature.")] = 1.0,
-    tokens_per_step: Annotated[int, typer.Option(min=2, help="Packed positions a step.")] = 4096,
+    tokens_per_step: Annotated[int, typer.Option(min=2, help="Packed positions per step.")] = 4096,
     max_staleness: Annotated[
         int,
         typer.Option(min=1, help="Noisy training: the cache ends 1..N positions early; 1: off."),

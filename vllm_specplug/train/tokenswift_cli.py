@@ -15,14 +15,14 @@ from vllm_specplug.train import cli_common as common
 def train(
     target: common.Target,
     features: Annotated[Path, typer.Option(help="Features that include the target's last layer.")],
-    heldout: Annotated[Path, typer.Option(help="Held-out features, with the last layer too.")],
+    heldout: Annotated[Path, typer.Option(help="Held-out features that include the last layer.")],
     out: common.Out,
-    num_heads: Annotated[int, typer.Option(min=1, max=16, help="Chained heads.")] = 3,
+    num_heads: Annotated[int, typer.Option(min=1, max=16, help="Number of chained heads.")] = 3,
     draft_vocab_size: Annotated[
         int, typer.Option(min=0, help="Most frequent answer tokens; 0: the whole vocabulary.")
     ] = 0,
     loss: Annotated[str, typer.Option(help="forward_kl, or sft as published.")] = "forward_kl",
-    tokens_per_step: Annotated[int, typer.Option(min=1, help="Positions a step.")] = 1024,
+    tokens_per_step: Annotated[int, typer.Option(min=1, help="Positions per step.")] = 1024,
     **shared: Any,
 ) -> None:
     """Trains TokenSwift heads; the target stays frozen."""

@@ -98,7 +98,7 @@ def test_format_interval():
     assert format_interval(stats) == (
         "specplug: mean acceptance length 2.31 (accepted 1.31 of 15.2 nodes) "
         "| by depth 0.71 0.38 0.15 0.07 "
-        "| budget now 16, nodes a step 31.0, accepted / predicted 1.31 "
+        "| budget now 16, nodes per step 31.0, accepted / predicted 1.31 "
         "| draft 3.1 ms verify 31 ms compact 0.20 ms "
         "| plain steps 12 (batch 10, grammar 2)"
     )
