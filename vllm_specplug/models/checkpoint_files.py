@@ -93,7 +93,7 @@ def read_safetensors(
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
-        _check_header_length(path)
+        check_header_length(path)
         try:
             with safe_open(path, framework="pt") as handle:
                 for full_name in handle.keys():  # noqa: SIM118 - not a mapping
@@ -114,7 +114,7 @@ def read_safetensors(
                 f"{path} cannot be read as safetensors ({error}); fetch it again"
             ) from None
     if not headers_only:
-        _check_finite(tensors)
+        check_finite(tensors)
     return tensors
 
 
@@ -122,7 +122,8 @@ class _Refused(ValueError):
     """A refusal of ours, told apart from what the reader raises."""
 
 
-def _check_header_length(path: Path) -> None:
+def check_header_length(path: Path) -> None:
+    """Raises ValueError for safetensors whose header is longer than any, or than the file."""
     with path.open("rb") as stream:
         claimed = int.from_bytes(stream.read(8), "little")
     if claimed > min(MAX_HEADER_BYTES, path.stat().st_size):
@@ -141,7 +142,8 @@ def _check_dtype(path: Path, name: str, dtype: str) -> None:
         )
 
 
-def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError for a floating-point tensor with NaN or infinities."""
     for name, tensor in tensors.items():
         # The sum of a tensor that holds NaN or infinities is not finite, and needs no mask; where
         # finite values overflow it the exact question is asked.

@@ -29,6 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+# Far beyond any head; a product of two of them is still a size that torch can state.
+_LARGEST_SIZE = 1 << 24
+_SIZES = f"an integer from 1 to {_LARGEST_SIZE}"
+
 LocalHeadKind = Literal["gru", "markov"]
 Parameterization = Literal["target_factorized", "direct_vocab"]
 LmHeadMode = Literal["low_rank", "target_lm_head"]
@@ -67,7 +71,7 @@ class LocalHeadConfig:
         ):
             _require(getattr(self, name) in choices, name, getattr(self, name), f"one of {choices}")
         for name in ("vocab_size", "target_hidden_size", "rank"):
-            _require(_is_size(getattr(self, name)), name, getattr(self, name), "an integer >= 1")
+            _require(_is_size(getattr(self, name)), name, getattr(self, name), _SIZES)
         # Frozen: derived defaults are filled in once, here.
         if self.kind == "markov":
             _default(self, "input_size", self.rank)
@@ -79,10 +83,13 @@ class LocalHeadConfig:
                 f"rank = {self.rank} for a Markov head, and hidden_size 0",
             )
         else:
-            _require(_is_size(self.hidden_size), "hidden_size", self.hidden_size, "an integer >= 1")
+            _require(_is_size(self.hidden_size), "hidden_size", self.hidden_size, _SIZES)
             _default(self, "input_size", self.target_hidden_size)
         _default(self, "draft_vocab_size", self.vocab_size)
-        _require(_is_size(self.input_size), "input_size", self.input_size, "an integer >= 1")
+        _require(_is_size(self.input_size), "input_size", self.input_size, _SIZES)
+        _require(
+            isinstance(self.anchor_input, bool), "anchor_input", self.anchor_input, "true or false"
+        )
         _require(
             _is_size(self.draft_vocab_size) and self.draft_vocab_size <= self.vocab_size,
             "draft_vocab_size",
@@ -228,7 +235,8 @@ class LocalHead(nn.Module):
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole and 1 <= value <= _LARGEST_SIZE
 
 
 def _default(config: LocalHeadConfig, name: str, value: int) -> None:
@@ -239,6 +247,6 @@ def _default(config: LocalHeadConfig, name: str, value: int) -> None:
 def _require(condition: bool, name: str, value: object, legal: str) -> None:
     if not condition:
         raise ValueError(
-            f"local head config: {name} = {value!r}, legal: {legal}; correct the head's "
+            f"local head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the head's "
             "configuration or use another head"
         )
