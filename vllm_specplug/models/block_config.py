@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.models.checkpoint_files import read_json_object
+from vllm_specplug.models.checkpoint_files import (
+    LARGEST_SIZE,
+    config_values,
+    is_positive,
+    read_json_object,
+)
 
 logger = logging.getLogger(__name__)
 
 # Far beyond any head; a config beyond it would cost memory before a tensor is looked at.
 _LARGEST = {"num_hidden_layers": 256, "block_size": 4096, "target_layer_ids": 1024}
-_LARGEST_SIZE = 1 << 24
 
 _CONTAINERS = ("jetspec_config", "dflash_config")
 _UNSUPPORTED_FLAGS = {
@@ -84,7 +87,7 @@ class BlockHeadConfig:
             "num_key_value_heads",
             "vocab_size",
         ):
-            most = _LARGEST.get(name, _LARGEST_SIZE)
+            most = _LARGEST.get(name, LARGEST_SIZE)
             _require(
                 _is_integer(getattr(self, name)) and 1 <= getattr(self, name) <= most,
                 name,
@@ -98,7 +101,7 @@ class BlockHeadConfig:
             f"a divisor of num_attention_heads = {self.num_attention_heads}",
         )
         _require(
-            2 <= self.block_size <= _LARGEST["block_size"],
+            _is_integer(self.block_size) and 2 <= self.block_size <= _LARGEST["block_size"],
             "block_size",
             self.block_size,
             "an integer >= 2 (the anchor and at least one drafted token), at most "
@@ -111,8 +114,9 @@ class BlockHeadConfig:
             f"1 to {_LARGEST['target_layer_ids']} layer ids",
         )
         for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            _require(math.isfinite(value) and value > 0, name, value, "a positive number")
+            _require(
+                is_positive(getattr(self, name)), name, getattr(self, name), "a positive number"
+            )
         _require(
             self.mask_token_id is None or _is_integer(self.mask_token_id),
             "mask_token_id",
@@ -120,10 +124,10 @@ class BlockHeadConfig:
             "an integer",
         )
         _require(
-            _is_integer(self.target_hidden_size) and 1 <= self.target_hidden_size <= _LARGEST_SIZE,
+            _is_integer(self.target_hidden_size) and 1 <= self.target_hidden_size <= LARGEST_SIZE,
             "target_hidden_size",
             self.target_hidden_size,
-            f"an integer from 1 to {_LARGEST_SIZE}",
+            f"an integer from 1 to {LARGEST_SIZE}",
         )
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
         _require(
@@ -159,12 +163,8 @@ class BlockHeadConfig:
                 "that holds config.json and model.safetensors"
             )
         raw = read_json_object(path, "a head's config")
-        try:
+        with config_values(path):
             return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
-        except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
-            raise ValueError(
-                f"{path} holds a value of a type that no head has ({error}); fetch the head again"
-            ) from None
 
     @classmethod
     def from_dict(
@@ -331,7 +331,7 @@ def _layer_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or _default_head_dim(raw, hidden, heads),
         "vocab_size": _need(raw, "vocab_size"),
-        "rms_norm_eps": 1e-6 if raw.get("rms_norm_eps") is None else float(raw["rms_norm_eps"]),
+        "rms_norm_eps": 1e-6 if raw.get("rms_norm_eps") is None else raw["rms_norm_eps"],
         "rope_theta": _rope_theta(raw),
         "attention_bias": bool(raw.get("attention_bias", False)),
     }
@@ -359,7 +359,8 @@ def _from_zlab(
     layer_ids = container.get("target_layer_ids", raw.get("target_layer_ids"))
     if layer_ids is None and raw.get("eagle_aux_hidden_state_layer_ids"):
         # These count the embedding as 0.
-        layer_ids = [int(i) - 1 for i in raw["eagle_aux_hidden_state_layer_ids"]]
+        name = "eagle_aux_hidden_state_layer_ids"
+        layer_ids = [i - 1 for i in _layer_ids(name, raw[name])]
     if layer_ids is None:
         num_target_layers = num_target_layers or raw.get("num_target_layers")
         _require(
@@ -383,11 +384,18 @@ def _from_zlab(
         target_hidden_size=container.get("target_hidden_size")
         or raw.get("target_hidden_size")
         or shape["hidden_size"],
-        target_layer_ids=tuple(int(i) for i in layer_ids),
-        block_size=int(block_size),
+        target_layer_ids=_layer_ids("target_layer_ids", layer_ids),
+        block_size=block_size,
         causal=causal,
         mask_token_id=mask,
     )
+
+
+def _layer_ids(name: str, value: object) -> tuple[int, ...]:
+    listed = isinstance(value, list | tuple) and all(_is_integer(i) for i in value)
+    _require(listed, name, value, "a list of integers")
+    assert isinstance(value, list | tuple)
+    return tuple(value)
 
 
 def _stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
@@ -426,13 +434,13 @@ def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadC
     _require(bool(aux), "aux_hidden_state_layer_ids", aux, "a list of layer ids, each >= 1")
     assert aux is not None
     # An id there counts the embedding as 0, so decoder layer i is i + 1.
-    layer_ids = tuple(int(i) - 1 for i in aux)
+    layer_ids = tuple(i - 1 for i in _layer_ids("aux_hidden_state_layer_ids", aux))
     return BlockHeadConfig(
         **shape,
         draft_vocab_size=raw.get("draft_vocab_size") or shape["vocab_size"],
         target_hidden_size=raw.get("target_hidden_size") or shape["hidden_size"],
         target_layer_ids=layer_ids,
-        block_size=int(raw.get("block_size") or 8),
+        block_size=8 if raw.get("block_size") is None else raw["block_size"],
         causal=causal,
         mask_token_id=raw.get("mask_token_id"),
     )

@@ -29,9 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# Far beyond any head; a product of two of them is still a size that torch can state.
-_LARGEST_SIZE = 1 << 24
-_SIZES = f"an integer from 1 to {_LARGEST_SIZE}"
+from vllm_specplug.models.checkpoint_files import LARGEST_SIZE, is_size
+
+_SIZES = f"an integer from 1 to {LARGEST_SIZE}"
 
 LocalHeadKind = Literal["gru", "markov"]
 Parameterization = Literal["target_factorized", "direct_vocab"]
@@ -71,7 +71,7 @@ class LocalHeadConfig:
         ):
             _require(getattr(self, name) in choices, name, getattr(self, name), f"one of {choices}")
         for name in ("vocab_size", "target_hidden_size", "rank"):
-            _require(_is_size(getattr(self, name)), name, getattr(self, name), _SIZES)
+            _require(is_size(getattr(self, name)), name, getattr(self, name), _SIZES)
         # Frozen: derived defaults are filled in once, here.
         if self.kind == "markov":
             _default(self, "input_size", self.rank)
@@ -83,15 +83,15 @@ class LocalHeadConfig:
                 f"rank = {self.rank} for a Markov head, and hidden_size 0",
             )
         else:
-            _require(_is_size(self.hidden_size), "hidden_size", self.hidden_size, _SIZES)
+            _require(is_size(self.hidden_size), "hidden_size", self.hidden_size, _SIZES)
             _default(self, "input_size", self.target_hidden_size)
         _default(self, "draft_vocab_size", self.vocab_size)
-        _require(_is_size(self.input_size), "input_size", self.input_size, _SIZES)
+        _require(is_size(self.input_size), "input_size", self.input_size, _SIZES)
         _require(
             isinstance(self.anchor_input, bool), "anchor_input", self.anchor_input, "true or false"
         )
         _require(
-            _is_size(self.draft_vocab_size) and self.draft_vocab_size <= self.vocab_size,
+            is_size(self.draft_vocab_size) and self.draft_vocab_size <= self.vocab_size,
             "draft_vocab_size",
             self.draft_vocab_size,
             f"1..{self.vocab_size} (vocab_size)",
@@ -232,11 +232,6 @@ class LocalHead(nn.Module):
     ) -> torch.Tensor:
         """[B, L] -> [B, L, V']: row t scores token t + 1, from a state of zeros before token 0."""
         return self.logits(self.ranks(token_ids, embed_tokens)[0], lm_head)
-
-
-def _is_size(value: object) -> bool:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return whole and 1 <= value <= _LARGEST_SIZE
 
 
 def _default(config: LocalHeadConfig, name: str, value: int) -> None:
