@@ -183,7 +183,8 @@ def check_window(field: str, window: object, max_model_len: int | None = None) -
     if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= most:
         reason = " (max_model_len)" if max_model_len is not None and most == max_model_len else ""
         raise ValueError(
-            f"{field} = {repr(window)[:200]}, legal: an integer within 1..{most}{reason}; 512 is usual"
+            f"{field} = {repr(window)[:200]}, legal: an integer within 1..{most}{reason}; 512 is "
+            "usual"
         )
 
 
