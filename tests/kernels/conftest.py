@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+from tests.conftest import use_isa
 from vllm_specplug.kernels import extension
 
 
@@ -66,10 +67,9 @@ def isa(request, compiled) -> str:
     """Forces each instruction set in turn; skips those this CPU lacks."""
     if request.param not in extension.supported_isas():
         pytest.skip(f"this CPU cannot run {request.param}")
-    torch.ops.specplug.set_cpu_isa(extension.ISAS.index(request.param))
+    use_isa(request.param)
     yield request.param
-    best = extension.supported_isas()[-1]
-    torch.ops.specplug.set_cpu_isa(extension.ISAS.index(best))
+    use_isa(None)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import use_isa
 from tests.kernels.paged import PagedTrees, layout_of, random_parents
 from vllm_specplug import kernels
 from vllm_specplug.kernels import dispatch, extension
@@ -19,8 +20,7 @@ def fresh_load():
     yield
     extension.load_cpu_extension.cache_clear()
     if extension.load_cpu_extension() is None:
-        best = extension.supported_isas()[-1]
-        torch.ops.specplug.set_cpu_isa(extension.ISAS.index(best))
+        use_isa(None)
 
 
 def problem() -> PagedTrees:
@@ -76,7 +76,7 @@ def test_an_unknown_instruction_set_is_refused(fresh_load, monkeypatch):
 def test_describe_names_the_best_variant(compiled):
     info = kernels.describe(torch.bfloat16)
     assert info["kernel"] == "cpp"
-    assert info["isa"] == info["supported_isas"][-1]
+    assert info["isa"] == (extension.requested_isa() or info["supported_isas"][-1])
     assert kernels.describe(torch.float16)["kernel"] == "reference"
 
 

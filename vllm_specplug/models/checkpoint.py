@@ -191,7 +191,7 @@ def read_tensors(
     elif index.is_file():
         files = shard_files(index)
     else:
-        files = sorted(directory.glob("*.safetensors"))
+        files = sorted(path for path in directory.glob("*.safetensors") if path.is_file())
     pickles = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLE_SUFFIXES)
     if not files:
         if pickles:

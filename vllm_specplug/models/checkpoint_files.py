@@ -8,8 +8,11 @@ names the file; nothing is allocated by a claim that the file's own size does no
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +25,53 @@ MAX_JSON_BYTES = 16 << 20
 # Eight bytes before the header of a safetensors file say how long it is; some hundred bytes a
 # tensor are usual.
 MAX_HEADER_BYTES = 16 << 20
+# Far beyond any head; a product of two of them is still a size that torch can state.
+LARGEST_SIZE = 1 << 24
 _INTEGER_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64", "I32")}
 _WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
+
+
+def is_size(value: object) -> bool:
+    """Whether a config's value is an integer from 1 to `LARGEST_SIZE`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole and 1 <= value <= LARGEST_SIZE
+
+
+def is_positive(value: object) -> bool:
+    """Whether a config's value is a finite number above zero."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value < math.inf
+
+
+@contextmanager
+def config_values(path: Path) -> Iterator[None]:
+    """Turns what a value of an unforeseen type raises into a ValueError that names the file."""
+    try:
+        yield
+    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
+        raise ValueError(
+            f"{path} holds a value of a type that no head has ({str(error)[:200]}); fetch the head "
+            "again"
+        ) from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{name[:100]!r} is given twice")
+    return dict(pairs)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not a number of JSON")
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
     """The JSON object in a file of bounded size.
 
     Raises:
-        ValueError: when it is too large, not text, not JSON, nested too deep or not an object.
+        ValueError: when it is too large, not text, not JSON, nested too deep or not an object, and
+            for keys given twice, of which readers take one or the other.
     """
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
@@ -39,7 +80,11 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
             "fetch the head again"
         )
     try:
-        value = json.loads(path.read_bytes().decode("utf-8"))
+        value = json.loads(
+            path.read_bytes().decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_no_number,
+        )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}; fetch the head again") from None
     if not isinstance(value, dict):
@@ -93,13 +138,18 @@ def read_safetensors(
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
-        _check_header_length(path)
+        check_header_length(path)
         try:
             with safe_open(path, framework="pt") as handle:
                 for full_name in handle.keys():  # noqa: SIM118 - not a mapping
                     name = full_name.removeprefix("model.")
                     if not name.startswith(prefixes):
                         continue
+                    if name in tensors:
+                        raise _Refused(
+                            f"{path}: tensor {name!r} is given twice, here or in another file of "
+                            "this checkpoint; fetch it again"
+                        )
                     part = handle.get_slice(full_name)
                     _check_dtype(path, name, str(part.get_dtype()))
                     tensors[name] = (
@@ -114,7 +164,7 @@ def read_safetensors(
                 f"{path} cannot be read as safetensors ({error}); fetch it again"
             ) from None
     if not headers_only:
-        _check_finite(tensors)
+        check_finite(tensors)
     return tensors
 
 
@@ -122,7 +172,8 @@ class _Refused(ValueError):
     """A refusal of ours, told apart from what the reader raises."""
 
 
-def _check_header_length(path: Path) -> None:
+def check_header_length(path: Path) -> None:
+    """Raises ValueError for safetensors whose header is longer than any, or than the file."""
     with path.open("rb") as stream:
         claimed = int.from_bytes(stream.read(8), "little")
     if claimed > min(MAX_HEADER_BYTES, path.stat().st_size):
@@ -141,7 +192,8 @@ def _check_dtype(path: Path, name: str, dtype: str) -> None:
         )
 
 
-def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError for a floating-point tensor with NaN or infinities."""
     for name, tensor in tensors.items():
         # The sum of a tensor that holds NaN or infinities is not finite, and needs no mask; where
         # finite values overflow it the exact question is asked.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing local heads: a folder of ours, or a file released with DeLS-Spec.
 
-Ours is `config.json` beside `model.safetensors`. A released `.pt` file is a pickle: it is read
-with torch's weights-only loader, which runs no code, and written once as `<name>.safetensors` and
+Ours is `config.json` beside `model.safetensors`. A released `.pt` file is a pickle: it is read in
+weights-only mode (see `released`), checked, and written once as `<name>.safetensors` and
 `<name>.json` beside itself where that folder can be written to.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vllm_specplug.models.checkpoint_files import (
+    check_finite,
     check_tensors,
     draft_token_ids,
     read_json_object,
@@ -26,6 +27,7 @@ from vllm_specplug.models.checkpoint_files import (
     write_checkpoint,
 )
 from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
+from vllm_specplug.models.released import check_plain, load_pickle
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ RELEASED_NAMES = (
 FORMAT = "specplug_local_head"
 # Classes that training scripts leave in a checkpoint's "args"; they carry no behaviour.
 _HARMLESS = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath]
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Names of released files that differ from ours.
 _RENAMED = {
     "embedding_weight": "embed_tokens.weight",
@@ -155,14 +158,12 @@ def _read(
 ) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
     file = resolve_local_head(path)
     if file.suffix == ".pt":
-        config, tensors = _converted(file, target)
-    else:
-        beside = file.parent / CONFIG_NAME
-        config_file = beside if file.name == WEIGHTS_NAME else file.with_suffix(".json")
-        config = _read_config(config_file)
-        tensors = read_safetensors([file], headers_only=headers_only)
-    _check_target(file, config, target)
-    _check_tensors(file, config, tensors)
+        return _converted(file, target)
+    beside = file.parent / CONFIG_NAME
+    config_file = beside if file.name == WEIGHTS_NAME else file.with_suffix(".json")
+    config = _read_config(config_file)
+    tensors = read_safetensors([file], headers_only=headers_only)
+    _check(file, config, tensors, target)
     return config, tensors
 
 
@@ -210,8 +211,14 @@ def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torc
         except ValueError:
             known = None
         if known == source:
-            return _read_config(config_file), read_safetensors([weights])
-    config, tensors = _from_released(file, _load_pickle(file), target)
+            config, tensors = _read_config(config_file), read_safetensors([weights])
+            _check(file, config, tensors, target)
+            return config, tensors
+    raw = load_pickle(file, f"local head {str(file)!r}", _HARMLESS)
+    config, tensors = _from_released(file, raw, target)
+    # Before anything is written: what is refused leaves no copy.
+    _check(file, config, tensors, target)
+    check_finite(tensors)
     if weights.exists() and not config_file.exists():
         logger.info("%s is kept: it is not a converted copy; %s stays in memory", weights, file)
         return config, tensors
@@ -223,22 +230,6 @@ def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torc
     return config, tensors
 
 
-def _load_pickle(file: Path) -> Mapping[str, Any]:
-    try:
-        with torch.serialization.safe_globals(_HARMLESS):
-            raw = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"local head {str(file)!r} cannot be read in weights-only mode ({reason}); legal: "
-            "tensors and plain values. Save only the tensors and the model config, where you trust "
-            "the file"
-        ) from None
-    if not isinstance(raw, Mapping):
-        raise ValueError(f"local head {str(file)!r} is a {type(raw).__name__}, legal: a mapping")
-    return raw
-
-
 def _from_released(
     file: Path, raw: Mapping[str, Any], target: Any
 ) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
@@ -246,6 +237,7 @@ def _from_released(
     state = raw.get("model_state_dict")
     loose = {name: value for name, value in raw.items() if isinstance(value, torch.Tensor)}
     stated = {**(state if isinstance(state, Mapping) else {}), **loose}
+    _check_matrices(file, stated)
     if "position_gates" in stated:
         raise ValueError(
             f"local head {str(file)!r} is a joint checkpoint with position gates; legal: a local "
@@ -273,6 +265,14 @@ def _from_released(
     low_rank = "low_rank_lm_head.weight" in tensors
     gru = tensors.get("prefix_gru.weight_hh_l0")
     recurrent = tensors.get("prefix_gru.weight_ih_l0")
+    for source in (said, raw):
+        for name in ("vocab_size", "target_hidden_size", "embed_dim"):
+            value = source.get(name)
+            if not (value is None or isinstance(value, int)):
+                raise ValueError(
+                    f"local head {str(file)!r}: {name} = {repr(value)[:100]}, legal: an integer; "
+                    "the file is damaged or no local head"
+                )
     vocab = said.get("vocab_size") or raw.get("vocab_size")
     if vocab is None and (low_rank or direct):
         vocab = tensors["low_rank_lm_head.weight"] if low_rank else tensors["embed_tokens.weight"]
@@ -295,6 +295,26 @@ def _from_released(
         ),
         tensors,
     )
+
+
+def _check_matrices(file: Path, stated: Mapping[str, Any]) -> None:
+    """Every tensor of a local head is a matrix of floating-point numbers."""
+    what = f"local head {str(file)!r}"
+    check_plain(file, what, stated)
+    for name, tensor in stated.items():
+        # Gates of a joint checkpoint are refused by name.
+        if tensor.dim() != 2 or tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{what}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, legal: a matrix "
+                "of bfloat16, float16, float32 or float64; this is not a local head"
+            )
+
+
+def _check(
+    file: Path, config: LocalHeadConfig, tensors: Mapping[str, torch.Tensor], target: Any
+) -> None:
+    _check_target(file, config, target)
+    _check_tensors(file, config, tensors)
 
 
 def _check_target(file: Path, config: LocalHeadConfig, target: Any) -> None:

@@ -29,6 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vllm_specplug.models.checkpoint_files import LARGEST_SIZE, is_size
+
+_SIZES = f"an integer from 1 to {LARGEST_SIZE}"
+
 LocalHeadKind = Literal["gru", "markov"]
 Parameterization = Literal["target_factorized", "direct_vocab"]
 LmHeadMode = Literal["low_rank", "target_lm_head"]
@@ -67,7 +71,7 @@ class LocalHeadConfig:
         ):
             _require(getattr(self, name) in choices, name, getattr(self, name), f"one of {choices}")
         for name in ("vocab_size", "target_hidden_size", "rank"):
-            _require(_is_size(getattr(self, name)), name, getattr(self, name), "an integer >= 1")
+            _require(is_size(getattr(self, name)), name, getattr(self, name), _SIZES)
         # Frozen: derived defaults are filled in once, here.
         if self.kind == "markov":
             _default(self, "input_size", self.rank)
@@ -79,12 +83,15 @@ class LocalHeadConfig:
                 f"rank = {self.rank} for a Markov head, and hidden_size 0",
             )
         else:
-            _require(_is_size(self.hidden_size), "hidden_size", self.hidden_size, "an integer >= 1")
+            _require(is_size(self.hidden_size), "hidden_size", self.hidden_size, _SIZES)
             _default(self, "input_size", self.target_hidden_size)
         _default(self, "draft_vocab_size", self.vocab_size)
-        _require(_is_size(self.input_size), "input_size", self.input_size, "an integer >= 1")
+        _require(is_size(self.input_size), "input_size", self.input_size, _SIZES)
         _require(
-            _is_size(self.draft_vocab_size) and self.draft_vocab_size <= self.vocab_size,
+            isinstance(self.anchor_input, bool), "anchor_input", self.anchor_input, "true or false"
+        )
+        _require(
+            is_size(self.draft_vocab_size) and self.draft_vocab_size <= self.vocab_size,
             "draft_vocab_size",
             self.draft_vocab_size,
             f"1..{self.vocab_size} (vocab_size)",
@@ -227,10 +234,6 @@ class LocalHead(nn.Module):
         return self.logits(self.ranks(token_ids, embed_tokens)[0], lm_head)
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _default(config: LocalHeadConfig, name: str, value: int) -> None:
     if not getattr(config, name):
         object.__setattr__(config, name, value)
@@ -239,6 +242,6 @@ def _default(config: LocalHeadConfig, name: str, value: int) -> None:
 def _require(condition: bool, name: str, value: object, legal: str) -> None:
     if not condition:
         raise ValueError(
-            f"local head config: {name} = {value!r}, legal: {legal}; correct the head's "
+            f"local head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the head's "
             "configuration or use another head"
         )

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.models.checkpoint_files import read_json_object
+from vllm_specplug.models.checkpoint_files import (
+    LARGEST_SIZE,
+    config_values,
+    is_positive,
+    is_size,
+    read_json_object,
+)
 
 DEFAULT_WINDOW = 512
 MAX_WINDOW = 65536
@@ -51,7 +56,7 @@ class LongSpecConfig:
             "draft_vocab_size",
         ):
             value = getattr(self, name)
-            _require(isinstance(value, int) and value >= 1, name, value, "an integer >= 1")
+            _require(is_size(value), name, value, f"an integer from 1 to {LARGEST_SIZE}")
         check_window("draft head config: window_size", self.window_size)
         _require(
             self.num_attention_heads % self.num_key_value_heads == 0,
@@ -66,12 +71,9 @@ class LongSpecConfig:
             self.draft_vocab_size,
             f"1..{self.vocab_size} (vocab_size)",
         )
-        _require(
-            math.isfinite(self.rope_theta) and self.rope_theta > 0,
-            "rope_theta",
-            self.rope_theta,
-            "a number > 0",
-        )
+        for name in ("rope_theta", "rms_norm_eps"):
+            value = getattr(self, name)
+            _require(is_positive(value), name, value, "a number > 0")
 
     @property
     def attention_scale(self) -> float:
@@ -94,19 +96,19 @@ class LongSpecConfig:
         final_norm: bool = True,
     ) -> LongSpecConfig:
         """A layer that fits a target's config (an object or a mapping)."""
-        hidden, heads = int(_get(target, "hidden_size")), int(_get(target, "num_attention_heads"))
+        hidden, heads = _get(target, "hidden_size"), _get(target, "num_attention_heads")
         theta, scaling = rotary_of(target)
-        vocab = int(_get(target, "vocab_size"))
+        vocab = _get(target, "vocab_size")
         return cls(
             hidden_size=hidden,
-            intermediate_size=intermediate_size or int(_get(target, "intermediate_size")),
+            intermediate_size=intermediate_size or _get(target, "intermediate_size"),
             num_attention_heads=heads,
-            num_key_value_heads=int(_get(target, "num_key_value_heads", None) or heads),
-            head_dim=int(_get(target, "head_dim", None) or hidden // heads),
+            num_key_value_heads=_get(target, "num_key_value_heads", None) or heads,
+            head_dim=_get(target, "head_dim", None) or hidden // heads,
             vocab_size=vocab,
             draft_vocab_size=draft_vocab_size or vocab,
             window_size=window_size,
-            rms_norm_eps=float(_get(target, "rms_norm_eps", 1e-5)),
+            rms_norm_eps=_get(target, "rms_norm_eps", 1e-5),
             rope_theta=theta,
             rope_scaling=scaling,
             final_norm=final_norm,
@@ -130,12 +132,13 @@ class LongSpecConfig:
             _require(isinstance(raw.get(name), int), name, raw.get(name), "an integer")
         layers = raw.get("num_hidden_layers", 1)
         _require(layers == 1, "num_hidden_layers", layers, "1 (LongSpec drafts with one layer)")
-        return cls.for_target(
-            raw,
-            window_size=raw.get("window_size", raw.get("sliding_window") or DEFAULT_WINDOW),
-            draft_vocab_size=raw.get("draft_vocab_size"),
-            final_norm=bool(raw.get("final_norm", False)),
-        )
+        with config_values(path):
+            return cls.for_target(
+                raw,
+                window_size=raw.get("window_size", raw.get("sliding_window") or DEFAULT_WINDOW),
+                draft_vocab_size=raw.get("draft_vocab_size"),
+                final_norm=bool(raw.get("final_norm", False)),
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """A `config.json` object; `from_pretrained` reads it back unchanged."""
@@ -180,7 +183,8 @@ def check_window(field: str, window: object, max_model_len: int | None = None) -
     if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= most:
         reason = " (max_model_len)" if max_model_len is not None and most == max_model_len else ""
         raise ValueError(
-            f"{field} = {window!r}, legal: an integer within 1..{most}{reason}; 512 is usual"
+            f"{field} = {repr(window)[:200]}, legal: an integer within 1..{most}{reason}; 512 is "
+            "usual"
         )
 
 
@@ -223,7 +227,7 @@ def rotary_of(config: Any) -> tuple[float, Mapping[str, Any] | None]:
 def _require(condition: bool, name: str, value: object, legal: str) -> None:
     if not condition:
         raise ValueError(
-            f"draft head config: {name} = {value!r}, legal: {legal}; correct the head's "
+            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the head's "
             "config.json or use another head"
         )
 

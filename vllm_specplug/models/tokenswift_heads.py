@@ -24,8 +24,11 @@ from torch import nn
 
 from vllm_specplug.models.checkpoint import read_tensors
 from vllm_specplug.models.checkpoint_files import (
+    LARGEST_SIZE,
     check_tensors,
     draft_token_ids,
+    is_positive,
+    is_size,
     read_json_object,
     write_checkpoint,
 )
@@ -70,17 +73,25 @@ class TokenSwiftConfig:
                 'checkpoint, which has "medusa_heads". Use heads made for method tokenswift'
             )
         config = cls(
-            hidden_size=int(data["hidden_size"]),
-            vocab_size=int(data["vocab_size"]),
-            draft_vocab_size=int(data.get("draft_vocab_size") or data["vocab_size"]),
-            medusa_heads=int(data["medusa_heads"]),
-            rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+            hidden_size=data["hidden_size"],
+            vocab_size=data["vocab_size"],
+            draft_vocab_size=data.get("draft_vocab_size") or data["vocab_size"],
+            medusa_heads=data["medusa_heads"],
+            rms_norm_eps=data.get("rms_norm_eps", 1e-6),
         )
-        if not 1 <= config.medusa_heads <= 16:
-            raise ValueError(
-                f"{path}: medusa_heads = {config.medusa_heads}, legal: 1..16; use another "
-                "checkpoint"
-            )
+        sizes = f"an integer from 1 to {LARGEST_SIZE}"
+        for name, test, legal in (
+            ("hidden_size", is_size, sizes),
+            ("vocab_size", is_size, sizes),
+            ("draft_vocab_size", lambda n: is_size(n) and n <= config.vocab_size, "1..vocab_size"),
+            ("medusa_heads", lambda n: is_size(n) and n <= 16, "1..16"),
+            ("rms_norm_eps", is_positive, "a number > 0"),
+        ):
+            value = getattr(config, name)
+            if not test(value):
+                raise ValueError(
+                    f"{path}: {name} = {repr(value)[:200]}, legal: {legal}; use another checkpoint"
+                )
         return config
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 
-from vllm_specplug.models.checkpoint_files import write_safetensors
+from vllm_specplug.models.checkpoint_files import check_header_length, write_safetensors
+from vllm_specplug.models.released import (
+    MAX_COUNTS_BYTES,
+    check_plain,
+    load_counts_archive,
+    load_pickle,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -114,19 +119,19 @@ def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCo
     counts: Any
     try:
         if path.suffix == ".safetensors":
+            check_header_length(path)
             with safe_open(path, framework="pt") as handle:
+                _check_length(path, handle.get_slice("counts").get_shape())
                 counts = handle.get_tensor("counts")
                 recorded = (handle.metadata() or {}).get("tokenizer")
         elif path.suffix == ".npz":
-            counts = torch.from_numpy(np.load(path, allow_pickle=False)["counts"])
+            counts = load_counts_archive(path)
         elif path.suffix == ".pt":
-            counts = torch.load(path, map_location="cpu", weights_only=True)["counts"]
-            counts = torch.as_tensor(counts)
+            counts = load_pickle(path, "it")["counts"]
+            check_plain(path, "it", {"counts": counts})
         else:
             raise ValueError("legal: .safetensors, .pt, .npz")
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
-        raise ValueError(_unreadable(path, error)) from None
-    except Exception as error:  # safetensors and pickle have errors of their own
+    except Exception as error:  # safetensors, zipfile and pickle have errors of their own
         raise ValueError(_unreadable(path, error)) from None
     if recorded is not None and tokenizer is not None and recorded != tokenizer:
         raise ValueError(
@@ -145,12 +150,23 @@ def _unreadable(path: Path, error: Exception) -> str:
     )
 
 
+def _check_length(path: Path, shape: Sequence[int]) -> None:
+    most = MAX_COUNTS_BYTES // 8
+    if max(shape, default=0) > most:
+        raise ValueError(
+            f"unigram counts {str(path)!r}: {list(shape)}, legal: integers [V] of at most {most} "
+            "tokens"
+        )
+
+
 def _checked(path: Path, counts: torch.Tensor) -> torch.Tensor:
-    if counts.dim() != 1 or counts.is_floating_point() or counts.is_complex() or not len(counts):
+    kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    if counts.dim() != 1 or counts.dtype not in kinds or not len(counts):
         raise ValueError(
             f"unigram counts {str(path)!r}: {counts.dtype} {list(counts.shape)}, "
             "legal: integers [V]"
         )
+    _check_length(path, counts.shape)
     counts = counts.to("cpu", torch.int64).contiguous()
     if int(counts.min()) < 0:
         raise ValueError(

@@ -27,7 +27,7 @@ from vllm_specplug.train.blocks import (
 )
 from vllm_specplug.train.features import FeatureSequence, FeatureStore
 from vllm_specplug.train.losses import LOSSES, head_loss, position_weights
-from vllm_specplug.train.order import DataOrder
+from vllm_specplug.train.order import DataOrder, random_subset
 from vllm_specplug.train.recipe import Recipe
 from vllm_specplug.train.trainer import StepLoss, Trainer
 
@@ -134,15 +134,12 @@ class BlockTrainer(Trainer):
         wanted = options.anchors_per_step * self.head.config.block_size // size
         sequences: list[FeatureSequence] = []
         anchors: list[torch.Tensor] = []
-        count = taken = 0
+        count = 0
         while count < wanted:
-            index = next(self.order)
-            taken += 1
-            if taken % self.accelerator.num_processes != self.accelerator.process_index:
-                continue
-            sequence = self.store[index]
+            sequence = self.store[self.next_index()]
             at = sample_anchors(sequence, options.anchor_stride, generator)
-            at = thin_anchors(at, _ANCHOR_MULTIPLE, generator)[: wanted - count]
+            at = thin_anchors(at, _ANCHOR_MULTIPLE, generator)
+            at = random_subset(at, wanted - count, generator)
             if len(at):
                 sequences.append(sequence)
                 anchors.append(at)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from vllm_specplug.models.block_head import BlockHead
 from vllm_specplug.train.features import FeatureSequence
+from vllm_specplug.train.order import random_subset
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,9 @@ def thin_anchors(anchors: torch.Tensor, multiple: int, generator: torch.Generato
 
     Few distinct shapes let the GEMM library reuse its compiled kernels.
     """
-    extra = len(anchors) % multiple
-    if extra == 0 or len(anchors) < multiple:
+    if len(anchors) < multiple:
         return anchors
-    kept = torch.randperm(len(anchors), generator=generator)[extra:]
-    return anchors[kept.sort().values]
+    return random_subset(anchors, len(anchors) // multiple * multiple, generator)
 
 
 def pack_blocks(

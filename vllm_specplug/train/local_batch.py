@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specplug.train.losses import position_weights
+from vllm_specplug.train.order import random_subset
 from vllm_specplug.train.text import TextSequence
 
 
@@ -33,10 +34,7 @@ def local_anchors(sequence: TextSequence, most: int, generator: torch.Generator)
     """At most `most` random anchors, int64 ascending: positions that are supervised and whose next
     token is too."""
     legal = torch.arange(sequence.prompt_len, len(sequence.tokens) - 1)
-    if len(legal) <= most:
-        return legal
-    chosen = torch.randperm(len(legal), generator=generator)[:most]
-    return legal[chosen.sort().values]
+    return random_subset(legal, most, generator)
 
 
 def pack_local(

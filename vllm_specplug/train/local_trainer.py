@@ -17,7 +17,7 @@ from torch import nn
 from vllm_specplug.models.local_head import LocalHead
 from vllm_specplug.train.local_batch import LocalBatch, local_anchors, pack_local
 from vllm_specplug.train.losses import LOSSES, head_loss
-from vllm_specplug.train.order import DataOrder
+from vllm_specplug.train.order import DataOrder, random_subset
 from vllm_specplug.train.recipe import Recipe
 from vllm_specplug.train.text import TextSequence, TextStore
 from vllm_specplug.train.trainer import StepLoss, Trainer
@@ -135,16 +135,12 @@ class LocalTrainer(Trainer):
         anchors: list[torch.Tensor] = []
         dense = self.head.config.kind == "markov"
         most = 1 << 30 if dense else options.anchors_per_sample
-        wanted, count, taken = options.anchors_per_step, 0, 0
+        wanted, count = options.anchors_per_step, 0
         while count < wanted:
-            index = next(self.order)
-            taken += 1
-            if taken % self.accelerator.num_processes != self.accelerator.process_index:
-                continue
-            sequence = self.store[index]
+            sequence = self.store[self.next_index()]
             at = local_anchors(sequence, most, generator)
             if not dense:
-                at = at[: wanted - count]
+                at = random_subset(at, wanted - count, generator)
             if len(at):
                 sequences.append(sequence)
                 anchors.append(at)

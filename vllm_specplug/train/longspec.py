@@ -250,13 +250,9 @@ class LongSpecTrainer(Trainer):
         """The sequences of the next step on this process."""
         generator = self.step_generator()
         sequences: list[KVSequence] = []
-        tokens = taken = 0
+        tokens = 0
         while tokens < self.recipe.tokens_per_step:
-            index = next(self.order)
-            taken += 1
-            if taken % self.accelerator.num_processes != self.accelerator.process_index:
-                continue
-            sequences.append(self.store[index])
+            sequences.append(self.store[self.next_index()])
             tokens += len(sequences[-1])
         staleness = torch.randint(
             1, self.recipe.max_staleness + 1, (len(sequences),), generator=generator

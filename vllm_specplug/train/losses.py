@@ -31,12 +31,10 @@ def _reverse_kl(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _sft(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # A label outside the draft vocabulary (-1) supervises nothing.
-    known = (labels >= 0).float()[:, None]
     index = labels.clamp_min(0)[:, None]
     logp = torch.log_softmax(logits, -1)
     slope = logp.exp().scatter_add(1, index, -torch.ones_like(index, dtype=logp.dtype))
-    return -logp.gather(1, index) * known, slope * known
+    return -logp.gather(1, index), slope
 
 
 def _chunk_slope(
@@ -138,11 +136,12 @@ def head_loss(
 
     `forward_kl` is KL(target || draft) over the draft vocabulary at `temperature`, times
     temperature^2 (Hinton et al., 2015); `reverse_kl` swaps the two; `sft` is the cross-entropy of
-    `labels` (draft ids, -1 where the token is outside the draft vocabulary).
+    `labels`. No loss supervises a row whose token is outside the draft vocabulary.
 
     Args:
         hidden: the head's final normed states.
         teacher: the target's final normed states, whose logits are `teacher @ teacher_lm_head.T`.
+        labels: draft ids, -1 for tokens outside the draft vocabulary.
         lm_head: rows of the draft vocabulary; a parameter gets its gradient, in its own dtype.
         weights: float32; rows of weight 0 add nothing.
         chunk: rows whose logits are alive at a time.
@@ -155,6 +154,9 @@ def head_loss(
     if kind not in LOSSES:
         raise ValueError(f"loss = {kind!r}, legal: {', '.join(LOSSES)}; choose one of them")
     theirs = lm_head if teacher_lm_head is None else teacher_lm_head
+    # Where the draft vocabulary lacks the token, what remains of the target's distribution is the
+    # renormalised rest of it: it would teach the head to be sure of something else.
+    weights = torch.where(labels >= 0, weights, 0.0)
     return _HeadLoss.apply(
         hidden, teacher, lm_head, theirs, labels, weights, kind, temperature, chunk, compiled
     )

@@ -49,6 +49,17 @@ class DataOrder:
         return self
 
 
+def random_subset(values: torch.Tensor, most: int, generator: torch.Generator) -> torch.Tensor:
+    """At most `most` of `values` [A], drawn without replacement, in their order.
+
+    Cutting a list short instead would favour what stands first in an answer.
+    """
+    if len(values) <= most:
+        return values
+    kept = torch.randperm(len(values), generator=generator)[:most]
+    return values[kept.sort().values]
+
+
 def evenly_spread(store: Any, count: int) -> list[Any]:
     """`count` sequences of a store at equal distances, or all of a smaller one."""
     stride = max(1, len(store) // count)

@@ -147,7 +147,7 @@ class TokenSwiftTrainer(Trainer):
         teachers: list[torch.Tensor] = []
         count, offsets = 0, range(2, self.num_heads + 2)
         while count < self.recipe.tokens_per_step:
-            sequence = self.store[next(self.order)]
+            sequence = self.store[self.next_index()]
             first, end = training_rows(sequence, self.num_heads)
             if end <= first:
                 continue

@@ -76,6 +76,19 @@ class Trainer(ABC):
             (self.options.seed * 7919 + self.step) * 1024 + self.accelerator.process_index
         )
 
+    def next_index(self) -> int:
+        """The next sequence of this process.
+
+        Each place of an epoch's order is one process's alone, however many places a step takes:
+        steps need not take equally many on all processes. Counting the epoch in gives every
+        process its turn where there are fewer sequences than processes.
+        """
+        while True:
+            index = next(self.order)
+            place = self.order.cursor + self.order.epoch
+            if place % self.accelerator.num_processes == self.accelerator.process_index:
+                return index
+
     def train_step(self) -> dict[str, float]:
         """One optimiser step; returns its loss (a weighted mean a slot) and rates."""
         began = time.perf_counter()

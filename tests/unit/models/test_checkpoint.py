@@ -159,18 +159,12 @@ def test_speculators_head_with_draft_vocabulary_and_own_tables(tmp_path, tensors
     folder = write(tmp_path / "h", speculators_config(), shipped)
     head, extras = load_block_head(folder, TARGET, dtype=torch.bfloat16)
     assert head.config.target_layer_ids == (1, 4)  # that format counts the embedding as 0
-    assert head.config.causal is True
+    assert head.config.causal is False
     assert torch.equal(extras.target_ids(20), torch.arange(0, 40, 2))
     assert extras.lm_head.dtype == torch.bfloat16
     assert not extras.mask_from_embedding
     expected = shipped["embed_tokens.weight"][49].bfloat16()
     assert torch.equal(head.mask_embedding, expected)
-
-
-def test_speculators_block_mask_defaults_to_bidirectional():
-    config = speculators_config()
-    del config["sliding_window_non_causal"]
-    assert BlockHeadConfig.from_dict(config).causal is False
 
 
 def test_saved_head_reads_back_unchanged(tmp_path):

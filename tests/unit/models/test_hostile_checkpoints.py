@@ -195,8 +195,8 @@ def test_any_value_in_any_field_is_taken_or_refused(
     config: dict[str, Any] = CONFIG.to_dict()
     for name in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=3)):
         config[name] = data.draw(ABSURD)
-    if data.draw(st.booleans()) and isinstance(config["dflash_config"], dict):
-        inner = config["dflash_config"] = dict(config["dflash_config"])
+    inner = config["dflash_config"]
+    if isinstance(inner, dict) and inner and data.draw(st.booleans()):
         inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(ABSURD)
     folder = _shared_head(tmp_path_factory)
     (folder / "config.json").write_text(json.dumps(config))
@@ -233,3 +233,132 @@ def _shared_head(tmp_path_factory: Any) -> Path:
         (folder / "original").write_bytes((folder / "head" / "model.safetensors").read_bytes())
         _shared.append(folder / "head")
     return _shared[0]
+
+
+def test_a_tensor_under_two_names_is_refused(head: Path) -> None:
+    weights = load_file(head / "model.safetensors")
+    weights["model.norm.weight"] = weights["norm.weight"] + 1
+    save_file(weights, head / "model.safetensors")
+    refused(head, "norm.weight", "twice")
+
+
+def test_a_tensor_in_two_shards_is_refused(head: Path) -> None:
+    weights = load_file(head / "model.safetensors")
+    (head / "model.safetensors").rename(head / "a.safetensors")
+    save_file({"norm.weight": weights["norm.weight"] + 1}, head / "b.safetensors")
+    names = {"weight_map": {"fc.weight": "a.safetensors", "norm.weight": "b.safetensors"}}
+    (head / "model.safetensors.index.json").write_text(json.dumps(names))
+    refused(head, "norm.weight", "twice")
+
+
+def test_a_key_given_twice_is_refused(head: Path) -> None:
+    text = (head / "config.json").read_text()
+    (head / "config.json").write_text(text.rstrip().removesuffix("}") + ', "hidden_size": 16}')
+    refused(head, "config.json", "hidden_size", "twice")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_json_has_not(head: Path, value: str) -> None:
+    config = json.loads((head / "config.json").read_text())
+    config["rope_theta"] = 12345.5
+    text = json.dumps(config).replace("12345.5", value)
+    (head / "config.json").write_text(text)
+    refused(head)
+
+
+def test_folders_and_pipes_in_place_of_weights(head: Path) -> None:
+    (head / "model.safetensors").unlink()
+    (head / "weights.safetensors").mkdir()
+    refused(head, "no *.safetensors file")
+    (head / "weights.safetensors").rmdir()
+    # Opened, a pipe would wait for ever.
+    os.mkfifo(head / "weights.safetensors")
+    refused(head, "no *.safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("target_layer_ids", "12"),
+        ("target_layer_ids", [1.5, 2]),
+        ("target_layer_ids", [True, 2]),
+        ("target_layer_ids", {"1": 2}),
+        ("block_size", 4.5),
+        ("block_size", True),
+        ("block_size", "4"),
+    ],
+)
+def test_numbers_are_taken_as_they_stand(head: Path, name: str, value: Any) -> None:
+    config = json.loads((head / "config.json").read_text())
+    container = config["dflash_config"] if name in config["dflash_config"] else config
+    container[name] = value
+    (head / "config.json").write_text(json.dumps(config))
+    refused(head, name)
+
+
+def _longspec(folder: Path) -> tuple[dict[str, Any], Any]:
+    from vllm_specplug.models.longspec_checkpoint import inspect_longspec_head, save_longspec_head
+    from vllm_specplug.models.longspec_config import LongSpecConfig
+    from vllm_specplug.models.longspec_head import LongSpecHead
+
+    target = {**TARGET, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8,
+              "num_key_value_heads": 1, "rope_theta": 1e4}  # fmt: skip
+    save_longspec_head(folder, LongSpecHead(LongSpecConfig.for_target(target)))
+    return target, inspect_longspec_head
+
+
+def _tokenswift(folder: Path) -> tuple[dict[str, Any], Any]:
+    from vllm_specplug.models.tokenswift_heads import (
+        TokenSwiftConfig,
+        TokenSwiftHeads,
+        inspect_heads,
+        save_heads,
+    )
+
+    save_heads(folder, TokenSwiftHeads(TokenSwiftConfig(16, 20, 20)))
+    return TARGET, inspect_heads
+
+
+def _local(folder: Path) -> tuple[dict[str, Any], Any]:
+    from vllm_specplug.models.local_checkpoint import inspect_local_head, save_local_head
+    from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
+
+    save_local_head(folder, LocalHead(LocalHeadConfig("gru", 20, 16, 4, 6)))
+    return TARGET, inspect_local_head
+
+
+@pytest.mark.parametrize("make", [_longspec, _tokenswift, _local])
+def test_any_value_in_any_field_of_other_heads_is_taken_or_refused(
+    make: Any, tmp_path_factory: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("head")
+    target, inspect = make(folder)
+    inspect(folder, target)
+    sound = json.loads((folder / "config.json").read_text())
+
+    @settings(max_examples=250)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        config = dict(sound)
+        for name in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=2)):
+            config[name] = data.draw(ABSURD)
+        (folder / "config.json").write_text(json.dumps(config))
+        message = ""
+        try:
+            inspect(folder, target)
+        except ValueError as error:
+            message = str(error)
+        assert len(message) < 4000
+
+    check()
+
+
+@pytest.mark.parametrize("make", [_longspec, _tokenswift])
+@pytest.mark.parametrize("eps", [0, -1.0, True, "1e-6", [1e-6], 1e400])
+def test_a_norm_needs_a_positive_epsilon(tmp_path: Path, make: Any, eps: Any) -> None:
+    target, inspect = make(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = json.dumps({**config, "rms_norm_eps": eps}).replace("Infinity", "1e400")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="rms_norm_eps"):
+        inspect(tmp_path, target)

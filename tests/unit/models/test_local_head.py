@@ -99,7 +99,7 @@ def test_gru_is_the_three_gate_cell() -> None:
     ("changes", "message"),
     [
         ({"kind": "lstm"}, "kind = 'lstm', legal: one of"),
-        ({"rank": 0}, "rank = 0, legal: an integer >= 1"),
+        ({"rank": 0}, "rank = 0, legal: an integer from 1 to"),
         ({"hidden_size": 0}, "hidden_size = 0"),
         ({"draft_vocab_size": V + 1}, f"legal: 1..{V}"),
         ({"kind": "markov", "hidden_size": 0, "input_size": 3}, "rank = 6 for a Markov head"),

@@ -19,7 +19,7 @@ def reference(kind, hidden, teacher, lm_head, labels, weights, temperature):
         logp = F.log_softmax(logits / temperature, -1)
         logq = F.log_softmax(target / temperature, -1)
         first, second = (logq, logp) if kind == "forward_kl" else (logp, logq)
-        per_row = (first.exp() * (first - second)).sum(-1)
+        per_row = (first.exp() * (first - second)).sum(-1) * (labels >= 0)
     return (per_row * weights).sum() * temperature**2
 
 
@@ -40,6 +40,26 @@ def test_loss_and_gradient_equal_autograd(kind, temperature, chunk):
     (got_grad,) = torch.autograd.grad(got * 3.0, hidden)
     torch.testing.assert_close(got, want.detach(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(got_grad, want_grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tokens_outside_the_draft_vocabulary_supervise_nothing(kind, compiled):
+    torch.manual_seed(0)
+    hidden, lm_head = torch.randn(6, 8, requires_grad=True), torch.randn(12, 8, requires_grad=True)
+    teacher, weights = torch.randn(6, 8), torch.ones(6)
+    labels = torch.tensor([3, -1, 5, -1, -1, 0])
+    inside = labels >= 0
+    loss = head_loss(hidden, teacher, lm_head, labels, weights, kind, compiled=compiled)
+    grads = torch.autograd.grad(loss, (hidden, lm_head))
+    assert not grads[0][~inside].any() and grads[0][inside].all(1).all()
+    # The others count as if those rows were not there.
+    alone = head_loss(
+        hidden[inside], teacher[inside], lm_head, labels[inside], weights[inside], kind
+    )
+    torch.testing.assert_close(loss, alone)
+    for got, want in zip(grads, torch.autograd.grad(alone, (hidden, lm_head)), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_kl_is_zero_where_draft_and_target_agree():

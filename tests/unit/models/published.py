@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json files as the trainers of block heads write them; facts of their sources."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+# sgl-project/SpecForge b3d2401 configs/qwen3-8b-dflash.json, whose fields are those of z-lab's
+# Qwen3-8B head; `dflash_config` is that of its sibling configs/qwen3-8b-domino.json at 70e241a.
+ZLAB_QWEN3_8B: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "modeling_dflash.DFlashDraftModel"},
+    "block_size": 16,
+    "bos_token_id": 151643,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def changed(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A copy with other values; a mapping is merged into the one it replaces."""
+    config = copy.deepcopy(config)
+    for name, value in changes.items():
+        old = config.get(name)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        config[name] = {**old, **value} if both else value
+    return config
+
+
+# deepseek-ai/DeepSpec afdfa7c: deepspec/modeling/dspark/qwen3/config.py puts these over the
+# target's config (Qwen3-4B), with the values of config/dflash/dflash_qwen3_4b.py. Its labels are
+# the tokens 1..block_size after the anchor (modeling.py), so slot k predicts token k + 1.
+DEEPSPEC_DFLASH_QWEN3_4B = changed(
+    ZLAB_QWEN3_8B,
+    architectures=["Qwen3DSparkModel"],
+    hidden_size=2560,
+    intermediate_size=9728,
+    block_size=7,
+    mask_token_id=151669,
+    target_layer_ids=[1, 9, 17, 25, 33],
+    num_anchors=512,
+    enable_confidence_head=False,
+    markov_rank=0,
+    dflash_config=None,
+    auto_map=None,
+)
+# sgl-project/SpecForge 832263f configs/qwen3-4b-dspark.json
+SPECFORGE_DSPARK_QWEN3_4B = changed(
+    ZLAB_QWEN3_8B,
+    hidden_size=2560,
+    intermediate_size=9728,
+    block_size=7,
+    dflash_config={
+        "projector_type": "dspark",
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "confidence_head_alpha": 1.0,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+)
+# sgl-project/SpecForge 70e241a configs/qwen3-8b-domino.json
+SPECFORGE_DOMINO_QWEN3_8B = changed(
+    ZLAB_QWEN3_8B,
+    emb_dim=256,
+    dflash_config={
+        "projector_type": "domino",
+        "pure_draft_prefix_len": 1,
+        "emb_dim": 256,
+        "gru_hidden_dim": 1024,
+        "shift_label": True,
+    },
+)
+# sgl-project/SpecForge 211b87f configs/qwen3-8b-dspine.json
+SPECFORGE_DSPINE_QWEN3_8B = changed(
+    ZLAB_QWEN3_8B,
+    architectures=["DSpineDraftModel"],
+    is_causal=True,
+    dspine_config={"transfer_rank": 1024, "message_size": 512, "top_k": 16},
+)
+# vllm-project/speculators c05b95b: fields and defaults of src/speculators/models/dflash/config.py,
+# the layer config of scripts/train.py. attention.py masks full attention bidirectionally whatever
+# `sliding_window_non_causal` says.
+SPECULATORS_QWEN3_8B: dict[str, Any] = {
+    "architectures": ["DFlashSpeculator"],
+    "aux_hidden_state_layer_ids": [2, 18, 33],
+    "block_size": 8,
+    "draft_vocab_size": 32000,
+    "mask_token_id": 151669,
+    "sample_from_anchor": False,
+    "sliding_window_non_causal": False,
+    "speculators_config": {
+        "algorithm": "dflash",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
+        "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B"},
+    },
+    "speculators_model_type": "dflash",
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "transformer_layer_config": {
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "layer_types": ["full_attention"] * 5,
+        "max_position_embeddings": 40960,
+        "model_type": "qwen3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}
+# vllm-project/speculators 3b731f0 src/speculators/models/jetspec: its blocks read the true tokens,
+# and every slot, the anchor's too, predicts the next one.
+SPECULATORS_JETSPEC = changed(
+    SPECULATORS_QWEN3_8B,
+    architectures=["JetSpecSpeculator"],
+    speculators_model_type="jetspec",
+    block_size=16,
+    kd_temperature=1.0,
+    mask_token_id=None,
+)
+# vllm-project/speculators c05b95b src/speculators/models/dspark: sample_from_anchor by default.
+SPECULATORS_DSPARK = changed(
+    SPECULATORS_QWEN3_8B,
+    architectures=["DSparkSpeculator"],
+    speculators_model_type="dspark",
+    sample_from_anchor=True,
+)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads mean what their trainers meant, or are refused by name."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.unit.models import published
+from tests.unit.models.published import SPECULATORS_QWEN3_8B, ZLAB_QWEN3_8B, changed
+from vllm_specplug.models.block_config import BlockHeadConfig
+
+
+def test_the_zlab_head_of_qwen3_8b():
+    config = BlockHeadConfig.from_dict(ZLAB_QWEN3_8B, num_target_layers=36)
+    assert config.target_layer_ids == (1, 9, 17, 25, 33)
+    assert (config.block_size, config.mask_token_id, config.causal) == (16, 151669, False)
+    assert (config.rope_theta, config.head_dim) == (1e6, 128)
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [(False, "the library's default"), (True, "stated"), (None, "older versions")],
+)
+def test_full_attention_of_speculators_heads_is_bidirectional(flag, why):
+    raw = changed(SPECULATORS_QWEN3_8B, sliding_window_non_causal=flag)
+    if flag is None:
+        del raw["sliding_window_non_causal"]
+    config = BlockHeadConfig.from_dict(raw)
+    assert config.causal is False, why
+    # An id of that format counts the embedding.
+    assert config.target_layer_ids == (1, 17, 32)
+    assert config.draft_vocab_size == 32000 and config.rope_theta == 1e6
+    assert BlockHeadConfig.from_dict(raw, causal=True).causal is True
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("DEEPSPEC_DFLASH_QWEN3_4B", ["architectures", "Qwen3DSparkModel", "DFlashDraftModel"]),
+        ("SPECFORGE_DSPARK_QWEN3_4B", ["projector_type", "dspark"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", ["projector_type", "domino"]),
+        ("SPECFORGE_DSPINE_QWEN3_8B", ["architectures", "DSpineDraftModel"]),
+        ("SPECULATORS_JETSPEC", ["speculators_model_type", "jetspec", "'dflash'"]),
+        ("SPECULATORS_DSPARK", ["speculators_model_type", "dspark", "'dflash'"]),
+    ],
+)
+def test_heads_that_draft_otherwise_are_refused_by_name(name, words):
+    with pytest.raises(ValueError, match="draft head config") as error:
+        BlockHeadConfig.from_dict(getattr(published, name), num_target_layers=36)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("architecture", ["DFlashDraftModel", "Qwen3DFlashDraftModel"])
+def test_known_architectures(architecture):
+    raw = changed(ZLAB_QWEN3_8B, architectures=[architecture])
+    assert BlockHeadConfig.from_dict(raw, num_target_layers=36)
+    for other in ("DFlash2DraftModel", "FutureDraftModel", "dflashdraftmodel"):
+        with pytest.raises(ValueError, match=f"{other}.*DFlashDraftModel.*Qwen3DFlashDraftModel"):
+            BlockHeadConfig.from_dict(changed(raw, architectures=[other]))
+    # A config of neither name nor kind is judged by its tensors.
+    assert BlockHeadConfig.from_dict(changed(raw, architectures=None), num_target_layers=36)
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "words"),
+    [
+        # Slot k predicts token k + 1: every draft would be one place off.
+        (ZLAB_QWEN3_8B, {"dflash_config": {"shift_label": True}}, ["shift_label"]),
+        (ZLAB_QWEN3_8B, {"dflash_config": {"sample_from_anchor": True}}, ["sample_from_anchor"]),
+        (SPECULATORS_QWEN3_8B, {"sample_from_anchor": True}, ["sample_from_anchor"]),
+        # Heads whose distributions need more than the block's.
+        (ZLAB_QWEN3_8B, {"markov_rank": 256}, ["markov_rank"]),
+        (ZLAB_QWEN3_8B, {"enable_confidence_head": True}, ["enable_confidence_head"]),
+        # Rotary embeddings of another kind.
+        (ZLAB_QWEN3_8B, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        (
+            SPECULATORS_QWEN3_8B,
+            {"transformer_layer_config": {"rope_parameters": {"full_attention": {}}}},
+            ["rope_parameters"],
+        ),
+        (
+            SPECULATORS_QWEN3_8B,
+            {"transformer_layer_config": {"rope_parameters": {"partial_rotary_factor": 0.25}}},
+            ["partial_rotary_factor"],
+        ),
+        # Fields that say less than they must.
+        (ZLAB_QWEN3_8B, {"layer_types": ["full_attention"]}, ["layer_types"]),
+        (ZLAB_QWEN3_8B, {"block_size": None}, ["block_size", "missing"]),
+        (ZLAB_QWEN3_8B, {"rms_norm_eps": 0}, ["rms_norm_eps"]),
+        (ZLAB_QWEN3_8B, {"num_target_layers": 40}, ["num_target_layers", "40", "36"]),
+        (ZLAB_QWEN3_8B, {"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
+        (ZLAB_QWEN3_8B, {"dflash_config": {"causal": "no"}}, ["causal", "true or false"]),
+    ],
+)  # fmt: skip
+def test_other_meanings_are_refused(raw, changes, words):
+    with pytest.raises(ValueError, match="draft head config") as error:
+        BlockHeadConfig.from_dict(changed(raw, **changes), num_target_layers=36)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_an_absent_head_size_is_that_of_the_model_type():
+    for model_type, size in (("qwen3", 128), ("llama", 80)):
+        raw = changed(ZLAB_QWEN3_8B, hidden_size=2560, model_type=model_type)
+        del raw["head_dim"]
+        assert BlockHeadConfig.from_dict(raw, num_target_layers=36).head_dim == size
+
+
+def test_the_mask_taken_is_logged_where_the_checkpoint_does_not_say(caplog):
+    with caplog.at_level(logging.INFO):
+        BlockHeadConfig.from_dict(ZLAB_QWEN3_8B, num_target_layers=36)
+    assert "bidirectional" in caplog.text and "causal" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        stated = changed(ZLAB_QWEN3_8B, dflash_config={"causal_head": False})
+        BlockHeadConfig.from_dict(stated, num_target_layers=36)
+        BlockHeadConfig.from_dict(ZLAB_QWEN3_8B, num_target_layers=36, causal=True)
+    assert not caplog.text
