@@ -41,7 +41,7 @@ def build_static(
                 tokens.append(ids[rank])
                 parents.append(parent)
                 depths.append(depth)
-                scores.append(base + logps[rank])
+                scores.append(base + min(logps[rank], 0.0))
         level = following
     return DraftTree(
         token_ids=np.array(tokens, dtype=np.int64),
