@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specplug.tree.draft_tree import ROOT, DraftTree
+from vllm_specplug.tree.draft_tree import ROOT, DraftTree, as_scores
 
 # Levels of the paper's dynamic beam, and of smaller budgets.
 BEAM_PRESETS: dict[int, tuple[int, ...]] = {
@@ -119,7 +119,7 @@ class _Growing:
             token_ids=self.nodes["token"].copy(),
             parent_indices=places[self.nodes["parent"]],
             depths=self.nodes["depth"].copy(),
-            scores=self.nodes["score"].astype(np.float32),
+            scores=as_scores(self.nodes["score"]),
         )
 
 

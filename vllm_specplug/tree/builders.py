@@ -29,7 +29,7 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.tree.draft_tree import ROOT, DraftTree
+from vllm_specplug.tree.draft_tree import ROOT, DraftTree, as_scores
 
 DEFAULT_HYBRID_LAMBDA = 0.1
 
@@ -126,7 +126,7 @@ def _build_one(
         token_ids=np.array(tokens, dtype=np.int64),
         parent_indices=np.array(parents, dtype=np.int32),
         depths=np.array(depths, dtype=np.int32),
-        scores=np.array(scores, dtype=np.float32),
+        scores=as_scores(scores),
     )
 
 

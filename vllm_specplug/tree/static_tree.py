@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.tree.draft_tree import ROOT, DraftTree
+from vllm_specplug.tree.draft_tree import ROOT, DraftTree, as_scores
 
 
 def build_static(
@@ -47,5 +47,5 @@ def build_static(
         token_ids=np.array(tokens, dtype=np.int64),
         parent_indices=np.array(parents, dtype=np.int32),
         depths=np.array(depths, dtype=np.int32),
-        scores=np.array(scores, dtype=np.float32),
+        scores=as_scores(scores),
     )
