@@ -32,7 +32,7 @@ LANES_INLINE void load_lanes(Lanes& v, const uint16_t* p) {
 
 LANES_INLINE void store_lanes(float* p, const Lanes& v) { std::memcpy(p, &v, sizeof(Lanes)); }
 
-// Rounds to bf16, ties to even; no operand of ours is NaN.
+// Rounds to bf16, ties to even; NaN may come out as any value.
 LANES_INLINE void store_lanes(uint16_t* p, const Lanes& v) {
   LanesUint bits;
   std::memcpy(&bits, &v, sizeof(bits));

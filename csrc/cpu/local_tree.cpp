@@ -368,6 +368,7 @@ struct Frontier {
 };
 
 // Adds the best children of one node, by fused [count]; `offset` makes them log-probabilities.
+// Their sum of probabilities may exceed 1 by rounding, but no child scores more than its parent.
 void add_children(Tree& tree, const Frontier& frontier, int64_t f, int32_t depth,
                   const int64_t* ids, const float* fused, int64_t count, float offset,
                   std::vector<std::pair<float, int32_t>>& best) {
@@ -382,8 +383,9 @@ void add_children(Tree& tree, const Frontier& frontier, int64_t f, int32_t depth
     best.insert(at, {value, static_cast<int32_t>(j)});
   }
   for (const auto& [value, j] : best) {
-    const double score = frontier.score[f] + static_cast<double>(value + offset);
-    if (score <= tree.floor) break;
+    const double score = frontier.score[f] + static_cast<double>(std::min(value + offset, 0.0f));
+    // Also where it is NaN, as all scores are once a head's weights hold one.
+    if (!(score > tree.floor)) break;
     tree.pool.push_back(
         {score, tree.seen++, frontier.number[f], depth, static_cast<int32_t>(f), ids[j]});
   }
@@ -557,7 +559,7 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
       std::copy_n(log_prob + at, num_candidates, own);
       std::fill(own + num_candidates, own + padded, kNone);
       const bool corrected = weight != 0.0f || discount != 0.0f;
-      const float mass = corrected ? log_sum_exp(own, padded) : 0.0f;
+      const float mass = corrected ? std::min(log_sum_exp(own, padded), 0.0f) : 0.0f;
       if (discount != 0.0f)
         for (int64_t j = 0; j < num_candidates; ++j) own[j] -= discount * prior[candidates[j]];
       const float* product = nullptr;

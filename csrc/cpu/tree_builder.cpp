@@ -36,6 +36,9 @@ struct Output {
   float* scores;
 };
 
+// No probability is above 1, whatever rounding left: a child never scores more than its parent.
+double log_prob_of(float log_prob) { return std::min(log_prob, 0.0f); }
+
 // Candidates of a depth end at the first that is not finite.
 bool usable(const float* log_probs, int64_t width, int64_t row, int64_t rank, int64_t limit) {
   return rank < limit && std::isfinite(log_probs[row * width + rank]);
@@ -45,7 +48,7 @@ int32_t build_one(const int64_t* ids, const float* log_probs, int64_t width, int
                   int64_t ranks, int32_t budget, std::vector<Candidate>& heap, const Output& out) {
   if (budget <= 0 || rows <= 0 || !usable(log_probs, width, 0, 0, ranks)) return 0;
   heap.clear();
-  heap.push_back({log_probs[0], 0, -1, 0, 0, 0.0});
+  heap.push_back({log_prob_of(log_probs[0]), 0, -1, 0, 0, 0.0});
   int32_t entered = 1;
   int32_t node = 0;
   while (!heap.empty()) {
@@ -58,7 +61,8 @@ int32_t build_one(const int64_t* ids, const float* log_probs, int64_t width, int
     out.scores[node] = static_cast<float>(top.score);
     if (++node == budget) break;
     const auto push = [&](int32_t parent, int32_t row, int32_t rank, double base) {
-      heap.push_back({base + log_probs[row * width + rank], entered++, parent, row, rank, base});
+      heap.push_back(
+          {base + log_prob_of(log_probs[row * width + rank]), entered++, parent, row, rank, base});
       std::push_heap(heap.begin(), heap.end(), comes_later);
     };
     if (usable(log_probs, width, top.row, top.rank + 1, ranks))

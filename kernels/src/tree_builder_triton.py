@@ -54,7 +54,8 @@ def _build_best_first_kernel(
     first = tl.load(logps).to(tl.float64)
     # A candidate that is not finite is none: its score becomes -inf, which is never popped.
     usable = (budget > 0) & (rows > 0) & (first > never) & (first < float("inf"))
-    score = tl.where((place == 0) & usable, first, never)
+    # No probability is above 1, whatever rounding left: a child never scores more than its parent.
+    score = tl.where((place == 0) & usable, tl.minimum(first, 0.0), never)
     base = tl.zeros([PLACES], tl.float64)
     # Order of entry: breaks ties, earlier first. Never more than 2 * N.
     order = tl.zeros([PLACES], tl.int32)
@@ -82,7 +83,7 @@ def _build_best_first_kernel(
         logp = tl.load(logps + my_level * width + my_rank + 1, mask=more, other=never)
         logp = logp.to(tl.float64)
         more = more & (logp > never) & (logp < float("inf"))
-        score = tl.where(chosen, tl.where(more, my_base + logp, never), score)
+        score = tl.where(chosen, tl.where(more, my_base + tl.minimum(logp, 0.0), never), score)
         order = tl.where(chosen, entered, order)
         rank = tl.where(chosen, my_rank + 1, rank)
         entered += more.to(tl.int32)
@@ -91,7 +92,7 @@ def _build_best_first_kernel(
         logp = tl.load(logps + (my_level + 1) * width, mask=more, other=never).to(tl.float64)
         more = more & (logp > never) & (logp < float("inf"))
         new = place == node
-        score = tl.where(new, tl.where(more, best + logp, never), score)
+        score = tl.where(new, tl.where(more, best + tl.minimum(logp, 0.0), never), score)
         base = tl.where(new, best, base)
         order = tl.where(new, entered, order)
         above = tl.where(new, node, above)

@@ -238,7 +238,8 @@ class LocalTreeBuilder:
                 assert self.log_prior is not None
                 fused = fused - beta * self.log_prior[candidates]
             if alpha or beta:
-                fused = fused.log_softmax(-1) + own.logsumexp(-1)
+                # Of a confident head, rounding can sum probabilities to more than 1.
+                fused = fused.log_softmax(-1) + own.logsumexp(-1).clamp(max=0)
             # A stable order: equal scores keep the block head's.
             order = fused.argsort(dim=-1, descending=True, stable=True)[:, :width]
             children = self.draft_ids[candidates[order]]

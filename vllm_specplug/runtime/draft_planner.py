@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_specplug.budget import AdaptiveBudget, NextStep, RowBudget
 from vllm_specplug.config import RequestBudget, parse_request_budget
+from vllm_specplug.tree import DraftTree
 
 if TYPE_CHECKING:
     from vllm_specplug.drafters.base import Drafter, DraftRequests
     from vllm_specplug.metrics import StepStats
     from vllm_specplug.runtime.step import TreeStep
-    from vllm_specplug.tree import DraftTree
+
+# Below "vllm", so that vLLM's handler, format and level apply.
+_logger = logging.getLogger("vllm.specplug")
 
 # First steps of an engine touch memory for the first time; their times tell nothing.
 _WARM_UP_STEPS = 3
@@ -43,6 +47,7 @@ class DraftPlanner:
         stats: where decisions are counted.
         share: replaces times measured here by those of the first rank, so that all ranks of a
             tensor parallel group decide alike.
+        vocab_size: of the target; a tree with any other token is dropped.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class DraftPlanner:
         max_step_rows: int,
         stats: StepStats,
         share: Callable[[list[float]], list[float]],
+        vocab_size: int,
     ) -> None:
         self.options = options
         self.stats = stats
@@ -60,6 +66,10 @@ class DraftPlanner:
         self.row_budget = RowBudget(max_nodes=nodes, max_step_rows=max_step_rows)
         self.adaptive: AdaptiveBudget | None = None
         self._share = share
+        self._vocab_size = vocab_size
+        # Requests of this step of which a tree was dropped, and whether that was ever told.
+        self._dropped: set[int] = set()
+        self._has_warned = False
         self._by_request: dict[str, RequestBudget] = {}
         self._steps = 0
         self._step_start = 0.0
@@ -100,16 +110,19 @@ class DraftPlanner:
     # -- drafting --------------------------------------------------------------------------
 
     def draft(self, drafter: Drafter, requests: DraftRequests, batch: Batch) -> list[DraftTree]:
-        """One tree per request, of the nodes that should be verified."""
+        """One valid tree per request, of the nodes that should be verified."""
         start = time.perf_counter()
         self._draft_rows = 0
+        self._dropped.clear()
         budget = self.adaptive
         if budget is None or not len(requests):
-            trees = drafter.propose(requests) if len(requests) else []
+            trees = self._valid(drafter.propose(requests)) if len(requests) else []
         else:
             trees = self._draft_adaptively(budget, drafter, requests, batch)
         elapsed_ms = 1e3 * (time.perf_counter() - start)
         self._draft_ms = elapsed_ms if self._draft_rows else 0.0
+        dropped = sum(1 for r in self._dropped if not trees[r].num_nodes)
+        self.stats.observe_plain("invalid_tree", dropped)
         if len(requests):
             self.stats.observe_ms("draft", elapsed_ms)
             largest = max(tree.num_nodes for tree in trees)
@@ -121,7 +134,7 @@ class DraftPlanner:
     ) -> list[DraftTree]:
         deepest = drafter.forward_depth
         fixed = [self._by_request[req_id].nodes is not None for req_id in requests.req_ids]
-        found = drafter.look_up(requests)
+        found = self._valid(drafter.look_up(requests))
         depths = budget.plan(
             NextStep(
                 req_ids=requests.req_ids,
@@ -141,12 +154,38 @@ class DraftPlanner:
             requests.forward_depths[:] = depths
             self._draft_rows = sum(depth + 1 for depth in depths if depth)
         if any(depths) or not deepest:
-            drafted = drafter.propose(requests)
+            drafted = self._valid(drafter.propose(requests))
         trees = budget.trim(drafted)
-        for had, tree in zip(drafted, trees, strict=True):
-            if not tree.num_nodes:
+        for r, (had, tree) in enumerate(zip(drafted, trees, strict=True)):
+            if not tree.num_nodes and r not in self._dropped:
                 self.stats.observe_plain("budget" if had.num_nodes or deepest else "no_draft")
         return trees
+
+    def _valid(self, trees: list[DraftTree]) -> list[DraftTree]:
+        """The trees, empty ones in place of those that break a rule of trees.
+
+        All trees pass here before anything relies on their rules: cutting them to the budget, the
+        attention mask, the walk. One that breaks them would stop the engine or, worse, be verified
+        at wrong positions.
+        """
+        checked = list(trees)
+        for r, tree in enumerate(trees):
+            if tree.is_valid(self._vocab_size):
+                continue
+            checked[r] = DraftTree.empty()
+            self._dropped.add(r)
+            if not self._has_warned:
+                self._has_warned = True
+                try:
+                    tree.validate(self._vocab_size)
+                except ValueError as error:
+                    _logger.warning(
+                        "A draft was dropped and its request decoded plainly for a step: %s. This "
+                        "costs speed, never tokens; please report it with the draft head's name. "
+                        "Further ones are counted only, as plain steps of reason invalid_tree.",
+                        error,
+                    )
+        return checked
 
     # -- what a step taught ----------------------------------------------------------------
 

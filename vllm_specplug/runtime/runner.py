@@ -66,6 +66,7 @@ class TreeRunnerMixin:
             max_step_rows=min(spec.max_step_rows or most_rows, most_rows),
             stats=self.tree_metrics.stats,
             share=first_rank_values,
+            vocab_size=self.model_config.get_vocab_size(),
         )
         # Rows of the block table that a draft forward without requests may read.
         self.rehearsal_requests = 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specplug.tree.draft_tree import ROOT, DraftTree
+from vllm_specplug.tree.draft_tree import ROOT, DraftTree, as_scores
 
 # Levels of the paper's dynamic beam, and of smaller budgets.
 BEAM_PRESETS: dict[int, tuple[int, ...]] = {
@@ -95,7 +95,8 @@ class _Growing:
         depth = int(self.front["depth"][0]) + 1
         usable = np.logical_and.accumulate(np.isfinite(log_probs), axis=1)
         rows = np.nonzero(usable)[0]
-        scores = self.front["score"][rows] + log_probs[usable]
+        # Rounding can leave a sure token above 0; then it would outscore its parent.
+        scores = self.front["score"][rows] + np.minimum(log_probs[usable], 0.0)
         # Stable sorts: of equal scores the one drafted first, hence the ancestor, stays first.
         order = np.argsort(-scores, kind="stable")[:widest]
         level = np.empty(len(order), _NODE)
@@ -118,7 +119,7 @@ class _Growing:
             token_ids=self.nodes["token"].copy(),
             parent_indices=places[self.nodes["parent"]],
             depths=self.nodes["depth"].copy(),
-            scores=self.nodes["score"].astype(np.float32),
+            scores=as_scores(self.nodes["score"]),
         )
 
 

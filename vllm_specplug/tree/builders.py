@@ -29,7 +29,7 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.tree.draft_tree import ROOT, DraftTree
+from vllm_specplug.tree.draft_tree import ROOT, DraftTree, as_scores
 
 DEFAULT_HYBRID_LAMBDA = 0.1
 
@@ -115,24 +115,19 @@ def _build_one(
     if budget <= 0 or tree_depth <= 0:
         return DraftTree.empty()
     rows = log_probs[:tree_depth, :tree_width]
-    logp_rows = rows.tolist()
+    # No probability is above 1, whatever rounding left: a child never scores more than its parent.
+    logp_rows = np.minimum(rows, 0.0).tolist()
     if not np.isfinite(rows).all():
-        logp_rows = [_finite_head(row) for row in logp_rows]
+        finite = np.logical_and.accumulate(np.isfinite(rows), axis=1).sum(axis=1)
+        logp_rows = [row[:end] for row, end in zip(logp_rows, finite.tolist(), strict=True)]
     token_rows = token_ids[:tree_depth, :tree_width].tolist()
     tokens, parents, depths, scores = build(token_rows, logp_rows, budget, hybrid_lambda)
     return DraftTree(
         token_ids=np.array(tokens, dtype=np.int64),
         parent_indices=np.array(parents, dtype=np.int32),
         depths=np.array(depths, dtype=np.int32),
-        scores=np.array(scores, dtype=np.float32),
+        scores=as_scores(scores),
     )
-
-
-def _finite_head(row: list[float]) -> list[float]:
-    for rank, value in enumerate(row):
-        if not math.isfinite(value):
-            return row[:rank]
-    return row
 
 
 def _best_first(

@@ -16,6 +16,8 @@ def merge_trees(trees: Sequence[DraftTree], budget: int) -> DraftTree:
     Shared prefixes become shared nodes, so no node is verified twice. A node's score is the best
     any tree gave it; all trees must measure scores alike (cumulative log-probabilities that do not
     grow along a path). The cut keeps a node only with its ancestors, which never score less.
+
+    A tree that breaks these rules is returned alone, for `DraftTree.is_valid` to find.
     """
     if len(trees) == 1 and trees[0].num_nodes <= budget:
         return trees[0]
@@ -33,7 +35,12 @@ def merge_trees(trees: Sequence[DraftTree], budget: int) -> DraftTree:
             tree.scores.tolist(),
             strict=True,
         ):
+            if not ROOT <= parent < len(merged):
+                return tree
             key = (ROOT if parent == ROOT else merged[parent], token)
+            highest = 0.0 if parent == ROOT else scores[key[0]]
+            if not score <= highest:
+                return tree
             node = index.get(key)
             if node is None:
                 node = index[key] = len(tokens)

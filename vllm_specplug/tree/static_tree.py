@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.tree.draft_tree import ROOT, DraftTree
+from vllm_specplug.tree.draft_tree import ROOT, DraftTree, as_scores
 
 
 def build_static(
@@ -41,11 +41,11 @@ def build_static(
                 tokens.append(ids[rank])
                 parents.append(parent)
                 depths.append(depth)
-                scores.append(base + logps[rank])
+                scores.append(base + min(logps[rank], 0.0))
         level = following
     return DraftTree(
         token_ids=np.array(tokens, dtype=np.int64),
         parent_indices=np.array(parents, dtype=np.int32),
         depths=np.array(depths, dtype=np.int32),
-        scores=np.array(scores, dtype=np.float32),
+        scores=as_scores(scores),
     )

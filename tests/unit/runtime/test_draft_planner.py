@@ -29,7 +29,7 @@ def _options(**changes: Any) -> SimpleNamespace:
 
 
 def _planner(rows: int = 512, draft_ms: float = 0.3, **changes: Any) -> DraftPlanner:
-    planner = DraftPlanner(_options(**changes), rows, StepStats(), share=lambda values: values)
+    planner = DraftPlanner(_options(**changes), rows, StepStats(), lambda values: values, 1000)
     if planner.is_adaptive:
         planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=draft_ms)), rows, 4)
     return planner
@@ -198,7 +198,7 @@ def test_ranks_decide_by_the_first_ranks_clock() -> None:
         return values
 
     def ranks(share: Any) -> list[float]:
-        planner = DraftPlanner(_options(), 512, StepStats(), share=share)
+        planner = DraftPlanner(_options(), 512, StepStats(), share, 1000)
         planner.adaptive = AdaptiveBudget(StepCostModel(calibration()), 512, 4)
         tree = DraftTree.chain([1, 2], [-0.1, -0.2])
         for _ in range(10):
@@ -209,3 +209,54 @@ def test_ranks_decide_by_the_first_ranks_clock() -> None:
     expected = ranks(record)
     replay = iter(first)
     assert ranks(lambda values: next(replay)) == expected
+
+
+def _tree(tokens: list[int], parents: list[int], depths: list[int], scores: list[float]) -> Any:
+    return DraftTree(
+        np.array(tokens),
+        np.array(parents, np.int32),
+        np.array(depths, np.int32),
+        np.array(scores, np.float32),
+    )
+
+
+BROKEN = {
+    "a child outscores its parent and stands first": _tree([1, 2], [1, -1], [2, 1], [-0.1, -0.2]),
+    "a repeated sibling": _tree([5, 5], [-1, -1], [1, 1], [-0.1, -0.2]),
+    "a negative token": _tree([-1], [-1], [1], [-0.1]),
+    "a token past the vocabulary": _tree([1000], [-1], [1], [-0.1]),
+    "a wrong depth": _tree([1, 2], [-1, 0], [1, 3], [-0.1, -0.2]),
+    "a score that is no number": _tree([1], [-1], [1], [np.nan]),
+}
+
+
+class _BrokenDrafter(_Drafter):
+    """A sound tree for the first request, a broken one for the second."""
+
+    def __init__(self, broken: DraftTree, in_lookups: bool) -> None:
+        super().__init__()
+        self.broken, self.in_lookups = broken, in_lookups
+
+    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+        found = super().look_up(requests)
+        return [found[0], self.broken] if self.in_lookups else found
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        return [DraftTree.chain([7], [-0.1]), self.broken]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("in_lookups", [False, True])
+@pytest.mark.parametrize("tree_budget", ["auto", MAX_NODES])
+def test_an_invalid_tree_is_dropped_counted_and_told_once(
+    name: str, in_lookups: bool, tree_budget: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    planner = _planner(tree_budget=tree_budget)
+    drafter = _BrokenDrafter(BROKEN[name], in_lookups)
+    for step in (1, 2):
+        requests, batch = _requests(planner, [None, None])
+        trees = planner.draft(drafter, requests, batch)
+        assert [tree.num_nodes for tree in trees] == [1, 0]
+        assert planner.stats.plain_steps == {"invalid_tree": step}
+    warnings = [r.getMessage() for r in caplog.records if r.name == "vllm.specplug"]
+    assert len(warnings) == 1 and "DraftTree:" in warnings[0]

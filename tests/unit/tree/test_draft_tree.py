@@ -138,3 +138,51 @@ def test_validate_names_shape_and_dtype():
     wrong = DraftTree(tree.token_ids, tree.parent_indices, tree.depths.astype(float), tree.scores)
     with pytest.raises(ValueError, match=r"depths .* float64; expected \(2,\) and int32"):
         wrong.validate()
+
+
+@given(
+    cases(),
+    st.sampled_from(BUILDERS),
+    st.sampled_from(["token_ids", "parent_indices", "depths", "scores"]),
+    st.integers(0, 40),
+    st.sampled_from([-2, -1, 0, 1, 2, 6, 7, 8, 99, -0.5, 0.25, float("nan"), float("-inf")]),
+)
+def test_the_cheap_check_finds_what_the_other_one_names(case, builder, name, place, value):
+    tree = case.build(builder)
+    assert tree.is_valid(7)
+    tree.validate(7)
+    columns = {n: getattr(tree, n).copy() for n in ("token_ids", "parent_indices", "depths")}
+    columns["scores"] = tree.scores.copy()
+    if tree.num_nodes and (name == "scores" or value in range(-2, 100)):
+        columns[name][place % tree.num_nodes] = value
+    changed = DraftTree(**columns)
+    try:
+        changed.validate(7)
+        is_valid = True
+    except ValueError:
+        is_valid = False
+    assert changed.is_valid(7) == is_valid
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (DraftTree.chain([1, 7]), "token ids are below 7, but node 1 has 7"),
+        (DraftTree.chain([1, 2], [-0.5, -0.25]), "scores more than its parent, but node 1"),
+        (DraftTree.chain([1], [0.5]), "scores more than its parent, but node 0"),
+        (DraftTree.chain([1], [np.nan]), "scores more than its parent, but node 0 has nan"),
+    ],
+)
+def test_tokens_and_scores_have_limits(tree, message):
+    assert not tree.is_valid(7)
+    with pytest.raises(ValueError, match=message):
+        tree.validate(7)
+
+
+def test_the_cheap_check_reads_shape_and_dtype_first():
+    tree = DraftTree.chain([1, 2])
+    assert not DraftTree(
+        tree.token_ids, tree.parent_indices[:1], tree.depths, tree.scores
+    ).is_valid(9)
+    floats = tree.depths.astype(float)
+    assert not DraftTree(tree.token_ids, tree.parent_indices, floats, tree.scores).is_valid(9)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,3 +62,24 @@ def test_one_small_tree_is_returned_as_it_is() -> None:
     tree = DraftTree.chain([1, 2, 3])
     assert merge_trees([tree], 3) is tree
     assert merge_trees([tree], 2).token_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("parents", "scores"),
+    [
+        ([1, -1], [-1.0, -0.5]),  # a child before its parent
+        ([-1, -2], [-1.0, -1.0]),
+        ([-1, 0], [-1.0, -0.5]),  # a child that would stay when its parent goes
+        ([-1, 0], [-1.0, np.nan]),
+    ],
+)
+def test_what_is_no_tree_stays_none(parents: list[int], scores: list[float]) -> None:
+    broken = DraftTree(
+        np.array([3, 4]),
+        np.array(parents, np.int32),
+        np.array([1, 2], np.int32),
+        np.array(scores, np.float32),
+    )
+    for budget in (1, 9):
+        for trees in ([broken, DraftTree.chain([5])], [DraftTree.chain([5]), broken]):
+            assert not merge_trees(trees, budget).is_valid(9)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sure, tied, masked and broken candidates give valid trees with every builder."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.tree.candidates import (
+    Case,
+    all_paths,
+    assert_best,
+    checked_paths,
+    columns_of,
+    hard_cases,
+    usable,
+)
+from vllm_specplug.tree import BUILDERS, DraftTree, merge_trees
+from vllm_specplug.tree.beam import Frontier, draft_level_by_level
+from vllm_specplug.tree.grammar import reachable_nodes
+from vllm_specplug.tree.static_tree import build_static
+
+
+def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    assert tree.is_valid(vocab_size=10)
+    tree.validate(vocab_size=10)
+    return checked_paths(*columns_of(tree))
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_errors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@given(case=hard_cases())
+def test_marginal_builders(builder: str, case: Case) -> None:
+    every = all_paths(usable(case))
+    paths = paths_of(case.build(builder))
+    assert len(paths) == min(case.budget, len(every)) and set(paths) <= set(every)
+    if builder == "best_first":
+        assert_best(paths, every, case.budget)
+
+
+@given(case=hard_cases(), widths=st.lists(st.integers(1, 5), min_size=1, max_size=5))
+def test_static_trees(case: Case, widths: list[int]) -> None:
+    paths = paths_of(build_static(case.token_ids, case.log_probs, widths))
+    finite = np.isfinite(case.log_probs)
+    count, expected = 1, 0
+    for width, row in zip(widths, finite, strict=False):
+        count *= int(row[:width].sum())
+        expected += count
+    assert len(paths) == expected
+
+
+@given(
+    case=hard_cases(),
+    frontier_width=st.sampled_from([1, 3, None]),
+    beam_widths=st.none() | st.lists(st.integers(1, 6), min_size=1, max_size=5),
+)
+def test_level_by_level(
+    case: Case, frontier_width: int | None, beam_widths: list[int] | None
+) -> None:
+    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+        shape = (len(frontier), 1)
+        ids, log_probs = case.token_ids[frontier.depth], case.log_probs[frontier.depth]
+        return np.tile(ids, shape), np.tile(log_probs, shape)
+
+    (tree,) = draft_level_by_level(
+        [0], [case.budget], [min(case.depth, case.tree_depth)], [case.tree_width], expand,
+        frontier_width=frontier_width, beam_widths=beam_widths,
+    )  # fmt: skip
+    every = all_paths(usable(case))
+    paths = paths_of(tree)
+    assert set(paths) <= set(every)
+    if frontier_width is None and beam_widths is None:
+        assert_best(paths, every, case.budget)
+
+
+@given(
+    cases=st.lists(st.tuples(hard_cases(), st.sampled_from(BUILDERS)), min_size=1, max_size=3),
+    budget=st.sampled_from([1, 2, 9, 500]),
+)
+def test_merged_trees(cases: list[tuple[Case, str]], budget: int) -> None:
+    trees = [case.build(builder) for case, builder in cases]
+    union: dict[tuple[int, ...], float] = {}
+    for tree in trees:
+        for path, score in paths_of(tree).items():
+            union[path] = max(union.get(path, -np.inf), score)
+    merged = paths_of(merge_trees(trees, budget))
+    assert len(merged) == min(budget, len(union))
+    assert all(union[path] == score for path, score in merged.items())
+
+
+class _Allowing:
+    """Lets a fixed set of tokens pass."""
+
+    def __init__(self, allowed: set[int]) -> None:
+        self.allowed = allowed
+
+    def advance(self, token_id: int) -> bool:
+        return token_id in self.allowed
+
+    def retreat(self) -> None: ...
+
+
+@given(
+    case=hard_cases(),
+    builder=st.sampled_from(BUILDERS),
+    allowed=st.sets(st.integers(0, 4)),
+    share=st.floats(0, 1),
+)
+def test_what_grammars_and_the_scheduler_leave(
+    case: Case, builder: str, allowed: set[int], share: float
+) -> None:
+    tree = case.build(builder)
+    cut = tree.prefix(int(share * tree.num_nodes))
+    paths_of(cut)
+    kept = reachable_nodes(cut.token_ids.tolist(), cut.parent_indices.tolist(), _Allowing(allowed))
+    kept = kept[: 1 + int(share * len(kept))]
+    assert all(set(path) <= allowed for path in paths_of(cut.subset(kept)))
