@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_specplug.config import check_model_runner
 from vllm_specplug.runtime.cuda_backend import CudaTreeBackend
 from vllm_specplug.runtime.draft_cache import DraftKVLayer
 from vllm_specplug.runtime.rehearsal import warm_up_draft
@@ -79,6 +80,8 @@ class TreeGPUWorker(Worker):
     """vLLM's CUDA worker. Ledger: gpu_runner."""
 
     def init_device(self) -> None:
+        spec = self.vllm_config.speculative_config
+        check_model_runner(spec.plugin_method, uses_v2=self.use_v2_model_runner)
         claim_attention_backend(self.vllm_config)
         super().init_device()
 
