@@ -98,7 +98,7 @@ def check_engine_config(vllm_config: Any) -> None:
     _check_cache_dtype(method, vllm_config)
     if model.use_mla:
         _refuse(method, f"MLA targets ({model.architectures[0]})", "Use a target with MHA or GQA")
-    if model.is_hybrid or model.is_attention_free:
+    if model.is_hybrid or model.is_attention_free or model.has_inner_state:
         _refuse(
             method,
             f"hybrid or attention-free targets ({model.architectures[0]})",

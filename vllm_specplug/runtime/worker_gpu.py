@@ -13,11 +13,9 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.config import check_model_runner
 from vllm_specplug.runtime.cuda_backend import CudaTreeBackend
-from vllm_specplug.runtime.draft_cache import DraftKVLayer
 from vllm_specplug.runtime.rehearsal import warm_up_draft
 from vllm_specplug.runtime.runner import TreeRunnerMixin
 from vllm_specplug.runtime.tree_backend import TreeBackend
-from vllm_specplug.verify.tree_rows import TreeAttentionMixin
 
 logger = init_logger("vllm.specplug.worker")
 
@@ -59,21 +57,6 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
         return CudaTreeBackend(
             self.tree_spec.tree_kernel, self.num_query_heads, self.step_limits(), self.device
         )
-
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        context = self.compilation_config.static_forward_context
-        for group in kv_cache_config.kv_cache_groups:
-            for name in group.layer_names:
-                layer = context[name]
-                if isinstance(layer, DraftKVLayer):
-                    continue
-                if not isinstance(getattr(layer, "impl", None), TreeAttentionMixin):
-                    raise ValueError(
-                        f"Attention layer {name} runs {type(getattr(layer, 'impl', None)).__name__}"
-                        ", which cannot verify trees. Use --attention-backend FLASH_ATTN or "
-                        "TRITON_ATTN, and a target whose layers all have full attention."
-                    )
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
 
 
 class TreeGPUWorker(Worker):
