@@ -227,6 +227,7 @@ class TreeRunnerMixin:
                 self.tree_step,
                 common,
                 for_capture=bool(kwargs.get("for_cudagraph_capture")),
+                padded_requests=kwargs.get("num_reqs_padded"),
             )
         return attn_metadata, common
 

@@ -77,6 +77,9 @@ class TreeGPUWorker(Worker):
         times = super().compile_or_warm_up_model()
         try:
             warm_up_draft(self.model_runner)
+        except ValueError:
+            # No kernel takes the head: better found out here than while serving.
+            raise
         except Exception as error:
             logger.warning(
                 "Drafting could not be warmed up (%s: %s); the first drafts will be slow",
