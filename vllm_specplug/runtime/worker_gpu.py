@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import vllm.v1.attention.selector as selector
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -27,7 +28,8 @@ TREE_BACKENDS = {
 
 
 def claim_attention_backend(vllm_config: Any) -> None:
-    """Registers the tree backends and picks FlashAttention where the user named none.
+    """Registers the tree backends and, where the user named none, picks FlashAttention, or Triton
+    for float32, which FlashAttention does not have.
 
     Ledger: gpu_backend.
 
@@ -36,7 +38,10 @@ def claim_attention_backend(vllm_config: Any) -> None:
     """
     attention = vllm_config.attention_config
     if attention.backend is None:
-        attention.backend = AttentionBackendEnum.FLASH_ATTN
+        is_float32 = vllm_config.model_config.dtype == torch.float32
+        attention.backend = (
+            AttentionBackendEnum.TRITON_ATTN if is_float32 else AttentionBackendEnum.FLASH_ATTN
+        )
     if attention.backend not in TREE_BACKENDS:
         names = " or ".join(b.name for b in TREE_BACKENDS)
         raise ValueError(

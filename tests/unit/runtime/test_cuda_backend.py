@@ -310,3 +310,24 @@ def test_full_graphs_need_a_kernel_that_can_be_captured(backend, monkeypatch, na
         return
     with pytest.raises(ValueError, match=f"{FULL_GRAPHS_VARIABLE}=1.*unset it"):
         backend.bind(caches)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.bfloat16, "FLASH_ATTN"), (torch.float32, "TRITON_ATTN")],
+)
+def test_the_attention_backend_taken_has_the_models_dtype(dtype, expected, monkeypatch):
+    """FlashAttention has no float32; vLLM would refuse to start with it."""
+    import vllm_specplug.runtime.worker_gpu as worker_gpu
+
+    registered = {}
+    monkeypatch.setattr(worker_gpu, "register_backend", registered.__setitem__)
+    attention = SimpleNamespace(backend=None)
+    config = SimpleNamespace(attention_config=attention, model_config=SimpleNamespace(dtype=dtype))
+    worker_gpu.claim_attention_backend(config)
+    assert attention.backend.name == expected
+    backends = {b.name: path.rpartition(".")[2] for b, path in registered.items()}
+    tree_classes = (TreeFlashAttentionBackend, TreeTritonAttentionBackend)
+    chosen = {c.__name__: c for c in tree_classes}[backends[expected]]
+    assert chosen.supports_dtype(dtype)
+    assert TreeFlashAttentionBackend.supports_dtype(dtype) == (expected == "FLASH_ATTN")
