@@ -350,6 +350,20 @@ def option_error(field: str, value: object, legal: str, remedy: str) -> ValueErr
     return ValueError(f"speculative_config.{field}={value!r} is not usable: {legal}. {remedy}.")
 
 
+def check_model_runner(method: str, *, uses_v2: bool) -> None:
+    """Refuses vLLM's V2 model runner, which our methods do not run in.
+
+    Raises:
+        ValueError: naming the method and what to do.
+    """
+    if uses_v2:
+        raise ValueError(
+            f"Speculative method {method!r} runs in vLLM's V1 model runner, not in the V2 one that "
+            "VLLM_USE_V2_MODEL_RUNNER=1, watermarking or HiSparse ask for. Unset the variable and "
+            "leave these features out, or choose a method of vLLM's own."
+        )
+
+
 REQUEST_BUDGET_ARG = "specplug_tree_budget"
 REQUEST_CONTEXT_ARG = "specplug_max_draft_context"
 

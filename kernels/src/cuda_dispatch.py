@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tree attention serves on a CUDA device: CuTe, else Triton, else readable torch.
+"""Which tree attention serves on a CUDA device: CuTe, else Triton. The readable torch version
+waits for the host, and serves only where it is asked for by name.
 
 A kernel serves when it takes the shape and agrees with the reference on this very device. The
 CuTe kernel comes first only where a recorded run of the correctness suite vouches for its sources
@@ -133,7 +134,8 @@ def choose_cuda_kernel(
     those passed over.
 
     Raises:
-        ValueError: for a name that is none of `CUDA_KERNELS` or "auto".
+        ValueError: for a name that is none of `CUDA_KERNELS` or "auto", and when no kernel but the
+            reference serves and that was not asked for.
     """
     if requested not in ("auto", *CUDA_KERNELS):
         raise ValueError(
@@ -143,6 +145,8 @@ def choose_cuda_kernel(
     unverified = None
     names = CUDA_KERNELS if requested == "auto" else CUDA_KERNELS[CUDA_KERNELS.index(requested) :]
     for name in names:
+        if name == "reference" != requested:
+            break
         problem = unsupported_by(name, shape, capability)
         if problem is None and name == "cute" and requested == "auto":
             unverified = cute_is_verified(capability)
@@ -165,7 +169,11 @@ def choose_cuda_kernel(
         if unverified is not None:
             reason += f"; cute is left out: {unverified}"
         return ChosenKernel(name, load_kernel(name), reason)
-    raise AssertionError("the reference runs everywhere")
+    raise ValueError(
+        f"tree_kernel={requested!r} finds no kernel that serves {shape} here "
+        f"({'; '.join(passed_over)}). Use a target and a head of other sizes, or "
+        "tree_kernel='reference', which is right but far slower than plain decoding."
+    )
 
 
 def self_test_failure(name: str, shape: KernelShape, device: torch.device) -> str | None:
@@ -197,7 +205,6 @@ def describe_cuda(device: torch.device | None = None) -> dict[str, Any]:
     """
     device = device or torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
-    chosen = choose_cuda_kernel("auto", _USUAL_SHAPE, device, capability)
     good = [
         name
         for name in CUDA_KERNELS
@@ -205,6 +212,10 @@ def describe_cuda(device: torch.device | None = None) -> dict[str, Any]:
         and self_test_failure(name, _USUAL_SHAPE, device) is None
     ]
     isa = f"sm_{capability[0]}{capability[1]}"
+    try:
+        chosen = choose_cuda_kernel("auto", _USUAL_SHAPE, device, capability)
+    except ValueError as error:
+        return {"kernel": "none", "isa": isa, "supported_isas": good, "reason": str(error)}
     return {"kernel": chosen.name, "isa": isa, "supported_isas": good, "reason": chosen.reason}
 
 
@@ -212,11 +223,14 @@ def self_test_cuda(device: torch.device | None = None) -> str:
     """One line: how far the kernel that would serve is from the reference on this device.
 
     Raises:
-        RuntimeError: if it disagrees.
+        RuntimeError: if it disagrees, or none would serve.
     """
     device = device or torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
-    chosen = choose_cuda_kernel("auto", _USUAL_SHAPE, device, capability)
+    try:
+        chosen = choose_cuda_kernel("auto", _USUAL_SHAPE, device, capability)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
     error, limit = self_test_error(chosen.run, _USUAL_SHAPE, device)
     if not error <= limit:
         raise RuntimeError(f"{chosen.name} differs from the reference by {error:.2g}")

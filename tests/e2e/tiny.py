@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,6 +48,25 @@ def make_target(folder: Path, vocab_size: int, *, num_layers: int = 2, seed: int
             eos_token_id=1,
         )
     ).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(2.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_other_target(
+    folder: Path, family: str, vocab_size: int, *, seed: int = 0, **sizes: Any
+) -> Path:
+    """A random float32 target of another family of transformers, e.g. "GPT2"; peaked likewise."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=vocab_size, bos_token_id=0, eos_token_id=1, pad_token_id=2, **sizes
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

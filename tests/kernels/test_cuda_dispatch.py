@@ -160,8 +160,6 @@ def test_auto_takes_cute_where_a_record_vouches_for_it(only_reference_fails, mon
         ("cute", ("cute", "triton"), "cute"),
         ("cute", ("triton",), "triton"),
         ("triton", ("cute", "triton"), "triton"),
-        ("auto", ("reference",), "reference"),
-        ("cute", ("reference",), "reference"),
         ("reference", ("cute", "triton", "reference"), "reference"),
     ],
 )
@@ -172,8 +170,16 @@ def test_the_next_kernel_serves_with_one_warning(
     only_reference_fails(*good)
     with caplog.at_level(logging.WARNING):
         assert choose_cuda_kernel(requested, SHAPE, CPU, HOPPER).name == expected
-    fell = expected != requested and (requested != "auto" or expected == "reference")
+    fell = expected != requested and requested != "auto"
     assert len(caplog.records) == int(fell)
+
+
+@pytest.mark.parametrize("requested", ["auto", "cute", "triton"])
+def test_the_reference_never_serves_unless_asked_for(only_reference_fails, requested):
+    """It waits for the host in every layer, and reads a quantised cache as numbers."""
+    only_reference_fails("reference")
+    with pytest.raises(ValueError, match="tree_kernel='.*triton: it differs.*'reference'"):
+        choose_cuda_kernel(requested, SHAPE, CPU, HOPPER)
 
 
 def test_the_doctor_names_the_kernel_that_would_serve(only_reference_fails, monkeypatch):
@@ -185,12 +191,15 @@ def test_the_doctor_names_the_kernel_that_would_serve(only_reference_fails, monk
     assert described["supported_isas"] == ["cute", "triton", "reference"]
     assert "cute is left out: no recorded run" in described["reason"]
     only_reference_fails("reference")
-    assert describe_cuda(CPU)["supported_isas"] == ["reference"]
+    described = describe_cuda(CPU)
+    assert (described["kernel"], described["supported_isas"]) == ("none", ["reference"])
+    assert "finds no kernel" in described["reason"]
 
 
 def test_the_doctor_says_how_far_the_kernel_is_off(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "(reference) agrees with the torch reference" in self_test_cuda(CPU)
+    with pytest.raises(RuntimeError, match="finds no kernel.*7.5 is below 8.0"):
+        self_test_cuda(CPU)
     monkeypatch.setattr(
         cuda_dispatch,
         "choose_cuda_kernel",
@@ -222,4 +231,4 @@ def test_what_triton_does_not_take(change, capability, why):
 
 
 def test_the_reference_serves_an_old_device_without_a_self_test():
-    assert choose_cuda_kernel("auto", SHAPE, CPU, (7, 5)).name == "reference"
+    assert choose_cuda_kernel("reference", SHAPE, CPU, (7, 5)).name == "reference"

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from vllm_specplug.compat.spec_config import SpecPlugSpeculativeConfig, tree_config
-from vllm_specplug.config import tree_option_names
+from vllm_specplug.config import check_model_runner, tree_option_names
 from vllm_specplug.methods import METHOD_NAMES
 
 
@@ -40,6 +40,25 @@ def check_option_names(spec_method: str | None, options: dict[str, Any] | None) 
             )
 
 
+def check_runner_options(
+    spec_method: str | None, options: dict[str, Any] | None, asynchronous: bool | None
+) -> None:
+    """Refuses one of our methods with vLLM's V2 model runner or asynchronous scheduling, before
+    vLLM refuses them without naming the method.
+
+    Raises:
+        ValueError: naming the method and the setting.
+    """
+    from vllm import envs
+
+    method = spec_method or (options or {}).get("method")
+    if method not in METHOD_NAMES:
+        return
+    check_model_runner(method, uses_v2=bool(envs.VLLM_USE_V2_MODEL_RUNNER))
+    if asynchronous:
+        _refuse(method, "async_scheduling=True", "Leave async scheduling out; it is not used")
+
+
 def check_engine_config(vllm_config: Any) -> None:
     """Refuses targets and engine options that trees do not support.
 
@@ -62,20 +81,24 @@ def check_engine_config(vllm_config: Any) -> None:
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         _refuse(method, "context parallelism", "Leave the context-parallel sizes at 1")
+    if parallel.use_ubatching:
+        size = f"ubatch_size={parallel.ubatch_size}"
+        _refuse(
+            method,
+            "enable_dbo=True" if parallel.enable_dbo else size,
+            "Leave microbatching out; the rows of a tree cannot be split",
+        )
+    _check_kv_transfer(method, vllm_config)
+    # Other settings than the environment variable ask for it too.
+    check_model_runner(method, uses_v2=vllm_config.use_v2_model_runner)
     if vllm_config.lora_config is not None:
         _refuse(method, "enable_lora=True", "Serve without LoRA, or merge the adapter")
     if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16"):
         _refuse(method, f"dtype={model.dtype}", "Use dtype bfloat16 or float32")
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
-        _refuse(
-            method,
-            f"kv_cache_dtype={cache_dtype!r}",
-            'Use kv_cache_dtype="auto"; quantised caches are not supported yet',
-        )
+    _check_cache_dtype(method, vllm_config)
     if model.use_mla:
         _refuse(method, f"MLA targets ({model.architectures[0]})", "Use a target with MHA or GQA")
-    if model.is_hybrid or model.is_attention_free:
+    if model.is_hybrid or model.is_attention_free or model.has_inner_state:
         _refuse(
             method,
             f"hybrid or attention-free targets ({model.architectures[0]})",
@@ -107,6 +130,35 @@ def check_engine_config(vllm_config: Any) -> None:
     if vllm_config.scheduler_config.async_scheduling:
         _refuse(method, "async_scheduling=True", "Leave async scheduling out; it is not used")
     _check_token_budget(method, spec, vllm_config.scheduler_config)
+
+
+def _check_cache_dtype(method: str, vllm_config: Any) -> None:
+    """Tree rows are read and moved as numbers of the model's dtype."""
+    wanted = vllm_config.cache_config.cache_dtype
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    remedy = f'Use kv_cache_dtype="auto" or "{dtype}"; other caches are not supported yet'
+    if wanted not in ("auto", dtype):
+        _refuse(method, f"kv_cache_dtype={wanted!r} of a target of dtype {dtype}", remedy)
+    # The layers of such a checkpoint turn "auto" into "fp8" when they are built.
+    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
+    if wanted == "auto" and scheme is not None:
+        _refuse(
+            method,
+            f"a checkpoint whose kv_cache_scheme={scheme!r} asks for a quantised KV cache",
+            f'Use kv_cache_dtype="{dtype}", which keeps keys and values as they are',
+        )
+
+
+def _check_kv_transfer(method: str, vllm_config: Any) -> None:
+    """A connector may store or send slots before the accepted path has been moved together."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return
+    size = vllm_config.cache_config.kv_offloading_size
+    what = f"kv_transfer_config.kv_connector={transfer.kv_connector!r}"
+    if size is not None:
+        what = f"kv_offloading_size={size}"
+    _refuse(method, what, "Serve without a KV connector and without KV offloading")
 
 
 def _has_aux_hidden_states(model: Any) -> bool:
@@ -141,6 +193,7 @@ def install() -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_option_names(self.spec_method, self.speculative_config)
+        check_runner_options(self.spec_method, self.speculative_config, self.async_scheduling)
         vllm_config = original(self, *args, **kwargs)
         check_engine_config(vllm_config)
         return vllm_config

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -295,6 +295,9 @@ class Drafter(ABC):
     Order of calls: `load`, then every step `observe` with what was committed and, when
     anybody is to be drafted for, `propose`.
     """
+
+    reads_target_weights: ClassVar[bool] = True
+    """Whether `load` reads the target's embedding and LM head; else it gets empty tensors."""
 
     def __init__(self, options: DrafterOptions) -> None:
         self.options = options

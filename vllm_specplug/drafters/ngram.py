@@ -185,6 +185,8 @@ def ngram_branches(options: DrafterOptions) -> NgramBranches | None:
 class NgramTreeDrafter(Drafter):
     """Method `ngram_tree`: n-gram branches alone, no head and no draft forward."""
 
+    reads_target_weights = False
+
     def load(self, target: TargetWeights) -> None:
         self.ngrams = NgramBranches(
             self.options.ngram_topk, self.options.max_depth, self.options.ngram_size

@@ -304,7 +304,13 @@ class CudaTreeBackend(TreeBackend):
         return self.kernel.name != "reference"
 
     def attach(
-        self, attn_metadata: Any, step: TreeStep, common: Any, *, for_capture: bool = False
+        self,
+        attn_metadata: Any,
+        step: TreeStep,
+        common: Any,
+        *,
+        for_capture: bool = False,
+        padded_requests: int | None = None,
     ) -> None:
         """In a full graph every row of a uniform batch is a tree row: drafts that form no tree
         are a line, which is a tree. Which batches run so is vLLM's choice: all requests bring
@@ -319,7 +325,8 @@ class CudaTreeBackend(TreeBackend):
             [r.num_computed for r in requests],
             [request_parent_rows(r) for r in requests],
             common.block_table_tensor,
-            places=common.num_reqs,
+            # The stride of the plan as the graph was captured with it.
+            places=padded_requests or common.num_reqs,
             max_rows=common.max_query_len,
             max_context=self.limits.context,
         )

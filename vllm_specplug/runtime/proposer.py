@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from vllm_specplug.drafters.base import DrafterOptions, TargetWeights
 from vllm_specplug.methods import load_drafter_class
 from vllm_specplug.runtime.draft_cache import DraftKVLayer
 from vllm_specplug.runtime.linear import packed_linear
+from vllm_specplug.verify.layer_support import check_target_layers
 
 if TYPE_CHECKING:
     from vllm_specplug.drafters.base import Drafter
@@ -47,10 +52,23 @@ class TreeProposer:
     def load_model(self, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         """Loads the head and registers one paged cache per draft layer with vLLM."""
         model_config = self.vllm_config.model_config
+        method = self.vllm_config.speculative_config.plugin_method
+        check_target_layers(
+            self.vllm_config.compilation_config.static_forward_context,
+            method,
+            ignored=DraftKVLayer,
+        )
+        _check_forward(target_model, method)
+        embed_tokens = lm_head = torch.empty(0)
+        if self.drafter.reads_target_weights:
+            embed_tokens, lm_head = (
+                _full_vocab_weight(table, model_config)
+                for table in vocabulary_tables(target_model, model_config, method)
+            )
         self.drafter.load(
             TargetWeights(
-                embed_tokens=_full_vocab_weight(_input_embeddings(target_model), model_config),
-                lm_head=_full_vocab_weight(_output_embeddings(target_model), model_config),
+                embed_tokens=embed_tokens,
+                lm_head=lm_head,
                 dtype=model_config.dtype,
                 device=torch.device(self.vllm_config.device_config.device),
                 text_config=model_config.hf_text_config,
@@ -67,16 +85,47 @@ class TreeProposer:
         raise AssertionError("the tree runner overrides propose_draft_token_ids")
 
 
-def _input_embeddings(model: torch.nn.Module) -> torch.nn.Module:
-    return (
-        model.get_input_embeddings()
-        if hasattr(model, "get_input_embeddings")
-        else (model.model.embed_tokens)
-    )
+def _check_forward(model: torch.nn.Module, method: str) -> None:
+    """Refuses a target whose forward reads neighbouring rows elsewhere than in attention."""
+    depth = getattr(model, "token_lookback_depth", 0)
+    if depth:
+        raise ValueError(
+            f"Speculative method {method!r} cannot verify trees in {type(model).__name__}: it "
+            f"reads the {depth} tokens before each row (token_lookback_depth={depth}), and in a "
+            "tree those are not a node's ancestors. Use another target, or a chain method of "
+            "vLLM's own."
+        )
 
 
-def _output_embeddings(model: torch.nn.Module) -> torch.nn.Module:
-    return model.lm_head
+def vocabulary_tables(
+    model: torch.nn.Module, model_config: Any, method: str
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The target's token embedding and LM head, both with `weight` [V, H], whatever their names.
+
+    Raises:
+        ValueError: when there is none, or more than one, or they are quantised.
+    """
+    hidden = model_config.hf_text_config.hidden_size
+    vocab_size = model_config.get_vocab_size()
+    inputs: list[torch.nn.Module] = []
+    outputs: list[torch.nn.Module] = []
+    for module in model.modules():
+        if not isinstance(module, VocabParallelEmbedding) or module.org_vocab_size < vocab_size:
+            continue
+        weight = getattr(module, "weight", None)
+        if weight is None or weight.dim() != 2 or weight.shape[1] != hidden:
+            continue
+        (outputs if isinstance(module, ParallelLMHead) else inputs).append(module)
+    # Tied models have no LM head of their own, or one that shares the embedding's weight.
+    for what, found in (("token embedding", inputs), ("LM head", outputs or inputs)):
+        if len(found) != 1:
+            raise ValueError(
+                f"Speculative method {method!r} needs the target's {what}, and "
+                f"{type(model).__name__} has {len(found)} unquantised ones of {vocab_size} tokens "
+                f"by hidden_size={hidden}; needed: exactly 1. Use another target, or method "
+                "'ngram_tree', which needs none."
+            )
+    return inputs[0], (outputs or inputs)[0]
 
 
 def _full_vocab_weight(module: Any, model_config: Any) -> torch.Tensor:

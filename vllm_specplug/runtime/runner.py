@@ -36,6 +36,7 @@ from vllm_specplug.runtime.tree_backend import CpuTreeBackend, StepLimits, TreeB
 from vllm_specplug.runtime.window_cache import PagedTargetCache, WindowCache
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
+from vllm_specplug.verify.layer_support import check_cache_dtypes
 
 
 class TreeRunnerMixin:
@@ -107,13 +108,14 @@ class TreeRunnerMixin:
                 "layers all have full attention, and a head with the target's KV shape."
             )
         context = self.compilation_config.static_forward_context
-        caches = [
-            context[name].kv_cache
+        caches = {
+            name: context[name].kv_cache
             for name in groups[0].layer_names
             if not isinstance(context[name], DraftKVLayer)
-        ]
-        self.target_kv_caches: list[torch.Tensor] = caches
-        self.tree_backend.bind(caches)
+        }
+        check_cache_dtypes(caches, self.model_config.dtype, str(self.tree_spec.plugin_method))
+        self.target_kv_caches: list[torch.Tensor] = list(caches.values())
+        self.tree_backend.bind(self.target_kv_caches)
         layers = self.drafter.cache_layers
         if layers:
             self.drafter.drafter.bind_cache(
@@ -130,9 +132,8 @@ class TreeRunnerMixin:
             self._bind_window(window, groups[0].layer_names)
         partial = self.drafter.drafter.partial_cache_spec()
         if partial is not None:
-            names = [n for n in groups[0].layer_names if not isinstance(context[n], DraftKVLayer)]
             self.drafter.drafter.bind_target_forward(
-                SelfDraft(self, names, self.tree_backend.layout, partial), first_rank_values
+                SelfDraft(self, list(caches), self.tree_backend.layout, partial), first_rank_values
             )
 
     def _bind_window(self, spec: WindowSpec, layer_names: list[str]) -> None:
@@ -227,6 +228,7 @@ class TreeRunnerMixin:
                 self.tree_step,
                 common,
                 for_capture=bool(kwargs.get("for_cudagraph_capture")),
+                padded_requests=kwargs.get("num_reqs_padded"),
             )
         return attn_metadata, common
 

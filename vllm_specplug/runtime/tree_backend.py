@@ -76,9 +76,20 @@ class TreeBackend(ABC):
         return False
 
     def attach(
-        self, attn_metadata: Any, step: TreeStep, common: Any, *, for_capture: bool = False
+        self,
+        attn_metadata: Any,
+        step: TreeStep,
+        common: Any,
+        *,
+        for_capture: bool = False,
+        padded_requests: int | None = None,
     ) -> None:
-        """Puts the step's tree rows on vLLM's attention metadata, where there are any."""
+        """Puts the step's tree rows on vLLM's attention metadata, where there are any.
+
+        Args:
+            common: vLLM's common metadata; without padding, except for a capture.
+            padded_requests: requests of the graph the step runs in; None where it is not padded.
+        """
         if for_capture or not step.has_trees:
             return
         covers = all(r.decodes for r in step.requests)

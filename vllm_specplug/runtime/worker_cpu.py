@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_specplug.config import option_error
+from vllm_specplug.config import check_model_runner, option_error
 from vllm_specplug.kernels import describe
 from vllm_specplug.kernels.extension import ISA_VARIABLE
 from vllm_specplug.runtime.runner import TreeRunnerMixin
@@ -101,6 +101,7 @@ class TreeCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         spec = self.vllm_config.speculative_config
+        check_model_runner(spec.plugin_method, uses_v2=self.use_v2_model_runner)
         choose_kernel(spec.tree_kernel, self.model_config.dtype)
         register_backend(
             AttentionBackendEnum.CPU_ATTN, "vllm_specplug.verify.cpu.TreeCPUAttentionBackend"

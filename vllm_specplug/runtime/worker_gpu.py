@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import vllm.v1.attention.selector as selector
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_specplug.config import check_model_runner
 from vllm_specplug.runtime.cuda_backend import CudaTreeBackend
-from vllm_specplug.runtime.draft_cache import DraftKVLayer
 from vllm_specplug.runtime.rehearsal import warm_up_draft
 from vllm_specplug.runtime.runner import TreeRunnerMixin
 from vllm_specplug.runtime.tree_backend import TreeBackend
-from vllm_specplug.verify.tree_rows import TreeAttentionMixin
 
 logger = init_logger("vllm.specplug.worker")
 
@@ -28,7 +28,8 @@ TREE_BACKENDS = {
 
 
 def claim_attention_backend(vllm_config: Any) -> None:
-    """Registers the tree backends and picks FlashAttention where the user named none.
+    """Registers the tree backends and, where the user named none, picks FlashAttention, or Triton
+    for float32, which FlashAttention does not have.
 
     Ledger: gpu_backend.
 
@@ -37,7 +38,10 @@ def claim_attention_backend(vllm_config: Any) -> None:
     """
     attention = vllm_config.attention_config
     if attention.backend is None:
-        attention.backend = AttentionBackendEnum.FLASH_ATTN
+        is_float32 = vllm_config.model_config.dtype == torch.float32
+        attention.backend = (
+            AttentionBackendEnum.TRITON_ATTN if is_float32 else AttentionBackendEnum.FLASH_ATTN
+        )
     if attention.backend not in TREE_BACKENDS:
         names = " or ".join(b.name for b in TREE_BACKENDS)
         raise ValueError(
@@ -59,26 +63,13 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
             self.tree_spec.tree_kernel, self.num_query_heads, self.step_limits(), self.device
         )
 
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        context = self.compilation_config.static_forward_context
-        for group in kv_cache_config.kv_cache_groups:
-            for name in group.layer_names:
-                layer = context[name]
-                if isinstance(layer, DraftKVLayer):
-                    continue
-                if not isinstance(getattr(layer, "impl", None), TreeAttentionMixin):
-                    raise ValueError(
-                        f"Attention layer {name} runs {type(getattr(layer, 'impl', None)).__name__}"
-                        ", which cannot verify trees. Use --attention-backend FLASH_ATTN or "
-                        "TRITON_ATTN, and a target whose layers all have full attention."
-                    )
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-
 
 class TreeGPUWorker(Worker):
     """vLLM's CUDA worker. Ledger: gpu_runner."""
 
     def init_device(self) -> None:
+        spec = self.vllm_config.speculative_config
+        check_model_runner(spec.plugin_method, uses_v2=self.use_v2_model_runner)
         claim_attention_backend(self.vllm_config)
         super().init_device()
 
@@ -91,6 +82,9 @@ class TreeGPUWorker(Worker):
         times = super().compile_or_warm_up_model()
         try:
             warm_up_draft(self.model_runner)
+        except ValueError:
+            # No kernel takes the head: better found out here than while serving.
+            raise
         except Exception as error:
             logger.warning(
                 "Drafting could not be warmed up (%s: %s); the first drafts will be slow",

@@ -24,6 +24,8 @@ def cpu_kv_layout(kv_cache: torch.Tensor) -> CpuKvLayout:
 class TreeCPUAttentionBackend(CPUAttentionBackend):
     """Registered over `CPU_ATTN` in workers that draft trees."""
 
+    takes_tree_rows = True
+
     @staticmethod
     def get_impl_cls() -> type[TreeCPUAttentionBackendImpl]:
         return TreeCPUAttentionBackendImpl

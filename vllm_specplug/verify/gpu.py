@@ -61,6 +61,8 @@ class TreeFlashAttentionImpl(TreeAttentionMixin, FlashAttentionImpl):
 class TreeFlashAttentionBackend(FlashAttentionBackend):
     """Registered over `FLASH_ATTN` in workers that draft trees."""
 
+    takes_tree_rows = True
+
     @staticmethod
     def get_impl_cls() -> type[TreeFlashAttentionImpl]:
         return TreeFlashAttentionImpl
@@ -83,6 +85,8 @@ class TreeTritonAttentionImpl(TreeAttentionMixin, TritonAttentionImpl):
 
 class TreeTritonAttentionBackend(TritonAttentionBackend):
     """Registered over `TRITON_ATTN` in workers that draft trees."""
+
+    takes_tree_rows = True
 
     @staticmethod
     def get_impl_cls() -> type[TreeTritonAttentionImpl]:

@@ -16,6 +16,9 @@ from vllm_specplug.verify.draft_attention import DraftAttention
 # Attribute of vLLM's attention metadata that carries `TreeRows`.
 TREE_ROWS_ATTRIBUTE = "specplug_tree_rows"
 
+# Class attribute of backends whose implementation takes tree rows over.
+TREE_BACKEND_MARK = "takes_tree_rows"
+
 # A layer's cache [num_blocks, Hkv, block_size, 2 * Dh] -> keys and values as the kernel takes them.
 CacheViews = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

@@ -129,7 +129,9 @@ def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
         ({"dtype": "float16"}, "dtype=torch.float16"),
-        ({"async_scheduling": True}, "[Aa]sync"),
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' of a target of dtype float32"),
+        ({"async_scheduling": True}, "'jetspec' .*async_scheduling=True"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0"),
         ({"max_num_batched_tokens": 256, "max_num_seqs": 4}, None),
     ],
 )
@@ -142,8 +144,73 @@ def test_engine_combinations(
 
 
 @pytest.mark.parametrize(
+    "connector", ["ExampleConnector", "SimpleCPUOffloadConnector", "MultiConnector"]
+)
+def test_kv_connectors(target: Path, connector: str) -> None:
+    """They may store or send slots of a layer before compaction has moved the accepted path."""
+    transfer = {"kv_connector": connector, "kv_role": "kv_both"}
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*kv_connector='{connector}'"):
+        _config(target, {"method": "ngram_tree"}, kv_transfer_config=transfer)
+    assert _config(target, None, kv_transfer_config=transfer).speculative_config is None
+
+
+@pytest.mark.parametrize(("field", "value"), [("enable_dbo", True), ("ubatch_size", 2)])
+def test_microbatching(target: Path, field: str, value: Any) -> None:
+    """Set on the finished config: vLLM switches it off on CPU."""
+    from vllm_specplug.compat.engine_args import check_engine_config
+
+    config = _config(target, {"method": "ngram_tree"})
+    check_engine_config(config)
+    setattr(config.parallel_config, field, value)
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*{field}={value}"):
+        check_engine_config(config)
+
+
+@pytest.mark.parametrize("engine", [{}, {"async_scheduling": True}, {"async_scheduling": False}])
+def test_the_v2_model_runner_is_refused_by_name(
+    target: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any]
+) -> None:
+    """Also where vLLM itself would take it, as on CUDA."""
+    import vllm.config.vllm as vllm_config
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr(vllm_config.VllmConfig, "_validate_v2_model_runner", lambda self: None)
+    with pytest.raises(ValueError, match="'ngram_tree' .*VLLM_USE_V2_MODEL_RUNNER=1"):
+        _config(target, {"method": "ngram_tree"}, **engine)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert _config(target, {"method": "ngram_tree"}).parallel_config.worker_cls != "auto"
+
+
+def test_a_worker_told_to_use_the_v2_runner_starts_nothing(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config may reach a worker without `EngineArgs`."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from vllm_specplug.runtime.worker_cpu import TreeCPUWorker
+    from vllm_specplug.runtime.worker_gpu import TreeGPUWorker
+
+    config = _config(target, {"method": "ngram_tree"})
+    for worker_class in (TreeCPUWorker, TreeGPUWorker):
+        worker = worker_class.__new__(worker_class)
+        WorkerBase.__init__(worker, config, 0, 0, "tcp://127.0.0.1:0")
+        worker.use_v2_model_runner = True
+        with pytest.raises(ValueError, match="'ngram_tree' .*VLLM_USE_V2_MODEL_RUNNER"):
+            worker.init_device()
+
+
+_FP8_CACHE = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True,
+                        "dynamic": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"quantization_config": _FP8_CACHE}, "quantised KV cache.*kv_cache_dtype"),
         ({"sliding_window": 64, "model_type": "mistral", "architectures": ["MistralForCausalLM"]},
          "sliding"),
         ({"hidden_size": 32, "head_dim": 32}, "target_hidden_size = 64, legal: 32"),

@@ -132,6 +132,56 @@ def test_full_graphs_take_every_row_of_a_uniform_batch(backend, monkeypatch):
     assert graph.parent_rows[:10].tolist() == [-1, 0, 0, 1, 1, -1, 0, 1, 2, 3]
 
 
+def _captured_sizes(rows: int, most: int) -> dict[int, int]:
+    """Requests -> requests of the graph that vLLM runs them in, as it pads by default: capture
+    sizes are rounded up to multiples of a tree's rows."""
+    sizes = sorted({*(-(-s // rows) for s in (1, 2, 4)), *(-(-s // rows) for s in range(8, 257, 8)),
+                    *(-(-s // rows) for s in range(272, 513, 16))})  # fmt: skip
+    return {n: next(s for s in sizes if s >= n) for n in range(1, most + 1) if n <= sizes[-1]}
+
+
+@pytest.mark.parametrize("nodes", [3, 7, 11])
+def test_a_padded_step_lies_where_its_graph_reads(nodes, monkeypatch):
+    """vLLM pads a uniform batch to a captured size, and hands out metadata without the padding:
+    the graph still reads its plan with the stride it was captured with."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
+    rows, most = nodes + 1, 40
+    limits = StepLimits(num_requests=64, num_rows=64 * rows, tree_rows=rows, context=512)
+    padded = _captured_sizes(rows, most)
+    assert any(graph > count for count, graph in padded.items())
+
+    def common(count: int) -> CommonAttentionMetadata:
+        starts = torch.arange(0, (count + 1) * rows, rows, dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts,
+            seq_lens=torch.full((count,), 100, dtype=torch.int32), num_reqs=count,
+            num_actual_tokens=count * rows, max_query_len=rows, max_seq_len=512,
+            block_table_tensor=torch.zeros(count, 8, dtype=torch.int32),
+            slot_mapping=torch.zeros(count * rows, dtype=torch.int64),
+        )  # fmt: skip
+
+    for count, graph_size in padded.items():
+        backend = CudaTreeBackend("auto", 2, limits, CPU)
+        backend.kernel = ChosenKernel("cute", lambda *args: None, "")
+        backend.views = gpu_cache_views
+        held = SimpleNamespace()
+        backend.attach({"a": held}, TreeStep([]), common(graph_size), for_capture=True)
+        graph = tree_rows_of(held).metadata
+        step = TreeStep(
+            [request(rows * i, DraftTree.chain(np.arange(nodes)), nodes) for i in range(count)]
+        )
+        unpadded = common(graph_size).unpadded(count * rows, count)
+        backend.attach({"a": SimpleNamespace()}, step, unpadded, padded_requests=graph_size)
+        expected = [
+            [*range(count), *[0] * (graph_size - count)],
+            [*range(0, rows * count, rows), *[0] * (graph_size - count)],
+            [*[rows] * count, *[0] * (graph_size - count)],
+        ]
+        assert graph.plan[:3].tolist() == expected, (nodes, count, graph_size)
+
+
 def test_positions_follow_depth(backend):
     positions = torch.arange(12)
     step = TreeStep([request(0, bushy()), StepRequest(5, 6, 7, 30, DraftTree.empty())])
@@ -260,3 +310,24 @@ def test_full_graphs_need_a_kernel_that_can_be_captured(backend, monkeypatch, na
         return
     with pytest.raises(ValueError, match=f"{FULL_GRAPHS_VARIABLE}=1.*unset it"):
         backend.bind(caches)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.bfloat16, "FLASH_ATTN"), (torch.float32, "TRITON_ATTN")],
+)
+def test_the_attention_backend_taken_has_the_models_dtype(dtype, expected, monkeypatch):
+    """FlashAttention has no float32; vLLM would refuse to start with it."""
+    import vllm_specplug.runtime.worker_gpu as worker_gpu
+
+    registered = {}
+    monkeypatch.setattr(worker_gpu, "register_backend", registered.__setitem__)
+    attention = SimpleNamespace(backend=None)
+    config = SimpleNamespace(attention_config=attention, model_config=SimpleNamespace(dtype=dtype))
+    worker_gpu.claim_attention_backend(config)
+    assert attention.backend.name == expected
+    backends = {b.name: path.rpartition(".")[2] for b, path in registered.items()}
+    tree_classes = (TreeFlashAttentionBackend, TreeTritonAttentionBackend)
+    chosen = {c.__name__: c for c in tree_classes}[backends[expected]]
+    assert chosen.supports_dtype(dtype)
+    assert TreeFlashAttentionBackend.supports_dtype(dtype) == (expected == "FLASH_ATTN")
