@@ -94,6 +94,7 @@ class DraftPlanner:
         """Drops requests that ended."""
         for req_id in req_ids:
             self._by_request.pop(req_id, None)
+            self._last_ids.discard(req_id)
         if self.adaptive is not None:
             self.adaptive.forget(req_ids)
 

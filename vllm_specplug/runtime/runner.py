@@ -175,6 +175,20 @@ class TreeRunnerMixin:
 
     # -- before the forward ---------------------------------------------------------------
 
+    def _update_states(self, scheduler_output: Any) -> Any:
+        # Every step passes here, also the empty one that tells what finished before the engine
+        # goes idle. A name may come back at once, with another request behind it.
+        ended = {*scheduler_output.finished_req_ids}
+        ended.update(request.req_id for request in scheduler_output.scheduled_new_reqs)
+        gone = ended.union(scheduler_output.preempted_req_ids or ())
+        if gone:
+            # Ranks must free their slots in one order: sets of strings have none.
+            self.drafter.drafter.forget(sorted(gone))
+            self.planner.forget(sorted(ended))
+            for req_id in gone:
+                self.proposed_trees.pop(req_id, None)
+        return super()._update_states(scheduler_output)
+
     def _prepare_inputs(
         self, scheduler_output: Any, num_scheduled_tokens: np.ndarray
     ) -> tuple[Any, ...]:
@@ -291,9 +305,6 @@ class TreeRunnerMixin:
         slot_mappings: Any,
     ) -> list[list[int]]:
         drafter = self.drafter.drafter
-        drafter.forget(scheduler_output.finished_req_ids)
-        drafter.forget(scheduler_output.preempted_req_ids or ())
-        self.planner.forget(scheduler_output.finished_req_ids)
         rows, slot_rows, positions = self.tree_step.committed_rows()
         to_device = self.tree_backend.to_device
         slots = common_attn_metadata.slot_mapping[to_device(slot_rows)]
