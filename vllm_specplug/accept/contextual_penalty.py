@@ -12,6 +12,7 @@ to the same tokens, so drafts can change nothing but speed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -101,13 +102,17 @@ class RecentTokens:
 
     def _count(self, begin: int, end: int, change: int) -> None:
         counts = self._counts
-        for token in self._text[begin:end] if begin < end else ():
+        tokens = self._text[begin:end] if begin < end else []
+        self._touched.update(tokens)
+        if not counts:  # a new window: at the speed of C
+            counts.update(Counter(tokens))
+            return
+        for token in tokens:
             count = counts.get(token, 0) + change
             if count:
                 counts[token] = count
             else:
                 del counts[token]
-            self._touched.add(token)
 
 
 def penalise_where(logits: torch.Tensor, mask: torch.Tensor, theta: float) -> None:
