@@ -60,7 +60,11 @@ def parse_penalty(
             f"{theta_arg} is missing: {window_arg} means nothing without it; give both"
         )
     is_integer = isinstance(window, int) and not isinstance(window, bool)
-    if not is_integer or window < 0 or (max_window is not None and window > max_window):
+    if (
+        not is_integer
+        or window < 0
+        or (max_window is not None and window_arg in extra and window > max_window)
+    ):
         most = "or more" if max_window is None else f"to max_model_len={max_window}"
         raise ValueError(
             f"{window_arg}={shown(window)} is not usable: a number of tokens from 0 (no penalty) "

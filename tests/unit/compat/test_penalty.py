@@ -67,6 +67,11 @@ def test_bad_penalties_are_refused_by_name(extra, parameter) -> None:
     assert error.value.parameter == parameter
 
 
+def test_the_default_window_fits_any_model() -> None:
+    short = _config(model_config=SimpleNamespace(max_model_len=256))
+    check_request(short, SamplingParams(extra_args={"specplug_penalty": 1.2}))
+
+
 @pytest.mark.parametrize(
     ("name", "near"),
     [
