@@ -48,6 +48,10 @@ class TreeOptions:
     """Nodes per tree. "auto" decides in every step, for all requests together: nodes go where they
     promise the most tokens per millisecond, and nowhere if plain decoding is faster. A number fixes
     it, up to `num_speculative_tokens`; with 0, only requests that ask for drafts get them."""
+    max_request_budget: int | None = Field(default=None, ge=0)
+    """Most nodes that a request may ask for with `specplug_tree_budget`, which are drafted whatever
+    they cost; 0 leaves a request nothing but to opt out. Default: twice `tree_budget`, which counts
+    as 16 where it is "auto" or 0; never more than `num_speculative_tokens`."""
     max_draft_context: int | None = Field(default=None, ge=0)
     """Tokens of context beyond which a request decodes plainly. Default: no limit."""
     max_step_rows: int | None = Field(default=None, ge=1, le=65536)
@@ -364,6 +368,18 @@ def check_model_runner(method: str, *, uses_v2: bool) -> None:
         )
 
 
+def shown(value: object) -> str:
+    """A value from outside, for a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # numbers of thousands of digits, and whatever else objects may do
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+REQUEST_BUDGET_FACTOR = 2
+"""Default of `max_request_budget`: this many times the nodes that the server gives by itself."""
+
 REQUEST_BUDGET_ARG = "specplug_tree_budget"
 REQUEST_CONTEXT_ARG = "specplug_max_draft_context"
 
@@ -378,6 +394,26 @@ class RequestBudget:
     """Tokens of context beyond which it decodes plainly; None for no limit."""
 
 
+def request_budget_limit(options: Any) -> int:
+    """Most nodes that a request may ask for."""
+    most: int = options.num_speculative_tokens
+    if options.max_request_budget is not None:
+        return min(most, options.max_request_budget)
+    own = DEFAULT_TREE_NODES if options.tree_budget in ("auto", 0) else int(options.tree_budget)
+    return min(most, REQUEST_BUDGET_FACTOR * own)
+
+
+def check_request_limit(max_request_budget: int | None, num_speculative_tokens: int) -> None:
+    """Raises ValueError unless `max_request_budget` fits into num_speculative_tokens."""
+    if max_request_budget is not None and max_request_budget > num_speculative_tokens:
+        raise option_error(
+            "max_request_budget",
+            max_request_budget,
+            f"a number of nodes from 0 to num_speculative_tokens={num_speculative_tokens}",
+            "Lower it, or raise num_speculative_tokens",
+        )
+
+
 def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> RequestBudget:
     """A request's own budget and context limit, the engine's where it names none.
 
@@ -389,21 +425,24 @@ def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> Req
         ValueError: naming the parameter, its value and what is legal.
     """
     extra = extra_args or {}
-    most = options.num_speculative_tokens
+    most, name = request_budget_limit(options), "max_request_budget"
+    if most == options.num_speculative_tokens:
+        name = "num_speculative_tokens"
     nodes = extra.get(REQUEST_BUDGET_ARG, "auto")
-    if nodes != "auto" and not (_is_integer(nodes) and 0 <= nodes <= most):
+    is_auto = isinstance(nodes, str) and nodes == "auto"
+    if not is_auto and not (_is_integer(nodes) and 0 <= nodes <= most):
         raise ValueError(
-            f'{REQUEST_BUDGET_ARG}={nodes!r} is not usable: "auto" (the server decides) '
-            f"or a number of nodes from 0 (no drafts) to num_speculative_tokens={most}. "
+            f'{REQUEST_BUDGET_ARG}={shown(nodes)} is not usable: "auto" (what the server does by '
+            f"itself) or a number of nodes from 0 (no drafts) to {name}={most}. "
             "Give one of these, or leave it out"
         )
     context = extra.get(REQUEST_CONTEXT_ARG, options.max_draft_context)
     if context is not None and not (_is_integer(context) and context >= 0):
         raise ValueError(
-            f"{REQUEST_CONTEXT_ARG}={context!r} is not usable: a number of tokens, 0 or more. "
+            f"{REQUEST_CONTEXT_ARG}={shown(context)} is not usable: a number of tokens, 0 or more. "
             "Give an integer, or leave it out"
         )
-    return RequestBudget(None if nodes == "auto" else nodes, context)
+    return RequestBudget(None if is_auto else nodes, context)
 
 
 def _is_integer(value: object) -> bool:

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where each short suffix occurred in one request's tokens: hash chains over the tokens themselves.
+// Where each short suffix occurred in one request's tokens: hash tables and links over the tokens
+// themselves. A table has one entry per distinct suffix and a link leads to the same suffix only, so
+// no text makes a lookup follow more than kMaxOccurrences links; the hash is seeded per process, so
+// no text is known to crowd a table either. Answers do not depend on the seed.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <random>
 
 #include "ops.h"
 
@@ -19,14 +24,30 @@ namespace {
 // Occurrences of one suffix that are looked at, the latest ones.
 constexpr int kMaxOccurrences = 4;
 
-// Bucket of `size` tokens among 2^bits.
-uint64_t bucket_of(const int32_t* tokens, int64_t size, int bits) {
-  uint64_t hash = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    hash = (hash ^ static_cast<uint32_t>(tokens[i])) * 0x9E3779B97F4A7C15ull;
-    hash ^= hash >> 29;
+uint64_t make_seed() {
+  try {
+    std::random_device device;
+    return static_cast<uint64_t>(device()) << 32 | device();
+  } catch (const std::exception&) {
+    // No entropy source: the clock and where the process was loaded.
+    const auto now = std::chrono::high_resolution_clock::now().time_since_epoch().count();
+    return static_cast<uint64_t>(now) ^ reinterpret_cast<uintptr_t>(&make_seed);
   }
-  return (hash * 0xBF58476D1CE4E5B9ull) >> (64 - bits);
+}
+
+// The finaliser of SplitMix64.
+uint64_t mixed(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+
+// First entry to try for `size` tokens among `mask` + 1.
+int64_t first_entry(const int32_t* tokens, int64_t size, int64_t mask) {
+  static const uint64_t seed = make_seed();
+  uint64_t hash = seed;
+  for (int64_t i = 0; i < size; ++i) hash = mixed(hash ^ static_cast<uint32_t>(tokens[i]));
+  return static_cast<int64_t>(hash & static_cast<uint64_t>(mask));
 }
 
 void check_int32(const Tensor& tensor, int64_t dim, const char* name) {
@@ -51,27 +72,35 @@ int64_t ngram_lookup(const Tensor& tokens, Tensor& links, Tensor& heads, int64_t
                   " down");
   STD_TORCH_CHECK(0 <= indexed && indexed <= n && n <= capacity, "ngram_lookup: ", n,
                   " tokens, of which ", indexed, " are indexed, do not fit ", capacity);
-  STD_TORCH_CHECK(buckets >= 2 && (buckets & (buckets - 1)) == 0,
-                  "ngram_lookup: the number of buckets must be a power of two");
+  STD_TORCH_CHECK((buckets & (buckets - 1)) == 0 && buckets >= 2 * capacity,
+                  "ngram_lookup: the entries of heads must be a power of two and at least twice "
+                  "those of links");
   STD_TORCH_CHECK(sizes.size(0) == count, "ngram_lookup: sizes and found disagree");
-  int bits = 0;
-  while (int64_t{1} << bits < buckets) ++bits;
-
   const int32_t* token = static_cast<const int32_t*>(tokens.data_ptr());
   int32_t* link = static_cast<int32_t*>(links.data_ptr());
   int32_t* head = static_cast<int32_t*>(heads.data_ptr());
   int32_t* size_out = static_cast<int32_t*>(sizes.data_ptr());
   int32_t* out = static_cast<int32_t*>(found.data_ptr());
 
-  // A place is the number of tokens up to the end of an occurrence; 0 ends a chain.
+  // A place is the number of tokens up to the end of an occurrence; 0 ends the links and marks a
+  // free entry. At most half of a table is ever taken.
   for (int64_t level = 0; level < levels; ++level) {
     const int64_t size = longest - level;
+    const size_t bytes = static_cast<size_t>(size) * sizeof(int32_t);
     int32_t* own_link = link + level * capacity;
     int32_t* own_head = head + level * buckets;
     for (int64_t end = std::max(indexed + 1, size); end <= n; ++end) {
-      int32_t& latest = own_head[bucket_of(token + end - size, size, bits)];
-      own_link[end - 1] = latest;
-      latest = static_cast<int32_t>(end);
+      const int32_t* suffix = token + end - size;
+      int64_t entry = first_entry(suffix, size, buckets - 1);
+      for (int64_t tried = 0; own_head[entry] != 0; ++tried) {
+        const int64_t latest = own_head[entry];
+        STD_TORCH_CHECK(size <= latest && latest < end && tried < buckets,
+                        "ngram_lookup: the entries are not those of these tokens");
+        if (std::memcmp(token + latest - size, suffix, bytes) == 0) break;
+        entry = (entry + 1) & (buckets - 1);
+      }
+      own_link[end - 1] = own_head[entry];
+      own_head[entry] = static_cast<int32_t>(end);
     }
   }
 
@@ -82,13 +111,13 @@ int64_t ngram_lookup(const Tensor& tokens, Tensor& links, Tensor& heads, int64_t
     const int32_t* own_link = link + level * capacity;
     const size_t bytes = static_cast<size_t>(size) * sizeof(int32_t);
     int64_t place = n;
-    for (int seen = 0; seen < kMaxOccurrences && rows < count;) {
+    for (int steps = 0; steps < kMaxOccurrences && rows < count; ++steps) {
       const int64_t earlier = own_link[place - 1];
       STD_TORCH_CHECK(earlier < place, "ngram_lookup: the links are not those of these tokens");
       if (earlier < size) break;
       place = earlier;
+      // Only tokens that changed after they were indexed can differ.
       if (std::memcmp(token + place - size, token + n - size, bytes) != 0) continue;
-      ++seen;
       // What is copied may itself be needed further on: the text repeats with period n - place.
       int32_t* row = out + rows * length;
       for (int64_t i = 0; i < length; ++i)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What followed a request's last few tokens earlier in it: hash chains in C++, readable in Python.
+"""What followed a request's last few tokens earlier in it: hash tables in C++, readable in Python.
 
-Both give the same answers. The compiled index keeps 4 bytes a token and suffix length and as much
-again for its buckets, and reads the tokens where they lie.
+Both give the same answers, whatever their hashes are seeded with, and both look at no more than
+`MAX_OCCURRENCES` places per suffix length, whatever the text. Per token and suffix length the
+compiled index keeps 4 bytes for links and 8 for its tables; it reads the tokens where they lie.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 
 import numpy as np
 import torch
@@ -60,10 +62,9 @@ class NgramIndexReference(NgramIndex):
     def __init__(self, longest: int) -> None:
         super().__init__(longest)
         self._tokens: list[int] = []
-        # One map a suffix length, longest first: suffix -> ends of its latest occurrences.
-        self._ends: list[dict[tuple[int, ...], list[int]]] = [
-            {} for _ in range(longest, MIN_SUFFIX - 1, -1)
-        ]
+        # One map per suffix length, longest first: suffix -> ends of its latest occurrences. Python
+        # seeds the hash of bytes per process; that of a tuple of numbers anybody can compute.
+        self._ends: list[dict[bytes, list[int]]] = [{} for _ in range(longest, MIN_SUFFIX - 1, -1)]
 
     def look_up(self, tokens: np.ndarray, count: int, length: int) -> list[tuple[int, list[int]]]:
         history = self._tokens
@@ -73,7 +74,7 @@ class NgramIndexReference(NgramIndex):
             for level, ends in enumerate(self._ends):
                 size = self.longest - level
                 if end >= size:
-                    places = ends.setdefault(tuple(history[end - size :]), [])
+                    places = ends.setdefault(_key(history[end - size :]), [])
                     places.append(end)
                     # The last one is the suffix that is looked up.
                     del places[: -MAX_OCCURRENCES - 1]
@@ -83,7 +84,7 @@ class NgramIndexReference(NgramIndex):
             size = self.longest - level
             if end < size:
                 continue
-            for place in reversed(ends[tuple(history[end - size :])][:-1]):
+            for place in reversed(ends[_key(history[end - size :])][:-1]):
                 if len(found) == count or not length:
                     return found
                 period = end - place
@@ -93,6 +94,10 @@ class NgramIndexReference(NgramIndex):
                 if all(branch != other for _, other in found):
                     found.append((size, branch))
         return found
+
+
+def _key(suffix: list[int]) -> bytes:
+    return array("q", suffix).tobytes()
 
 
 class CompiledNgramIndex(NgramIndex):
@@ -109,10 +114,10 @@ class CompiledNgramIndex(NgramIndex):
 
     def _allocate(self, capacity: int) -> None:
         levels = self.longest - MIN_SUFFIX + 1
-        # int32 [levels, capacity]: end of the previous occurrence in the same bucket
+        # int32 [levels, capacity]: end of the suffix's previous occurrence
         self._links = torch.zeros((levels, capacity), dtype=torch.int32)
-        # int32 [levels, buckets]: end of the latest one; 0 for none
-        self._heads = torch.zeros((levels, capacity), dtype=torch.int32)
+        # int32 [levels, 2 * capacity]: end of the latest occurrence of each suffix; 0 for none
+        self._heads = torch.zeros((levels, 2 * capacity), dtype=torch.int32)
         self.num_tokens = 0
 
     def look_up(self, tokens: np.ndarray, count: int, length: int) -> list[tuple[int, list[int]]]:

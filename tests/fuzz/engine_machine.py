@@ -36,6 +36,7 @@ from tests.e2e.pair import (
     pair,
     watch_prefix_hits,
 )
+from tests.kept_state import RequestNames, engine_roots, places_of
 
 VOCABULARY = range(6, 340)
 ENGINE = {
@@ -122,6 +123,7 @@ class Watch:
         self.preempted = 0
         self.prefix_hits = watch_prefix_hits(engines.tree)
         self.looks: dict[str, int] = {}
+        self.names = RequestNames(self.scheduler)
         self._count_preemptions()
         self._delay_grammars()
 
@@ -130,6 +132,7 @@ class Watch:
         self.preempted = 0
         self.prefix_hits.clear()
         self.looks.clear()
+        self.names.seen.clear()
 
     def _count_preemptions(self) -> None:
         original = self.scheduler._preempt_request
@@ -267,6 +270,17 @@ class EngineMachine(RuleBasedStateMachine):
     def change_budget(self, rows: int) -> None:
         self.engines.runner.planner.row_budget.max_step_rows = rows
 
+    @rule()
+    def go_idle(self) -> None:
+        """Everything ends, and the engine steps once more, as a server does by itself."""
+        for _ in range(2000):
+            if not self.engine.has_unfinished_requests():
+                break
+            self._step()
+        self.engine.step()
+        self.totals["idle"] += 1
+        self._nothing_is_kept()
+
     # -- invariants --------------------------------------------------------------------------
 
     def _step(self) -> None:
@@ -294,16 +308,8 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         try:
-            for _ in range(2000):
-                if not self.engine.has_unfinished_requests():
-                    break
-                self._step()
+            self.go_idle()
             assert not self.waiting, sorted(self.waiting)
-            # One more step tells the worker what finished last.
-            self._add(PROMPTS[0], 1, None)
-            while self.waiting:
-                self._step()
-            self._nothing_is_kept()
         except BaseException:
             # The engine is shared: the next example must not start from this one's remains.
             self.engine.abort_request(list(self.waiting))
@@ -325,5 +331,6 @@ class EngineMachine(RuleBasedStateMachine):
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
         assert not scheduler.requests and not scheduler.running and not scheduler.waiting
-        assert len(self.engines.runner.requests) <= 1
-        assert set(self.engines.runner.proposed_trees) <= set(self.engines.runner.requests)
+        assert not self.engines.runner.requests and not self.engines.runner.proposed_trees
+        places = places_of(engine_roots(self.core, self.engines.runner), self.watch.names.seen)
+        assert not places, places

@@ -107,12 +107,50 @@ def test_a_long_text_is_indexed_as_it_grows_and_memory_follows_its_length() -> N
         assert found == readable.look_up(tokens[:end], 3, 6)
         hits += len(found)
     assert hits > 9
-    assert compiled.num_bytes == 2 * 4 * 16384 * 4
+    assert compiled.num_bytes == 3 * 4 * 16384 * 4
+
+
+def _crowded_text(count: int, bits: int) -> list[int]:
+    """`count` 4-grams that an unseeded multiplicative hash puts into one of 2^`bits` buckets."""
+    rng = np.random.default_rng(0)
+    grams = rng.integers(0, 1 << 17, ((count << bits) * 5 // 4, 4), dtype=np.uint64)
+    hashes = np.zeros(len(grams), np.uint64)
+    for column in grams.T:
+        hashes = (hashes ^ column) * np.uint64(0x9E3779B97F4A7C15)
+        hashes ^= hashes >> np.uint64(29)
+    buckets = (hashes * np.uint64(0xBF58476D1CE4E5B9)) >> np.uint64(64 - bits)
+    return grams[buckets == buckets[0]][:count].flatten().tolist()
+
+
+@pytest.mark.skipif(len(KINDS) == 1, reason="the kernels are not compiled")
+@pytest.mark.parametrize("text", ["crowded", "random", "one token"])
+def test_no_text_makes_a_lookup_long(text: str) -> None:
+    rng = np.random.default_rng(1)
+    tokens = {
+        "crowded": lambda: _crowded_text(300, 11),
+        "random": lambda: rng.integers(0, 1 << 17, 1200).tolist(),
+        "one token": lambda: [5] * 1200,
+    }[text]()
+    index = CompiledNgramIndex(4)
+    expected = NgramIndexReference(4).look_up(_tokens(tokens), 3, 6)
+    assert index.look_up(_tokens(tokens), 3, 6) == expected
+    for level, size in enumerate((4, 3, 2, 1)):
+        # Links lead to the same suffix and nowhere else ...
+        place, suffix = len(tokens), tokens[-size:]
+        for _ in range(50):
+            place = int(index._links[level, place - 1])
+            assert not place or tokens[place - size : place] == suffix, (size, place)
+            if not place:
+                break
+        # ... and no table is crowded: the longest run of taken entries bounds what an insertion
+        # or a lookup tries.
+        taken = "".join("x" if head else " " for head in index._heads[level].tolist())
+        assert max(len(run) for run in taken.split()) < 200, size
 
 
 @pytest.mark.skipif(len(KINDS) == 1, reason="the kernels are not compiled")
 def test_the_operator_refuses_what_does_not_fit() -> None:
-    def call(tokens: int = 4, links: int = 8, heads: int = 8, indexed: int = 0) -> int:
+    def call(tokens: int = 4, links: int = 8, heads: int = 16, indexed: int = 0) -> int:
         return torch.ops.specplug.ngram_lookup.default(
             torch.zeros(tokens, dtype=torch.int32),
             torch.zeros((3, links), dtype=torch.int32),
@@ -124,7 +162,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
         )
 
     assert call() == 1
-    for wrong in ({"links": 3}, {"heads": 6}, {"indexed": 5}, {"indexed": -1}):
+    for wrong in ({"links": 3}, {"heads": 8}, {"heads": 24}, {"indexed": 5}, {"indexed": -1}):
         with pytest.raises(RuntimeError, match="ngram_lookup"):
             call(**wrong)
 

@@ -7,7 +7,8 @@
 Conversations that share prefixes (about four of five prompt tokens are cached), sampling, seeds,
 grammars, clients that leave, preemption by a small pool: on a small random target, so that the
 steps cost little and the engine's own state is what is left to see. Every hundred steps it notes
-memory, blocks in use by nobody, acceptance and what the runner keeps; at the end it fails when
+memory, blocks in use by nobody, acceptance and what the runner keeps; now and then clients fall
+silent, and nothing anywhere may still be kept of a request. At the end it fails when
 memory or kept state have a slope, a block is missing, or acceptance faded, and writes the
 samples, a summary and a plot. Method "none" is plain vLLM, whose own growth is the measure of ours.
 """
@@ -29,6 +30,8 @@ from typing import Any
 from vllm_specplug.bench.provenance import one_line, provenance
 
 EVERY = 100
+# Steps after which clients fall silent.
+SILENCE = 500
 # Most growth of resident memory, in KiB a thousand steps, over the second half of the run.
 MEMORY_SLOPE_KIB = 1024
 # Most growth of the blocks in use, a thousand steps; conversations come and go, so they vary.
@@ -48,6 +51,8 @@ class Sample:
     running: int
     kept_requests: int
     kept_trees: int
+    kept_at_silence: int
+    """Places that still named a request when the engine was idle last."""
     nodes: int
     accepted: int
     steps_per_s: float
@@ -127,6 +132,7 @@ def acceptance(samples: list[Sample]) -> float:
 def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any]]:
     from tests.e2e.pair import Pair, core_of, make_engine, watch_prefix_hits
     from tests.fuzz.engine_machine import ENGINE
+    from tests.kept_state import RequestNames, engine_roots, places_of
 
     trees = method != "none"
     arguments = {**ENGINE["tree"], **CACHE}
@@ -141,11 +147,25 @@ def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any
     pool = scheduler.kv_cache_manager.block_pool
     hits, cached = watch_prefix_hits(llm), 0
     client = Client(llm.llm_engine, seed, conversations=8)
+    names, places = RequestNames(scheduler), list[str]()
+
+    def fall_silent() -> None:
+        while client.open:
+            client.step()
+        # Tells the worker what finished last.
+        llm.llm_engine.step()
+        if trees:
+            places[:] = places_of(engine_roots(core_of(llm), runner), names.seen)
+        if places:
+            print(f"{len(names.seen)} requests have gone and left {places[:8]}", file=sys.stderr)
+
     samples: list[Sample] = []
     since = time.perf_counter()
     for step in range(1, steps + 1):
         client.talk()
         client.step()
+        if step % SILENCE == 0:
+            fall_silent()
         if step % EVERY == 0:
             gc.collect()
             counts = engines.take_counts()
@@ -156,15 +176,12 @@ def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any
                 Sample(
                     step, resident_kib(), pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
                     len(scheduler.running), len(runner.requests),
-                    len(runner.proposed_trees) if trees else 0,
+                    len(runner.proposed_trees) if trees else 0, len(places),
                     counts.nodes, counts.accepted, EVERY / (now - since),
                 )
             )  # fmt: skip
             since = time.perf_counter()
-    while client.open:
-        client.step()
-    # Tells the worker what finished last.
-    llm.llm_engine.step()
+    fall_silent()
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are missing"
     assert not scheduler.requests
     half = len(samples) // 2
@@ -180,6 +197,7 @@ def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any
         "used_blocks_per_1000_steps": slope(samples, "used_blocks"),
         "kept_requests_per_1000_steps": slope(samples, "kept_requests"),
         "most_kept_requests": max(s.kept_requests for s in samples),
+        "most_kept_at_silence": max(len(places), *(s.kept_at_silence for s in samples)),
         "acceptance_first_half": acceptance(samples[:half]),
         "acceptance_second_half": acceptance(samples[half:]),
         "blocks_missing_at_end": 0,
@@ -196,6 +214,8 @@ def problems(summary: dict[str, Any]) -> list[str]:
         found.append(f"{summary['used_blocks_per_1000_steps']:.2f} blocks/1000 steps stay in use")
     if summary["most_kept_requests"] > 2 * 8:
         found.append(f"the runner kept {summary['most_kept_requests']} requests")
+    if summary["most_kept_at_silence"]:
+        found.append(f"{summary['most_kept_at_silence']} places keep requests that have gone")
     if summary["method"] == "none":
         return found
     if summary["acceptance_first_half"] <= 0:

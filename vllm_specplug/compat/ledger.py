@@ -168,8 +168,9 @@ LEDGER: tuple[LedgerEntry, ...] = (
     LedgerEntry(
         "runner_inputs",
         "runtime.runner",
-        "GPUModelRunner._prepare_inputs, _build_attention_metadata",
-        "rotary positions follow depth; tree rows are attached to the attention metadata",
+        "GPUModelRunner._update_states, _prepare_inputs, _build_attention_metadata",
+        "state of requests that ended is dropped in every step, the empty ones too; rotary "
+        "positions follow depth; tree rows are attached to the attention metadata",
         f"vLLM takes per-node positions and masks ({_TREE})",
     ),
     LedgerEntry(

@@ -12,7 +12,7 @@ import importlib
 from typing import Any
 
 from vllm_specplug.compat.spec_config import tree_config
-from vllm_specplug.tokenswift_options import PENALTY_ARGS, parse_penalty
+from vllm_specplug.tokenswift_options import PENALTY_ARGS, parse_penalty, unknown_request_arg
 
 _PROCESSOR = "vllm_specplug.runtime.penalty_processor"
 
@@ -24,7 +24,8 @@ def make_processor(vllm_config: Any, device: Any, is_pin_memory: bool) -> Any:
 
 
 def check_request(vllm_config: Any, params: Any) -> None:
-    """Refuses a bad penalty, and one that this server would not apply.
+    """Refuses names that the plugin does not know, a bad penalty, and one that this server would
+    not apply.
 
     Raises:
         VLLMValidationError: naming the parameter; the server answers 400.
@@ -32,14 +33,17 @@ def check_request(vllm_config: Any, params: Any) -> None:
     from vllm.exceptions import VLLMValidationError
 
     extra = params.extra_args or {}
+    unknown = unknown_request_arg(extra)
+    if unknown is not None:
+        raise VLLMValidationError(unknown[1], parameter=unknown[0])
     given = next((name for name in PENALTY_ARGS if name in extra), None)
     if given is None:
         return
     try:
-        parse_penalty(extra)
+        parse_penalty(extra, vllm_config.model_config.max_model_len)
     except ValueError as error:
         # One name is the other's beginning: the message opens with the longest that fits.
-        name = max((name for name in PENALTY_ARGS if str(error).startswith(name)), key=len)
+        name = max((n for n in PENALTY_ARGS if str(error).startswith(n)), key=len, default=given)
         raise VLLMValidationError(str(error), parameter=name) from None
     reason = _unavailable(vllm_config)
     if reason is not None:

@@ -26,6 +26,7 @@ from vllm_specplug.config import (
     check_kernel,
     check_level_options,
     check_local_options,
+    check_request_limit,
     check_tree_budget,
     check_tree_depth,
     check_tree_shape,
@@ -81,6 +82,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             self.num_speculative_tokens = max(DEFAULT_TREE_NODES, self.tree_depth or 0)
         check_tree_shape(self.num_speculative_tokens, self.tree_depth, self.tree_width)
         check_tree_budget(self.tree_budget, self.num_speculative_tokens)
+        check_request_limit(self.max_request_budget, self.num_speculative_tokens)
         check_vllm_options(self, _vllm_defaults(), method.name)
         if self.ngram_topk is None:
             self.ngram_topk = method.default_ngram_topk

@@ -33,8 +33,10 @@ from vllm_specplug.tree.grammar import (
     visit_tree,
 )
 
-# On the manager: parents of the drafts that are being validated, by request id.
+# On the manager, while drafts are validated: their parents, by request id.
 _DRAFTED = "specplug_parents"
+# On the manager: whether the last drafts of any constrained request were a tree.
+_HAS_TREES = "specplug_has_trees"
 # On a request's structured output state: its last validated tree.
 _VALIDATED = "specplug_tree"
 
@@ -108,9 +110,13 @@ def _wrap(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 def _update_draft_token_ids(original: Any) -> Any:
     def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
         parents = getattr(draft_token_ids, PARENTS_ATTRIBUTE, None)
-        if parents is not None:
-            setattr(self.structured_output_manager, _DRAFTED, parents)
-        original(self, draft_token_ids)
+        manager = self.structured_output_manager
+        setattr(manager, _DRAFTED, parents)
+        try:
+            original(self, draft_token_ids)
+        finally:
+            setattr(manager, _DRAFTED, None)
+            setattr(manager, _HAS_TREES, bool(parents))
 
     return update_draft_token_ids
 
@@ -137,7 +143,7 @@ def _validate_tokens(original: Any) -> Any:
 def _schedule(original: Any) -> Any:
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
-        if getattr(self.structured_output_manager, _DRAFTED, None):
+        if getattr(self.structured_output_manager, _HAS_TREES, False):
             kept = {}
             for req_id, scheduled in output.scheduled_spec_decode_tokens.items():
                 tree = _validated_tree(self.requests[req_id], scheduled)
@@ -157,7 +163,7 @@ def _grammar_bitmask(original: Any) -> Any:
         scheduled_spec_decode_tokens: dict[str, list[int]],
     ) -> Any:
         trees = {}
-        if getattr(self, _DRAFTED, None):
+        if getattr(self, _HAS_TREES, False):
             for req_id in structured_output_request_ids:
                 scheduled = scheduled_spec_decode_tokens.get(req_id, ())
                 tree = _validated_tree(requests[req_id], scheduled)

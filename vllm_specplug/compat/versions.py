@@ -34,6 +34,7 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.attention.backends.registry", "AttentionBackendEnum.CPU_ATTN"),
 )
 WORKER_ATTRIBUTES: tuple[tuple[str, str], ...] = (
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._prepare_inputs"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._build_attention_metadata"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample"),

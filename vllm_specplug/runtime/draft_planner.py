@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from vllm_specplug.budget import AdaptiveBudget, NextStep, RowBudget
 from vllm_specplug.config import RequestBudget, parse_request_budget
 from vllm_specplug.tree import DraftTree
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 # Below "vllm", so that vLLM's handler, format and level apply.
 _logger = logging.getLogger("vllm.specplug")
+
+logger = init_logger("vllm.specplug.planner")
 
 # First steps of an engine touch memory for the first time; their times tell nothing.
 _WARM_UP_STEPS = 3
@@ -85,13 +89,10 @@ class DraftPlanner:
     def nodes_for(
         self, req_id: str, extra_args: dict[str, Any] | None, context_len: int, num_requests: int
     ) -> tuple[int, str]:
-        """Most nodes of a request's tree when `num_requests` may draft, and, when that is 0, why.
-
-        What the request asks for was checked when it came in.
-        """
+        """Most nodes of a request's tree when `num_requests` may draft; when that is 0, why."""
         asked = self._by_request.get(req_id)
         if asked is None:
-            asked = self._by_request[req_id] = parse_request_budget(extra_args, self.options)
+            asked = self._by_request[req_id] = self._asked(extra_args)
         if asked.max_context is not None and context_len > asked.max_context:
             return 0, "context"
         if asked.nodes is not None:
@@ -100,10 +101,19 @@ class DraftPlanner:
             return self.max_nodes, "budget"
         return self.row_budget.nodes_per_request(num_requests), "batch"
 
+    def _asked(self, extra_args: dict[str, Any] | None) -> RequestBudget:
+        try:
+            return parse_request_budget(extra_args, self.options)
+        except ValueError:
+            # Front ends refuse it; one that does not must not end the worker.
+            logger.warning_once("Requests came in with budgets that are none: ignored")
+            return parse_request_budget(None, self.options)
+
     def forget(self, req_ids: Sequence[str]) -> None:
         """Drops requests that ended."""
         for req_id in req_ids:
             self._by_request.pop(req_id, None)
+            self._last_ids.discard(req_id)
         if self.adaptive is not None:
             self.adaptive.forget(req_ids)
 

@@ -1,38 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contextual penalty as one of vLLM's logits processors.
 
-It works on one row a request, which is what plain decoding and the walk both sample, so the same
+It works on one row per request, which is what plain decoding and the walk both sample, so the same
 object serves both. Between two depths of the walk the live output lists have grown by the path;
-they are read anew at every call.
+every call follows them.
 
 Ledger: penalty_processor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
-from vllm_specplug.accept.contextual_penalty import penalise, recent_tokens
+from vllm_specplug.accept.contextual_penalty import RecentTokens, penalise, penalise_where
 from vllm_specplug.drafters.base import DraftPenalty
 from vllm_specplug.tokenswift_options import parse_penalty
+
+logger = init_logger("vllm.specplug.penalty")
 
 
 @dataclass(frozen=True)
 class PenalisedRequest:
-    """One request's penalty and its texts; `output` is vLLM's live list."""
+    """One request's penalty and where it applies."""
 
-    window: int
     theta: float
-    prompt: Sequence[int]
-    output: Sequence[int]
+    recent: RecentTokens
 
 
 class ContextualPenaltyProcessor(LogitsProcessor):
@@ -56,32 +57,37 @@ class ContextualPenaltyProcessor(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         for index, request in self.requests.items():
-            tokens = recent_tokens(request.prompt, request.output, request.window)
-            penalise(logits[index], torch.tensor(tokens, device=self.device), request.theta)
+            mask = request.recent.mask(logits.shape[-1], logits.device)
+            penalise_where(logits[index], mask, request.theta)
         return logits
 
 
-def draft_penalty(
-    extra_args: dict[str, Any] | None,
-    # [n] committed tokens
-    token_ids: np.ndarray,
-) -> DraftPenalty | None:
-    """The penalty that the next step's samples will have, for the drafts it verifies.
+def draft_penalties(processors: Iterable[Any]) -> dict[int, DraftPenalty]:
+    """The penalties that the next step's samples will have, for the drafts it verifies, by index
+    in the batch.
 
     Depths beyond the first see the same window; the walk's window moves on with every token.
     """
-    penalty = parse_penalty(extra_args)
-    if penalty is None:
-        return None
-    window, theta = penalty
-    tokens = torch.from_numpy(np.unique(token_ids[-window:]).astype(np.int64))
-    return DraftPenalty(tokens, lambda logits, indices: penalise(logits, indices, theta))
+    penalties = {}
+    for processor in processors:
+        if isinstance(processor, ContextualPenaltyProcessor):
+            for index, request in processor.requests.items():
+                penalties[index] = DraftPenalty(
+                    request.recent.token_ids(), functools.partial(penalise, theta=request.theta)
+                )
+    return penalties
 
 
 def _penalised_request(
     params: SamplingParams, prompt: list[int] | None, output: list[int]
 ) -> PenalisedRequest | None:
-    penalty = parse_penalty(params.extra_args)
+    try:
+        penalty = parse_penalty(params.extra_args)
+    except ValueError:
+        # Front ends refuse it; one that does not must not end the worker.
+        logger.warning_once("Requests came in with contextual penalties that are none: ignored")
+        penalty = None
     if penalty is None:
         return None
-    return PenalisedRequest(*penalty, prompt or (), output)
+    window, theta = penalty
+    return PenalisedRequest(theta, RecentTokens(prompt or (), output, window))

@@ -27,7 +27,7 @@ from vllm_specplug.runtime.calibration import calibrate
 from vllm_specplug.runtime.draft_cache import DraftKVLayer
 from vllm_specplug.runtime.draft_planner import Batch, DraftPlanner
 from vllm_specplug.runtime.logits_processors import plain_logits_processors
-from vllm_specplug.runtime.penalty_processor import draft_penalty
+from vllm_specplug.runtime.penalty_processor import draft_penalties
 from vllm_specplug.runtime.proposer import TreeProposer
 from vllm_specplug.runtime.self_draft import SelfDraft
 from vllm_specplug.runtime.step import StepRequest, TreeStep
@@ -177,6 +177,20 @@ class TreeRunnerMixin:
 
     # -- before the forward ---------------------------------------------------------------
 
+    def _update_states(self, scheduler_output: Any) -> Any:
+        # Every step passes here, also the empty one that tells what finished before the engine
+        # goes idle. A name may come back at once, with another request behind it.
+        ended = {*scheduler_output.finished_req_ids}
+        ended.update(request.req_id for request in scheduler_output.scheduled_new_reqs)
+        gone = ended.union(scheduler_output.preempted_req_ids or ())
+        if gone:
+            # Ranks must free their slots in one order: sets of strings have none.
+            self.drafter.drafter.forget(sorted(gone))
+            self.planner.forget(sorted(ended))
+            for req_id in gone:
+                self.proposed_trees.pop(req_id, None)
+        return super()._update_states(scheduler_output)
+
     def _prepare_inputs(
         self, scheduler_output: Any, num_scheduled_tokens: np.ndarray
     ) -> tuple[Any, ...]:
@@ -294,9 +308,6 @@ class TreeRunnerMixin:
         slot_mappings: Any,
     ) -> list[list[int]]:
         drafter = self.drafter.drafter
-        drafter.forget(scheduler_output.finished_req_ids)
-        drafter.forget(scheduler_output.preempted_req_ids or ())
-        self.planner.forget(scheduler_output.finished_req_ids)
         rows, slot_rows, positions = self.tree_step.committed_rows()
         to_device = self.tree_backend.to_device
         slots = common_attn_metadata.slot_mapping[to_device(slot_rows)]
@@ -336,6 +347,7 @@ class TreeRunnerMixin:
         step holds."""
         requests, batch = DraftRequests(), Batch()
         running = sum(1 for tokens in sampled_token_ids if tokens)
+        penalties = draft_penalties(self.input_batch.logitsprocs.non_argmax_invariant)
         for i, tokens in enumerate(sampled_token_ids):
             state = self.requests[self.input_batch.req_ids[i]]
             num_tokens = int(self.input_batch.num_tokens_no_spec[i])
@@ -354,6 +366,11 @@ class TreeRunnerMixin:
             if params is not None and params.max_tokens is not None:
                 # The step after this one always emits a token of its own.
                 remaining = min(remaining, params.max_tokens - len(state.output_token_ids) - 1)
+            own = self.input_batch.is_token_ids[i, :num_tokens]
+            if self.enable_prompt_embeds and not own.all():
+                # Embeddings have no ids; in their places lie those of an earlier request.
+                self.tree_metrics.stats.observe_plain("embeds")
+                continue
             extra_args = params.extra_args if params is not None else None
             nodes, reason = self.planner.nodes_for(state.req_id, extra_args, num_tokens, running)
             depth = min(remaining, nodes)
@@ -368,7 +385,7 @@ class TreeRunnerMixin:
             requests.budgets.append(nodes)
             requests.widths.append(self.drafter.options.tree_width)
             requests.depths.append(depth)
-            requests.penalties.append(draft_penalty(extra_args, requests.token_ids[-1]))
+            requests.penalties.append(penalties.get(i))
         return requests, batch
 
     def _record_verification(self, walked: float) -> None:

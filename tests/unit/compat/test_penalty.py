@@ -18,6 +18,7 @@ def _config(**overrides):
         "use_v2_model_runner": False,
         "speculative_config": None,
         "scheduler_config": SimpleNamespace(async_scheduling=False),
+        "model_config": SimpleNamespace(max_model_len=4096),
     }
     return SimpleNamespace(**{**plain, **overrides})
 
@@ -50,12 +51,42 @@ def test_penalties_are_read(extra, expected) -> None:
         ({"specplug_penalty_window": 64}, "specplug_penalty"),
         ({"specplug_penalty": 1.2, "specplug_penalty_window": -1}, "specplug_penalty_window"),
         ({"specplug_penalty": 1.2, "specplug_penalty_window": 1.5}, "specplug_penalty_window"),
+        ({"specplug_penalty": 1.2, "specplug_penalty_window": 4097}, "specplug_penalty_window"),
+        ({"specplug_penalty": 1.2, "specplug_penalty_window": 10**5000}, "specplug_penalty_window"),
+        ({"specplug_penalty": 10**400}, "specplug_penalty"),
+        ({"specplug_penalty": 10**5000}, "specplug_penalty"),
+        ({"specplug_penalty": 1e-300}, "specplug_penalty"),
+        ({"specplug_penalty": ["x" * 10**6]}, "specplug_penalty"),
     ],
 )
 def test_bad_penalties_are_refused_by_name(extra, parameter) -> None:
+    params = SamplingParams()
+    params.extra_args = extra  # vLLM refuses some numbers before
     with pytest.raises(VLLMValidationError, match=f"^{parameter}") as error:
-        check_request(_config(), SamplingParams(extra_args=extra))
+        check_request(_config(), params)
     assert error.value.parameter == parameter
+
+
+def test_the_default_window_fits_any_model() -> None:
+    short = _config(model_config=SimpleNamespace(max_model_len=256))
+    check_request(short, SamplingParams(extra_args={"specplug_penalty": 1.2}))
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("specplug_tree_bugdet", "Did you mean specplug_tree_budget?"),
+        ("specplug_penaltywindow", "Did you mean specplug_penalty_window?"),
+        ("Specplug_Penalty", "Did you mean specplug_penalty?"),
+        ("specplug_zzzzzzzz", "There are specplug_tree_budget, "),
+        ("specplug" + "x" * 10**6, "There are specplug_tree_budget, "),
+    ],
+)
+def test_misspelt_names_are_refused_with_the_near_one(name, near) -> None:
+    with pytest.raises(VLLMValidationError) as error:
+        check_request(_config(), SamplingParams(extra_args={"other": 1, name: 3}))
+    assert near in str(error.value) and len(str(error.value)) < 500
+    check_request(_config(), SamplingParams(extra_args={"special": 1, 7: 3}))
 
 
 @pytest.mark.parametrize(

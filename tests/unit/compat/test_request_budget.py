@@ -20,6 +20,8 @@ def _spec(plugin_method: str | None = "jetspec") -> Any:
         "plugin_method": plugin_method,
         "num_speculative_tokens": 8,
         "max_draft_context": None,
+        "tree_budget": "auto",
+        "max_request_budget": None,
     }
     for name, value in values.items():
         object.__setattr__(spec, name, value)

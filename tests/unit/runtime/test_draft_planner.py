@@ -11,7 +11,11 @@ import pytest
 
 from tests.unit.budget.test_adaptive_budget import calibration
 from vllm_specplug.budget import AdaptiveBudget, StepCostModel
-from vllm_specplug.config import parse_request_budget
+from vllm_specplug.config import (
+    check_request_limit,
+    parse_request_budget,
+    request_budget_limit,
+)
 from vllm_specplug.drafters.base import Drafter, DraftRequests
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.runtime.draft_planner import Batch, DraftPlanner
@@ -24,6 +28,7 @@ MAX_NODES = 8
 def _options(**changes: Any) -> SimpleNamespace:
     defaults = {
         "num_speculative_tokens": MAX_NODES, "tree_budget": "auto", "max_draft_context": None,
+        "max_request_budget": None,
     }  # fmt: skip
     return SimpleNamespace(**{**defaults, **changes})
 
@@ -106,6 +111,44 @@ def test_a_request_that_ended_may_come_back_with_another_wish() -> None:
     assert planner.nodes_for("a", {"specplug_tree_budget": 0}, 5, 1)[0] == 0
     planner.forget(["a"])
     assert planner.nodes_for("a", None, 5, 1)[0] == MAX_NODES
+
+
+# What a client can send, and what offline callers can.
+HOSTILE = [
+    -1, 10**400, 10**5000, -(10**30), "many", "", 2.5, float("nan"), float("inf"), True, None, [1],
+    [[1], [2]], {}, ["x" * 10**6], np.arange(3), b"8",
+]  # fmt: skip
+
+
+def test_a_worker_takes_nothing_that_it_cannot_use() -> None:
+    for planner, own in (
+        (_planner(), (MAX_NODES, "budget")),
+        (_planner(tree_budget=6), (6, "batch")),
+    ):
+        for i, value in enumerate(HOSTILE):
+            for name in ("specplug_tree_budget", "specplug_max_draft_context"):
+                is_limit = value is None or (type(value) is int and value > 0)
+                if name == "specplug_max_draft_context" and is_limit:
+                    continue  # one that is far away
+                assert planner.nodes_for(f"{name}{i}", {name: value}, 50, 1) == own, (name, i)
+
+
+def test_the_operator_limits_what_requests_may_ask_for() -> None:
+    def most(**changes: Any) -> int:
+        options = _options(num_speculative_tokens=256, **changes)
+        limit = request_budget_limit(options)
+        legal = parse_request_budget({"specplug_tree_budget": limit}, options)
+        with pytest.raises(ValueError, match=rf" to \w+={limit}\."):
+            parse_request_budget({"specplug_tree_budget": limit + 1}, options)
+        assert legal.nodes == limit
+        return limit
+
+    assert most() == most(tree_budget=0) == 32
+    assert (most(tree_budget=20), most(tree_budget=200)) == (40, 256)
+    assert (most(max_request_budget=0), most(max_request_budget=100)) == (0, 100)
+    check_request_limit(8, 8)
+    with pytest.raises(ValueError, match="max_request_budget=9.*num_speculative_tokens=8"):
+        check_request_limit(9, 8)
 
 
 @pytest.mark.parametrize("value", [-1, MAX_NODES + 1, "many", 2.5, True, None, [1]])

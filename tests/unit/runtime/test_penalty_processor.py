@@ -39,6 +39,32 @@ def test_only_asking_requests_are_penalised_and_outputs_are_read_live() -> None:
     assert torch.equal(processor.apply(logits.clone()), _expected(logits, 1, [4, 5, 6]))
 
 
+def _past_every_check(**extra_args):
+    params = SamplingParams()
+    params.extra_args = extra_args
+    return params
+
+
+def test_what_a_client_sent_past_every_check_is_ignored() -> None:
+    hostile = ["1.2", 10**400, 10**5000, float("nan"), float("inf"), True, [[1]], {}, None, 0, b"1"]
+    requests = [_past_every_check(specplug_penalty=value) for value in hostile]
+    requests += [
+        _past_every_check(specplug_penalty=1.2, specplug_penalty_window=value)
+        for value in hostile
+        if not isinstance(value, int) or isinstance(value, bool)
+    ]
+    processor = ContextualPenaltyProcessor(None, torch.device("cpu"), False)
+    added = [(i, params, [4, 5], []) for i, params in enumerate(requests)]
+    processor.update_state(_update(len(requests), added=added))
+    assert processor.specplug_idle
+    # Windows beyond any text are the whole text; tokens without a logit are left out.
+    for window in (10**9, 10**400):
+        params = _past_every_check(specplug_penalty=1.5, specplug_penalty_window=window)
+        processor.update_state(_update(1, added=[(0, params, [4, 99], [5])]))
+        logits = torch.randn(1, 10)
+        assert torch.equal(processor.apply(logits.clone()), _expected(logits, 0, [4, 5]))
+
+
 def test_requests_move_and_leave() -> None:
     processor = ContextualPenaltyProcessor(None, torch.device("cpu"), False)
     processor.update_state(_update(2, added=[(1, PENALISED, [4], [])]))
