@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PLAIN_REASONS = (
-    "batch", "budget", "opted_out", "context", "grammar", "near_max_len", "no_draft"
+    "batch", "budget", "opted_out", "context", "grammar", "near_max_len", "no_draft",
+    "unmatched",
 )  # fmt: skip
 """Why a request decoded a step without a tree: the row limit left none for a fixed budget, no node
 paid for its row, the request does not want one, its context is past the limit for drafts, its
-grammar cannot follow one, no position is left for one, or the drafter had nothing."""
+grammar cannot follow one, no position is left for one, the drafter had nothing, or no tree is known
+for its drafts."""
 
 PHASES = ("draft", "verify", "compact")
 """Timed parts of a step: drafting and building trees; the target's forward and the walk; moving the

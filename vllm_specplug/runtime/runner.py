@@ -13,11 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import envs
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    get_tp_group,
-)
+from vllm.distributed import get_tensor_model_parallel_rank, get_world_group
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_specplug.budget import AdaptiveBudget, StepCostModel
@@ -29,13 +26,16 @@ from vllm_specplug.runtime.draft_planner import Batch, DraftPlanner
 from vllm_specplug.runtime.logits_processors import plain_logits_processors
 from vllm_specplug.runtime.penalty_processor import draft_penalty
 from vllm_specplug.runtime.proposer import TreeProposer
+from vllm_specplug.runtime.ranks import first_rank_trees, first_rank_values, first_worker_values
 from vllm_specplug.runtime.self_draft import SelfDraft
 from vllm_specplug.runtime.step import StepRequest, TreeStep
-from vllm_specplug.runtime.target_sampler import TargetSampler
+from vllm_specplug.runtime.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
 from vllm_specplug.runtime.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
 from vllm_specplug.runtime.window_cache import PagedTargetCache, WindowCache
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
+
+logger = init_logger("vllm.specplug.runner")
 
 
 class TreeRunnerMixin:
@@ -51,7 +51,8 @@ class TreeRunnerMixin:
         self.tree_backend = self.make_tree_backend()
         if spec.aux_layers:
             self.use_aux_hidden_state_outputs = True
-        # Trees proposed in the last step, by request id; consumed by the next one.
+        # Trees that wait for verification, by request id. A request that the scheduler leaves out
+        # of a step keeps its drafts, and so its tree.
         self.proposed_trees: dict[str, DraftTree] = {}
         self.tree_step = TreeStep([])
         self.tree_metrics = SpecPlugMetrics(
@@ -65,7 +66,6 @@ class TreeRunnerMixin:
             spec,
             max_step_rows=min(spec.max_step_rows or most_rows, most_rows),
             stats=self.tree_metrics.stats,
-            share=first_rank_values,
         )
         # Rows of the block table that a draft forward without requests may read.
         self.rehearsal_requests = 0
@@ -153,7 +153,8 @@ class TreeRunnerMixin:
         """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
         if not self.planner.is_adaptive:
             return
-        calibration = calibrate(self, first_rank_values, get_tensor_model_parallel_rank() == 0)
+        is_first = get_world_group().is_first_rank
+        calibration = calibrate(self, first_worker_values, is_first)
         self.planner.adaptive = AdaptiveBudget(
             StepCostModel(calibration),
             self.planner.row_budget.max_step_rows,
@@ -162,9 +163,18 @@ class TreeRunnerMixin:
 
     # -- the step ------------------------------------------------------------------------
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.planner.begin_step()
-        return super().execute_model(*args, **kwargs)
+        for ended in (scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ()):
+            for req_id in ended:
+                self.proposed_trees.pop(req_id, None)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        # A replica without requests runs dummies beside the others; the trees of its last step are
+        # none of theirs.
+        self.tree_step = TreeStep([])
+        return super()._dummy_run(*args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
@@ -194,7 +204,6 @@ class TreeRunnerMixin:
                 tree=self._tree_for(req_id, tokens, kept_nodes.get(req_id)),
             )
             requests.append(request)
-        self.proposed_trees.clear()
         self.tree_step = TreeStep(requests)
         # Slots stay linear (super computed them); only rotary positions follow depth.
         self.tree_backend.set_positions(self.positions, self.tree_step)
@@ -205,18 +214,27 @@ class TreeRunnerMixin:
 
         `kept_nodes` are the nodes a grammar left of it; None where there is no grammar.
 
-        None when they are not ours: vLLM pads resumed requests with -1 drafts that nobody
-        proposed. Such rows are linear and none of them can be accepted.
+        None when they are not: their rows are linear and none of them is accepted. vLLM pads
+        resumed requests with drafts of -1; anything else that does not match is a fault.
         """
+        tree = self.proposed_trees.pop(req_id, None)
         if not tokens:
             return DraftTree.empty()
-        tree = self.proposed_trees.get(req_id)
-        if tree is None:
+        if all(token == PLACEHOLDER_TOKEN_ID for token in tokens):
             return None
-        tree = tree.prefix(len(tokens)) if kept_nodes is None else tree.subset(kept_nodes)
-        if tree.token_ids.tolist() != list(tokens):
-            return None
-        return tree
+        if tree is not None:
+            tree = tree.prefix(len(tokens)) if kept_nodes is None else tree.subset(kept_nodes)
+            if tree.token_ids.tolist() == list(tokens):
+                return tree
+        self.tree_metrics.stats.observe_plain("unmatched")
+        logger.error_once(
+            "Rank %d has no tree for %d scheduled draft tokens; such drafts are computed and none "
+            "of them is accepted. This costs speed, never a token; please report it. Counted as "
+            'specplug:plain_steps_total{reason="unmatched"}.',
+            get_tensor_model_parallel_rank(),
+            len(tokens),
+        )
+        return None
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
@@ -308,7 +326,7 @@ class TreeRunnerMixin:
         )
         requests, batch = self._draft_requests(sampled_token_ids)
         drafts: list[list[int]] = [[] for _ in self.input_batch.req_ids]
-        trees = self.planner.draft(drafter, requests, batch)
+        trees = first_rank_trees(self.planner.draft(drafter, requests, batch), requests.budgets)
         for i, tree in zip(requests.req_indices, trees, strict=True):
             if tree.num_nodes:
                 self.proposed_trees[self.input_batch.req_ids[i]] = tree
@@ -380,17 +398,3 @@ class TreeRunnerMixin:
             stats.observe_step_nodes(step_nodes)
             stats.observe_ms("verify", self.planner.verify_ms)
             stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))
-
-
-def first_rank_values(values: list[float]) -> list[float]:
-    """The values of the first tensor parallel rank, on every rank.
-
-    Clocks differ between ranks, and decisions made from them would too; then ranks would verify
-    different trees.
-    """
-    if get_tensor_model_parallel_world_size() == 1:
-        return values
-    group = get_tp_group()
-    shared = torch.tensor(values, dtype=torch.float64)
-    torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
-    return shared.tolist()
