@@ -18,12 +18,11 @@ from vllm_specplug.runtime.ranks import _packed, _unpacked
 from vllm_specplug.runtime.runner import TreeRunnerMixin
 from vllm_specplug.tree import DraftTree
 
-PROCESS = Path(__file__).with_name("rank_process.py")
+FOLDER = Path(__file__).parent
 REPO = Path(__file__).resolve().parents[3]
 
 
-def test_three_cpu_ranks_keep_the_first_ranks_trees(tmp_path: Path) -> None:
-    """vLLM's shared-memory all-reduce adds the parts in another order on each of three ranks."""
+def _run_all(script: str, arguments: list[list[object]]) -> None:
     env = {
         **os.environ,
         "PYTHONPATH": str(REPO),
@@ -31,26 +30,42 @@ def test_three_cpu_ranks_keep_the_first_ranks_trees(tmp_path: Path) -> None:
         "VLLM_DIST_IDENT": f"specplug-test-{os.getpid()}",
         "HF_HUB_OFFLINE": "1",
     }
-    ranks = [
+    processes = [
         subprocess.Popen(
-            [sys.executable, str(PROCESS), str(rank), "3", str(tmp_path)],
+            [sys.executable, str(FOLDER / script), *map(str, each)],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for rank in range(3)
+        for each in arguments
     ]  # fmt: skip
     try:
-        logs = [process.communicate(timeout=120)[0] for process in ranks]
+        logs = [process.communicate(timeout=300)[0] for process in processes]
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
-    for process, log in zip(ranks, logs, strict=True):
+    for process, log in zip(processes, logs, strict=True):
         assert process.returncode == 0, log[-4000:]
+
+
+def test_three_cpu_ranks_keep_the_first_ranks_trees(tmp_path: Path) -> None:
+    """vLLM's shared-memory all-reduce adds the parts in another order on each of three ranks."""
+    _run_all("rank_process.py", [[rank, 3, tmp_path] for rank in range(3)])
     first, *others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3))
     # Without these two there would be nothing to agree on.
     assert any(other["hidden"] != first["hidden"] for other in others)
     assert any(other["drafted"] != first["drafted"] for other in others)
     for rank in (first, *others):
         assert rank["kept"] == first["drafted"]
+
+
+def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
+    """Neither a slower clock nor a calibration kept by one replica changes how many forwards run:
+    a forward that the other replica does not join never ends."""
+    from vllm.utils.network_utils import get_open_port
+
+    port = get_open_port()
+    _run_all("replica_process.py", [[rank, port, tmp_path] for rank in range(2)])
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["rows"] and first == second
 
 
 def _tree(*token_ids: int) -> DraftTree:
