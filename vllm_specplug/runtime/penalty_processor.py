@@ -5,7 +5,7 @@ It works on one row a request, which is what plain decoding and the walk both sa
 object serves both. Between two depths of the walk the live output lists have grown by the path;
 they are read anew at every call.
 
-Ledger: penalty_processor.
+Seam: penalty_processor.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The mixin that turns vLLM's V1 model runner into one that verifies trees.
 
 vLLM's scheduler stays stock: the N nodes of a tree are N draft tokens to it. The overrides
-below follow the order of a step. Ledger: runner_*.
+below follow the order of a step. Seams: runner_*.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
 from vllm_specplug.runtime.calibration import calibrate
 from vllm_specplug.runtime.draft_cache import DraftKVLayer
 from vllm_specplug.runtime.draft_planner import Batch, DraftPlanner
-from vllm_specplug.runtime.logits_processors import plain_logits_processors
 from vllm_specplug.runtime.penalty_processor import draft_penalty
 from vllm_specplug.runtime.proposer import TreeProposer
 from vllm_specplug.runtime.ranks import first_rank_trees, first_rank_values, first_worker_values
@@ -32,6 +31,7 @@ from vllm_specplug.runtime.step import StepRequest, TreeStep
 from vllm_specplug.runtime.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
 from vllm_specplug.runtime.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
 from vllm_specplug.runtime.window_cache import PagedTargetCache, WindowCache
+from vllm_specplug.seams import LOGITS_PROCESSORS, WORKER_SEAMS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 
@@ -44,7 +44,7 @@ class TreeRunnerMixin:
     drafter: TreeProposer
 
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
-        with plain_logits_processors():
+        with LOGITS_PROCESSORS.applied():
             super().__init__(vllm_config, device, *args, **kwargs)  # type: ignore[call-arg]
         spec = vllm_config.speculative_config
         self.tree_spec = spec
@@ -398,3 +398,17 @@ class TreeRunnerMixin:
             stats.observe_step_nodes(step_nodes)
             stats.observe_ms("verify", self.planner.verify_ms)
             stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))
+
+
+def require_seams(device: str) -> None:
+    """Checks, when a worker starts, everything of vLLM that it will call or override.
+
+    Raises:
+        RuntimeError: naming what is missing.
+    """
+    missing = WORKER_SEAMS[device].verify()
+    if missing:
+        raise RuntimeError(
+            f"This vLLM lacks what vllm-specplug builds on: {'; '.join(missing)}. Install a "
+            "supported release (`specplug doctor` names it) or choose another speculative method."
+        )

@@ -48,12 +48,12 @@ ROUND_TRIP = """
     from vllm.v1.metrics.loggers import StatLoggerManager
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-    from vllm_specplug.compat import metrics_bridge
+    from vllm_specplug.compat import install, metrics_bridge
 
     if {install}:
-        metrics_bridge.install()
+        install()
         wrapped = Scheduler.update_from_output, StatLoggerManager.__init__
-        metrics_bridge.install()
+        install()
         assert (Scheduler.update_from_output, StatLoggerManager.__init__) == wrapped
         assert all(hasattr(w, "__wrapped__") for w in wrapped)
         assert not any(hasattr(w.__wrapped__, "__wrapped__") for w in wrapped)
