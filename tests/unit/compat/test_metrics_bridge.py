@@ -6,6 +6,7 @@ Run in a fresh interpreter where the order of events matters: decoders cache the
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -104,7 +105,7 @@ class FakeScheduler:
 
 @pytest.fixture(scope="module")
 def scheduler_cls():
-    metrics_bridge._wrap_update_from_output(FakeScheduler)
+    FakeScheduler.update_from_output = metrics_bridge.with_stats(FakeScheduler.update_from_output)
     return FakeScheduler
 
 
@@ -148,8 +149,9 @@ def manager_cls(monkeypatch):
         def record(self, *args, **kwargs):
             pass
 
-    monkeypatch.setattr(loggers.StatLoggerManager, "__init__", loggers.StatLoggerManager.__init__)
-    metrics_bridge._wrap_stat_logger_manager()
+    stock = inspect.unwrap(loggers.StatLoggerManager.__init__)
+    wrapped = metrics_bridge.with_tree_logger(stock)
+    monkeypatch.setattr(loggers.StatLoggerManager, "__init__", wrapped)
     return lambda config, engines: loggers.StatLoggerManager(
         config, engines, custom_stat_loggers=[NoPrometheus], enable_default_loggers=False
     )
