@@ -3,7 +3,7 @@
 
     python scripts/check_seams.py /path/to/vllm-source [--json]
 
-Looks up every attribute that compat/ and runtime/ build on (`compat/versions.py`) in the source
+Looks up everything of vLLM that the package builds on (`seams/listing.py`) in the source
 and compares the parameters of functions with those of the installed vLLM. Says nothing of
 behaviour: a release counts as supported when the tests have run on it.
 """
@@ -16,7 +16,7 @@ import json
 import sys
 from pathlib import Path
 
-from vllm_specplug.compat.versions import REQUIRED_ATTRIBUTES, WORKER_ATTRIBUTES
+from vllm_specplug.seams import ALL_SEAMS
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
@@ -30,14 +30,32 @@ def parse(source: Path, module: str) -> ast.Module | None:
     return None
 
 
-def imported_from(tree: ast.Module, name: str) -> tuple[str, str] | None:
-    """Module and original name behind a name that `tree` imports."""
+def imported_from(tree: ast.Module, name: str, package: str) -> list[tuple[str, str]]:
+    """Modules that may define a name that `tree` imports, each with the original name.
+
+    `package` is what relative imports start from.
+    """
+    found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
+        if isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) + 1 - node.level]
+            module = ".".join([*(base if node.level else ()), *([node.module or ""])]).strip(".")
             for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    return node.module, alias.name
-    return None
+                if (alias.asname or alias.name) == name or alias.name == "*":
+                    found.append((module, name if alias.name == "*" else alias.name))
+    return found
+
+
+def is_set_on_self(node: ast.ClassDef, name: str) -> bool:
+    """Whether one of the class's methods assigns `self.name`."""
+    return any(
+        isinstance(part, ast.Attribute)
+        and part.attr == name
+        and isinstance(part.ctx, ast.Store)
+        and isinstance(part.value, ast.Name)
+        and part.value.id == "self"
+        for part in ast.walk(node)
+    )
 
 
 def defined(body: list[ast.stmt], name: str) -> Definition | None:
@@ -59,18 +77,23 @@ def defined(body: list[ast.stmt], name: str) -> Definition | None:
     return None
 
 
-def find(source: Path, module: str, path: str, depth: int = 0) -> Definition | None:
-    """The definition of a dotted attribute, through imports and base classes."""
+def find(source: Path, module: str, path: str, depth: int = 0) -> Definition | ast.Module | None:
+    """The definition of a dotted attribute, through imports and base classes; the class itself for
+    an attribute that its methods set."""
     tree = parse(source, module)
     if tree is None or depth > 6:
         return None
     head, _, rest = path.partition(".")
     node = defined(tree.body, head)
     if node is None:
-        origin = imported_from(tree, head)
-        if origin is None or not origin[0].startswith("vllm"):
-            return None
-        return find(source, origin[0], f"{origin[1]}.{rest}".rstrip("."), depth + 1)
+        is_package = source.joinpath(*module.split("."), "__init__.py").is_file()
+        package = module if is_package else module.rpartition(".")[0]
+        for origin, name in imported_from(tree, head, package):
+            if origin.startswith("vllm") and origin != module:
+                found = find(source, origin, f"{name}.{rest}".rstrip("."), depth + 1)
+                if found is not None:
+                    return found
+        return None if rest else parse(source, f"{module}.{head}")
     if not rest:
         return node
     if not isinstance(node, ast.ClassDef):
@@ -78,7 +101,11 @@ def find(source: Path, module: str, path: str, depth: int = 0) -> Definition | N
     member = defined(node.body, rest)
     if member is not None:
         return member
+    if is_set_on_self(node, rest):
+        return node
     for base in node.bases:
+        if isinstance(base, ast.Subscript):
+            base = base.value
         if isinstance(base, ast.Name):
             found = find(source, module, f"{base.id}.{rest}", depth + 1)
             if found is not None:
@@ -86,7 +113,7 @@ def find(source: Path, module: str, path: str, depth: int = 0) -> Definition | N
     return None
 
 
-def parameters(node: Definition | None) -> list[str] | None:
+def parameters(node: Definition | ast.Module | None) -> list[str] | None:
     """Names of a function's parameters; None for anything else."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
@@ -98,7 +125,7 @@ def parameters(node: Definition | None) -> list[str] | None:
 def compare(source: Path, installed: Path) -> dict[str, str]:
     """For every seam: "same", "missing", or how its parameters changed."""
     result = {}
-    for module, path in REQUIRED_ATTRIBUTES + WORKER_ATTRIBUTES:
+    for module, _, path in sorted({seam.target.partition(":") for seam in ALL_SEAMS}):
         node = find(source, module, path)
         before, after = parameters(find(installed, module, path)), parameters(node)
         if node is None:

@@ -19,6 +19,6 @@ def register() -> None:
         install()
     except Exception:
         logging.getLogger("vllm.specplug").exception(
-            "vllm-specplug could not be installed into this vLLM; its methods are unavailable, "
-            "everything else is untouched. Run `specplug doctor` for the reason."
+            "vllm-specplug could not be installed into this vLLM; its methods are unavailable. All "
+            "that the error does not name is as it was. Run `specplug doctor` for more."
         )

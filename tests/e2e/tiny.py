@@ -28,18 +28,29 @@ _CORPUS = (
 )
 
 
-def make_target(folder: Path, vocab_size: int, *, num_layers: int = 2, seed: int = 0) -> Path:
-    """A random float32 Llama whose next-token distributions are peaked, not uniform."""
+def make_target(
+    folder: Path,
+    vocab_size: int,
+    *,
+    num_layers: int = 2,
+    seed: int = 0,
+    num_heads: int = HEADS,
+    live_tokens: int | None = None,
+) -> Path:
+    """A random float32 Llama whose next-token distributions are peaked, not uniform.
+
+    `live_tokens`: only the first that many are likely; the rest pad the vocabulary.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocab_size,
-            hidden_size=HIDDEN,
-            intermediate_size=128,
+            hidden_size=num_heads * HEAD_DIM,
+            intermediate_size=num_heads * 64,
             num_hidden_layers=num_layers,
-            num_attention_heads=HEADS,
+            num_attention_heads=num_heads,
             num_key_value_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             max_position_embeddings=512,
@@ -52,6 +63,9 @@ def make_target(folder: Path, vocab_size: int, *, num_layers: int = 2, seed: int
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.mul_(2.5)
+        if live_tokens is not None:
+            model.lm_head.weight[:live_tokens] *= 4.0
+            model.lm_head.weight[live_tokens:] = 0.0
     model.save_pretrained(folder)
     return folder
 
@@ -115,21 +129,27 @@ def make_text_target(folder: Path, *, seed: int = 0) -> Path:
 
 
 def make_head(
-    folder: Path, vocab_size: int, *, causal: bool = True, block_size: int = 5, seed: int = 1
+    folder: Path,
+    vocab_size: int,
+    *,
+    causal: bool = True,
+    block_size: int = 5,
+    seed: int = 1,
+    hidden: int = HIDDEN,
 ) -> Path:
     """A random block head for `make_target`'s model."""
     torch.manual_seed(seed)
     head = BlockHead(
         BlockHeadConfig(
-            hidden_size=HIDDEN,
+            hidden_size=hidden,
             intermediate_size=128,
             num_hidden_layers=1,
-            num_attention_heads=HEADS,
+            num_attention_heads=hidden // HEAD_DIM,
             num_key_value_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             vocab_size=vocab_size,
             draft_vocab_size=vocab_size,
-            target_hidden_size=HIDDEN,
+            target_hidden_size=hidden,
             target_layer_ids=(0, 1),
             block_size=block_size,
             causal=causal,
@@ -142,14 +162,16 @@ def make_head(
     return folder
 
 
-def make_local_head(folder: Path, vocab_size: int, *, kind: str = "gru", seed: int = 2) -> Path:
+def make_local_head(
+    folder: Path, vocab_size: int, *, kind: str = "gru", seed: int = 2, hidden: int = HIDDEN
+) -> Path:
     """A random local head for `make_target`'s model, with counts beside it."""
     torch.manual_seed(seed)
     head = LocalHead(
         LocalHeadConfig(
             kind=kind,  # type: ignore[arg-type]
             vocab_size=vocab_size,
-            target_hidden_size=HIDDEN,
+            target_hidden_size=hidden,
             rank=16,
             hidden_size=32 if kind == "gru" else 0,
         )
@@ -183,12 +205,12 @@ def make_longspec_head(folder: Path, vocab_size: int, *, window: int = 64, seed:
 
 
 def make_tokenswift_heads(
-    folder: Path, vocab_size: int, *, num_heads: int = 3, seed: int = 4
+    folder: Path, vocab_size: int, *, num_heads: int = 3, seed: int = 4, hidden: int = HIDDEN
 ) -> Path:
     """Random TokenSwift heads for `make_target`'s model."""
     from vllm_specplug.models.tokenswift_heads import TokenSwiftConfig, TokenSwiftHeads, save_heads
 
     torch.manual_seed(seed)
-    heads = TokenSwiftHeads(TokenSwiftConfig(HIDDEN, vocab_size, vocab_size, num_heads))
+    heads = TokenSwiftHeads(TokenSwiftConfig(hidden, vocab_size, vocab_size, num_heads))
     save_heads(folder, heads, dtype=torch.float32)
     return folder

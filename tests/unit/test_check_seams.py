@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.unit.test_readme import load_script
-from vllm_specplug.compat.versions import REQUIRED_ATTRIBUTES, WORKER_ATTRIBUTES
+from vllm_specplug.seams import ALL_SEAMS, Seam
 
 seams = load_script("check_seams")
 
@@ -37,19 +37,16 @@ def test_definitions_are_found_where_python_would_find_them(tmp_path: Path) -> N
 
 
 def test_changes_are_told_from_losses(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(
-        seams,
-        "REQUIRED_ATTRIBUTES",
-        (("vllm.m", "same"), ("vllm.m", "changed"), ("vllm.m", "lost")),
-    )
-    monkeypatch.setattr(seams, "WORKER_ATTRIBUTES", ())
+    names = ("same", "changed", "lost")
+    listed = [Seam("key", f"vllm.m:{name}", "why", "never") for name in names]
+    monkeypatch.setattr(seams, "ALL_SEAMS", listed)
     old = write(tmp_path / "a", m="def same(a): ...\ndef changed(a): ...\ndef lost(a): ...\n")
     new = write(tmp_path / "b", m="def same(a): ...\ndef changed(a, b): ...\n")
-    assert list(seams.compare(new, old).values()) == [
-        "same",
-        "parameters were ['a'], are ['a', 'b']",
-        "missing",
-    ]
+    assert seams.compare(new, old) == {
+        "vllm.m.same": "same",
+        "vllm.m.changed": "parameters were ['a'], are ['a', 'b']",
+        "vllm.m.lost": "missing",
+    }
 
 
 def test_the_installed_vllm_has_them_all() -> None:
@@ -59,5 +56,5 @@ def test_the_installed_vllm_has_them_all() -> None:
     assert spec is not None and spec.origin is not None
     root = Path(spec.origin).parents[1]
     found = seams.compare(root, root)
-    assert len(found) == len(REQUIRED_ATTRIBUTES + WORKER_ATTRIBUTES)
+    assert len(found) == len({seam.target for seam in ALL_SEAMS})
     assert set(found.values()) == {"same"}

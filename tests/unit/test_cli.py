@@ -99,7 +99,7 @@ def test_config_refuses_unknown_names() -> None:
 
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
 def test_doctor(monkeypatch: pytest.MonkeyPatch, ok: bool, status: int) -> None:
-    report = {"versions": {"vllm": "0.32.0"}, "ledger": ["a", "b"], "problem": None, "ok": ok}
+    report = {"versions": {"vllm": "0.32.0"}, "seams": ["a", "b"], "problem": None, "ok": ok}
     report["self_test"] = {"seconds": 1.0}
     monkeypatch.setattr("vllm_specplug.compat.doctor.collect", lambda: report)
     result = runner.invoke(cli.app, ["doctor", "--json"])

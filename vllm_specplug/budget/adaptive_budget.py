@@ -86,9 +86,6 @@ class _Nodes:
 class AdaptiveBudget:
     """Decides every step who drafts how deep and which nodes are verified.
 
-    Every decision follows from the arguments of earlier calls alone: given the same trees,
-    acceptances and times, all ranks of a tensor parallel group decide alike.
-
     Args:
         costs: what a step costs.
         max_step_rows: most rows of one step, whatever would pay.

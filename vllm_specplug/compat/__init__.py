@@ -1,48 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every touch on vLLM internals made before a worker exists; `ledger.py` lists them all."""
+"""What is changed in vLLM before a worker exists; `seams` has the list, and puts it in place."""
 
 from __future__ import annotations
 
 import logging
 
-_installed = False
+_logger = logging.getLogger("vllm.specplug")
 
 
 def install() -> None:
     """Makes our methods known to vLLM, or makes them refuse. Idempotent and re-entrant.
 
     With a supported vLLM the method names become legal values of `--speculative-config`;
-    with any other, choosing one of them stops at config time with the reason.
+    with any other, choosing one of them stops at config time with the reason. When something
+    cannot be changed, what was changed before it is taken back and the methods refuse as well.
     """
-    global _installed
-    if _installed:
+    from vllm_specplug.seams import PROCESS_SEAMS, REFUSAL
+
+    if PROCESS_SEAMS.is_applied or REFUSAL.is_applied:
         return
-    from vllm_specplug.compat.versions import check_vllm
+    from vllm_specplug.compat import refusal
+    from vllm_specplug.compat.versions import SeamReport, check_vllm
 
     report = check_vllm()
     if report.supported:
-        from vllm_specplug.compat import (
-            engine_args,
-            metrics_bridge,
-            penalty,
-            placeholders,
-            sampling_options,
-            spec_config,
-            structured_output,
-        )
-
-        spec_config.install()
-        engine_args.install()
-        metrics_bridge.install()
-        placeholders.install()
-        sampling_options.install()
-        structured_output.install()
-        penalty.install()
-    else:
-        from vllm_specplug.compat import refusal
-
-        logging.getLogger("vllm.specplug").warning(
-            "%s; its speculative methods are switched off.", report.problem
-        )
-        refusal.install(report)
-    _installed = True
+        try:
+            PROCESS_SEAMS.apply()
+        except Exception as error:
+            _logger.exception("vllm-specplug could not be put in place")
+            report = SeamReport(report.vllm_version, str(error).rstrip("."))
+    if not report.supported:
+        _logger.warning("%s; its speculative methods are switched off.", report.problem)
+        refusal.reason = report
+        REFUSAL.apply()

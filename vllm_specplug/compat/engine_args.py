@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-import functools
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -121,6 +121,16 @@ def check_engine_config(vllm_config: Any) -> None:
     for field in ("attn_logit_softcapping", "attention_sinks"):
         if getattr(text, field, None):
             _refuse(method, f"targets with {field}", "Use a target without it")
+    if model.is_moe and parallel.data_parallel_size > 1 and spec.self_draft is not None:
+        source = spec.self_draft.source
+        if source in ("self", "auto"):
+            _refuse(
+                method,
+                f"draft_source={source!r} on a mixture-of-experts target with "
+                f"data_parallel_size={parallel.data_parallel_size}",
+                "Replicas run every forward together, and a draft forward is one replica's own: "
+                'use draft_source "heads" or "ngrams", or data_parallel_size=1',
+            )
     if spec.aux_layers and not _has_aux_hidden_states(model):
         _refuse(
             method,
@@ -182,15 +192,9 @@ def _check_token_budget(
         )
 
 
-def install() -> None:
-    """Ledger: engine_config. Wraps `EngineArgs.create_engine_config` with our checks."""
-    from vllm.engine.arg_utils import EngineArgs
+def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineArgs.create_engine_config` with our checks. Seam: engine_config."""
 
-    original = EngineArgs.create_engine_config
-    if getattr(original, "_specplug_checks", False):
-        return
-
-    @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_option_names(self.spec_method, self.speculative_config)
         check_runner_options(self.spec_method, self.speculative_config, self.async_scheduling)
@@ -198,5 +202,4 @@ def install() -> None:
         check_engine_config(vllm_config)
         return vllm_config
 
-    create_engine_config._specplug_checks = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    return create_engine_config

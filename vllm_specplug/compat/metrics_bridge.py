@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries a step's statistics from the runner's output to /metrics.
 
-Ledger: metrics_bridge.
+Seam: metrics_bridge.
 
 What: (1) `Scheduler.update_from_output` is wrapped to copy attribute `specplug_stats` of the
 runner's output to the `SchedulerStats` it returns; (2) `EngineCoreOutputs.scheduler_stats` is
@@ -17,23 +17,21 @@ Remove when: vLLM lets a runner attach statistics that reach stat loggers (a fre
 `ModelRunnerOutput` and `SchedulerStats`); then only the stat logger stays.
 
 Not wrapped by subclass: the front end's decoder caches the types of `EngineCoreOutputs` when it is
-first made, so `install` must run before an engine client exists. The plugin's entry point does.
+first made, so the seams must be in place before an engine client exists. The plugin's entry point
+sees to that.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_specplug.metrics import STATS_ATTRIBUTE, PrometheusExporter
-
-_logger = logging.getLogger("vllm.specplug")
 
 
 @dataclass
@@ -80,12 +78,9 @@ def attach_stats(outputs: dict[int, EngineCoreOutputs], payload: dict[str, Any])
             return
 
 
-def _wrap_update_from_output(scheduler_cls: type) -> None:
-    original = scheduler_cls.update_from_output  # type: ignore[attr-defined]
-    if getattr(original, "_specplug_stats", False):
-        return
+def with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Scheduler.update_from_output`, and the payload on what it returns."""
 
-    @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = original(self, scheduler_output, model_runner_output)
         payload = getattr(model_runner_output, STATS_ATTRIBUTE, None)
@@ -93,35 +88,21 @@ def _wrap_update_from_output(scheduler_cls: type) -> None:
             attach_stats(outputs, payload)
         return outputs
 
-    update_from_output._specplug_stats = True  # type: ignore[attr-defined]
-    scheduler_cls.update_from_output = update_from_output  # type: ignore[attr-defined]
+    return update_from_output
 
 
-def _wrap_stat_logger_manager() -> None:
-    original = StatLoggerManager.__init__
-    if getattr(original, "_specplug_stats", False):
-        return
+def with_tree_logger(original: Callable[..., None]) -> Callable[..., None]:
+    """`StatLoggerManager.__init__`, and our logger where the engine runs one of our methods."""
 
-    @functools.wraps(original)
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
         if _is_ours(vllm_config):
             self.stat_loggers.append(TreeStatLogger(vllm_config, self.engine_indexes))
 
-    init._specplug_stats = True  # type: ignore[attr-defined]
-    StatLoggerManager.__init__ = init  # type: ignore[method-assign]
+    return init
 
 
 def _is_ours(vllm_config: Any) -> bool:
     from vllm_specplug.compat.spec_config import tree_config
 
     return tree_config(vllm_config) is not None
-
-
-def install() -> None:
-    """Open the channel in this process; idempotent. Needed in front end and engine core."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    EngineCoreOutputs.__annotations__["scheduler_stats"] = TreeSchedulerStats | None
-    _wrap_update_from_output(Scheduler)
-    _wrap_stat_logger_manager()

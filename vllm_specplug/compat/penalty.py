@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contextual penalty for every server the plugin is installed in, speculating or not.
 
-Ledger: penalty_processor. vLLM's own entry point for logits processors is not used: it loads the
+Seam: penalty_processor. vLLM's own entry point for logits processors is not used: it loads the
 same classes into both model runners, whose interfaces differ, and fails hard in the other one.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from vllm_specplug.compat.spec_config import tree_config
@@ -64,20 +64,9 @@ def _unavailable(vllm_config: Any) -> str | None:
     return None
 
 
-def install() -> None:
-    """Adds the processor to vLLM's own ones, and our check to those of a request."""
-    import vllm.v1.engine.input_processor as input_processor
-    import vllm.v1.sample.logits_processor as processors
+def with_penalty_check(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """vLLM's checks of a request's parameters, and ours before them."""
 
-    if make_processor not in processors.BUILTIN_LOGITS_PROCESSORS:
-        processors.BUILTIN_LOGITS_PROCESSORS.append(make_processor)  # type: ignore[arg-type]
-
-    cls = input_processor.InputProcessor
-    original = cls._build_logits_processors_params_validator
-    if getattr(original, "_specplug_checks", False):
-        return
-
-    @functools.wraps(original)
     def build(self: Any) -> Any:
         validate = original(self)
 
@@ -87,5 +76,4 @@ def install() -> None:
 
         return checked
 
-    build._specplug_checks = True  # type: ignore[attr-defined]
-    cls._build_logits_processors_params_validator = build
+    return build

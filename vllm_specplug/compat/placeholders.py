@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resumed and prefix-hit requests come without placeholder drafts.
 
-Ledger: placeholders.
+Seam: placeholders.
 
 What: `Scheduler.__init__` is wrapped; for our methods `dynamic_sd_lookup`, unset otherwise, is
 set to a table that says `num_speculative_tokens` for every batch size.
@@ -17,26 +17,19 @@ Remove when: a proposer can say that it does not want the padding.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm_specplug.compat.spec_config import tree_config
 
 
-def install() -> None:
-    """Wraps the scheduler's constructor; idempotent."""
-    from vllm.v1.core.sched.scheduler import Scheduler
+def without_placeholders(original: Callable[..., None]) -> Callable[..., None]:
+    """The scheduler's constructor, and the table after it."""
 
-    original = Scheduler.__init__
-    if getattr(original, "_specplug_placeholders", False):
-        return
-
-    @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if tree_config(self.vllm_config) is not None and self.dynamic_sd_lookup is None:
             batch_sizes = self.scheduler_config.max_num_seqs + 1
             self.dynamic_sd_lookup = [self.num_spec_tokens] * batch_sizes
 
-    init._specplug_placeholders = True  # type: ignore[attr-defined]
-    Scheduler.__init__ = init  # type: ignore[method-assign]
+    return init

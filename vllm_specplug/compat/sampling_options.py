@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling options that vLLM refuses under speculation and trees honour.
 
-Ledger: sampling_options. The refusal stays for every other speculative method.
+Seam: sampling_options. The refusal stays for every other speculative method.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -23,16 +23,10 @@ def _check_budget(extra_args: dict[str, Any] | None, options: Any) -> None:
         raise VLLMValidationError(str(error)) from error
 
 
-def install() -> None:
-    """Wraps `SamplingParams._validate_spec_decode`: `min_p` and `logit_bias` pass for trees, what a
+def honouring_trees(original: Callable[..., None]) -> Callable[..., None]:
+    """`SamplingParams._validate_spec_decode`: `min_p` and `logit_bias` pass for trees, what a
     request asks of the tree budget is checked."""
-    from vllm.sampling_params import SamplingParams
 
-    original = SamplingParams._validate_spec_decode
-    if getattr(original, "_specplug_allows", False):
-        return
-
-    @functools.wraps(original)
     def validate(self: Any, speculative_config: Any) -> None:
         if (
             isinstance(speculative_config, SpecPlugSpeculativeConfig)
@@ -42,5 +36,4 @@ def install() -> None:
             return
         original(self, speculative_config)
 
-    validate._specplug_allows = True  # type: ignore[attr-defined]
-    SamplingParams._validate_spec_decode = validate  # type: ignore[method-assign]
+    return validate

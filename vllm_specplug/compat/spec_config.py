@@ -183,7 +183,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         self.draft_depth = self.tree_depth or self.num_speculative_tokens
 
     def _claim_worker(self) -> None:
-        """Ledger: worker_cls. Our worker builds the model runner with the tree mixin."""
+        """Our worker builds the model runner with the tree mixin."""
         from vllm.platforms import current_platform
 
         workers = {
@@ -267,11 +267,9 @@ def resolve_head_path(model: str | None, method: str) -> Path:
     raise option_error("model", model, "there is no such folder", remedy)
 
 
-def install() -> None:
-    """Ledger: spec_config. Swaps the class `EngineArgs` builds speculative configs from."""
-    import vllm.engine.arg_utils as arg_utils
-
-    arg_utils.SpeculativeConfig = SpecPlugSpeculativeConfig  # type: ignore[misc]
+def speculative_config_class(stock: type) -> type:
+    """The class `EngineArgs` builds speculative configs from. Seam: spec_config."""
+    return SpecPlugSpeculativeConfig
 
 
 def tree_config(vllm_config: Any) -> SpecPlugSpeculativeConfig | None:

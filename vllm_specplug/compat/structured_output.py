@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammars on draft trees: pruning before verification, one mask per node.
 
-Ledger: structured_output.
+Seam: structured_output.
 
 vLLM's scheduler knows drafts as a flat list and walks a grammar along it, which reads a tree's
 siblings as if one followed the other. Here the runner sends the parents along with the drafts of
@@ -20,8 +20,7 @@ runs and the runner takes the rows for a line.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,17 +97,10 @@ def _validated_tree(request: Any, scheduled: Sequence[int]) -> ValidatedTree | N
     return tree if tree is not None and tree.matches(scheduled) else None
 
 
-def _wrap(owner: type, name: str, make: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
-    if getattr(original, "_specplug_trees", False):
-        return
-    wrapper = functools.wraps(original)(make(original))
-    wrapper._specplug_trees = True
-    setattr(owner, name, wrapper)
+def update_draft_token_ids(original: Any) -> Any:
+    """The method of that name with trees, see above."""
 
-
-def _update_draft_token_ids(original: Any) -> Any:
-    def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
+    def wrapped(self: Any, draft_token_ids: Any) -> None:
         parents = getattr(draft_token_ids, PARENTS_ATTRIBUTE, None)
         manager = self.structured_output_manager
         setattr(manager, _DRAFTED, parents)
@@ -118,11 +110,13 @@ def _update_draft_token_ids(original: Any) -> Any:
             setattr(manager, _DRAFTED, None)
             setattr(manager, _HAS_TREES, bool(parents))
 
-    return update_draft_token_ids
+    return wrapped
 
 
-def _validate_tokens(original: Any) -> Any:
-    def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
+def validate_tokens(original: Any) -> Any:
+    """The method of that name with trees, see above."""
+
+    def wrapped(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
         drafted = getattr(self, _DRAFTED, None)
         if drafted is None or not request.use_structured_output:
             return original(self, request, spec_tokens)
@@ -137,11 +131,13 @@ def _validate_tokens(original: Any) -> Any:
         setattr(state, _VALIDATED, tree)
         return tokens
 
-    return validate_tokens
+    return wrapped
 
 
-def _schedule(original: Any) -> Any:
-    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Any) -> Any:
+    """The method of that name with trees, see above."""
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
         if getattr(self.structured_output_manager, _HAS_TREES, False):
             kept = {}
@@ -152,11 +148,13 @@ def _schedule(original: Any) -> Any:
             setattr(output, KEPT_NODES_ATTRIBUTE, kept)
         return output
 
-    return schedule
+    return wrapped
 
 
-def _grammar_bitmask(original: Any) -> Any:
-    def grammar_bitmask(
+def grammar_bitmask(original: Any) -> Any:
+    """The method of that name with trees, see above."""
+
+    def wrapped(
         self: Any,
         requests: dict[str, Any],
         structured_output_request_ids: list[str],
@@ -186,7 +184,7 @@ def _grammar_bitmask(original: Any) -> Any:
             first_row += 1 + num_drafts
         return bitmask
 
-    return grammar_bitmask
+    return wrapped
 
 
 def _fill_tree_rows(
@@ -207,14 +205,3 @@ def _fill_tree_rows(
             mask[row].fill_(manager._full_mask)
 
     visit_tree(tree.token_ids[:num_nodes], tree.parents[:num_nodes], cursor, enter)
-
-
-def install() -> None:
-    """Wraps the two scheduler methods and the two of the structured output manager."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    _wrap(Scheduler, "update_draft_token_ids", _update_draft_token_ids)
-    _wrap(Scheduler, "schedule", _schedule)
-    _wrap(StructuredOutputManager, "validate_tokens", _validate_tokens)
-    _wrap(StructuredOutputManager, "grammar_bitmask", _grammar_bitmask)

@@ -3,10 +3,11 @@
 
 Dummy forwards of the loaded model give the shape of the curves: where rows are nearly free and
 where they start to cost. Their level need not be exact, real steps correct it while serving.
-Under tensor parallelism every forward is a collective, so ranks must run the same ones: the
-first rank's clock decides how many, and its times are what all ranks use.
+Where workers split the target, among tensor parallel ranks or replicas of a mixture-of-experts
+target, every forward is a collective and all must run the same ones: the first worker's clock and
+its cached file decide how many, and its times are what all use.
 
-Ledger: calibration.
+Seam: calibration.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Calibrator:
 
     Args:
         runner: a tree runner, ready to serve, with no requests.
-        share: replaces values by those of the first rank.
+        share: replaces values by those of the first worker.
     """
 
     def __init__(self, runner: Any, share: Share, time_limit_s: float = TIME_LIMIT_S) -> None:
@@ -107,7 +108,7 @@ class Calibrator:
         return self._calibration(probe_rows * span)
 
     def _calibration(self, attended: int) -> Calibration:
-        """What all ranks take for true; `attended` tokens make the "far" forwards longer."""
+        """Values broadcast from the first worker; "far" forwards attend `attended` tokens more."""
         keys = list(self._times)
         best = self.share([max(min(self._times[key]), 1e-4) for key in keys])
         by_part: dict[str, dict[float, float]] = {}
@@ -176,7 +177,7 @@ def calibrate(runner: Any, share: Share, is_first_rank: bool) -> Calibration:
     path = cache_dir() / "calibration" / f"{_digest(runner)}.json"
     cached = _read(path) if is_first_rank else None
     values = [0.0] if cached is None else [1.0, *_flat(cached)]
-    # All ranks take the first one's file; theirs may be another machine's or missing.
+    # All take the first worker's file; theirs may be another machine's or missing.
     size = int(share([float(len(values))])[0])
     shared = share((values + [0.0] * size)[:size])
     if shared[0]:

@@ -24,7 +24,7 @@ from vllm_specplug.verify.cpu import cpu_kv_layout
 class DraftKVLayer(AttentionLayerBase):
     """A cache-only layer: vLLM allocates its pages, only the drafter reads and writes them.
 
-    Ledger: draft_kv_layer.
+    Seam: draft_kv_layer.
     """
 
     is_draft_layer = True

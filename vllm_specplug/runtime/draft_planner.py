@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +49,10 @@ class DraftPlanner:
         options: our speculative config.
         max_step_rows: most rows of one step.
         stats: where decisions are counted.
-        share: replaces times measured here by those of the first rank, so that all ranks of a
-            tensor parallel group decide alike.
         vocab_size: of the target; a tree with any other token is dropped.
+
+    It decides by the clock of its own process. Ranks of a tensor parallel group may decide
+    differently: the first one's trees count.
     """
 
     def __init__(
@@ -59,7 +60,6 @@ class DraftPlanner:
         options: Any,
         max_step_rows: int,
         stats: StepStats,
-        share: Callable[[list[float]], list[float]],
         vocab_size: int,
     ) -> None:
         self.options = options
@@ -69,7 +69,6 @@ class DraftPlanner:
         nodes = self.max_nodes if self.is_adaptive else int(options.tree_budget)
         self.row_budget = RowBudget(max_nodes=nodes, max_step_rows=max_step_rows)
         self.adaptive: AdaptiveBudget | None = None
-        self._share = share
         self._vocab_size = vocab_size
         # Requests of this step of which a tree was dropped, and whether that was ever told.
         self._dropped: set[int] = set()
@@ -214,20 +213,17 @@ class DraftPlanner:
         if budget is None:
             return
         self._steps += 1
-        verify_ms, draft_ms, rest_ms = self._share(
-            [self.verify_ms, self._draft_ms, -1.0 if self._rest_ms is None else self._rest_ms]
-        )
         if self._steps > _WARM_UP_STEPS:
             if self._draft_rows:
-                budget.costs.draft.observe(self._draft_rows, draft_ms)
+                budget.costs.draft.observe(self._draft_rows, self._draft_ms)
             # Between steps without a common request the engine may have been idle.
             if not self._last_ids.isdisjoint(req_ids):
-                budget.costs.observe_rest(rest_ms)
+                budget.costs.observe_rest(-1.0 if self._rest_ms is None else self._rest_ms)
             if all(r.first_row == r.root_row for r in step.requests):
                 rows = [(r.end_row - r.first_row, r.context_len + 1) for r in step.requests]
                 total = sum(count for count, _ in rows)
                 context = sum(count * length for count, length in rows)
-                budget.costs.observe_verify(total, total, context, verify_ms)
+                budget.costs.observe_verify(total, total, context, self.verify_ms)
         self._last_ids = set(req_ids)
         verified = [
             (req_id, r.tree, r.accepted_path)

@@ -15,7 +15,7 @@ def packed_linear(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """x [T, in] -> [T, out] for weight [out, in], in vLLM's fastest form for the device.
 
-    Ledger: packed_linear.
+    Seam: packed_linear.
     """
     if not current_platform.is_cpu():
         return lambda x: torch.nn.functional.linear(x, weight, bias)

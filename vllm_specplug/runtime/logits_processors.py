@@ -5,23 +5,18 @@ Under speculation vLLM builds `min_tokens` alone, because its rejection sampler 
 a request at once. The walk samples one row a request, as plain decoding does, so every
 processor works there: `min_p`, `logit_bias` and the user's own.
 
-Ledger: logits_processors.
+Seam: logits_processors.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import vllm.v1.worker.gpu_model_runner as gpu_model_runner
 
-
-@contextmanager
-def plain_logits_processors() -> Iterator[None]:
-    """While entered, runners are built with the processors of plain decoding."""
-    stock = gpu_model_runner.build_logitsprocs
+def plain_builder(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`build_logitsprocs` that builds the processors of plain decoding."""
 
     def build(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         # A copy that does not speculate: vLLM asks for nothing else before it refuses.
@@ -29,8 +24,4 @@ def plain_logits_processors() -> Iterator[None]:
         plain.speculative_config = None
         return stock(plain, *args, **kwargs)
 
-    gpu_model_runner.build_logitsprocs = build
-    try:
-        yield
-    finally:
-        gpu_model_runner.build_logitsprocs = stock
+    return build

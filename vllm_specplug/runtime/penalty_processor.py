@@ -5,7 +5,7 @@ It works on one row per request, which is what plain decoding and the walk both 
 object serves both. Between two depths of the walk the live output lists have grown by the path;
 every call follows them.
 
-Ledger: penalty_processor.
+Seam: penalty_processor.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The mixin that turns vLLM's V1 model runner into one that verifies trees.
 
 vLLM's scheduler stays stock: the N nodes of a tree are N draft tokens to it. The overrides
-below follow the order of a step. Ledger: runner_*.
+below follow the order of a step. Seams: runner_*.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import envs
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    get_tp_group,
-)
+from vllm.distributed import get_tensor_model_parallel_rank, get_world_group
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_specplug.budget import AdaptiveBudget, StepCostModel
@@ -26,17 +23,20 @@ from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
 from vllm_specplug.runtime.calibration import calibrate
 from vllm_specplug.runtime.draft_cache import DraftKVLayer
 from vllm_specplug.runtime.draft_planner import Batch, DraftPlanner
-from vllm_specplug.runtime.logits_processors import plain_logits_processors
 from vllm_specplug.runtime.penalty_processor import draft_penalties
 from vllm_specplug.runtime.proposer import TreeProposer
+from vllm_specplug.runtime.ranks import first_rank_trees, first_rank_values, first_worker_values
 from vllm_specplug.runtime.self_draft import SelfDraft
 from vllm_specplug.runtime.step import StepRequest, TreeStep
-from vllm_specplug.runtime.target_sampler import TargetSampler
+from vllm_specplug.runtime.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
 from vllm_specplug.runtime.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
 from vllm_specplug.runtime.window_cache import PagedTargetCache, WindowCache
+from vllm_specplug.seams import LOGITS_PROCESSORS, WORKER_SEAMS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 from vllm_specplug.verify.layer_support import check_cache_dtypes
+
+logger = init_logger("vllm.specplug.runner")
 
 
 class TreeRunnerMixin:
@@ -45,14 +45,15 @@ class TreeRunnerMixin:
     drafter: TreeProposer
 
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
-        with plain_logits_processors():
+        with LOGITS_PROCESSORS.applied():
             super().__init__(vllm_config, device, *args, **kwargs)  # type: ignore[call-arg]
         spec = vllm_config.speculative_config
         self.tree_spec = spec
         self.tree_backend = self.make_tree_backend()
         if spec.aux_layers:
             self.use_aux_hidden_state_outputs = True
-        # Trees proposed in the last step, by request id; consumed by the next one.
+        # Trees that wait for verification, by request id. A request that the scheduler leaves out
+        # of a step keeps its drafts, and so its tree.
         self.proposed_trees: dict[str, DraftTree] = {}
         self.tree_step = TreeStep([])
         self.tree_metrics = SpecPlugMetrics(
@@ -66,7 +67,6 @@ class TreeRunnerMixin:
             spec,
             max_step_rows=min(spec.max_step_rows or most_rows, most_rows),
             stats=self.tree_metrics.stats,
-            share=first_rank_values,
             vocab_size=self.model_config.get_vocab_size(),
         )
         # Rows of the block table that a draft forward without requests may read.
@@ -155,7 +155,8 @@ class TreeRunnerMixin:
         """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
         if not self.planner.is_adaptive:
             return
-        calibration = calibrate(self, first_rank_values, get_tensor_model_parallel_rank() == 0)
+        is_first = get_world_group().is_first_rank
+        calibration = calibrate(self, first_worker_values, is_first)
         self.planner.adaptive = AdaptiveBudget(
             StepCostModel(calibration),
             self.planner.row_budget.max_step_rows,
@@ -167,6 +168,12 @@ class TreeRunnerMixin:
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         self.planner.begin_step()
         return super().execute_model(*args, **kwargs)
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        # A replica without requests runs dummies beside the others; the trees of its last step are
+        # none of theirs.
+        self.tree_step = TreeStep([])
+        return super()._dummy_run(*args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
@@ -210,7 +217,6 @@ class TreeRunnerMixin:
                 tree=self._tree_for(req_id, tokens, kept_nodes.get(req_id)),
             )
             requests.append(request)
-        self.proposed_trees.clear()
         self.tree_step = TreeStep(requests)
         # Slots stay linear (super computed them); only rotary positions follow depth.
         self.tree_backend.set_positions(self.positions, self.tree_step)
@@ -221,18 +227,27 @@ class TreeRunnerMixin:
 
         `kept_nodes` are the nodes a grammar left of it; None where there is no grammar.
 
-        None when they are not ours: vLLM pads resumed requests with -1 drafts that nobody
-        proposed. Such rows are linear and none of them can be accepted.
+        None when they are not: their rows are linear and none of them is accepted. vLLM pads
+        resumed requests with drafts of -1; anything else that does not match is a fault.
         """
+        tree = self.proposed_trees.pop(req_id, None)
         if not tokens:
             return DraftTree.empty()
-        tree = self.proposed_trees.get(req_id)
-        if tree is None:
+        if all(token == PLACEHOLDER_TOKEN_ID for token in tokens):
             return None
-        tree = tree.prefix(len(tokens)) if kept_nodes is None else tree.subset(kept_nodes)
-        if tree.token_ids.tolist() != list(tokens):
-            return None
-        return tree
+        if tree is not None:
+            tree = tree.prefix(len(tokens)) if kept_nodes is None else tree.subset(kept_nodes)
+            if tree.token_ids.tolist() == list(tokens):
+                return tree
+        self.tree_metrics.stats.observe_plain("unmatched")
+        logger.error_once(
+            "Rank %d has no tree for %d scheduled draft tokens; such drafts are computed and none "
+            "of them is accepted. This costs speed, never a token; please report it. Counted as "
+            'specplug:plain_steps_total{reason="unmatched"}.',
+            get_tensor_model_parallel_rank(),
+            len(tokens),
+        )
+        return None
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
@@ -322,7 +337,7 @@ class TreeRunnerMixin:
         )
         requests, batch = self._draft_requests(sampled_token_ids)
         drafts: list[list[int]] = [[] for _ in self.input_batch.req_ids]
-        trees = self.planner.draft(drafter, requests, batch)
+        trees = first_rank_trees(self.planner.draft(drafter, requests, batch), requests.budgets)
         for i, tree in zip(requests.req_indices, trees, strict=True):
             if tree.num_nodes:
                 self.proposed_trees[self.input_batch.req_ids[i]] = tree
@@ -402,15 +417,15 @@ class TreeRunnerMixin:
             stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))
 
 
-def first_rank_values(values: list[float]) -> list[float]:
-    """The values of the first tensor parallel rank, on every rank.
+def require_seams(device: str) -> None:
+    """Checks, when a worker starts, everything of vLLM that it will call or override.
 
-    Clocks differ between ranks, and decisions made from them would too; then ranks would verify
-    different trees.
+    Raises:
+        RuntimeError: naming what is missing.
     """
-    if get_tensor_model_parallel_world_size() == 1:
-        return values
-    group = get_tp_group()
-    shared = torch.tensor(values, dtype=torch.float64)
-    torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
-    return shared.tolist()
+    missing = WORKER_SEAMS[device].verify()
+    if missing:
+        raise RuntimeError(
+            f"This vLLM lacks what vllm-specplug builds on: {'; '.join(missing)}. Install a "
+            "supported release (`specplug doctor` names it) or choose another speculative method."
+        )

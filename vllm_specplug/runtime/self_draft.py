@@ -6,7 +6,7 @@ vLLM's model is called once more under a forward context whose attention metadat
 written to the paged cache, because no slots are mapped. Any model that vLLM serves with plain
 attention layers works, eager or compiled.
 
-Ledger: self_draft.
+Seam: self_draft.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Between two depths of the walk this does what vLLM does between two steps: the s
 token joins the request's output and stateful logits processors are told. So penalties,
 bad words, `min_tokens`, seeds and logprobs see exactly what they see in plain decoding.
 
-Ledger: target_sampler.
+Seam: target_sampler.
 """
 
 from __future__ import annotations

@@ -9,20 +9,18 @@ import os
 from typing import Any
 
 import torch
-import vllm.v1.attention.selector as selector
-import vllm.v1.worker.cpu_worker as cpu_worker
 from vllm.logger import init_logger
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.config import check_model_runner, option_error
 from vllm_specplug.kernels import describe
 from vllm_specplug.kernels.extension import ISA_VARIABLE
-from vllm_specplug.runtime.runner import TreeRunnerMixin
+from vllm_specplug.runtime.runner import TreeRunnerMixin, require_seams
 from vllm_specplug.runtime.self_draft import partial_cache_bytes
 from vllm_specplug.runtime.tree_backend import TreeBackend
 from vllm_specplug.runtime.window_cache import window_cache_bytes
+from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER
 
 logger = init_logger("vllm.specplug.worker")
 
@@ -64,10 +62,15 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         return InterpretedTreeBackend("triton", self.num_query_heads, self.step_limits(), CPU)
 
 
+def tree_runner_class(stock: type) -> type:
+    """What vLLM's worker builds instead of its own runner. Seam: cpu_runner."""
+    return TreeCPUModelRunner
+
+
 class TreeCPUWorker(CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
-    Ledger: cpu_runner, cpu_backend.
+    Seams: cpu_runner, cpu_backend, cpu_worker.
     """
 
     def determine_available_memory(self) -> int:
@@ -103,15 +106,7 @@ class TreeCPUWorker(CPUWorker):
         spec = self.vllm_config.speculative_config
         check_model_runner(spec.plugin_method, uses_v2=self.use_v2_model_runner)
         choose_kernel(spec.tree_kernel, self.model_config.dtype)
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN, "vllm_specplug.verify.cpu.TreeCPUAttentionBackend"
-        )
-        # An engine that this process built before has the stock backend in the selector's cache,
-        # and stock attention would take a tree for a line without a word.
-        selector._cached_get_attn_backend.cache_clear()
-        stock = cpu_worker.CPUModelRunner
-        cpu_worker.CPUModelRunner = TreeCPUModelRunner  # type: ignore[misc]
-        try:
+        require_seams("cpu")
+        CPU_BACKENDS.apply()
+        with CPU_RUNNER.applied():
             super().init_device()
-        finally:
-            cpu_worker.CPUModelRunner = stock  # type: ignore[misc]

@@ -6,32 +6,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import vllm.v1.attention.selector as selector
 from vllm.logger import init_logger
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.config import check_model_runner
 from vllm_specplug.runtime.cuda_backend import CudaTreeBackend
 from vllm_specplug.runtime.rehearsal import warm_up_draft
-from vllm_specplug.runtime.runner import TreeRunnerMixin
+from vllm_specplug.runtime.runner import TreeRunnerMixin, require_seams
 from vllm_specplug.runtime.tree_backend import TreeBackend
+from vllm_specplug.seams import ATTENTION_BACKENDS
 
 logger = init_logger("vllm.specplug.worker")
 
-# vLLM's attention backends that can hand tree rows over, and what takes their place.
-TREE_BACKENDS = {
-    AttentionBackendEnum.FLASH_ATTN: "vllm_specplug.verify.gpu.TreeFlashAttentionBackend",
-    AttentionBackendEnum.TRITON_ATTN: "vllm_specplug.verify.gpu.TreeTritonAttentionBackend",
-}
+# vLLM's attention backends that can hand tree rows over.
+TREE_BACKENDS = (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN)
 
 
 def claim_attention_backend(vllm_config: Any) -> None:
     """Registers the tree backends and, where the user named none, picks FlashAttention, or Triton
     for float32, which FlashAttention does not have.
 
-    Ledger: gpu_backend.
+    Seam: gpu_backend.
 
     Raises:
         ValueError: for a backend that cannot hand tree rows over.
@@ -48,11 +45,7 @@ def claim_attention_backend(vllm_config: Any) -> None:
             f"--attention-backend {attention.backend.name} cannot verify trees. Use {names}, or "
             "leave it out."
         )
-    for backend, path in TREE_BACKENDS.items():
-        register_backend(backend, path)
-    # An engine that this process built before has the stock backend in the selector's cache,
-    # and stock attention would take a tree for a line without a word.
-    selector._cached_get_attn_backend.cache_clear()
+    ATTENTION_BACKENDS.apply()
 
 
 class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
@@ -65,11 +58,12 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
 
 
 class TreeGPUWorker(Worker):
-    """vLLM's CUDA worker. Ledger: gpu_runner."""
+    """vLLM's CUDA worker. Seams: gpu_worker, gpu_backend."""
 
     def init_device(self) -> None:
         spec = self.vllm_config.speculative_config
         check_model_runner(spec.plugin_method, uses_v2=self.use_v2_model_runner)
+        require_seams("cuda")
         claim_attention_backend(self.vllm_config)
         super().init_device()
 

@@ -6,6 +6,7 @@ Run in a fresh interpreter where the order of events matters: decoders cache the
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -48,12 +49,12 @@ ROUND_TRIP = """
     from vllm.v1.metrics.loggers import StatLoggerManager
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-    from vllm_specplug.compat import metrics_bridge
+    from vllm_specplug.compat import install, metrics_bridge
 
     if {install}:
-        metrics_bridge.install()
+        install()
         wrapped = Scheduler.update_from_output, StatLoggerManager.__init__
-        metrics_bridge.install()
+        install()
         assert (Scheduler.update_from_output, StatLoggerManager.__init__) == wrapped
         assert all(hasattr(w, "__wrapped__") for w in wrapped)
         assert not any(hasattr(w.__wrapped__, "__wrapped__") for w in wrapped)
@@ -104,7 +105,7 @@ class FakeScheduler:
 
 @pytest.fixture(scope="module")
 def scheduler_cls():
-    metrics_bridge._wrap_update_from_output(FakeScheduler)
+    FakeScheduler.update_from_output = metrics_bridge.with_stats(FakeScheduler.update_from_output)
     return FakeScheduler
 
 
@@ -148,8 +149,9 @@ def manager_cls(monkeypatch):
         def record(self, *args, **kwargs):
             pass
 
-    monkeypatch.setattr(loggers.StatLoggerManager, "__init__", loggers.StatLoggerManager.__init__)
-    metrics_bridge._wrap_stat_logger_manager()
+    stock = inspect.unwrap(loggers.StatLoggerManager.__init__)
+    wrapped = metrics_bridge.with_tree_logger(stock)
+    monkeypatch.setattr(loggers.StatLoggerManager, "__init__", wrapped)
     return lambda config, engines: loggers.StatLoggerManager(
         config, engines, custom_stat_loggers=[NoPrometheus], enable_default_loggers=False
     )

@@ -113,4 +113,6 @@ def test_vllm_checks_requests_and_builds_the_processor() -> None:
 
     install()
     assert BUILTIN_LOGITS_PROCESSORS.count(make_processor) == 1
-    assert InputProcessor._build_logits_processors_params_validator._specplug_checks
+    build = InputProcessor._build_logits_processors_params_validator
+    assert build.__module__ == "vllm.v1.engine.input_processor" and build.__wrapped__
+    assert build.__code__.co_filename.endswith("penalty.py")

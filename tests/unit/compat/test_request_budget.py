@@ -10,7 +10,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_specplug.compat import sampling_options
+from vllm_specplug.compat import install
 from vllm_specplug.compat.spec_config import SpecPlugSpeculativeConfig
 
 
@@ -30,7 +30,7 @@ def _spec(plugin_method: str | None = "jetspec") -> Any:
 
 @pytest.fixture(autouse=True)
 def _installed() -> None:
-    sampling_options.install()
+    install()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_only_our_schedulers_decline_placeholders(
 ) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_specplug.compat import placeholders
+    from vllm_specplug.compat.placeholders import without_placeholders
 
     def init(self: Any) -> None:
         self.vllm_config = SimpleNamespace(speculative_config=_spec("jetspec" if ours else None))
@@ -72,7 +72,5 @@ def test_only_our_schedulers_decline_placeholders(
         self.num_spec_tokens = 6
         self.scheduler_config = SimpleNamespace(max_num_seqs=4)
 
-    monkeypatch.setattr(Scheduler, "__init__", init)
-    placeholders.install()
-    placeholders.install()
+    monkeypatch.setattr(Scheduler, "__init__", without_placeholders(init))
     assert Scheduler().dynamic_sd_lookup == table

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_specplug.compat import structured_output
+from vllm_specplug.compat import install, structured_output
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 
 VOCABULARY = 12
@@ -24,8 +24,8 @@ END = 11
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
-    structured_output.install()
-    structured_output.install()  # wrapping twice must not walk twice
+    install()
+    install()  # wrapping twice must not walk twice
 
 
 class ToyGrammar:
@@ -221,7 +221,7 @@ def test_the_runner_learns_which_of_two_equal_tokens_was_kept(monkeypatch) -> No
     assert request.spec_token_ids == [5, 3, 10]
 
     output = SimpleNamespace(scheduled_spec_decode_tokens={"tree": [5, 3, 10]})
-    schedule = structured_output._schedule(lambda self: output)
+    schedule = structured_output.schedule(lambda self: output)
     assert getattr(schedule(scheduler), KEPT_NODES_ATTRIBUTE) == {"tree": [0, 1, 3]}
     # Drafts that are not the validated ones, as after a preemption.
     output.scheduled_spec_decode_tokens = {"tree": [-1, -1, -1]}

@@ -34,7 +34,7 @@ def _options(**changes: Any) -> SimpleNamespace:
 
 
 def _planner(rows: int = 512, draft_ms: float = 0.3, **changes: Any) -> DraftPlanner:
-    planner = DraftPlanner(_options(**changes), rows, StepStats(), lambda values: values, 1000)
+    planner = DraftPlanner(_options(**changes), rows, StepStats(), 1000)
     if planner.is_adaptive:
         planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=draft_ms)), rows, 4)
     return planner
@@ -231,27 +231,6 @@ def test_idle_time_and_prompt_chunks_teach_nothing(monkeypatch: pytest.MonkeyPat
         planner.observe(TreeStep([chunk]), [f"r{step}"], now[0])
         now[0] += 60.0
     assert (float(costs.verify_ms(5, 5, 0)), costs.rest_ms) == (verify, rest)
-
-
-def test_ranks_decide_by_the_first_ranks_clock() -> None:
-    first: list[list[float]] = []
-
-    def record(values: list[float]) -> list[float]:
-        first.append(values)
-        return values
-
-    def ranks(share: Any) -> list[float]:
-        planner = DraftPlanner(_options(), 512, StepStats(), share, 1000)
-        planner.adaptive = AdaptiveBudget(StepCostModel(calibration()), 512, 4)
-        tree = DraftTree.chain([1, 2], [-0.1, -0.2])
-        for _ in range(10):
-            planner.begin_step()
-            planner.observe(TreeStep([_verified(9, tree, [0])]), ["a"], planner._step_start + 0.05)
-        return planner.adaptive.costs.verify_ms(np.arange(1, 40), 1, 0).tolist()
-
-    expected = ranks(record)
-    replay = iter(first)
-    assert ranks(lambda values: next(replay)) == expected
 
 
 def _tree(tokens: list[int], parents: list[int], depths: list[int], scores: list[float]) -> Any:

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seams are applied once, together or not at all, and undone to the objects that were there."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from vllm_specplug.seams.seam import Append, Replace, Retype, Seam, SeamError, SeamSet, Wrap
+
+
+class Base:
+    def inherited(self) -> str:
+        return "base"
+
+
+class Host(Base):
+    size: int = 0
+
+    def run(self) -> str:
+        return "stock"
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("seam_host")
+    members = {"run": Host.run, "__annotations__": dict(Host.__annotations__)}
+    module.Host = type("Host", (Base,), members)
+    module.entries = ["first"]
+    module.item = object()
+    module.around = lambda stock: lambda self: f"around {stock(self)}"
+    module.fails = lambda stock: 1 / 0
+    monkeypatch.setitem(sys.modules, "seam_host", module)
+    return module
+
+
+def wrap(path: str, make: str = "around") -> Wrap:
+    return Wrap("key", f"seam_host:{path}", "why", "never", make=f"seam_host:{make}")
+
+
+def append() -> Append:
+    return Append("key", "seam_host:entries", "why", "never", item="seam_host:item")
+
+
+def test_a_wrapper_is_undone_to_the_object_that_was_there(host: Any) -> None:
+    stock = vars(host.Host)["run"]
+    own, inherited = wrap("Host.run"), wrap("Host.inherited")
+    own.apply()
+    inherited.apply()
+    assert host.Host().run() == "around stock" and host.Host.run.__wrapped__ is stock
+    assert host.Host().inherited() == "around base" and Base().inherited() == "base"
+    own.undo()
+    inherited.undo()
+    assert vars(host.Host)["run"] is stock
+    assert "inherited" not in vars(host.Host)
+    own.undo()  # once more is nothing
+    own.apply()
+    own.undo()
+
+
+def test_nothing_is_put_around_a_seam_by_another_seam(host: Any) -> None:
+    seam = wrap("Host.run")
+    with seam.applied():
+        with pytest.raises(SeamError, match="applied already"):
+            seam.apply()
+        with pytest.raises(SeamError, match="changed already"):
+            wrap("Host.run").apply()
+        # Somebody else's wrapper copies all attributes of ours and is still told from it.
+        ours = host.Host.run
+        host.Host.run = functools.wraps(ours)(lambda self: "theirs")
+        other = wrap("Host.run")
+        other.apply()
+        assert host.Host().run() == "around theirs"
+        other.undo()
+        host.Host.run = ours
+
+
+def test_what_somebody_else_changed_since_is_left(host: Any) -> None:
+    seam = wrap("Host.run")
+    seam.apply()
+    ours = host.Host.run
+    host.Host.run = theirs = lambda self: "theirs"
+    with pytest.raises(SeamError, match="somebody else"):
+        seam.undo()
+    assert host.Host.run is theirs
+    host.Host.run = ours
+    seam.undo()
+
+
+def test_a_set_is_applied_whole_or_not_at_all(host: Any) -> None:
+    before = dict(vars(host.Host)), list(host.entries), dict(host.Host.__annotations__)
+    retype = Retype("key", "seam_host:Host", "why", "never", "size", "seam_host:Host")
+    good = [wrap("Host.run"), append(), retype]
+    seams = SeamSet([*good, wrap("Host.inherited", "fails")])
+    with pytest.raises(SeamError, match=r"Host\.inherited could not.*division.*vLLM is as it was"):
+        seams.apply()
+    after = dict(vars(host.Host)), list(host.entries), dict(host.Host.__annotations__)
+    assert after == before and not seams.is_applied
+    works = SeamSet(good)
+    works.apply()
+    works.apply()
+    assert works.is_applied and host.entries == ["first", host.item]
+    assert host.Host.__annotations__["size"] == host.Host | None
+    works.undo()
+    after = dict(vars(host.Host)), list(host.entries), dict(host.Host.__annotations__)
+    assert after == before and not works.is_applied
+
+
+def test_what_cannot_be_taken_back_is_said(host: Any) -> None:
+    def meddling(stock: Any) -> Any:
+        host.entries.remove(host.item)
+        raise ValueError("too late")
+
+    host.meddling = meddling
+    seams = SeamSet([wrap("Host.run"), append(), wrap("Host.inherited", "meddling")])
+    with pytest.raises(SeamError, match=r"too late\. Not taken back: seam_host\.entries no longer"):
+        seams.apply()
+    assert host.Host().run() == "stock"
+
+
+def test_missing_targets_are_found_without_applying() -> None:
+    seams = SeamSet(
+        [
+            Seam("key", "seam_host:Host.run", "why", "never"),
+            wrap("Host.walk"),
+            Replace("key", "no.such.module:name", "why", "never", make="seam_host:around"),
+        ]
+    )
+    missing = seams.verify()
+    assert missing[0] == "seam_host.Host.walk (seam_host.Host has no walk)"
+    assert missing[1].startswith("no.such.module.name (no.such.module cannot be imported")
+    assert len(missing) == 2

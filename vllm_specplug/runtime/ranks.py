@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank decides for all: its trees and its clock are everybody's.
+
+Tensor parallel ranks compute the same hidden states in different orders of summation, so their
+values differ in the last bits, and a near tie between two candidates is enough for two different
+trees. Verified together, they would mix rows of different tokens in every all-reduce. Samples need
+no agreement: logits are gathered, not summed, and hence equal on all ranks bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed import get_tp_group, get_world_group
+
+from vllm_specplug.tree import DraftTree
+
+# Rows of a message: token ids, parents, depths and the bits of the scores.
+_FIELDS = 4
+
+
+def first_rank_values(values: list[float]) -> list[float]:
+    """The values of the first tensor parallel rank, on every rank."""
+    return _first_values(values, get_tp_group())
+
+
+def first_worker_values(values: list[float]) -> list[float]:
+    """The values of the first worker of all, on every worker: replicas of a mixture-of-experts
+    target run their forwards together, so they must run the same number of them."""
+    return _first_values(values, get_world_group())
+
+
+def _first_values(values: list[float], group: Any) -> list[float]:
+    return _from_first(torch.tensor(values, dtype=torch.float64), group).tolist()
+
+
+def first_rank_trees(trees: Sequence[DraftTree], budgets: Sequence[int]) -> list[DraftTree]:
+    """The trees of the first tensor parallel rank, on every rank, in one message.
+
+    Args:
+        trees: this rank's trees, one per request.
+        budgets: most nodes of each tree, the same on every rank; a larger tree is cut.
+    """
+    group = get_tp_group()
+    if group.world_size == 1 or not budgets:
+        return list(trees)
+    message = _packed(trees, budgets)
+    received = _from_first(torch.from_numpy(message), group).numpy()
+    return _unpacked(received, len(budgets))
+
+
+def _from_first(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """`tensor`, overwritten in place by that of the group's first rank."""
+    if group.world_size > 1:
+        torch.distributed.broadcast(tensor, src=group.ranks[0], group=group.cpu_group)
+    return tensor
+
+
+def _packed(trees: Sequence[DraftTree], budgets: Sequence[int]) -> np.ndarray:
+    """int32 [R + 4 * sum(budgets)]: node counts, then the four fields of all nodes.
+
+    The size depends on the budgets alone, so every rank knows it.
+    """
+    most = sum(budgets)
+    message = np.zeros(len(budgets) + _FIELDS * most, np.int32)
+    trees = [tree.prefix(budget) for tree, budget in zip(trees, budgets, strict=True)]
+    message[: len(budgets)] = [tree.num_nodes for tree in trees]
+    fields = message[len(budgets) :].reshape(_FIELDS, most)
+    used = int(message[: len(budgets)].sum())
+    fields[0, :used] = np.concatenate([tree.token_ids for tree in trees])
+    fields[1, :used] = np.concatenate([tree.parent_indices for tree in trees])
+    fields[2, :used] = np.concatenate([tree.depths for tree in trees])
+    fields[3, :used] = np.concatenate([tree.scores for tree in trees]).view(np.int32)
+    return message
+
+
+def _unpacked(message: np.ndarray, num_trees: int) -> list[DraftTree]:
+    counts = message[:num_trees]
+    ends = np.cumsum(counts)
+    token_ids, parents, depths, scores = message[num_trees:].reshape(_FIELDS, -1)
+    tokens = token_ids.astype(np.int64)
+    score_values = scores.view(np.float32)
+    return [
+        DraftTree(tokens[a:b], parents[a:b], depths[a:b], score_values[a:b])
+        for a, b in zip((ends - counts).tolist(), ends.tolist(), strict=True)
+    ]

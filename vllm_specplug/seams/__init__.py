@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every place where the package meets vLLM, as objects: checked, applied and undone in one way."""
+
+from vllm_specplug.seams.listing import (
+    ALL_SEAMS,
+    ATTENTION_BACKENDS,
+    CPU_BACKENDS,
+    CPU_RUNNER,
+    LOGITS_PROCESSORS,
+    PROCESS_SEAMS,
+    REFUSAL,
+    WORKER_SEAMS,
+)
+from vllm_specplug.seams.seam import Seam, SeamError, SeamSet
+
+__all__ = [
+    "ALL_SEAMS",
+    "ATTENTION_BACKENDS",
+    "CPU_BACKENDS",
+    "CPU_RUNNER",
+    "LOGITS_PROCESSORS",
+    "PROCESS_SEAMS",
+    "REFUSAL",
+    "WORKER_SEAMS",
+    "Seam",
+    "SeamError",
+    "SeamSet",
+]

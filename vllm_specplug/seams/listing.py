@@ -1,0 +1,520 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list: every touch on vLLM, what for, and what would let us drop it.
+
+`PROCESS_SEAMS` are put in place in every process, `REFUSAL` instead of them on a vLLM that is not
+supported, the scoped ones by workers that verify trees. All others change nothing; they are here so
+that every start checks them. `scripts/vllm_names.py` reads from the code what belongs here.
+"""
+
+from __future__ import annotations
+
+from vllm_specplug.seams.seam import (
+    Append,
+    InstanceAttribute,
+    Overrides,
+    Register,
+    Replace,
+    Retype,
+    Seam,
+    SeamSet,
+    Wrap,
+)
+
+_REGISTRY = "https://github.com/vllm-project/vllm/issues/36219"
+_TREE = "https://github.com/vllm-project/vllm/issues/40809"
+_HAS_REGISTRY = f"vLLM has a proposer registry with typed options ({_REGISTRY})"
+_HAS_TREES = f"vLLM takes per-node positions and masks ({_TREE})"
+_PUBLIC = "never: it is public"
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
+_GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_BACKENDS = "vllm.v1.attention.backends"
+_PROCESSORS = "vllm.v1.sample.logits_processor"
+
+# -- changes ------------------------------------------------------------------------------------
+
+_WHY_STATS = "statistics are made in a worker and scraped in the API server"
+_HAS_STATS = "a runner may attach statistics that reach stat loggers"
+_WHY_GRAMMAR = (
+    "vLLM walks a grammar along a flat draft list, where siblings get each other's masks; acts on "
+    "drafts that carry parents"
+)
+_HAS_PARENTS = f"drafts carry their parents to the scheduler ({_TREE})"
+_WHY_PENALTY = (
+    "the contextual penalty must hold with and without speculation; vLLM's entry point for "
+    "processors loads one class into two incompatible runners"
+)
+_HAS_PROCESSORS = "the entry point tells the model runners apart"
+
+PROCESS_SEAMS = SeamSet(
+    (
+        Replace(
+            "spec_config",
+            "vllm.engine.arg_utils:SpeculativeConfig",
+            "vLLM's list of methods is closed and unknown keys are refused",
+            _HAS_REGISTRY,
+            make="vllm_specplug.compat.spec_config:speculative_config_class",
+        ),
+        Wrap(
+            "engine_config",
+            "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+            "combinations such as LoRA or a quantised cache only show in the whole config, and "
+            "must stop before a process starts",
+            f"a registered method may validate the engine config ({_REGISTRY})",
+            make="vllm_specplug.compat.engine_args:checked",
+        ),
+        Retype(
+            "metrics_bridge",
+            "vllm.v1.engine:EngineCoreOutputs",
+            f"{_WHY_STATS}; the front end drops what no type declares",
+            _HAS_STATS,
+            attribute="scheduler_stats",
+            annotation="vllm_specplug.compat.metrics_bridge:TreeSchedulerStats",
+        ),
+        Wrap(
+            "metrics_bridge",
+            f"{_SCHEDULER}.update_from_output",
+            _WHY_STATS,
+            _HAS_STATS,
+            make="vllm_specplug.compat.metrics_bridge:with_stats",
+        ),
+        Wrap(
+            "metrics_bridge",
+            "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+            _WHY_STATS,
+            _HAS_STATS,
+            make="vllm_specplug.compat.metrics_bridge:with_tree_logger",
+        ),
+        Wrap(
+            "placeholders",
+            f"{_SCHEDULER}.__init__",
+            "requests that resume or hit the prefix cache would verify num_speculative_tokens "
+            "placeholder rows that cannot be accepted",
+            "a proposer can decline the padding",
+            make="vllm_specplug.compat.placeholders:without_placeholders",
+        ),
+        Wrap(
+            "sampling_options",
+            "vllm.sampling_params:SamplingParams._validate_spec_decode",
+            "min_p and logit_bias are refused under any speculation; the walk honours them",
+            "vLLM asks the method which options it honours",
+            make="vllm_specplug.compat.sampling_options:honouring_trees",
+        ),
+        *(
+            Wrap(
+                "structured_output",
+                f"{owner}.{name}",
+                _WHY_GRAMMAR,
+                _HAS_PARENTS,
+                make=f"vllm_specplug.compat.structured_output:{name}",
+            )
+            for owner, name in (
+                (_SCHEDULER, "update_draft_token_ids"),
+                (_SCHEDULER, "schedule"),
+                (_GRAMMARS, "validate_tokens"),
+                (_GRAMMARS, "grammar_bitmask"),
+            )
+        ),
+        Append(
+            "penalty_processor",
+            f"{_PROCESSORS}:BUILTIN_LOGITS_PROCESSORS",
+            _WHY_PENALTY,
+            _HAS_PROCESSORS,
+            item="vllm_specplug.compat.penalty:make_processor",
+        ),
+        Wrap(
+            "penalty_processor",
+            "vllm.v1.engine.input_processor:InputProcessor."
+            "_build_logits_processors_params_validator",
+            _WHY_PENALTY,
+            _HAS_PROCESSORS,
+            make="vllm_specplug.compat.penalty:with_penalty_check",
+        ),
+    )
+)
+
+REFUSAL = SeamSet(
+    (
+        Wrap(
+            "refusal",
+            "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+            "on an unsupported vLLM our methods must say why they are unavailable instead of "
+            "being unknown",
+            "never needed on a supported vLLM",
+            make="vllm_specplug.compat.refusal:refusing",
+        ),
+    )
+)
+
+LOGITS_PROCESSORS = Replace(
+    "logits_processors",
+    "vllm.v1.worker.gpu_model_runner:build_logitsprocs",
+    "under speculation vLLM builds min_tokens alone and refuses custom processors; in place while "
+    "a tree runner is built",
+    "vLLM builds all processors for methods that sample row by row",
+    make="vllm_specplug.runtime.logits_processors:plain_builder",
+)
+
+CPU_RUNNER = Replace(
+    "cpu_runner",
+    "vllm.v1.worker.cpu_worker:CPUModelRunner",
+    "CPUWorker names its runner class as a global; in place during init_device",
+    "CPUWorker gains the _make_model_runner seam that the GPU worker has",
+    make="vllm_specplug.runtime.worker_cpu:tree_runner_class",
+)
+
+_WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
+
+CPU_BACKENDS = SeamSet(
+    (
+        Register(
+            "cpu_backend",
+            f"{_BACKENDS}.registry:AttentionBackendEnum.CPU_ATTN",
+            _WHY_BACKEND,
+            f"vLLM takes a mask per request ({_TREE})",
+            path="vllm_specplug.verify.cpu.TreeCPUAttentionBackend",
+        ),
+    )
+)
+
+ATTENTION_BACKENDS = SeamSet(
+    Register(
+        "gpu_backend",
+        f"{_BACKENDS}.registry:AttentionBackendEnum.{name}",
+        _WHY_BACKEND,
+        f"vLLM takes a mask per request ({_TREE})",
+        path=f"vllm_specplug.verify.gpu.{path}",
+    )
+    for name, path in (
+        ("FLASH_ATTN", "TreeFlashAttentionBackend"),
+        ("TRITON_ATTN", "TreeTritonAttentionBackend"),
+    )
+)
+
+# -- what is called or overridden ---------------------------------------------------------------
+
+
+def _uses(key: str, why: str, remove_when: str, *targets: str) -> list[Seam]:
+    return [Seam(key, target, why, remove_when) for target in targets]
+
+
+def _overrides(key: str, why: str, remove_when: str, owner: str, *names: str) -> list[Seam]:
+    return [Overrides(key, f"{owner}.{name}", why, remove_when) for name in names]
+
+
+# Checked with PROCESS_SEAMS, wherever the plugin is loaded.
+_PROCESS_USES: tuple[Seam, ...] = (
+    *_uses(
+        "config",
+        "options of our methods are a subclass of vLLM's",
+        _HAS_REGISTRY,
+        "vllm:__version__",
+        "vllm.config.speculative:SpeculativeConfig",
+        "vllm.config.speculative:SpeculativeMethod",
+        "vllm.config.utils:config",
+        "vllm.utils.hashing:safe_hash",
+        "vllm.platforms:current_platform",
+        "vllm.logger:init_logger",
+        "vllm.exceptions:VLLMValidationError",
+        "vllm.model_executor.models.interfaces:supports_eagle3",
+        "vllm.model_executor.models.registry:ModelRegistry",
+    ),
+    *_overrides(
+        "config",
+        "our methods resolve their options and the compiled graph's hash",
+        _HAS_REGISTRY,
+        "vllm.config.speculative:SpeculativeConfig",
+        "__post_init__",
+        "__repr__",
+        "compute_hash",
+    ),
+    *_uses(
+        "metrics_bridge",
+        _WHY_STATS,
+        _HAS_STATS,
+        "vllm.v1.engine:EngineCoreOutputs",
+        "vllm.v1.metrics.loggers:AggregateStatLoggerBase",
+        "vllm.v1.metrics.stats:SchedulerStats",
+    ),
+    *_overrides(
+        "metrics_bridge",
+        "the receiving end of the statistics",
+        _PUBLIC,
+        "vllm.v1.metrics.loggers:AggregateStatLoggerBase",
+        "__init__",
+        "record",
+        "log_engine_initialized",
+    ),
+    *_uses(
+        "structured_output",
+        _WHY_GRAMMAR,
+        _HAS_PARENTS,
+        f"{_GRAMMARS}._get_constraint_bounds",
+    ),
+    *(
+        InstanceAttribute("structured_output", f"{_GRAMMARS}.{name}", _WHY_GRAMMAR, _HAS_PARENTS)
+        for name in ("_grammar_bitmask", "_full_mask")
+    ),
+    *_uses(
+        "attention_registry",
+        "workers register attention backends that can hand over tree rows",
+        f"vLLM takes a mask per request ({_TREE})",
+        f"{_BACKENDS}.registry:register_backend",
+        f"{_BACKENDS}.registry:AttentionBackendEnum",
+        f"{_BACKENDS}.registry:AttentionBackendEnum.CPU_ATTN",
+    ),
+)
+
+# Checked when a worker starts that verifies trees.
+_WORKER_USES: tuple[Seam, ...] = (
+    *_uses(
+        "runner",
+        "the runner mixin and what it reads of vLLM's set-up",
+        _HAS_REGISTRY,
+        "vllm.config:VllmConfig",
+        "vllm:envs",
+        "vllm.distributed:get_tensor_model_parallel_rank",
+        "vllm.distributed:get_tensor_model_parallel_world_size",
+        "vllm.distributed:get_tp_group",
+        "vllm.distributed:get_world_group",
+        "vllm.distributed:tensor_model_parallel_all_gather",
+        "vllm.model_executor.models.utils:extract_layer_index",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    ),
+    *_overrides(
+        "runner_step",
+        "a step is timed, its statistics leave with its output, and drafts that constrain a "
+        "grammar leave with their parents",
+        _HAS_TREES,
+        _RUNNER,
+        "__init__",
+        "execute_model",
+        "sample_tokens",
+        "take_draft_token_ids",
+    ),
+    *_overrides(
+        "runner_inputs",
+        "rotary positions follow depth; tree rows are attached to the attention metadata, but not "
+        "to that of dummy batches",
+        _HAS_TREES,
+        _RUNNER,
+        "_prepare_inputs",
+        "_build_attention_metadata",
+        "_dummy_run",
+    ),
+    *_overrides(
+        "runner_sample",
+        "acceptance is a walk; compaction must end before blocks are hashed; vLLM rewinds CPU "
+        "generators of prompt chunks, which raises",
+        "a registered method may bring its own acceptance",
+        _RUNNER,
+        "_sample",
+        "_bookkeeping_sync",
+    ),
+    *_overrides(
+        "runner_draft",
+        "custom proposers get neither hidden states nor per-request limits",
+        "https://github.com/vllm-project/vllm/pull/39487 passes hidden states",
+        _RUNNER,
+        "propose_draft_token_ids",
+        "_input_fits_in_drafter",
+    ),
+    *_overrides(
+        "runner_setup",
+        "drafters read the target's hidden states; caches are known only after allocation",
+        _HAS_REGISTRY,
+        _RUNNER,
+        "_get_eagle3_aux_layers_from_config",
+        "initialize_kv_cache",
+    ),
+    *_uses(
+        "calibration",
+        "the adaptive budget needs to know what rows cost on this device before it serves",
+        "vLLM measures step times by rows and shares them",
+        f"{_RUNNER}._sync_device",
+    ),
+    *_uses(
+        "draft_kv_layer",
+        "draft context lives in vLLM's pages, so prefix hits and preemption hold",
+        "vLLM offers cache-only layers to proposers",
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
+        "vllm.v1.attention.backend:AttentionBackend",
+        "vllm.v1.attention.selector:get_attn_backend",
+        "vllm.v1.kv_cache_interface:FullAttentionSpec",
+        "vllm.v1.kv_cache_interface:KVCacheSpec",
+        "vllm:_custom_ops",
+    ),
+    *_overrides(
+        "draft_kv_layer",
+        "draft context lives in vLLM's pages, so prefix hits and preemption hold",
+        "vLLM offers cache-only layers to proposers",
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
+        "get_attn_backend",
+        "get_kv_cache_spec",
+    ),
+    *_uses(
+        "self_draft",
+        "the target drafts for itself over a partial cache",
+        "vLLM lets a proposer run the target on a cache of its own",
+        "vllm.forward_context:set_forward_context",
+    ),
+    *_uses(
+        "packed_linear",
+        "unpacked bf16 products on CPU reorder their weights at every call",
+        "torch packs weights by itself",
+        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    ),
+    *_uses(
+        "target_sampler",
+        "each visited node is sampled as plain decoding would sample it",
+        "vLLM's sampler takes (request, depth) rows",
+        "vllm.sampling_params:SamplingParams",
+        "vllm.v1.outputs:LogprobsTensors",
+        "vllm.v1.outputs:SamplerOutput",
+        "vllm.v1.sample.metadata:SamplingMetadata",
+        f"{_PROCESSORS}.builtin:LogitBiasLogitsProcessor",
+        f"{_PROCESSORS}.builtin:MinPLogitsProcessor",
+        f"{_PROCESSORS}.builtin:MinTokensLogitsProcessor",
+        "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.has_tracked_requests",
+    ),
+    *(
+        InstanceAttribute(
+            "target_sampler",
+            f"vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.{name}",
+            "only requests that still walk count down their thinking budgets",
+            "vLLM's sampler takes (request, depth) rows",
+        )
+        for name in ("_state", "in_spec_mode")
+    ),
+    *_uses(
+        "penalty_processor",
+        _WHY_PENALTY,
+        _HAS_PROCESSORS,
+        f"{_PROCESSORS}.builtin:process_dict_updates",
+        f"{_PROCESSORS}.interface:BatchUpdate",
+        f"{_PROCESSORS}.interface:LogitsProcessor",
+    ),
+    *_overrides(
+        "penalty_processor",
+        _WHY_PENALTY,
+        _PUBLIC,
+        f"{_PROCESSORS}.interface:LogitsProcessor",
+        "__init__",
+        "apply",
+        "is_argmax_invariant",
+        "update_state",
+    ),
+    *_uses(
+        "attention_choice",
+        "vLLM remembers which backend it chose; a choice made before ours is registered must go",
+        f"vLLM takes a mask per request ({_TREE})",
+        "vllm.v1.attention.selector:_cached_get_attn_backend",
+    ),
+)
+
+_CPU_USES: tuple[Seam, ...] = (
+    *_uses(
+        "cpu_backend",
+        _WHY_BACKEND,
+        f"vLLM takes a mask per request ({_TREE})",
+        "vllm.v1.worker.cpu_worker:CPUWorker",
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
+        f"{_BACKENDS}.cpu_attn:CPUAttentionBackend",
+        f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl",
+        f"{_BACKENDS}.cpu_attn:_get_attn_isa",
+    ),
+    Overrides(
+        "cpu_backend",
+        f"{_BACKENDS}.cpu_attn:CPUAttentionBackend.get_impl_cls",
+        _WHY_BACKEND,
+        f"vLLM takes a mask per request ({_TREE})",
+    ),
+    Overrides(
+        "cpu_backend",
+        f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl.forward",
+        _WHY_BACKEND,
+        f"vLLM takes a mask per request ({_TREE})",
+    ),
+    *_overrides(
+        "cpu_worker",
+        "our backend and runner are chosen before the device is set up, drafters' memory is taken "
+        "out of the caches', and step costs are measured once the model is ready",
+        f"a method may name its runner ({_REGISTRY})",
+        _CPU_WORKER,
+        "init_device",
+        "determine_available_memory",
+        "compile_or_warm_up_model",
+    ),
+)
+
+_GPU_USES: tuple[Seam, ...] = (
+    *_uses(
+        "gpu_backend",
+        _WHY_BACKEND,
+        f"vLLM takes a mask per request ({_TREE})",
+        _GPU_WORKER,
+        "vllm.v1.attention.backend:AttentionCGSupport",
+        f"{_BACKENDS}.flash_attn:FlashAttentionBackend",
+        f"{_BACKENDS}.flash_attn:FlashAttentionImpl",
+        f"{_BACKENDS}.flash_attn:FlashAttentionMetadataBuilder",
+        f"{_BACKENDS}.triton_attn:TritonAttentionBackend",
+        f"{_BACKENDS}.triton_attn:TritonAttentionImpl",
+        f"{_BACKENDS}.triton_attn:TritonAttentionMetadataBuilder",
+        f"{_BACKENDS}.fa_utils:reshape_and_cache_flash",
+    ),
+    *(
+        seam
+        for module, name in (("flash_attn", "Flash"), ("triton_attn", "Triton"))
+        for owner, methods in (
+            ("AttentionBackend", ("get_impl_cls", "get_builder_cls")),
+            ("AttentionImpl", ("forward",)),
+            ("AttentionMetadataBuilder", ("get_cudagraph_support",)),
+        )
+        for seam in _overrides(
+            "gpu_backend",
+            f"{_WHY_BACKEND}, and a full graph captured without them would leave them out",
+            f"vLLM takes a mask per request ({_TREE})",
+            f"{_BACKENDS}.{module}:{name}{owner}",
+            *methods,
+        )
+    ),
+    *_overrides(
+        "gpu_backend",
+        "fused output quantisation would skip the tree rows",
+        f"vLLM takes a mask per request ({_TREE})",
+        f"{_BACKENDS}.triton_attn:TritonAttentionImpl",
+        "fused_output_quant_supported",
+    ),
+    *_overrides(
+        "gpu_worker",
+        "the documented seam for a runner of one's own, and the two moments before and after "
+        "graphs are captured",
+        "never: _make_model_runner is a public seam",
+        _GPU_WORKER,
+        "init_device",
+        "_make_model_runner",
+        "compile_or_warm_up_model",
+    ),
+)
+
+PROCESS_CHECKS = SeamSet((*PROCESS_SEAMS.seams, *_PROCESS_USES))
+WORKER_SEAMS = {
+    "cpu": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, CPU_RUNNER, *CPU_BACKENDS.seams, *_CPU_USES)),
+    "cuda": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, *ATTENTION_BACKENDS.seams, *_GPU_USES)),
+}
+"""By device: what a worker that verifies trees relies on, beyond what every process does."""
+
+ALL_SEAMS: tuple[Seam, ...] = (
+    *PROCESS_CHECKS.seams,
+    *REFUSAL.seams,
+    *_WORKER_USES,
+    LOGITS_PROCESSORS,
+    CPU_RUNNER,
+    *CPU_BACKENDS.seams,
+    *_CPU_USES,
+    *ATTENTION_BACKENDS.seams,
+    *_GPU_USES,
+)
