@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PLAIN_REASONS = (
-    "batch", "budget", "opted_out", "context", "grammar", "near_max_len", "no_draft", "invalid_tree",
-    "embeds", "unmatched",
+    "batch", "budget", "opted_out", "context", "grammar", "near_max_len", "no_draft",
+    "invalid_tree", "embeds", "unmatched",
 )  # fmt: skip
 """Why a request decoded a step without a tree: the row limit left none for a fixed budget, no node
 paid for its row, the request does not want one, its context is past the limit for drafts, its

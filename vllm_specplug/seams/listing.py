@@ -284,6 +284,15 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vllm.model_executor.models.utils:extract_layer_index",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     ),
+    *_uses(
+        "layer_support",
+        "whether tree rows can be computed is decided by the target's layers as they were built",
+        _HAS_REGISTRY,
+        "vllm.model_executor.layers.attention:Attention",
+        "vllm.v1.attention.backend:AttentionType",
+        "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
+        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
+    ),
     *_overrides(
         "runner_step",
         "a step is timed, its statistics leave with its output, and drafts that constrain a "
@@ -297,10 +306,12 @@ _WORKER_USES: tuple[Seam, ...] = (
     ),
     *_overrides(
         "runner_inputs",
-        "rotary positions follow depth; tree rows are attached to the attention metadata, but not "
-        "to that of dummy batches",
+        "state of requests that ended is dropped in every step, the empty ones too; rotary "
+        "positions follow depth; tree rows are attached to the attention metadata, but not to that "
+        "of dummy batches",
         _HAS_TREES,
         _RUNNER,
+        "_update_states",
         "_prepare_inputs",
         "_build_attention_metadata",
         "_dummy_run",

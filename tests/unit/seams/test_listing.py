@@ -86,7 +86,7 @@ def test_everything_listed_is_used() -> None:
         "def read(runner):\n    return runner._secret_state\n",
         "def patch(thing):\n    setattr(thing, '_secret_state', 1)\n",
         "from vllm.v1.worker.gpu_model_runner import GPUModelRunner\n"
-        "class Mixin:\n    def _update_states(self, output): ...\n"
+        "class Mixin:\n    def _prepare_input_ids(self, output): ...\n"
         "class Runner(Mixin, GPUModelRunner): ...\n",
         "from vllm.v1.worker.gpu_worker import Worker\n"
         "class Mine(Worker):\n    def get_model(self):\n        return self._hidden_thing\n",
