@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,17 @@ import pytest
 
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
 from tests.e2e.tiny import make_head, make_local_head, make_target, make_text_target
+from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
 pytestmark = pytest.mark.e2e
 
-VOCAB = 12
-PROMPTS = [[3, 7, 5, 9], [4, 5, 6], [2, 2, 2, 3, 4, 5], [9], [8, 1, 7, 7, 10, 11, 3]]
-# Small numbers of tokens repeat soon; penalties keep the outputs from becoming one token.
-PARAMS = {
-    "temperature": 0.0,
-    "max_tokens": 48,
-    "ignore_eos": True,
-    "detokenize": False,
-    "presence_penalty": 1.5,
-    "frequency_penalty": 0.8,
-}
 
 TWO_RANKS = {"tensor_parallel_size": 2}
 TWO_CORES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     # name: engine arguments, speculative options, environment
-    "compiled": ({"enforce_eager": False}, {}, {}),
+    # As users get it: compiled, the budget by the clock, n-grams merged.
+    "compiled": ({"enforce_eager": False}, {"tree_budget": "auto"}, {}),
     "reference_kernel": ({}, {"tree_kernel": "reference"}, {}),
     "compiled_kernel": ({}, {"tree_kernel": "cpp"}, {}),
     "accum_logp": ({}, {"tree_builder": "accum_logp"}, {}),
@@ -68,26 +58,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_target(folder / "target", VOCAB), make_head(folder / "head", VOCAB)
 
 
-def _engine(target: Path) -> dict[str, Any]:
-    return {
-        "model": str(target),
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 1024,
-        "block_size": 32,
-        "enable_prefix_caching": False,
-    }
-
-
 _CALLS = [{"prompts": PROMPTS, "params": PARAMS}]
 
 
-@cache
 def _plain(target: Path) -> EngineResult:
-    return run_engine(_engine(target), _CALLS)
+    return run_engine(tiny_engine(target), _CALLS)
 
 
 @pytest.mark.xdist_group("engine_modes")
@@ -107,7 +82,7 @@ def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str
     calls = _CALLS
     if speculative["tree_budget"] == "auto":
         calls = [with_own_budgets(call) for call in calls]
-    tree = run_engine({**_engine(target), **engine}, calls, speculative=speculative, env=env)
+    tree = run_engine({**tiny_engine(target), **engine}, calls, speculative=speculative, env=env)
     assert tree.token_ids() == _plain(target).token_ids()
     assert len({tuple(ids) for ids in tree.token_ids()}) > 1
     assert_drafted(tree, least_acceptance=0.0)
@@ -136,7 +111,7 @@ def test_grammars_in_tensor_parallel(tmp_path: Path) -> None:
         for kind in kinds
         for chance in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 4})
     ]
-    engine = {**_engine(target), "skip_tokenizer_init": False}
+    engine = {**tiny_engine(target), "skip_tokenizer_init": False}
     calls = [{"prompts": [[60, 61, 62]] * len(params), "params": params}]
     plain = run_engine(engine, calls)
     tree = run_engine({**engine, **TWO_RANKS}, calls, speculative=speculative, env=TWO_CORES)
@@ -176,7 +151,7 @@ def _fused_spec(folder: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_heads_keep_the_output(models: tuple[Path, Path], fused: Path, name: str) -> None:
     target, _ = models
-    tree = run_engine(_engine(target), _CALLS, speculative=_fused_spec(fused, name))
+    tree = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, name))
     assert tree.token_ids() == _plain(target).token_ids()
     assert_drafted(tree, least_acceptance=0.0)
 
@@ -186,9 +161,9 @@ def test_weights_of_zero_draft_what_the_block_head_drafts(
     models: tuple[Path, Path], fused: Path
 ) -> None:
     target, _ = models
-    alone = run_engine(_engine(target), _CALLS, speculative=_fused_spec(fused, "ddtree"))
+    alone = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, "ddtree"))
     spec = {**_fused_spec(fused, "dels_gru"), "alpha": 0, "beta": [0.0, 0.0, 0.0]}
-    weightless = run_engine(_engine(target), _CALLS, speculative=spec)
-    corrected = run_engine(_engine(target), _CALLS, speculative=_fused_spec(fused, "dels_gru"))
+    weightless = run_engine(tiny_engine(target), _CALLS, speculative=spec)
+    corrected = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, "dels_gru"))
     assert (weightless.drafted, weightless.accepted) == (alone.drafted, alone.accepted)
     assert (corrected.drafted, corrected.accepted) != (alone.drafted, alone.accepted)
