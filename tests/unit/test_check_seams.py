@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.test_readme import load_script
+from tests.unit.scripts import load_script
 from vllm_specplug.compat.versions import REQUIRED_ATTRIBUTES, WORKER_ATTRIBUTES
 
 seams = load_script("check_seams")
