@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | test | lint | docs | bench | clean        (PYTHON=python3.11 TIER=ci|fast)
+# make setup | demo | test | test-full | lint | docs | bench | clean     (TIER=ci|fast|full)
 
 SHELL := /bin/sh
 PYTHON ?= python3.11
@@ -10,18 +10,23 @@ DATA ?= $(SPECPLUG_DATA)
 ifeq ($(TIER),fast)
 PYTEST_ARGS := -m "not slow and not e2e"
 else ifeq ($(TIER),ci)
+PYTEST_ARGS := -m "not full"
+TARGET := $(BIN)/specplug target smollm2
+else ifeq ($(TIER),full)
 PYTEST_ARGS :=
 TARGET := $(BIN)/specplug target smollm2
+test: export SPECPLUG_FUZZ_EXAMPLES ?= 40
 else
-$(error TIER=$(TIER) is not a test tier; use TIER=ci (everything) or TIER=fast (no engines))
+$(error TIER=$(TIER) is not a test tier; use TIER=ci (each promise), fast (no engines) or full (all))
 endif
 
-.PHONY: help setup demo test fuzz lint docs bench gpu-check gpu-bench gpu-e2e gpu-train clean
+.PHONY: help setup demo test test-full fuzz lint docs bench gpu-check gpu-bench gpu-e2e gpu-train clean
 
 help:
 	@echo "make setup   .venv with everything, for a CPU-only machine"
 	@echo "make demo    serve a real model with draft trees and plainly, and compare"
 	@echo "make test    set up, then run the tests (TIER=fast: without real engines)"
+	@echo "make test-full   every row: all block sizes, long fuzz, the demo's real servers"
 	@echo "make lint    style, types and the import table"
 	@echo "make docs    the documentation as a site in out/site, links checked"
 	@echo "make bench   the benchmark behind the README's table (DATA=folder with prompts)"
@@ -43,7 +48,11 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS) \
 	  tests/unit tests/kernels tests/e2e tests/fuzz $(ARGS)
 
-# A thousand runs of the fuzzed state machine; `make test` has twelve for each method.
+# What `make test` has no time for as well.
+test-full:
+	@$(MAKE) test TIER=full
+
+# A thousand runs of the fuzzed state machine; `make test` has a few for each method.
 fuzz: export SPECPLUG_FUZZ_EXAMPLES ?= 150
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz $(ARGS)

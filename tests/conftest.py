@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -72,3 +75,11 @@ def use_isa(name: str | None) -> None:
     if name not in extension.ISAS:
         name = extension.supported_isas()[-1]
     torch.ops.specplug.set_cpu_isa(extension.ISAS.index(name))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A folder that all workers of a run share; see `run_engine` in tests/e2e/harness.py."""
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.mkdtemp(prefix="specplug-tests-")
+        os.environ["SPECPLUG_TESTS_SHARED"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

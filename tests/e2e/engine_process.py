@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one engine in a process of its own: `python engine_process.py JOB.json RESULT.json`.
+"""Runs one engine in a process of its own; `run_engine` in harness.py starts it.
 
 The job names the engine's arguments and a list of calls; the result holds every output and
 the speculative counters. A process each keeps engines apart: what our worker registers in
@@ -9,21 +9,10 @@ one cannot reach the plain engine it is compared with.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-# One thread: engines run side by side, and sums do not depend on a split between threads.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-# One process: a test may reach into the worker, and start-up is quicker.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def _sabotage(name: str) -> None:
@@ -33,19 +22,30 @@ def _sabotage(name: str) -> None:
 
         tree_backend.compact_kv = lambda *args, **kwargs: None
     elif name == "accept":
+        import random
+
+        import numpy as np
+
         import vllm_specplug.runtime.target_sampler as target_sampler
+        from tests.e2e.statistics import BIAS
         from vllm_specplug.accept import walk_trees
 
-        def biased(trees: Any, root_rows: Any, sample: Any) -> Any:
-            # Draws again at every node whose sample has no child: prefers drafted tokens.
-            def twice(rows: Any, live: Any) -> Any:
-                first, second = sample(rows, live), sample(rows, live)
-                return [
-                    a if tree is not None and tree.child_of(-1, int(a)) is not None else b
-                    for a, b, tree in zip(first, second, trees, strict=True)
-                ]
+        rng = random.Random(0)
 
-            return walk_trees(trees, root_rows, twice)
+        def biased(trees: Any, root_rows: Any, sample: Any) -> Any:
+            # A sample that no child holds is now and then replaced by the first child.
+            def lenient(rows: Any, live: Any) -> Any:
+                tokens = list(sample(rows, live))
+                for i, (tree, row, root) in enumerate(zip(trees, rows, root_rows, strict=True)):
+                    node = row - root - 1
+                    if tree is None or tree.child_of(node, int(tokens[i])) is not None:
+                        continue
+                    children = np.flatnonzero(tree.parent_indices == node)
+                    if len(children) and rng.random() < BIAS:
+                        tokens[i] = int(tree.token_ids[children[0]])
+                return tokens
+
+            return walk_trees(trees, root_rows, lenient)
 
         target_sampler.walk_trees = biased
     elif name == "paths":
@@ -131,10 +131,8 @@ def main(job_path: str, result_path: str) -> None:
             {
                 "outputs": [[_output(c) for c in request.outputs] for request in outputs],
                 "seconds": time.perf_counter() - start,
+                # Since the engine started.
+                "counters": _counters(llm),
             }
         )
     Path(result_path).write_text(json.dumps({"calls": results, "counters": _counters(llm)}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[2]
-DATA = Path(os.environ.get("SPECPLUG_DATA", REPO.parent / "shared" / "data"))
-PROCESS = Path(__file__).with_name("engine_process.py")
+from tests.e2e.fork_server import REPO, run_forked, run_fresh
+
+# A folder with prompts; without one they are made here.
+DATA = os.environ.get("SPECPLUG_DATA")
+PROCESS = "tests.e2e.engine_process"
 ENGINE_TIMEOUT_S = 1500
 
 # Options of each method under test; the lossless matrix runs once per entry.
@@ -85,9 +87,11 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-# Budgets that follow the load: what is drafted depends on the clock, what is sampled must not.
-AUTO_METHODS: dict[str, dict[str, Any]] = {
-    "jetspec_auto": {**METHODS["jetspec_ngrams"], "tree_budget": "auto"}
+# What users get: the same heads, and not one option beside them.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    name: {key: options[key] for key in ("method", "model", "local_head") if key in options}
+    for name, options in METHODS.items()
+    if name == options["method"]
 }
 
 
@@ -117,7 +121,7 @@ def chat_ids(text: str) -> list[int]:
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
+    return [json.loads(line) for line in Path(DATA or "", name).read_text().splitlines()]
 
 
 _TOPICS = (
@@ -136,7 +140,7 @@ _FORMS = (
 
 def _texts() -> list[list[str]]:
     """Prompts of three kinds: from the data folder, or made here when there is none."""
-    if not DATA.is_dir():
+    if not DATA:
         return [[form.format(topic) for topic in _TOPICS] for form in _FORMS]
     chats = [row["turns"][0] for row in _rows("spec_bench_dev.jsonl")]
     return [
@@ -195,6 +199,11 @@ class EngineResult:
     def preemptions(self) -> int:
         return int(self.counters.get("vllm:num_preemptions", 0))
 
+    def call_counter(self, call: int, name: str) -> float:
+        """How much a counter grew during one call."""
+        before = self.calls[call - 1]["counters"].get(name, 0.0) if call else 0.0
+        return float(self.calls[call]["counters"].get(name, 0.0) - before)
+
     def outputs(self, call: int = 0) -> list[dict[str, Any]]:
         """First completion of each request of one call."""
         return [completions[0] for completions in self.calls[call]["outputs"]]
@@ -226,24 +235,38 @@ def run_engine(
     sabotage: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
 ) -> EngineResult:
-    """Runs `calls` on an engine in a fresh process.
+    """Runs `calls` on an engine in a process of its own; plain engines once for the same calls.
 
     Raises:
         AssertionError: with the end of the log when the process fails.
     """
     if speculative is not None:
         engine = {**engine, "speculative_config": speculative}
+    job = json.dumps({"engine": engine, "calls": calls, "sabotage": sabotage})
+    if speculative is None and not env:
+        return _shared_result(job)
+    return _run_job(job, env)
+
+
+def _shared_result(job: str) -> EngineResult:
+    """A plain engine's result, made once for all tests and all workers of a run."""
+    name = hashlib.sha256(job.encode()).hexdigest()
+    path = Path(os.environ["SPECPLUG_TESTS_SHARED"], name)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.is_file():
+            made = _run_job(job, None)
+            path.write_text(json.dumps([made.calls, made.counters]))
+    return EngineResult(*json.loads(path.read_text()))
+
+
+def _run_job(job: str, env: dict[str, str] | None) -> EngineResult:
     with tempfile.TemporaryDirectory() as folder:
-        job, result, log = (Path(folder) / name for name in ("job.json", "result.json", "log"))
-        job.write_text(json.dumps({"engine": engine, "calls": calls, "sabotage": sabotage}))
-        with log.open("w") as stream:
-            code = subprocess.run(
-                [sys.executable, str(PROCESS), str(job), str(result)],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-                timeout=ENGINE_TIMEOUT_S,
-            ).returncode
+        path, result, log = (Path(folder) / name for name in ("job.json", "result.json", "log"))
+        path.write_text(job)
+        # Variables may be read while vLLM is imported.
+        run = run_fresh if env else run_forked
+        code = run(PROCESS, [str(path), str(result)], log, env=env, timeout_s=ENGINE_TIMEOUT_S)
         if code != 0 or not result.is_file():
             raise AssertionError(f"engine process ended with {code}:\n{log.read_text()[-6000:]}")
         data = json.loads(result.read_text())

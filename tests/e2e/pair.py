@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,15 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.fork_server import ENVIRONMENT, run_forked
+
 TIMEOUT_S = 900
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -267,7 +260,7 @@ def check_names(module: Any) -> list[str]:
 
 
 @cache
-def run_checks(module: str, environment: tuple[tuple[str, str], ...] = ()) -> dict[str, str | None]:
+def run_checks(module: str, timeout_s: float = TIMEOUT_S) -> dict[str, str | None]:
     """Runs the checks of `module` in a process of their own.
 
     Returns:
@@ -275,23 +268,15 @@ def run_checks(module: str, environment: tuple[tuple[str, str], ...] = ()) -> di
     """
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
-        with log.open("w") as stream:
-            code = subprocess.run(
-                [sys.executable, "-m", "tests.e2e.pair", module, str(result)],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **dict(environment)},
-                cwd=Path(__file__).resolve().parents[2],
-                timeout=TIMEOUT_S,
-            ).returncode
+        code = run_forked("tests.e2e.pair", [module, str(result)], log, timeout_s=timeout_s)
         if not result.is_file():
             raise AssertionError(f"the process ended with {code}:\n{log.read_text()[-6000:]}")
         return json.loads(result.read_text())
 
 
-def assert_check(module: str, name: str) -> None:
+def assert_check(module: str, name: str, timeout_s: float = TIMEOUT_S) -> None:
     """Fails with the message of a check that failed."""
-    failures = run_checks(module)
+    failures = run_checks(module, timeout_s)
     assert name in failures, f"{name} did not run: {failures}"
     assert failures[name] is None, failures[name]
 

@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.harness import METHODS, target_path
 
 # One worker: servers of two workers would ask for the same ports and logs.
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("bench")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.full, pytest.mark.xdist_group("bench")]
 
 PROMPTS = (
     "Write a Python function that reverses a string.",

@@ -16,7 +16,7 @@ import pytest
 from vllm_specplug.targets import prepare_target
 
 # One worker: servers of two workers would ask for the same ports and logs.
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("demo")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.full, pytest.mark.xdist_group("demo")]
 
 SPECPLUG = [sys.executable, "-m", "vllm_specplug.cli"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.harness import assert_drafted, run_engine
-from tests.e2e.test_engine_modes import PARAMS, PROMPTS, VOCAB, _engine
 from tests.e2e.tiny import make_head, make_target
+from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
 pytestmark = pytest.mark.e2e
 
@@ -23,9 +23,9 @@ def test_the_cuda_backend_is_lossless_in_the_interpreter(
     folder = tmp_path_factory.mktemp("device_logic")
     target, head = make_target(folder / "target", VOCAB), make_head(folder / "head", VOCAB)
     calls = [{"prompts": PROMPTS[:2], "params": {**PARAMS, "max_tokens": 8}}]
-    plain = run_engine(_engine(target), calls)
+    plain = run_engine(tiny_engine(target), calls)
     tree = run_engine(
-        _engine(target),
+        tiny_engine(target),
         calls,
         speculative={
             "method": "jetspec",

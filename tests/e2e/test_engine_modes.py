@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,17 @@ from tests.e2e.tiny import (
     make_text_target,
     make_tokenswift_heads,
 )
+from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
 pytestmark = pytest.mark.e2e
 
-VOCAB = 12
-PROMPTS = [[3, 7, 5, 9], [4, 5, 6], [2, 2, 2, 3, 4, 5], [9], [8, 1, 7, 7, 10, 11, 3]]
-# Small numbers of tokens repeat soon; penalties keep the outputs from becoming one token.
-PARAMS = {
-    "temperature": 0.0,
-    "max_tokens": 48,
-    "ignore_eos": True,
-    "detokenize": False,
-    "presence_penalty": 1.5,
-    "frequency_penalty": 0.8,
-}
 
 TWO_RANKS = {"tensor_parallel_size": 2}
 TWO_CORES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     # name: engine arguments, speculative options, environment
-    "compiled": ({"enforce_eager": False}, {}, {}),
+    # As users get it: compiled, the budget by the clock, n-grams merged.
+    "compiled": ({"enforce_eager": False}, {"tree_budget": "auto"}, {}),
     "reference_kernel": ({}, {"tree_kernel": "reference"}, {}),
     "compiled_kernel": ({}, {"tree_kernel": "cpp"}, {}),
     "accum_logp": ({}, {"tree_builder": "accum_logp"}, {}),
@@ -74,26 +64,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_target(folder / "target", VOCAB), make_head(folder / "head", VOCAB)
 
 
-def _engine(target: Path) -> dict[str, Any]:
-    return {
-        "model": str(target),
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 1024,
-        "block_size": 32,
-        "enable_prefix_caching": False,
-    }
-
-
 _CALLS = [{"prompts": PROMPTS, "params": PARAMS}]
 
 
-@cache
 def _plain(target: Path) -> EngineResult:
-    return run_engine(_engine(target), _CALLS)
+    return run_engine(tiny_engine(target), _CALLS)
 
 
 @pytest.mark.xdist_group("engine_modes")
@@ -113,7 +88,7 @@ def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str
     calls = _CALLS
     if speculative["tree_budget"] == "auto":
         calls = [with_own_budgets(call) for call in calls]
-    tree = run_engine({**_engine(target), **engine}, calls, speculative=speculative, env=env)
+    tree = run_engine({**tiny_engine(target), **engine}, calls, speculative=speculative, env=env)
     assert tree.token_ids() == _plain(target).token_ids()
     assert len({tuple(ids) for ids in tree.token_ids()}) > 1
     assert_drafted(tree, least_acceptance=0.0)
@@ -142,7 +117,7 @@ def test_grammars_in_tensor_parallel(tmp_path: Path) -> None:
         for kind in kinds
         for chance in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 4})
     ]
-    engine = {**_engine(target), "skip_tokenizer_init": False}
+    engine = {**tiny_engine(target), "skip_tokenizer_init": False}
     calls = [{"prompts": [[60, 61, 62]] * len(params), "params": params}]
     plain = run_engine(engine, calls)
     tree = run_engine({**engine, **TWO_RANKS}, calls, speculative=speculative, env=TWO_CORES)
@@ -182,7 +157,7 @@ def _fused_spec(folder: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_heads_keep_the_output(models: tuple[Path, Path], fused: Path, name: str) -> None:
     target, _ = models
-    tree = run_engine(_engine(target), _CALLS, speculative=_fused_spec(fused, name))
+    tree = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, name))
     assert tree.token_ids() == _plain(target).token_ids()
     assert_drafted(tree, least_acceptance=0.0)
 
@@ -192,10 +167,10 @@ def test_weights_of_zero_draft_what_the_block_head_drafts(
     models: tuple[Path, Path], fused: Path
 ) -> None:
     target, _ = models
-    alone = run_engine(_engine(target), _CALLS, speculative=_fused_spec(fused, "ddtree"))
+    alone = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, "ddtree"))
     spec = {**_fused_spec(fused, "dels_gru"), "alpha": 0, "beta": [0.0, 0.0, 0.0]}
-    weightless = run_engine(_engine(target), _CALLS, speculative=spec)
-    corrected = run_engine(_engine(target), _CALLS, speculative=_fused_spec(fused, "dels_gru"))
+    weightless = run_engine(tiny_engine(target), _CALLS, speculative=spec)
+    corrected = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, "dels_gru"))
     assert (weightless.drafted, weightless.accepted) == (alone.drafted, alone.accepted)
     assert (corrected.drafted, corrected.accepted) != (alone.drafted, alone.accepted)
 
@@ -221,7 +196,7 @@ def three_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def _plain_on_three(target: Path) -> EngineResult:
-    return run_engine({**_engine(target), **THREE_RANKS}, _SAMPLED, env=THREE_PROCESSES)
+    return run_engine({**tiny_engine(target), **THREE_RANKS}, _SAMPLED, env=THREE_PROCESSES)
 
 
 _SAMPLED = [*_CALLS, {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}}]
@@ -251,7 +226,7 @@ def test_three_ranks_keep_the_output(three_heads: Path, method: str) -> None:
     target = three_heads / "target"
     calls = [with_own_budgets(call) for call in _SAMPLED]
     tree = run_engine(
-        {**_engine(target), **THREE_RANKS}, calls, speculative=spec, env=THREE_PROCESSES
+        {**tiny_engine(target), **THREE_RANKS}, calls, speculative=spec, env=THREE_PROCESSES
     )
     plain = _plain_on_three(target)
     for call in range(len(calls)):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,6 @@ def _engine(target: Path) -> dict[str, Any]:
     }
 
 
-@cache
 def _plain(target: Path) -> EngineResult:
     return run_engine(_engine(target), CALLS)
 

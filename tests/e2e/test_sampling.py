@@ -1,143 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampled output has the target's distribution, shown by statistics on a small vocabulary.
 
-A random target with few tokens makes the exact joint distribution of two consecutive tokens
-computable, and a random head proposes trees that are right about as often as chance. Both
-tokens come out of the same tree. A biased accept rule must fail the same test.
+A random target with few tokens makes the exact joint distribution of three consecutive tokens
+computable, and random heads propose trees that are right about as often as chance. A rule that
+accepts one draft in twenty that it should reject must fail the same test.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from scipy import stats
 
-from tests.e2e.harness import EngineResult, assert_drafted, run_engine
-from tests.e2e.tiny import make_head, make_local_head, make_longspec_head, make_target
+from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
+from tests.e2e.statistics import BIAS, LEVEL, PROMPT, SAMPLES, VOCAB, TinyJoint, p_value, power
+from tests.e2e.tiny import (
+    make_head,
+    make_local_head,
+    make_longspec_head,
+    make_target,
+    make_tokenswift_heads,
+)
 
 pytestmark = pytest.mark.e2e
 
-VOCAB = 12
-SAMPLES = 12_000
-PROMPT = [3, 7, 5, 9]
-# The honest rule passes and the biased one fails by many orders of magnitude at this level.
-LEVEL = 1e-4
-
-METHODS: dict[str, dict[str, Any]] = {
-    "jetspec": {
-        "method": "jetspec",
-        "num_speculative_tokens": 24,
-        "tree_width": 6,
-        "tree_budget": 24,
-    },
-    "jetspec_bidirectional": {
-        "method": "jetspec",
-        "num_speculative_tokens": 24,
-        "tree_width": 6,
-        "tree_budget": 24,
-        "causal": False,
-    },
-    # Strong weights: the local head decides as much as the block head.
-    "dels": {
-        "method": "dels",
-        "num_speculative_tokens": 24,
-        "tree_width": 6,
-        "tree_budget": 24,
-        "causal": False,
-        "alpha": 1.0,
-        "beta": [0.3, 0.6, 0.9],
-    },
-    "longspec": {
-        "method": "longspec",
-        "num_speculative_tokens": 24,
-        "tree_width": 6,
-        "tree_depth": 3,
-        "tree_budget": 24,
-    },
+# Three children a node: most samples are rejected, each a chance to be wrong.
+TREE: dict[str, Any] = {
+    "num_speculative_tokens": 12,
+    "tree_budget": 12,
+    "tree_width": 3,
+    "tree_depth": 3,
+    "max_step_rows": 8192,
+    "ngram_topk": 0,
 }
+# name: (folder of the head, options)
+METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "jetspec": ("head", {**TREE, "method": "jetspec"}),
+    "jetspec_bidirectional": ("head", {**TREE, "method": "jetspec", "causal": False}),
+    "ddtree": ("bidirectional", {**TREE, "method": "ddtree"}),
+    # Strong weights: the local head decides as much as the block head.
+    "dels": ("bidirectional", {**TREE, "method": "dels", "alpha": 1.0, "beta": [0.3, 0.6, 0.9]}),
+    "longspec": ("longspec", {**TREE, "method": "longspec"}),
+    "tokenswift": (
+        "tokenswift",
+        {**TREE, "method": "tokenswift", "draft_source": "self", "kv_budget": 40, "sink_size": 4},
+    ),
+    "ngram_tree": (
+        None,
+        {"method": "ngram_tree", "num_speculative_tokens": 12, "tree_budget": 12,
+         "max_step_rows": 8192},
+    ),
+    # As users get it, with a head: budget by the clock, n-grams merged.
+    "auto": ("head", {"method": "jetspec", "max_step_rows": 8192}),
+}  # fmt: skip
+TRUNCATIONS: dict[str, dict[str, Any]] = {"top_k": {"top_k": 4}, "top_p": {"top_p": 0.7}}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target and a head of every kind, each in a folder of its name."""
     folder = tmp_path_factory.mktemp("tiny")
+    make_target(folder / "target", VOCAB)
+    make_head(folder / "head", VOCAB)
+    make_head(folder / "bidirectional", VOCAB, causal=False)
     make_local_head(folder / "local", VOCAB)
     make_longspec_head(folder / "longspec", VOCAB)
-    return make_target(folder / "target", VOCAB), make_head(folder / "head", VOCAB)
+    make_tokenswift_heads(folder / "tokenswift", VOCAB)
+    return folder
 
 
-def _joint(target: Path) -> np.ndarray:
-    """p(second, third token | prompt), [V, V], summed over the first; by transformers."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-
-    @torch.no_grad()
-    def next_token(prefixes: list[list[int]]) -> np.ndarray:
-        return model(torch.tensor(prefixes)).logits[:, -1].double().softmax(-1).numpy()
-
-    first = next_token([PROMPT])[0]
-    second = next_token([[*PROMPT, a] for a in range(VOCAB)])
-    pairs = [[*PROMPT, a, b] for a in range(VOCAB) for b in range(VOCAB)]
-    third = next_token(pairs).reshape(VOCAB, VOCAB, VOCAB)
-    return np.einsum("a,ab,abc->bc", first, second, third)
+@pytest.fixture(scope="module")
+def exact(models: Path) -> TinyJoint:
+    return TinyJoint(models / "target")
 
 
-def _sample(models: tuple[Path, Path], method: str, sabotage: tuple[str, ...] = ()) -> EngineResult:
-    target, head = models
+def _sample(
+    models: Path,
+    speculative: dict[str, Any],
+    head: str | None,
+    params: list[dict[str, Any]],
+    samples: int = SAMPLES,
+    sabotage: tuple[str, ...] = (),
+) -> EngineResult:
+    """`samples` completions of PROMPT for each of `params`, from one engine."""
     engine = {
-        "model": str(target),
+        "model": str(models / "target"),
         "skip_tokenizer_init": True,
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 256,
-        "max_num_seqs": 128,
+        "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
         "block_size": 32,
         "enable_prefix_caching": False,
         "seed": 7,
     }
-    spec = {**METHODS[method], "model": str(head), "max_step_rows": 8192}
+    spec = dict(speculative)
+    if head is not None:
+        spec["model"] = str(models / head)
     if spec["method"] == "dels":
-        spec["local_head"] = str(head.parent / "local")
-    elif spec["method"] == "longspec":
-        spec["model"] = str(head.parent / "longspec")
-    params = {"temperature": 1.0, "max_tokens": 4, "ignore_eos": True, "detokenize": False}
-    return run_engine(
-        engine,
-        [{"prompts": [PROMPT] * SAMPLES, "params": params}],
-        speculative=spec,
-        sabotage=sabotage,
-    )
-
-
-def _p_value(result: EngineResult, joint: np.ndarray) -> float:
-    """Chi-square of the second and third token against `joint`; rare cells are pooled."""
-    counts = Counter(tuple(ids[1:3]) for ids in result.token_ids())
-    expected = joint.ravel() * len(result.token_ids())
-    observed = np.array([counts[divmod(cell, VOCAB)] for cell in range(VOCAB * VOCAB)])
-    order = np.argsort(expected)
-    pooled = order[np.cumsum(expected[order]) <= 20]
-    kept = np.setdiff1d(np.arange(VOCAB * VOCAB), pooled)
-    expected_cells = np.append(expected[kept], expected[pooled].sum())
-    observed_cells = np.append(observed[kept], observed[pooled].sum())
-    if expected_cells[-1] == 0:
-        expected_cells, observed_cells = expected_cells[:-1], observed_cells[:-1]
-    return float(stats.chisquare(observed_cells, expected_cells, sum_check=False).pvalue)
+        spec["local_head"] = str(models / "local")
+    # Five tokens: the first tree is drafted to its full depth.
+    base = {"temperature": 1.0, "max_tokens": 5, "ignore_eos": True, "detokenize": False}
+    calls = [{"prompts": [PROMPT] * samples, "params": {**base, **p}} for p in params]
+    if "tree_budget" not in spec:
+        calls = [with_own_budgets(call, nodes=12) for call in calls]
+    return run_engine(engine, calls, speculative=spec, sabotage=sabotage)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_sampled_pairs_have_the_targets_joint_distribution(
-    models: tuple[Path, Path], method: str
+def test_sampled_tokens_have_the_targets_joint_distribution(
+    models: Path, exact: TinyJoint, method: str
 ) -> None:
-    joint = _joint(models[0])
-    honest = _sample(models, method)
+    head, options = METHODS[method]
+    honest = _sample(models, options, head, [{}])
     assert_drafted(honest)
-    assert _p_value(honest, joint) > LEVEL
+    assert p_value(honest.token_ids(), exact.joint()) > LEVEL
 
-    biased = _sample(models, method, sabotage=("accept",))
-    assert _p_value(biased, joint) < LEVEL, "the test cannot see a biased accept rule"
+
+def test_truncated_samples_have_the_truncated_distribution(models: Path, exact: TinyJoint) -> None:
+    head, options = METHODS["jetspec"]
+    honest = _sample(models, options, head, list(TRUNCATIONS.values()))
+    assert_drafted(honest)
+    for call, truncation in enumerate(TRUNCATIONS.values()):
+        ids = honest.token_ids(call)
+        assert p_value(ids, exact.joint(**truncation)) > LEVEL, truncation
+        assert p_value(ids, exact.joint()) < LEVEL, "nothing was truncated"
+
+
+def test_one_wrong_acceptance_in_twenty_is_noticed(models: Path, exact: TinyJoint) -> None:
+    """The negative control, with the samples of the honest runs."""
+    head, options = METHODS["jetspec"]
+    biased = _sample(models, options, head, [{}], sabotage=("accept",))
+    assert_drafted(biased)
+    assert p_value(biased.token_ids(), exact.joint()) < LEVEL
+
+
+def test_the_samples_suffice_for_such_a_bias(exact: TinyJoint) -> None:
+    """Power, computed: whatever three tokens a node's children are."""
+    rng = np.random.default_rng(0)
+    joint = exact.joint()
+    powers = [power(joint, exact.biased(BIAS, 3, rng), SAMPLES) for _ in range(20)]
+    assert min(powers) > 0.95, powers
+    # And an honest rule fails as seldom as it should.
+    assert power(joint, joint, SAMPLES) == pytest.approx(LEVEL, rel=0.01)
+
+
+def test_the_published_rule_of_one_draw_per_path_is_noticed(models: Path, exact: TinyJoint) -> None:
+    """TokenSwift's rule makes what was drafted likelier than the target does.
+
+    On trees whose first nodes lie on up to 27 paths; the honest rule passes on the same trees.
+    """
+    options = {
+        "method": "tokenswift",
+        "draft_source": "self",
+        "tree_widths": [1, 3, 3, 3],
+        "num_speculative_tokens": 40,
+        "tree_budget": 40,
+        "kv_budget": 64,
+        "sink_size": 4,
+        "max_step_rows": 16384,
+        "ngram_topk": 0,
+    }
+    honest = _sample(models, options, "tokenswift", [{"max_tokens": 6}], 4_000)
+    assert_drafted(honest, least_acceptance=0.005)
+    assert p_value(honest.token_ids(), exact.joint()) > LEVEL
+    biased = _sample(models, options, "tokenswift", [{"max_tokens": 6}], 4_000, ("paths",))
+    assert biased.accepted > honest.accepted
+    assert p_value(biased.token_ids(), exact.joint()) < LEVEL

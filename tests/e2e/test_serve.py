@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.harness import METHODS, target_path
+from tests.e2e.harness import METHODS, chat_ids, engine_args, run_engine, target_path
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 
 pytestmark = pytest.mark.e2e
@@ -22,6 +22,10 @@ QUESTIONS = [
     "List three fruits.",
     "Count from one to ten.",
 ]
+
+
+# Drafts for certain, whatever the clock says of the rest.
+DRAFTED = {"extra_body": {"vllm_xargs": {"specplug_tree_budget": 8}}}
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +63,20 @@ def test_requests_at_once_get_the_answers_they_get_alone(client: openai.OpenAI) 
     assert together == alone and all(alone)
 
 
+def test_answers_are_those_of_plain_vllm(client: openai.OpenAI) -> None:
+    """As users start it, compiled and with the default budget, against plain eager decoding."""
+    ids = [chat_ids(question) for question in QUESTIONS]
+    calls = [{"prompts": ids, "params": {"temperature": 0.0, "max_tokens": 32}}]
+    plain = run_engine(engine_args(max_model_len=1024), calls)
+    expected = [output["text"] for output in plain.outputs()]
+    assert [_ask(client, question) for question in QUESTIONS] == expected
+    assert [_ask(client, question, **DRAFTED) for question in QUESTIONS] == expected
+
+
 def test_trees_are_drafted_and_counted(client: openai.OpenAI) -> None:
     import urllib.request
 
-    _ask(client, QUESTIONS[0], max_tokens=64)
+    _ask(client, QUESTIONS[0], max_tokens=64, **DRAFTED)
     url = str(client.base_url).removesuffix("/v1/") + "/metrics"
     text = urllib.request.urlopen(url, timeout=60).read().decode()
     values = {

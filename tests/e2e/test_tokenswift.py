@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine
-from tests.e2e.test_sampling import LEVEL, PROMPT, _joint, _p_value
 from tests.e2e.tiny import make_target, make_tokenswift_heads
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("tokenswift")]
 
 VOCAB = 12
-SAMPLES = 4_000
 PROMPTS = [
     [3, 7, 5, 9],
     [4, 5, 6] * 14,  # beyond the budget of the partial cache from the start
@@ -82,7 +79,6 @@ def _engine(target: Path) -> dict[str, Any]:
     }
 
 
-@cache
 def _plain(target: Path) -> EngineResult:
     return run_engine(_engine(target), CALLS)
 
@@ -103,44 +99,3 @@ def test_output_equals_plain_decoding(models: tuple[Path, Path], mode: str) -> N
     assert_drafted(tree, least_acceptance=0.0)
     if mode == "preempted":
         assert tree.preemptions > 0
-
-
-def test_sampled_pairs_have_the_targets_joint_distribution(models: tuple[Path, Path]) -> None:
-    """At T = 1, on trees whose first nodes lie on up to 27 paths.
-
-    Drawing once per path, as published, makes what was drafted likelier than the target does.
-    """
-    target, head = models
-    joint = _joint(target)
-
-    def sampled(sabotage: tuple[str, ...] = ()) -> EngineResult:
-        # Six tokens: the first tree is drafted to its full depth.
-        params = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True, "detokenize": False}
-        return run_engine(
-            {
-                **_engine(target),
-                "max_num_seqs": 128,
-                "max_num_batched_tokens": 8192,
-                "enable_prefix_caching": False,
-                "seed": 7,
-            },
-            [{"prompts": [PROMPT] * SAMPLES, "params": params}],
-            speculative={
-                "method": "tokenswift",
-                "model": str(head),
-                "draft_source": "self",
-                "tree_widths": [1, 3, 3, 3],
-                "num_speculative_tokens": 40,
-                "tree_budget": 40,
-                "max_step_rows": 8192,
-                "ngram_topk": 0,
-            },
-            sabotage=sabotage,
-        )
-
-    honest = sampled()
-    assert_drafted(honest, least_acceptance=0.005)
-    assert _p_value(honest, joint) > LEVEL
-    biased = sampled(("paths",))
-    assert biased.accepted > honest.accepted
-    assert _p_value(biased, joint) < LEVEL, "the test cannot see the published rule's bias"

@@ -13,12 +13,18 @@ from tests.e2e.pair import assert_check, check_names
 from tests.fuzz import machine_checks
 from vllm_specplug.methods import METHOD_NAMES
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("machine_checks")]
+# All methods run in one process.
+TIMEOUT_S = 900 + 40 * machine_checks.EXAMPLES
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.xdist_group("machine_checks"),
+    pytest.mark.timeout(TIMEOUT_S + 60),
+]
 
 
 @pytest.mark.parametrize("name", check_names(machine_checks))
 def test_state_machine(name: str) -> None:
-    assert_check("tests.fuzz.machine_checks", name)
+    assert_check("tests.fuzz.machine_checks", name, TIMEOUT_S)
 
 
 def test_every_method_has_its_machine() -> None:

@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 
-from tests.kernels.test_triton_tree_attn import DeviceTrees
+from tests.kernels.device_trees import DeviceTrees
 from vllm_specplug.kernels import cuda_dispatch
 from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,

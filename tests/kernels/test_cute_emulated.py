@@ -19,8 +19,8 @@ pytest.importorskip("cutlass")
 
 from tests.kernels import cute_machine
 from tests.kernels.cute_machine import HostDevice
+from tests.kernels.device_trees import DeviceTrees
 from tests.kernels.ptx_machine import Timing
-from tests.kernels.test_triton_tree_attn import DeviceTrees
 from vllm_specplug.kernels.cute.launch import plan_launches
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 
-from tests.kernels.test_triton_tree_attn import DeviceTrees
+from tests.kernels.device_trees import DeviceTrees
 from vllm_specplug.kernels import tree_attn_cute_sm90
 from vllm_specplug.kernels.cute import driver, store
 from vllm_specplug.kernels.cute.config import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.test_local_tree import builder, candidates
+from tests.kernels.local_trees import builder, candidates
 from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
 
 V, H = 40, 24

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.test_readme import load_script
+from tests.unit.scripts import load_script
 from vllm_specplug.seams import ALL_SEAMS, Seam
 
 seams = load_script("check_seams")

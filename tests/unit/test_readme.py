@@ -3,31 +3,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.unit.scripts import ROOT, load_script
 from vllm_specplug.cli import app
 from vllm_specplug.config import tree_option_names
 from vllm_specplug.methods import METHOD_NAMES
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-
-
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def page_name(page: Path) -> str:
@@ -133,3 +122,4 @@ def test_every_row_of_the_feature_table_names_a_test_that_exists() -> None:
         file, _, name = test.strip().strip("`").partition("::")
         text = (ROOT / "tests" / file).read_text()
         assert re.search(rf"^def {name}\(", text, re.MULTILINE), (feature, test)
+        assert "pytest.mark.full" not in text, f"`make test` leaves out {test}"

@@ -165,3 +165,12 @@ def make_sweep(folder: Path, **values: Any) -> Sweep:
     )
     out = folder / "out"
     return Sweep(plan, out, out, Console(file=io.StringIO(), width=200))
+
+
+RECORD = {
+    "command": f"specplug bench --data {Path.cwd()}/data",
+    "commit": "0123456789ab",
+    "versions": {"vllm": "0.32.0"},
+    "hardware": {"cpu": "a CPU", "logical_cpus": 2, "extensions": ["avx2"], "memory_gib": 4.0,
+                 "gpus": ["a GPU"]},
+}  # fmt: skip

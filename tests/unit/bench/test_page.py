@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.bench.fakes import FakeMachine, make_sweep
-from tests.unit.bench.test_summary import RECORD
+from tests.unit.bench.fakes import RECORD, FakeMachine, make_sweep
 from vllm_specplug.bench.page import same_load, write_page
 from vllm_specplug.bench.summary import summarize
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.bench.fakes import FakeMachine, make_sweep
+from tests.unit.bench.fakes import RECORD, FakeMachine, make_sweep
 from vllm_specplug.bench.cells import MIX, Cell
 from vllm_specplug.bench.load import IDLE, Level
 from vllm_specplug.bench.summary import (
@@ -23,14 +23,6 @@ from vllm_specplug.bench.summary import (
     to_markdown,
     write_results,
 )
-
-RECORD = {
-    "command": f"specplug bench --data {Path.cwd()}/data",
-    "commit": "0123456789ab",
-    "versions": {"vllm": "0.32.0"},
-    "hardware": {"cpu": "a CPU", "logical_cpus": 2, "extensions": ["avx2"], "memory_gib": 4.0,
-                 "gpus": ["a GPU"]},
-}  # fmt: skip
 
 
 def row(e2el: float, **values: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.e2e.tiny import HIDDEN, make_head, make_local_head
-from tests.unit.drafters.test_jetspec import VOCAB, _NoContext, _requests
+from tests.unit.drafters.block_requests import VOCAB, NoContext, draft_requests
 from vllm_specplug.config import LocalHeadOptions
 from vllm_specplug.drafters.base import Drafter, DrafterOptions, TargetWeights
 from vllm_specplug.drafters.ddtree import DDTreeDrafter
@@ -48,7 +48,7 @@ def _load(cls: type[Drafter], folder: Path, weights: tuple[float, ...], **option
             text_config={"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 2},
         )
     )
-    drafter.bind_cache(_NoContext())
+    drafter.bind_cache(NoContext())
     return drafter
 
 
@@ -61,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_trees_respect_every_limit_and_follow_the_fused_scores(folder: Path) -> None:
     drafter = _load(DelsDrafter, folder, (0.0, 0.4, 0.5, 0.6))
-    requests = _requests()
+    requests = draft_requests()
     ids, log_probs = drafter.draft_candidates(requests, 4, VOCAB)
     oracle = drafter.local_tree.build(
         ids, log_probs, requests.anchors, requests.budgets, requests.depths, requests.widths,
@@ -80,8 +80,8 @@ def test_trees_respect_every_limit_and_follow_the_fused_scores(folder: Path) -> 
 
 
 def test_weights_of_zero_are_ddtree_exactly(folder: Path) -> None:
-    without = _load(DelsDrafter, folder, (0.0,) * 4).propose(_requests())
-    ddtree = _load(DDTreeDrafter, folder, (0.0,) * 4).propose(_requests())
+    without = _load(DelsDrafter, folder, (0.0,) * 4).propose(draft_requests())
+    ddtree = _load(DDTreeDrafter, folder, (0.0,) * 4).propose(draft_requests())
     for ours, theirs in zip(without, ddtree, strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert ours.parent_indices.tolist() == theirs.parent_indices.tolist()
@@ -90,10 +90,10 @@ def test_weights_of_zero_are_ddtree_exactly(folder: Path) -> None:
 
 def test_the_anchor_changes_depth_one_only_when_it_is_read(folder: Path) -> None:
     weights = (2.0, 0.4, 0.4, 0.4)
-    read = _load(DelsDrafter, folder, weights, anchor_input=True).propose(_requests())
-    block = _load(DDTreeDrafter, folder, weights).propose(_requests())
+    read = _load(DelsDrafter, folder, weights, anchor_input=True).propose(draft_requests())
+    block = _load(DDTreeDrafter, folder, weights).propose(draft_requests())
     assert read[0].scores[0] != block[0].scores[0]
-    unread = _load(DelsDrafter, folder, (0.0, *weights[1:])).propose(_requests())
+    unread = _load(DelsDrafter, folder, (0.0, *weights[1:])).propose(draft_requests())
     assert unread[0].scores[0] == pytest.approx(float(block[0].scores[0]))
 
 

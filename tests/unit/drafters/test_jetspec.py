@@ -5,44 +5,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.e2e.tiny import HIDDEN, make_head
+from tests.unit.drafters.block_requests import VOCAB, NoContext, draft_requests
 from vllm_specplug.drafters.base import DrafterOptions, DraftRequests, TargetWeights
 from vllm_specplug.drafters.fused_head import plain_linear
 from vllm_specplug.drafters.jetspec import JetSpecDrafter
 from vllm_specplug.tree import build_tree
-
-VOCAB = 20
-
-
-class _NoContext:
-    """Attention of a block over nothing but itself."""
-
-    def write(self, *args: Any) -> None:
-        raise AssertionError("nothing was observed")
-
-    def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> Any:
-        def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            group = query.shape[1] // key.shape[1]
-            q, k, v = (
-                x.unflatten(0, (len(requests), rows)).transpose(1, 2)
-                for x in (
-                    query,
-                    key.repeat_interleave(group, 1),
-                    value.repeat_interleave(group, 1),
-                )
-            )
-            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-            return mixed.transpose(1, 2).flatten(0, 1)
-
-        return attend
 
 
 def _drafter(head: Path, builder: str = "best_first", ngram_topk: int = 0) -> JetSpecDrafter:
@@ -63,26 +36,14 @@ def _drafter(head: Path, builder: str = "best_first", ngram_topk: int = 0) -> Je
             ),
         )
     )  # fmt: skip
-    drafter.bind_cache(_NoContext())
+    drafter.bind_cache(NoContext())
     return drafter
-
-
-def _requests() -> DraftRequests:
-    return DraftRequests(
-        req_ids=["a", "b", "c"],
-        token_ids=[np.array([1, 2, 3]), np.array([4]), np.array([5, 6, 5, 6])],
-        context_lens=[2, 0, 3],
-        req_indices=[0, 1, 2],
-        budgets=[12, 5, 9],
-        widths=[4, 4, 4],
-        depths=[4, 1, 3],
-    )
 
 
 @pytest.mark.parametrize("builder", ["best_first", "accum_logp", "entropy", "hybrid"])
 def test_trees_respect_every_limit_and_equal_the_oracle(tmp_path: Path, builder: str) -> None:
     drafter = _drafter(make_head(tmp_path, VOCAB), builder)
-    requests = _requests()
+    requests = draft_requests()
     ids, log_probs = drafter.candidates(requests, 4, 4)
     assert (log_probs <= 0).all()
     for r, tree in enumerate(drafter.propose(requests)):
@@ -102,7 +63,7 @@ def test_trees_respect_every_limit_and_equal_the_oracle(tmp_path: Path, builder:
 
 
 def test_a_width_of_one_gives_that_request_a_chain(tmp_path: Path) -> None:
-    requests = _requests()
+    requests = draft_requests()
     requests.widths[2] = 1
     trees = _drafter(make_head(tmp_path, VOCAB), ngram_topk=2).propose(requests)
     assert trees[2].num_nodes == trees[2].max_depth == 3
@@ -110,7 +71,7 @@ def test_a_width_of_one_gives_that_request_a_chain(tmp_path: Path) -> None:
 
 
 def test_ngram_branches_join_the_tree(tmp_path: Path) -> None:
-    requests = _requests()
+    requests = draft_requests()
     requests.token_ids[0] = np.array([7, 8, 9, 10, 11, 12, 13, 7, 8, 9, 10])
     tree = _drafter(make_head(tmp_path, VOCAB), ngram_topk=2).propose(requests)[0]
     tree.validate()
@@ -121,7 +82,7 @@ def test_ngram_branches_join_the_tree(tmp_path: Path) -> None:
 def test_candidates_are_shared_out_by_anchor(tmp_path: Path) -> None:
     """Drafting a request alone gives what drafting it in a batch gives."""
     drafter = _drafter(make_head(tmp_path, VOCAB))
-    requests = _requests()
+    requests = draft_requests()
     together, _ = drafter.candidates(requests, 4, 4)
     for r in range(3):
         alone = DraftRequests(
@@ -135,8 +96,8 @@ def test_candidates_are_shared_out_by_anchor(tmp_path: Path) -> None:
 
 def test_only_requests_that_want_a_forward_get_the_heads_nodes(tmp_path: Path) -> None:
     drafter = _drafter(make_head(tmp_path / "head", VOCAB))
-    everyone = drafter.propose(_requests())
-    requests = _requests()
+    everyone = drafter.propose(draft_requests())
+    requests = draft_requests()
     requests.forward_depths.extend([2, 0, 3])
     trees = drafter.propose(requests)
     assert [tree.num_nodes > 0 for tree in trees] == [True, False, True]
@@ -147,7 +108,7 @@ def test_only_requests_that_want_a_forward_get_the_heads_nodes(tmp_path: Path) -
 def test_without_a_forward_lookups_still_draft(tmp_path: Path) -> None:
     drafter = _drafter(make_head(tmp_path / "head", VOCAB), ngram_topk=2)
     drafter.candidates = None  # a forward would fail
-    requests = _requests()
+    requests = draft_requests()
     requests.forward_depths.extend([0, 0, 0])
     trees = drafter.propose(requests)
     assert [tree.num_nodes > 0 for tree in trees] == [False, False, True]

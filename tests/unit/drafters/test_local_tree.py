@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.models.test_local_head import KINDS, H, V, make
+from tests.unit.models.local_heads import KINDS, H, V, make
 from vllm_specplug.config import LocalHeadOptions
 from vllm_specplug.drafters.local_tree import LocalTreeBuilder
 from vllm_specplug.models.local_head import LocalHead

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.budget.test_adaptive_budget import calibration
+from tests.unit.budget.calibrations import calibration
 from vllm_specplug.budget import AdaptiveBudget, StepCostModel
 from vllm_specplug.config import (
     check_request_limit,

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees over a cache in vLLM's GPU layout, for kernels in an interpreter or an emulator."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tests.kernels.paged import chain_attention, path_of, random_parents
+from vllm_specplug.kernels.cuda_contract import CudaTreeMetadata
+from vllm_specplug.kernels.tree_attn_triton import (
+    tree_attn_triton,
+)
+
+FP32, FP16 = torch.float32, torch.float16
+
+
+class DeviceTrees:
+    """Trees over a cache in vLLM's GPU layout; slots that nobody owns are NaN."""
+
+    def __init__(
+        self,
+        specs: list[tuple[int, int]],  # (context, nodes)
+        *,
+        dtype: torch.dtype = FP32,
+        kv_heads: int = 1,
+        group: int = 2,
+        head_dim: int = 16,
+        page: int = 16,
+        dense: bool = False,
+        mask: str = "tree",
+        seed: int = 0,
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        draw = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=draw).to(dtype)
+
+        self.mask, self.dtype, self.scale = mask, dtype, head_dim**-0.5
+        self.contexts = [c for c, _ in specs]
+        self.parents = [random_parents(n, rng) for _, n in specs]
+        self.rows = [n + 1 for _, n in specs]
+        blocks = max(-(-(c + n) // page) for c, n in zip(self.contexts, self.rows, strict=True))
+        shuffled = torch.randperm(len(specs) * blocks + 1, generator=draw)[: len(specs) * blocks]
+        # Request numbers are not tree numbers: the table has a row of rubbish first.
+        rubbish = torch.full((1, blocks), 10**9)
+        self.block_table = torch.cat([rubbish, shuffled.view(-1, blocks)]).int()
+        shape = (len(specs) * blocks + 1, page, kv_heads, 2 * head_dim)
+        # [num_blocks, Hkv, page, 2 * Dh], in memory page before head
+        self.cache = torch.full(shape, float("nan"), dtype=dtype).transpose(1, 2)
+        self.key_cache, self.value_cache = self.cache.transpose(1, 2).split(head_dim, dim=-1)
+        self.starts, self.keys, self.values = [], [], []
+        start = 0
+        for r, (context, n) in enumerate(zip(self.contexts, self.rows, strict=True)):
+            start += 2  # rows of other requests
+            self.starts.append(start)
+            start += n
+            key, value = (
+                normal(context + n, kv_heads, head_dim),
+                normal(context + n, kv_heads, head_dim),
+            )
+            for position in range(context if dense else context + n):
+                block = int(self.block_table[r + 1, position // page])
+                self.key_cache[block, position % page] = key[position]
+                self.value_cache[block, position % page] = value[position]
+            self.keys.append(key)
+            self.values.append(value)
+        # A slice of a joined projection: rows are not contiguous.
+        self.query = normal(start + 2, kv_heads * group + 3, head_dim)[:, : kv_heads * group]
+        self.tail = {}
+        if dense:
+            for name, parts in (("tail_key", self.keys), ("tail_value", self.values)):
+                tails = [p[-n:] for p, n in zip(parts, self.rows, strict=True)]
+                self.tail[name] = torch.cat(tails)
+
+    def parent_rows(self) -> torch.Tensor:
+        if self.mask == "causal":
+            parts = [np.arange(-1, n - 1) for n in self.rows]
+        else:
+            parts = [np.concatenate([[-1], p + 1]) for p in self.parents]
+        return torch.from_numpy(np.concatenate(parts).astype(np.int32))
+
+    def metadata(self, places: int = 0) -> CudaTreeMetadata:
+        """`places` more trees of no rows, as a graph for a larger batch has them."""
+        columns = [
+            [r + 1, start, rows, context, first]
+            for r, (start, rows, context, first) in enumerate(
+                zip(
+                    self.starts,
+                    self.rows,
+                    self.contexts,
+                    np.cumsum([0, *self.rows[:-1]]).tolist(),
+                    strict=True,
+                )
+            )
+        ]
+        columns += [[10**6, 10**6, 0, 10**6, 10**6]] * places
+        return CudaTreeMetadata(
+            plan=torch.tensor(columns, dtype=torch.int32).t().contiguous(),
+            parent_rows=self.parent_rows(),
+            block_table=self.block_table,
+            max_rows=max(self.rows),
+            max_context=max(self.contexts),
+            mask_kind="full" if self.mask == "full" else "tree",
+        )
+
+    def seen(self, r: int, row: int) -> list[int]:
+        if self.mask == "tree":
+            return path_of(self.parents[r], row)
+        return list(range(row + 1 if self.mask == "causal" else self.rows[r]))
+
+    def expected(self) -> list[torch.Tensor]:
+        out = []
+        for r, context in enumerate(self.contexts):
+            rows = []
+            for row in range(self.rows[r]):
+                chain = [*range(context), *(context + j for j in self.seen(r, row))]
+                query = self.query[self.starts[r] + row]
+                rows.append(
+                    chain_attention(query, self.keys[r][chain], self.values[r][chain], self.scale)
+                )
+            out.append(torch.stack(rows))
+        return out
+
+    def check(self, *, splits: int | None = None, places: int = 0) -> None:
+        untouched = torch.full(self.query.shape, 7.0, dtype=self.dtype)
+        output = untouched.clone()
+        tree_attn_triton(
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            output,
+            self.metadata(places),
+            self.scale,
+            splits=splits,
+            **self.tail,
+        )
+        limit = 1e-5 if self.dtype == FP32 else 4e-3
+        for start, n, expected in zip(self.starts, self.rows, self.expected(), strict=True):
+            actual = output[start : start + n].double()
+            assert not actual.isnan().any(), "an unused slot was read"
+            error = (actual - expected).abs().max().item()
+            assert error <= limit, f"off by {error}"
+            output[start : start + n] = 7.0
+        assert torch.equal(output, untouched), "a row of no tree was written"
