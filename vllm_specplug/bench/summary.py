@@ -94,6 +94,7 @@ def plan_facts(plan: BenchPlan, sets: Sequence[str]) -> dict[str, Any]:
         "head": None if plan.head is None else Path(plan.head).name,
         "data": list(sets),
         "dtype": plan.dtype,
+        "execution": plan.execution,
         "output_len": plan.output_len,
         "temperature": plan.temperature,
         "ignore_eos": plan.ignore_eos,
