@@ -99,6 +99,16 @@ def place_measured(
     axis.minorticks_off()
 
 
+def add_legend(figure: Figure, axis: Axes) -> None:
+    """One legend for the whole figure, below it: what `axis` draws, all others draw in the same
+    colours."""
+    handles, names = axis.get_legend_handles_labels()
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=min(4, len(names)), fontsize=8,
+        frameon=False, labelcolor=_TEXT,
+    )  # fmt: skip
+
+
 def save_png(figure: Figure, path: Path) -> None:
     with rc_context(_STYLE):
         figure.savefig(path, dpi=130, metadata={"Software": None})

@@ -273,7 +273,7 @@ def to_markdown(results: Mapping[str, Any]) -> str:
     header = ("load", "server", "tokens/s", "speed-up", "TTFT ms", "TPOT ms", "E2E ms", "length",
               "nodes")  # fmt: skip
     mixed = [p for p in results["points"] if p["prompts"] == MIX]
-    parts = []
+    parts = [f"# {results['plan']['model']}: speculation under load"]
     if mixed:
         mixed.sort(key=lambda p: p["order"])
         rows = []
