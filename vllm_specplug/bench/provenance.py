@@ -37,7 +37,7 @@ def provenance(execution: str | None = None) -> dict[str, Any]:
             None where no model of vLLM runs.
     """
     return {
-        "command": tidy(shlex.join([_program(), *sys.argv[1:]])),
+        "command": tidy(shlex.join([*_program(), *sys.argv[1:]])),
         "commit": commit(),
         **({} if execution is None else {"execution": execution}),
         "versions": {"python": platform.python_version(), **_versions()},
@@ -53,13 +53,13 @@ def tidy(command: str) -> str:
     return command
 
 
-def _program() -> str:
+def _program() -> list[str]:
     """The running script as one would call it: "python bench/NAME.py", or a command's name."""
     path = Path(sys.argv[0])
     if path.suffix != ".py":
-        return path.name
+        return [path.name]
     inside = path.resolve().is_relative_to(_ROOT)
-    return f"python {path.resolve().relative_to(_ROOT) if inside else path.name}"
+    return ["python", str(path.resolve().relative_to(_ROOT)) if inside else path.name]
 
 
 def require_committed(allow_changes: bool) -> None:

@@ -50,3 +50,11 @@ def test_writing_results_and_prose_does_not_taint_the_next_result(checkout: Path
 def test_how_models_ran_is_said_where_it_is_known() -> None:
     assert ", compiled; " in one_line(provenance("compiled"))
     assert "execution" not in provenance()
+
+
+def test_a_command_reads_as_one_would_type_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Path(module.__file__).parents[2] / "bench" / "lookups.py"
+    monkeypatch.setattr("sys.argv", [str(script), "--data", "my prompts"])
+    assert provenance()["command"] == "python bench/lookups.py --data 'my prompts'"
+    monkeypatch.setattr("sys.argv", ["/opt/bin/specplug", "bench"])
+    assert provenance()["command"] == "specplug bench"
