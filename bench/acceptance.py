@@ -8,21 +8,22 @@ length and reported on the others.
     python bench/acceptance.py --target MODEL --heldout FEATURES --features FEATURES \\
         --dflash HEAD --jetspec HEAD --local gru=HEAD --local markov=HEAD
 
-writes OUT/dels_acceptance.{json,md,png}. Drafts are kept under --cache, so that another local head
-is measured without drafting again.
+Drafts are kept under --cache, so that another local head is measured without drafting again.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import HEADS, Benchmark
 
+from vllm_specplug.bench.result_page import ResultPage, Section
 from vllm_specplug.train.evaluate import Acceptance, AcceptanceReport
 from vllm_specplug.train.evaluate_local import (
     Fusion,
@@ -31,10 +32,8 @@ from vllm_specplug.train.evaluate_local import (
     local_tree_policy,
 )
 from vllm_specplug.train.evaluate_run import DEFAULT_CANDIDATES, Evaluation
-from vllm_specplug.train.provenance import hardware, package_versions
 from vllm_specplug.train.walk import DraftedSequence, Slots, walk
 
-ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = (8, 16, 32)
 WIDTH = 8
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
@@ -117,14 +116,9 @@ def ramp(tables: LocalTables, depth: int, value: float, factor: float) -> list[f
     return [value * (low + (high - low) * i / (count - 1)) for i in range(count)]
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
-def measure(options: argparse.Namespace) -> Results:
+def measure(options: argparse.Namespace) -> Iterator[Results]:
+    """The results so far, after each local head."""
     results = Results()
-    results.facts["versions"] = package_versions()
-    results.facts["hardware"] = hardware()
     heads = {"DFlash": Path(options.dflash), "JetSpec": Path(options.jetspec)}
     for name, head in heads.items():
         made = evaluation(options, head, Path(options.features))
@@ -135,7 +129,7 @@ def measure(options: argparse.Namespace) -> Results:
         for budget in BUDGETS:
             key = f"best_first/{budget}"
             results.add(f"{tree} {budget}", budget, report.total[key], key, report)
-        say(f"{name}: {report.lengths()}")
+        print(f"{name}: {report.lengths()}", flush=True)
         results.facts[name] = {
             "head": head.name,
             "sequences": len(made.drafted),
@@ -147,8 +141,7 @@ def measure(options: argparse.Namespace) -> Results:
     for entry in options.local:
         kind, _, folder = entry.partition("=")
         measure_local(options, results, kind, Path(folder), held, dev)
-        write(options, results)
-    return results
+        yield results
 
 
 def measure_local(
@@ -190,7 +183,7 @@ def measure_local(
     }
     report = AcceptanceReport()
     evaluate_local_chains(held_tables, held.drafted, ramps, report)
-    say(f"{kind}: {results.chosen[kind]}")
+    print(f"{kind}: {results.chosen[kind]}", flush=True)
     results.ramps[kind] = {n: round(v, 4) for n, v in report.lengths().items()}
     report = AcceptanceReport()
     scales = {0.5: "1/2", 1.0: "1"}
@@ -214,7 +207,7 @@ def measure_local(
         walk(dev.drafted, str(budget), local_tree_policy(tables, fusion, budget, WIDTH), report)
         counts = report.total[str(budget)]
         results.add(f"DeLS {label} tree {budget}", budget, counts, str(budget), report)
-        say(f"{kind} tree {budget}: {counts.mean_acceptance_length:.4f}")
+        print(f"{kind} tree {budget}: {counts.mean_acceptance_length:.4f}", flush=True)
     results.candidates[kind] = {}
     for count in CANDIDATES:
         narrow = [s.narrowed(count) for s in held.drafted]
@@ -224,21 +217,11 @@ def measure_local(
         results.candidates[kind][str(count)] = {n: round(v, 4) for n, v in report.lengths().items()}
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def to_markdown(results: Results) -> str:
+def make_page(results: Results, record: dict[str, Any]) -> ResultPage:
     rows = results.rows
     sources = list(next(iter(rows.values()))["by_source"])
-    parts = [
-        "# Acceptance of DFlash, DDTree, DeLS and JetSpec",
-        "Mean acceptance length (accepted drafts + 1 a round) on greedy answers of the target to "
-        f"{results.facts['DFlash']['sequences']} prompts that no head was trained on; block of 8, "
-        "so 7 drafts at most. Estimated from cached features by `bench/acceptance.py`; the budget "
-        "is in nodes without the root. Weights of DeLS were chosen on other, held-out answers.",
-        table(
+    sections = [
+        Section(
             ["Method", "budget", "all", *sources],
             [
                 [
@@ -250,16 +233,13 @@ def to_markdown(results: Results) -> str:
                 for name, row in rows.items()
             ],
         ),
-        "## By position",
-        "Share of rounds that accept at least so many drafts.",
-        table(
+        Section(
             ["Method", *map(str, range(1, 8))],
             [[name, *(f"{v:.3f}" for v in row["reaching"])] for name, row in rows.items()],
+            "By position",
+            ["Share of rounds that accept at least so many drafts."],
         ),
-        "## Weights",
-        "Chosen on the held-out answers by the chain's length; with the published 0.3/0.3, the "
-        "anchor not fed, the last column is the chain on the prompts above.",
-        table(
+        Section(
             ["Local head", "alpha", "beta", "anchor fed", "held-out", "backbone", "0.3/0.3"],
             [
                 [
@@ -273,10 +253,13 @@ def to_markdown(results: Results) -> str:
                 ]
                 for kind, c in results.chosen.items()
             ],
+            "Weights",
+            [
+                "Chosen on the held-out answers by the chain's length; with the published 0.3/0.3, "
+                "the anchor not fed, the last column is the chain on the prompts above."
+            ],
         ),
-        "Weights that change along the block, held-out chain; and trees of 16 nodes with half of "
-        "the chosen weights and with all, on every second held-out answer:",
-        table(
+        Section(
             ["Local head", *RAMPS, "tree, weights x 1/2", "x 1"],
             [
                 [
@@ -286,42 +269,53 @@ def to_markdown(results: Results) -> str:
                 ]
                 for kind in results.chosen
             ],
+            "Weights that change along the block",
+            [
+                "Held-out chain; and trees of 16 nodes with half of the chosen weights and with "
+                "all, on every second held-out answer."
+            ],
         ),
-    ]
-    for kind, grids in results.grids.items():
-        for name, values in grids.items():
-            parts += [
-                f"### Grid, {kind}, {name}",
-                "Held-out chain; rows alpha, columns beta.",
-                table(
-                    ["", *map(str, BETAS)],
-                    [[str(a), *(f"{v:.3f}" for v in values[i])] for i, a in enumerate(ALPHAS)],
-                ),
-            ]
-    parts += [
-        "## Candidates of a slot",
-        "How many of the backbone's likeliest tokens the local head scores: the chain, held-out.",
-        table(
+        *(
+            Section(
+                ["", *map(str, BETAS)],
+                [[str(a), *(f"{v:.3f}" for v in values[i])] for i, a in enumerate(ALPHAS)],
+                f"Grid, {kind}, {name}",
+                ["Held-out chain; rows alpha, columns beta."],
+            )
+            for kind, grids in results.grids.items()
+            for name, values in grids.items()
+        ),
+        Section(
             ["Local head", *map(str, CANDIDATES)],
             [
                 [kind, *(f"{v['chain']:.3f}" for v in values.values())]
                 for kind, values in results.candidates.items()
             ],
+            "Candidates of a slot",
+            ["How many of the backbone's likeliest tokens the local head scores: the chain, "
+             "held-out."],
         ),
-    ]
-    return "\n\n".join(parts) + "\n"
+    ]  # fmt: skip
+    return ResultPage(
+        name="dels_acceptance",
+        title="Acceptance of DFlash, DDTree, DeLS and JetSpec",
+        about="Mean acceptance length (accepted drafts + 1 per round) on greedy answers of the "
+        f"target to {results.facts['DFlash']['sequences']} prompts that no head was trained on; "
+        "block of 8, so 7 drafts at most. Estimated from cached features; the budget is in nodes "
+        "without the root. Weights of DeLS were chosen on other, held-out answers.",
+        sections=sections,
+        data=vars(results),
+        made_by=[record],
+        figure=plot(results),
+    )
 
 
-def plot(results: Results, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+def plot(results: Results) -> Any:
+    from matplotlib.figure import Figure
 
     kinds = list(results.grids)
-    figure, axes = plt.subplots(
-        len(kinds), 2, figsize=(10, 4.2 * len(kinds)), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(10, 4.2 * len(kinds)), layout="constrained")
+    axes = figure.subplots(len(kinds), 2, squeeze=False)
     low = min(v for g in results.grids.values() for t in g.values() for r in t for v in r)
     high = max(v for g in results.grids.values() for t in g.values() for r in t for v in r)
     base = results.grids[kinds[0]]["anchor not fed"][0][0]
@@ -341,33 +335,25 @@ def plot(results: Results, path: Path) -> None:
                     axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=6, color="w")
     figure.colorbar(image, ax=axes, label="mean acceptance length of the chain, held-out")
     figure.suptitle(f"Fusion weights; DFlash alone: {base:.3f}")
-    figure.savefig(path, dpi=110)
-
-
-def write(options: argparse.Namespace, results: Results) -> None:
-    """Also called on the way, so that a run that is cut off leaves what it measured."""
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "dels_acceptance.json").write_text(json.dumps(vars(results), indent=1) + "\n")
-    (out / "dels_acceptance.md").write_text(to_markdown(results))
-    plot(results, out / "dels_acceptance.png")
+    return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--heldout", required=True, help="features the weights are chosen on")
-    parser.add_argument("--features", required=True, help="features that are reported")
-    parser.add_argument("--dflash", default=str(ROOT / "heads" / "smollm2-135m-dflash"))
-    parser.add_argument("--jetspec", default=str(ROOT / "heads" / "smollm2-135m-jetspec"))
-    parser.add_argument("--local", action="append", required=True, help="NAME=FOLDER")
-    parser.add_argument("--unigram", default="", help="default: unigram.safetensors in the folder")
-    parser.add_argument("--cache", default="", help="folder for drafts")
-    parser.add_argument("--out", default=str(ROOT / "bench" / "results"))
-    options = parser.parse_args()
-    results = measure(options)
-    write(options, results)
-    print(to_markdown(results))
+    benchmark = Benchmark("dels_acceptance", __doc__, runs_vllm=False)
+    add = benchmark.parser.add_argument
+    add("--target", required=True)
+    add("--heldout", required=True, help="features the weights are chosen on")
+    add("--features", required=True, help="features that are reported")
+    add("--dflash", default=str(HEADS / "smollm2-135m-dflash"))
+    add("--jetspec", default=str(HEADS / "smollm2-135m-jetspec"))
+    add("--local", action="append", required=True, help="NAME=FOLDER")
+    add("--unigram", default="", help="default: unigram.safetensors in the folder")
+    add("--cache", default="", help="folder for drafts")
+    args = benchmark.parse()
+    for results in measure(args):
+        # Also on the way, so that a run that is cut off leaves what it measured.
+        text = make_page(results, benchmark.provenance(args)).write(args.out)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares LongSpec heads on documents of several lengths, without a server.
 
-    python bench/longspec_heads.py --target MODEL --data ../shared/data HEAD [HEAD ...]
+    python bench/longspec_heads.py --target MODEL --data PROMPTS HEAD [HEAD ...]
 
 The target answers a request to summarise each document, greedily and once for all heads; then every
-head drafts along these answers as it would while serving. Prints mean acceptance lengths.
+head drafts along these answers as it would while serving: mean acceptance lengths.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from context_length import documents
+from harness import Benchmark
+
+from vllm_specplug.bench.provenance import tidy
+from vllm_specplug.bench.result_page import ResultPage, Section
 
 PREFILL = 1024
 
@@ -51,7 +50,8 @@ def main() -> None:
     from vllm_specplug.train.longspec_evaluate import POLICIES, evaluate_longspec
     from vllm_specplug.train.target import TargetWeights
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    benchmark = Benchmark("longspec_heads", __doc__, runs_vllm=False)
+    parser = benchmark.parser
     parser.add_argument("heads", nargs="+", type=Path)
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", type=Path, required=True, help="folder of spec_bench_dev.jsonl")
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=96, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=32, help="most rounds of an answer")
     parser.add_argument("--policies", default="chain,best_first/16")
-    args = parser.parse_args()
+    args = benchmark.parse()
     weights = TargetWeights(args.target)
     tables = weights.tables()
     policies = {name: POLICIES[name] for name in args.policies.split(",")}
@@ -68,8 +68,7 @@ def main() -> None:
         args.target, dtype=torch.bfloat16, local_files_only=True
     ).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target, local_files_only=True)
-    print("| head | context | " + " | ".join(policies) + " | rounds |")
-    print("|---" * (3 + len(policies)) + "|")
+    table = []
     for context in map(int, args.contexts.split(",")):
         prompts = documents(args.data, tokenizer, args.prompts, context)
         sequences = [answered(model, prompt, args.answer) for prompt in prompts]
@@ -82,9 +81,23 @@ def main() -> None:
                 policies, args.rounds,
             )  # fmt: skip
             counts = report.total
-            cells = [f"{1 + counts[p].accepted / counts[p].rounds:.2f}" for p in policies]
+            lengths = [f"{1 + counts[p].accepted / counts[p].rounds:.2f}" for p in policies]
             rounds = min(counts[p].rounds for p in policies)
-            print(f"| {folder} | {context:,} | {' | '.join(cells)} | {rounds} |", flush=True)
+            table.append([tidy(str(folder)), f"{context:,}", *lengths, str(rounds)])
+            print(" ".join(table[-1]), flush=True)
+    header = ("head", "context", *policies, "rounds")
+    benchmark.publish(
+        args,
+        ResultPage(
+            name="longspec_heads",
+            title="LongSpec heads on documents of several lengths",
+            about="Mean acceptance length on the target's greedy answers to requests to summarise "
+            "documents, estimated as serving drafts, by policy.",
+            sections=[Section(header, table)],
+            data=[dict(zip(header, row, strict=True)) for row in table],
+            made_by=[benchmark.provenance(args)],
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verifying a tree costs beside verifying as many tokens in a line.
+"""What verifying a tree costs beside verifying as many tokens in a chain.
 
 One engine decodes one request and is given, step by step in turn, a random tree and a chain of
 the same number of nodes. Chains take vLLM's own attention and trees take ours; everything else
@@ -10,19 +10,17 @@ is the same. Prints and writes the median time of forward and walk for both.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 from collections import defaultdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from harness import Benchmark, make_engine, worker_of
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+from vllm_specplug.bench.result_page import ResultPage, Section
+
 # In one process, so that the drafter can be replaced and timings read.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -48,28 +46,21 @@ def random_tree(num_nodes: int, rng: random.Random) -> Any:
     )
 
 
-def measure(model: str, dtype: str, steps: int) -> list[dict[str, Any]]:
+def measure(dtype: str, steps: int, eager: bool) -> list[dict[str, Any]]:
     """Median verify milliseconds of tree and chain for every context and number of nodes."""
     from rich.progress import track
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
+    from vllm_specplug.targets import prepare_target
     from vllm_specplug.tree import DraftTree
 
-    llm = LLM(
-        model=model,
-        dtype=dtype,
-        enforce_eager=True,
-        max_model_len=2048,
-        max_num_seqs=1,
+    nodes = max(NODES)
+    config = {"method": "ngram_tree", "num_speculative_tokens": nodes, "tree_budget": nodes}
+    llm = make_engine(
+        str(prepare_target("smollm2")), config, eager=eager, dtype=dtype, max_num_seqs=1,
         enable_prefix_caching=True,
-        speculative_config={
-            "method": "ngram_tree",
-            "num_speculative_tokens": max(NODES),
-            "tree_budget": max(NODES),
-        },
-    )
-    engine: Any = llm.llm_engine.engine_core
-    runner = engine.engine_core.model_executor.driver_worker.worker.model_runner
+    )  # fmt: skip
+    runner = worker_of(llm).model_runner
     rng = random.Random(0)
     times: dict[str, list[float]] = defaultdict(list)
     state: dict[str, Any] = {"next": "tree", "in_flight": None, "nodes": 0}
@@ -110,36 +101,29 @@ def measure(model: str, dtype: str, steps: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    from vllm_specplug.bench.provenance import provenance
-    from vllm_specplug.targets import prepare_target
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--steps", type=int, default=40, help="steps of each kind")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    args = parser.parse_args()
-    rows = measure(str(prepare_target("smollm2")), args.dtype, args.steps)
-    record = provenance()
-    lines = [
-        f"# Verify step of a tree beside a line, {args.dtype}",
-        "",
-        "Median ms of one target forward and walk, SmolLM2-135M-Instruct, one request, taken in "
-        "turn in one run.",
-        "",
-        "| context | nodes | tree ms | line ms | tree / line |",
-        "| --- | --- | --- | --- | --- |",
-        *(
-            f"| {r['context']} | {r['nodes']} | {r['tree_ms']:.1f} | {r['chain_ms']:.1f} | "
-            f"{r['ratio']:.2f} |"
-            for r in rows
+    benchmark = Benchmark("step_cost", __doc__)
+    add = benchmark.parser.add_argument
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    add("--steps", type=int, default=40, help="steps of each kind")
+    args = benchmark.parse()
+    rows = measure(args.dtype, args.steps, args.eager)
+    table = [
+        [str(r["context"]), str(r["nodes"]), f"{r['tree_ms']:.1f}", f"{r['chain_ms']:.1f}",
+         f"{r['ratio']:.2f}"]
+        for r in rows
+    ]  # fmt: skip
+    benchmark.publish(
+        args,
+        ResultPage(
+            name=f"step_cost_{args.dtype}",
+            title=f"Verification step of a tree beside a chain, {args.dtype}",
+            about="Median ms of one target forward and walk, SmolLM2-135M-Instruct, one request, "
+            "trees and chains in alternating steps of one run.",
+            sections=[Section(("context", "nodes", "tree ms", "chain ms", "tree / chain"), table)],
+            data=rows,
+            made_by=[benchmark.provenance(args)],
         ),
-        "",
-        *(f"- {key}: {value}" for key, value in record.items()),
-    ]
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"step_cost_{args.dtype}.md"
-    path.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    )
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@
 
 Times one draft (forward, candidates, tree) with and without the local head, interleaved in one
 process, bfloat16, random weights of the given shapes, attention over the block alone (a context
-would only make the block head slower). Prints medians and their ratio.
+would only make the block head slower). Medians and their ratio.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -116,18 +117,23 @@ def interleaved(calls: list[Callable[[], object]], rounds: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--head", type=Path, required=True, help="folder of a DFlash head")
-    parser.add_argument("--nodes", type=int, default=16)
-    parser.add_argument("--depth", type=int, default=7)
-    parser.add_argument("--candidates", type=int, default=128)
-    parser.add_argument("--gate-table-mb", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from harness import Benchmark
+
+    from vllm_specplug.bench.result_page import ResultPage, Section
+
+    benchmark = Benchmark("local_head_cpu", __doc__, runs_vllm=False)
+    add = benchmark.parser.add_argument
+    add("--head", type=Path, required=True, help="folder of a DFlash head")
+    add("--nodes", type=int, default=16)
+    add("--depth", type=int, default=7)
+    add("--candidates", type=int, default=128)
+    add("--gate-table-mb", type=int, default=64)
+    add("--rounds", type=int, default=200)
+    add("--threads", type=int, default=torch.get_num_threads())
+    args = benchmark.parse()
     torch.set_num_threads(args.threads)
-    print("| local head | batch | width | block head, ms | with local head, ms | more |")
-    print("|---|---|---|---|---|---|")
+    rows = []
     for name, config in {
         "GRU 256, rank 128": {"kind": "gru", "hidden_size": 256, "rank": 128},
         "GRU 512, rank 128": {"kind": "gru", "hidden_size": 512, "rank": 128},
@@ -143,11 +149,21 @@ def main() -> None:
             before, after = interleaved(
                 [lambda d=d, b=batch_of: d.propose(b) for d in (plain, local)], args.rounds
             )
-            print(
-                f"| {name} | {batch} | {width} | {before:.2f} | {after:.2f} "
-                f"| {100 * (after / before - 1):.0f} % |",
-                flush=True,
-            )
+            rows.append([name, str(batch), str(width), f"{before:.2f}", f"{after:.2f}",
+                         f"{100 * (after / before - 1):.0f} %"])  # fmt: skip
+            print(" ".join(rows[-1]), flush=True)
+    header = ("local head", "batch", "width", "block head, ms", "with local head, ms", "more")
+    page = ResultPage(
+        name="local_head_cpu",
+        title="What a local head adds to a draft on the CPU",
+        about=f"{args.threads} thread(s), bfloat16; the DFlash head of SmolLM2-135M-Instruct "
+        f"(block 8, draft vocabulary 12288), {args.nodes} nodes, {args.candidates} candidates, "
+        "random local heads. Medians of interleaved calls; width 1 is a chain.",
+        sections=[Section(header, rows)],
+        data=[dict(zip(header, row, strict=True)) for row in rows],
+        made_by=[benchmark.provenance(args)],
+    )
+    benchmark.publish(args, page)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 """Tree attention against vLLM's own CPU attention with as many query rows.
 
 Both run in one process in turns, over one KV cache per layer as in a step of the model. The
-stock kernel attends a chain, ours a random tree of the same number of rows. Prints a markdown
-table of milliseconds per layer (medians) and the median of the paired ratios.
+stock kernel attends a chain, ours a random tree of the same number of rows. A table of
+milliseconds per layer (medians) and the median of the paired ratios.
 
     OMP_PROC_BIND=true python bench/kernels/bench_tree_attn_cpu.py
 
@@ -12,10 +12,8 @@ vLLM pins its threads to cores; OMP_PROC_BIND=true does so here.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -27,16 +25,6 @@ import torch
 QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 128
 # Of all layers together: more than the private caches of a core, quick to fill.
 MAX_CACHE_BYTES = 128 << 20
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor()
 
 
 def make_case(args, dtype, isa, batch, context, nodes):
@@ -145,7 +133,13 @@ def measure(stock, ours, seconds: float, layers: int, clock) -> tuple[float, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from harness import Benchmark
+
+    from vllm_specplug.bench.result_page import ResultPage, Section
+
+    benchmark = Benchmark("tree_attn_cpu", __doc__, runs_vllm=False)
+    parser = benchmark.parser
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[0, 64, 256, 1500])
@@ -158,8 +152,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=30, help="at most; fewer for large caches")
     parser.add_argument("--seconds", type=float, default=0.4, help="per table row")
-    parser.add_argument("--output", type=Path, help="also write the table here")
-    args = parser.parse_args()
+    args = benchmark.parse()
 
     from vllm.platforms import current_platform
 
@@ -167,19 +160,8 @@ def main() -> None:
     torch.cpu._init_amx()
     from vllm_specplug.kernels import describe
 
-    pinned = "OMP_PROC_BIND=true " if os.environ.get("OMP_PROC_BIND") == "true" else ""
-    lines = [
-        "# CPU tree attention against vLLM's own kernel",
-        "",
-        f"Command: `{pinned}python {shlex.join(sys.argv)}`",
-        "",
-        f"CPU: {cpu_name()}; torch {torch.__version__}; {QUERY_HEADS} query and {KV_HEADS} KV "
-        f"heads of {HEAD_SIZE}, block {BLOCK_SIZE}, up to {args.layers} layers with a cache each. "
-        "Milliseconds per layer, calls taken in turns; one thread: medians of CPU time, several: "
-        "10th percentile of wall time; ratio = ours / stock.",
-    ]
-    for line in lines:
-        print(line)
+    header = ("batch", "context", "nodes", "stock ms", "tree ms", "ratio")
+    sections = []
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     for case in args.cases:
         name, isa = case.split(":")
@@ -188,30 +170,30 @@ def main() -> None:
             # One thread's CPU time is free of what other programs do; several need the wall clock.
             clock = time.thread_time if threads == 1 else time.perf_counter
             variant = describe(dtypes[name])["isa"]
-            head = [
-                "",
-                f"## {name}, layout {isa}, our variant {variant}, {threads} thread(s)",
-                "",
-                "| batch | context | nodes | stock ms | tree ms | ratio |",
-                "|---|---|---|---|---|---|",
-            ]
-            print("\n".join(head))
-            lines += head
-            for batch in args.batch:
-                for context in args.context:
-                    for nodes in args.nodes:
-                        stock, ours, layers = make_case(
-                            args, dtypes[name], isa, batch, context, nodes
-                        )
-                        a, b, ratio = measure(stock, ours, args.seconds, layers, clock)
-                        line = (
-                            f"| {batch} | {context} | {nodes} | {a:.4f} | {b:.4f} | {ratio:.2f} |"
-                        )
-                        print(line, flush=True)
-                        lines.append(line)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text("\n".join(lines) + "\n")
+            rows = []
+            for batch, context, nodes in itertools.product(args.batch, args.context, args.nodes):
+                stock, ours, layers = make_case(args, dtypes[name], isa, batch, context, nodes)
+                a, b, ratio = measure(stock, ours, args.seconds, layers, clock)
+                sizes = map(str, (batch, context, nodes))
+                rows.append([*sizes, f"{a:.4f}", f"{b:.4f}", f"{ratio:.2f}"])
+                print(" ".join(rows[-1]), flush=True)
+            title = f"{name}, layout {isa}, our variant {variant}, {threads} thread(s)"
+            sections.append(Section(header, rows, title))
+    record = benchmark.provenance(args)
+    if os.environ.get("OMP_PROC_BIND") == "true":
+        record["command"] = f"OMP_PROC_BIND=true {record['command']}"
+    page = ResultPage(
+        name="tree_attn_cpu",
+        title="CPU tree attention against vLLM's own kernel",
+        about=f"{QUERY_HEADS} query and {KV_HEADS} KV heads of {HEAD_SIZE}, block {BLOCK_SIZE}, up "
+        f"to {args.layers} layers with a cache each. Milliseconds per layer, calls alternating; "
+        "one thread: medians of CPU time, several: 10th percentile of wall time; ratio = "
+        "ours / stock.",
+        sections=sections,
+        data={section.title: section.rows for section in sections},
+        made_by=[record],
+    )
+    benchmark.publish(args, page)
 
 
 if __name__ == "__main__":

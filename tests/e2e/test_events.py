@@ -50,6 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         model=str(target),
         max_model_len=256,
         dtype="float32",
+        enforce_eager=True,
         speculative_config={
             "method": "jetspec",
             "model": str(make_head(folder / "head", vocab)),

@@ -36,6 +36,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
         model=target_path(),
         max_model_len=1024,
         dtype="float32",
+        enforce_eager=True,
         extra_args=(
             "--spec-method", "jetspec", "--spec-model", head, "--spec-tokens", "12",
             "--served-model-name", "smollm2",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.local_trees import HEADS, LIMITS, builder, candidates
+from tests.kernels.local_trees import DEPTH, HEADS, LIMITS, builder, candidates
 from vllm_specplug.drafters.local_tree import LocalTreeBuilder
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.local_tree import pack_rows

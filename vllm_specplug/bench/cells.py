@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,26 +49,34 @@ class CellStore:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def get(self, digest: str, cell: Cell) -> dict[str, Any] | None:
+    def get(self, digest: str, key: Sequence[Any]) -> dict[str, Any] | None:
         """What was measured; None when it was not."""
-        return self._rows.get((digest, *cell.key))
+        return self._rows.get((digest, *key))
 
-    def count_others(self, digests: set[str]) -> int:
+    def rows(self, digest: str) -> list[dict[str, Any]]:
+        """All cells of a digest, in the order they were first measured."""
+        return [row for key, row in self._rows.items() if key[0] == digest]
+
+    @property
+    def latest_digest(self) -> str | None:
+        """Digest of the cell written last; None when there is none."""
+        return next(reversed(self._rows), (None,))[0]
+
+    def count_others(self, digests: Collection[str]) -> int:
         """Cells that were measured with other settings, prompts or code."""
         return sum(key[0] not in digests for key in self._rows)
 
-    def add(self, digest: str, cell: Cell, values: dict[str, Any]) -> None:
-        """Records a cell and writes it down."""
-        row = {
-            "digest": digest,
-            "key": list(cell.key),
-            "rate": cell.level.rate,
-            "concurrency": cell.level.concurrency,
-            "load_average": round(os.getloadavg()[0], 2),
-            **values,
-        }
-        self._rows[(digest, *cell.key)] = row
+    def add(self, digest: str, key: Sequence[Any], values: Mapping[str, Any]) -> None:
+        """Records a cell and writes it down; a cell measured again replaces the earlier one."""
+        load_average = round(os.getloadavg()[0], 2)
+        row = {"digest": digest, "key": list(key), "load_average": load_average, **values}
+        self._rows[(digest, *key)] = row
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # The leading line break ends a line that a kill cut off.
         with self.path.open("a") as stream:
             stream.write("\n" + json.dumps(row))
+
+
+def digest(value: Any) -> str:
+    """A short name for plain data, equal for equal data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

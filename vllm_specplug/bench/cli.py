@@ -32,6 +32,12 @@ tune_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 ModelOption = Annotated[str | None, typer.Option(help="Target model; default SmolLM2.")]
 HeadOption = Annotated[str | None, typer.Option(help="Draft head; default the shipped one.")]
+EagerOption = Annotated[
+    bool,
+    typer.Option(
+        "--eager", help="No compilation, for plain vLLM too: faster start, slower servers."
+    ),
+]
 DataOption = Annotated[
     list[Path] | None,
     typer.Option(
@@ -148,7 +154,7 @@ def bench(
         int | None, typer.Option(help="Most tokens per answer. Default 128.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Precision. Default bfloat16.")] = None,
-    compile_model: Annotated[bool, typer.Option("--compile", help="torch.compile models.")] = False,
+    eager: EagerOption = False,
     port: Annotated[int | None, typer.Option(help="Port of the servers. Default: a free one.")] = (
         None
     ),
@@ -186,14 +192,14 @@ def bench(
             "goodput": goodput or None,
             "output_len": output_len,
             "dtype": dtype,
-            "enforce_eager": False if compile_model else None,
+            "enforce_eager": eager or None,
             "port": port,
             "together": together or None,
         }
         plan = plan_from(config, flags, server or [], console)
         sweep = Sweep(plan, out, cache_dir() / "logs", console)
         outcome = sweep.run(time_limit)
-    results = summarize(sweep, provenance())
+    results = summarize(sweep, provenance(plan.execution))
     written = write_results(results, out)
     if report:
         written.append(write_page([results], out / "report.html"))
@@ -248,7 +254,7 @@ def tune(
     minutes: Annotated[float, typer.Option(help="Time limit.", min=0.1)] = 20.0,
     output_len: Annotated[int, typer.Option(min=2, help="Maximum tokens per answer.")] = 96,
     dtype: Annotated[str, typer.Option(help="Precision.")] = "bfloat16",
-    compile_model: Annotated[bool, typer.Option("--compile", help="torch.compile models.")] = False,
+    eager: EagerOption = False,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("tune-results"),
 ) -> None:
     """Find tree settings for a model, head and traffic by measuring, and print them as JSON.
@@ -270,7 +276,7 @@ def tune(
             "concurrency": _numbers(concurrency, int, "--concurrency"),
             "output_len": output_len,
             "dtype": dtype,
-            "enforce_eager": not compile_model,
+            "enforce_eager": eager,
         }
         plan = plan_from(None, flags, [], console)
         tuner = Tuner(plan, method, out, cache_dir() / "logs", console)

@@ -79,7 +79,16 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
     loads = {"1 at a time": single, f"{options.concurrency} at a time": several}
     rows = [row for load, measured in loads.items() for row in _rows(load, measured)]
     console.print()
-    console.print(console_table(rows, f"{Path(options.model).name}, {options.dtype}, greedy"))
+    execution = "eager" if options.enforce_eager else "compiled"
+    title = f"{Path(options.model).name}, {options.dtype}, greedy, all servers {execution}"
+    console.print(console_table(rows, title))
+    if options.enforce_eager:
+        console.print(
+            "eager starts fast; vLLM compiles by default, and both sides are faster then: "
+            "--compile compares them so.",
+            style="dim",
+            soft_wrap=True,
+        )
     console.print(
         "speed-up: tokens/s against plain. length: mean tokens per request and step, "
         "1 + accepted / drafts. TTFT, TPOT: medians.",

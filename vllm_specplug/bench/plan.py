@@ -63,7 +63,8 @@ class BenchPlan(BaseModel):
     dtype: str = "bfloat16"
     max_model_len: int = Field(default=4096, ge=16)
     max_num_seqs: int = Field(default=16, ge=1)
-    enforce_eager: bool = True
+    enforce_eager: bool = False
+    """Eager for all servers, plain vLLM too; by default all are compiled, as vLLM is."""
     serve_args: tuple[str, ...] = ("--no-enable-prefix-caching",)
     """More arguments of `vllm serve`. Without prefix caching a prompt met again costs what it
     cost the first time."""
@@ -169,6 +170,11 @@ class BenchPlan(BaseModel):
         if self.rates == () and not self.concurrency and not self.dataset_requests:
             raise ValueError("nothing to measure: no rates, no concurrency, no dataset_requests")
         return self
+
+    @property
+    def execution(self) -> str:
+        """How all servers run their models."""
+        return "eager" if self.enforce_eager else "compiled"
 
     @property
     def baseline(self) -> ServerEntry:

@@ -13,16 +13,33 @@ import sys
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).resolve().parent.parent.parent
 _DISTRIBUTIONS = ("vllm-specplug", "vllm", "torch", "transformers")
 _GPU_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
-def provenance() -> dict[str, Any]:
-    """Command line, commit, package versions and hardware of this process."""
+# What the measuring code is not: its results and its prose.
+_NOT_CODE = (":!bench/results", ":!docs", ":!*.md")
+CHANGES = "+changes"
+"""Suffix of a commit whose checkout had uncommitted changes."""
+
+
+class UncommittedChanges(ValueError):
+    """A measurement would have no commit that it can be repeated from."""
+
+
+def provenance(execution: str | None = None) -> dict[str, Any]:
+    """Command line, commit, package versions and hardware of this process.
+
+    Args:
+        execution: "compiled" (as vLLM runs by default) or "eager", for both sides of a comparison;
+            None where no model of vLLM runs.
+    """
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": tidy(shlex.join([*_program(), *sys.argv[1:]])),
         "commit": commit(),
+        **({} if execution is None else {"execution": execution}),
         "versions": {"python": platform.python_version(), **_versions()},
         "hardware": hardware(),
     }
@@ -36,16 +53,41 @@ def tidy(command: str) -> str:
     return command
 
 
+def _program() -> list[str]:
+    """The running script as one would call it: "python bench/NAME.py", or a command's name."""
+    path = Path(sys.argv[0])
+    if path.suffix != ".py":
+        return [path.name]
+    inside = path.resolve().is_relative_to(_ROOT)
+    return ["python", str(path.resolve().relative_to(_ROOT)) if inside else path.name]
+
+
+def require_committed(allow_changes: bool) -> None:
+    """Refuses to measure code that is in no commit.
+
+    Raises:
+        UncommittedChanges: unless `allow_changes`, when files differ from the commit.
+    """
+    made_from = commit()
+    if not allow_changes and made_from is not None and made_from.endswith(CHANGES):
+        raise UncommittedChanges(
+            f"the checkout is {made_from}: numbers of uncommitted code cannot be repeated. Commit "
+            "first, or pass --allow-changes; the results are then marked."
+        )
+
+
 def commit() -> str | None:
-    """Commit of the checkout this package runs from, "+changes" when files differ from it."""
-    root = Path(__file__).resolve().parent.parent.parent
+    """Commit of the checkout this package runs from, "+changes" when its code differs from it.
+
+    Results and prose are no code: writing a result does not taint the next one.
+    """
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
+        command = ["git", "-C", str(_ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_NOT_CODE)
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -56,13 +98,13 @@ def code_fingerprint(head: str | None) -> str:
 
     Results measured under different fingerprints do not belong in one table.
     """
-    package = Path(__file__).resolve().parent.parent
+    package = _ROOT / "vllm_specplug"
     files = [
         path
         for path in package.rglob("*.py")
         if path.relative_to(package).parts[0] not in ("bench", "train", "cli.py", "targets.py")
     ]
-    files += package.parent.glob("kernels/src/*")
+    files += _ROOT.glob("kernels/src/*")
     if head is not None:
         files += Path(head).glob("*.safetensors")
     digest = hashlib.sha256()
@@ -116,8 +158,9 @@ def one_line(record: dict[str, Any]) -> str:
     machine, versions = record["hardware"], record["versions"]
     packages = ", ".join(f"{key} {value}" for key, value in versions.items() if value)
     gpus = "".join(f"; {name}" for name in machine.get("gpus", ()))
+    execution = f", {record['execution']}" if record.get("execution") else ""
     return (
-        f"`{record['command']}`, commit {record['commit']}; {machine['cpu']}, "
+        f"`{record['command']}`, commit {record['commit']}{execution}; {machine['cpu']}, "
         f"{machine['logical_cpus']} logical CPUs ({', '.join(machine['extensions'])}), "
         f"{machine['memory_gib']} GiB{gpus}; {packages}"
     )

@@ -40,7 +40,7 @@ class ServerSpec:
     max_model_len: int = 2048
     max_num_seqs: int = 16
     dtype: str = "bfloat16"
-    enforce_eager: bool = True
+    enforce_eager: bool = False
     extra_args: tuple[str, ...] = ()
 
     def arguments(self, port: int) -> list[str]:

@@ -94,6 +94,7 @@ def plan_facts(plan: BenchPlan, sets: Sequence[str]) -> dict[str, Any]:
         "head": None if plan.head is None else Path(plan.head).name,
         "data": list(sets),
         "dtype": plan.dtype,
+        "execution": plan.execution,
         "output_len": plan.output_len,
         "temperature": plan.temperature,
         "ignore_eos": plan.ignore_eos,
@@ -272,7 +273,7 @@ def to_markdown(results: Mapping[str, Any]) -> str:
     header = ("load", "server", "tokens/s", "speed-up", "TTFT ms", "TPOT ms", "E2E ms", "length",
               "nodes")  # fmt: skip
     mixed = [p for p in results["points"] if p["prompts"] == MIX]
-    parts = []
+    parts = [f"# {results['plan']['model']}: speculation under load"]
     if mixed:
         mixed.sort(key=lambda p: p["order"])
         rows = []

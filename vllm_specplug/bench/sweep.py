@@ -11,19 +11,17 @@ request per second; so the range is found on plain vLLM here, and each point is 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from vllm_specplug.bench.cells import MIX, Cell, CellStore
+from vllm_specplug.bench.cells import MIX, Cell, CellStore, digest
 from vllm_specplug.bench.load import BURST, IDLE, Level, LoadError, LoadRun, Traffic, run_load
 from vllm_specplug.bench.plan import AUTO, BASELINE, BenchPlan, ServerEntry
 from vllm_specplug.bench.progress import SweepProgress
@@ -71,8 +69,20 @@ def found_rates(serial_rate: float, saturated_rate: float, plan: BenchPlan) -> t
 class Sweep:
     """Runs a plan's missing cells and keeps what was measured."""
 
-    def __init__(self, plan: BenchPlan, out: Path, log_folder: Path, console: Console) -> None:
+    def __init__(
+        self,
+        plan: BenchPlan,
+        out: Path,
+        log_folder: Path,
+        console: Console,
+        *,
+        fresh_baseline: bool = False,
+    ) -> None:
         """Reads the data and earlier results; starts nothing.
+
+        Args:
+            fresh_baseline: while another server has runs missing, the baseline is measured in
+                this sweep, even where an earlier one did: the machine may have changed since.
 
         Raises:
             ValueError: when the data cannot be read.
@@ -88,11 +98,13 @@ class Sweep:
         # By server: why it has no result, or not all; of those that cannot run here at all.
         self.failures: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
+        self._fresh_baseline = fresh_baseline
+        self._measured: set[Cell] = set()
         self._commit = commit()
         settings = plan.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
         texts = [[prompt_set.name, *prompt_set.prompts] for prompt_set in self.sets]
         self._digests = {
-            entry.name: _digest(
+            entry.name: digest(
                 [
                     settings,
                     entry.model_dump(mode="json"),
@@ -194,17 +206,31 @@ class Sweep:
     def num_done(self) -> int:
         """Runs that have a result."""
         return sum(
-            self.result(cell) is not None
-            for entry in self._servers
-            for cell in self.cells(entry.name)
+            not self.is_missing(cell) for entry in self._servers for cell in self.cells(entry.name)
         )
 
     def result(self, cell: Cell) -> dict[str, Any] | None:
         """What a cell measured; None when it has not been run."""
-        row = self.store.get(self._digests[cell.server], cell)
+        row = self.store.get(self._digests[cell.server], cell.key)
         # How many requests a data set's own run has is no part of the digest.
         other_count = row and cell.prompts != MIX and row["completed"] != self.plan.dataset_requests
         return None if other_count else row
+
+    def is_missing(self, cell: Cell) -> bool:
+        """Whether a cell is yet to be run."""
+        if self.result(cell) is None:
+            return True
+        return (
+            self._fresh_baseline
+            and cell.server == BASELINE
+            and cell not in self._measured
+            and any(
+                self.result(other) is None
+                for entry in self._servers
+                if entry.name != BASELINE
+                for other in self.cells(entry.name)
+            )
+        )
 
     # Running
 
@@ -215,7 +241,7 @@ class Sweep:
         with contextlib.ExitStack() as stack:
             servers = {}
             for entry in group:
-                if any(self.result(cell) is None for cell in self.cells(entry.name)):
+                if any(self.is_missing(cell) for cell in self.cells(entry.name)):
                     _check_time(deadline)
                     server = self._start(entry, stack, progress)
                     if server is not None:
@@ -226,7 +252,7 @@ class Sweep:
                 shift = place % len(names)  # who goes first moves on
                 for cell in names[shift:] + names[:shift]:
                     server = servers.get(cell.server)
-                    if server is None or self.result(cell) is not None:
+                    if server is None or not self.is_missing(cell):
                         continue
                     _check_time(deadline)
                     server.resume()
@@ -310,9 +336,16 @@ class Sweep:
             if cell.server == BASELINE and ends and self.levels() is None:
                 raise
             return alive
-        digest = self._digests[cell.server]
-        values = {"commit": self._commit, "server": tidy(server.spec.display(server.port))}
-        self.store.add(digest, cell, {**values, **run.to_json()})
+        plain = self.result(replace(cell, server=BASELINE))
+        values = {
+            "rate": cell.level.rate,
+            "concurrency": cell.level.concurrency,
+            "commit": self._commit,
+            "server": tidy(server.spec.display(server.port)),
+            "plain_output_throughput": plain and plain["output_throughput"],
+        }
+        self.store.add(self._digests[cell.server], cell.key, {**values, **run.to_json()})
+        self._measured.add(cell)
         progress.advance(self.num_planned, self.num_done)
         progress.say(_line(cell, run))
         return True
@@ -346,10 +379,6 @@ class Sweep:
 def _check_time(deadline: float | None) -> None:
     if deadline is not None and time.monotonic() >= deadline:
         raise OutOfTime
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _line(cell: Cell, run: LoadRun) -> str:

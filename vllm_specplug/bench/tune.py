@@ -18,7 +18,7 @@ from rich.table import Table
 
 from vllm_specplug.bench.cells import MIX, Cell
 from vllm_specplug.bench.load import Level
-from vllm_specplug.bench.plan import AUTO, BASELINE, BenchPlan, ServerEntry
+from vllm_specplug.bench.plan import AUTO, BenchPlan, ServerEntry
 from vllm_specplug.bench.sweep import Sweep
 from vllm_specplug.config import tree_option_names
 from vllm_specplug.methods import get_method
@@ -143,7 +143,8 @@ def _entry(
 class Tuner:
     """Rounds of measuring, each over fewer settings and more requests.
 
-    A round is a sweep, so tuning that was interrupted goes on where it was.
+    A round is a sweep, so tuning that was interrupted goes on where it was; plain vLLM is then
+    measured again, and each setting keeps the baseline of its own time.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Tuner:
                     "max_requests": requests,
                 }
             )
-            sweep = Sweep(plan, self.out, self.log_folder, self.console)
+            sweep = Sweep(plan, self.out, self.log_folder, self.console, fresh_baseline=True)
             ended = sweep.run(share * (deadline - time.monotonic()))
             outcome.failures |= ended.failures
             trials = [
@@ -207,11 +208,13 @@ class Tuner:
     ) -> Trial | None:
         """The setting's results of a round; None unless it and plain vLLM ran every load."""
         rows = [sweep.result(Cell(entry.name, MIX, level)) for level in levels]
-        plain = [sweep.result(Cell(BASELINE, MIX, level)) for level in levels]
-        if None in rows or None in plain:
+        pairs = [
+            (row["output_throughput"], row["plain_output_throughput"])
+            for row in rows
+            if row and row.get("plain_output_throughput")
+        ]
+        if len(pairs) < len(levels):
             return None
-        pairs = [(row["output_throughput"], base["output_throughput"])
-                 for row, base in zip(rows, plain, strict=True) if row and base]  # fmt: skip
         specs = [row["spec"] for row in rows if row and row["spec"]]
         drafts = sum(spec["drafts"] for spec in specs)
         accepted = sum(spec["accepted_tokens"] for spec in specs)

@@ -43,6 +43,19 @@ def test_bench_writes_numbers_and_a_page(tmp_path: Path, machine: FakeMachine) -
         assert (tmp_path / "out" / name).stat().st_size > 0
 
 
+@pytest.mark.parametrize(("flags", "execution"), [((), "compiled"), (("--eager",), "eager")])
+def test_all_servers_run_alike_and_the_results_say_how(
+    tmp_path: Path, machine: FakeMachine, flags: tuple[str, ...], execution: str
+) -> None:
+    result = bench(tmp_path, "--servers", "plain,jetspec-16", "--rates", "1", *flags)
+    assert result.exit_code == 0, result.output
+    for spec in machine.started:
+        assert ("--enforce-eager" in spec.arguments(1)) == (execution == "eager")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["provenance"]["execution"] == execution
+    assert f", {execution}; " in (tmp_path / "out" / "results.md").read_text()
+
+
 def test_flags_come_on_top_of_a_file(tmp_path: Path, machine: FakeMachine) -> None:
     config = tmp_path / "plan.yaml"
     config.write_text("servers: [plain, ngram]\nrates: [1, 2]\noutput_len: 32\n")

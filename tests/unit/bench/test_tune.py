@@ -125,17 +125,22 @@ def test_settings_that_fail_and_time_that_runs_out_are_told(
     assert nothing.best is None and "nothing was measured" in nothing.advice()
 
 
-def test_an_interrupted_tuning_continues(
+def test_an_interrupted_tuning_continues_with_a_baseline_of_its_own(
     tmp_path: Path, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speeds(monkeypatch, fast=2.0, others=1.5)
     machine.interrupt_after = 30
     with pytest.raises(KeyboardInterrupt):
         make_tuner(tmp_path).run(600.0)
-    machine.interrupt_after = None
-    make_tuner(tmp_path).run(600.0)
+    machine.interrupt_after, earlier = None, len(machine.runs)
+    # Meanwhile the machine has become three times as slow.
+    monkeypatch.setattr(fakes, "step_ms", lambda name, batch: 120.0)
+    outcome = make_tuner(tmp_path).run(600.0)
     keys = [(name, level, len(prompts)) for name, level, prompts in machine.runs]
-    assert len(keys) == len(set(keys))
+    again = {key for key in keys if keys.count(key) > 1}
+    assert {name for name, _, _ in again} == {"plain"}, "settings are measured once, plain again"
+    assert [name for name, _, _ in machine.runs[earlier:]][:2] == ["plain", "plain"]
+    assert all(1.0 < trial.speed_up < 2.1 for trial in outcome.trials), outcome.trials
 
 
 def test_unknown_options_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

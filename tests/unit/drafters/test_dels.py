@@ -4,52 +4,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.e2e.tiny import HIDDEN, make_head, make_local_head
-from tests.unit.drafters.block_requests import VOCAB, NoContext, draft_requests
-from vllm_specplug.config import LocalHeadOptions
-from vllm_specplug.drafters.base import Drafter, DrafterOptions, TargetWeights
+from tests.unit.drafters.block_requests import VOCAB, draft_requests
+from tests.unit.drafters.dels_drafters import load_drafter
 from vllm_specplug.drafters.ddtree import DDTreeDrafter
 from vllm_specplug.drafters.dels import DelsDrafter
-from vllm_specplug.drafters.fused_head import plain_linear
 from vllm_specplug.models.local_checkpoint import save_local_head
 from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
 from vllm_specplug.tree import build_tree
-
-
-def _load(cls: type[Drafter], folder: Path, weights: tuple[float, ...], **options: Any) -> Any:
-    local = LocalHeadOptions(
-        **{
-            "path": str(folder / "local" / "model.safetensors"),
-            "unigram_path": str(folder / "local" / "unigram.safetensors"),
-            "unigram_smoothing": 1.0, "alpha": weights, "beta": weights, "anchor_input": False,
-            "num_candidates": VOCAB, "gate_table_bytes": 1 << 20, **options,
-        }
-    )  # fmt: skip
-    drafter = cls(
-        DrafterOptions(
-            head_path=str(folder / "head"), num_nodes=12, tree_depth=4, max_depth=12,
-            tree_width=4, tree_builder="best_first", hybrid_lambda=0.1, causal=None,
-            ngram_topk=0, max_model_len=64, local_head=local,
-        )
-    )  # fmt: skip
-    torch.manual_seed(0)
-    drafter.load(
-        TargetWeights(
-            embed_tokens=torch.randn(VOCAB, HIDDEN),
-            lm_head=torch.randn(VOCAB, HIDDEN),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            make_linear=plain_linear,
-            text_config={"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 2},
-        )
-    )
-    drafter.bind_cache(NoContext())
-    return drafter
 
 
 @pytest.fixture
@@ -60,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_trees_respect_every_limit_and_follow_the_fused_scores(folder: Path) -> None:
-    drafter = _load(DelsDrafter, folder, (0.0, 0.4, 0.5, 0.6))
+    drafter = load_drafter(DelsDrafter, folder, (0.0, 0.4, 0.5, 0.6))
     requests = draft_requests()
     ids, log_probs = drafter.draft_candidates(requests, 4, VOCAB)
     oracle = drafter.local_tree.build(
@@ -80,8 +46,8 @@ def test_trees_respect_every_limit_and_follow_the_fused_scores(folder: Path) -> 
 
 
 def test_weights_of_zero_are_ddtree_exactly(folder: Path) -> None:
-    without = _load(DelsDrafter, folder, (0.0,) * 4).propose(draft_requests())
-    ddtree = _load(DDTreeDrafter, folder, (0.0,) * 4).propose(draft_requests())
+    without = load_drafter(DelsDrafter, folder, (0.0,) * 4).propose(draft_requests())
+    ddtree = load_drafter(DDTreeDrafter, folder, (0.0,) * 4).propose(draft_requests())
     for ours, theirs in zip(without, ddtree, strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert ours.parent_indices.tolist() == theirs.parent_indices.tolist()
@@ -90,10 +56,10 @@ def test_weights_of_zero_are_ddtree_exactly(folder: Path) -> None:
 
 def test_the_anchor_changes_depth_one_only_when_it_is_read(folder: Path) -> None:
     weights = (2.0, 0.4, 0.4, 0.4)
-    read = _load(DelsDrafter, folder, weights, anchor_input=True).propose(draft_requests())
-    block = _load(DDTreeDrafter, folder, weights).propose(draft_requests())
+    read = load_drafter(DelsDrafter, folder, weights, anchor_input=True).propose(draft_requests())
+    block = load_drafter(DDTreeDrafter, folder, weights).propose(draft_requests())
     assert read[0].scores[0] != block[0].scores[0]
-    unread = _load(DelsDrafter, folder, (0.0, *weights[1:])).propose(draft_requests())
+    unread = load_drafter(DelsDrafter, folder, (0.0, *weights[1:])).propose(draft_requests())
     assert unread[0].scores[0] == pytest.approx(float(block[0].scores[0]))
 
 
@@ -109,4 +75,4 @@ def test_a_local_head_of_too_few_tokens_is_refused(folder: Path) -> None:
     )
     save_local_head(folder / "local", head, d2t=torch.zeros(VOCAB - 3).long())
     with pytest.raises(ValueError, match=f"scores {VOCAB - 3} tokens, and 3 of the {VOCAB}"):
-        _load(DelsDrafter, folder, (0.0, 0.3, 0.3, 0.3))
+        load_drafter(DelsDrafter, folder, (0.0, 0.3, 0.3, 0.3))

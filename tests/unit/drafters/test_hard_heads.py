@@ -9,7 +9,8 @@ import pytest
 
 from tests.e2e.hard_heads import KINDS, change_head
 from tests.e2e.tiny import make_head, make_local_head
-from tests.unit.drafters.test_dels import VOCAB, _load, _requests
+from tests.unit.drafters.block_requests import VOCAB, draft_requests
+from tests.unit.drafters.dels_drafters import load_drafter
 from vllm_specplug.drafters.ddtree import DDTreeDrafter
 from vllm_specplug.drafters.dels import DelsDrafter
 
@@ -19,8 +20,8 @@ from vllm_specplug.drafters.dels import DelsDrafter
 def test_trees_are_valid_or_empty(drafter_class: type, kind: str, tmp_path: Path) -> None:
     make_head(tmp_path / "head", VOCAB, causal=False)
     make_local_head(tmp_path / "local", VOCAB)
-    drafter = _load(drafter_class, tmp_path, (0.0, 0.4, 0.5, 0.6))
+    drafter = load_drafter(drafter_class, tmp_path, (0.0, 0.4, 0.5, 0.6))
     change_head(drafter, kind)
-    trees = drafter.propose(_requests())
+    trees = drafter.propose(draft_requests())
     assert all(tree.is_valid(VOCAB) for tree in trees)
     assert kind != "confident" or all(tree.num_nodes for tree in trees)

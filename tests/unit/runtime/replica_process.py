@@ -20,29 +20,29 @@ import torch
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-from tests.unit.runtime.test_calibration import _Runner
+from tests.unit.runtime.sleeping_runner import SleepingRunner
 from vllm_specplug.runtime.calibration import calibrate
 from vllm_specplug.runtime.runner import TreeRunnerMixin
 
 TIMEOUT = timedelta(seconds=30)
 
 
-class Replica(TreeRunnerMixin, _Runner):
+class Replica(TreeRunnerMixin, SleepingRunner):
     def __init__(self, row_ms: float) -> None:
-        _Runner.__init__(self, row_ms)
+        SleepingRunner.__init__(self, row_ms)
         self.planner = SimpleNamespace(  # type: ignore[assignment]
             is_adaptive=True, adaptive=None, row_budget=SimpleNamespace(max_step_rows=64)
         )
 
     def _dummy_run(self, rows: int, **kwargs: Any) -> Any:
         torch.distributed.monitored_barrier(timeout=TIMEOUT)
-        return _Runner._dummy_run(self, rows, **kwargs)
+        return SleepingRunner._dummy_run(self, rows, **kwargs)
 
 
 def main(rank: int, port: int, folder: Path) -> None:
     os.environ["SPECPLUG_CACHE"] = str(folder / f"cache{rank}")
     if rank == 1:
-        calibrate(_Runner(), lambda values: values, is_first_rank=True)
+        calibrate(SleepingRunner(), lambda values: values, is_first_rank=True)
     os.environ.update(VLLM_DP_SIZE="2", VLLM_DP_RANK=str(rank), VLLM_DP_MASTER_PORT=str(port))
     with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig())):
         init_distributed_environment(1, 0, "env://", 0, "gloo")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,65 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.runtime.sleeping_runner import SleepingRunner
 from vllm_specplug.budget import Calibration
 from vllm_specplug.runtime import calibration as module
 from vllm_specplug.runtime.calibration import Calibrator, calibrate
-from vllm_specplug.tree import DraftTree
-
-
-class _Drafter:
-    forward_depth = 3
-
-    def __init__(self) -> None:
-        self.rehearsed: list[tuple[int, list[int]]] = []
-        self.forgotten: set[str] = set()
-
-    def propose(self, requests: Any) -> list[DraftTree]:
-        self.rehearsed.append((len(requests), requests.forward_depths))
-        return [DraftTree.empty()] * len(requests)
-
-    def forget(self, req_ids: list[str]) -> None:
-        self.forgotten |= set(req_ids)
-
-
-class _Runner:
-    """Forwards that sleep: 1 ms and a little for each row and token of context."""
-
-    max_num_tokens = 64
-    max_model_len = 1024
-    device = torch.device("cpu")
-
-    def __init__(self, row_ms: float = 0.02) -> None:
-        self.row_ms = row_ms
-        self.rows: list[int] = []
-        self.rehearsal_requests = 0
-        self.model = SimpleNamespace(compute_logits=lambda hidden: time.sleep(1e-4))
-        self.drafter = SimpleNamespace(
-            drafter=_Drafter(), options=SimpleNamespace(num_nodes=8, tree_width=4)
-        )
-        self.scheduler_config = SimpleNamespace(max_num_seqs=16)
-        parallel = SimpleNamespace(tensor_parallel_size=1)
-        self.vllm_config = SimpleNamespace(
-            speculative_config=SimpleNamespace(
-                plugin_method="jetspec", head_path="head", num_speculative_tokens=8,
-                draft_depth=3, tree_width=4, tree_kernel="auto",
-            ),
-            model_config=SimpleNamespace(
-                model="m", dtype=torch.float32, max_model_len=1024, quantization=None,
-                enforce_eager=True,
-            ),
-            cache_config=SimpleNamespace(block_size=16),
-            parallel_config=parallel,
-            scheduler_config=self.scheduler_config,
-        )  # fmt: skip
-
-    def _dummy_run(self, rows: int, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.rows.append(rows)
-        context = kwargs["profile_seq_lens"]
-        time.sleep(1e-3 * (1 + self.row_ms * rows + 2e-5 * rows * context))
-        return torch.zeros(rows, 4), torch.zeros(1, 4)
-
-    def _sync_device(self) -> None: ...
 
 
 def _alone(values: list[float]) -> list[float]:
@@ -85,7 +29,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_measures_rows_context_and_drafts() -> None:
-    runner = _Runner(row_ms=0.2)
+    runner = SleepingRunner(row_ms=0.2)
     measured = Calibrator(runner, _alone).measure()
     assert measured.rows[0] == 1 and measured.rows[-1] == 64
     assert measured.forward_ms[-1] > measured.forward_ms[0] + 5
@@ -98,7 +42,7 @@ def test_measures_rows_context_and_drafts() -> None:
 
 
 def test_stops_in_time_with_what_it_has() -> None:
-    runner = _Runner(row_ms=20.0)
+    runner = SleepingRunner(row_ms=20.0)
     measured = Calibrator(runner, _alone, time_limit_s=0.3).measure()
     assert 2 <= len(measured.rows) < 8
     assert measured.rows[0] == 1
@@ -112,7 +56,7 @@ def test_ranks_run_the_same_forwards_and_agree() -> None:
         script.append(values)
         return values
 
-    first, second = _Runner(), _Runner(row_ms=0.4)
+    first, second = SleepingRunner(), SleepingRunner(row_ms=0.4)
     expected = calibrate(first, record, is_first_rank=True)
     replay = iter(script)
     assert calibrate(second, lambda values: next(replay), is_first_rank=False) == expected
@@ -120,9 +64,9 @@ def test_ranks_run_the_same_forwards_and_agree() -> None:
 
 
 def test_is_measured_once_and_again_when_the_file_is_broken(cache_folder: Path) -> None:
-    runner = _Runner()
+    runner = SleepingRunner()
     measured = calibrate(runner, _alone, is_first_rank=True)
-    again = _Runner()
+    again = SleepingRunner()
     assert calibrate(again, _alone, is_first_rank=True) == measured
     assert not again.rows
     (file,) = (cache_folder / "calibration").iterdir()
@@ -133,8 +77,8 @@ def test_is_measured_once_and_again_when_the_file_is_broken(cache_folder: Path) 
 
 
 def test_other_options_are_another_calibration(cache_folder: Path) -> None:
-    calibrate(_Runner(), _alone, is_first_rank=True)
-    other = _Runner()
+    calibrate(SleepingRunner(), _alone, is_first_rank=True)
+    other = SleepingRunner()
     other.vllm_config.model_config.dtype = torch.bfloat16
     calibrate(other, _alone, is_first_rank=True)
     assert other.rows
@@ -145,12 +89,12 @@ def test_times_of_a_busy_machine_are_used_but_not_kept(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_NOISY", 0.5)
-    measured = calibrate(_Runner(), _alone, is_first_rank=True)
+    measured = calibrate(SleepingRunner(), _alone, is_first_rank=True)
     assert measured.rows
     assert not (cache_folder / "calibration").exists()
 
 
-class _ClockedRunner(_Runner):
+class _ClockedRunner(SleepingRunner):
     """Time passes only here; while the machine is busy elsewhere everything takes three times as
     long."""
 

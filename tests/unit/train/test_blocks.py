@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplug.models.block_head import BlockHead
+from tests.unit.train.tiny_heads import make_head
 from vllm_specplug.train.blocks import (
     anchor_range,
     pack_blocks,
@@ -14,21 +14,6 @@ from vllm_specplug.train.blocks import (
     thin_anchors,
 )
 from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.target import TargetWeights, head_config_for
-
-
-def make_head(target_folder, block_size=4, causal=True):
-    weights = TargetWeights(target_folder)
-    config = head_config_for(
-        weights.config,
-        (0, 2),
-        num_layers=2,
-        block_size=block_size,
-        draft_vocab_size=64,
-        causal=causal,
-    )
-    torch.manual_seed(3)
-    return BlockHead(config).eval(), weights.tables().embed_tokens.float()
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.unit.train.test_blocks import make_head
+from tests.unit.train.tiny_heads import make_head
 from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
 from vllm_specplug.models.tokenswift_heads import TokenSwiftConfig
 from vllm_specplug.train.block_trainer import BlockTrainer, TrainOptions

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmark scripts share: flags, engines, comparisons that can be continued, pages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from interleave import Load, Serving, confine_process, serve_alone, serve_side_by_side
+from rich.console import Console
+
+from vllm_specplug.bench.cells import CellStore, digest
+from vllm_specplug.bench.progress import SweepProgress
+from vllm_specplug.bench.provenance import (
+    UncommittedChanges,
+    code_fingerprint,
+    provenance,
+    require_committed,
+    tidy,
+)
+from vllm_specplug.bench.result_page import ResultPage
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADS = ROOT / "heads"
+RESULTS = ROOT / "bench" / "results"
+BASELINE = "plain"
+
+Systems = Mapping[str, dict[str, Any] | None]
+"""Speculative config by name; None for plain vLLM."""
+Cells = list[dict[str, Any]]
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+class Benchmark:
+    """A script: its flags, its measurements, its page.
+
+    Args:
+        name: of its results.
+        doc: the script's docstring, whose first line is its description.
+        runs_vllm: whether models run in vLLM, eager or compiled.
+    """
+
+    def __init__(self, name: str, doc: str | None, *, runs_vllm: bool = True) -> None:
+        self.name = name
+        self.runs_vllm = runs_vllm
+        self.parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+        add = self.parser.add_argument
+        add("--out", type=Path, default=RESULTS, help="folder of the results")
+        add("--allow-changes", action="store_true",
+            help="measure uncommitted code; the results are marked")  # fmt: skip
+        if runs_vllm:
+            add("--eager", action="store_true",
+                help="no compilation, for plain vLLM too (default: compiled)")  # fmt: skip
+
+    def add_comparison_flags(
+        self, minutes: float, rounds: int, tokens: int, *, data: bool = True
+    ) -> None:
+        """Flags of `compare`, with their defaults."""
+        add = self.parser.add_argument
+        if data:
+            add("--data", type=Path, help="file or folder of prompts")
+        add("--minutes", type=float, default=minutes, help="start no load after this long")
+        add("--rounds", type=int, default=rounds)
+        add("--report-only", action="store_true", help="make the page of what was measured")
+        add("--tokens", type=int, default=tokens, help="longest answer")
+
+    def parse(self) -> argparse.Namespace:
+        """The flags; refuses uncommitted code unless told to measure it."""
+        args = self.parser.parse_args()
+        if not getattr(args, "report_only", False):
+            if getattr(args, "data", self) is None:
+                self.parser.error("--data is missing: name a JSONL file of prompts or a folder")
+            try:
+                require_committed(args.allow_changes)
+            except UncommittedChanges as error:
+                self.parser.error(str(error))
+        return args
+
+    def provenance(self, args: argparse.Namespace) -> dict[str, Any]:
+        """What makes the numbers of this run."""
+        record = provenance(execution(args) if self.runs_vllm else None)
+        for path in (value for value in vars(args).values() if isinstance(value, Path)):
+            # Where prompts and results of this machine lie says nothing to others.
+            if path.is_absolute() and not path.is_relative_to(ROOT):
+                record["command"] = record["command"].replace(str(path), path.name)
+        return record
+
+    # Comparisons
+
+    def compare(
+        self,
+        args: argparse.Namespace,
+        systems: Systems,
+        loads: Callable[[str], Sequence[Load]],
+        *,
+        engine: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+        observe: Callable[[Serving], dict[str, Any]] = lambda serving: {},
+    ) -> None:
+        """Lets every system serve every load, side by side, and writes each result down.
+
+        A comparison that is started again goes on where it stopped, unless the code, the settings
+        or the systems are others.
+
+        Args:
+            systems: with `BASELINE` among them.
+            loads: makes the loads, from the target's path.
+            engine: arguments of vLLM's `LLM` beside those of `make_engine`.
+            sampling: arguments of `SamplingParams`.
+            observe: what a cell says beyond `Serving.result`; called after warming up too, so that
+                it can reset what it reads.
+        """
+        confine_process()
+
+        from vllm_specplug.targets import prepare_target
+
+        deadline = time.monotonic() + 60 * args.minutes
+        target = str(prepare_target("smollm2"))
+        planned = loads(target)
+        store = self._store(args)
+        record = self.provenance(args)
+        name = digest(
+            [
+                execution(args),
+                _settings(args),
+                tidy(json.dumps([systems, engine, sampling])),
+                sorted({code_fingerprint((s or {}).get("model")) for s in systems.values()}),
+            ]
+        )
+
+        def has_results(load: Load) -> bool:
+            return all(store.get(name, (s, load.name, load.round)) for s in systems)
+
+        todo = [load for load in planned if not has_results(load)]
+        if not todo:
+            return
+        from vllm import SamplingParams
+
+        greedy = {**sampling, "temperature": 0.0, "detokenize": False}
+        params = SamplingParams(**greedy)
+        warm_params = SamplingParams(**{**greedy, "max_tokens": 24, "ignore_eos": True})
+        # vLLM's ngram last: it imports numba, and with that no further engine starts on a CPU.
+        order = sorted(systems, key=lambda s: (systems[s] or {}).get("method") == "ngram")
+        console = Console()
+        with SweepProgress(console, len(planned), len(planned) - len(todo)) as progress:
+            made = {}
+            for system in order:
+                progress.status(f"starting {system}")
+                made[system] = make_engine(target, systems[system], eager=args.eager, **engine)
+            engines = {system: made[system] for system in systems}
+            for system, llm in engines.items():
+                progress.status(f"warming up {system}")
+                observe(serve_alone(Serving(llm, _warm_up(todo[0]), warm_params, "warm-up")))
+            for number, load in enumerate(todo):
+                if time.monotonic() > deadline:
+                    progress.say(
+                        f"out of time: run it again for the {len(todo) - number} loads left"
+                    )
+                    return
+                progress.status(f"{load.name}, round {load.round + 1}")
+                servings = {
+                    s: Serving(llm, load, params, f"{number}") for s, llm in engines.items()
+                }
+                serve_side_by_side(list(servings.values()))
+                plain = servings[BASELINE]
+                for system, serving in servings.items():
+                    same = sum(plain.answers[n] == ids for n, ids in serving.answers.items())
+                    values = {
+                        "system": system, "load": load.name, "round": load.round,
+                        **serving.result(), "same_as_plain": same, **observe(serving),
+                        "provenance": record,
+                    }  # fmt: skip
+                    store.add(name, (system, load.name, load.round), values)
+                    speed_up = plain.seconds / serving.seconds
+                    progress.say(
+                        f"{load.name}, round {load.round + 1}, {system}: "
+                        f"{values['tokens_per_s']:.1f} tokens/s, {speed_up:.2f} x plain"
+                    )
+                progress.advance(len(planned), len(planned) - len(todo) + number + 1)
+
+    def cells(self, args: argparse.Namespace) -> Cells:
+        """What the latest comparison has measured so far."""
+        store = self._store(args)
+        if store.latest_digest is None:
+            self.parser.exit(1, f"{store.path} holds no results\n")
+        return store.rows(store.latest_digest)
+
+    def _store(self, args: argparse.Namespace) -> CellStore:
+        return CellStore(args.out / f"{self.name}_cells.jsonl")
+
+    # Pages
+
+    def publish(self, args: argparse.Namespace, page: ResultPage) -> None:
+        """Writes the page and prints its text."""
+        print(page.write(args.out))
+
+
+_NOT_IN_DIGEST = {"out", "minutes", "rounds", "report_only", "allow_changes", "eager"}
+
+
+def _settings(args: argparse.Namespace) -> dict[str, str]:
+    """The flags that determine a cell, prompts by their content."""
+    values = {k: tidy(str(v)) for k, v in vars(args).items() if k not in _NOT_IN_DIGEST}
+    if "data" in values:
+        files = sorted(args.data.glob("*.jsonl")) if args.data.is_dir() else [args.data]
+        values["data"] = digest([file.read_text() for file in files])
+    return values
+
+
+def _warm_up(load: Load) -> Load:
+    """Six short requests, two at once."""
+    prompts = [load.prompts[i % len(load.prompts)][:256] for i in range(6)]
+    return replace(load, name="warm-up", prompts=prompts, concurrency=min(2, load.concurrency))
+
+
+def by_load(cells: Cells) -> dict[str, dict[str, Cells]]:
+    """Cells by load and system, rounds in order."""
+    found: dict[str, dict[str, Cells]] = {}
+    for cell in sorted(cells, key=lambda cell: cell["round"]):
+        found.setdefault(cell["load"], {}).setdefault(cell["system"], []).append(cell)
+    return found
+
+
+def ratios(cells: Cells, others: Cells, value: Callable[[dict[str, Any]], float]) -> list[float]:
+    """Of each round that both have: the value of `cells` over that of `others`."""
+    by_round = {cell["round"]: cell for cell in others}
+    return [value(c) / value(by_round[c["round"]]) for c in cells if c["round"] in by_round]
+
+
+def total(cells: Cells, name: str) -> float:
+    return sum(cell[name] for cell in cells)
+
+
+def decode_rate(cell: Mapping[str, Any]) -> float:
+    """Tokens per second while as many requests as the load has were decoded."""
+    return cell["decode_tokens"] / cell["decode_seconds"]
+
+
+def execution(args: argparse.Namespace) -> str:
+    """How both sides of a comparison run their models."""
+    return "eager" if args.eager else "compiled"
+
+
+def make_engine(
+    model: str, speculative: dict[str, Any] | None, *, eager: bool, **options: Any
+) -> Any:
+    """A vLLM engine; `speculative` is its speculative config, None for plain vLLM."""
+    from vllm import LLM
+
+    # A prompt met again must cost what it cost the first time.
+    defaults = {"dtype": "bfloat16", "max_model_len": 2048, "enable_prefix_caching": False}
+    if speculative is not None:
+        options["speculative_config"] = dict(speculative)
+    return LLM(model, enforce_eager=eager, disable_log_stats=False, **{**defaults, **options})
+
+
+def worker_of(llm: Any) -> Any:
+    """The worker of an engine of this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def drafter_of(llm: Any) -> Any:
+    """This plugin's drafter in an engine of this process; None where another method runs."""
+    drafter = getattr(getattr(worker_of(llm).model_runner, "drafter", None), "drafter", None)
+    return drafter if hasattr(drafter, "window_spec") else None

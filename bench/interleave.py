@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines side by side in one process, taking turns of a second, on CPU clocks.
+
+All engines serve the same prompts; the one that has had the least time takes the next turn:
+whatever else the machine does, for longer than some seconds, hits all alike. Times are CPU seconds
+of one thread, for what is reported and for the adaptive budget's own measurements; each engine has
+a clock of its own that stands still while others run. They are what the wall clock shows on a core
+that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+# Long enough for an engine to have its weights and code in the caches as if it were alone, short
+# enough for the machine's drift to hit all alike.
+TURN_SECONDS = 1.0
+
+
+class Clock:
+    """CPU seconds of this process, as `time.perf_counter`; can be set back."""
+
+    def __init__(self) -> None:
+        self._offset = 0.0
+
+    def __call__(self) -> float:
+        return time.process_time() - self._offset
+
+    def set(self, seconds: float) -> None:
+        """Goes on from `seconds`."""
+        self._offset = time.process_time() - seconds
+
+
+CLOCK = Clock()
+
+
+def confine_process() -> None:
+    """One core, one thread, and `CLOCK` in place of `time.perf_counter`.
+
+    Raises:
+        RuntimeError: when vLLM or torch were imported before: they keep what they found.
+    """
+    if not {"torch", "vllm"}.isdisjoint(sys.modules):
+        raise RuntimeError("torch or vLLM were imported before the process was confined")
+    # All engines in this process, for it is its CPU time that is counted.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    # A second thread would wait for the first one in a loop, and that counts as CPU time.
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    time.perf_counter = CLOCK
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts that every system serves, `concurrency` of them at once."""
+
+    name: str
+    round: int
+    prompts: Sequence[list[int]]
+    concurrency: int
+
+
+class _Counters:
+    """What the drafters of this process have counted; each step adds to the engine that ran it."""
+
+    NAMES = {
+        "specplug:drafts": "drafts",
+        "specplug:draft_nodes": "nodes",
+        "specplug:accepted_tokens": "accepted",
+        "specplug:predicted_accepted_tokens": "expected",
+    }
+
+    def __init__(self) -> None:
+        from vllm_specplug.metrics.step_stats import StepStats
+
+        self.draft_ms: list[float] = []
+        observe = StepStats.observe_ms
+
+        def observe_ms(stats: StepStats, phase: str, milliseconds: float) -> None:
+            if phase == "draft":
+                self.draft_ms.append(milliseconds)
+            observe(stats, phase, milliseconds)
+
+        StepStats.observe_ms = observe_ms  # type: ignore[method-assign]
+
+    def totals(self) -> dict[str, float]:
+        from prometheus_client import REGISTRY
+
+        found = dict.fromkeys(self.NAMES.values(), 0.0)
+        counters = REGISTRY.restricted_registry([f"{name}_total" for name in self.NAMES])
+        for family in counters.collect():
+            found[self.NAMES[family.name]] += sum(sample.value for sample in family.samples)
+        return found
+
+
+class Serving:
+    """A load on one engine, on a clock of its own."""
+
+    # Where the clocks of all loads so far have come to. A later load starts there: for no engine
+    # may time go back.
+    _latest = 0.0
+    _counters: _Counters | None = None
+
+    def __init__(self, llm: Any, load: Load, params: Any, prefix: str) -> None:
+        if Serving._counters is None:
+            Serving._counters = _Counters()
+        self.llm = llm
+        self.load = load
+        self._waiting = list(enumerate(load.prompts))[::-1]
+        self._params, self._prefix = params, prefix
+        self._started: dict[str, float] = {}
+        self._first: dict[str, float] = {}
+        self._waits: list[float] = []
+        self._per_token: list[float] = []
+        self._made: dict[str, int] = {}
+        self.answers: dict[int, list[int]] = {}
+        """Output tokens by number of the prompt."""
+        self.steps: list[tuple[int, int, float]] = []
+        """Requests, tokens they got and seconds of each step in which as many requests as the load
+        has at once were decoded and no prompt was taken in."""
+        self._draft_ms: list[float] = []
+        self._counts = dict.fromkeys(_Counters.NAMES.values(), 0.0)
+        self._epoch = max(Serving._latest, CLOCK())
+        self.seconds = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return not self._waiting and not self._started
+
+    def step(self) -> None:
+        """One step of the engine."""
+        assert self._counters is not None
+        engine = self.llm.llm_engine
+        before = self._counters.totals()
+        self._counters.draft_ms.clear()
+        CLOCK.set(self._epoch + self.seconds)
+        while self._waiting and len(self._started) < self.load.concurrency:
+            number, ids = self._waiting.pop()
+            req_id = f"{self._prefix}-{number}"
+            engine.add_request(req_id, {"prompt_token_ids": ids}, self._params)
+            self._started[req_id] = time.perf_counter()
+        decodes = len(self._made) == len(self._started) == self.load.concurrency
+        began, had = time.perf_counter(), sum(self._made.values())
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            req_id, ids = output.request_id, output.outputs[0].token_ids
+            if req_id not in self._made:
+                self._waits.append(1e3 * (now - self._started[req_id]))
+                self._first[req_id] = now
+            self._made[req_id] = len(ids)
+        if decodes:
+            self.steps.append((len(outputs), sum(self._made.values()) - had, now - began))
+            self._draft_ms += self._counters.draft_ms
+        for output in outputs:
+            if output.finished:
+                self._finish(output, now)
+        self.seconds = time.perf_counter() - self._epoch
+        Serving._latest = max(Serving._latest, time.perf_counter())
+        for name, value in self._counters.totals().items():
+            self._counts[name] += value - before[name]
+
+    def _finish(self, output: Any, now: float) -> None:
+        req_id, ids = output.request_id, list(output.outputs[0].token_ids)
+        self.answers[int(req_id.rsplit("-", 1)[1])] = ids
+        del self._started[req_id], self._made[req_id]
+        first = self._first.pop(req_id)
+        if len(ids) > 1:
+            self._per_token.append(1e3 * (now - first) / (len(ids) - 1))
+
+    def result(self) -> dict[str, Any]:
+        """Sums and medians over the load, as plain data; times in CPU seconds or milliseconds.
+
+        "decode_": over `steps`, of which "decode_steps" counts each request. "draft_ms" is None for
+        engines that do not draft through this plugin.
+        """
+        tokens = sum(map(len, self.answers.values()))
+        return {
+            "concurrency": self.load.concurrency,
+            "prompts": len(self.load.prompts),
+            "tokens": tokens,
+            "seconds": self.seconds,
+            "tokens_per_s": tokens / self.seconds,
+            "ttft_ms": median(self._waits),
+            "tpot_ms": median(self._per_token) if self._per_token else None,
+            "decode_steps": sum(requests for requests, _, _ in self.steps),
+            "decode_tokens": sum(made for _, made, _ in self.steps),
+            "decode_seconds": sum(seconds for _, _, seconds in self.steps),
+            "step_ms": 1e3 * median(s for _, _, s in self.steps) if self.steps else None,
+            "draft_ms": median(self._draft_ms) if self._draft_ms else None,
+            **self._counts,
+        }
+
+
+def serve_alone(serving: Serving) -> Serving:
+    """Serves a load to its end."""
+    while not serving.is_done:
+        serving.step()
+    return serving
+
+
+def serve_side_by_side(servings: Sequence[Serving], turn: float = TURN_SECONDS) -> None:
+    """Serves loads of several engines to their ends; `turn` in seconds."""
+    while running := [serving for serving in servings if not serving.is_done]:
+        serving = min(running, key=lambda serving: serving.seconds)
+        end = serving.seconds + turn
+        while serving.seconds < end and not serving.is_done:
+            serving.step()

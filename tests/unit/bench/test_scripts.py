@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts of bench/: what they make of cells that were measured."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "bench" / "results"
+SCRIPTS = sorted(
+    path.stem
+    for path in (ROOT / "bench").glob("*.py")
+    if path.stem not in ("harness", "interleave")
+)
+
+
+@pytest.fixture(autouse=True)
+def _scripts_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "HF_HUB_OFFLINE", "VLLM_LOGGING_LEVEL",
+                 "VLLM_ENABLE_V1_MULTIPROCESSING"):  # fmt: skip
+        # The scripts set them for their own process.
+        monkeypatch.setenv(name, "1")
+
+
+def script(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_describes_its_flags(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        script(name).main()
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert "--out" in shown and "--allow-changes" in shown
+    assert ("--eager" in shown) == (name not in ("acceptance", "longspec_heads"))
+
+
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [("check_budget_targets", "budget"), ("context_length", "context_length"),
+     ("lookups", "lookups")],
+)  # fmt: skip
+def test_published_pages_are_what_the_script_makes_of_their_cells(
+    name: str, page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cells = f"{page}_cells.jsonl"
+    (tmp_path / cells).write_text((RESULTS / cells).read_text())
+    command = [f"{name}.py", "--report-only", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    script(name).main()
+    for ending in ("md", "json"):
+        made = (tmp_path / f"{page}.{ending}").read_text()
+        assert made == (RESULTS / f"{page}.{ending}").read_text(), ending
+
+
+def test_measuring_needs_prompts_and_committed_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lookups.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        script("lookups").main()
+    assert "--data is missing" in capsys.readouterr().err
+    harness = script("harness")
+
+    def refuse(allow_changes: bool) -> None:
+        assert not allow_changes
+        raise harness.UncommittedChanges("commit first")
+
+    monkeypatch.setattr(harness, "require_committed", refuse)
+    monkeypatch.setattr(sys, "argv", ["lookups.py", "--data", "p", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        script("lookups").main()
+    assert "commit first" in capsys.readouterr().err
+
+
+def cell(system: str, number: int, made: int, seconds: float) -> dict[str, Any]:
+    return {"system": system, "load": "1 at once", "round": number, "decode_tokens": made,
+            "decode_seconds": seconds}  # fmt: skip
+
+
+def test_ratios_pair_cells_of_one_round() -> None:
+    harness = script("harness")
+    cells = [cell("a", 1, 30, 1.0), cell("a", 0, 20, 1.0), cell("plain", 0, 10, 1.0)]
+    found = harness.by_load(cells)["1 at once"]
+    assert [c["round"] for c in found["a"]] == [0, 1]
+    assert harness.ratios(found["a"], found["plain"], harness.decode_rate) == [2.0]

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A runner whose forwards sleep as long as their rows and context say."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vllm_specplug.tree import DraftTree
+
+
+class SleepingDrafter:
+    forward_depth = 3
+
+    def __init__(self) -> None:
+        self.rehearsed: list[tuple[int, list[int]]] = []
+        self.forgotten: set[str] = set()
+
+    def propose(self, requests: Any) -> list[DraftTree]:
+        self.rehearsed.append((len(requests), requests.forward_depths))
+        return [DraftTree.empty()] * len(requests)
+
+    def forget(self, req_ids: list[str]) -> None:
+        self.forgotten |= set(req_ids)
+
+
+class SleepingRunner:
+    """Forwards that sleep: 1 ms and a little for each row and token of context."""
+
+    max_num_tokens = 64
+    max_model_len = 1024
+    device = torch.device("cpu")
+
+    def __init__(self, row_ms: float = 0.02) -> None:
+        self.row_ms = row_ms
+        self.rows: list[int] = []
+        self.rehearsal_requests = 0
+        self.model = SimpleNamespace(compute_logits=lambda hidden: time.sleep(1e-4))
+        self.drafter = SimpleNamespace(
+            drafter=SleepingDrafter(), options=SimpleNamespace(num_nodes=8, tree_width=4)
+        )
+        self.scheduler_config = SimpleNamespace(max_num_seqs=16)
+        parallel = SimpleNamespace(tensor_parallel_size=1)
+        self.vllm_config = SimpleNamespace(
+            speculative_config=SimpleNamespace(
+                plugin_method="jetspec", head_path="head", num_speculative_tokens=8,
+                draft_depth=3, tree_width=4, tree_kernel="auto",
+            ),
+            model_config=SimpleNamespace(
+                model="m", dtype=torch.float32, max_model_len=1024, quantization=None,
+                enforce_eager=True,
+            ),
+            cache_config=SimpleNamespace(block_size=16),
+            parallel_config=parallel,
+            scheduler_config=self.scheduler_config,
+        )  # fmt: skip
+
+    def _dummy_run(self, rows: int, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.rows.append(rows)
+        context = kwargs["profile_seq_lens"]
+        time.sleep(1e-3 * (1 + self.row_ms * rows + 2e-5 * rows * context))
+        return torch.zeros(rows, 4), torch.zeros(1, 4)
+
+    def _sync_device(self) -> None: ...

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all plots share: one colour for each system, axes, SVG for pages and PNG for documents."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+COLORS = {
+    "plain": "#858b95",
+    "ngram": "#d4680a",
+    "suffix": "#9a7b0a",
+    "ngram_tree": "#e0a526",
+    "jetspec": "#2f66d0",
+    "jetspec-16": "#8aaaf2",
+    "jetspec-auto": "#12a3c7",
+    "jetspec + n-grams": "#8aaaf2",
+    "jetspec as shipped": "#12a3c7",
+    "ddtree": "#0b8296",
+    "dels": "#8b49c4",
+    "longspec": "#16855a",
+    "longspec + n-grams": "#6fc9a4",
+    "longspec as shipped": "#76a51c",
+    "tokenswift": "#cc3a66",
+    "tokenswift-self": "#ef86a6",
+    "tokenswift-heads": "#a55fae",
+    "head": "#2f66d0",
+    "head + n-grams": "#12a3c7",
+    "fixed-4": "#f2b279",
+    "fixed-8": "#d4680a",
+    "fixed-16": "#5cc49a",
+    "fixed-32": "#16855a",
+    "auto": "#12a3c7",
+}
+"""Systems that are measured in more than one place; no two of one plot share a colour."""
+_OTHERS = (
+    "#2f66d0", "#d4680a", "#16855a", "#8b49c4", "#cc3a66", "#0b8296", "#9a7b0a", "#6f9cf0",
+    "#f2b279", "#5cc49a", "#c795f2", "#ef86a6", "#57b9c9", "#a5754a", "#12a3c7", "#76a51c",
+)  # fmt: skip
+_TEXT, _GRID = "#444b55", "#d9dce1"
+_STYLE = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.edgecolor": _GRID,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 10,
+    "axes.unicode_minus": False,
+    "grid.color": _GRID,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+    "text.color": _TEXT,
+    "axes.labelcolor": _TEXT,
+    "xtick.color": _TEXT,
+    "ytick.color": _TEXT,
+    # Text stays text: small files, and the page's own font.
+    "svg.fonttype": "none",
+}
+
+
+def system_colors(names: Iterable[str]) -> dict[str, str]:
+    """The colour of each system in every plot of a page.
+
+    Names of `COLORS` look the same on all pages; others take free colours in their order.
+    """
+    distinct = list(dict.fromkeys(names))
+    taken = {COLORS[name] for name in distinct if name in COLORS}
+    free = [color for color in _OTHERS if color not in taken]
+    others = [name for name in distinct if name not in COLORS]
+    found = {name: free[place % len(free)] for place, name in enumerate(others)}
+    return {name: COLORS.get(name) or found[name] for name in distinct}
+
+
+def new_figure(columns: int = 1, width: float = 4.6, height: float = 3.0) -> tuple[Figure, Any]:
+    """A figure of `columns` axes in a row, each of a size in inches; axes is a list."""
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(columns * width, height), layout="constrained")
+        axes = figure.subplots(1, columns, squeeze=False)[0]
+    return figure, list(axes)
+
+
+def place_measured(
+    axis: Axes, values: Iterable[float], labels: Iterable[str] | None = None
+) -> None:
+    """A logarithmic x axis whose ticks are the measured values."""
+    places = sorted(set(values))
+    axis.set_xscale("log")
+    axis.set_xticks(places, list(labels) if labels is not None else [f"{v:g}" for v in places])
+    axis.minorticks_off()
+
+
+def add_legend(figure: Figure, axis: Axes) -> None:
+    """One legend for the whole figure, below it: what `axis` draws, all others draw in the same
+    colours."""
+    handles, names = axis.get_legend_handles_labels()
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=min(4, len(names)), fontsize=8,
+        frameon=False, labelcolor=_TEXT,
+    )  # fmt: skip
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    with rc_context(_STYLE):
+        figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """The figure as an element to put into a page, which colours its text and lines.
+
+    Args:
+        name: unlike those of the page's other figures; ids are made from it.
+    """
+    stream = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
+    text = stream.getvalue()
+    text = text[text.index("<svg") :].replace(_TEXT, "var(--soft)").replace(_GRID, "var(--line)")
+    return text.replace("<svg ", '<svg role="img" ', 1)

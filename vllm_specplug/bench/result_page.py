@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of results: tables as markdown, numbers as JSON, a plot, and what made them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_specplug.bench.provenance import CHANGES, one_line
+from vllm_specplug.bench.tables import markdown_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with a heading above and text below; any of them may be missing."""
+
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    title: str = ""
+    notes: Sequence[str] = ()
+
+    def to_markdown(self) -> str:
+        heading = [f"## {self.title}"] if self.title else []
+        table = [markdown_table(self.header, self.rows)] if self.header else []
+        return "\n\n".join([*heading, *table, *self.notes])
+
+
+@dataclass(frozen=True)
+class ResultPage:
+    """One benchmark's results, written as NAME.md, NAME.json and NAME.png."""
+
+    name: str
+    title: str
+    about: str
+    """What was measured and how to read it."""
+    sections: Sequence[Section]
+    data: Any
+    """All numbers, as plain data."""
+    made_by: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    """Records of `provenance.provenance`, one for each measurement or run of them."""
+    figure: Figure | None = None
+
+    def to_markdown(self) -> str:
+        records = distinct(self.made_by)
+        mark = why_remeasure(records)
+        parts = [f"# {self.title}"]
+        parts += [f"**To be measured again**: {mark}."] if mark else []
+        parts += [self.about, *(section.to_markdown() for section in self.sections)]
+        parts += [f"![{self.title}]({self.name}.png)"] if self.figure is not None else []
+        return "\n\n".join([*parts, *(one_line(record) for record in _merged(records))]) + "\n"
+
+    def write(self, folder: Path) -> str:
+        """Writes the files into `folder`; returns the text."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = self.to_markdown()
+        (folder / f"{self.name}.md").write_text(text)
+        values = {"title": self.title, "provenance": distinct(self.made_by), "data": self.data}
+        (folder / f"{self.name}.json").write_text(json.dumps(values, indent=1) + "\n")
+        if self.figure is not None:
+            from vllm_specplug.bench.figures import save_png
+
+            save_png(self.figure, folder / f"{self.name}.png")
+        return text
+
+
+def distinct(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The different ones among `records`, in their order."""
+    return list({json.dumps(record, sort_keys=True): record for record in records}.values())
+
+
+def _merged(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One record for each machine and its software, with all commands and commits."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        where = {k: v for k, v in record.items() if k not in ("command", "commit")}
+        groups.setdefault(json.dumps(where, sort_keys=True), []).append(record)
+
+    def joined(group: list[Mapping[str, Any]], key: str, between: str) -> str:
+        return between.join(dict.fromkeys(str(record[key]) for record in group))
+
+    return [
+        {
+            **group[0],
+            "command": joined(group, "command", "`, `"),
+            "commit": joined(group, "commit", ", "),
+        }
+        for group in groups.values()
+    ]
+
+
+def why_remeasure(records: Sequence[Mapping[str, Any]]) -> str:
+    """Why results of such an origin do not stand; empty when they do."""
+    commits = [record.get("commit") for record in records]
+    reasons = []
+    if not commits or None in commits:
+        reasons.append("no commit is recorded")
+    if any(str(commit).endswith(CHANGES) for commit in commits):
+        reasons.append("measured with uncommitted changes")
+    if any(record.get("execution") == "eager" for record in records):
+        reasons.append("all systems ran eager, not compiled as vLLM does by default")
+    return "; ".join(reasons)
