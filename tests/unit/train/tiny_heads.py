@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import torch
+
 from vllm_specplug.models.block_head import BlockHead
-from vllm_specplug.train.blocks import (
-from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.target import TargetWeights, head_config_for
 
 
