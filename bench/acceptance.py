@@ -24,14 +24,14 @@ import torch
 from harness import HEADS, Benchmark
 
 from vllm_specplug.bench.result_page import ResultPage, Section
-from vllm_specplug.train.evaluate import Acceptance, AcceptanceReport
-from vllm_specplug.train.evaluate_local import (
+from vllm_specplug.methods.block.train.evaluate import Acceptance, AcceptanceReport
+from vllm_specplug.methods.block.train.evaluate_run import DEFAULT_CANDIDATES, Evaluation
+from vllm_specplug.methods.dels.train.evaluate import (
     Fusion,
     LocalTables,
     evaluate_local_chains,
     local_tree_policy,
 )
-from vllm_specplug.train.evaluate_run import DEFAULT_CANDIDATES, Evaluation
 from vllm_specplug.train.walk import DraftedSequence, Slots, walk
 
 BUDGETS = (8, 16, 32)

@@ -27,7 +27,7 @@ def answered(model: Any, prompt: list[int], count: int) -> Any:
     """`prompt` and `count` greedy tokens, with the keys and values of the target's last layer."""
     from transformers import DynamicCache
 
-    from vllm_specplug.train.longspec_features import KVSequence
+    from vllm_specplug.methods.longspec.train.features import KVSequence
 
     cache, tokens = DynamicCache(), list(prompt)
     for start in range(0, len(prompt), PREFILL):
@@ -46,8 +46,8 @@ def answered(model: Any, prompt: list[int], count: int) -> Any:
 def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vllm_specplug.models.longspec_checkpoint import load_longspec_head
-    from vllm_specplug.train.longspec_evaluate import POLICIES, evaluate_longspec
+    from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
+    from vllm_specplug.methods.longspec.train.evaluate import POLICIES, evaluate_longspec
     from vllm_specplug.train.target import TargetWeights
 
     benchmark = Benchmark("longspec_heads", __doc__, runs_vllm=False)

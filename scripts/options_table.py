@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of options in docs/options.md, made from `vllm_specplug/config.py`.
+"""The table of options in docs/options.md, made from `vllm_specplug/options.py`.
 
 python scripts/options_table.py            print the table
 python scripts/options_table.py --write    put it into docs/options.md
@@ -16,8 +16,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from vllm_specplug.config import DEFAULT_TREE_NODES, MAX_TREE_NODES, TreeOptions
-from vllm_specplug.methods import METHOD_NAMES
+from vllm_specplug.options import DEFAULT_TREE_NODES, MAX_TREE_NODES, TreeOptions
+from vllm_specplug.registry import METHOD_NAMES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 BEGIN, END = "<!-- options: scripts/options_table.py --write -->", "<!-- /options -->"

@@ -56,7 +56,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check versions, device, kernels and compatibility, and run a short self-test."""
-    from vllm_specplug.compat.doctor import collect
+    from vllm_specplug.vllm_process.doctor import collect
 
     _say("checking; this takes up to 30 seconds")
     report = collect()
@@ -135,7 +135,7 @@ def config(
 def _speculative_config(
     target: str, method: str, nodes: int | None, head: str | None = None
 ) -> dict[str, Any]:
-    from vllm_specplug.methods import METHOD_NAMES, get_method
+    from vllm_specplug.registry import METHOD_NAMES, get_method
     from vllm_specplug.targets import get_target, speculative_config
 
     overrides = {} if nodes is None else {"num_speculative_tokens": nodes}

@@ -81,9 +81,9 @@ class Bench:
             return make_head(path, 64)
         import torch
 
-        from vllm_specplug.models.block_config import BlockHeadConfig
-        from vllm_specplug.models.block_head import BlockHead
-        from vllm_specplug.models.checkpoint import save_block_head
+        from vllm_specplug.methods.block.checkpoint import save_block_head
+        from vllm_specplug.methods.block.config import BlockHeadConfig
+        from vllm_specplug.methods.block.head import BlockHead
 
         with torch.device("cuda"):
             head = BlockHead(

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
-import vllm_specplug.drafters.dels as dels
-from vllm_specplug.config import LocalHeadOptions
-from vllm_specplug.drafters.base import DrafterOptions, DraftRequests, TargetWeights
-from vllm_specplug.drafters.ddtree import DDTreeDrafter
-from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
-from vllm_specplug.runtime.linear import packed_linear
+import vllm_specplug.methods.dels.drafter as dels
+from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
+from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+from vllm_specplug.options import LocalHeadOptions
+from vllm_specplug.vllm_v1.linear import packed_linear
 
 VOCAB, HIDDEN = 49152, 576
 

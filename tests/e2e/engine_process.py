@@ -18,7 +18,7 @@ from typing import Any
 def _sabotage(name: str) -> None:
     """Breaks one promise on purpose, so that a test can show it would notice."""
     if name == "compaction":
-        import vllm_specplug.runtime.tree_backend as tree_backend
+        import vllm_specplug.vllm_v1.tree_backend as tree_backend
 
         tree_backend.compact_kv = lambda *args, **kwargs: None
     elif name == "accept":
@@ -26,7 +26,7 @@ def _sabotage(name: str) -> None:
 
         import numpy as np
 
-        import vllm_specplug.runtime.target_sampler as target_sampler
+        import vllm_specplug.vllm_v1.target_sampler as target_sampler
         from tests.e2e.statistics import BIAS
         from vllm_specplug.accept import walk_trees
 
@@ -49,7 +49,7 @@ def _sabotage(name: str) -> None:
 
         target_sampler.walk_trees = biased
     elif name == "paths":
-        import vllm_specplug.runtime.target_sampler as target_sampler
+        import vllm_specplug.vllm_v1.target_sampler as target_sampler
         from vllm_specplug.accept import walk_trees
 
         def per_path(trees: Any, root_rows: Any, sample: Any) -> Any:

@@ -60,7 +60,7 @@ def change_head(drafter: Any, kind: str) -> None:
 
 @contextmanager
 def _changed(kind: str) -> Iterator[None]:
-    import vllm_specplug.runtime.proposer as proposer
+    import vllm_specplug.vllm_v1.proposer as proposer
 
     original: Callable[[str], type] = proposer.load_drafter_class
 

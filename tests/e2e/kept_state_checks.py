@@ -9,7 +9,7 @@ from typing import Any
 from tests.e2e.option_checks import PROMPTS, greedy
 from tests.e2e.pair import Pair, core_of, generate, pair
 from tests.kept_state import RequestNames, engine_roots, places_of
-from vllm_specplug.methods import METHOD_NAMES
+from vllm_specplug.registry import METHOD_NAMES
 
 # Everything that has a container: lookups, the adaptive budget, windows, partial caches.
 DEFAULTS = {"tree_budget": "auto", "ngram_topk": 3}

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from vllm_specplug.drafters.base import (
+from vllm_specplug.drafting.drafter import (
     CommittedTokens,
     DraftCacheSpec,
     Drafter,
@@ -102,7 +102,7 @@ class _Nodes:
 @contextmanager
 def oracle_drafts() -> Iterator[None]:
     """Tree engines built while entered draft with the oracle, whatever their method."""
-    import vllm_specplug.runtime.proposer as proposer
+    import vllm_specplug.vllm_v1.proposer as proposer
 
     original = proposer.load_drafter_class
     proposer.load_drafter_class = lambda name: OracleDrafter

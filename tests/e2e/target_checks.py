@@ -82,7 +82,7 @@ def check_soft_caps_and_windows_are_refused() -> None:
 
 
 def check_layers_decide_where_the_config_does_not_tell() -> None:
-    import vllm_specplug.compat.engine_args as engine_args
+    import vllm_specplug.vllm_process.engine_args as engine_args
 
     original = engine_args.check_engine_config
     engine_args.check_engine_config = lambda config: None

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.models.block_config import BlockHeadConfig
-from vllm_specplug.models.block_head import BlockHead
-from vllm_specplug.models.checkpoint import save_block_head
-from vllm_specplug.models.local_checkpoint import save_local_head
-from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
-from vllm_specplug.models.longspec_checkpoint import save_longspec_head
-from vllm_specplug.models.longspec_config import LongSpecConfig
-from vllm_specplug.models.longspec_head import LongSpecHead
-from vllm_specplug.models.unigram import save_unigram
+from vllm_specplug.methods.block.checkpoint import save_block_head
+from vllm_specplug.methods.block.config import BlockHeadConfig
+from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.methods.dels.checkpoint import save_local_head
+from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.dels.unigram import save_unigram
+from vllm_specplug.methods.longspec.checkpoint import save_longspec_head
+from vllm_specplug.methods.longspec.config import LongSpecConfig
+from vllm_specplug.methods.longspec.head import LongSpecHead
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 2, 1, 32
 # Ids 0, 1, ... of `make_tokenizer`; the second ends a text.
@@ -208,7 +208,7 @@ def make_tokenswift_heads(
     folder: Path, vocab_size: int, *, num_heads: int = 3, seed: int = 4, hidden: int = HIDDEN
 ) -> Path:
     """Random TokenSwift heads for `make_target`'s model."""
-    from vllm_specplug.models.tokenswift_heads import TokenSwiftConfig, TokenSwiftHeads, save_heads
+    from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads, save_heads
 
     torch.manual_seed(seed)
     heads = TokenSwiftHeads(TokenSwiftConfig(hidden, vocab_size, vocab_size, num_heads))

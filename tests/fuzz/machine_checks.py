@@ -85,7 +85,7 @@ def check_lost_compaction_is_noticed() -> None:
     """The negative control: without it accepted paths that skip nodes leave wrong keys behind."""
     import pytest
 
-    from vllm_specplug.runtime import tree_backend
+    from vllm_specplug.vllm_v1 import tree_backend
 
     compact = tree_backend.compact_kv
     tree_backend.compact_kv = lambda *args, **kwargs: None

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.pair import assert_check, check_names
 from tests.fuzz import machine_checks
-from vllm_specplug.methods import METHOD_NAMES
+from vllm_specplug.registry import METHOD_NAMES
 
 # All methods run in one process.
 TIMEOUT_S = 900 + 40 * machine_checks.EXAMPLES

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.config import LocalHeadOptions
-from vllm_specplug.drafters.local_tree import LocalTreeBuilder
 from vllm_specplug.kernels import top_candidates
-from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.dels.local_tree import LocalTreeBuilder
+from vllm_specplug.options import LocalHeadOptions
 
 V, H, DEPTH = 300, 48, 5
 

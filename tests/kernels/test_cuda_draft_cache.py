@@ -14,10 +14,10 @@ from tests.kernels.paged import chain_attention
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-from vllm_specplug.drafters.base import DraftRequests
+from vllm_specplug.drafting.drafter import DraftRequests
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
-from vllm_specplug.runtime.cuda_backend import CudaTreeBackend
-from vllm_specplug.runtime.tree_backend import StepLimits
+from vllm_specplug.vllm_v1.cuda_backend import CudaTreeBackend
+from vllm_specplug.vllm_v1.tree_backend import StepLimits
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -18,12 +18,12 @@ pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
-from vllm_specplug.runtime.cuda_backend import CudaTreeBackend
-from vllm_specplug.runtime.step import StepRequest, TreeStep
-from vllm_specplug.runtime.tree_backend import StepLimits
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.verify.gpu import FULL_GRAPHS_VARIABLE, gpu_cache_views
-from vllm_specplug.verify.tree_rows import tree_rows_of
+from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE, gpu_cache_views
+from vllm_specplug.vllm_attention.tree_rows import tree_rows_of
+from vllm_specplug.vllm_v1.cuda_backend import CudaTreeBackend
+from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
+from vllm_specplug.vllm_v1.tree_backend import StepLimits
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

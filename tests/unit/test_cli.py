@@ -101,7 +101,7 @@ def test_config_refuses_unknown_names() -> None:
 def test_doctor(monkeypatch: pytest.MonkeyPatch, ok: bool, status: int) -> None:
     report = {"versions": {"vllm": "0.32.0"}, "seams": ["a", "b"], "problem": None, "ok": ok}
     report["self_test"] = {"seconds": 1.0}
-    monkeypatch.setattr("vllm_specplug.compat.doctor.collect", lambda: report)
+    monkeypatch.setattr("vllm_specplug.vllm_process.doctor.collect", lambda: report)
     result = runner.invoke(cli.app, ["doctor", "--json"])
     assert json.loads(result.stdout) == report
     assert result.exit_code == status

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.scripts import ROOT, load_script
 from vllm_specplug.cli import app
-from vllm_specplug.config import tree_option_names
-from vllm_specplug.methods import METHOD_NAMES
+from vllm_specplug.options import tree_option_names
+from vllm_specplug.registry import METHOD_NAMES
 
 README = (ROOT / "README.md").read_text()
 PAGES = [

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_specplug.config import BUILDER_NAMES, tree_option_names
-from vllm_specplug.methods import METHOD_NAMES, get_method
+from vllm_specplug.options import BUILDER_NAMES, tree_option_names
+from vllm_specplug.registry import METHOD_NAMES, get_method
 
 BASELINE = "plain"
 CHAIN = "chain"

@@ -20,8 +20,8 @@ from vllm_specplug.bench.cells import MIX, Cell
 from vllm_specplug.bench.load import Level
 from vllm_specplug.bench.plan import AUTO, BenchPlan, ServerEntry
 from vllm_specplug.bench.sweep import Sweep
-from vllm_specplug.config import tree_option_names
-from vllm_specplug.methods import get_method
+from vllm_specplug.options import tree_option_names
+from vllm_specplug.registry import get_method
 
 # Values tried, the first being the one that all others are variations of.
 AXES: dict[str, tuple[Any, ...]] = {

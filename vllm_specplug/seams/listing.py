@@ -56,7 +56,7 @@ PROCESS_SEAMS = SeamSet(
             "vllm.engine.arg_utils:SpeculativeConfig",
             "vLLM's list of methods is closed and unknown keys are refused",
             _HAS_REGISTRY,
-            make="vllm_specplug.compat.spec_config:speculative_config_class",
+            make="vllm_specplug.vllm_process.spec_config:speculative_config_class",
         ),
         Wrap(
             "engine_config",
@@ -64,7 +64,7 @@ PROCESS_SEAMS = SeamSet(
             "combinations such as LoRA or a quantised cache only show in the whole config, and "
             "must stop before a process starts",
             f"a registered method may validate the engine config ({_REGISTRY})",
-            make="vllm_specplug.compat.engine_args:checked",
+            make="vllm_specplug.vllm_process.engine_args:checked",
         ),
         Retype(
             "metrics_bridge",
@@ -72,21 +72,21 @@ PROCESS_SEAMS = SeamSet(
             f"{_WHY_STATS}; the front end drops what no type declares",
             _HAS_STATS,
             attribute="scheduler_stats",
-            annotation="vllm_specplug.compat.metrics_bridge:TreeSchedulerStats",
+            annotation="vllm_specplug.vllm_process.metrics_bridge:TreeSchedulerStats",
         ),
         Wrap(
             "metrics_bridge",
             f"{_SCHEDULER}.update_from_output",
             _WHY_STATS,
             _HAS_STATS,
-            make="vllm_specplug.compat.metrics_bridge:with_stats",
+            make="vllm_specplug.vllm_process.metrics_bridge:with_stats",
         ),
         Wrap(
             "metrics_bridge",
             "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
             _WHY_STATS,
             _HAS_STATS,
-            make="vllm_specplug.compat.metrics_bridge:with_tree_logger",
+            make="vllm_specplug.vllm_process.metrics_bridge:with_tree_logger",
         ),
         Wrap(
             "placeholders",
@@ -94,14 +94,14 @@ PROCESS_SEAMS = SeamSet(
             "requests that resume or hit the prefix cache would verify num_speculative_tokens "
             "placeholder rows that cannot be accepted",
             "a proposer can decline the padding",
-            make="vllm_specplug.compat.placeholders:without_placeholders",
+            make="vllm_specplug.vllm_process.placeholders:without_placeholders",
         ),
         Wrap(
             "sampling_options",
             "vllm.sampling_params:SamplingParams._validate_spec_decode",
             "min_p and logit_bias are refused under any speculation; the walk honours them",
             "vLLM asks the method which options it honours",
-            make="vllm_specplug.compat.sampling_options:honouring_trees",
+            make="vllm_specplug.vllm_process.sampling_options:honouring_trees",
         ),
         *(
             Wrap(
@@ -109,7 +109,7 @@ PROCESS_SEAMS = SeamSet(
                 f"{owner}.{name}",
                 _WHY_GRAMMAR,
                 _HAS_PARENTS,
-                make=f"vllm_specplug.compat.structured_output:{name}",
+                make=f"vllm_specplug.vllm_process.structured_output:{name}",
             )
             for owner, name in (
                 (_SCHEDULER, "update_draft_token_ids"),
@@ -123,7 +123,7 @@ PROCESS_SEAMS = SeamSet(
             f"{_PROCESSORS}:BUILTIN_LOGITS_PROCESSORS",
             _WHY_PENALTY,
             _HAS_PROCESSORS,
-            item="vllm_specplug.compat.penalty:make_processor",
+            item="vllm_specplug.vllm_process.penalty:make_processor",
         ),
         Wrap(
             "penalty_processor",
@@ -131,7 +131,7 @@ PROCESS_SEAMS = SeamSet(
             "_build_logits_processors_params_validator",
             _WHY_PENALTY,
             _HAS_PROCESSORS,
-            make="vllm_specplug.compat.penalty:with_penalty_check",
+            make="vllm_specplug.vllm_process.penalty:with_penalty_check",
         ),
     )
 )
@@ -144,7 +144,7 @@ REFUSAL = SeamSet(
             "on an unsupported vLLM our methods must say why they are unavailable instead of "
             "being unknown",
             "never needed on a supported vLLM",
-            make="vllm_specplug.compat.refusal:refusing",
+            make="vllm_specplug.vllm_process.refusal:refusing",
         ),
     )
 )
@@ -155,7 +155,7 @@ LOGITS_PROCESSORS = Replace(
     "under speculation vLLM builds min_tokens alone and refuses custom processors; in place while "
     "a tree runner is built",
     "vLLM builds all processors for methods that sample row by row",
-    make="vllm_specplug.runtime.logits_processors:plain_builder",
+    make="vllm_specplug.vllm_v1.logits_processors:plain_builder",
 )
 
 CPU_RUNNER = Replace(
@@ -163,7 +163,7 @@ CPU_RUNNER = Replace(
     "vllm.v1.worker.cpu_worker:CPUModelRunner",
     "CPUWorker names its runner class as a global; in place during init_device",
     "CPUWorker gains the _make_model_runner seam that the GPU worker has",
-    make="vllm_specplug.runtime.worker_cpu:tree_runner_class",
+    make="vllm_specplug.vllm_v1.worker_cpu:tree_runner_class",
 )
 
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
@@ -175,7 +175,7 @@ CPU_BACKENDS = SeamSet(
             f"{_BACKENDS}.registry:AttentionBackendEnum.CPU_ATTN",
             _WHY_BACKEND,
             f"vLLM takes a mask per request ({_TREE})",
-            path="vllm_specplug.verify.cpu.TreeCPUAttentionBackend",
+            path="vllm_specplug.vllm_attention.cpu.TreeCPUAttentionBackend",
         ),
     )
 )
@@ -186,7 +186,7 @@ ATTENTION_BACKENDS = SeamSet(
         f"{_BACKENDS}.registry:AttentionBackendEnum.{name}",
         _WHY_BACKEND,
         f"vLLM takes a mask per request ({_TREE})",
-        path=f"vllm_specplug.verify.gpu.{path}",
+        path=f"vllm_specplug.vllm_attention.gpu.{path}",
     )
     for name, path in (
         ("FLASH_ATTN", "TreeFlashAttentionBackend"),

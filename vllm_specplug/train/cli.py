@@ -9,7 +9,11 @@ from typing import Annotated
 
 import typer
 
-from vllm_specplug.train import block_cli, evaluate_cli, local_cli, longspec_cli, tokenswift_cli
+from vllm_specplug.methods.block.train import cli as block_cli
+from vllm_specplug.methods.block.train import evaluate_cli
+from vllm_specplug.methods.dels.train import cli as local_cli
+from vllm_specplug.methods.longspec.train import cli as longspec_cli
+from vllm_specplug.methods.tokenswift.train import cli as tokenswift_cli
 from vllm_specplug.train import cli_common as common
 
 _friendly_errors, _progress = common.friendly_errors, common.progress

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from vllm_specplug.models.block_config import BlockHeadConfig
-from vllm_specplug.models.block_head import BlockHead
+from vllm_specplug.methods.block.config import BlockHeadConfig
+from vllm_specplug.methods.block.head import BlockHead
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
 
 V, H, S, R = 23, 12, 10, 6
 

@@ -18,11 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.models.test_hostile_checkpoints import ABSURD, MEMORY_GROWTH_KIB
-from tests.unit.models.test_local_checkpoint import TARGET, released
-from tests.unit.models.test_local_head import V
-from vllm_specplug.models.local_checkpoint import inspect_local_head, load_local_head
-from vllm_specplug.models.unigram import load_unigram
+from tests.unit.methods.dels.test_checkpoint import TARGET, released
+from tests.unit.methods.dels.test_head import V
+from tests.unit.methods.test_hostile_checkpoints import ABSURD, MEMORY_GROWTH_KIB
+from vllm_specplug.methods.dels.checkpoint import inspect_local_head, load_local_head
+from vllm_specplug.methods.dels.unigram import load_unigram
 
 
 def refused(read: Callable[[], Any], *words: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.models import published
 from tests.unit.models.published import SPECULATORS_QWEN3_8B, ZLAB_QWEN3_8B, changed
-from vllm_specplug.models.block_config import BlockHeadConfig
+from vllm_specplug.methods.block.config import BlockHeadConfig
 
 
 def test_the_zlab_head_of_qwen3_8b():

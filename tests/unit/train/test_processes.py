@@ -12,19 +12,19 @@ import torch
 from accelerate import Accelerator
 
 from tests.unit.train.tiny_heads import make_head
-from vllm_specplug.models.local_head import LocalHead, LocalHeadConfig
-from vllm_specplug.models.tokenswift_heads import TokenSwiftConfig
-from vllm_specplug.train.block_trainer import BlockTrainer, TrainOptions
-from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.local_trainer import LocalOptions, LocalTrainer
-from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.text import TextStore
-from vllm_specplug.train.tokenswift import (
+from vllm_specplug.methods.block.train.trainer import BlockTrainer, TrainOptions
+from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.dels.train.trainer import LocalOptions, LocalTrainer
+from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig
+from vllm_specplug.methods.tokenswift.train.trainer import (
     TokenSwiftRecipe,
     TokenSwiftTrainer,
     last_layer_columns,
     new_heads,
 )
+from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.order import random_subset
+from vllm_specplug.train.text import TextStore
 from vllm_specplug.train.trainer import Trainer
 
 VOCAB, HIDDEN, LAYERS = 64, 32, 3

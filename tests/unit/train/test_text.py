@@ -8,10 +8,10 @@ import json
 import pytest
 import torch
 
-from vllm_specplug.models.unigram import load_unigram, tokenizer_fingerprint
+from vllm_specplug.methods.dels.train.unigram_counts import load_tokenizer, write_unigram
+from vllm_specplug.methods.dels.unigram import load_unigram, tokenizer_fingerprint
 from vllm_specplug.train.answers import Answer, answer_path
 from vllm_specplug.train.text import TextStore
-from vllm_specplug.train.unigram_counts import load_tokenizer, write_unigram
 
 
 def write_answers(folder, answers):

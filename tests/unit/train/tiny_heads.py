@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplug.models.block_head import BlockHead
+from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.train.target import TargetWeights, head_config_for
 
 

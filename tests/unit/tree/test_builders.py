@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.tree.candidates import Case, cases
-from vllm_specplug.config import BUILDER_NAMES
+from vllm_specplug.options import BUILDER_NAMES
 from vllm_specplug.tree import BUILDERS, ROOT, DraftTree, build_tree, build_trees
 
 

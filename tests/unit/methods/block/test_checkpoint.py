@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading heads of both published formats, and what bad ones get."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_head
+from vllm_specplug.methods.block.config import BlockHeadConfig, default_target_layer_ids
+from vllm_specplug.methods.block.head import BlockHead
+
+TARGET = {"hidden_size": 32, "vocab_size": 50, "num_hidden_layers": 6}
+
+
+def zlab_config(**changes) -> dict:
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 50,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e5,
+        "layer_types": ["full_attention"] * 2,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": 49, "target_layer_ids": [1, 4]},
+    }
+    config.update(changes)
+    return config
+
+
+def speculators_config(**changes) -> dict:
+    layer = {
+        k: v
+        for k, v in zlab_config().items()
+        if k not in ("architectures", "block_size", "dflash_config")
+    }
+    config = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "transformer_layer_config": layer,
+        "draft_vocab_size": 20,
+        "block_size": 8,
+        "aux_hidden_state_layer_ids": [2, 5],
+        "mask_token_id": 49,
+        "sliding_window_non_causal": False,
+    }
+    config.update(changes)
+    return config
+
+
+def write(folder, config: dict, tensors: dict, name: str = "model.safetensors"):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / name)
+    return folder
+
+
+@pytest.fixture
+def tensors() -> dict:
+    torch.manual_seed(0)
+    head = BlockHead(BlockHeadConfig.from_dict(zlab_config()))
+    return {k: torch.randn_like(v) for k, v in head.state_dict().items() if k != "mask_embedding"}
+
+
+def test_zlab_head_loads_with_its_names(tmp_path, tensors):
+    head, extras = load_block_head(write(tmp_path / "h", zlab_config(), tensors), TARGET)
+    for name, tensor in tensors.items():
+        assert torch.equal(head.state_dict()[name], tensor), name
+    assert head.config.target_layer_ids == (1, 4)
+    assert head.config.causal is False
+    assert extras.mask_from_embedding
+    assert extras.d2t is None
+    assert extras.lm_head is None
+    assert torch.equal(extras.target_ids(5), torch.arange(5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "causal"),
+    [
+        ({"dflash_config": {"mask_token_id": 1, "causal_head": True}}, True),
+        ({"dflash_config": {"mask_token_id": 1, "causal": True}}, True),
+        ({"dflash_config": {"mask_token_id": 1, "is_causal": True}}, True),
+        ({"is_causal": True}, True),
+        ({"is_causal": False, "dflash_config": {"causal_head": True}}, False),
+        ({"dflash_config": None, "jetspec_config": {"mask_token_id": 1}}, True),
+        ({"dflash_config": None, "jetspec_config": {"causal_head": False}}, False),
+        ({}, False),
+    ],
+)
+def test_causality_is_read_from_every_container(changes, causal):
+    config = zlab_config(**changes)
+    assert BlockHeadConfig.from_dict(config, num_target_layers=6).causal is causal
+    for override in (True, False):
+        read = BlockHeadConfig.from_dict(config, num_target_layers=6, causal=override)
+        assert read.causal is override
+
+
+def test_block_size_is_read_from_top_level_or_container():
+    assert BlockHeadConfig.from_dict(zlab_config()).block_size == 8
+    nested = zlab_config(
+        dflash_config={"block_size": 7, "target_layer_ids": [1], "mask_token_id": 1}
+    )
+    del nested["block_size"]
+    assert BlockHeadConfig.from_dict(nested).block_size == 7
+
+
+def test_other_names_of_layer_ids_and_mask():
+    config = zlab_config(dflash_config=None, eagle_aux_hidden_state_layer_ids=[2, 5], pard_token=3)
+    read = BlockHeadConfig.from_dict(config, num_target_layers=6)
+    assert (read.target_layer_ids, read.mask_token_id) == ((1, 4), 3)
+
+
+def test_absent_layer_ids_follow_the_published_rule():
+    assert default_target_layer_ids(36, 5) == (1, 9, 17, 25, 33)
+    assert default_target_layer_ids(30, 1) == (15,)
+    config = BlockHeadConfig.from_dict(
+        zlab_config(dflash_config={"mask_token_id": 1}), num_target_layers=36
+    )
+    assert config.target_layer_ids == (1, 33)
+
+
+def test_prefixed_names_and_an_index_of_shards(tmp_path, tensors):
+    folder = tmp_path / "h"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(zlab_config()))
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    weight_map = {}
+    for file, members in parts.items():
+        save_file({f"model.{n}": tensors[n] for n in members}, folder / file)
+        weight_map.update({f"model.{n}": file for n in members})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    head, _ = load_block_head(folder, TARGET)
+    assert all(torch.equal(head.state_dict()[n], t) for n, t in tensors.items())
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"b\.safetensors"):
+        load_block_head(folder, TARGET)
+
+
+def test_speculators_head_with_draft_vocabulary_and_own_tables(tmp_path, tensors):
+    d2t = torch.arange(20)  # draft id i is target id 2 i
+    shipped = {
+        **tensors,
+        "d2t": d2t,
+        "t2d": torch.zeros(50, dtype=torch.bool),
+        "lm_head.weight": torch.randn(20, 32),
+        "embed_tokens.weight": torch.randn(50, 32),
+    }
+    folder = write(tmp_path / "h", speculators_config(), shipped)
+    head, extras = load_block_head(folder, TARGET, dtype=torch.bfloat16)
+    assert head.config.target_layer_ids == (1, 4)  # that format counts the embedding as 0
+    assert head.config.causal is False
+    assert torch.equal(extras.target_ids(20), torch.arange(0, 40, 2))
+    assert extras.lm_head.dtype == torch.bfloat16
+    assert not extras.mask_from_embedding
+    expected = shipped["embed_tokens.weight"][49].bfloat16()
+    assert torch.equal(head.mask_embedding, expected)
+
+
+def test_saved_head_reads_back_unchanged(tmp_path):
+    torch.manual_seed(1)
+    config = replace(BlockHeadConfig.from_dict(zlab_config()), draft_vocab_size=10, causal=True)
+    head = BlockHead(config)
+    d2t = torch.tensor([0, 0, 3, 3, 3, 7, 7, 20, 20, 40])
+    save_block_head(tmp_path / "out", head, d2t=d2t)
+    again, extras = load_block_head(tmp_path / "out", TARGET)
+    assert again.config == config
+    assert torch.equal(extras.d2t, d2t)
+    assert not extras.mask_from_embedding
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.detach().bfloat16()), name
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_wrong_tensors_are_listed_together_with_both_shapes(tmp_path, tensors):
+    tensors["fc.weight"] = torch.zeros(32, 32)
+    tensors["extra.weight"] = torch.zeros(3)
+    del tensors["norm.weight"]
+    folder = write(tmp_path / "h", zlab_config(), tensors)
+    with pytest.raises(ValueError, match="does not fit") as error:
+        load_block_head(folder, TARGET)
+    message = str(error.value)
+    assert "missing norm.weight [32]" in message
+    assert "unexpected extra.weight [3]" in message
+    assert "misshapen fc.weight: config says [32, 64], checkpoint has [32, 32]" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "words"),
+    [
+        ({}, {"hidden_size": 64}, ["target_hidden_size = 32", "64"]),
+        ({}, {"vocab_size": 60}, ["vocab_size = 50", "60"]),
+        ({}, {"num_hidden_layers": 4}, ["target_layer_ids = [1, 4]", "[4]", "0..3"]),
+        ({"dflash_config": {"target_layer_ids": [1, 4]}}, {}, ["mask_token_id = None", "0..49"]),
+        (
+            {"dflash_config": {"target_layer_ids": [1, 4], "mask_token_id": 50}},
+            {},
+            ["mask_token_id = 50", "0..49"],
+        ),
+        ({"draft_vocab_size": 20}, {}, ["d2t", "draft_vocab_size = 20"]),
+    ],
+)
+def test_head_of_another_target_names_field_and_legal_values(
+    tmp_path, tensors, changes, target, words
+):
+    folder = write(tmp_path / "h", zlab_config(**changes), tensors)
+    with pytest.raises(ValueError) as error:
+        load_block_head(folder, {**TARGET, **target})
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            ["layer_types", "sliding_attention"],
+        ),
+        (
+            {"dflash_config": {"sample_from_anchor": True, "target_layer_ids": [1]}},
+            ["sample_from_anchor"],
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, ["rope_scaling.rope_type", "yarn"]),
+        ({"layer_types": None, "use_sliding_window": True}, ["use_sliding_window", "sliding"]),
+        ({"dflash_config": {"use_swa": True, "target_layer_ids": [1]}}, ["use_swa"]),
+        ({"is_neox_style": False}, ["is_neox_style = False"]),
+        ({"logit_scale": 0.5}, ["logit_scale = 0.5"]),
+        ({"architectures": ["DFlash2DraftModel"]}, ["architectures", "DFlash2DraftModel"]),
+        ({"block_size": 1}, ["block_size = 1", ">= 2"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads = 3", "4"]),
+        ({"hidden_size": None}, ["hidden_size is missing"]),
+        (
+            {"speculators_model_type": "eagle3", "transformer_layer_config": {}},
+            ["speculators_model_type = 'eagle3'", "dflash"],
+        ),
+    ],
+)
+def test_unsupported_configs_are_refused_by_name(changes, words):
+    with pytest.raises(ValueError) as error:
+        BlockHeadConfig.from_dict(zlab_config(**changes), num_target_layers=6)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_pickled_weights_are_refused_with_the_remedy(tmp_path, tensors):
+    folder = tmp_path / "h"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(zlab_config()))
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*safetensors"):
+        load_block_head(folder, TARGET)
+
+
+@pytest.mark.parametrize("missing", ["folder", "config.json", "model.safetensors"])
+def test_missing_files_are_named(tmp_path, tensors, missing):
+    folder = write(tmp_path / "h", zlab_config(), tensors)
+    if missing == "folder":
+        folder = tmp_path / "nowhere"
+    else:
+        (folder / missing).unlink()
+    with pytest.raises(ValueError, match=missing.replace(".", r"\.")):
+        load_block_head(folder, TARGET)
+
+
+def test_truncated_weights_are_a_value_error(tmp_path, tensors):
+    folder = write(tmp_path / "h", zlab_config(), tensors)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="safetensors"):
+        load_block_head(folder, TARGET)
+
+
+@pytest.mark.parametrize("d2t", [torch.arange(20) + 40, torch.zeros(20).long() - torch.arange(20)])
+def test_draft_map_must_be_distinct_target_ids(tmp_path, tensors, d2t):
+    folder = write(tmp_path / "h", zlab_config(draft_vocab_size=20), {**tensors, "d2t": d2t})
+    with pytest.raises(ValueError, match="d2t"):
+        load_block_head(folder, TARGET)
+
+
+def test_mask_embedding_tensor_wins_over_the_token_row(tmp_path, tensors):
+    own = torch.full((32,), 3.0)
+    config = zlab_config(dflash_config={"target_layer_ids": [1, 4]})
+    folder = write(tmp_path / "h", config, {**tensors, "mask_embedding": own})
+    head, extras = load_block_head(folder, TARGET)
+    assert torch.equal(head.mask_embedding, own)
+    assert not extras.mask_from_embedding
+    assert "mask_embedding" in load_file(folder / "model.safetensors")

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local head checkpoints: ours, released pickles, and everything that must be refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.unit.models.local_heads import KINDS, H, R, S, V, make
+from vllm_specplug.methods.dels.checkpoint import (
+    inspect_local_head,
+    load_local_head,
+    save_local_head,
+)
+
+TARGET = {"vocab_size": V, "hidden_size": H, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_saved_heads_come_back(tmp_path: Path, name: str) -> None:
+    head = make(name)
+    save_local_head(tmp_path, head, dtype=torch.float32)
+    loaded, ids = load_local_head(tmp_path, TARGET)
+    assert ids is None and loaded.config == head.config
+    assert inspect_local_head(tmp_path, TARGET) == head.config
+    for key, value in head.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[key])
+
+
+def test_a_reduced_vocabulary_travels_with_its_ids(tmp_path: Path) -> None:
+    head = make("gru_factorized", draft_vocab_size=4)
+    ids = torch.tensor([2, 3, 11, 20])
+    save_local_head(tmp_path, head, d2t=ids - torch.arange(4))
+    loaded, target_ids = load_local_head(tmp_path, TARGET, dtype=torch.float32)
+    assert target_ids is not None and target_ids.tolist() == ids.tolist()
+    assert loaded.config.draft_vocab_size == 4
+
+
+def released(name: str) -> dict[str, Any]:
+    """A file in the layout of the releases, with the optimizer state and arguments around it."""
+    state = {key: value.clone() for key, value in make(name).state_dict().items()}
+    config: dict[str, Any] = {"vocab_size": V, "rank_activation": "silu"}
+    if name == "markov_target_head":
+        return {
+            "down_proj": state["input_proj.weight"].T.contiguous(),
+            "up_proj": state["rank_to_hidden.weight"].T.contiguous(),
+            "model_config": config,
+            "rank": R,
+        }
+    if name == "markov_direct":
+        return {
+            "embedding_weight": state["embed_tokens.weight"],
+            "lm_head_weight": state["low_rank_lm_head.weight"],
+            "rank": R,
+            "vocab_size": V,
+        }
+    return {
+        "epoch": 1,
+        "global_step": 10,
+        "args": argparse.Namespace(lr=1e-3, out=Path("x")),
+        "model_config": {**config, "embed_dim": H, "gru_hidden_dim": S, "low_rank_dim": R},
+        "model_state_dict": state,
+        "optimizer_state_dict": {"state": {0: {"step": torch.tensor(3.0)}}},
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gru_factorized", "gru_target_head", "gru_direct", "markov_direct", "markov_target_head"],
+)
+def test_released_pickles_are_converted_once(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "local_head.pt"
+    torch.save(released(name), file)
+    expected = make(name)
+    config = inspect_local_head(tmp_path, TARGET)
+    assert config == expected.config
+    assert load_file(file.with_suffix(".safetensors")).keys() == expected.state_dict().keys()
+    # From here on nobody opens the pickle.
+    monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("the pickle was read again"))
+    loaded, _ = load_local_head(file, TARGET)
+    # In float64, as torch has several float32 recurrences and chooses by the machine and by
+    # whether a gradient is wanted; their rounding differs, the weights may not.
+    embed, lm_head = torch.randn(2, V, H, dtype=torch.float64)
+    tokens = torch.randint(0, V, (2, 4))
+    torch.testing.assert_close(
+        loaded.double()(tokens, embed, lm_head), expected.double()(tokens, embed, lm_head)
+    )
+
+
+def test_a_changed_pickle_is_converted_again(tmp_path: Path) -> None:
+    file = tmp_path / "local_head.pt"
+    torch.save(released("gru_factorized"), file)
+    inspect_local_head(file, TARGET)
+    torch.save(released("gru_target_head"), file)
+    assert inspect_local_head(file, TARGET).lm_head_mode == "target_lm_head"
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_specplug.drafting import checkpoint_files
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("read-only")
+
+    monkeypatch.setattr(checkpoint_files, "save_file", refuse)
+    torch.save(released("gru_factorized"), tmp_path / "local_head.pt")
+    assert inspect_local_head(tmp_path, TARGET).kind == "gru"
+    assert [p.name for p in tmp_path.iterdir()] == ["local_head.pt"]
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("code ran",))
+
+
+def test_pickles_with_code_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "local_head.pt"
+    torch.save({**released("gru_factorized"), "evil": Evil()}, file)
+    with pytest.raises(ValueError, match="cannot be read in weights-only mode"):
+        inspect_local_head(file, TARGET)
+    file.write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match="cannot be read in weights-only mode"):
+        inspect_local_head(file, TARGET)
+    assert "code ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ({**TARGET, "vocab_size": V + 1}, f"vocab_size = {V}, legal: {V + 1}"),
+        ({**TARGET, "hidden_size": H + 4}, f"target_hidden_size = {H}, legal: {H + 4}"),
+    ],
+)
+def test_heads_of_another_target_are_refused(
+    tmp_path: Path, target: dict[str, int], message: str
+) -> None:
+    save_local_head(tmp_path, make("gru_factorized"))
+    with pytest.raises(ValueError, match=message):
+        inspect_local_head(tmp_path, target)
+
+
+def test_a_released_head_of_another_target_is_refused(tmp_path: Path) -> None:
+    torch.save(released("gru_factorized"), tmp_path / "local_head.pt")
+    with pytest.raises(ValueError, match=f"vocab_size = {V}, legal: {V + 1}"):
+        inspect_local_head(tmp_path, {**TARGET, "vocab_size": V + 1})
+    with pytest.raises(ValueError, match=f"target_hidden_size = {H}, legal: {H + 4}"):
+        inspect_local_head(tmp_path, {**TARGET, "hidden_size": H + 4})
+
+
+def test_wrong_tensors_are_named(tmp_path: Path) -> None:
+    save_local_head(tmp_path, make("gru_factorized"))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["rank_proj.weight"] = torch.zeros(R, S + 1)
+    tensors["surprise"] = tensors.pop("prefix_gru.weight_ih_l0").clone()
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="missing prefix_gru.*unexpected surprise.*misshapen rank"):
+        inspect_local_head(tmp_path, TARGET)
+
+
+def test_wrong_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no such file or folder"):
+        inspect_local_head(tmp_path / "nothing", TARGET)
+    with pytest.raises(ValueError, match="name the file to be used"):
+        inspect_local_head(tmp_path, TARGET)
+    save_local_head(tmp_path, make("markov"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "speed": 1}))
+    with pytest.raises(ValueError, match=r"unknown keys \['speed'\]"):
+        inspect_local_head(tmp_path, TARGET)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not describe a local head"):
+        inspect_local_head(tmp_path, TARGET)
+    torch.save({"position_gates": torch.zeros(14, 2)}, tmp_path / "joint.pt")
+    with pytest.raises(ValueError, match="joint checkpoint with position gates"):
+        inspect_local_head(tmp_path / "joint.pt", TARGET)

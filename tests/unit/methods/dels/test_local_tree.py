@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees over fused distributions: the formula, the branches, and its limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.models.local_heads import KINDS, H, V, make
+from vllm_specplug.methods.dels.head import LocalHead
+from vllm_specplug.methods.dels.local_tree import LocalTreeBuilder
+from vllm_specplug.options import LocalHeadOptions
+from vllm_specplug.tree import build_tree
+from vllm_specplug.tree.beam import Frontier
+
+DEPTH = 4
+ALPHA, BETA = (0.2, 0.4, 0.3, 0.5), (0.1, 0.2, 0.3, 0.4)
+
+
+def options(**changes: Any) -> LocalHeadOptions:
+    return LocalHeadOptions(
+        **{
+            "path": "", "unigram_path": "", "unigram_smoothing": 1.0, "alpha": ALPHA,
+            "beta": BETA, "anchor_input": True, "num_candidates": V, "gate_table_bytes": 1 << 20,
+            **changes,
+        }
+    )  # fmt: skip
+
+
+class Case:
+    """A random local head, prior and block head marginals."""
+
+    def __init__(self, name: str = "gru_factorized", seed: int = 0, **changes: Any) -> None:
+        self.options = options(**changes)
+        self.head: LocalHead = make(name, seed)
+        torch.manual_seed(seed + 1)
+        self.embed, self.lm_head = torch.randn(V, H), torch.randn(V, H)
+        self.prior = torch.randn(V).log_softmax(-1)
+        # [D, V]
+        self.marginals = (2 * torch.randn(DEPTH, V)).log_softmax(-1)
+        self.builder = LocalTreeBuilder(
+            self.head,
+            None,
+            torch.arange(V),
+            self.prior,
+            self.options,
+            embed_tokens=self.embed,
+            lm_head=self.lm_head,
+            dtype=torch.float32,
+        )
+
+    def candidates(self, count: int = V) -> tuple[torch.Tensor, torch.Tensor]:
+        top = self.marginals.topk(count, dim=-1)
+        return top.indices[None], top.values[None]
+
+    def fused(self, anchor: int, path: list[int]) -> torch.Tensor:
+        """[V] log-probabilities after a branch, by the formula, over the whole vocabulary."""
+        i = len(path)
+        read = [anchor, *path] if self.options.anchor_input else path
+        scores = torch.zeros(V)
+        if read:
+            scores = self.head(torch.tensor([read]), self.embed, self.lm_head)[0, -1]
+        mixed = (
+            self.marginals[i] + self.options.alpha[i] * scores - self.options.beta[i] * self.prior
+        )
+        return mixed.log_softmax(-1).detach()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("anchor_input", [True, False])
+def test_every_node_scores_what_the_formula_says(name: str, anchor_input: bool) -> None:
+    weights = {} if anchor_input else {"alpha": (0.0, *ALPHA[1:]), "beta": (0.0, *BETA[1:])}
+    case = Case(name, anchor_input=anchor_input, **weights)
+    ids, log_probs = case.candidates()
+    (tree,) = case.builder.build(ids, log_probs, [5], [30], [DEPTH], [6])
+    tree.validate()
+    assert tree.num_nodes == 30 and tree.max_depth > 1
+    assert (np.diff(tree.scores) <= 0).all()
+    for node in range(tree.num_nodes):
+        path = [int(tree.token_ids[n]) for n in tree.path_to(node)]
+        expected = sum(float(case.fused(5, path[:i])[path[i]]) for i in range(len(path)))
+        assert tree.scores[node] == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_chain_is_the_papers() -> None:
+    case = Case(anchor_input=False, alpha=(0.0, *ALPHA[1:]), beta=(0.0, *BETA[1:]))
+    ids, log_probs = case.candidates()
+    (tree,) = case.builder.build(ids, log_probs, [5], [16], [DEPTH], [1])
+    path: list[int] = []
+    for i in range(DEPTH):
+        mixed = case.marginals[0] if i == 0 else case.fused(5, path)
+        path.append(int(mixed.argmax()))
+    assert tree.token_ids.tolist() == path
+
+
+def test_branches_differ() -> None:
+    """Siblings of different branches are drawn from different distributions."""
+    case = Case(alpha=(0.0, 3.0, 3.0, 3.0))
+    ids, log_probs = case.candidates()
+    (tree,) = case.builder.build(ids, log_probs, [5], [40], [2], [4])
+    below = {
+        int(parent): tree.token_ids[tree.parent_indices == parent].tolist()
+        for parent in np.flatnonzero(tree.depths == 1)
+    }
+    full = [children for children in below.values() if len(children) == 4]
+    assert len(full) > 1 and any(children != full[0] for children in full)
+
+
+def test_weights_of_zero_are_the_block_head_exactly() -> None:
+    zero = (0.0,) * DEPTH
+    case = Case(alpha=zero, beta=zero)
+    assert case.builder.is_idle and not Case().builder.is_idle
+    ids, log_probs = case.candidates(8)
+    (tree,) = case.builder.build(ids, log_probs, [5], [20], [DEPTH], [5])
+    oracle = build_tree(
+        "best_first", ids[0].numpy(), log_probs[0].numpy(), 20, tree_width=5, tree_depth=DEPTH
+    )
+    assert tree.token_ids.tolist() == oracle.token_ids.tolist()
+    assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
+    assert tree.scores.tolist() == oracle.scores.tolist()
+
+
+def test_few_candidates_share_the_block_heads_mass() -> None:
+    case = Case()
+    ids, log_probs = case.candidates(6)
+    expand = case.builder.expander(ids[0], log_probs[0], 6)
+    none, anchor = np.array([-1]), np.array([5])
+    _, children = expand(Frontier(np.array([0]), none, none, none, anchor, depth=0))
+    assert np.exp(children).sum() == pytest.approx(float(log_probs[0, 0].exp().sum()), rel=1e-4)
+
+
+def test_requests_do_not_mix() -> None:
+    case = Case()
+    ids, log_probs = case.candidates()
+    both = (torch.cat((ids, ids.flip(1))), torch.cat((log_probs, log_probs.flip(1))))
+    trees = case.builder.build(*both, [5, 9], [12, 7], [DEPTH, 2], [4, 2])
+    for r, anchor in enumerate((5, 9)):
+        (alone,) = case.builder.build(
+            both[0][r : r + 1], both[1][r : r + 1], [anchor], [(12, 7)[r]], [(DEPTH, 2)[r]],
+            [(4, 2)[r]],
+        )  # fmt: skip
+        assert trees[r].token_ids.tolist() == alone.token_ids.tolist()
+    assert trees[1].max_depth <= 2 and trees[1].num_nodes <= 7
+
+
+def test_reduced_vocabularies_meet_by_target_id() -> None:
+    """Draft ids, rows of the local head and prior are matched through target ids."""
+    draft_ids = torch.tensor([3, 4, 8, 15, 20])
+    local_ids = torch.tensor([1, 3, 4, 8, 15, 19, 20])
+    head = make("gru_factorized", draft_vocab_size=len(local_ids))
+    prior = torch.randn(V).log_softmax(-1)
+    embed = torch.randn(V, H)
+    marginals = torch.randn(DEPTH, 5).log_softmax(-1)
+    builder = LocalTreeBuilder(
+        head, local_ids, draft_ids, prior, options(), embed_tokens=embed,
+        lm_head=torch.zeros(V, H), dtype=torch.float32,
+    )  # fmt: skip
+    top = marginals.topk(5, dim=-1)
+    (tree,) = builder.build(top.indices[None], top.values[None], [5], [5], [1], [5])
+    scores = head(torch.tensor([[5]]), embed)[0, -1][torch.tensor([1, 2, 3, 4, 6])]
+    mixed = (marginals[0] + ALPHA[0] * scores - BETA[0] * prior[draft_ids]).log_softmax(-1)
+    order = mixed.argsort(descending=True)
+    assert tree.token_ids.tolist() == draft_ids[order].tolist()
+    assert np.allclose(tree.scores, mixed[order].detach().numpy(), atol=1e-4)
+    with pytest.raises(ValueError, match="1 of the 5 the block head drafts are not among them"):
+        LocalTreeBuilder(
+            make("gru_factorized", draft_vocab_size=6), local_ids[:-1], draft_ids, prior,
+            options(), embed_tokens=embed, lm_head=embed, dtype=torch.float32,
+        )  # fmt: skip

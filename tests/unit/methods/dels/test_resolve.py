@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of method dels are worked out, or refused, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.tiny import make_head, make_local_head, make_target
+from vllm_specplug.methods.dels.unigram import save_unigram
+
+VOCAB = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    from vllm_specplug.vllm_process import install
+
+    install()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> dict[str, Any]:
+    head = make_head(tmp_path / "head", VOCAB, causal=False)
+    local = make_local_head(tmp_path / "local", VOCAB)
+    return {"method": "dels", "model": str(head), "local_head": str(local)}
+
+
+def _resolve(target: Path, spec: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(
+        model=str(target),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        enforce_eager=True,
+        speculative_config=spec,
+    ).create_engine_config()
+    return config.speculative_config
+
+
+def test_defaults_are_the_papers(target: Path, spec: dict[str, Any]) -> None:
+    resolved = _resolve(target, spec)
+    options = resolved.local_options
+    assert resolved.plugin_method == "dels" and resolved.draft_depth == 4
+    assert options.alpha == options.beta == (0.0, 0.3, 0.3, 0.3)
+    assert not options.anchor_input and options.num_candidates == 128
+    assert options.unigram_path == str(Path(spec["local_head"]).resolve() / "unigram.safetensors")
+    assert options.path.endswith("model.safetensors")
+
+
+def test_the_anchor_is_fed_when_the_checkpoint_or_the_user_says_so(
+    target: Path, spec: dict[str, Any]
+) -> None:
+    config = Path(spec["local_head"]) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "anchor_input": True}))
+    options = _resolve(target, {**spec, "alpha": [0.1, 0.2, 0.3, 0.4], "beta": 0}).local_options
+    assert options.anchor_input and options.alpha == (0.1, 0.2, 0.3, 0.4)
+    # nothing is asked for where it is not read
+    assert options.unigram_path is None and options.beta == (0.0,) * 4
+    options = _resolve(target, {**spec, "anchor_input": False}).local_options
+    assert not options.anchor_input and options.alpha[0] == 0.0
+
+
+def test_ddtree_needs_a_head_and_nothing_else(target: Path, spec: dict[str, Any]) -> None:
+    resolved = _resolve(target, {"method": "ddtree", "model": spec["model"]})
+    assert resolved.plugin_method == "ddtree" and resolved.local_options is None
+    assert resolved.ngram_topk == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"local_head": None}, "local_head=None .*needs|local_head=None .*fuses"),
+        ({"local_head": "/nowhere"}, "there is no such file or folder"),
+        ({"method": "ddtree"}, "local_head=.*method 'ddtree' has no local head"),
+        ({"method": "jetspec"}, "local_head=.*method 'jetspec' has no local head"),
+        ({"alpha": [0.3, 0.3]}, "alpha=.*3 depths that are corrected, 2..4, not 2"),
+        ({"beta": [0.3] * 4}, "beta=.*3 depths that are corrected"),
+        ({"beta": [0.3] * 3, "anchor_input": True}, "4 depths that are corrected, 1..4, not 3"),
+        ({"alpha": -0.3}, "alpha=-0.3 .*at least 0"),
+        ({"beta": float("nan")}, "beta=nan .*finite"),
+        ({"alpha": "much"}, "alpha"),
+        ({"local_candidates": 0}, "local_candidates"),
+        ({"unigram_smoothing": -1}, "unigram_smoothing"),
+        ({"gate_table_mb": -1}, "gate_table_mb"),
+        ({"unigram": "/nowhere"}, "unigram counts '/nowhere'.*no such file"),
+        ({"tree_builder": "accum_logp"}, "tree_builder='accum_logp' .*only best_first"),
+    ],
+)
+def test_bad_options_are_refused(
+    target: Path, spec: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _resolve(target, {**spec, **changes})
+
+
+def test_a_prior_is_needed_unless_beta_is_zero(target: Path, spec: dict[str, Any]) -> None:
+    (Path(spec["local_head"]) / "unigram.safetensors").unlink()
+    with pytest.raises(ValueError, match='unigram=None .*no unigram.safetensors.*"beta": 0'):
+        _resolve(target, spec)
+    assert _resolve(target, {**spec, "beta": 0.0}).local_options.unigram_path is None
+
+
+def test_counts_of_a_larger_vocabulary_are_refused(
+    target: Path, spec: dict[str, Any], tmp_path: Path
+) -> None:
+    path = save_unigram(tmp_path / "u.safetensors", torch.ones(VOCAB + 1).long(), tokenizer=None)
+    with pytest.raises(ValueError, match=f"{VOCAB + 1} tokens, legal: at most {VOCAB}"):
+        _resolve(target, {**spec, "unigram": str(path)})
+    # fewer are padded
+    path = save_unigram(tmp_path / "v.safetensors", torch.ones(VOCAB - 3).long(), tokenizer=None)
+    assert _resolve(target, {**spec, "unigram": str(path)}).local_options.unigram_path == str(path)
+
+
+def test_counts_of_another_tokenizer_are_refused(
+    target: Path, spec: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm_specplug.methods.dels.resolve as module
+
+    path = save_unigram(tmp_path / "u.safetensors", torch.ones(VOCAB).long(), tokenizer="a" * 64)
+    monkeypatch.setattr(module, "_target_tokenizer", lambda config: "b" * 64)
+    with pytest.raises(ValueError, match="made with another tokenizer"):
+        _resolve(target, {**spec, "unigram": str(path)})
+    # an engine without a tokenizer cannot tell
+    monkeypatch.setattr(module, "_target_tokenizer", lambda config: None)
+    assert _resolve(target, {**spec, "unigram": str(path)}).local_options
+
+
+def test_a_local_head_of_another_target_is_refused(target: Path, spec: dict[str, Any]) -> None:
+    folder = Path(spec["local_head"])
+    make_local_head(folder, VOCAB + 1)
+    with pytest.raises(ValueError, match=f"vocab_size = {VOCAB + 1}, legal: {VOCAB}"):
+        _resolve(target, spec)
+    make_local_head(folder, VOCAB)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["prefix_gru.weight_ih_l0"] = torch.zeros(96, 80)
+    save_file(tensors, folder / "model.safetensors")
+    config.update(target_hidden_size=80, input_size=80)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="target_hidden_size = 80, legal: 64"):
+        _resolve(target, spec)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JetSpec drafter builds the trees its candidates call for, within each request's limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.tiny import HIDDEN, make_head
+from tests.unit.drafting.block_requests import VOCAB, NoContext, draft_requests
+from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
+from vllm_specplug.tree import build_tree
+
+
+def _drafter(head: Path, builder: str = "best_first", ngram_topk: int = 0) -> JetSpecDrafter:
+    drafter = JetSpecDrafter(
+        DrafterOptions(
+            head_path=str(head), num_nodes=12, tree_depth=4, max_depth=12, tree_width=4,
+            tree_builder=builder, hybrid_lambda=0.1, causal=None, ngram_topk=ngram_topk,
+            max_model_len=64,
+        )
+    )  # fmt: skip
+    torch.manual_seed(0)
+    drafter.load(
+        TargetWeights(
+            embed_tokens=torch.randn(VOCAB, HIDDEN), lm_head=torch.randn(VOCAB, HIDDEN),
+            dtype=torch.float32, device=torch.device("cpu"), make_linear=plain_linear,
+            text_config=SimpleNamespace(
+                hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2
+            ),
+        )
+    )  # fmt: skip
+    drafter.bind_cache(NoContext())
+    return drafter
+
+
+@pytest.mark.parametrize("builder", ["best_first", "accum_logp", "entropy", "hybrid"])
+def test_trees_respect_every_limit_and_equal_the_oracle(tmp_path: Path, builder: str) -> None:
+    drafter = _drafter(make_head(tmp_path, VOCAB), builder)
+    requests = draft_requests()
+    ids, log_probs = drafter.candidates(requests, 4, 4)
+    assert (log_probs <= 0).all()
+    for r, tree in enumerate(drafter.propose(requests)):
+        tree.validate()
+        assert 0 < tree.num_nodes <= requests.budgets[r]
+        assert tree.max_depth <= requests.depths[r]
+        oracle = build_tree(
+            builder,
+            ids[r].numpy(),
+            log_probs[r].numpy(),
+            requests.budgets[r],
+            tree_width=4,
+            tree_depth=requests.depths[r],
+        )
+        assert tree.token_ids.tolist() == oracle.token_ids.tolist()
+        assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
+
+
+def test_a_width_of_one_gives_that_request_a_chain(tmp_path: Path) -> None:
+    requests = draft_requests()
+    requests.widths[2] = 1
+    trees = _drafter(make_head(tmp_path, VOCAB), ngram_topk=2).propose(requests)
+    assert trees[2].num_nodes == trees[2].max_depth == 3
+    assert trees[0].num_nodes > trees[0].max_depth
+
+
+def test_ngram_branches_join_the_tree(tmp_path: Path) -> None:
+    requests = draft_requests()
+    requests.token_ids[0] = np.array([7, 8, 9, 10, 11, 12, 13, 7, 8, 9, 10])
+    tree = _drafter(make_head(tmp_path, VOCAB), ngram_topk=2).propose(requests)[0]
+    tree.validate()
+    assert tree.child_of(-1, 11) is not None
+    assert tree.num_nodes <= requests.budgets[0]
+
+
+def test_candidates_are_shared_out_by_anchor(tmp_path: Path) -> None:
+    """Drafting a request alone gives what drafting it in a batch gives."""
+    drafter = _drafter(make_head(tmp_path, VOCAB))
+    requests = draft_requests()
+    together, _ = drafter.candidates(requests, 4, 4)
+    for r in range(3):
+        alone = DraftRequests(
+            *([getattr(requests, name)[r]] for name in (
+                "req_ids", "token_ids", "context_lens", "req_indices", "budgets", "widths",
+                "depths",
+            ))
+        )  # fmt: skip
+        assert torch.equal(drafter.candidates(alone, 4, 4)[0][0], together[r])
+
+
+def test_only_requests_that_want_a_forward_get_the_heads_nodes(tmp_path: Path) -> None:
+    drafter = _drafter(make_head(tmp_path / "head", VOCAB))
+    everyone = drafter.propose(draft_requests())
+    requests = draft_requests()
+    requests.forward_depths.extend([2, 0, 3])
+    trees = drafter.propose(requests)
+    assert [tree.num_nodes > 0 for tree in trees] == [True, False, True]
+    assert trees[0].max_depth == 2
+    assert trees[2].token_ids.tolist() == everyone[2].token_ids.tolist()
+
+
+def test_without_a_forward_lookups_still_draft(tmp_path: Path) -> None:
+    drafter = _drafter(make_head(tmp_path / "head", VOCAB), ngram_topk=2)
+    drafter.candidates = None  # a forward would fail
+    requests = draft_requests()
+    requests.forward_depths.extend([0, 0, 0])
+    trees = drafter.propose(requests)
+    assert [tree.num_nodes > 0 for tree in trees] == [False, False, True]

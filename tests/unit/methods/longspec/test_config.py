@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of method longspec are worked out, or refused, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.tiny import make_head, make_longspec_head, make_target
+
+VOCAB = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    from vllm_specplug.vllm_process import install
+
+    install()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_longspec_head(tmp_path_factory.mktemp("head"), VOCAB)
+
+
+def _resolve(target: Path, head: Path, engine: dict[str, Any] | None = None, **spec: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return (
+        EngineArgs(
+            model=str(target),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=256,
+            enforce_eager=True,
+            speculative_config={"method": "longspec", "model": str(head), **spec},
+            **(engine or {}),
+        )
+        .create_engine_config()
+        .speculative_config
+    )
+
+
+def test_defaults(target: Path, head: Path) -> None:
+    spec = _resolve(target, head)
+    assert (spec.plugin_method, spec.method) == ("longspec", "custom_class")
+    assert (spec.num_speculative_tokens, spec.draft_depth) == (16, 5)
+    assert (spec.window_size, spec.beam_widths, spec.aux_layers) == (64, None, ())
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_the_published_beam(target: Path, head: Path) -> None:
+    spec = _resolve(target, head, num_speculative_tokens=68, beam_widths=[4, 16, 16, 16, 16])
+    assert spec.draft_depth == 5
+    assert _resolve(target, head, beam_widths=[2, 3]).draft_depth == 2
+
+
+def test_a_window_no_longer_than_the_model(target: Path, tmp_path: Path) -> None:
+    head = make_longspec_head(tmp_path, VOCAB, window=1000)
+    assert _resolve(target, head).window_size == 256
+    assert _resolve(target, head, window_size=32).window_size == 32
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"window_size": 0}, "window_size"),
+        ({"window_size": 257}, r"window_size = 257, legal: .*1\.\.256 \(max_model_len\)"),
+        ({"beam_widths": [8, 9]}, "17 nodes exceed num_speculative_tokens=16"),
+        ({"beam_widths": []}, "list of level widths"),
+        ({"beam_widths": [4, 0]}, "list of level widths"),
+        ({"beam_widths": [4, 4], "tree_depth": 3}, "beam_widths has 2 levels"),
+        ({"causal": True}, "causal=True is not usable"),
+        ({"tree_builder": "accum_logp"}, "tree_builder='accum_logp' is not usable"),
+        ({"alpha": 0.5}, "has no local head"),
+        ({"tree_depth": 17, "num_speculative_tokens": 16}, "at least tree_depth=17"),
+    ],
+)
+def test_impossible_options_are_refused(
+    target: Path, head: Path, spec: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _resolve(target, head, **spec)
+
+
+def test_other_methods_have_no_windows_or_beams(target: Path, tmp_path: Path) -> None:
+    block_head = make_head(tmp_path, VOCAB)
+    for option in ({"window_size": 8}, {"beam_widths": [2]}):
+        with pytest.raises(ValueError, match="does not draft level by level"):
+            _resolve(target, block_head, method="jetspec", **option)
+    with pytest.raises(ValueError, match="beam_widths"):
+        _resolve(target, block_head, method="ngram", num_speculative_tokens=4, beam_widths=[2])
+
+
+def test_a_rank_with_part_of_the_kv_heads_is_refused(target: Path, head: Path) -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 cannot be combined"):
+        _resolve(target, head, {"tensor_parallel_size": 2})
+
+
+def test_heads_of_other_kinds_and_targets_are_refused(
+    target: Path, head: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="does not fit its config: |num_hidden_layers"):
+        _resolve(target, make_head(tmp_path / "block", VOCAB))
+    other = make_longspec_head(tmp_path / "other", VOCAB)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 123.0}))
+    with pytest.raises(ValueError, match="rope_theta = 123.0, legal: 10000.0"):
+        _resolve(target, other)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LongSpec drafter drafts the trees that the plain module drafts, for many requests at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, make_longspec_head
+from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.kernels.metadata import ancestor_words, words_to_bool
+from vllm_specplug.kernels.reference import dense_attention
+from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
+from vllm_specplug.methods.longspec.drafter import FusedLongSpecHead, LongSpecDrafter
+from vllm_specplug.methods.longspec.train.evaluate import SequenceDrafter, TreePolicy
+from vllm_specplug.methods.longspec.train.features import KVSequence
+
+VOCAB, WINDOW, MAX_LEN = 20, 16, 128
+TARGET = SimpleNamespace(
+    hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2, num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, intermediate_size=128, rms_norm_eps=1e-6,
+    rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+)  # fmt: skip
+
+
+class DenseWindow:
+    """A window that keeps everything and reads the last tokens of it."""
+
+    def __init__(self) -> None:
+        self.store: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.pending: list[tuple[str, int]] = []
+
+    def missing(self, requests: DraftRequests) -> Any:
+        tokens, positions = [], []
+        self.pending = []
+        for req_id, ids, end in zip(
+            requests.req_ids, requests.token_ids, requests.context_lens, strict=True
+        ):
+            for p in range(max(0, end - WINDOW), end):
+                if (req_id, p) not in self.store:
+                    self.pending.append((req_id, p))
+                    tokens.append(int(ids[p]))
+                    positions.append(p)
+        return SimpleNamespace(
+            token_ids=torch.tensor(tokens, dtype=torch.int64),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            slots=torch.arange(len(tokens)),
+        )
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        for name, key, value in zip(self.pending, keys, values, strict=True):
+            self.store[name] = (key, value)
+
+    def attention(self, requests: DraftRequests, parents: list[np.ndarray]) -> Any:
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            out, start = torch.empty_like(query), 0
+            for req_id, end, up in zip(
+                requests.req_ids, requests.context_lens, parents, strict=True
+            ):
+                rows = slice(start, start + len(up) + 1)
+                start = rows.stop
+                kept = [self.store[req_id, p] for p in range(max(0, end - WINDOW), end)]
+                empty = torch.empty(0, KV_HEADS, HEAD_DIM)
+                k = torch.stack([k for k, _ in kept]) if kept else empty
+                v = torch.stack([v for _, v in kept]) if kept else empty
+                mask = torch.ones(len(up) + 1, len(kept) + len(up) + 1, dtype=torch.bool)
+                mask[:, len(kept) :] = words_to_bool(ancestor_words([up]), len(up) + 1)
+                out[rows], _ = dense_attention(
+                    query[rows], torch.cat([k, key[rows]]), torch.cat([v, value[rows]]),
+                    HEAD_DIM**-0.5, HEADS // KV_HEADS, mask,
+                )  # fmt: skip
+            return out
+
+        return attend
+
+    def forget(self, req_ids: Any) -> None:
+        self.store = {k: v for k, v in self.store.items() if k[0] not in set(req_ids)}
+
+
+class DenseTarget:
+    """The last layer's keys and values of each request, by row of the block table."""
+
+    def __init__(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.caches = caches
+
+    def attention(self, req_indices: list[int], context_lens: list[int], rows: list[int]) -> Any:
+        def attend(query: torch.Tensor) -> torch.Tensor:
+            out, start = torch.empty_like(query), 0
+            for index, length, count in zip(req_indices, context_lens, rows, strict=True):
+                key, value = self.caches[index]
+                out[start : start + count], _ = dense_attention(
+                    query[start : start + count], key[:length], value[:length],
+                    HEAD_DIM**-0.5, HEADS // KV_HEADS, None,
+                )  # fmt: skip
+                start += count
+            return out
+
+        return attend
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_longspec_head(tmp_path_factory.mktemp("head"), VOCAB, window=WINDOW)
+
+
+def tables() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
+
+
+def make_drafter(head: Path, **options: Any) -> LongSpecDrafter:
+    embed, lm_head = tables()
+    drafter = LongSpecDrafter(
+        DrafterOptions(
+            **{
+                "head_path": str(head), "num_nodes": 16, "tree_depth": 4, "max_depth": 16,
+                "tree_width": 8, "tree_builder": "best_first", "hybrid_lambda": 0.1,
+                "causal": None, "ngram_topk": 0, "max_model_len": MAX_LEN,
+                "window_size": WINDOW, **options,
+            }
+        )
+    )  # fmt: skip
+    drafter.load(
+        TargetWeights(
+            embed_tokens=embed, lm_head=lm_head, dtype=torch.float32,
+            device=torch.device("cpu"), make_linear=plain_linear, text_config=TARGET,
+        )
+    )  # fmt: skip
+    return drafter
+
+
+LENGTHS = [0, 5, 16, 40, 100]
+
+
+def sequences() -> list[KVSequence]:
+    rng = np.random.default_rng(4)
+    torch.manual_seed(9)
+    made = []
+    for length in LENGTHS:
+        count = length + 8
+        made.append(
+            KVSequence(
+                torch.from_numpy(rng.integers(0, VOCAB, count)), torch.arange(count), 1,
+                torch.randn(count, KV_HEADS, HEAD_DIM), torch.randn(count, KV_HEADS, HEAD_DIM),
+                torch.zeros(count, HIDDEN),
+            )
+        )  # fmt: skip
+    return made
+
+
+def requests_for(texts: list[KVSequence], budgets: list[int], widths: list[int]) -> DraftRequests:
+    return DraftRequests(
+        req_ids=[f"r{i}" for i in range(len(texts))],
+        token_ids=[t.tokens[: n + 1].numpy() for t, n in zip(texts, LENGTHS, strict=True)],
+        context_lens=list(LENGTHS),
+        req_indices=list(range(len(texts))),
+        budgets=budgets,
+        widths=widths,
+        depths=[16] * len(texts),
+    )
+
+
+@pytest.mark.parametrize("beam", [None, (2, 4, 3)])
+def test_batched_trees_are_those_of_each_request_alone(head: Path, beam: Any) -> None:
+    drafter = make_drafter(head, beam_widths=beam)
+    texts = sequences()
+    drafter.bind_window(DenseWindow(), DenseTarget([(t.key, t.value) for t in texts]))
+    budgets, widths = [16, 9, 16, 1, 12], [8, 8, 1, 8, 4]
+    trees = drafter.propose(requests_for(texts, budgets, widths))
+    module, _ = load_longspec_head(head, TARGET)
+    embed, lm_head = tables()
+    for r, (tree, text) in enumerate(zip(trees, texts, strict=True)):
+        tree.validate()
+        policy = TreePolicy(budgets[r], 4, beam, widths[r])
+        alone = SequenceDrafter(module, text, embed, lm_head, torch.arange(VOCAB))
+        expected = alone.draft(LENGTHS[r], policy)
+        assert tree.token_ids.tolist() == expected.token_ids.tolist()
+        assert tree.parent_indices.tolist() == expected.parent_indices.tolist()
+        np.testing.assert_allclose(tree.scores, expected.scores, atol=2e-4)
+    assert trees[2].max_depth == trees[2].num_nodes  # width 1: a chain
+    assert max(tree.num_nodes for tree in trees) > 1
+
+
+def test_windows_are_filled_once(head: Path) -> None:
+    drafter = make_drafter(head)
+    texts = sequences()
+    window = DenseWindow()
+    drafter.bind_window(window, DenseTarget([(t.key, t.value) for t in texts]))
+    asked = requests_for(texts, [4] * 5, [8] * 5)
+    first = drafter.propose(asked)
+    assert len(window.store) == sum(min(n, WINDOW) for n in LENGTHS)
+    second = drafter.propose(asked)
+    assert window.pending == []
+    assert [t.token_ids.tolist() for t in first] == [t.token_ids.tolist() for t in second]
+    drafter.forget(["r4"])
+    assert not any(name == "r4" for name, _ in window.store)
+
+
+def test_fused_layer_equals_the_module(head: Path) -> None:
+    module, _ = load_longspec_head(head, TARGET)
+    fused = FusedLongSpecHead(module, MAX_LEN)
+    embeds, positions = torch.randn(6, HIDDEN), torch.tensor([0, 3, 4, 50, 51, 99])
+
+    def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q + torch.cat([k, v], dim=1)
+
+    def cross_attend(q: torch.Tensor) -> torch.Tensor:
+        return q.cumsum(0)
+
+    expected = module(embeds, positions, self_attend, cross_attend)
+    torch.testing.assert_close(
+        fused(embeds, positions, self_attend, cross_attend), expected, atol=1e-5, rtol=1e-5
+    )
+    for ours, theirs in zip(
+        fused.window_kv(embeds, positions), module.window_kv(embeds, positions), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_positions_past_the_models_end_are_not_looked_up(head: Path) -> None:
+    drafter = make_drafter(head, max_model_len=102)
+    texts = sequences()
+    drafter.bind_window(DenseWindow(), DenseTarget([(t.key, t.value) for t in texts]))
+    trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
+    assert trees[-1].num_nodes == 8

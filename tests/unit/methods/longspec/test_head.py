@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LongSpec layer, its config and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_specplug.methods.longspec.checkpoint import (
+    inspect_longspec_head,
+    load_longspec_head,
+    save_longspec_head,
+)
+from vllm_specplug.methods.longspec.config import LongSpecConfig, check_window
+from vllm_specplug.methods.longspec.head import LongSpecHead, inverse_frequencies
+
+TARGET: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 50,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "num_hidden_layers": 3,
+}
+
+
+def make_head(**changes: Any) -> LongSpecHead:
+    torch.manual_seed(0)
+    return LongSpecHead(replace(LongSpecConfig.for_target(TARGET, window_size=16), **changes))
+
+
+def test_round_trip_keeps_every_tensor(tmp_path: Path) -> None:
+    head = make_head(draft_vocab_size=20)
+    ids = torch.arange(0, 40, 2)
+    save_longspec_head(tmp_path, head, target_ids=ids, dtype=torch.float32)
+    loaded, extras = load_longspec_head(tmp_path, TARGET)
+    assert loaded.config == head.config
+    assert extras.target_ids is not None and torch.equal(extras.target_ids, ids)
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "layers.0.", "model.layers.0."])
+def test_published_layout_is_read(tmp_path: Path, prefix: str) -> None:
+    """Biases on q, k, v; unused cross-attention keys; no final norm; a target-like config."""
+    head = make_head(final_norm=False)
+    tensors = {prefix + name: tensor for name, tensor in head.state_dict().items()}
+    for name in ("k_proj", "v_proj"):
+        tensors[f"{prefix}cross_attn.{name}.weight"] = torch.zeros(16, 32)
+        tensors[f"{prefix}cross_attn.{name}.bias"] = torch.zeros(16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**TARGET, "num_hidden_layers": 1}))
+    loaded, extras = load_longspec_head(tmp_path, TARGET)
+    assert extras.target_ids is None
+    assert loaded.config.attention_bias and not loaded.config.final_norm
+    assert loaded.config.window_size == 512
+    assert torch.equal(loaded.self_attn.q_proj.bias, head.self_attn.q_proj.bias)
+
+
+def _spoiled(folder: Path, change: dict[str, Any]) -> None:
+    save_longspec_head(folder, make_head())
+    config = json.loads((folder / "config.json").read_text())
+    config.update(change)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_key_value_heads": 4}, "num_key_value_heads = 4, legal: 2"),
+        ({"rope_theta": 500000.0}, "rope_theta = 500000.0, legal: 10000.0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn', legal"),
+        ({"vocab_size": 51}, "vocab_size = 51, legal: 50"),
+        ({"window_size": 0}, "window_size = 0, legal"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers = 2, legal: 1"),
+        ({"intermediate_size": 47}, "misshapen mlp.down_proj.weight"),
+        ({"draft_vocab_size": 20}, "missing d2t"),
+        ({"hidden_size": "32"}, "hidden_size = '32', legal: an integer"),
+    ],
+)
+def test_misfits_are_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    _spoiled(tmp_path, change)
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        inspect_longspec_head(tmp_path, TARGET)
+
+
+def test_a_target_that_keeps_a_window_of_its_last_layer_is_refused(tmp_path: Path) -> None:
+    save_longspec_head(tmp_path, make_head())
+    sliding = {**TARGET, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
+    with pytest.raises(ValueError, match=r"layer_types\[-1\] = 'sliding_attention'"):
+        inspect_longspec_head(tmp_path, sliding)
+
+
+@pytest.mark.parametrize("window", [0, -1, 129, True, 2.5])
+def test_windows_outside_the_model_are_refused(window: Any) -> None:
+    with pytest.raises(ValueError, match=r"legal: an integer within 1\.\.128 \(max_model_len\)"):
+        check_window("window_size", window, 128)
+    check_window("window_size", 128, 128)
+
+
+def test_missing_and_unexpected_tensors_are_listed_together(tmp_path: Path) -> None:
+    save_longspec_head(tmp_path, make_head())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["mlp.up_proj.weight"]
+    tensors["mlp.other.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing mlp.up_proj.weight.*unexpected mlp.other"):
+        load_longspec_head(tmp_path, TARGET)
+
+
+def test_rotary_angles_are_the_targets() -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    for rope in (None, scaling, {"rope_type": "linear", "factor": 4.0}):
+        raw = {**TARGET, "rope_scaling": rope}
+        parameters = {**(rope or {"rope_type": "default"}), "rope_theta": 10000.0}
+        names = ("hidden_size", "num_attention_heads", "head_dim")
+        hf = LlamaConfig(**{k: TARGET[k] for k in names}, rope_parameters=parameters)
+        expected = LlamaRotaryEmbedding(hf).inv_freq
+        actual = inverse_frequencies(LongSpecConfig.for_target(raw))
+        torch.testing.assert_close(actual, expected)
+
+
+def test_window_keys_are_those_of_the_forward() -> None:
+    head = make_head().eval()
+    embeds, positions = torch.randn(5, 32), torch.tensor([3, 4, 5, 9, 10])
+    seen: list[torch.Tensor] = []
+
+    def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.extend((k, v))
+        return q
+
+    head(embeds, positions, self_attend, lambda q: q)
+    for ours, theirs in zip(head.window_kv(embeds, positions), seen, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LongSpec's trainer: attention by slices and chunks, features, steps, resume, evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
+from vllm_specplug.methods.longspec.config import LongSpecConfig
+from vllm_specplug.methods.longspec.head import LongSpecHead
+from vllm_specplug.methods.longspec.train.evaluate import (
+    SequenceDrafter,
+    TreePolicy,
+    evaluate_longspec,
+)
+from vllm_specplug.methods.longspec.train.features import (
+    KVFeatureStore,
+    draw_offset,
+    offset_positions,
+    write_kv_shard,
+)
+from vllm_specplug.methods.longspec.train.run import LongSpecRun, train_longspec
+from vllm_specplug.methods.longspec.train.trainer import (
+    LongSpecRecipe,
+    LongSpecTrainer,
+    causal_attention,
+    pack,
+    run_packed,
+    stale_attention,
+    window_attention,
+)
+from vllm_specplug.train.features import TokenSequence
+from vllm_specplug.train.loop import Rhythm
+
+VOCAB = 40
+
+
+def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor):
+    return causal_attention(query[None], key[None], value[None], mask[None, None])[0]
+
+
+def rows_and_columns(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    at = torch.arange(length)
+    return at[:, None], at[None]
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 10, 16, 17, 41])
+def test_window_attention_sees_itself_and_the_window_before_it(length: int) -> None:
+    torch.manual_seed(length)
+    q, k, v = torch.randn(length, 4, 8), torch.randn(length, 2, 8), torch.randn(length, 2, 8)
+    row, column = rows_and_columns(length)
+    mask = (column <= row) & (column >= row - 8)
+    torch.testing.assert_close(window_attention(q, k, v, 8), masked(q, k, v, mask))
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 2, 5, 30])
+def test_stale_attention_ends_before_the_query(length: int, staleness: int) -> None:
+    torch.manual_seed(length)
+    q, k, v = torch.randn(length, 4, 8), torch.randn(length, 2, 8), torch.randn(length, 2, 8)
+    out = stale_attention(q, k, v, staleness)
+    assert torch.equal(out[:staleness], torch.zeros_like(out[:staleness]))
+    if length > staleness:
+        row, column = rows_and_columns(length)
+        mask = column <= row - staleness
+        expected = masked(q[staleness:], k, v, mask[staleness:])
+        torch.testing.assert_close(out[staleness:], expected)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        eos_token_id=1,
+        initializer_range=0.3,
+    )
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def features(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
+    rng = np.random.default_rng(0)
+    # Texts with a rule to learn: a token is followed by itself plus one.
+    sequences = []
+    for i, length in enumerate((24, 31, 18, 40, 22, 35)):
+        start = int(rng.integers(2, VOCAB))
+        tokens = (start + np.arange(length)) % (VOCAB - 2) + 2
+        sequences.append(TokenSequence(tokens, 3, f"kind{i % 2}/x"))
+    folder = tmp_path_factory.mktemp("features")
+    offsets = [draw_offset(len(s.tokens), 256, rng) for s in sequences]
+    write_kv_shard(folder / "shard-0000", sequences, offsets, model, tokens_per_batch=70)
+    return folder
+
+
+def test_features_are_the_targets_last_layer_at_shifted_positions(
+    target: Path, features: Path
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
+    store = KVFeatureStore(features)
+    assert any(int(s.positions[-1]) >= len(s) for s in (store[i] for i in range(len(store))))
+    for sequence in (store[0], store[3]):
+        with torch.no_grad():
+            output = model.model(
+                input_ids=sequence.tokens[None],
+                position_ids=sequence.positions[None],
+                attention_mask=torch.ones(1, len(sequence), dtype=torch.int64),
+                use_cache=True,
+            )
+        last = output.past_key_values.layers[-1]
+        torch.testing.assert_close(sequence.key, last.keys[0].transpose(0, 1), atol=0.06, rtol=0.06)
+        torch.testing.assert_close(
+            sequence.value, last.values[0].transpose(0, 1), atol=0.06, rtol=0.06
+        )
+        torch.testing.assert_close(
+            sequence.hidden, output.last_hidden_state[0], atol=0.06, rtol=0.06
+        )
+
+
+def test_first_positions_stay_where_they_are() -> None:
+    assert offset_positions(6, 2, 100).tolist() == [0, 1, 102, 103, 104, 105]
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        keep, offset = draw_offset(50, 60, rng)
+        assert 0 <= keep <= 4 and 0 <= offset < 10
+    assert draw_offset(70, 60, rng)[1] == 0
+
+
+def make_head(window: int = 16) -> LongSpecHead:
+    torch.manual_seed(1)
+    config = LongSpecConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        window_size=window,
+    )
+    return LongSpecHead(config)
+
+
+def make_trainer(features: Path, **options: object) -> LongSpecTrainer:
+    torch.manual_seed(2)
+    recipe = LongSpecRecipe(
+        optimizer="adamw", adam_learning_rate=1e-2, tokens_per_step=60, warmup_steps=1, **options
+    )  # type: ignore[arg-type]
+    return LongSpecTrainer(
+        make_head(),
+        KVFeatureStore(features),
+        recipe,
+        embed_tokens=torch.randn(VOCAB, 32),
+        draft_lm_head=torch.randn(VOCAB, 32),
+        target_ids=torch.arange(VOCAB),
+    )
+
+
+def test_steps_reduce_the_loss_and_resume_bit_for_bit(features: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(features)
+    losses = [trainer.train_step()["loss"] for _ in range(12)]
+    assert np.mean(losses[-3:]) < 0.7 * np.mean(losses[:3])
+    trainer.save(tmp_path)
+    expected = [trainer.train_step()["loss"] for _ in range(3)]
+    other = make_trainer(features)
+    other.resume(tmp_path)
+    assert [other.train_step()["loss"] for _ in range(3)] == expected
+
+
+def test_checkpointing_changes_memory_and_not_the_gradient(features: Path) -> None:
+    grads = []
+    for flag in (False, True):
+        trainer = make_trainer(features, gradient_checkpointing=flag)
+        trainer.accelerator.backward(trainer.step_loss().total)
+        grads.append(trainer.head.cross_attn.q_proj.weight.grad.clone())
+    torch.testing.assert_close(*grads)
+
+
+def test_noise_draws_every_staleness_and_can_be_switched_off(features: Path) -> None:
+    trainer = make_trainer(features)
+    drawn = set()
+    for trainer.step in range(30):
+        drawn.update(trainer.next_batch().staleness)
+    assert drawn == {1, 2, 3, 4}
+    quiet = make_trainer(features, max_staleness=1)
+    assert set(quiet.next_batch().staleness) == {1}
+
+
+def test_supervised_rows_start_at_the_last_prompt_token(features: Path) -> None:
+    store = KVFeatureStore(features)
+    batch = pack([store[0], store[1]], [1, 2])
+    first = torch.arange(2, len(store[0]) - 1)
+    second = torch.arange(2, len(store[1]) - 1) + len(store[0])
+    assert torch.equal(batch.rows, torch.cat([first, second]))
+    assert torch.equal(batch.labels, batch.tokens[batch.rows + 1])
+
+
+def test_padding_changes_no_state_that_counts(features: Path) -> None:
+    store = KVFeatureStore(features)
+    sequences = [store[0], store[1]]
+    head, embed = make_head().eval(), torch.randn(VOCAB, 32)
+    plain, padded = pack(sequences, [1, 2]), pack(sequences, [1, 2], multiple=64)
+    assert len(padded.tokens) % 64 == 0 and sum(padded.lengths) == len(padded.tokens)
+    assert torch.equal(plain.rows, padded.rows)
+    with torch.no_grad():
+        expected = run_packed(head, plain, embed)
+        actual = run_packed(head, padded, embed)
+    torch.testing.assert_close(actual[: len(expected)], expected)
+
+
+def test_drafting_a_chain_is_the_training_forward_at_each_staleness(features: Path) -> None:
+    """Depth d of a draft reads a cache that ends d + 1 positions before it."""
+    store = KVFeatureStore(features)
+    sequence, head = store[3], make_head(window=64).eval()
+    embed, lm_head = torch.randn(VOCAB, 32), torch.randn(VOCAB, 32)
+    anchor = 20
+    drafter = SequenceDrafter(head, sequence, embed, lm_head, torch.arange(VOCAB))
+    tree = drafter.draft(anchor, TreePolicy(3, depth=3, width=1))
+    tokens = sequence.tokens.clone()
+    for depth, node in enumerate(range(3)):
+        # The drafted chain stands in for the text; its cache entries are never read.
+        changed = sequence.__class__(**{**vars(sequence), "tokens": tokens, "prompt_len": 1})
+        batch = pack([changed], [depth + 1])
+        with torch.no_grad():
+            states = run_packed(head, batch, embed)
+        logits = states[anchor + depth] @ lm_head.t()
+        assert int(logits.argmax()) == int(tree.token_ids[node])
+        tokens[anchor + depth + 1] = tree.token_ids[node]
+
+
+def test_evaluation_accepts_what_a_perfect_drafter_knows(features: Path) -> None:
+    """A layer that always finds the successor is accepted to the full depth, any other is not."""
+    store = KVFeatureStore(features)
+    sequences = [store[i] for i in range(3)]
+    table, lm_head = torch.randn(VOCAB, 32), torch.randn(VOCAB, 32)
+
+    class Successor(LongSpecHead):
+        def forward(self, embeds, positions, self_attend, cross_attend):  # type: ignore
+            super().forward(embeds, positions, self_attend, cross_attend)
+            token = torch.cdist(embeds, table).argmin(-1)
+            return 100.0 * torch.linalg.pinv(lm_head).t()[(token - 2 + 1) % (VOCAB - 2) + 2]
+
+    policies = {"chain": TreePolicy(4, depth=4, width=1), "tree": TreePolicy(8, depth=4)}
+    lengths = {}
+    for cls in (Successor, LongSpecHead):
+        head = cls(make_head().config).eval()
+        ids = torch.arange(VOCAB)
+        report = evaluate_longspec(head, sequences, table, lm_head, ids, policies)
+        lengths[cls] = report.lengths()
+        for name, counts in report.total.items():
+            by_source = [kinds[name] for kinds in report.by_source.values()]
+            assert sum(c.rounds for c in by_source) == counts.rounds > 0
+            assert sum(c.accepted for c in by_source) == counts.accepted
+    # The last round of a text has less than the full depth to accept.
+    assert lengths[Successor]["chain"] > 3.5 > 2.0 > lengths[LongSpecHead]["chain"]
+
+
+def test_a_run_learns_exports_and_continues_as_the_next_stage(
+    target: Path, features: Path, tmp_path: Path
+) -> None:
+    run = LongSpecRun(
+        str(target), str(features), str(features), window_size=16, draft_vocab_size=30,
+        eval_sequences=3,
+    )  # fmt: skip
+    recipe = LongSpecRecipe(
+        optimizer="adamw", adam_learning_rate=1e-2, tokens_per_step=100, total_steps=6,
+        warmup_steps=1, ema_decay=0.0,
+    )  # fmt: skip
+    facts = train_longspec(run, recipe, Rhythm(str(tmp_path / "a"), eval_every=6, save_every=3))
+    head, extras = load_longspec_head(tmp_path / "a" / "head", LlamaConfig.from_pretrained(target))
+    assert extras.target_ids is not None and len(extras.target_ids) == 30
+    assert facts["progress"]["step"] == 6 and facts["init_from"] is None
+    with pytest.raises(ValueError, match="--resume"):
+        train_longspec(run, recipe, Rhythm(str(tmp_path / "a")))
+    second = LongSpecRun(
+        str(target), str(features), str(features), init_from=str(tmp_path / "a" / "head"),
+        eval_sequences=3,
+    )  # fmt: skip
+    recipe = LongSpecRecipe(
+        optimizer="adamw", adam_learning_rate=1e-9, tokens_per_step=100, total_steps=1,
+        gradient_checkpointing=True, ema_decay=0.0,
+    )  # fmt: skip
+    facts = train_longspec(second, recipe, Rhythm(str(tmp_path / "b"), eval_every=1))
+    again, _ = load_longspec_head(tmp_path / "b" / "head", LlamaConfig.from_pretrained(target))
+    assert facts["init_from"]["name"] == "head"
+    for name, tensor in head.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor)

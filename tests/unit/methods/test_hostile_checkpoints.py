@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints are somebody else's input: whatever they hold, a ValueError and no memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from vllm_specplug.drafting.checkpoint_files import MAX_HEADER_BYTES, MAX_JSON_BYTES
+from vllm_specplug.methods.block.checkpoint import (
+    inspect_block_head,
+    load_block_head,
+    save_block_head,
+)
+from vllm_specplug.methods.block.config import BlockHeadConfig
+from vllm_specplug.methods.block.head import BlockHead
+
+TARGET = {"hidden_size": 16, "vocab_size": 20, "num_hidden_layers": 4}
+CONFIG = BlockHeadConfig(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, vocab_size=20, draft_vocab_size=20, target_hidden_size=16,
+    target_layer_ids=(1, 2), block_size=4, mask_token_id=3,
+)  # fmt: skip
+# Far more than any refusal needs, far less than what the files below claim.
+MEMORY_GROWTH_KIB = 200_000
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    save_block_head(tmp_path / "head", BlockHead(CONFIG), dtype=torch.float32)
+    return tmp_path / "head"
+
+
+def refused(folder: Path, *words: str) -> str:
+    """The message both readers refuse `folder` with; fails when memory grew on the way."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError) as error:
+        load_block_head(folder, TARGET)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEMORY_GROWTH_KIB
+    text = str(error.value)
+    assert all(word in text for word in words), text
+    assert len(text) < 4000
+    return text
+
+
+def taken_or_refused(folder: Path) -> None:
+    """Fails for any other exception than a ValueError of reasonable length."""
+    message = ""
+    try:
+        load_block_head(folder, TARGET)
+    except ValueError as error:
+        message = str(error)
+    assert len(message) < 4000
+
+
+def test_the_untouched_head_loads(head: Path) -> None:
+    load_block_head(head, TARGET)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret.safetensors", "/etc/passwd", "..", "sub/x.safetensors", "x.bin", "",
+     "x\0.safetensors", "..\\x.safetensors/../y.safetensors"],
+)  # fmt: skip
+def test_an_index_cannot_leave_its_folder(head: Path, name: str) -> None:
+    (head / "model.safetensors").rename(head.parent / "secret.safetensors")
+    index = {"weight_map": {"norm.weight": name}}
+    (head / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(head, "names of *.safetensors files in the same folder")
+
+
+@pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}'])
+def test_an_index_that_is_none(head: Path, index: str) -> None:
+    (head / "model.safetensors").unlink()
+    (head / "model.safetensors.index.json").write_text(index)
+    refused(head, "model.safetensors.index.json")
+
+
+def test_pickles_are_never_opened(head: Path, tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    (head / "model.safetensors").unlink()
+    (head / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    refused(head, "pickled weights", "pytorch_model.bin")
+    # The same bytes under a name that promises safety.
+    (head / "model.safetensors").write_bytes(pickle.dumps(Bomb()))
+    refused(head, "model.safetensors")
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("claimed", [0, 1, 1 << 30, MAX_HEADER_BYTES + 1, (1 << 64) - 1])
+def test_headers_that_claim_too_much_or_nothing(head: Path, claimed: int) -> None:
+    (head / "model.safetensors").write_bytes(struct.pack("<Q", claimed) + b"{}" * 8)
+    refused(head, "model.safetensors")
+
+
+def test_shapes_beyond_the_file(head: Path) -> None:
+    tensor = {"dtype": "F32", "shape": [1 << 40, 1 << 20], "data_offsets": [0, 8]}
+    header = json.dumps({"norm.weight": tensor}).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes(8)
+    (head / "model.safetensors").write_bytes(data)
+    refused(head, "model.safetensors")
+
+
+def test_a_huge_tensor_that_does_not_fit_is_not_read(head: Path) -> None:
+    """A sparse file of 4 GiB: reading it would be noticed."""
+    size = 4 << 30
+    tensor = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
+    header = json.dumps({"norm.weight": tensor}).encode()
+    with (head / "model.safetensors").open("wb") as stream:
+        stream.write(struct.pack("<Q", len(header)) + header)
+        stream.truncate(8 + len(header) + size)
+    refused(head, "misshapen norm.weight")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite(head: Path, value: float) -> None:
+    weights = load_file(head / "model.safetensors")
+    weights["fc.weight"][3, 2] = value
+    save_file(weights, head / "model.safetensors")
+    refused(head, "fc.weight", "1 values that are not finite")
+
+
+def test_large_finite_values_are_not_taken_for_infinite(head: Path) -> None:
+    weights = load_file(head / "model.safetensors")
+    weights["fc.weight"][:] = 3e38
+    save_file(weights, head / "model.safetensors")
+    load_block_head(head, TARGET)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn]
+)
+def test_dtypes_that_are_no_weights(head: Path, dtype: torch.dtype) -> None:
+    weights = load_file(head / "model.safetensors")
+    weights["fc.weight"] = weights["fc.weight"].to(dtype)
+    save_file(weights, head / "model.safetensors")
+    refused(head, "fc.weight", "dtype", "legal: BF16, F16, F32")
+    with pytest.raises(ValueError, match="dtype"):
+        inspect_block_head(head, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * 100_000, "not JSON"),
+        ('"hello"', "JSON object"),
+        ("\xff\xfe", "hidden_size"),
+        ("{}", "hidden_size"),
+        ("nul", "not JSON"),
+    ],
+)
+def test_configs_that_are_none(head: Path, text: str, words: str) -> None:
+    if text == "\xff\xfe":
+        (head / "config.json").write_bytes(b"\xff\xfe")
+        words = "not JSON"
+    else:
+        (head / "config.json").write_text(text)
+    refused(head, words)
+
+
+def test_a_config_of_gigabytes(head: Path) -> None:
+    with (head / "config.json").open("wb") as stream:
+        stream.truncate(MAX_JSON_BYTES + 1)
+    refused(head, "at most")
+
+
+ABSURD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.sampled_from([0, -1, 1 << 31, 1 << 62, 10**30]),
+    st.floats(allow_nan=True),
+    st.text(max_size=5),
+    st.lists(st.integers(-5, 1 << 40), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_any_value_in_any_field_is_taken_or_refused(
+    data: st.DataObject, tmp_path_factory: Any
+) -> None:
+    config: dict[str, Any] = CONFIG.to_dict()
+    for name in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=3)):
+        config[name] = data.draw(ABSURD)
+    inner = config["dflash_config"]
+    if isinstance(inner, dict) and inner and data.draw(st.booleans()):
+        inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(ABSURD)
+    folder = _shared_head(tmp_path_factory)
+    (folder / "config.json").write_text(json.dumps(config))
+    taken_or_refused(folder)
+
+
+@settings(max_examples=150)
+@given(position=st.floats(0, 1), flipped=st.binary(min_size=1, max_size=24), cut=st.floats(0, 1))
+def test_damaged_files_are_taken_or_refused(
+    position: float, flipped: bytes, cut: float, tmp_path_factory: Any
+) -> None:
+    folder = _shared_head(tmp_path_factory)
+    original = (folder.parent / "original").read_bytes()
+    at = int(position * min(len(original), 2000))
+    damaged = original[:at] + flipped + original[at + len(flipped) :]
+    if cut < 0.5:
+        damaged = damaged[: int(2 * cut * len(damaged))]
+    (folder / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    (folder / "model.safetensors").write_bytes(damaged)
+    try:
+        taken_or_refused(folder)
+    finally:
+        (folder / "model.safetensors").write_bytes(original)
+
+
+_shared: list[Path] = []
+
+
+def _shared_head(tmp_path_factory: Any) -> Path:
+    if not _shared:
+        folder = tmp_path_factory.mktemp("fuzz")
+        torch.manual_seed(0)
+        save_block_head(folder / "head", BlockHead(CONFIG), dtype=torch.float32)
+        (folder / "original").write_bytes((folder / "head" / "model.safetensors").read_bytes())
+        _shared.append(folder / "head")
+    return _shared[0]
+
+
+def test_a_tensor_under_two_names_is_refused(head: Path) -> None:
+    weights = load_file(head / "model.safetensors")
+    weights["model.norm.weight"] = weights["norm.weight"] + 1
+    save_file(weights, head / "model.safetensors")
+    refused(head, "norm.weight", "twice")
+
+
+def test_a_tensor_in_two_shards_is_refused(head: Path) -> None:
+    weights = load_file(head / "model.safetensors")
+    (head / "model.safetensors").rename(head / "a.safetensors")
+    save_file({"norm.weight": weights["norm.weight"] + 1}, head / "b.safetensors")
+    names = {"weight_map": {"fc.weight": "a.safetensors", "norm.weight": "b.safetensors"}}
+    (head / "model.safetensors.index.json").write_text(json.dumps(names))
+    refused(head, "norm.weight", "twice")
+
+
+def test_a_key_given_twice_is_refused(head: Path) -> None:
+    text = (head / "config.json").read_text()
+    (head / "config.json").write_text(text.rstrip().removesuffix("}") + ', "hidden_size": 16}')
+    refused(head, "config.json", "hidden_size", "twice")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_json_has_not(head: Path, value: str) -> None:
+    config = json.loads((head / "config.json").read_text())
+    config["rope_theta"] = 12345.5
+    text = json.dumps(config).replace("12345.5", value)
+    (head / "config.json").write_text(text)
+    refused(head)
+
+
+def test_folders_and_pipes_in_place_of_weights(head: Path) -> None:
+    (head / "model.safetensors").unlink()
+    (head / "weights.safetensors").mkdir()
+    refused(head, "no *.safetensors file")
+    (head / "weights.safetensors").rmdir()
+    # Opened, a pipe would wait for ever.
+    os.mkfifo(head / "weights.safetensors")
+    refused(head, "no *.safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("target_layer_ids", "12"),
+        ("target_layer_ids", [1.5, 2]),
+        ("target_layer_ids", [True, 2]),
+        ("target_layer_ids", {"1": 2}),
+        ("block_size", 4.5),
+        ("block_size", True),
+        ("block_size", "4"),
+    ],
+)
+def test_numbers_are_taken_as_they_stand(head: Path, name: str, value: Any) -> None:
+    config = json.loads((head / "config.json").read_text())
+    container = config["dflash_config"] if name in config["dflash_config"] else config
+    container[name] = value
+    (head / "config.json").write_text(json.dumps(config))
+    refused(head, name)
+
+
+def _longspec(folder: Path) -> tuple[dict[str, Any], Any]:
+    from vllm_specplug.methods.longspec.checkpoint import inspect_longspec_head, save_longspec_head
+    from vllm_specplug.methods.longspec.config import LongSpecConfig
+    from vllm_specplug.methods.longspec.head import LongSpecHead
+
+    target = {**TARGET, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8,
+              "num_key_value_heads": 1, "rope_theta": 1e4}  # fmt: skip
+    save_longspec_head(folder, LongSpecHead(LongSpecConfig.for_target(target)))
+    return target, inspect_longspec_head
+
+
+def _tokenswift(folder: Path) -> tuple[dict[str, Any], Any]:
+    from vllm_specplug.methods.tokenswift.head import (
+        TokenSwiftConfig,
+        TokenSwiftHeads,
+        inspect_heads,
+        save_heads,
+    )
+
+    save_heads(folder, TokenSwiftHeads(TokenSwiftConfig(16, 20, 20)))
+    return TARGET, inspect_heads
+
+
+def _local(folder: Path) -> tuple[dict[str, Any], Any]:
+    from vllm_specplug.methods.dels.checkpoint import inspect_local_head, save_local_head
+    from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+
+    save_local_head(folder, LocalHead(LocalHeadConfig("gru", 20, 16, 4, 6)))
+    return TARGET, inspect_local_head
+
+
+@pytest.mark.parametrize("make", [_longspec, _tokenswift, _local])
+def test_any_value_in_any_field_of_other_heads_is_taken_or_refused(
+    make: Any, tmp_path_factory: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("head")
+    target, inspect = make(folder)
+    inspect(folder, target)
+    sound = json.loads((folder / "config.json").read_text())
+
+    @settings(max_examples=250)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        config = dict(sound)
+        for name in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=2)):
+            config[name] = data.draw(ABSURD)
+        (folder / "config.json").write_text(json.dumps(config))
+        message = ""
+        try:
+            inspect(folder, target)
+        except ValueError as error:
+            message = str(error)
+        assert len(message) < 4000
+
+    check()
+
+
+@pytest.mark.parametrize("make", [_longspec, _tokenswift])
+@pytest.mark.parametrize("eps", [0, -1.0, True, "1e-6", [1e-6], 1e400])
+def test_a_norm_needs_a_positive_epsilon(tmp_path: Path, make: Any, eps: Any) -> None:
+    target, inspect = make(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = json.dumps({**config, "rms_norm_eps": eps}).replace("Infinity", "1e400")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="rms_norm_eps"):
+        inspect(tmp_path, target)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter on made-up hidden states: what it drafts from, and what it learns."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specplug.accept.contextual_penalty import penalise
+from vllm_specplug.drafting.drafter import (
+    CommittedTokens,
+    DrafterOptions,
+    DraftPenalty,
+    DraftRequests,
+    TargetWeights,
+)
+from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
+from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads, save_heads
+from vllm_specplug.methods.tokenswift.options import SelfDraftOptions
+
+HIDDEN, VOCAB = 16, 40
+DRAFT_IDS = torch.arange(0, VOCAB, 2)
+
+
+class FakeForward:
+    """The target's forward: rows of a table, by anchor."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table, self.calls, self.dropped = table, 0, []
+
+    def can_run(self, requests: DraftRequests) -> bool:
+        return len(requests) <= 2
+
+    def __call__(self, requests: DraftRequests):
+        self.calls += 1
+        hidden = self.table[requests.anchors]
+        return hidden.roll(1, -1), hidden
+
+    def forget(self, req_ids) -> None:
+        self.dropped += req_ids
+
+
+def _drafter(folder, source: str, *, ngram_topk: int = 0, reduced: bool = False, widths=None):
+    torch.manual_seed(0)
+    heads = TokenSwiftHeads(
+        TokenSwiftConfig(HIDDEN, VOCAB, len(DRAFT_IDS) if reduced else VOCAB, medusa_heads=3)
+    )
+    save_heads(folder, heads, dtype=torch.float32, target_ids=DRAFT_IDS if reduced else None)
+    drafter = TokenSwiftDrafter(
+        DrafterOptions(
+            head_path=str(folder),
+            num_nodes=12,
+            tree_depth=4,
+            max_depth=12,
+            tree_width=3,
+            tree_builder="best_first",
+            hybrid_lambda=0.1,
+            causal=None,
+            ngram_topk=ngram_topk,
+            max_model_len=100,
+            self_draft=SelfDraftOptions(source, 64, 4, 60, 2, 4, widths),
+        )
+    )
+    lm_head = torch.randn(VOCAB, HIDDEN)
+    drafter.load(
+        TargetWeights(
+            embed_tokens=lm_head,
+            lm_head=lm_head,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            text_config=SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB),
+            make_linear=plain_linear,
+        )
+    )
+    drafter.bind_target_forward(FakeForward(torch.randn(VOCAB, HIDDEN)), lambda values: values)
+    return drafter, heads.eval(), lm_head
+
+
+def _requests(*texts, widths: int = 3, budget: int = 12, penalties=()):
+    texts = [np.array(t) for t in texts]
+    return DraftRequests(
+        req_ids=[f"r{i}" for i in range(len(texts))],
+        token_ids=texts,
+        context_lens=[len(t) - 1 for t in texts],
+        req_indices=list(range(len(texts))),
+        budgets=[budget] * len(texts),
+        widths=[widths] * len(texts),
+        depths=[8] * len(texts),
+        penalties=list(penalties),
+    )
+
+
+def _observe(drafter, hidden, last_rows):
+    drafter.observe(
+        CommittedTokens(
+            aux_hidden_states=[hidden],
+            rows=torch.arange(len(hidden)),
+            positions=torch.arange(len(hidden)),
+            slots=torch.arange(len(hidden)),
+            last_rows=torch.tensor(last_rows),
+        )
+    )
+
+
+def _best(states, lm_head):
+    return [int((state @ lm_head.t()).argmax()) for state in states]
+
+
+def _first_chain(tree):
+    """Tokens of the likeliest node of each level, followed from the root."""
+    tokens, parent = [], -1
+    while True:
+        children = [n for n in range(tree.num_nodes) if tree.parent_indices[n] == parent]
+        if not children:
+            return tokens
+        parent = max(children, key=lambda n: tree.scores[n])
+        tokens.append(int(tree.token_ids[parent]))
+
+
+def test_heads_read_each_requests_last_committed_row(tmp_path) -> None:
+    drafter, heads, lm_head = _drafter(tmp_path, "heads")
+    hidden = torch.randn(6, HIDDEN)
+    _observe(drafter, hidden, [4, 1])
+    trees = drafter.propose(_requests([1, 2], [3, 4], widths=1))
+    for tree, row in zip(trees, (4, 1), strict=True):
+        assert tree.token_ids.tolist() == _best(heads(hidden[row : row + 1])[:, 0], lm_head)
+    assert drafter.target_forward.calls == 0
+    assert drafter.partial_cache_spec() is None
+
+
+def test_self_starts_with_the_targets_own_prediction(tmp_path) -> None:
+    drafter, heads, lm_head = _drafter(tmp_path, "self")
+    _observe(drafter, torch.randn(2, HIDDEN), [0, 1])
+    trees = drafter.propose(_requests([1, 2], [3, 4], widths=1))
+    assert drafter.target_forward.calls == 1
+    for tree, anchor in zip(trees, (2, 4), strict=True):
+        hidden = drafter.target_forward.table[anchor]
+        expected = _best([hidden.roll(1, -1)], lm_head) + _best(heads(hidden[None])[:, 0], lm_head)
+        assert tree.token_ids.tolist() == expected
+    spec = drafter.partial_cache_spec()
+    assert (spec.budget, spec.sink, spec.refresh, spec.max_requests) == (64, 4, 60, 2)
+
+
+def test_static_widths_and_budgets(tmp_path) -> None:
+    drafter, _, _ = _drafter(tmp_path, "self", widths=(1, 2, 2, 1))
+    _observe(drafter, torch.randn(1, HIDDEN), [0])
+    (tree,) = drafter.propose(_requests([1, 2]))
+    assert np.bincount(tree.depths).tolist() == [0, 1, 2, 4, 4]
+    (tree,) = drafter.propose(_requests([1, 2], budget=5))
+    assert tree.num_nodes == 5
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_drafts_are_penalised_like_samples(tmp_path, reduced) -> None:
+    drafter, heads, lm_head = _drafter(tmp_path, "heads", reduced=reduced)
+    hidden = torch.randn(1, HIDDEN)
+    _observe(drafter, hidden, [0])
+    (free,) = drafter.propose(_requests([1, 2], widths=1))
+    if reduced:
+        assert set(free.token_ids.tolist()) <= set(DRAFT_IDS.tolist())
+    tokens = torch.tensor([int(free.token_ids[0]), 1])
+    penalty = DraftPenalty(tokens, lambda logits, indices: penalise(logits, indices, 4.0))
+    (held,) = drafter.propose(_requests([1, 2], widths=1, penalties=[penalty]))
+    logits = heads(hidden)[:, 0] @ lm_head.t()
+    if reduced:
+        logits = logits[:, DRAFT_IDS]
+        indices = torch.tensor([int((tokens[0] == DRAFT_IDS).nonzero())])
+    else:
+        indices = tokens
+    penalise(logits, indices, 4.0)
+    best = logits.argmax(-1)
+    expected = DRAFT_IDS[best] if reduced else best
+    assert held.token_ids.tolist() == expected.tolist()
+    assert held.token_ids[0] != free.token_ids[0]
+
+
+def test_branches_join_and_acceptance_is_told_by_source(tmp_path) -> None:
+    drafter, heads, lm_head = _drafter(tmp_path, "heads", ngram_topk=2)
+    hidden = torch.randn(1, HIDDEN)
+    _observe(drafter, hidden, [0])
+    text = [7, 8, 9, 30, 31, 5, 7, 8, 9]
+    (tree,) = drafter.propose(_requests(text))
+    own = _best(heads(hidden)[:, 0], lm_head)
+    assert tree.child_of(-1, 30) is not None
+    assert tree.child_of(-1, own[0]) is not None
+    # Two tokens of the branch come true, then a token of the target's own.
+    drafter.propose(_requests([*text, 30, 31, 11]))
+    assert drafter.accepted_from == {"both": 0, "heads": 0, "ngrams": 2}
+    before = [*text, 30, 31, 11]
+    drafter.propose(_requests([*before, own[0], 12]))
+    assert drafter.accepted_from["heads"] == 1
+
+
+def test_self_alone_without_room_looks_up(tmp_path) -> None:
+    drafter, _, _ = _drafter(tmp_path, "self", ngram_topk=2)
+    _observe(drafter, torch.randn(3, HIDDEN), [0, 1, 2])
+    for _ in range(40):
+        trees = drafter.propose(_requests(*([[1, 2, 3, 1, 2]] * 3)))
+        assert all(tree.token_ids[0] == 3 for tree in trees)
+    assert drafter.steps_from == {"ngrams": 40}
+
+
+def test_without_room_in_the_pool_the_heads_draft(tmp_path) -> None:
+    drafter, _, _ = _drafter(tmp_path, "auto", ngram_topk=2)
+    assert drafter.chooser.sources == ("heads", "self", "ngrams")
+    _observe(drafter, torch.randn(3, HIDDEN), [0, 1, 2])
+    for step in range(200):
+        drafter.propose(_requests(*([[1, 2, 3 + step % 7]] * 3)))
+    assert drafter.target_forward.calls == 0
+    assert set(drafter.steps_from) == {"heads", "ngrams"}
+    drafter.forget(["r0"])
+    assert drafter.target_forward.dropped == ["r0"]

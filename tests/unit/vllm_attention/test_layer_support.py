@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers whose attention tree rows would leave something of are refused, by what they hold.
+
+vLLM's own layers over the CPU backend that serves; its CUDA implementations by their parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+from tests.e2e.tiny import make_target
+from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackend
+from vllm_specplug.vllm_attention.layer_support import (
+    IMPL_FEATURES,
+    check_cache_dtypes,
+    check_target_layers,
+)
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
+# Parameters of implementations that tree rows honour, or that the layer check covers elsewhere.
+HONOURED = {"self", "num_heads", "head_size", "scale", "num_kv_heads", "kv_cache_dtype"}
+
+
+@pytest.fixture(scope="module")
+def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    target = make_target(tmp_path_factory.mktemp("target"), 12)
+    return ModelConfig(model=str(target), skip_tokenizer_init=True, dtype="float32")
+
+
+@pytest.fixture
+def config(model_config: ModelConfig) -> Iterator[VllmConfig]:
+    config = VllmConfig(model_config=model_config)
+    with set_current_vllm_config(config):
+        yield config
+
+
+def layer(config: VllmConfig, index: int = 0, cls: type = Attention, **options: Any) -> Attention:
+    """vLLM's attention layer as a model builds it, registered in `config`."""
+    sizes = {"num_heads": HEADS, "head_size": HEAD_DIM, "num_kv_heads": KV_HEADS}
+    return cls(
+        scale=HEAD_DIM**-0.5,
+        prefix=f"model.layers.{index}.attn",
+        **{"attn_backend": TreeCPUAttentionBackend, "cache_config": CacheConfig(), **sizes}
+        | options,
+    )
+
+
+def check(config: VllmConfig) -> None:
+    check_target_layers(config.compilation_config.static_forward_context, "ngram_tree")
+
+
+def test_plain_full_attention_is_served(config: VllmConfig) -> None:
+    layer(config)
+    layer(config, 1)
+    # Layers of other kinds are in the context, too.
+    config.compilation_config.static_forward_context["model.layers.0.mlp.experts"] = object()
+    check(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "feature"),
+    [
+        ({"alibi_slopes": [0.5] * HEADS}, "ALiBi"),
+        ({"sinks": torch.zeros(HEADS)}, "attention sinks"),
+        ({"logits_soft_cap": 50.0}, r"soft-capped logits \(logits_soft_cap=50.0\)"),
+        ({"per_layer_sliding_window": 64}, r"a sliding window \(sliding_window=64\)"),
+        ({"cache_config": CacheConfig(sliding_window=64)}, "a sliding window"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "not a decoder's"),
+        ({"attn_type": AttentionType.ENCODER_DECODER}, "not a decoder's"),
+        ({"kv_sharing_target_layer_name": "model.layers.0.attn"}, "another layer's KV cache"),
+        ({"head_size_v": 16}, "values of another size"),
+        ({"num_kv_heads": 1}, r"another shape than model.layers.0.attn .*\(4, 1, 32\)"),
+        ({"attn_backend": CPUAttentionBackend}, "implementation CPUAttentionBackendImpl"),
+    ],
+)
+def test_each_feature_is_refused_by_layer_and_name(
+    config: VllmConfig, options: dict[str, Any], feature: str
+) -> None:
+    layer(config)
+    layer(config, 1, **options)
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*'model.layers.1.attn' has .*{feature}"):
+        check(config)
+
+
+def test_bidirectional_prefixes_are_refused(config: VllmConfig) -> None:
+    layer(config).use_mm_prefix = True
+    with pytest.raises(ValueError, match="both directions"):
+        check(config)
+
+
+def test_layers_that_change_their_metadata_are_refused(config: VllmConfig) -> None:
+    """Chunked and sink layers derive a backend whose implementation is ours all the same."""
+
+    class Derived(TreeCPUAttentionBackend):
+        pass
+
+    class ChunkedAttention(Attention):
+        pass
+
+    layer(config, 1, attn_backend=Derived)
+    with pytest.raises(ValueError, match="attention backend Derived"):
+        check(config)
+    config.compilation_config.static_forward_context.clear()
+    layer(config, 2, cls=ChunkedAttention)
+    with pytest.raises(ValueError, match="layer class ChunkedAttention"):
+        check(config)
+
+
+@pytest.mark.parametrize("impl", [CPUAttentionBackendImpl, FlashAttentionImpl, TritonAttentionImpl])
+def test_everything_an_implementation_takes_is_honoured_or_checked(impl: type) -> None:
+    parameters = inspect.signature(impl.__init__).parameters
+    assert set(parameters) <= HONOURED | set(IMPL_FEATURES), "tree rows would ignore one of these"
+    for name in set(parameters) & set(IMPL_FEATURES):
+        _, changes_nothing = IMPL_FEATURES[name]
+        default = parameters[name].default
+        assert changes_nothing(None if default is inspect.Parameter.empty else default), name
+
+
+@pytest.mark.parametrize(
+    ("impl", "windows"),
+    [
+        (CPUAttentionBackendImpl, -1),
+        (TritonAttentionImpl, (-1, -1)),
+        (FlashAttentionImpl, (-1, -1)),
+    ],
+)
+def test_an_unlimited_window_is_none(impl: type, windows: Any) -> None:
+    """As the implementations write it."""
+    source = inspect.getsource(impl.__init__)
+    assert f"self.sliding_window = {windows}" in source
+    assert IMPL_FEATURES["sliding_window"][1](windows)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.bfloat16])
+def test_caches_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
+    good = torch.zeros(1, 1, 16, 8)
+    check_cache_dtypes({"a": good}, torch.float32, "jetspec")
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=f"'jetspec' .*'b'.* dtype is {name}.*--kv-cache-dtype"):
+        check_cache_dtypes({"a": good, "b": good.to(dtype)}, torch.float32, "jetspec")
+
+
+def test_a_forward_that_reads_the_tokens_before_a_row_is_refused() -> None:
+    from vllm_specplug.vllm_v1.proposer import _check_forward
+
+    _check_forward(torch.nn.Identity(), "jetspec")
+    with pytest.raises(ValueError, match="'jetspec' .*token_lookback_depth=2"):
+        _check_forward(SimpleNamespace(token_lookback_depth=2), "jetspec")  # type: ignore[arg-type]

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad options, heads and combinations stop at config time, naming what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.tiny import make_head, make_target
+
+VOCAB = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    from vllm_specplug.vllm_process import install
+
+    install()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB)
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    return make_head(tmp_path / "head", VOCAB)
+
+
+def _config(target: Path, spec: dict[str, Any] | None, **engine: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(target),
+        skip_tokenizer_init=True,
+        dtype=engine.pop("dtype", "float32"),
+        max_model_len=256,
+        enforce_eager=True,
+        speculative_config=spec,
+        **engine,
+    ).create_engine_config()
+
+
+def _jetspec(head: Path, **options: Any) -> dict[str, Any]:
+    return {"method": "jetspec", "model": str(head), **options}
+
+
+def test_a_good_config_claims_the_worker_and_keeps_typed_options(target: Path, head: Path) -> None:
+    config = _config(target, _jetspec(head, num_speculative_tokens=24, tree_width=3))
+    spec = config.speculative_config
+    assert (spec.plugin_method, spec.method) == ("jetspec", "custom_class")
+    assert (spec.num_speculative_tokens, spec.tree_width, spec.draft_depth) == (24, 3, 4)
+    assert spec.aux_layers == (1, 2)  # zero-based ids 0 and 1 of the head, plus one
+    assert config.parallel_config.worker_cls.endswith("TreeCPUWorker")
+    assert "jetspec" in repr(spec) and str(head) not in repr(spec)
+    assert not config.scheduler_config.async_scheduling
+
+
+def test_the_config_survives_pickling(target: Path, head: Path) -> None:
+    import pickle
+
+    spec = _config(target, _jetspec(head)).speculative_config
+    again = pickle.loads(pickle.dumps(spec))
+    assert again == spec and again.aux_layers == spec.aux_layers
+
+
+def test_the_hash_depends_on_the_auxiliary_layers(target: Path, head: Path) -> None:
+    spec = _config(target, _jetspec(head)).speculative_config
+    before = spec.compute_hash()
+    spec.aux_layers = (2,)
+    assert spec.compute_hash() != before
+
+
+def test_spec_method_flag_is_accepted(target: Path, head: Path) -> None:
+    config = _config(target, None, spec_method="jetspec", spec_model=str(head), spec_tokens=6)
+    assert config.speculative_config.plugin_method == "jetspec"
+    assert config.speculative_config.num_speculative_tokens == 6
+
+
+def test_plain_and_foreign_methods_are_untouched(target: Path) -> None:
+    assert _config(target, None).speculative_config is None
+    config = _config(
+        target, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    )
+    assert config.speculative_config.method == "ngram"
+    assert "specplug" not in config.parallel_config.worker_cls
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree_widht": 3}, r"no option 'tree_widht' \(given 3\).*Did you mean 'tree_width'"),
+        ({"tree_width": 0}, "tree_width"),
+        ({"tree_builder": "greedy"}, "tree_builder"),
+        ({"num_speculative_tokens": 300}, r"num_speculative_tokens=300 .*1\.\.256"),
+        ({"num_speculative_tokens": 2, "tree_depth": 3}, "at least tree_depth=3"),
+        ({"tree_depth": 9, "num_speculative_tokens": 16}, r"tree_depth=9 .*1\.\.4"),
+        ({"rejection_sample_method": "block"}, "rejection_sample_method='block'"),
+        ({"draft_sample_method": "probabilistic"}, "draft_sample_method='probabilistic'"),
+        ({"prompt_lookup_max": 4}, "prompt_lookup_max=4"),
+        ({"tree_kernel": "cute"}, "tree_kernel"),
+        ({"draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size=1"),
+    ],
+)
+def test_bad_options(target: Path, head: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _config(target, _jetspec(head, **options))
+
+
+def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
+    with pytest.raises(ValueError, match="tree_width=3 .*only the methods jetspec"):
+        _config(
+            target,
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
+             "tree_width": 3},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"enable_lora": True}, "enable_lora=True"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({"dtype": "float16"}, "dtype=torch.float16"),
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' of a target of dtype float32"),
+        ({"async_scheduling": True}, "'jetspec' .*async_scheduling=True"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0"),
+        ({"max_num_batched_tokens": 256, "max_num_seqs": 4}, None),
+    ],
+)
+def test_engine_combinations(
+    target: Path, head: Path, engine: dict[str, Any], message: str | None
+) -> None:
+    spec = _jetspec(head, num_speculative_tokens=256 if message is None else 8)
+    with pytest.raises(ValueError, match=message or "needs 257 rows"):
+        _config(target, spec, **engine)
+
+
+@pytest.mark.parametrize(
+    "connector", ["ExampleConnector", "SimpleCPUOffloadConnector", "MultiConnector"]
+)
+def test_kv_connectors(target: Path, connector: str) -> None:
+    """They may store or send slots of a layer before compaction has moved the accepted path."""
+    transfer = {"kv_connector": connector, "kv_role": "kv_both"}
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*kv_connector='{connector}'"):
+        _config(target, {"method": "ngram_tree"}, kv_transfer_config=transfer)
+    assert _config(target, None, kv_transfer_config=transfer).speculative_config is None
+
+
+@pytest.mark.parametrize(("field", "value"), [("enable_dbo", True), ("ubatch_size", 2)])
+def test_microbatching(target: Path, field: str, value: Any) -> None:
+    """Set on the finished config: vLLM switches it off on CPU."""
+    from vllm_specplug.vllm_process.engine_args import check_engine_config
+
+    config = _config(target, {"method": "ngram_tree"})
+    check_engine_config(config)
+    setattr(config.parallel_config, field, value)
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*{field}={value}"):
+        check_engine_config(config)
+
+
+@pytest.mark.parametrize("engine", [{}, {"async_scheduling": True}, {"async_scheduling": False}])
+def test_the_v2_model_runner_is_refused_by_name(
+    target: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any]
+) -> None:
+    """Also where vLLM itself would take it, as on CUDA."""
+    import vllm.config.vllm as vllm_config
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr(vllm_config.VllmConfig, "_validate_v2_model_runner", lambda self: None)
+    with pytest.raises(ValueError, match="'ngram_tree' .*VLLM_USE_V2_MODEL_RUNNER=1"):
+        _config(target, {"method": "ngram_tree"}, **engine)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert _config(target, {"method": "ngram_tree"}).parallel_config.worker_cls != "auto"
+
+
+def test_a_worker_told_to_use_the_v2_runner_starts_nothing(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config may reach a worker without `EngineArgs`."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from vllm_specplug.vllm_v1.worker_cpu import TreeCPUWorker
+    from vllm_specplug.vllm_v1.worker_gpu import TreeGPUWorker
+
+    config = _config(target, {"method": "ngram_tree"})
+    for worker_class in (TreeCPUWorker, TreeGPUWorker):
+        worker = worker_class.__new__(worker_class)
+        WorkerBase.__init__(worker, config, 0, 0, "tcp://127.0.0.1:0")
+        worker.use_v2_model_runner = True
+        with pytest.raises(ValueError, match="'ngram_tree' .*VLLM_USE_V2_MODEL_RUNNER"):
+            worker.init_device()
+
+
+_FP8_CACHE = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True,
+                        "dynamic": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": _FP8_CACHE}, "quantised KV cache.*kv_cache_dtype"),
+        ({"sliding_window": 64, "model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+         "sliding"),
+        ({"hidden_size": 32, "head_dim": 32}, "target_hidden_size = 64, legal: 32"),
+        ({"vocab_size": 16}, "vocab_size = 12, legal: 16"),
+        ({"num_hidden_layers": 1}, r"target_layer_ids = \[0, 1\].*0\.\.0"),
+    ],
+)  # fmt: skip
+def test_wrong_targets(
+    target: Path, head: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    config = json.loads((target / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=message):
+        _config(other, _jetspec(head))
+
+
+def test_missing_and_pickled_heads(target: Path, head: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model=None .*needs a draft head"):
+        _config(target, {"method": "jetspec", "num_speculative_tokens": 8})
+    with pytest.raises(ValueError, match="model='/nowhere/head' .*no such folder"):
+        _config(target, {"method": "jetspec", "model": "/nowhere/head"})
+    with pytest.raises(ValueError, match="hf download some/head"):
+        _config(target, {"method": "jetspec", "model": "some/head"})
+    weights = head / "model.safetensors"
+    torch.save(load_file(weights), head / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(ValueError, match="pickled weights .*safetensors"):
+        _config(target, _jetspec(head))
+
+
+def test_incomplete_and_misshapen_heads(target: Path, head: Path) -> None:
+    weights = head / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["norm.weight"] = torch.ones(7)
+    tensors["surplus.weight"] = torch.ones(2)
+    del tensors["fc.weight"]
+    save_file(tensors, weights)
+    with pytest.raises(ValueError) as error:
+        _config(target, _jetspec(head))
+    text = str(error.value)
+    assert "missing fc.weight [64, 128]" in text
+    assert "unexpected surplus.weight [2]" in text
+    assert "misshapen norm.weight: config says [64], checkpoint has [7]" in text

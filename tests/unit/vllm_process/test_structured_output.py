@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pruning and masks of trees under a toy grammar, against each path walked alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
+from vllm_specplug.vllm_process import install, structured_output
+
+VOCABULARY = 12
+MOST = 14
+END = 11
+"""Ends the toy grammar's text; in reasoning it ends that."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    install()
+    install()  # wrapping twice must not walk twice
+
+
+class ToyGrammar:
+    """Texts of tokens whose sum stays below a bound; logs nothing, counts its moves."""
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self.rejected = 0
+
+    def allows(self, token: int) -> bool:
+        return not self.is_terminated() and (token == END or sum(self.text) + token <= MOST)
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        kept: list[int] = []
+        for token in tokens:
+            if not self.allows(token):
+                break
+            self.text.append(token)
+            kept.append(token)
+        del self.text[len(self.text) - len(kept) :]
+        return kept
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        for token in tokens:
+            if not self.allows(token):
+                self.rejected += 1
+                return False
+            self.text.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        assert 0 < count <= len(self.text)
+        del self.text[len(self.text) - count :]
+
+    def is_terminated(self) -> bool:
+        return END in self.text
+
+    def fill_bitmask(self, bitmask: torch.Tensor, row: int) -> None:
+        bitmask[row] = sum(1 << token for token in range(VOCABULARY) if self.allows(token))
+
+
+def make_request(req_id: str, committed: list[int]) -> Any:
+    grammar = ToyGrammar()
+    grammar.text += committed
+    return SimpleNamespace(
+        request_id=req_id,
+        use_structured_output=True,
+        is_prefill_chunk=False,
+        is_finished=lambda: False,
+        spec_token_ids=[],
+        structured_output_request=SimpleNamespace(grammar=grammar),
+    )
+
+
+def make_manager(reasons: bool = False) -> Any:
+    manager = object.__new__(StructuredOutputManager)
+    manager.enable_in_reasoning = True
+    manager.vllm_config = SimpleNamespace(
+        num_speculative_tokens=24,
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        model_config=SimpleNamespace(is_diffusion=False),
+    )
+    manager.fill_bitmask_parallel_threshold = 128
+    manager.backend = SimpleNamespace(
+        allocate_token_bitmask=lambda rows: torch.full((rows, 1), 12345, dtype=torch.int32)
+    )
+    manager._grammar_bitmask = None
+    manager._full_mask = torch.tensor(-1, dtype=torch.int32)
+    if reasons:
+        # Reasoning goes on until token 9.
+        def bounds(request: Any, tokens: Any, spec_tokens_committed: bool = False) -> Any:
+            start = list(tokens).index(9) + 1 if 9 in tokens else len(tokens) + 1
+            return SimpleNamespace(grammar_start=start, constraint_start=start).__dict__.values()
+
+        manager._get_constraint_bounds = bounds
+    return manager
+
+
+def make_scheduler(manager: Any, requests: list[Any]) -> Any:
+    scheduler = object.__new__(Scheduler)
+    scheduler.structured_output_manager = manager
+    scheduler.requests = {request.request_id: request for request in requests}
+    return scheduler
+
+
+@st.composite
+def trees(draw):
+    tokens, parents = [], []
+    for node in range(draw(st.integers(1, 20))):
+        parent = draw(st.integers(-1, node - 1))
+        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+        free = [t for t in range(VOCABULARY) if t not in taken]
+        if free:
+            tokens.append(draw(st.sampled_from(free)))
+            parents.append(parent)
+        else:
+            break
+    return tokens, parents
+
+
+def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
+    path = []
+    while node >= 0:
+        path.append(tokens[node])
+        node = parents[node]
+    return path[::-1]
+
+
+@settings(max_examples=150)
+@given(
+    tree=trees(),
+    committed=st.lists(st.integers(0, 3), max_size=3),
+    share=st.floats(0, 1),
+    reasons=st.booleans(),
+)
+def test_kept_nodes_and_masks_are_those_of_each_path_alone(tree, committed, share, reasons) -> None:
+    tokens, parents = tree
+    request = make_request("tree", committed)
+    grammar = request.structured_output_request.grammar
+    manager = make_manager(reasons)
+    scheduler = make_scheduler(manager, [request])
+    drafts = SimpleNamespace(req_ids=["tree"], draft_token_ids=[list(tokens)])
+    setattr(drafts, PARENTS_ATTRIBUTE, {"tree": parents})
+    scheduler.update_draft_token_ids(drafts)
+
+    def constrained(path: list[int]) -> list[int] | None:
+        """The part of a path that the grammar reads; None before it reads anything."""
+        if not reasons:
+            return path
+        return path[path.index(9) + 1 :] if 9 in path else None
+
+    def allowed(path: list[int]) -> bool:
+        part = constrained(path)
+        return part is None or grammar.validate_tokens(part) == part
+
+    paths = [path_to(tokens, parents, node) for node in range(len(tokens))]
+    kept = [node for node, path in enumerate(paths) if allowed(path)]
+    assert request.spec_token_ids == [tokens[node] for node in kept]
+    assert grammar.text == committed
+
+    # The scheduler may cut the drafts.
+    scheduled = request.spec_token_ids[: round(share * len(kept))]
+    mask = manager.grammar_bitmask(
+        scheduler.requests, ["tree"], {"tree": scheduled} if scheduled else {}
+    )
+    assert mask.shape[0] == 1 + len(scheduled)
+    for row, path in enumerate([[], *(paths[node] for node in kept[: len(scheduled)])]):
+        alone = ToyGrammar()
+        part = constrained(path)
+        expected = torch.tensor([-1], dtype=torch.int32)
+        if part is not None and (not reasons or path):
+            alone.text = [*committed, *part]
+            if not alone.is_terminated():
+                alone.fill_bitmask(expected, 0)
+        assert mask[row, 0] == expected[0], (row, path)
+    assert grammar.text == committed and grammar.rejected == 0
+
+
+def test_a_tree_between_lines_keeps_its_own_rows() -> None:
+    first, middle, last = (make_request(name, []) for name in ("first", "middle", "last"))
+    manager = make_manager()
+    scheduler = make_scheduler(manager, [first, middle, last])
+    # Siblings 5 and 6, then 8 below 5 and below 6.
+    drafts = SimpleNamespace(
+        req_ids=["first", "middle", "last"], draft_token_ids=[[3, 4], [5, 6, 8, 8], [7]]
+    )
+    setattr(drafts, PARENTS_ATTRIBUTE, {"middle": [-1, -1, 0, 1]})
+    scheduler.update_draft_token_ids(drafts)
+    assert middle.spec_token_ids == [5, 6, 8, 8]
+    scheduled = {"first": [3, 4], "middle": [5, 6, 8, 8], "last": [7]}
+    mask = manager.grammar_bitmask(scheduler.requests, ["first", "middle", "last"], scheduled)
+
+    def row(*text: int) -> int:
+        grammar, expected = ToyGrammar(), torch.zeros(1, dtype=torch.int32)
+        grammar.text += text
+        grammar.fill_bitmask(expected, 0)
+        return int(expected[0])
+
+    assert mask[:, 0].tolist() == [
+        row(), row(3), row(3, 4),
+        row(), row(5), row(6), row(5, 8), row(6, 8),
+        row(), row(7),
+    ]  # fmt: skip
+
+
+def test_the_runner_learns_which_of_two_equal_tokens_was_kept(monkeypatch) -> None:
+    request = make_request("tree", [])
+    scheduler = make_scheduler(make_manager(), [request])
+    # 10 below 3 fits the bound, 10 below 5 does not; tokens alone cannot tell.
+    drafts = SimpleNamespace(req_ids=["tree"], draft_token_ids=[[5, 3, 10, 10]])
+    setattr(drafts, PARENTS_ATTRIBUTE, {"tree": [-1, -1, 0, 1]})
+    scheduler.update_draft_token_ids(drafts)
+    assert request.spec_token_ids == [5, 3, 10]
+
+    output = SimpleNamespace(scheduled_spec_decode_tokens={"tree": [5, 3, 10]})
+    schedule = structured_output.schedule(lambda self: output)
+    assert getattr(schedule(scheduler), KEPT_NODES_ATTRIBUTE) == {"tree": [0, 1, 3]}
+    # Drafts that are not the validated ones, as after a preemption.
+    output.scheduled_spec_decode_tokens = {"tree": [-1, -1, -1]}
+    assert getattr(schedule(scheduler), KEPT_NODES_ATTRIBUTE) == {}
+
+
+def test_without_parents_vllms_own_code_runs() -> None:
+    request = make_request("line", [])
+    scheduler = make_scheduler(make_manager(), [request])
+    drafts = SimpleNamespace(req_ids=["line"], draft_token_ids=[[5, 6, 8, 1]])
+    scheduler.update_draft_token_ids(drafts)
+    assert request.spec_token_ids == [5, 6]  # a line: 5 + 6 + 8 is too much
+    assert not hasattr(request.structured_output_request, "specplug_tree")

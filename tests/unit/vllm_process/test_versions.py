@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a vLLM we do not know, our methods refuse and everything else works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from functools import cache
+
+import pytest
+
+from vllm_specplug.vllm_process.versions import SeamReport, refusal_text
+
+DRILL = textwrap.dedent(
+    """
+    import sys
+    import vllm
+    {fault}
+    from vllm_specplug.plugin import register
+    register()
+    {after}
+    from vllm.engine.arg_utils import EngineArgs
+    for spec in ({{"method": "jetspec", "model": "/nowhere"}}, None):
+        try:
+            EngineArgs(model=sys.argv[1], speculative_config=spec).create_engine_config()
+            print("STARTED")
+        except Exception as error:
+            print("REFUSED", str(error).replace("\\n", " "))
+    """
+)
+
+
+@cache
+def _drill(fault: str, model: str, after: str = "") -> list[str]:
+    """What becomes of an engine with jetspec and of a plain one, in a process of their own."""
+    script = DRILL.format(fault=fault, after=after)
+    result = subprocess.run(
+        [sys.executable, "-c", script, model],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        # The entry point would install the plugin before the fault is made.
+        env={**__import__("os").environ, "VLLM_PLUGINS": "none", "HF_HUB_OFFLINE": "1"},
+    )
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("STARTED", "REFUSED"))]
+    assert len(lines) == 2, result.stdout[-2000:] + result.stderr[-4000:]
+    return lines
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tests.e2e.tiny import make_target
+
+    return str(make_target(tmp_path_factory.mktemp("target"), 12))
+
+
+# name: what goes wrong, and what the message must name
+FAULTS = {
+    "version": ('vllm.__version__ = "0.40.1"', "0.40.1"),
+    "older": ('vllm.__version__ = "0.31.2"', "0.31.2"),
+    "function": (
+        "import vllm.v1.attention.backends.registry as registry; del registry.register_backend",
+        "registry.register_backend",
+    ),
+    "method": (
+        "from vllm.v1.structured_output import StructuredOutputManager as manager; "
+        "del manager.validate_tokens",
+        "StructuredOutputManager.validate_tokens",
+    ),
+}
+
+# Goes wrong in the middle of what is changed: an object that cannot be wrapped.
+HALFWAY = (
+    "import vllm_specplug.vllm_process.structured_output as ours; "
+    "ours.schedule = lambda original: 1 / 0; "
+    "import vllm.engine.arg_utils as arg_utils; stock = arg_utils.SpeculativeConfig; "
+    "from vllm.v1.core.sched.scheduler import Scheduler; before = dict(vars(Scheduler))"
+)
+UNTOUCHED = (
+    "assert arg_utils.SpeculativeConfig is stock; "
+    "assert all(vars(Scheduler)[k] is v for k, v in before.items()); "
+)
+FAULTS["halfway"] = (HALFWAY, "Scheduler.schedule could not be changed: division by zero")
+
+
+def test_what_was_changed_before_a_fault_is_taken_back(model: str) -> None:
+    line = _drill(HALFWAY, model, after=UNTOUCHED)[0]
+    assert line.startswith("REFUSED") and "vLLM is as it was" in line
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_our_methods_refuse_with_the_exact_reason(fault: str, model: str) -> None:
+    script, named = FAULTS[fault]
+    line = _drill(script, model)[0]
+    assert line.startswith("REFUSED")
+    assert "'jetspec' is not available" in line and "pip install" in line and "0.32.x" in line
+    assert named in line
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_plain_vllm_still_starts(fault: str, model: str) -> None:
+    assert _drill(FAULTS[fault][0], model)[1] == "STARTED"
+
+
+def test_refusal_names_version_and_remedy() -> None:
+    text = refusal_text("jetspec", SeamReport("0.31.0", "needs vLLM 0.32.x, but 0.31.0"))
+    assert "0.31.0" in text and "pip install" in text

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tensor parallel CPU rank that drafts a step: `python rank_process.py RANK SIZE FOLDER`.
+
+Hidden states come out of vLLM's own all-reduce, the runner mixin and its planner are those that
+serve. Written to FOLDER/RANK.json: the hidden states, and the trees as drafted and as kept.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    init_distributed_environment,
+    initialize_model_parallel,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.platforms import current_platform
+
+from vllm_specplug.drafting.drafter import CommittedTokens, Drafter, DraftRequests
+from vllm_specplug.kernels import top_candidates
+from vllm_specplug.metrics import SpecPlugMetrics
+from vllm_specplug.options import parse_request_budget
+from vllm_specplug.tree import DraftTree, build_tree
+from vllm_specplug.vllm_v1.draft_planner import DraftPlanner
+from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
+from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
+from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend
+
+NUM_REQUESTS, NODES, DEPTH, HIDDEN, VOCAB = 8, 12, 4, 64, 32
+
+
+def reduced_hidden(rank: int) -> torch.Tensor:
+    """[DEPTH * NUM_REQUESTS, HIDDEN]: the ranks' parts of a row-parallel product, summed."""
+    generator = torch.Generator().manual_seed(rank)
+    part = torch.randn(DEPTH * NUM_REQUESTS, HIDDEN, generator=generator)
+    return tensor_model_parallel_all_reduce(part)
+
+
+class HeadDrafter(Drafter):
+    """Builds trees from hidden states; every two tokens are nearly equally likely."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        weight = torch.randn(VOCAB // 2, HIDDEN, generator=torch.Generator().manual_seed(9))
+        twin = weight + 1e-7 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(8))
+        self.logits = (hidden @ torch.cat((weight, twin)).T).view(NUM_REQUESTS, DEPTH, VOCAB)
+        self.made: list[DraftTree] = []
+
+    def load(self, target: Any) -> None: ...
+
+    def cache_specs(self) -> list[Any]:
+        return []
+
+    def observe(self, committed: CommittedTokens) -> None: ...
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        ids, scores = top_candidates(self.logits.flatten(0, 1), 4)
+        ids, scores = (x.view(NUM_REQUESTS, DEPTH, 4).numpy() for x in (ids, scores))
+        self.made = [
+            build_tree("best_first", ids[r], scores[r], requests.budgets[r], tree_width=4,
+                       tree_depth=DEPTH, hybrid_lambda=0.5)
+            for r in range(len(requests))
+        ]  # fmt: skip
+        return self.made
+
+
+class Runner(TreeRunnerMixin):
+    """The mixin with what vLLM's runner would hold of `NUM_REQUESTS` decoding requests."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        options = SimpleNamespace(
+            num_speculative_tokens=NODES, tree_budget=NODES, max_draft_context=None
+        )
+        assert parse_request_budget(None, options)
+        self.tree_metrics = SpecPlugMetrics(head="test", log_interval_s=1e9, is_reporting=False)
+        self.planner = DraftPlanner(options, max_step_rows=512, stats=self.tree_metrics.stats)
+        self.drafter = SimpleNamespace(  # type: ignore[assignment]
+            drafter=drafter, options=SimpleNamespace(tree_width=4)
+        )
+        self.tree_backend = CpuTreeBackend()
+        self.tree_step = TreeStep(
+            [StepRequest(r, r, r + 1, 10, DraftTree.empty()) for r in range(NUM_REQUESTS)]
+        )
+        self.proposed_trees = {}
+        ids = [f"r{i}" for i in range(NUM_REQUESTS)]
+        params = SimpleNamespace(max_tokens=None, extra_args=None)
+        self.requests = {
+            i: SimpleNamespace(req_id=i, sampling_params=params, output_token_ids=[]) for i in ids
+        }
+        self.input_batch = SimpleNamespace(
+            req_ids=ids,
+            num_tokens_no_spec=np.full(NUM_REQUESTS, 11),
+            token_ids_cpu=np.ones((NUM_REQUESTS, 16), np.int64),
+        )
+        self.max_model_len, self.max_num_tokens = 512, 512
+
+
+def as_lists(tree: DraftTree) -> list[list[float]]:
+    tree.validate()
+    return [a.tolist() for a in (tree.token_ids, tree.parent_indices, tree.depths, tree.scores)]
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    current_platform.import_kernels()
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(size, rank, f"file://{folder}/store", rank, "gloo")
+        initialize_model_parallel(size)
+        hidden = reduced_hidden(rank)
+        drafter = HeadDrafter(hidden)
+        runner = Runner(drafter)
+        drafts = runner.propose_draft_token_ids(
+            SimpleNamespace(finished_req_ids=set(), preempted_req_ids=None),
+            [[1]] * NUM_REQUESTS,
+            None, torch.empty(0), torch.empty(0), None, None,
+            SimpleNamespace(slot_mapping=torch.arange(NUM_REQUESTS)),
+            None,
+        )  # fmt: skip
+    kept = [runner.proposed_trees[req_id] for req_id in runner.input_batch.req_ids]
+    assert [tree.token_ids.tolist() for tree in kept] == drafts
+    (folder / f"{rank}.json").write_text(
+        json.dumps(
+            {
+                "hidden": hidden.flatten().tolist(),
+                "drafted": [as_lists(tree) for tree in drafter.made],
+                "kept": [as_lists(tree) for tree in kept],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

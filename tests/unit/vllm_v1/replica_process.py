@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One replica of a mixture-of-experts target: `python replica_process.py RANK PORT FOLDER`.
+
+Groups are vLLM's own, for two replicas of one worker each. A forward of such a target is a
+collective of both, for which a barrier stands here; the second replica's machine is slower, and
+only it finds an earlier calibration in its cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+from tests.unit.vllm_v1.sleeping_runner import SleepingRunner
+from vllm_specplug.vllm_v1.calibration import calibrate
+from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
+
+TIMEOUT = timedelta(seconds=30)
+
+
+class Replica(TreeRunnerMixin, SleepingRunner):
+    def __init__(self, row_ms: float) -> None:
+        SleepingRunner.__init__(self, row_ms)
+        self.planner = SimpleNamespace(  # type: ignore[assignment]
+            is_adaptive=True, adaptive=None, row_budget=SimpleNamespace(max_step_rows=64)
+        )
+
+    def _dummy_run(self, rows: int, **kwargs: Any) -> Any:
+        torch.distributed.monitored_barrier(timeout=TIMEOUT)
+        return SleepingRunner._dummy_run(self, rows, **kwargs)
+
+
+def main(rank: int, port: int, folder: Path) -> None:
+    os.environ["SPECPLUG_CACHE"] = str(folder / f"cache{rank}")
+    if rank == 1:
+        calibrate(SleepingRunner(), lambda values: values, is_first_rank=True)
+    os.environ.update(VLLM_DP_SIZE="2", VLLM_DP_RANK=str(rank), VLLM_DP_MASTER_PORT=str(port))
+    with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig())):
+        init_distributed_environment(1, 0, "env://", 0, "gloo")
+        initialize_model_parallel(1)
+        replica = Replica(row_ms=0.02 + 3.0 * rank)
+        replica.start_budget()
+    torch.distributed.monitored_barrier(timeout=TIMEOUT)
+    adaptive: Any = replica.planner.adaptive
+    (folder / f"{rank}.json").write_text(
+        json.dumps({"rows": replica.rows, "ms": float(adaptive.costs.verify_ms(8, 8, 0))})
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

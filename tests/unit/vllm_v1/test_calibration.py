@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibrations take bounded time, are kept, shared between ranks and replaced when broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.vllm_v1.sleeping_runner import SleepingRunner
+from vllm_specplug.budget import Calibration
+from vllm_specplug.vllm_v1 import calibration as module
+from vllm_specplug.vllm_v1.calibration import Calibrator, calibrate
+
+
+def _alone(values: list[float]) -> list[float]:
+    return values
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
+    # Timings of a busy test machine are noisy; whether they are kept has a test of its own.
+    monkeypatch.setattr(module, "_NOISY", 1e9)
+    return tmp_path
+
+
+def test_measures_rows_context_and_drafts() -> None:
+    runner = SleepingRunner(row_ms=0.2)
+    measured = Calibrator(runner, _alone).measure()
+    assert measured.rows[0] == 1 and measured.rows[-1] == 64
+    assert measured.forward_ms[-1] > measured.forward_ms[0] + 5
+    assert all(time_ms >= 0.1 for time_ms in measured.logits_ms)
+    assert measured.attention_ms > 0
+    assert [(n, depths) for n, depths in runner.drafter.drafter.rehearsed[:1]] == [(1, [3])]
+    assert measured.draft_rows == (2.0, 4.0, 16.0, 64.0)
+    assert len(runner.drafter.drafter.forgotten) == 16
+    assert runner.rehearsal_requests == 0
+
+
+def test_stops_in_time_with_what_it_has() -> None:
+    runner = SleepingRunner(row_ms=20.0)
+    measured = Calibrator(runner, _alone, time_limit_s=0.3).measure()
+    assert 2 <= len(measured.rows) < 8
+    assert measured.rows[0] == 1
+
+
+def test_ranks_run_the_same_forwards_and_agree() -> None:
+    """The slower rank follows the first one, forward by forward."""
+    script: list[list[float]] = []
+
+    def record(values: list[float]) -> list[float]:
+        script.append(values)
+        return values
+
+    first, second = SleepingRunner(), SleepingRunner(row_ms=0.4)
+    expected = calibrate(first, record, is_first_rank=True)
+    replay = iter(script)
+    assert calibrate(second, lambda values: next(replay), is_first_rank=False) == expected
+    assert second.rows == first.rows
+
+
+def test_is_measured_once_and_again_when_the_file_is_broken(cache_folder: Path) -> None:
+    runner = SleepingRunner()
+    measured = calibrate(runner, _alone, is_first_rank=True)
+    again = SleepingRunner()
+    assert calibrate(again, _alone, is_first_rank=True) == measured
+    assert not again.rows
+    (file,) = (cache_folder / "calibration").iterdir()
+    file.write_text("{")
+    calibrate(again, _alone, is_first_rank=True)
+    assert again.rows
+    assert isinstance(module._read(file), Calibration)
+
+
+def test_other_options_are_another_calibration(cache_folder: Path) -> None:
+    calibrate(SleepingRunner(), _alone, is_first_rank=True)
+    other = SleepingRunner()
+    other.vllm_config.model_config.dtype = torch.bfloat16
+    calibrate(other, _alone, is_first_rank=True)
+    assert other.rows
+    assert len(list((cache_folder / "calibration").iterdir())) == 2
+
+
+def test_times_of_a_busy_machine_are_used_but_not_kept(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_NOISY", 0.5)
+    measured = calibrate(SleepingRunner(), _alone, is_first_rank=True)
+    assert measured.rows
+    assert not (cache_folder / "calibration").exists()
+
+
+class _ClockedRunner(SleepingRunner):
+    """Time passes only here; while the machine is busy elsewhere everything takes three times as
+    long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, busy: tuple[float, float]) -> None:
+        super().__init__()
+        self.now, self.busy = 0.0, busy
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        self.model = SimpleNamespace(compute_logits=lambda hidden: self.take(0.005))
+        self.drafter.drafter.propose = lambda requests: self.take(0.006)
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds * (3.0 if self.busy[0] <= self.now < self.busy[1] else 1.0)
+
+    def _dummy_run(self, rows: int, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.take(0.040 + 0.001 * rows)
+        return torch.zeros(rows, 4), torch.zeros(1, 4)
+
+
+@pytest.mark.parametrize("start", [0.0, 0.4, 1.2, 2.5])
+def test_a_machine_busy_for_a_second_spoils_no_size(
+    start: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_NOISY", 1.3)
+    runner = _ClockedRunner(monkeypatch, (start, start + 1.0))
+    calibrator = Calibrator(runner, _alone)
+    measured = calibrator.measure()
+    assert len(measured.rows) >= 6
+    expected = [40.0 + rows for rows in measured.rows]
+    assert measured.forward_ms == pytest.approx(expected)
+    assert measured.draft_ms == pytest.approx([6.0] * len(measured.draft_ms))
+    assert not calibrator.is_noisy
+    assert runner.now < 1.5 * module.TIME_LIMIT_S

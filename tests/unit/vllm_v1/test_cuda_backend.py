@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step metadata of the CUDA backend, on CPU tensors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
+from vllm_specplug.options import check_kernel
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_attention.gpu import (
+    FULL_GRAPHS_VARIABLE,
+    TreeFlashAttentionBackend,
+    TreeTritonAttentionBackend,
+    gpu_cache_views,
+)
+from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin, tree_rows_of
+from vllm_specplug.vllm_v1.cuda_backend import (
+    CudaTreeBackend,
+    TreeBuffers,
+    request_parent_rows,
+)
+from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
+from vllm_specplug.vllm_v1.tree_backend import StepLimits
+
+CPU = torch.device("cpu")
+LIMITS = StepLimits(num_requests=4, num_rows=64, tree_rows=5, context=512)
+TABLE = torch.zeros(4, 8, dtype=torch.int32)
+
+
+def bushy() -> DraftTree:
+    """A fork of two, one of them with two children."""
+    return DraftTree(
+        np.array([5, 6, 7, 8]),
+        np.array([-1, -1, 0, 0], dtype=np.int32),
+        np.array([1, 1, 2, 2], dtype=np.int32),
+        np.zeros(4, dtype=np.float32),
+    )
+
+
+def request(first: int, tree: DraftTree | None, drafts: int = 4, before: int = 0) -> StepRequest:
+    return StepRequest(first, first + before, first + before + 1 + drafts, 100, tree)
+
+
+@pytest.fixture
+def backend() -> CudaTreeBackend:
+    backend = CudaTreeBackend("auto", 2, LIMITS, CPU)
+    backend.kernel = ChosenKernel("cute", lambda *args: None, "")
+    backend.views = gpu_cache_views
+    return backend
+
+
+def test_fill_lays_trees_one_after_the_other():
+    buffers = TreeBuffers(LIMITS, CPU)
+    parents = [np.array([-1, 0, 0], np.int32), np.array([-1, 0, 1, 2, 0], np.int32)]
+    meta = buffers.fill([3, 1], [7, 20], [40, 0], parents, TABLE)
+    assert meta.plan.tolist() == [[3, 1], [7, 20], [3, 5], [40, 0], [0, 3]]
+    assert meta.parent_rows.tolist() == [-1, 0, 0, -1, 0, 1, 2, 0]
+    assert (meta.max_rows, meta.max_context) == (5, 40)
+    assert meta.words.shape == (8, 1)
+
+
+def test_a_step_reuses_addresses_and_leaves_nothing_of_the_last():
+    buffers = TreeBuffers(LIMITS, CPU)
+    row = np.array([-1, 0], np.int32)
+    places = {"places": 4, "max_rows": 5, "max_context": 512}
+    first = buffers.fill([0, 1, 2], [0, 2, 4], [9, 9, 9], [row] * 3, TABLE, **places)
+    addresses = [t.data_ptr() for t in (first.plan, first.parent_rows, first.words)]
+    second = buffers.fill([2], [0], [3], [row], TABLE, **places)
+    assert [t.data_ptr() for t in (second.plan, second.parent_rows, second.words)] == addresses
+    assert second.plan[2].tolist() == [2, 0, 0, 0]
+    assert second.parent_rows.numel() == 20
+
+
+def test_a_capture_has_places_for_all_requests_and_rows_of_none():
+    meta = TreeBuffers(LIMITS, CPU).fill([], [], [], [], TABLE, places=3, max_rows=5, max_context=9)
+    assert meta.plan.tolist() == [[0] * 3] * 5
+    assert meta.num_trees == 3
+
+
+@pytest.mark.parametrize(
+    ("tree", "before", "expected"),
+    [
+        (bushy(), 0, [-1, 0, 0, 1, 1]),
+        (bushy(), 2, [-1, 0, 1, 2, 2, 3, 3]),
+        # Drafts that are not ours, and a prompt chunk: lines.
+        (None, 0, [-1, 0, 1, 2, 3]),
+        (DraftTree.chain(np.array([1, 2, 3, 4])), 0, [-1, 0, 1, 2, 3]),
+    ],
+)
+def test_every_request_is_a_tree(tree, before, expected):
+    assert request_parent_rows(request(0, tree, before=before)).tolist() == expected
+
+
+def test_piecewise_steps_attach_only_what_vllm_cannot_do(backend):
+    common = SimpleNamespace(block_table_tensor=TABLE)
+    line = StepRequest(5, 6, 7, 30, DraftTree.empty())
+    metadata = SimpleNamespace()
+    backend.attach({"a": metadata, "b": metadata}, TreeStep([request(0, bushy()), line]), common)
+    rows = tree_rows_of(metadata)
+    assert not rows.covers_batch
+    assert rows.metadata.plan.tolist() == [[0], [0], [5], [100], [0]]
+    plain = SimpleNamespace()
+    backend.attach({"a": plain}, TreeStep([line]), common)
+    assert tree_rows_of(plain) is None
+    backend.attach({"a": plain}, TreeStep([request(0, bushy())]), common, for_capture=True)
+    assert tree_rows_of(plain) is None
+
+
+def test_full_graphs_take_every_row_of_a_uniform_batch(backend, monkeypatch):
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
+    common = SimpleNamespace(
+        block_table_tensor=TABLE, num_reqs=3, max_query_len=5, num_actual_tokens=15
+    )
+    captured = SimpleNamespace()
+    backend.attach({"a": captured}, TreeStep([]), common, for_capture=True)
+    graph = tree_rows_of(captured).metadata
+    assert graph.plan[2].tolist() == [0, 0, 0]
+    step = TreeStep([request(0, bushy()), request(5, None)])
+    replayed = SimpleNamespace()
+    backend.attach({"a": replayed}, step, common)
+    rows = tree_rows_of(replayed)
+    assert rows.covers_batch
+    assert rows.metadata.plan.data_ptr() == graph.plan.data_ptr()
+    assert (rows.metadata.max_rows, rows.metadata.max_context) == (5, 512)
+    assert graph.plan.tolist() == [[0, 1, 0], [0, 5, 0], [5, 5, 0], [100, 100, 0], [0, 5, 0]]
+    assert graph.parent_rows[:10].tolist() == [-1, 0, 0, 1, 1, -1, 0, 1, 2, 3]
+
+
+def _captured_sizes(rows: int, most: int) -> dict[int, int]:
+    """Requests -> requests of the graph that vLLM runs them in, as it pads by default: capture
+    sizes are rounded up to multiples of a tree's rows."""
+    sizes = sorted({*(-(-s // rows) for s in (1, 2, 4)), *(-(-s // rows) for s in range(8, 257, 8)),
+                    *(-(-s // rows) for s in range(272, 513, 16))})  # fmt: skip
+    return {n: next(s for s in sizes if s >= n) for n in range(1, most + 1) if n <= sizes[-1]}
+
+
+@pytest.mark.parametrize("nodes", [3, 7, 11])
+def test_a_padded_step_lies_where_its_graph_reads(nodes, monkeypatch):
+    """vLLM pads a uniform batch to a captured size, and hands out metadata without the padding:
+    the graph still reads its plan with the stride it was captured with."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
+    rows, most = nodes + 1, 40
+    limits = StepLimits(num_requests=64, num_rows=64 * rows, tree_rows=rows, context=512)
+    padded = _captured_sizes(rows, most)
+    assert any(graph > count for count, graph in padded.items())
+
+    def common(count: int) -> CommonAttentionMetadata:
+        starts = torch.arange(0, (count + 1) * rows, rows, dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts,
+            seq_lens=torch.full((count,), 100, dtype=torch.int32), num_reqs=count,
+            num_actual_tokens=count * rows, max_query_len=rows, max_seq_len=512,
+            block_table_tensor=torch.zeros(count, 8, dtype=torch.int32),
+            slot_mapping=torch.zeros(count * rows, dtype=torch.int64),
+        )  # fmt: skip
+
+    for count, graph_size in padded.items():
+        backend = CudaTreeBackend("auto", 2, limits, CPU)
+        backend.kernel = ChosenKernel("cute", lambda *args: None, "")
+        backend.views = gpu_cache_views
+        held = SimpleNamespace()
+        backend.attach({"a": held}, TreeStep([]), common(graph_size), for_capture=True)
+        graph = tree_rows_of(held).metadata
+        step = TreeStep(
+            [request(rows * i, DraftTree.chain(np.arange(nodes)), nodes) for i in range(count)]
+        )
+        unpadded = common(graph_size).unpadded(count * rows, count)
+        backend.attach({"a": SimpleNamespace()}, step, unpadded, padded_requests=graph_size)
+        expected = [
+            [*range(count), *[0] * (graph_size - count)],
+            [*range(0, rows * count, rows), *[0] * (graph_size - count)],
+            [*[rows] * count, *[0] * (graph_size - count)],
+        ]
+        assert graph.plan[:3].tolist() == expected, (nodes, count, graph_size)
+
+
+def test_positions_follow_depth(backend):
+    positions = torch.arange(12)
+    step = TreeStep([request(0, bushy()), StepRequest(5, 6, 7, 30, DraftTree.empty())])
+    backend.set_positions(positions, step)
+    assert positions.tolist() == [0, 101, 101, 102, 102, 5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("backend_class", [TreeFlashAttentionBackend, TreeTritonAttentionBackend])
+def test_attention_backends_hand_tree_rows_over_and_stay_out_of_full_graphs(
+    backend_class, monkeypatch
+):
+    assert issubclass(backend_class.get_impl_cls(), TreeAttentionMixin)
+    monkeypatch.delenv(FULL_GRAPHS_VARIABLE, raising=False)
+    builder = backend_class.get_builder_cls()
+    assert builder.get_cudagraph_support(None, None).name == "NEVER"
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
+    assert builder.get_cudagraph_support(None, None).name == "UNIFORM_BATCH"
+
+
+def test_views_of_the_gpu_cache():
+    cache = torch.arange(2 * 3 * 4 * 10).view(2, 3, 4, 10)  # [blocks, Hkv, page, 2 * Dh]
+    key, value = gpu_cache_views(cache)
+    assert key.shape == value.shape == (2, 4, 3, 5)
+    assert torch.equal(key[1, 2, 0], cache[1, 0, 2, :5])
+    assert torch.equal(value[1, 2, 0], cache[1, 0, 2, 5:])
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "interpreted", "good"),
+    [
+        ("auto", "cpu", False, True),
+        ("cpp", "cpu", False, True),
+        ("triton", "cpu", True, True),
+        ("triton", "cpu", False, False),
+        ("cute", "cpu", True, False),
+        ("cute", "cuda", False, True),
+        ("triton", "cuda", False, True),
+        ("cpp", "cuda", False, False),
+    ],
+)
+def test_kernels_by_device(name, device, interpreted, good):
+    if good:
+        check_kernel(name, device, interpreted)
+        return
+    with pytest.raises(ValueError, match=f"tree_kernel='{name}'"):
+        check_kernel(name, device, interpreted)
+
+
+@pytest.mark.parametrize("tree_rows", [1, 9, 65, 257])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1)])
+def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, heads, kv_heads):
+    """Steps have trees of any size up to the largest; none may compile while serving."""
+    pytest.importorskip("triton")
+    from vllm_specplug.kernels import kv_compact_triton, tree_builder_triton, tree_words_triton
+    from vllm_specplug.kernels.tree_attn_triton import config_for
+
+    ran, words, built, moved = set(), set(), [], []
+    places = tree_builder_triton._places
+
+    def attend(query, key_cache, value_cache, output, meta, scale):
+        ran.add((config_for(CPU, meta.max_rows * heads // kv_heads, 64, 2), meta.max_context > 0))
+
+    def fill(plan, parent_rows, out, max_rows):
+        words.add(out.shape[1])
+
+    limits = StepLimits(4, 4 * tree_rows, tree_rows, 4096)
+    backend = CudaTreeBackend("auto", heads, limits, CPU)
+    backend.kernel = ChosenKernel("triton", attend, "")
+    backend.block_size = 16
+    cache = torch.zeros(2, 16, kv_heads, 64, dtype=torch.bfloat16)
+    backend.layers = kv_compact_triton.LayerCaches.of([(cache, cache)])
+    monkeypatch.setattr(tree_words_triton, "fill_tree_words", fill)
+    monkeypatch.setattr(
+        kv_compact_triton, "compact_paths_triton", lambda *args: moved.append(args[2].tolist())
+    )
+    monkeypatch.setattr(
+        tree_builder_triton,
+        "build_best_first_triton",
+        lambda *args: built.append(places(args[-1])),
+    )
+    waits = []
+    backend.run_every_variant(lambda: waits.append(0))
+    sizes = range(1, tree_rows + 1)
+    wanted = {config_for(CPU, r * heads // kv_heads, 64, 2) for r in sizes}
+    assert ran == {(config, long) for config in wanted for long in (False, True)}
+    assert words == {-(-r // 64) for r in sizes}
+    assert built == sorted({places(r - 1) for r in sizes if r > 1})
+    assert moved == [[0]] and len(waits) >= len(ran)
+
+
+def test_a_draft_of_another_kernel_than_the_targets_has_its_words(monkeypatch):
+    """The target by CuTe, which makes words itself, and a head whose shape only Triton takes."""
+    filled = []
+    backend = CudaTreeBackend("auto", 2, LIMITS, CPU)
+    backend.kernel = ChosenKernel("cute", lambda *args: None, "")
+    monkeypatch.setattr(
+        backend,
+        "fill_words",
+        lambda meta, kernel=None: filled.append((kernel or backend.kernel).name),
+    )
+    monkeypatch.setattr(backend, "choose", lambda *args: ChosenKernel("triton", print, ""))
+    monkeypatch.setattr(backend, "cache_writer", lambda: None)
+    layer = SimpleNamespace(kv_cache=torch.zeros(2, 1, 16, 8))
+    drafts = backend.draft_cache([layer, layer], lambda: TABLE, 1.0)
+    requests = DraftRequests(token_ids=[np.array([1])], context_lens=[0], req_indices=[0])
+    rows = torch.zeros(3, 1, 4)
+    for causal, expected in ((True, ["triton"]), (False, [])):
+        filled.clear()
+        attend = drafts.block_attention(requests, 3, causal)
+        attend(0, rows, rows, rows)
+        attend(1, rows, rows, rows)
+        assert filled == expected
+
+
+@pytest.mark.parametrize(("name", "full", "good"), [
+    ("reference", "1", False), ("reference", "0", True), ("triton", "1", True),
+])  # fmt: skip
+def test_full_graphs_need_a_kernel_that_can_be_captured(backend, monkeypatch, name, full, good):
+    """Else a graph would replay stock attention, which takes a tree for a line."""
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, full)
+    monkeypatch.setattr(backend, "choose", lambda *args: ChosenKernel(name, print, ""))
+    caches = [torch.zeros(2, 1, 16, 8)]
+    if good:
+        backend.bind(caches)
+        assert backend.kernel.name == name
+        return
+    with pytest.raises(ValueError, match=f"{FULL_GRAPHS_VARIABLE}=1.*unset it"):
+        backend.bind(caches)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.bfloat16, "FLASH_ATTN"), (torch.float32, "TRITON_ATTN")],
+)
+def test_the_attention_backend_taken_has_the_models_dtype(dtype, expected, monkeypatch):
+    """FlashAttention has no float32; vLLM would refuse to start with it."""
+    import vllm_specplug.vllm_v1.worker_gpu as worker_gpu
+
+    registered = {}
+    monkeypatch.setattr(worker_gpu, "register_backend", registered.__setitem__)
+    attention = SimpleNamespace(backend=None)
+    config = SimpleNamespace(attention_config=attention, model_config=SimpleNamespace(dtype=dtype))
+    worker_gpu.claim_attention_backend(config)
+    assert attention.backend.name == expected
+    backends = {b.name: path.rpartition(".")[2] for b, path in registered.items()}
+    tree_classes = (TreeFlashAttentionBackend, TreeTritonAttentionBackend)
+    chosen = {c.__name__: c for c in tree_classes}[backends[expected]]
+    assert chosen.supports_dtype(dtype)
+    assert TreeFlashAttentionBackend.supports_dtype(dtype) == (expected == "FLASH_ATTN")

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner applies what requests and options say, and learns from steps only what they show."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.budget.calibrations import calibration
+from vllm_specplug.budget import AdaptiveBudget, StepCostModel
+from vllm_specplug.drafting.drafter import Drafter, DraftRequests
+from vllm_specplug.metrics import StepStats
+from vllm_specplug.options import (
+    check_request_limit,
+    parse_request_budget,
+    request_budget_limit,
+)
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v1.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
+
+MAX_NODES = 8
+
+
+def _options(**changes: Any) -> SimpleNamespace:
+    defaults = {
+        "num_speculative_tokens": MAX_NODES, "tree_budget": "auto", "max_draft_context": None,
+        "max_request_budget": None,
+    }  # fmt: skip
+    return SimpleNamespace(**{**defaults, **changes})
+
+
+def _planner(rows: int = 512, draft_ms: float = 0.3, **changes: Any) -> DraftPlanner:
+    planner = DraftPlanner(_options(**changes), rows, StepStats(), 1000)
+    if planner.is_adaptive:
+        planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=draft_ms)), rows, 4)
+    return planner
+
+
+class _Drafter(Drafter):
+    """Chains of the asked depth; remembers what it was asked."""
+
+    forward_depth = 4
+
+    def __init__(self, score: float = -0.2) -> None:
+        self.score = score
+        self.asked: list[list[int]] = []
+
+    def load(self, target: Any) -> None: ...
+
+    def cache_specs(self) -> list:
+        return []
+
+    def observe(self, committed: Any) -> None: ...
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        depths = requests.forward_depths or [min(d, self.forward_depth) for d in requests.depths]
+        self.asked.append(list(depths))
+        return [
+            DraftTree.chain(range(depth), self.score * np.arange(1, depth + 1)) for depth in depths
+        ]
+
+
+def _requests(planner: DraftPlanner, extras: list[dict | None]) -> tuple[DraftRequests, Batch]:
+    requests, batch = DraftRequests(), Batch()
+    for i, extra in enumerate(extras):
+        batch.num_roots += 1
+        batch.root_context += 100
+        nodes, _ = planner.nodes_for(f"r{i}", extra, 100, len(extras))
+        if nodes:
+            requests.req_ids.append(f"r{i}")
+            requests.token_ids.append(np.arange(100))
+            requests.context_lens.append(99)
+            requests.req_indices.append(i)
+            requests.budgets.append(nodes)
+            requests.widths.append(4)
+            requests.depths.append(nodes)
+    return requests, batch
+
+
+def test_each_request_gets_what_it_asks_for() -> None:
+    planner = _planner()
+    ask = [None, {"specplug_tree_budget": 0}, {"specplug_tree_budget": 2}]
+    got = [planner.nodes_for(str(i), extra, 50, 3) for i, extra in enumerate(ask)]
+    assert got == [(MAX_NODES, "budget"), (0, "opted_out"), (2, "opted_out")]
+
+
+def test_fixed_budgets_share_the_rows_and_requests_may_differ() -> None:
+    planner = _planner(rows=20, tree_budget=6)
+    assert planner.nodes_for("a", None, 50, 2) == (6, "batch")
+    assert planner.nodes_for("a", None, 50, 5) == (3, "batch")
+    assert planner.nodes_for("a", None, 50, 12) == (0, "batch")
+    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 2) == (8, "opted_out")
+    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 4)[0] == 4
+
+
+def test_contexts_past_the_limit_decode_plainly() -> None:
+    planner = _planner(max_draft_context=60)
+    own = {"specplug_max_draft_context": 200}
+    assert planner.nodes_for("a", None, 60, 1)[0] == MAX_NODES
+    assert planner.nodes_for("a", None, 61, 1) == (0, "context")
+    assert planner.nodes_for("b", own, 61, 1)[0] == MAX_NODES
+    assert planner.nodes_for("b", own, 201, 1) == (0, "context")
+
+
+def test_a_request_that_ended_may_come_back_with_another_wish() -> None:
+    planner = _planner()
+    assert planner.nodes_for("a", {"specplug_tree_budget": 0}, 5, 1)[0] == 0
+    planner.forget(["a"])
+    assert planner.nodes_for("a", None, 5, 1)[0] == MAX_NODES
+
+
+# What a client can send, and what offline callers can.
+HOSTILE = [
+    -1, 10**400, 10**5000, -(10**30), "many", "", 2.5, float("nan"), float("inf"), True, None, [1],
+    [[1], [2]], {}, ["x" * 10**6], np.arange(3), b"8",
+]  # fmt: skip
+
+
+def test_a_worker_takes_nothing_that_it_cannot_use() -> None:
+    for planner, own in (
+        (_planner(), (MAX_NODES, "budget")),
+        (_planner(tree_budget=6), (6, "batch")),
+    ):
+        for i, value in enumerate(HOSTILE):
+            for name in ("specplug_tree_budget", "specplug_max_draft_context"):
+                is_limit = value is None or (type(value) is int and value > 0)
+                if name == "specplug_max_draft_context" and is_limit:
+                    continue  # one that is far away
+                assert planner.nodes_for(f"{name}{i}", {name: value}, 50, 1) == own, (name, i)
+
+
+def test_the_operator_limits_what_requests_may_ask_for() -> None:
+    def most(**changes: Any) -> int:
+        options = _options(num_speculative_tokens=256, **changes)
+        limit = request_budget_limit(options)
+        legal = parse_request_budget({"specplug_tree_budget": limit}, options)
+        with pytest.raises(ValueError, match=rf" to \w+={limit}\."):
+            parse_request_budget({"specplug_tree_budget": limit + 1}, options)
+        assert legal.nodes == limit
+        return limit
+
+    assert most() == most(tree_budget=0) == 32
+    assert (most(tree_budget=20), most(tree_budget=200)) == (40, 256)
+    assert (most(max_request_budget=0), most(max_request_budget=100)) == (0, 100)
+    check_request_limit(8, 8)
+    with pytest.raises(ValueError, match="max_request_budget=9.*num_speculative_tokens=8"):
+        check_request_limit(9, 8)
+
+
+@pytest.mark.parametrize("value", [-1, MAX_NODES + 1, "many", 2.5, True, None, [1]])
+def test_senseless_budgets_are_refused_by_name(value: object) -> None:
+    with pytest.raises(ValueError, match="specplug_tree_budget=.*0 .*num_speculative_tokens=8"):
+        parse_request_budget({"specplug_tree_budget": value}, _options())
+
+
+@pytest.mark.parametrize("value", [-1, "long", 0.5, False])
+def test_senseless_context_limits_are_refused_by_name(value: object) -> None:
+    with pytest.raises(ValueError, match="specplug_max_draft_context="):
+        parse_request_budget({"specplug_max_draft_context": value}, _options())
+
+
+def test_drafts_where_it_pays_and_not_where_it_does_not() -> None:
+    cheap, dear = _Drafter(), _Drafter()
+    planner = _planner()
+    trees = planner.draft(cheap, *_requests(planner, [None] * 3))
+    assert cheap.asked and all(tree.num_nodes for tree in trees)
+    planner = _planner(draft_ms=60.0)
+    trees = planner.draft(dear, *_requests(planner, [None] * 3))
+    assert not dear.asked and not any(tree.num_nodes for tree in trees)
+    assert planner.stats.plain_steps == {"budget": 3}
+    assert planner.stats.tree_budget == 0
+
+
+def test_a_fixed_request_among_adaptive_ones_always_drafts() -> None:
+    drafter = _Drafter(score=-4.0)
+    planner = _planner(draft_ms=5.0)
+    requests = _requests(planner, [{"specplug_tree_budget": 3}, None])
+    trees = planner.draft(drafter, *requests)
+    assert drafter.asked == [[3, 0]]
+    assert [tree.num_nodes for tree in trees] == [3, 0]
+
+
+def test_nobody_to_draft_for_is_no_work() -> None:
+    drafter = _Drafter()
+    planner = _planner()
+    assert planner.draft(drafter, DraftRequests(), Batch()) == []
+    assert planner.draft(drafter, *_requests(planner, [{"specplug_tree_budget": 0}])) == []
+    assert not drafter.asked
+
+
+def _verified(num_computed: int, tree: DraftTree, path: list[int], first: int = 0) -> StepRequest:
+    return StepRequest(first, first, first + 1 + tree.num_nodes, num_computed, tree, path)
+
+
+def test_times_of_real_steps_reach_the_cost_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    planner = _planner()
+    assert planner.adaptive is not None
+    costs = planner.adaptive.costs
+    before = float(costs.verify_ms(5, 5, 0))
+    tree = DraftTree.chain([1, 2, 3, 4], [-0.1, -0.2, -0.3, -0.4])
+    for _ in range(160):
+        planner.begin_step()
+        now[0] += 0.2
+        planner.observe(TreeStep([_verified(100, tree, [0, 1])]), ["a"], now[0])
+        now[0] += 0.006
+    # 200 ms of verification and 6 ms of everything else a step.
+    assert float(costs.verify_ms(5, 5, 500)) > 3 * before
+    assert float(costs.verify_ms(5, 5, 500)) == pytest.approx(200, rel=0.1)
+    assert costs.rest_ms == pytest.approx(6.0, rel=0.1)
+    assert planner.stats.predicted_actual == 320
+    assert planner.stats.predicted_accepted == pytest.approx(320, rel=0.25)
+
+
+def test_idle_time_and_prompt_chunks_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    planner = _planner()
+    assert planner.adaptive is not None
+    costs = planner.adaptive.costs
+    verify, rest = float(costs.verify_ms(5, 5, 0)), costs.rest_ms
+    for step in range(30):
+        planner.begin_step()
+        now[0] += 5.0
+        chunk = StepRequest(0, 200, 201, 0, DraftTree.empty())
+        planner.observe(TreeStep([chunk]), [f"r{step}"], now[0])
+        now[0] += 60.0
+    assert (float(costs.verify_ms(5, 5, 0)), costs.rest_ms) == (verify, rest)
+
+
+def _tree(tokens: list[int], parents: list[int], depths: list[int], scores: list[float]) -> Any:
+    return DraftTree(
+        np.array(tokens),
+        np.array(parents, np.int32),
+        np.array(depths, np.int32),
+        np.array(scores, np.float32),
+    )
+
+
+BROKEN = {
+    "a child outscores its parent and stands first": _tree([1, 2], [1, -1], [2, 1], [-0.1, -0.2]),
+    "a repeated sibling": _tree([5, 5], [-1, -1], [1, 1], [-0.1, -0.2]),
+    "a negative token": _tree([-1], [-1], [1], [-0.1]),
+    "a token past the vocabulary": _tree([1000], [-1], [1], [-0.1]),
+    "a wrong depth": _tree([1, 2], [-1, 0], [1, 3], [-0.1, -0.2]),
+    "a score that is no number": _tree([1], [-1], [1], [np.nan]),
+}
+
+
+class _BrokenDrafter(_Drafter):
+    """A sound tree for the first request, a broken one for the second."""
+
+    def __init__(self, broken: DraftTree, in_lookups: bool) -> None:
+        super().__init__()
+        self.broken, self.in_lookups = broken, in_lookups
+
+    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+        found = super().look_up(requests)
+        return [found[0], self.broken] if self.in_lookups else found
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        return [DraftTree.chain([7], [-0.1]), self.broken]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("in_lookups", [False, True])
+@pytest.mark.parametrize("tree_budget", ["auto", MAX_NODES])
+def test_an_invalid_tree_is_dropped_counted_and_told_once(
+    name: str, in_lookups: bool, tree_budget: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    planner = _planner(tree_budget=tree_budget)
+    drafter = _BrokenDrafter(BROKEN[name], in_lookups)
+    for step in (1, 2):
+        requests, batch = _requests(planner, [None, None])
+        trees = planner.draft(drafter, requests, batch)
+        assert [tree.num_nodes for tree in trees] == [1, 0]
+        assert planner.stats.plain_steps == {"invalid_tree": step}
+    warnings = [r.getMessage() for r in caplog.records if r.name == "vllm.specplug"]
+    assert len(warnings) == 1 and "DraftTree:" in warnings[0]

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallel ranks verify the same trees, whatever each of them would have drafted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v1 import runner as runner_module
+from vllm_specplug.vllm_v1.ranks import _packed, _unpacked
+from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
+
+FOLDER = Path(__file__).parent
+REPO = Path(__file__).resolve().parents[3]
+
+
+def _run_all(script: str, arguments: list[list[object]]) -> None:
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(REPO),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_DIST_IDENT": f"specplug-test-{os.getpid()}",
+        "HF_HUB_OFFLINE": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(FOLDER / script), *map(str, each)],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for each in arguments
+    ]  # fmt: skip
+    try:
+        logs = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, log in zip(processes, logs, strict=True):
+        assert process.returncode == 0, log[-4000:]
+
+
+def test_three_cpu_ranks_keep_the_first_ranks_trees(tmp_path: Path) -> None:
+    """vLLM's shared-memory all-reduce adds the parts in another order on each of three ranks."""
+    _run_all("rank_process.py", [[rank, 3, tmp_path] for rank in range(3)])
+    first, *others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3))
+    # Without these two there would be nothing to agree on.
+    assert any(other["hidden"] != first["hidden"] for other in others)
+    assert any(other["drafted"] != first["drafted"] for other in others)
+    for rank in (first, *others):
+        assert rank["kept"] == first["drafted"]
+
+
+def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
+    """Neither a slower clock nor a calibration kept by one replica changes how many forwards run:
+    a forward that the other replica does not join never ends."""
+    from vllm.utils.network_utils import get_open_port
+
+    port = get_open_port()
+    _run_all("replica_process.py", [[rank, port, tmp_path] for rank in range(2)])
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["rows"] and first == second
+
+
+def _tree(*token_ids: int) -> DraftTree:
+    return DraftTree(
+        np.array(token_ids, np.int64),
+        np.array([-1, -1, 0, 1][: len(token_ids)], np.int32),
+        np.array([1, 1, 2, 2][: len(token_ids)], np.int32),
+        np.array([-0.1, -1e-42, -np.inf, -3.0][: len(token_ids)], np.float32),
+    )
+
+
+def test_a_message_keeps_every_bit_and_cuts_what_is_over_budget() -> None:
+    trees = [_tree(7, 8, 9), DraftTree.empty(), _tree(2**31 - 1, 0, 1, 2), _tree(5, 6)]
+    message = _packed(trees, [4, 3, 2, 2])
+    # The size is known from the budgets: a receiver has its own, perhaps emptier, trees.
+    assert message.shape == _packed([DraftTree.empty()] * 4, [4, 3, 2, 2]).shape
+    for sent, got in zip(trees, _unpacked(message, 4), strict=True):
+        got.validate()
+        expected = sent.prefix(2) if sent is trees[2] else sent
+        for name in ("token_ids", "parent_indices", "depths", "scores"):
+            a, b = getattr(got, name), getattr(expected, name)
+            assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def _runner(**trees: DraftTree) -> TreeRunnerMixin:
+    from vllm_specplug.metrics import StepStats
+
+    runner = object.__new__(TreeRunnerMixin)
+    runner.proposed_trees = trees
+    runner.tree_metrics = SimpleNamespace(stats=StepStats())  # type: ignore[assignment]
+    return runner
+
+
+def test_drafts_without_a_tree_are_said_counted_and_never_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        runner_module.logger, "error_once", lambda text, *args: said.append(text % args)
+    )
+    monkeypatch.setattr(runner_module, "get_tensor_model_parallel_rank", lambda: 2)
+    runner = _runner(a=_tree(7, 8, 9), b=_tree(1, 2, 3))
+    assert runner._tree_for("a", [7, 5], None) is None
+    assert runner._tree_for("nobody", [4], None) is None
+    assert runner.tree_metrics.stats.plain_steps == {"unmatched": 2}
+    assert "Rank 2 has no tree for 2 scheduled draft tokens" in said[0]
+    # Placeholders are vLLM's own and nobody's fault.
+    assert runner._tree_for("b", [-1, -1, -1], None) is None
+    assert len(said) == 2
+
+
+def test_a_request_left_out_of_a_step_keeps_its_tree() -> None:
+    runner = _runner(a=_tree(7, 8), b=_tree(1, 2, 3))
+    first = runner._tree_for("a", [7], None)
+    assert first is not None and first.num_nodes == 1
+    assert list(runner.proposed_trees) == ["b"]
+    later = runner._tree_for("b", [1, 2, 3], None)
+    assert later is not None and later.num_nodes == 3

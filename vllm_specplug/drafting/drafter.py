@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drafter is given and what it must return.
+
+A drafter knows nothing of vLLM. The runtime hands it the target's weights it shares, a cache
+for its context keys and values that lives in vLLM's pages, and per step the hidden states of
+newly committed tokens and the requests to draft for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+
+from vllm_specplug.methods.tokenswift.options import SelfDraftOptions
+from vllm_specplug.options import LocalHeadOptions, TreeBuilderName
+from vllm_specplug.tree import DraftTree
+
+# Takes weight [out, in] and bias [out] or None; returns x [T, in] -> [T, out].
+LinearFactory = Callable[
+    [torch.Tensor, torch.Tensor | None], Callable[[torch.Tensor], torch.Tensor]
+]
+
+
+def device_tensor(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Integers of the host as int64 on `device`, without waiting for it."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    if device.type == "cpu":
+        return tensor
+    # A copy from pageable memory would wait for all that was launched. The allocator keeps pinned
+    # memory until the copy is done.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """The options a drafter reads, resolved."""
+
+    head_path: str | None
+    num_nodes: int
+    """Node budget of one tree, root excluded."""
+    tree_depth: int
+    """Deepest node the head drafts."""
+    max_depth: int
+    """Deepest node of a tree, from whatever source."""
+    tree_width: int
+    tree_builder: TreeBuilderName
+    hybrid_lambda: float
+    causal: bool | None
+    ngram_topk: int
+    """N-gram branches a tree may take in; 0 switches them off."""
+    max_model_len: int
+    local_head: LocalHeadOptions | None = None
+    beam_widths: tuple[int, ...] | None = None
+    """Widths of the levels of a dynamic beam; None drafts best-first under the budget."""
+    window_size: int | None = None
+    """Tokens a drafter's own window keeps; None: what its checkpoint says."""
+    self_draft: SelfDraftOptions | None = None
+    """How the target drafts for itself; None where it does not."""
+    ngram_size: int = 4
+    """Longest suffix that n-gram branches look up."""
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """What a head shares with its target."""
+
+    # [V, H]
+    embed_tokens: torch.Tensor
+    # [V, H]
+    lm_head: torch.Tensor
+    dtype: torch.dtype
+    device: torch.device
+    text_config: object
+    """The target's Hugging Face text config."""
+    make_linear: LinearFactory
+    """Makes a matrix product from weight [out, in] and bias [out] or None, packed for the
+    device."""
+
+    def make_lm_head(
+        self, target_ids: torch.Tensor | None, own: torch.Tensor | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Scores over a draft vocabulary: [T, H] -> [T, V'].
+
+        Args:
+            target_ids: int64 [V'], the target token of each draft id; None for the whole
+                vocabulary.
+            own: [V', H] of a head that ships its LM head; None takes the target's rows.
+        """
+        weight = own
+        if weight is None:
+            weight = self.lm_head
+            if target_ids is not None:
+                weight = weight[target_ids.to(weight.device)]
+        weight = weight.to(device=self.device, dtype=self.dtype).contiguous()
+        return self.make_linear(weight, None)
+
+
+@dataclass(frozen=True)
+class DraftCacheSpec:
+    """Shape of one draft layer's context cache."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class CommittedTokens:
+    """Tokens whose target forward is final after this step, of all requests, flat."""
+
+    # One [T, Ht] per auxiliary layer; T rows of the target forward
+    aux_hidden_states: list[torch.Tensor]
+    # [M] int64, row of the target forward each token was computed in
+    rows: torch.Tensor
+    # [M] int64
+    positions: torch.Tensor
+    # [M] int64, slot of the paged cache each token owns
+    slots: torch.Tensor
+    # [B] int64, row of each request's last committed token, in batch order
+    last_rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftPenalty:
+    """What the target's sampler will do to the logits of some tokens, for drafts to do the same."""
+
+    # [n] int64, distinct
+    token_ids: torch.Tensor
+    apply: Callable[[torch.Tensor, torch.Tensor], None]
+    """Takes logits [..., V] and the indices int64 [n] of these tokens in them; works in place."""
+
+
+@dataclass(frozen=True)
+class DraftRequests:
+    """The requests to draft for in this step; R of them."""
+
+    # [R]
+    req_ids: list[str] = field(default_factory=list)
+    # [R] committed tokens of each, the anchor last; views that are valid during the call only
+    token_ids: list[np.ndarray] = field(default_factory=list)
+    # [R] committed tokens before the anchor, which is also the anchor's position
+    context_lens: list[int] = field(default_factory=list)
+    # [R] row of each request in the block table
+    req_indices: list[int] = field(default_factory=list)
+    # [R] most nodes of each tree
+    budgets: list[int] = field(default_factory=list)
+    # [R] most children of a node; 1 asks for a chain
+    widths: list[int] = field(default_factory=list)
+    # [R] deepest node worth drafting
+    depths: list[int] = field(default_factory=list)
+    # [R] deepest node worth a draft forward; 0 leaves the request to lookups that cost nothing.
+    # Empty: the same as `depths`
+    forward_depths: list[int] = field(default_factory=list)
+    # [R] the contextual penalty of each, None where it has none. Empty: nobody has one
+    penalties: list[DraftPenalty | None] = field(default_factory=list)
+
+    @property
+    def anchors(self) -> list[int]:
+        """[R] the last committed token of each: root of its tree, not in the target's cache yet."""
+        return [int(tokens[-1]) for tokens in self.token_ids]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def for_forward(self) -> tuple[list[int], DraftRequests]:
+        """The requests that want a draft forward, and which of the R they are."""
+        if not self.forward_depths:
+            return list(range(len(self))), self
+        chosen = [r for r, depth in enumerate(self.forward_depths) if depth > 0]
+        columns = {
+            name: [values[r] for r in chosen]
+            for name, values in vars(self).items()
+            if name not in ("depths", "forward_depths") and values
+        }
+        return chosen, DraftRequests(**columns, depths=[self.forward_depths[r] for r in chosen])
+
+
+class DraftCache(Protocol):
+    """Context keys and values of the draft layers in vLLM's paged cache."""
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
+
+    def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> BlockAttention:
+        """Attention of `rows` block rows per request over its paged context and the block."""
+
+
+class BlockAttention(Protocol):
+    """Attention of one draft forward, all requests at once."""
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """query [R * rows, Hq, Dh], key and value [R * rows, Hkv, Dh] -> [R * rows, Hq, Dh]."""
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """A drafter's own keys and values of the last `size` tokens before each anchor: one layer."""
+
+    size: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class DraftWindow(Protocol):
+    """Keys and values of every request's last tokens, in memory that does not grow with context."""
+
+    def missing(self, requests: DraftRequests) -> WindowTokens:
+        """Tokens of the requests' windows that are not stored yet; they count as stored."""
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores keys and values [M, Hkv, Dh] at `slots` [M]."""
+
+    def attention(self, requests: DraftRequests, parents: list[np.ndarray]) -> RowAttention:
+        """Attention over the window and the rows of a tree: row 0 of each request is its anchor,
+        the others have parents as in `DraftTree.parent_indices`."""
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Frees the windows of requests that ended."""
+
+
+@dataclass(frozen=True)
+class WindowTokens:
+    """Tokens to be stored in windows, [M] int64 each."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+
+class RowAttention(Protocol):
+    """Attention of tree rows, requests one after the other."""
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query [M, Hq, Dh], key and value [M, Hkv, Dh] of the rows -> [M, Hq, Dh]."""
+
+
+class TargetCache(Protocol):
+    """Keys and values of the target's last layer, in vLLM's paged cache."""
+
+    def attention(
+        self, req_indices: list[int], context_lens: list[int], rows: list[int]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Attention over the first `context_lens` positions of some requests.
+
+        Args:
+            req_indices: rows of the block table.
+            rows: query rows of each request, one after the other.
+
+        Returns:
+            query [sum(rows), Hq, Dh] -> [sum(rows), Hq, Dh]; zeros where the context is empty.
+        """
+
+
+@dataclass(frozen=True)
+class PartialCacheSpec:
+    """Bounded caches for draft forwards of the target itself."""
+
+    budget: int
+    """Tokens a request keeps, the sink included."""
+    sink: int
+    """First positions that are always kept."""
+    refresh: int
+    """Committed tokens after which the kept positions are chosen anew."""
+    max_requests: int
+    """Requests kept at once."""
+
+
+class TargetForward(Protocol):
+    """The target's own layers, run on anchors over partial caches."""
+
+    def can_run(self, requests: DraftRequests) -> bool:
+        """Whether there is room for all of these requests at once."""
+
+    def __call__(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs each request's anchor; commits nothing.
+
+        Returns:
+            The target's final normed states and its last layer's outputs before that norm,
+            [R, H] each.
+        """
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Drops partial caches of requests that ended or were preempted."""
+
+
+class Drafter(ABC):
+    """One drafting method.
+
+    Order of calls: `load`, then every step `observe` with what was committed and, when
+    anybody is to be drafted for, `propose`.
+    """
+
+    reads_target_weights: ClassVar[bool] = True
+    """Whether `load` reads the target's embedding and LM head; else it gets empty tensors."""
+
+    def __init__(self, options: DrafterOptions) -> None:
+        self.options = options
+
+    @abstractmethod
+    def load(self, target: TargetWeights) -> None:
+        """Loads the draft checkpoint and what it shares with the target.
+
+        Raises:
+            ValueError: when the checkpoint is not for this target, or is incomplete.
+        """
+
+    @abstractmethod
+    def cache_specs(self) -> list[DraftCacheSpec]:
+        """The caches that must live in vLLM's pages, one per draft layer."""
+
+    def bind_cache(self, cache: DraftCache) -> None:
+        """Gives the drafter its pages, once they exist."""
+        self.cache = cache
+
+    def window_spec(self) -> WindowSpec | None:
+        """The window of its own that the drafter keeps, read after `load`; None for none."""
+        return None
+
+    def bind_window(self, window: DraftWindow, target_cache: TargetCache) -> None:
+        """Gives a drafter with a window that window and the target's last layer."""
+        self.window, self.target_cache = window, target_cache
+
+    def partial_cache_spec(self) -> PartialCacheSpec | None:
+        """Partial caches for draft forwards of the target itself; None for none."""
+        return None
+
+    def bind_target_forward(
+        self, forward: TargetForward, share: Callable[[list[float]], list[float]]
+    ) -> None:
+        """Gives a drafter that asked for it the target's forward.
+
+        `share` replaces measured values by the first tensor parallel rank's, so that all ranks
+        decide alike.
+        """
+        self.target_forward, self.share = forward, share
+
+    @abstractmethod
+    def observe(self, committed: CommittedTokens) -> None:
+        """Takes in newly committed tokens. Called every step, drafting or not."""
+
+    def forget(self, req_ids: Iterable[str]) -> None:  # noqa: B027 - optional, not abstract
+        """Drops what is kept for requests that ended; nothing by default."""
+
+    @property
+    def forward_depth(self) -> int:
+        """Deepest node a draft forward gives. 0: there is no forward, or `propose` does not heed
+        `forward_depths`; it is then always called."""
+        return 0
+
+    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+        """Trees that need no forward, one per request; `propose` finds the same nodes again.
+        Called before it, so that a forward is run only where it adds enough."""
+        return [DraftTree.empty()] * len(requests)
+
+    @abstractmethod
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        """One tree per request, within its budget, width and depth."""

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting by looking up what followed the same few tokens earlier in the request.
+
+The idea of prompt lookup and of TokenSwift's token reuse, with branches merged into one tree
+instead of verified side by side, and with probabilities learned while serving: each proposed
+branch is later compared with what the target really produced, so that n-gram nodes and a head's
+nodes can compete for one budget.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from vllm_specplug.drafting.drafter import (
+    CommittedTokens,
+    DraftCacheSpec,
+    Drafter,
+    DrafterOptions,
+    DraftRequests,
+    TargetWeights,
+)
+from vllm_specplug.kernels import NgramIndex, make_ngram_index
+from vllm_specplug.tree import DraftTree, merge_trees
+
+# Longest suffix that is looked up.
+MAX_SUFFIX = 4
+
+
+class BranchStatistics:
+    """How often tokens of branches turned out right, by matched length and depth.
+
+    Counts start as a prior and decay, so that the estimate follows the traffic.
+    """
+
+    _DECAY = 0.995
+    # Observations that the prior is worth.
+    _WEIGHT = 8.0
+    # Shares of right tokens in answers to chat, code and maths prompts, for suffixes of 1, 2, ...
+    # tokens; longer ones are taken to be like the last. Of a branch's first token:
+    _FIRST = (0.24, 0.55, 0.6, 0.8)
+    # ... times this for each branch before it:
+    _LOWER_RANK = 0.85
+    # Of a token whose predecessors were right:
+    _LATER = (0.55, 0.65, 0.7, 0.87)
+    _RANKS = 3
+    _DEPTHS = 10
+    # A branch ends where its next node would be right too seldom for any budget.
+    _LEAST_SCORE = math.log(1 / 256)
+
+    def __init__(self) -> None:
+        # By suffix length: weights of the right ones and of all, and the logarithm of the share,
+        # [_RANKS + _DEPTHS - 1] each: of first tokens by rank among the branches, the last rank
+        # for all further ones, then of deeper tokens.
+        self._counts: dict[int, tuple[list[float], list[float], list[float]]] = {}
+        # By suffix length, until its counts change: scores by rank and longest branch.
+        self._scores: dict[int, dict[tuple[int, int], np.ndarray]] = {}
+
+    def _counts_of(self, size: int) -> tuple[list[float], list[float], list[float]]:
+        counts = self._counts.get(size)
+        if counts is None:
+            place = min(size, len(self._FIRST)) - 1
+            shares = [self._FIRST[place] * self._LOWER_RANK**rank for rank in range(self._RANKS)]
+            shares += [self._LATER[place]] * (self._DEPTHS - 1)
+            counts = self._counts[size] = (
+                [share * self._WEIGHT for share in shares],
+                [self._WEIGHT] * len(shares),
+                [math.log(share) for share in shares],
+            )
+        return counts
+
+    def observe(self, size: int, rank: int, branch: Sequence[int], actual: Sequence[int]) -> None:
+        """Compares a branch with what followed; stops at its first wrong token."""
+        right, asked, logs = self._counts_of(size)
+        self._scores.pop(size, None)
+        column = min(rank, self._RANKS - 1)
+        for depth, (proposed, token) in enumerate(zip(branch, actual, strict=False), 1):
+            if depth > 1:
+                column = self._RANKS - 2 + min(depth, self._DEPTHS)
+            right[column] = right[column] * self._DECAY + (proposed == token)
+            asked[column] = asked[column] * self._DECAY + 1.0
+            logs[column] = math.log(min(max(right[column] / asked[column], 1e-3), 0.999))
+            if proposed != token:
+                return
+
+    def scores(self, size: int, rank: int, length: int) -> np.ndarray:
+        """Cumulative log-probabilities of a branch's nodes, float32 [at most length]: those that
+        are not too improbable for any budget, and the first one."""
+        rank = min(rank, self._RANKS - 1)
+        by_rank = self._scores.setdefault(size, {})
+        known = by_rank.get((rank, length))
+        if known is None:
+            logs = self._counts_of(size)[2]
+            # Tokens deeper than is counted are like the deepest counted ones.
+            deeper = itertools.chain(logs[self._RANKS :], itertools.repeat(logs[-1]))
+            totals = itertools.accumulate(deeper, initial=logs[rank])
+            likely = itertools.takewhile(lambda total: total >= self._LEAST_SCORE, totals)
+            listed = list(itertools.islice(likely, length)) or logs[rank : rank + 1]
+            known = by_rank[rank, length] = np.array(listed, dtype=np.float32)
+        return known
+
+
+class NgramBranches:
+    """N-gram branches for every running request."""
+
+    def __init__(self, count: int, max_length: int, suffix: int = MAX_SUFFIX) -> None:
+        self.count = count
+        self.suffix = suffix
+        self.max_length = max_length
+        self.statistics = BranchStatistics()
+        self._indices: dict[str, NgramIndex] = {}
+        # Branches proposed last, by request, with the position of their first token.
+        self._pending: dict[str, tuple[int, list[tuple[int, list[int]]]]] = {}
+        # What `branches` last returned, by request, with the arguments it was for.
+        self._latest: dict[str, tuple[tuple[int, int], list[DraftTree]]] = {}
+
+    def branches(self, req_id: str, tokens: np.ndarray, depth: int) -> list[DraftTree]:
+        """Chains that may follow `tokens` [n], the request's committed tokens."""
+        asked = (len(tokens), depth)
+        if req_id in self._latest and self._latest[req_id][0] == asked:
+            return self._latest[req_id][1]
+        index = self._indices.get(req_id)
+        if index is None or index.num_tokens > len(tokens):
+            index = self._indices[req_id] = make_ngram_index(self.suffix)
+            self._pending.pop(req_id, None)
+            self._latest.pop(req_id, None)
+        self._learn(req_id, tokens)
+        found = index.look_up(tokens, self.count, min(depth, self.max_length))
+        self._pending[req_id] = (len(tokens), found)
+        chains = [
+            DraftTree.chain(branch[: len(scores)], scores)
+            for rank, (size, branch) in enumerate(found)
+            for scores in [self.statistics.scores(size, rank, len(branch))]
+        ]
+        self._latest[req_id] = (asked, chains)
+        return chains
+
+    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+        """One tree per request, of branches alone; empty where only a chain is wanted."""
+        trees = []
+        for r, req_id in enumerate(requests.req_ids):
+            branches = []
+            if requests.widths[r] > 1:
+                branches = self.branches(req_id, requests.token_ids[r], requests.depths[r])
+            trees.append(
+                merge_trees(branches, requests.budgets[r]) if branches else DraftTree.empty()
+            )
+        return trees
+
+    def added_to(self, trees: Sequence[DraftTree], requests: DraftRequests) -> list[DraftTree]:
+        """The trees [R] with branches merged in, within budget; chains stay as they are."""
+        merged = list(trees)
+        for r, tree in enumerate(trees):
+            if requests.widths[r] > 1:
+                branches = self.branches(
+                    requests.req_ids[r], requests.token_ids[r], requests.depths[r]
+                )
+                merged[r] = merge_trees([tree, *branches], requests.budgets[r])
+        return merged
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Drops finished requests."""
+        for req_id in req_ids:
+            self._indices.pop(req_id, None)
+            self._pending.pop(req_id, None)
+            self._latest.pop(req_id, None)
+
+    def _learn(self, req_id: str, tokens: np.ndarray) -> None:
+        position, found = self._pending.pop(req_id, (0, []))
+        actual = tokens[position : position + self.max_length].tolist()
+        for rank, (size, branch) in enumerate(found):
+            self.statistics.observe(size, rank, branch, actual)
+
+
+def ngram_branches(options: DrafterOptions) -> NgramBranches | None:
+    """The branches a drafter adds to its own trees; None where it adds none."""
+    if not options.ngram_topk:
+        return None
+    return NgramBranches(options.ngram_topk, options.max_depth, options.ngram_size)
+
+
+class NgramTreeDrafter(Drafter):
+    """Method `ngram_tree`: n-gram branches alone, no head and no draft forward."""
+
+    reads_target_weights = False
+
+    def load(self, target: TargetWeights) -> None:
+        self.ngrams = NgramBranches(
+            self.options.ngram_topk, self.options.max_depth, self.options.ngram_size
+        )
+
+    def cache_specs(self) -> list[DraftCacheSpec]:
+        return []
+
+    def observe(self, committed: CommittedTokens) -> None:
+        pass
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        self.ngrams.forget(req_ids)
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        trees = []
+        for r in range(len(requests)):
+            branches = self.ngrams.branches(
+                requests.req_ids[r], requests.token_ids[r], requests.depths[r]
+            )
+            if requests.widths[r] == 1:
+                branches = branches[:1]
+            trees.append(
+                merge_trees(branches, requests.budgets[r]) if branches else DraftTree.empty()
+            )
+        return trees

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of a block draft head, read from z-lab/JetSpec or speculators `config.json`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specplug.drafting.checkpoint_files import (
+    LARGEST_SIZE,
+    config_values,
+    is_positive,
+    read_json_object,
+)
+
+logger = logging.getLogger(__name__)
+
+# Far beyond any head; a config beyond it would cost memory before a tensor is looked at.
+_LARGEST = {"num_hidden_layers": 256, "block_size": 4096, "target_layer_ids": 1024}
+
+_CONTAINERS = ("jetspec_config", "dflash_config")
+_UNSUPPORTED_FLAGS = {
+    "sample_from_anchor": "slot j of a block must predict the token at j, not the one after it",
+    "shift_label": "slot j of a block must predict the token at j, not the one after it",
+    "markov_rank": "scores must be those of the block alone",
+    "enable_confidence_head": "confidence heads are not implemented",
+    "final_logit_softcapping": "logits are those of the LM head as they are",
+    "use_swa": "draft layers attend the whole context",
+    "attention_sink_bias": "attention sinks are not implemented",
+    "attention_value_scale": "value scaling is not implemented",
+}
+# What trainers call heads that draft as this one does. Others share its tensors, names and shapes
+# alike, and mean other tokens by its slots: DeepSpec's Qwen3DSparkModel predicts from the anchor's
+# own slot on, so that each draft would be one place off.
+_ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
+_SPECULATORS_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
+# Head size of a config that states none, where the model type has one of its own.
+_HEAD_DIMS = {"qwen3": 128}
+_MASK_ID_NAMES = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+
+
+def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """Zero-based target layers of a config that names none: spread from 1 to n - 3, rounded;
+    the middle layer for a head of one layer."""
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
+
+
+@dataclass(frozen=True)
+class BlockHeadConfig:
+    """Shape of a JetSpec/DFlash head.
+
+    `target_layer_ids` are zero-based: id i is the output of the target's decoder layer i.
+    `block_size` counts the anchor, so a block drafts `block_size - 1` tokens.
+    `causal` is the mask inside a block: JetSpec true, DFlash false.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    target_layer_ids: tuple[int, ...]
+    block_size: int = 16
+    causal: bool = True
+    mask_token_id: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "head_dim",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "vocab_size",
+        ):
+            most = _LARGEST.get(name, LARGEST_SIZE)
+            _require(
+                _is_integer(getattr(self, name)) and 1 <= getattr(self, name) <= most,
+                name,
+                getattr(self, name),
+                f"an integer from 1 to {most}",
+            )
+        _require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            "num_key_value_heads",
+            self.num_key_value_heads,
+            f"a divisor of num_attention_heads = {self.num_attention_heads}",
+        )
+        _require(
+            _is_integer(self.block_size) and 2 <= self.block_size <= _LARGEST["block_size"],
+            "block_size",
+            self.block_size,
+            "an integer >= 2 (the anchor and at least one drafted token), at most "
+            f"{_LARGEST['block_size']}",
+        )
+        _require(
+            1 <= len(self.target_layer_ids) <= _LARGEST["target_layer_ids"],
+            "target_layer_ids",
+            self.target_layer_ids,
+            f"1 to {_LARGEST['target_layer_ids']} layer ids",
+        )
+        for name in ("rms_norm_eps", "rope_theta"):
+            _require(
+                is_positive(getattr(self, name)), name, getattr(self, name), "a positive number"
+            )
+        _require(
+            self.mask_token_id is None or _is_integer(self.mask_token_id),
+            "mask_token_id",
+            self.mask_token_id,
+            "an integer",
+        )
+        _require(
+            _is_integer(self.target_hidden_size) and 1 <= self.target_hidden_size <= LARGEST_SIZE,
+            "target_hidden_size",
+            self.target_hidden_size,
+            f"an integer from 1 to {LARGEST_SIZE}",
+        )
+        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
+        _require(
+            _is_integer(self.draft_vocab_size) and 1 <= self.draft_vocab_size <= self.vocab_size,
+            "draft_vocab_size",
+            self.draft_vocab_size,
+            f"1..{self.vocab_size} (vocab_size)",
+        )
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafted depth D of one block."""
+        return self.block_size - 1
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on q.k before the softmax."""
+        return float(self.head_dim**-0.5)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        num_target_layers: int | None = None,
+        causal: bool | None = None,
+    ) -> BlockHeadConfig:
+        """Reads `directory/config.json`; see `from_dict`."""
+        path = Path(directory) / "config.json"
+        if not path.is_file():
+            raise ValueError(
+                f"draft head {str(directory)!r} has no config.json; give the folder "
+                "that holds config.json and model.safetensors"
+            )
+        raw = read_json_object(path, "a head's config")
+        with config_values(path):
+            return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
+
+    @classmethod
+    def from_dict(
+        cls,
+        raw: Mapping[str, Any],
+        *,
+        num_target_layers: int | None = None,
+        causal: bool | None = None,
+    ) -> BlockHeadConfig:
+        """From a parsed `config.json` of either format.
+
+        Args:
+            raw: the JSON object.
+            num_target_layers: decoder layers of the target, used where the config names no layers.
+            causal: overrides the mask the config states.
+
+        Raises:
+            ValueError: field, value, legal values and remedy.
+        """
+        if raw.get("speculators_model_type") is not None or "transformer_layer_config" in raw:
+            return _from_speculators(raw, causal)
+        return _from_zlab(raw, num_target_layers, causal)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A z-lab/JetSpec `config.json` object; `from_dict` reads it back unchanged."""
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "attention_bias": self.attention_bias,
+            "hidden_act": "silu",
+            "layer_types": ["full_attention"] * self.num_hidden_layers,
+            "tie_word_embeddings": False,
+            "block_size": self.block_size,
+            "dtype": "bfloat16",
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+                "target_hidden_size": self.target_hidden_size,
+                "causal_head": self.causal,
+            },
+        }
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(condition: bool, name: str, value: object, legal: str) -> None:
+    if not condition:
+        raise ValueError(
+            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the "
+            "head's config.json or use another head"
+        )
+
+
+def _need(raw: Mapping[str, Any], name: str) -> Any:
+    if raw.get(name) is None:
+        raise ValueError(
+            f"draft head config: {name} is missing; legal: an integer; the head's "
+            "config.json is incomplete, fetch it again"
+        )
+    return raw[name]
+
+
+def _check_architecture(raw: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Refuses heads that say what they are and are not known; tensors judge the others."""
+    stated = raw.get("architectures") or []
+    listed = isinstance(stated, list | tuple)
+    _require(listed and all(name in known for name in stated), "architectures", stated, (
+        f"{', '.join(known)} (heads of other kinds draft in another way, even where their tensors "
+        "look alike)"
+    ))  # fmt: skip
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], num_layers: int) -> None:
+    types = raw.get("layer_types") or []
+    _require(
+        not types or len(types) >= num_layers,
+        "layer_types",
+        types,
+        f"one kind for each of the {num_layers} draft layers",
+    )
+    other = {i: kind for i, kind in enumerate(types[:num_layers]) if kind != "full_attention"}
+    _require(
+        not other,
+        "layer_types",
+        other,
+        "'full_attention' for every draft layer (sliding-window heads are not supported)",
+    )
+    if not types:
+        _require(
+            not raw.get("use_sliding_window"),
+            "use_sliding_window",
+            raw.get("use_sliding_window"),
+            "absent or false (sliding-window heads are not supported)",
+        )
+    _require(
+        raw.get("projector_type") in (None, "dflash"),
+        "projector_type",
+        raw.get("projector_type"),
+        "absent or 'dflash' (others draft in another way)",
+    )
+    for name, reason in _UNSUPPORTED_FLAGS.items():
+        _require(not raw.get(name), name, raw.get(name), f"absent or false ({reason})")
+    _require(
+        raw.get("is_neox_style") in (None, True),
+        "is_neox_style",
+        raw.get("is_neox_style"),
+        "absent or true (rotary embedding over halves)",
+    )
+    _check_whole_rotary(raw, "")
+    _require(raw.get("logit_scale") in (None, 1, 1.0), "logit_scale", raw.get("logit_scale"), "1.0")
+    _require(raw.get("hidden_act") in (None, "silu"), "hidden_act", raw.get("hidden_act"), "'silu'")
+
+
+def _check_whole_rotary(raw: Mapping[str, Any], of: str) -> None:
+    factor = raw.get("partial_rotary_factor")
+    _require(factor in (None, 1, 1.0), f"{of}partial_rotary_factor", factor, "1.0")
+
+
+def _rope_theta(raw: Mapping[str, Any]) -> float:
+    theta = raw.get("rope_theta")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(name) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        _require(kind in ("default", None), f"{name}.rope_type", kind, "'default' (plain rotary)")
+        nested = sorted(key for key, value in rope.items() if isinstance(value, Mapping))
+        _require(not nested, name, nested, "one rotary embedding for all layers")
+        _check_whole_rotary(rope, f"{name}.")
+        if rope.get("rope_theta") is not None:
+            theta = rope["rope_theta"]
+    return float(theta if theta is not None else 10000.0)
+
+
+def _default_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> int:
+    model_type = raw.get("model_type")
+    known = _HEAD_DIMS.get(model_type) if isinstance(model_type, str) else None
+    return known or hidden // heads
+
+
+def _layer_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
+    hidden, heads = _need(raw, "hidden_size"), _need(raw, "num_attention_heads")
+    layers = _need(raw, "num_hidden_layers")
+    # Before anything is made per layer.
+    most = _LARGEST["num_hidden_layers"]
+    legal = _is_integer(layers) and 1 <= layers <= most
+    _require(legal, "num_hidden_layers", layers, f"an integer from 1 to {most}")
+    _refuse_unsupported(raw, layers)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": _need(raw, "intermediate_size"),
+        "num_hidden_layers": raw["num_hidden_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or _default_head_dim(raw, hidden, heads),
+        "vocab_size": _need(raw, "vocab_size"),
+        "rms_norm_eps": 1e-6 if raw.get("rms_norm_eps") is None else raw["rms_norm_eps"],
+        "rope_theta": _rope_theta(raw),
+        "attention_bias": bool(raw.get("attention_bias", False)),
+    }
+
+
+def _from_zlab(
+    raw: Mapping[str, Any], num_target_layers: int | None, causal: bool | None
+) -> BlockHeadConfig:
+    # Both containers are accepted; where both are there the method's own one wins key by key.
+    container: dict[str, Any] = {}
+    for name in reversed(_CONTAINERS):
+        container.update(raw.get(name) or {})
+    _check_architecture(raw, _ARCHITECTURES)
+    shape = _layer_shape(raw)
+    _refuse_unsupported(container, 0)
+    if causal is None:
+        causal = _stated_mask(raw, container)
+    stated_layers = raw.get("num_target_layers")
+    _require(
+        None in (stated_layers, num_target_layers) or stated_layers == num_target_layers,
+        "num_target_layers",
+        stated_layers,
+        f"{num_target_layers} (the target's layers)",
+    )
+    layer_ids = container.get("target_layer_ids", raw.get("target_layer_ids"))
+    if layer_ids is None and raw.get("eagle_aux_hidden_state_layer_ids"):
+        # These count the embedding as 0.
+        name = "eagle_aux_hidden_state_layer_ids"
+        layer_ids = [i - 1 for i in _layer_ids(name, raw[name])]
+    if layer_ids is None:
+        num_target_layers = num_target_layers or raw.get("num_target_layers")
+        _require(
+            num_target_layers is not None,
+            "target_layer_ids",
+            None,
+            "a list of zero-based target layers",
+        )
+        assert num_target_layers is not None
+        layer_ids = default_target_layer_ids(num_target_layers, shape["num_hidden_layers"])
+    block_size = raw.get("block_size")
+    if block_size is None:
+        block_size = _need(container, "block_size")
+    masks = [source.get(name) for source in (container, raw) for name in _MASK_ID_NAMES]
+    mask = next((value for value in masks if value is not None), None)
+    return BlockHeadConfig(
+        **shape,
+        draft_vocab_size=raw.get("draft_vocab_size")
+        or container.get("draft_vocab_size")
+        or shape["vocab_size"],
+        target_hidden_size=container.get("target_hidden_size")
+        or raw.get("target_hidden_size")
+        or shape["hidden_size"],
+        target_layer_ids=_layer_ids("target_layer_ids", layer_ids),
+        block_size=block_size,
+        causal=causal,
+        mask_token_id=mask,
+    )
+
+
+def _layer_ids(name: str, value: object) -> tuple[int, ...]:
+    listed = isinstance(value, list | tuple) and all(_is_integer(i) for i in value)
+    _require(listed, name, value, "a list of integers")
+    assert isinstance(value, list | tuple)
+    return tuple(value)
+
+
+def _stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
+    """Whether the block is causal: as stated, else by the method that the config belongs to."""
+    for name, source in (
+        ("is_causal", raw),
+        ("causal_head", container),
+        ("causal", container),
+        ("is_causal", container),
+        ("causal_head", raw),
+        ("causal", raw),
+    ):
+        value = source.get(name)
+        if value is not None:
+            _require(isinstance(value, bool), name, value, "true or false")
+            return bool(value)
+    causal = raw.get("jetspec_config") is not None
+    logger.info(
+        "The head's config does not say whether its block is causal; taken as %s. Option `causal` "
+        "of the speculative config decides otherwise",
+        "causal, as JetSpec trains" if causal else "bidirectional, as DFlash trains",
+    )
+    return causal
+
+
+def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadConfig:
+    kind = raw.get("speculators_model_type")
+    _require(kind == "dflash", "speculators_model_type", kind, "'dflash'")
+    _check_architecture(raw, _SPECULATORS_ARCHITECTURES)
+    shape = _layer_shape(_need(raw, "transformer_layer_config"))
+    _refuse_unsupported(raw, 0)
+    # `sliding_window_non_causal`, false by default, is about sliding-window layers alone, which are
+    # refused above: the library trains full attention bidirectionally whatever it says.
+    causal = bool(causal)
+    aux = raw.get("aux_hidden_state_layer_ids")
+    _require(bool(aux), "aux_hidden_state_layer_ids", aux, "a list of layer ids, each >= 1")
+    assert aux is not None
+    # An id there counts the embedding as 0, so decoder layer i is i + 1.
+    layer_ids = tuple(i - 1 for i in _layer_ids("aux_hidden_state_layer_ids", aux))
+    return BlockHeadConfig(
+        **shape,
+        draft_vocab_size=raw.get("draft_vocab_size") or shape["vocab_size"],
+        target_hidden_size=raw.get("target_hidden_size") or shape["hidden_size"],
+        target_layer_ids=layer_ids,
+        block_size=8 if raw.get("block_size") is None else raw["block_size"],
+        causal=causal,
+        mask_token_id=raw.get("mask_token_id"),
+    )

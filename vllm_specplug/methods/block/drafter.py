@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting with a block head: one forward drafts every depth of every tree.
+
+The head sees the target's hidden states of all committed tokens (its context, cached in the
+target's pages) and one block per request: the anchor token's embedding and mask embeddings.
+Slot j gives the distribution of the token j positions after the anchor, shared by all
+branches of that depth; the builder turns these marginals into a tree. JetSpec (causal in the
+block) and DFlash with a tree (bidirectional) are this, as they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from vllm_specplug.drafting.drafter import (
+    CommittedTokens,
+    DraftCacheSpec,
+    Drafter,
+    DraftRequests,
+    TargetWeights,
+    device_tensor,
+)
+from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.kernels import build_best_first, can_build_best_first, top_candidates
+from vllm_specplug.methods.block.checkpoint import load_block_head
+from vllm_specplug.methods.block.fused_head import FusedBlockHead
+from vllm_specplug.tree import DraftTree, build_tree
+
+
+class BlockHeadDrafter(Drafter):
+    """Block head of the JetSpec and DFlash family; causal or bidirectional by its config."""
+
+    @torch.inference_mode()
+    def load(self, target: TargetWeights) -> None:
+        assert self.options.head_path is not None
+        head, extras = load_block_head(
+            self.options.head_path, target.text_config, causal=self.options.causal
+        )
+        head = head.to(device=target.device, dtype=target.dtype)
+        self.config = head.config
+        embed = extras.embed_tokens if extras.embed_tokens is not None else target.embed_tokens
+        # [V, H]
+        self.embed_tokens = embed.to(device=target.device, dtype=target.dtype)
+        if extras.mask_from_embedding:
+            head.mask_embedding.copy_(self.embed_tokens[self.config.mask_token_id])
+        # [V'] target id of each draft id, where the draft vocabulary is reduced
+        self.target_ids: torch.Tensor | None = None
+        if extras.d2t is not None:
+            self.target_ids = extras.target_ids(self.config.draft_vocab_size).to(target.device)
+        self.lm_head = target.make_lm_head(self.target_ids, extras.lm_head)
+        self.head = FusedBlockHead(head, self.options.max_model_len, target.make_linear)
+        self.ngrams = ngram_branches(self.options)
+
+    def cache_specs(self) -> list[DraftCacheSpec]:
+        spec = DraftCacheSpec(self.config.num_key_value_heads, self.config.head_dim)
+        return [spec] * self.config.num_hidden_layers
+
+    def observe(self, committed: CommittedTokens) -> None:
+        rows = committed.rows
+        aux = torch.cat([hidden[rows] for hidden in committed.aux_hidden_states], dim=-1)
+        features = self.head.context_features(aux)
+        keys, values = self.head.context_kv(features, committed.positions)
+        self.cache.write(keys, values, committed.slots)
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        if self.ngrams is not None:
+            self.ngrams.forget(req_ids)
+
+    @property
+    def forward_depth(self) -> int:
+        return min(self.config.num_draft_tokens, self.options.tree_depth)
+
+    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+        if self.ngrams is None:
+            return super().look_up(requests)
+        return self.ngrams.look_up(requests)
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        deepest = self.forward_depth
+        trees = [DraftTree.empty()] * len(requests)
+        chosen, forward = requests.for_forward()
+        if chosen:
+            depths = [min(depth, deepest) for depth in forward.depths]
+            for r, tree in zip(chosen, self._build(forward, depths), strict=True):
+                trees[r] = tree
+        return trees if self.ngrams is None else self.ngrams.added_to(trees, requests)
+
+    def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
+        """The head's own trees."""
+        widths, budgets, options = requests.widths, requests.budgets, self.options
+        token_ids, log_probs = self.candidates(requests, max(depths), max(widths))
+        compiled = can_build_best_first(token_ids.device) and min(widths) == max(widths)
+        if options.tree_builder == "best_first" and compiled:
+            built = build_best_first(
+                token_ids, log_probs, torch.tensor(budgets).int(), torch.tensor(depths).int(),
+                widths[0],
+            )  # fmt: skip
+            return DraftTree.split(*(array.numpy() for array in built))
+        ids, logps = token_ids.cpu().numpy(), log_probs.cpu().numpy()
+        return [
+            build_tree(
+                options.tree_builder,
+                ids[r],
+                logps[r],
+                budgets[r],
+                tree_width=widths[r],
+                tree_depth=depth,
+                hybrid_lambda=options.hybrid_lambda,
+            )
+            for r, depth in enumerate(depths)
+        ]
+
+    def candidates(
+        self, requests: DraftRequests, depth: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `width` likeliest tokens of each depth.
+
+        Returns:
+            Target token ids int64 [R, depth, width], best first, and their natural
+            log-probabilities float32 [R, depth, width].
+        """
+        ids, log_probs = self.draft_candidates(requests, depth, width)
+        return (ids if self.target_ids is None else self.target_ids[ids]), log_probs
+
+    def draft_candidates(
+        self, requests: DraftRequests, depth: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`candidates` by their ids in the draft vocabulary."""
+        num_reqs = len(requests)
+        # A bidirectional block was trained whole; a causal one may stop at the last depth read.
+        rows = depth + 1 if self.config.causal else self.config.block_size
+        device = self.embed_tokens.device
+        anchors, starts = device_tensor([requests.anchors, requests.context_lens], device)
+        block = self.head.block_embeds(self.embed_tokens[anchors], rows)
+        positions = starts[:, None] + torch.arange(rows, device=device)
+        # Slots past the model's last position are never used: depths are capped before.
+        positions = positions.clamp_(max=self.options.max_model_len - 1)
+
+        attend = self.cache.block_attention(requests, rows, self.config.causal)
+        hidden = self.head(block.flatten(0, 1), positions.flatten(), attend)
+        hidden = hidden.unflatten(0, (num_reqs, rows))[:, 1 : depth + 1]
+        logits = self.lm_head(hidden.flatten(0, 1)).unflatten(0, (num_reqs, depth))
+        return top_candidates(logits, width)

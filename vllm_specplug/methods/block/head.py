@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block draft head of JetSpec (causal in the block) and DFlash (bidirectional).
+
+Shapes: T tokens or block slots, L selected target layers, Ht target hidden size, H head hidden
+size, Hq/Hkv query/key heads, Dh head size, I MLP width.
+
+One draft round feeds a block: slot 0 is the embedding of the anchor (the newest token, sampled but
+not yet in the target's cache), slots 1.. are the mask embedding. The output at slot j predicts the
+token *at* slot j. Each layer attends the context features of every committed position before the
+anchor, then the block itself. Context features are the same for every layer and are never updated
+by it, so a context K/V pair is final once its position is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vllm_specplug.methods.block.config import BlockHeadConfig
+
+__all__ = ["Attend", "BlockHead", "BlockHeadConfig"]
+
+# attend(layer_idx, q [T, Hq, Dh], k [T, Hkv, Dh], v [T, Hkv, Dh]) -> [T, Hq, Dh]
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in float32, cast back, scaled."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+
+
+def rotary_cos_sin(
+    positions: torch.Tensor, head_dim: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of the rotary angles of `positions` [T], each float32 [T, Dh/2]."""
+    inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles = positions.to(torch.float32).unsqueeze(-1) * inverse.to(positions.device)
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates the two halves of x [T, heads, Dh] by angles [T, Dh/2] (neox layout)."""
+    cos, sin = cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class BlockAttention(nn.Module):
+    """Projections and norms of one layer; the attention itself is the caller's."""
+
+    def __init__(self, config: BlockHeadConfig):
+        super().__init__()
+        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = dim
+        self.q_proj = nn.Linear(hidden, self.num_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.num_kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.num_kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * dim, hidden, bias=bias)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+
+    def query(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> normed, rotated queries [T, Hq, Dh]."""
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        return apply_rotary(self.q_norm(q), cos, sin)
+
+    def key_value(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] -> normed, rotated keys and plain values, each [T, Hkv, Dh]."""
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        return apply_rotary(self.k_norm(k), cos, sin), v
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden: int, intermediate: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class BlockLayer(nn.Module):
+    """Pre-norm attention and MLP of one draft layer, in two halves around the attention."""
+
+    def __init__(self, config: BlockHeadConfig):
+        super().__init__()
+        self.self_attn = BlockAttention(config)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def project(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Everything before the attention: q [T, Hq, Dh], k and v [T, Hkv, Dh] of slots [T, H]."""
+        normed = self.input_layernorm(x)
+        k, v = self.self_attn.key_value(normed, cos, sin)
+        return self.self_attn.query(normed, cos, sin), k, v
+
+    def finish(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """Everything after it: residual, MLP. mixed [T, Hq, Dh] is the attention's output."""
+        x = x + self.self_attn.o_proj(mixed.flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class BlockHead(nn.Module):
+    """Draft head of `config.num_hidden_layers` layers over context features of the target.
+
+    `mask_embedding` is [H]: a trained vector, or the target's embedding row of
+    `config.mask_token_id` that the loader copied there. Token embeddings and the LM head are the
+    target's and stay outside.
+    """
+
+    def __init__(self, config: BlockHeadConfig):
+        super().__init__()
+        self.config = config
+        features = len(config.target_layer_ids) * config.target_hidden_size
+        self.fc = nn.Linear(features, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
+
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin [T, Dh/2] of absolute positions [T]."""
+        return rotary_cos_sin(positions, self.config.head_dim, self.config.rope_theta)
+
+    def context_features(self, aux: torch.Tensor) -> torch.Tensor:
+        """Outputs of `target_layer_ids` concatenated in that order, [T, L*Ht] -> [T, H]."""
+        return self.hidden_norm(self.fc(aux))
+
+    def context_kv(
+        self, features: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every layer's K (normed, rotated) and V of committed positions.
+
+        [T, H], [T] -> two tensors [num_layers, T, Hkv, Dh]. Rows are independent of each other, so
+        new positions are computed alone and old ones never again.
+        """
+        cos, sin = self.rotary(positions)
+        pairs = [layer.self_attn.key_value(features, cos, sin) for layer in self.layers]
+        return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
+
+    def block_embeds(self, anchor_embeds: torch.Tensor, block_size: int) -> torch.Tensor:
+        """Anchor embeddings [B, H] -> block inputs [B, block_size, H] (slot 0, then masks)."""
+        masks = self.mask_embedding.to(anchor_embeds.dtype)
+        masks = masks.expand(anchor_embeds.shape[0], block_size - 1, -1)
+        return torch.cat((anchor_embeds.unsqueeze(1), masks), dim=1)
+
+    def forward(
+        self, input_embeds: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Final normed hidden states of block slots.
+
+        Args:
+            input_embeds: [T, H], anchor embedding in slot 0 of each block, masks in the others.
+            positions: [T] absolute positions; the anchor's is the number of tokens before it.
+            attend: called once a layer as `attend(layer_idx, q, k, v)` with the slots' own
+                q [T, Hq, Dh], k and v [T, Hkv, Dh]; it adds the context K/V and the block mask
+                and returns [T, Hq, Dh]. Scale is `config.attention_scale`.
+
+        Returns:
+            [T, H]; the LM head on slot j gives the distribution of the token at slot j.
+        """
+        cos, sin = self.rotary(positions)
+        x = input_embeds
+        for index, layer in enumerate(self.layers):
+            q, k, v = layer.project(x, cos, sin)
+            x = layer.finish(x, attend(index, q, k, v))
+        return self.norm(x)

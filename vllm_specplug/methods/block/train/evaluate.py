@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out acceptance estimate of a block head, as a chain and as trees (see `walk`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.methods.block.train.blocks import anchor_range, pack_blocks, run_blocks
+from vllm_specplug.train.features import FeatureSequence
+from vllm_specplug.train.walk import (
+    NO_TOKEN,
+    Acceptance,
+    AcceptanceReport,
+    DraftedSequence,
+    Policy,
+    Rounds,
+    Slots,
+    leading_matches,
+    rounds_at,
+    walk,
+)
+from vllm_specplug.tree import build_tree
+
+__all__ = [
+    "Acceptance",
+    "AcceptanceReport",
+    "DraftTables",
+    "chain_policy",
+    "draft_sequences",
+    "evaluate_head",
+    "matched_nodes",
+    "tree_policy",
+]
+
+
+@dataclass(frozen=True)
+class DraftTables:
+    """The draft vocabulary: rows of the LM head [V', H], the target token of each int64 [V'], and
+    the target's embeddings [V, H]."""
+
+    embed_tokens: torch.Tensor
+    lm_head: torch.Tensor
+    target_ids: torch.Tensor
+
+    def slots(self, hidden: torch.Tensor, candidates: int) -> Slots:
+        """The `candidates` likeliest tokens (0: all) of final hidden states [..., D, H]."""
+        logits = (hidden.to(self.lm_head.dtype) @ self.lm_head.t()).float()
+        values, rows = logits.topk(min(candidates or logits.shape[-1], logits.shape[-1]), -1)
+        return Slots(rows, values, torch.logsumexp(logits, -1))
+
+
+@torch.no_grad()
+def draft_sequences(
+    head: BlockHead,
+    sequences: Iterable[FeatureSequence],
+    tables: DraftTables,
+    candidates: int,
+    autocast: bool = True,
+) -> Iterator[DraftedSequence]:
+    """One draft forward at every anchor of every sequence; those without an anchor are left out.
+
+    Args:
+        candidates: tokens kept a slot; 0: the whole draft vocabulary.
+    """
+    depth = head.config.num_draft_tokens
+    device = tables.embed_tokens.device
+    for sequence in sequences:
+        anchors = torch.tensor(list(anchor_range(sequence)), dtype=torch.int64)
+        if not len(anchors):
+            continue
+        batch = pack_blocks([sequence], [anchors], head.config.block_size, 64).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            hidden = run_blocks(head, batch, tables.embed_tokens)
+        slots = tables.slots(hidden.view(len(anchors), depth, -1), candidates)
+        slots = Slots(slots.rows.cpu(), slots.logits.cpu(), slots.log_norm.cpu())
+        yield DraftedSequence(sequence.tokens, sequence.prompt_len, slots, sequence.source)
+
+
+def chain_policy(tables: DraftTables) -> Policy:
+    """The backbone's own chain: its first choice at every slot."""
+
+    def accepted(rounds: Rounds) -> torch.Tensor:
+        return leading_matches(tables.target_ids[rounds.slots.rows[..., 0]], rounds.truth)
+
+    return accepted
+
+
+def tree_policy(tables: DraftTables, builder: str, budget: int, width: int) -> Policy:
+    """A tree of `budget` nodes from the slots' distributions."""
+
+    def accepted(rounds: Rounds) -> torch.Tensor:
+        slots = rounds.slots.narrowed(width)
+        ids, log_probs = tables.target_ids[slots.rows].numpy(), slots.log_probs.numpy()
+        counts = [
+            len(matched_nodes(ids[r], log_probs[r], rounds.truth[r].tolist(), budget, builder))
+            for r in range(len(ids))
+        ]
+        return torch.tensor(counts)
+
+    return accepted
+
+
+def matched_nodes(
+    token_ids: np.ndarray,
+    log_probs: np.ndarray,
+    truth: Sequence[int],
+    budget: int,
+    builder: str = "best_first",
+) -> list[int]:
+    """Indices of the tree nodes on the true path, from the root down.
+
+    token_ids, log_probs [D, W]; truth: the target's next tokens.
+    """
+    tree = build_tree(
+        builder,
+        token_ids,
+        log_probs,
+        budget,
+        tree_width=token_ids.shape[1],
+        tree_depth=token_ids.shape[0],
+    )
+    path: list[int] = []
+    parent = -1
+    for token in truth[: token_ids.shape[0]]:
+        child = tree.child_of(parent, int(token))
+        if child is None:
+            break
+        path.append(child)
+        parent = child
+    return path
+
+
+@torch.no_grad()
+def count_slots(
+    drafted: Sequence[DraftedSequence], tables: DraftTables, report: AcceptanceReport
+) -> None:
+    """Counts rank-1 hits of every slot at every anchor into `report`."""
+    for sequence in drafted:
+        if not len(report.hits):
+            report.hits, report.seen = np.zeros(sequence.depth), np.zeros(sequence.depth)
+        rounds = rounds_at(sequence, torch.arange(sequence.num_anchors))
+        drafts = tables.target_ids[rounds.slots.rows[..., 0]]
+        report.hits += (drafts == rounds.truth).sum(0).numpy()
+        report.seen += (rounds.truth != NO_TOKEN).sum(0).numpy()
+
+
+@torch.no_grad()
+def evaluate_head(
+    head: BlockHead,
+    sequences: Iterable[FeatureSequence],
+    embed_tokens: torch.Tensor,
+    lm_head: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    budgets: Sequence[int] = (8, 16, 32),
+    builders: Sequence[str] = ("best_first",),
+    width: int = 16,
+    autocast: bool = True,
+) -> AcceptanceReport:
+    """Acceptance of chains and trees on the target's own (greedy) answers.
+
+    Args:
+        embed_tokens: [V, H] of the target. lm_head: [V', H] draft rows of the target's LM head.
+        target_ids: int64 [V'], the target token of each draft id.
+    """
+    was_training = head.training
+    head.eval()
+    tables = DraftTables(embed_tokens, lm_head, target_ids.cpu())
+    drafted = list(draft_sequences(head, sequences, tables, width, autocast))
+    head.train(was_training)
+    report = AcceptanceReport()
+    count_slots(drafted, tables, report)
+    walk(drafted, "chain", chain_policy(tables), report)
+    for builder in builders:
+        for budget in budgets:
+            policy = tree_policy(tables, builder, budget, width)
+            walk(drafted, f"{builder}/{budget}", policy, report)
+    return report

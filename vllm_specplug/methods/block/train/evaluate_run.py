@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a head, its features and a local head from folders, and estimates their acceptance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from vllm_specplug.methods.block.checkpoint import load_block_head
+from vllm_specplug.methods.block.train.evaluate import (
+    DraftTables,
+    chain_policy,
+    count_slots,
+    draft_sequences,
+    tree_policy,
+)
+from vllm_specplug.methods.dels.checkpoint import load_local_head
+from vllm_specplug.methods.dels.train.evaluate import (
+    Fusion,
+    LocalTables,
+    evaluate_local_chains,
+    local_tree_policy,
+)
+from vllm_specplug.methods.dels.unigram import load_unigram
+from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.order import evenly_spread
+from vllm_specplug.train.target import TargetWeights
+from vllm_specplug.train.walk import AcceptanceReport, DraftedSequence, walk
+
+DEFAULT_CANDIDATES = 128
+
+
+class Evaluation:
+    """A backbone with its drafts at every anchor of a feature folder, computed once; policies are
+    added one by one and counted into `report`.
+
+    `sequences` above 0 takes so many, spread over the folder; `candidates` tokens of each slot are
+    kept (0: all), which is also what a local head scores. `drafted` are those of an earlier one
+    with the same arguments.
+
+    Raises ValueError for features of other layers than the head reads.
+    """
+
+    def __init__(
+        self,
+        target: str | Path,
+        head: str | Path,
+        features: str | Path,
+        sequences: int = 0,
+        candidates: int = DEFAULT_CANDIDATES,
+        drafted: list[DraftedSequence] | None = None,
+    ):
+        weights = TargetWeights(target)
+        self.target_config = weights.config
+        tables = weights.tables()
+        module, extras = load_block_head(head, weights.config, dtype=torch.bfloat16)
+        store = FeatureStore(features)
+        if store.target_layer_ids != module.config.target_layer_ids:
+            raise ValueError(
+                f"--features hold target layers {list(store.target_layer_ids)}, legal: those of "
+                f"the head, {list(module.config.target_layer_ids)}; make them with --layers"
+            )
+        if extras.mask_from_embedding:
+            module.mask_embedding.copy_(tables.embed_tokens[module.config.mask_token_id])
+        ids = extras.target_ids(module.config.draft_vocab_size)
+        rows = tables.lm_head[ids] if extras.lm_head is None else extras.lm_head
+        embed = tables.embed_tokens if extras.embed_tokens is None else extras.embed_tokens
+        self.embed_tokens = tables.embed_tokens.to(torch.bfloat16)
+        self.draft = DraftTables(self.embed_tokens, rows.to(torch.bfloat16), ids)
+        self.config, self.depth = module.config, module.config.num_draft_tokens
+        if drafted is not None:
+            self.drafted = drafted
+            self._start()
+            return
+        chosen = evenly_spread(store, sequences or len(store))
+        # A head with embeddings of its own reads those; the local head reads the target's.
+        own = replace(self.draft, embed_tokens=embed.to(torch.bfloat16))
+        self.drafted = list(draft_sequences(module, chosen, own, candidates))
+        self._start()
+
+    def _start(self) -> None:
+        self.report = AcceptanceReport()
+        count_slots(self.drafted, self.draft, self.report)
+
+    @torch.no_grad()
+    def add_backbone(self, budgets: Sequence[int], builders: Sequence[str], width: int) -> None:
+        """The backbone's chain ('chain') and trees ('builder/budget')."""
+        walk(self.drafted, "chain", chain_policy(self.draft), self.report)
+        for builder in builders:
+            for budget in budgets:
+                policy = tree_policy(self.draft, builder, budget, width)
+                walk(self.drafted, f"{builder}/{budget}", policy, self.report)
+
+    def local_tables(
+        self, local_head: str | Path, unigram: str | Path, anchor_input: bool | None = None
+    ) -> LocalTables:
+        """A local head and a unigram prior on this backbone's draft vocabulary.
+
+        Without a prior it is uniform, so that beta does nothing.
+        """
+        head, ids = load_local_head(local_head, self.target_config, dtype=torch.float32)
+        vocab_size = int(self.target_config["vocab_size"])
+        prior = torch.full((vocab_size,), -math.log(vocab_size))
+        if str(unigram):
+            prior = load_unigram(unigram).log_probs(vocab_size)
+        return LocalTables.build(head, self.draft, prior, ids, anchor_input, torch.bfloat16)
+
+    def add_local(
+        self,
+        tables: LocalTables,
+        alpha: Sequence[float],
+        beta: Sequence[float],
+        budgets: Sequence[int],
+        width: int,
+        name: str = "dels",
+    ) -> None:
+        """The fused chain ('dels chain') and trees ('dels tree/budget')."""
+        fusion = Fusion.of(
+            tables,
+            self.depth,
+            alpha[0] if len(alpha) == 1 else alpha,
+            beta[0] if len(beta) == 1 else beta,
+        )
+        fusions = {f"{name} chain": fusion}
+        evaluate_local_chains(tables, self.drafted, fusions, self.report)
+        for budget in budgets:
+            policy = local_tree_policy(tables, fusion, budget, width)
+            walk(self.drafted, f"{name} tree/{budget}", policy, self.report)

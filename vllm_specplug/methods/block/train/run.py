@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole run of a block head: set up or resume, train, estimate acceptance, export."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_head
+from vllm_specplug.methods.block.config import BlockHeadConfig
+from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.methods.block.train.evaluate import AcceptanceReport, evaluate_head
+from vllm_specplug.methods.block.train.trainer import BlockTrainer, TrainOptions
+from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.loop import (
+    Log,
+    OnStep,
+    Rhythm,
+    head_identity,
+    progress_facts,
+    rounded,
+    run_loop,
+)
+from vllm_specplug.train.order import evenly_spread
+from vllm_specplug.train.provenance import write_provenance
+from vllm_specplug.train.target import (
+    TargetTables,
+    TargetWeights,
+    head_config_for,
+    init_from_target,
+)
+
+SETUP_NAME = "draft_ids.pt"
+TARGET_LAYERS = "target layers"
+DEFAULT_NUM_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_DRAFT_VOCAB_SIZE = 2, 8, 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Rhythm):
+    """Folders, shape and rhythm of a block head's run.
+
+    A shape of 0 stands for that of the head in `init_from`, without one for 2 layers, the
+    target's MLP width, blocks of 8 slots, 8,192 draft tokens.
+    """
+
+    target: str
+    features: str
+    heldout: str
+    causal: bool
+    num_layers: int = 0
+    intermediate_size: int = 0
+    block_size: int = 0
+    draft_vocab_size: int = 0
+    init_from: str = ""
+    eval_sequences: int = 64
+
+
+def draft_vocabulary(
+    store: FeatureStore, size: int, vocab_size: int, always: Sequence[int] = ()
+) -> tuple[torch.Tensor, float]:
+    """The `size` most frequent answer tokens, and `always` (end-of-turn ids).
+
+    Returns:
+        their ids, int64 [size] ascending, and the share of answer tokens they cover.
+    """
+    counts = answer_token_counts(store)
+    total = sum(counts.values())
+    ranked = [t for t in always] + [t for t, _ in counts.most_common() if t not in always]
+    # Unseen tokens fill up a small corpus: low ids are the frequent merges of a BPE vocabulary.
+    seen = set(ranked)
+    fill = (t for t in range(vocab_size) if t not in seen)
+    while len(ranked) < size:
+        ranked.append(next(fill))
+    ids = sorted(ranked[:size])
+    covered = sum(counts[t] for t in ids) / max(total, 1)
+    return torch.tensor(ids, dtype=torch.int64), covered
+
+
+def answer_token_counts(store: FeatureStore) -> Counter[int]:
+    """How often each token stands in an answer."""
+    counts: Counter[int] = Counter()
+    for shard in store.shards:
+        for i in range(len(shard)):
+            start = int(shard.offsets[i]) + int(shard.prompt_lens[i])
+            counts.update(shard.tokens[start : int(shard.offsets[i + 1])].tolist())
+    return counts
+
+
+def vocabulary_coverage(store: FeatureStore, ids: torch.Tensor) -> float:
+    """Share of the answer tokens that are among `ids`."""
+    counts = answer_token_counts(store)
+    return sum(counts[t] for t in ids.tolist()) / max(sum(counts.values()), 1)
+
+
+def layer_scales(store: FeatureStore, layers: int, sequences: int = 32) -> list[float]:
+    """Root mean square of every selected layer's output over a sample. The first token is left out:
+    language models keep an outlier state there."""
+    rows = torch.cat([sample.aux[1:].float() for sample in evenly_spread(store, sequences)])
+    return [float(part.pow(2).mean().sqrt()) for part in rows.chunk(layers, dim=-1)]
+
+
+def train_block_head(
+    run: RunOptions,
+    options: TrainOptions,
+    log: Log = print,
+    on_step: OnStep | None = None,
+) -> dict[str, Any]:
+    """Trains until `options.total_steps` or `run.max_minutes`; writes into `run.out`:
+
+    `state.pt` and `draft_ids.pt` to resume, and `head/` (config.json, model.safetensors,
+    provenance.json), exported at every evaluation. Returns the provenance facts.
+    """
+    out = Path(run.out)
+    accelerator = Accelerator(mixed_precision="bf16")
+    store, heldout = FeatureStore(run.features), FeatureStore(run.heldout)
+    if store.target_layer_ids != heldout.target_layer_ids:
+        raise ValueError(
+            f"features hold layers {store.target_layer_ids}, held-out features "
+            f"{heldout.target_layer_ids}; make both with the same layers"
+        )
+    weights = TargetWeights(run.target)
+    tables = weights.tables()
+    run.refuse_overwriting()
+    setup_path = out / SETUP_NAME
+    if run.resume and setup_path.is_file():
+        setup = torch.load(setup_path, weights_only=True)
+        initial = None
+        shape = BlockHeadConfig.from_dict(setup["config"]) if "config" in setup else None
+        ids, coverage = setup["ids"], setup["coverage"]
+        init_facts = setup.get("init_from", TARGET_LAYERS)
+    else:
+        initial, initial_ids = load_initial(run, weights, tables, store)
+        shape = initial and initial.config
+        ids, coverage = _draft_ids(run, store, weights, initial_ids)
+        init_facts = head_identity(run.init_from) if run.init_from else TARGET_LAYERS
+    config = wanted_config(run, weights.config, store, len(ids), shape)
+    if not run.resume and accelerator.is_main_process:
+        out.mkdir(parents=True, exist_ok=True)
+        setup = {"ids": ids, "coverage": coverage, "config": config.to_dict()}
+        torch.save({**setup, "init_from": init_facts}, setup_path)
+    torch.manual_seed(options.seed)
+    head = BlockHead(config)
+    if initial is None:
+        init_from_target(
+            head,
+            weights,
+            tables,
+            layer_scales(store, len(config.target_layer_ids)),
+            generator=torch.Generator().manual_seed(options.seed),
+        )
+    else:
+        head.load_state_dict(initial.state_dict())
+    trainer = BlockTrainer(
+        head,
+        store,
+        options,
+        embed_tokens=tables.embed_tokens,
+        draft_lm_head=tables.lm_head[ids].contiguous(),
+        target_ids=ids,
+        accelerator=accelerator,
+    )
+    if run.resume:
+        trainer.resume(out)
+    count = sum(p.numel() for p in head.parameters())
+    log(
+        f"{len(store)} sequences, {store.num_answer_tokens} answer tokens, "
+        f"{count / 1e6:.1f}M parameters, draft vocabulary {len(ids)} covers {coverage:.2%}, "
+        f"from step {trainer.step}"
+    )
+    held = evenly_spread(heldout, run.eval_sequences)
+    facts: dict[str, Any] = {}
+
+    def export() -> None:
+        averaged = trainer.averaged_head()
+        report = evaluate_head(averaged, held, trainer.drafting_embeds(), trainer.lm_head, ids)
+        facts.update(run_facts(run, trainer, init_facts, coverage, len(held), report))
+        lengths = "  ".join(f"{k} {v:.3f}" for k, v in report.lengths().items())
+        slots = " ".join(f"{v:.2f}" for v in report.slot_accuracy())
+        log(f"step {trainer.step}: mean acceptance length {lengths}; slot accuracy {slots}")
+        save_block_head(out / "head", averaged, d2t=ids - torch.arange(len(ids)))
+        write_provenance(out / "head", facts)
+
+    run_loop(trainer, run, export, log, on_step)
+    return facts
+
+
+def load_initial(
+    run: RunOptions, weights: TargetWeights, tables: TargetTables, store: FeatureStore
+) -> tuple[BlockHead | None, torch.Tensor | None]:
+    """The head of `run.init_from` and its draft ids, or (None, None) for none.
+
+    Only the weights are taken: its own mask inside a block is replaced by that of this run.
+    """
+    if not run.init_from:
+        return None, None
+    head, extras = load_block_head(run.init_from, weights.config, causal=run.causal)
+    if extras.lm_head is not None or extras.embed_tokens is not None:
+        raise ValueError(
+            f"init_from = {run.init_from!r} ships its own LM head or embeddings, legal: a "
+            "head that uses the target's; choose another head"
+        )
+    if head.config.target_layer_ids != store.target_layer_ids:
+        raise ValueError(
+            f"init_from = {run.init_from!r} reads target layers "
+            f"{list(head.config.target_layer_ids)}, legal: those of the features, "
+            f"{list(store.target_layer_ids)}; make features with --layers"
+        )
+    head = head.float()
+    if extras.mask_from_embedding:
+        head.mask_embedding.copy_(tables.embed_tokens[head.config.mask_token_id].float())
+    return head, extras.target_ids(head.config.draft_vocab_size)
+
+
+def wanted_config(
+    run: RunOptions,
+    target: dict[str, Any],
+    store: FeatureStore,
+    draft_vocab_size: int,
+    initial: BlockHeadConfig | None,
+) -> BlockHeadConfig:
+    """Shape of the head to train.
+
+    Raises ValueError where `run` asks for another shape than `initial` has, the head to start
+    from or the one to resume.
+    """
+    config = head_config_for(
+        target,
+        store.target_layer_ids,
+        num_layers=run.num_layers or (initial.num_hidden_layers if initial else DEFAULT_NUM_LAYERS),
+        block_size=run.block_size or (initial.block_size if initial else DEFAULT_BLOCK_SIZE),
+        draft_vocab_size=draft_vocab_size,
+        intermediate_size=run.intermediate_size or (initial.intermediate_size if initial else None),
+        causal=run.causal,
+    )
+    if initial is not None:
+        # The block's length is no shape of a weight; everything else must agree.
+        free = ("block_size", "draft_vocab_size", "mask_token_id", "causal")
+        for name in (f.name for f in fields(BlockHeadConfig) if f.name not in free):
+            have, want = getattr(initial, name), getattr(config, name)
+            same = abs(have - want) <= 1e-6 * abs(want) if isinstance(want, float) else have == want
+            if not same:
+                option = name.replace("num_hidden", "num")
+                raise ValueError(
+                    f"{option} = {want!r}, legal: {have!r}, as in the head this run starts from "
+                    "or resumes; leave the option out or choose another head"
+                )
+    return config
+
+
+def _draft_ids(
+    run: RunOptions,
+    store: FeatureStore,
+    target: TargetWeights,
+    initial: torch.Tensor | None,
+) -> tuple[torch.Tensor, float]:
+    vocab_size = int(target.config["vocab_size"])
+    if initial is not None and run.draft_vocab_size in (0, len(initial)):
+        return initial, vocabulary_coverage(store, initial)
+    size = min(run.draft_vocab_size or DEFAULT_DRAFT_VOCAB_SIZE, vocab_size)
+    return draft_vocabulary(store, size, vocab_size, target.end_token_ids)
+
+
+def run_facts(
+    run: RunOptions,
+    trainer: BlockTrainer,
+    init_facts: Any,
+    coverage: float,
+    held: int,
+    report: AcceptanceReport,
+) -> dict[str, Any]:
+    """The run's part of provenance.json."""
+    config = trainer.head.config
+    return {
+        "target": Path(run.target).name,
+        "shape": {
+            "num_layers": config.num_hidden_layers,
+            "block_size": config.block_size,
+            "target_layer_ids": list(config.target_layer_ids),
+            "draft_vocab_size": len(trainer.lm_head),
+            "causal": config.causal,
+        },
+        "init_from": init_facts,
+        "data": {
+            "sequences": len(trainer.store),
+            "by_source": trainer.store.sources(),
+            "answer_tokens": trainer.store.num_answer_tokens,
+            "draft_vocabulary_coverage": round(coverage, 5),
+        },
+        **progress_facts(trainer),
+        "heldout": heldout_facts(report, held),
+    }
+
+
+def heldout_facts(report: AcceptanceReport, sequences: int) -> dict[str, Any]:
+    """Reached acceptance, for provenance.json."""
+    return {
+        "sequences": sequences,
+        "mean_acceptance_length": rounded(report.lengths()),
+        "mean_acceptance_length_by_source": {
+            source: rounded(values) for source, values in report.lengths_by_source().items()
+        },
+        "slot_accuracy": [round(v, 3) for v in report.slot_accuracy()],
+    }

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading and writing local heads: a folder of ours, or a file released with DeLS-Spec.
+
+Ours is `config.json` beside `model.safetensors`. A released `.pt` file is a pickle: it is read in
+weights-only mode (see `released`), checked, and written once as `<name>.safetensors` and
+`<name>.json` beside itself where that folder can be written to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import pathlib
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_specplug.drafting.checkpoint_files import (
+    check_finite,
+    check_tensors,
+    draft_token_ids,
+    read_json_object,
+    read_safetensors,
+    write_checkpoint,
+)
+from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.dels.released import check_plain, load_pickle
+
+logger = logging.getLogger(__name__)
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+RELEASED_NAMES = (
+    "local_head.pt",
+    "merged_rnn_local_head.pt",
+    "merged_markov_local_head.pt",
+    "markov_local_head.pt",
+)
+FORMAT = "specplug_local_head"
+# Classes that training scripts leave in a checkpoint's "args"; they carry no behaviour.
+_HARMLESS = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath]
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Names of released files that differ from ours.
+_RENAMED = {
+    "embedding_weight": "embed_tokens.weight",
+    "lm_head_weight": "low_rank_lm_head.weight",
+    "down_proj": "input_proj.weight",
+    "down_proj.weight": "input_proj.weight",
+    "up_proj": "rank_to_hidden.weight",
+    "up_proj.weight": "rank_to_hidden.weight",
+}
+
+
+def load_local_head(
+    path: str | Path, target_config: Any, *, dtype: torch.dtype | None = None
+) -> tuple[LocalHead, torch.Tensor | None]:
+    """Reads a local head and checks it against its target.
+
+    Args:
+        path: a folder of ours, a `.safetensors` file with its JSON beside it, a released `.pt`
+            file, or a folder that holds one.
+        target_config: the target's text config; a mapping or an object with `hidden_size` and
+            `vocab_size`.
+        dtype: of the returned parameters; the checkpoint's own if None.
+
+    Returns:
+        The head, and the target id of each row of its output table int64 [V'], None where they
+        are the whole vocabulary in order.
+
+    Raises:
+        ValueError: for another target's head, a missing, unexpected or misshapen tensor, and
+            files that cannot be read safely.
+    """
+    config, tensors = _read(path, target_config, headers_only=False)
+    d2t = tensors.pop("d2t", None)
+    with torch.device("meta"):
+        head = LocalHead(config)
+    state = {name: t if dtype is None else t.to(dtype) for name, t in tensors.items()}
+    head.load_state_dict(state, assign=True)
+    head.requires_grad_(False)
+    target_ids = None
+    if d2t is not None:
+        target_ids = draft_token_ids(d2t, config.vocab_size)
+    return head.eval(), target_ids
+
+
+def inspect_local_head(path: str | Path, target_config: Any) -> LocalHeadConfig:
+    """Checks a local head from its config and tensor headers; errors of `load_local_head`.
+
+    A released `.pt` file is converted here, so that nobody reads the pickle again.
+    """
+    return _read(path, target_config, headers_only=True)[0]
+
+
+def save_local_head(
+    directory: str | Path,
+    head: LocalHead,
+    *,
+    d2t: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Writes config.json and model.safetensors; `load_local_head` reads them back.
+
+    `d2t` int64 [V'] must be given when the head scores a part of the vocabulary: the target id of
+    row i is i + d2t[i].
+    """
+    config = head.config
+    assert (d2t is not None) == (config.draft_vocab_size < config.vocab_size)
+    directory = Path(directory)
+    tensors = {
+        name: tensor.detach().to("cpu", dtype).contiguous()
+        for name, tensor in head.state_dict().items()
+    }
+    if d2t is not None:
+        tensors["d2t"] = d2t.to("cpu", torch.int64).contiguous()
+    return _write(
+        directory / WEIGHTS_NAME, directory / CONFIG_NAME, config, tensors, dict(metadata or {})
+    )
+
+
+def resolve_local_head(path: str | Path) -> Path:
+    """The weights file that `path` means.
+
+    Raises:
+        ValueError: when there is none, or more than one could be meant.
+    """
+    path = Path(path).expanduser()
+    if path.is_file():
+        if path.suffix not in (".safetensors", ".pt"):
+            raise ValueError(
+                f"local head {str(path)!r} is neither .safetensors nor .pt; give the folder of a "
+                "trained local head or a released local_head.pt"
+            )
+        return path
+    if not path.is_dir():
+        raise ValueError(
+            f"local head {str(path)!r}: there is no such file or folder; give the folder of a "
+            "trained local head or a released local_head.pt"
+        )
+    if (path / WEIGHTS_NAME).is_file():
+        return path / WEIGHTS_NAME
+    released = [path / name for name in RELEASED_NAMES if (path / name).is_file()]
+    if len(released) == 1:
+        return released[0]
+    found = sorted(p.name for p in path.iterdir())
+    raise ValueError(
+        f"local head {str(path)!r} holds {found}, legal: {WEIGHTS_NAME} with {CONFIG_NAME}, or one "
+        f"of {', '.join(RELEASED_NAMES)}; name the file to be used"
+    )
+
+
+def _read(
+    path: str | Path, target: Any, *, headers_only: bool
+) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
+    file = resolve_local_head(path)
+    if file.suffix == ".pt":
+        return _converted(file, target)
+    beside = file.parent / CONFIG_NAME
+    config_file = beside if file.name == WEIGHTS_NAME else file.with_suffix(".json")
+    config = _read_config(config_file)
+    tensors = read_safetensors([file], headers_only=headers_only)
+    _check(file, config, tensors, target)
+    return config, tensors
+
+
+def _read_config(file: Path) -> LocalHeadConfig:
+    if not file.is_file():
+        raise ValueError(f"local head: {str(file)!r} is missing; it belongs with the weights")
+    raw = read_json_object(file, "a config")
+    if raw.get("format") != FORMAT:
+        raise ValueError(
+            f"{file} does not describe a local head (format = "
+            f"{raw.get('format')!r}, legal: {FORMAT!r}); "
+            "give a folder written by `specplug train dels` or a released local_head.pt"
+        )
+    names = {field.name for field in fields(LocalHeadConfig)}
+    unknown = sorted(set(raw) - names - {"format", "source"})
+    missing = sorted({"kind", "vocab_size", "target_hidden_size", "rank"} - set(raw))
+    if unknown or missing:
+        raise ValueError(
+            f"{file}: unknown keys {unknown}, missing keys {missing}; the file was written by "
+            "another version, train or convert the head again"
+        )
+    return LocalHeadConfig(**{name: raw[name] for name in names if name in raw})
+
+
+def _write(
+    weights: Path,
+    config_file: Path,
+    config: LocalHeadConfig,
+    tensors: dict[str, torch.Tensor],
+    metadata: dict[str, str],
+    source: dict[str, Any] | None = None,
+) -> Path:
+    raw = {"format": FORMAT, **asdict(config), **({"source": source} if source else {})}
+    return write_checkpoint(weights, config_file, tensors, raw, metadata)
+
+
+def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
+    """A released pickle, from its converted copy where there is one that is not older."""
+    stat = file.stat()
+    source = {"name": file.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    weights, config_file = file.with_suffix(".safetensors"), file.with_suffix(".json")
+    if weights.is_file() and config_file.is_file():
+        try:
+            known = read_json_object(config_file, "a config").get("source")
+        except ValueError:
+            known = None
+        if known == source:
+            config, tensors = _read_config(config_file), read_safetensors([weights])
+            _check(file, config, tensors, target)
+            return config, tensors
+    raw = load_pickle(file, f"local head {str(file)!r}", _HARMLESS)
+    config, tensors = _from_released(file, raw, target)
+    # Before anything is written: what is refused leaves no copy.
+    _check(file, config, tensors, target)
+    check_finite(tensors)
+    if weights.exists() and not config_file.exists():
+        logger.info("%s is kept: it is not a converted copy; %s stays in memory", weights, file)
+        return config, tensors
+    try:
+        _write(weights, config_file, config, tensors, {}, source)
+        logger.info("Converted %s to %s", file, weights.name)
+    except OSError as error:
+        logger.info("Converted %s in memory; no copy could be written (%s)", file, error)
+    return config, tensors
+
+
+def _from_released(
+    file: Path, raw: Mapping[str, Any], target: Any
+) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
+    """Names, layouts and kind of a released file; what it does not say is read off the tensors."""
+    state = raw.get("model_state_dict")
+    loose = {name: value for name, value in raw.items() if isinstance(value, torch.Tensor)}
+    stated = {**(state if isinstance(state, Mapping) else {}), **loose}
+    _check_matrices(file, stated)
+    if "position_gates" in stated:
+        raise ValueError(
+            f"local head {str(file)!r} is a joint checkpoint with position gates; legal: a local "
+            "head alone. Save its local_head_model.* tensors, and give the gates as alpha and beta"
+        )
+    said = raw.get("model_config") or {}
+    said = said if isinstance(said, Mapping) else {}
+    hidden = int(_field(target, "hidden_size"))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in stated.items():
+        name = _RENAMED.get(name, name)
+        if name == "input_proj.weight" and tensor.shape[0] == hidden != tensor.shape[1]:
+            tensor = tensor.t()
+        if name == "rank_to_hidden.weight" and tensor.shape[1] == hidden != tensor.shape[0]:
+            tensor = tensor.t()
+        tensors[name] = tensor.contiguous()
+    output = tensors.get("low_rank_lm_head.weight", tensors.get("rank_to_hidden.weight"))
+    if output is None:
+        raise ValueError(
+            f"local head {str(file)!r} has the tensors {sorted(stated)}, legal: an output of low "
+            "rank ('low_rank_lm_head.weight', 'rank_to_hidden.weight', 'lm_head_weight' or "
+            "'up_proj'); this is not a local head"
+        )
+    direct = "embed_tokens.weight" in tensors
+    low_rank = "low_rank_lm_head.weight" in tensors
+    gru = tensors.get("prefix_gru.weight_hh_l0")
+    recurrent = tensors.get("prefix_gru.weight_ih_l0")
+    for source in (said, raw):
+        for name in ("vocab_size", "target_hidden_size", "embed_dim"):
+            value = source.get(name)
+            if not (value is None or isinstance(value, int)):
+                raise ValueError(
+                    f"local head {str(file)!r}: {name} = {repr(value)[:100]}, legal: an integer; "
+                    "the file is damaged or no local head"
+                )
+    vocab = said.get("vocab_size") or raw.get("vocab_size")
+    if vocab is None and (low_rank or direct):
+        vocab = tensors["low_rank_lm_head.weight"] if low_rank else tensors["embed_tokens.weight"]
+        vocab = vocab.shape[0]
+    stated_hidden = said.get("target_hidden_size")
+    if stated_hidden is None and not direct:
+        stated_hidden = said.get("embed_dim")
+    return (
+        LocalHeadConfig(
+            kind="markov" if gru is None else "gru",
+            vocab_size=int(vocab or _field(target, "vocab_size")),
+            target_hidden_size=int(stated_hidden or hidden),
+            rank=output.shape[1],
+            hidden_size=0 if gru is None else gru.shape[1],
+            input_size=output.shape[1] if recurrent is None else recurrent.shape[1],
+            draft_vocab_size=output.shape[0] if low_rank else 0,
+            parameterization="direct_vocab" if direct else "target_factorized",
+            lm_head_mode="low_rank" if low_rank else "target_lm_head",
+            rank_activation=said.get("rank_activation") or "silu",
+        ),
+        tensors,
+    )
+
+
+def _check_matrices(file: Path, stated: Mapping[str, Any]) -> None:
+    """Every tensor of a local head is a matrix of floating-point numbers."""
+    what = f"local head {str(file)!r}"
+    check_plain(file, what, stated)
+    for name, tensor in stated.items():
+        # Gates of a joint checkpoint are refused by name.
+        if tensor.dim() != 2 or tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{what}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, legal: a matrix "
+                "of bfloat16, float16, float32 or float64; this is not a local head"
+            )
+
+
+def _check(
+    file: Path, config: LocalHeadConfig, tensors: Mapping[str, torch.Tensor], target: Any
+) -> None:
+    _check_target(file, config, target)
+    _check_tensors(file, config, tensors)
+
+
+def _check_target(file: Path, config: LocalHeadConfig, target: Any) -> None:
+    remedy = "this local head was trained for another target; use one made for this model"
+    vocab, hidden = int(_field(target, "vocab_size")), int(_field(target, "hidden_size"))
+    if config.vocab_size != vocab:
+        raise ValueError(
+            f"local head {str(file)!r}: vocab_size = {config.vocab_size}, legal: {vocab} (the "
+            f"target's); {remedy}"
+        )
+    uses_target = (
+        config.parameterization == "target_factorized" or config.lm_head_mode == "target_lm_head"
+    )
+    if uses_target and config.target_hidden_size != hidden:
+        raise ValueError(
+            f"local head {str(file)!r}: target_hidden_size = {config.target_hidden_size}, legal: "
+            f"{hidden} (the size of the target's embeddings, which it reads); {remedy}"
+        )
+
+
+def _check_tensors(
+    file: Path, config: LocalHeadConfig, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    with torch.device("meta"):
+        expected = {name: tuple(t.shape) for name, t in LocalHead(config).state_dict().items()}
+    if config.draft_vocab_size < config.vocab_size:
+        expected["d2t"] = (config.draft_vocab_size,)
+    check_tensors(f"local head {str(file)!r}", expected, tensors)
+
+
+def _field(config: Any, name: str) -> Any:
+    return config[name] if isinstance(config, Mapping) else getattr(config, name)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short-context head of DeLS-Spec: token scores from the drafted tokens alone.
+
+Shapes: B sequences, L tokens, F nodes of a frontier, V target vocabulary, V' rows of the output
+table (the draft vocabulary where it is reduced), H target hidden size, I input width, S state size,
+r rank of the output.
+
+A block head scores all depths of a block at once and cannot know which token its own earlier slots
+became. This head knows nothing but those tokens, is small enough to be run once a depth, and is
+fused with the block head's scores by a product of experts (`methods.dels.local_tree`). After reading
+the tokens up to depth i - 1 it scores the token of depth i:
+
+    GRU       h <- GRU(x(y), h);  rank = act(W_rank h);  s = W_short rank
+    Markov    rank = x(y), so that only the last token counts;  s = W_short rank
+
+x(y) is the target's embedding of y, that embedding through a matrix, or a row of a table of the
+head's own ("direct_vocab"). W_short is a table [V', r] of its own ("low_rank"), or the target's LM
+head times a matrix [H, r] ("target_lm_head"). The GRU is the usual three-gate cell without biases
+(Cho et al., in the form with the reset gate after the recurrent product). Scores are raw logits: a
+constant added to all of them means nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vllm_specplug.drafting.checkpoint_files import LARGEST_SIZE, is_size
+
+_SIZES = f"an integer from 1 to {LARGEST_SIZE}"
+
+LocalHeadKind = Literal["gru", "markov"]
+Parameterization = Literal["target_factorized", "direct_vocab"]
+LmHeadMode = Literal["low_rank", "target_lm_head"]
+RankActivation = Literal["identity", "silu"]
+
+
+@dataclass(frozen=True)
+class LocalHeadConfig:
+    """Shape of a local head.
+
+    `vocab_size` and `target_hidden_size` are the target's. `draft_vocab_size` is the number of
+    tokens it scores; a checkpoint names them by `d2t` where that is not the whole vocabulary.
+    `input_size` is I; for Markov it must equal `rank`. `hidden_size` is S, 0 for Markov.
+    `anchor_input` says that the head was chosen to be fed the anchor (the newest committed token)
+    before the first drafted token, and so scores depth 1 too; the paper's decoder does not.
+    """
+
+    kind: LocalHeadKind
+    vocab_size: int
+    target_hidden_size: int
+    rank: int
+    hidden_size: int = 0
+    input_size: int = 0
+    draft_vocab_size: int = 0
+    parameterization: Parameterization = "target_factorized"
+    lm_head_mode: LmHeadMode = "low_rank"
+    rank_activation: RankActivation = "silu"
+    anchor_input: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("kind", get_args(LocalHeadKind)),
+            ("parameterization", get_args(Parameterization)),
+            ("lm_head_mode", get_args(LmHeadMode)),
+            ("rank_activation", get_args(RankActivation)),
+        ):
+            _require(getattr(self, name) in choices, name, getattr(self, name), f"one of {choices}")
+        for name in ("vocab_size", "target_hidden_size", "rank"):
+            _require(is_size(getattr(self, name)), name, getattr(self, name), _SIZES)
+        # Frozen: derived defaults are filled in once, here.
+        if self.kind == "markov":
+            _default(self, "input_size", self.rank)
+            object.__setattr__(self, "rank_activation", "identity")
+            _require(
+                self.input_size == self.rank and self.hidden_size == 0,
+                "input_size",
+                self.input_size,
+                f"rank = {self.rank} for a Markov head, and hidden_size 0",
+            )
+        else:
+            _require(is_size(self.hidden_size), "hidden_size", self.hidden_size, _SIZES)
+            _default(self, "input_size", self.target_hidden_size)
+        _default(self, "draft_vocab_size", self.vocab_size)
+        _require(is_size(self.input_size), "input_size", self.input_size, _SIZES)
+        _require(
+            isinstance(self.anchor_input, bool), "anchor_input", self.anchor_input, "true or false"
+        )
+        _require(
+            is_size(self.draft_vocab_size) and self.draft_vocab_size <= self.vocab_size,
+            "draft_vocab_size",
+            self.draft_vocab_size,
+            f"1..{self.vocab_size} (vocab_size)",
+        )
+
+    @property
+    def projects_input(self) -> bool:
+        """Whether the target's embedding goes through a matrix [I, H] first."""
+        return self.parameterization == "target_factorized" and (
+            self.kind == "markov" or self.input_size != self.target_hidden_size
+        )
+
+
+class LocalHead(nn.Module):
+    """A local head of either kind; starts as a no-op, since its output is initialised to zero.
+
+    The target's embedding and LM head are arguments, not parameters: `embed_tokens` [V, H] is read
+    by "target_factorized" heads, `lm_head` [V', H] (the rows of the draft vocabulary) by
+    "target_lm_head" ones, and both may be None otherwise.
+    """
+
+    def __init__(self, config: LocalHeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        if config.parameterization == "direct_vocab":
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.input_size)
+            nn.init.uniform_(
+                self.embed_tokens.weight, -(config.input_size**-0.5), config.input_size**-0.5
+            )
+        if config.projects_input:
+            # uniform within H^-1/2, torch's default
+            self.input_proj = nn.Linear(config.target_hidden_size, config.input_size, bias=False)
+        if config.kind == "gru":
+            self.prefix_gru = nn.GRU(
+                config.input_size, config.hidden_size, bias=False, batch_first=True
+            )
+            self.rank_proj = nn.Linear(config.hidden_size, config.rank, bias=False)
+        if config.lm_head_mode == "low_rank":
+            self.low_rank_lm_head = nn.Linear(config.rank, config.draft_vocab_size, bias=False)
+            nn.init.zeros_(self.low_rank_lm_head.weight)
+        else:
+            self.rank_to_hidden = nn.Linear(config.rank, config.target_hidden_size, bias=False)
+            nn.init.zeros_(self.rank_to_hidden.weight)
+
+    def input_features(
+        self, token_ids: torch.Tensor, embed_tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What the head reads of target token ids [...]: [..., I]."""
+        if self.config.parameterization == "direct_vocab":
+            return self.embed_tokens(token_ids)
+        assert embed_tokens is not None
+        x = F.embedding(token_ids, embed_tokens)
+        return (
+            self.input_proj(x.to(self.input_proj.weight.dtype))
+            if hasattr(self, "input_proj")
+            else x
+        )
+
+    def initial_state(self, count: int) -> torch.Tensor:
+        """[count, S] of zeros: nothing read yet."""
+        weight = next(self.parameters())
+        return torch.zeros(count, self.config.hidden_size, dtype=weight.dtype, device=weight.device)
+
+    def ranks(
+        self,
+        # [B, L] target token ids, the first one read first
+        token_ids: torch.Tensor,
+        # [V, H]
+        embed_tokens: torch.Tensor | None = None,
+        # [B, S]
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whole sequences, for training: rank vectors [B, L, r] and the last states [B, S].
+
+        Row t of a sequence has read tokens 0..t, so its scores are those of token t + 1.
+        """
+        x = self.input_features(token_ids, embed_tokens)
+        if self.config.kind == "markov":
+            return x, self.initial_state(len(token_ids))
+        x = x.to(self.rank_proj.weight.dtype)
+        start = None if state is None else state.unsqueeze(0).contiguous()
+        hidden, last = self.prefix_gru(x, start)
+        return self.rank_of(hidden), last.squeeze(0)
+
+    def step(
+        self,
+        # [F]
+        token_ids: torch.Tensor,
+        # [F, S] state of each node's parent
+        state: torch.Tensor,
+        # [V, H]
+        embed_tokens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token for each node of a frontier: rank vectors [F, r] and new states [F, S].
+
+        The readable form of the fused kernel, equal to `ranks` one token at a time.
+        """
+        x = self.input_features(token_ids, embed_tokens)
+        if self.config.kind == "markov":
+            return x, state
+        x = x.to(self.rank_proj.weight.dtype)
+        from_input = F.linear(x, self.prefix_gru.weight_ih_l0)
+        from_state = F.linear(state, self.prefix_gru.weight_hh_l0)
+        reset_x, update_x, new_x = from_input.chunk(3, dim=-1)
+        reset_h, update_h, new_h = from_state.chunk(3, dim=-1)
+        reset = torch.sigmoid(reset_x + reset_h)
+        update = torch.sigmoid(update_x + update_h)
+        new = torch.tanh(new_x + reset * new_h)
+        state = (1 - update) * new + update * state
+        return self.rank_of(state), state
+
+    def rank_of(self, state: torch.Tensor) -> torch.Tensor:
+        """Rank vectors [..., r] of GRU states [..., S]."""
+        ranks = self.rank_proj(state)
+        return F.silu(ranks) if self.config.rank_activation == "silu" else ranks
+
+    def logits(self, ranks: torch.Tensor, lm_head: torch.Tensor | None = None) -> torch.Tensor:
+        """Raw scores [..., V'] of rank vectors [..., r]."""
+        if self.config.lm_head_mode == "low_rank":
+            return self.low_rank_lm_head(ranks)
+        assert lm_head is not None
+        hidden = self.rank_to_hidden(ranks)
+        return F.linear(hidden, lm_head.to(hidden.dtype))
+
+    def output_table(self, lm_head: torch.Tensor | None = None) -> torch.Tensor:
+        """W_short [V', r]; for "target_lm_head" the product of both factors, taken in float32."""
+        if self.config.lm_head_mode == "low_rank":
+            return self.low_rank_lm_head.weight
+        assert lm_head is not None
+        weight = self.rank_to_hidden.weight
+        return (lm_head.float() @ weight.float()).to(weight.dtype)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        embed_tokens: torch.Tensor | None = None,
+        lm_head: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B, L] -> [B, L, V']: row t scores token t + 1, from a state of zeros before token 0."""
+        return self.logits(self.ranks(token_ids, embed_tokens)[0], lm_head)
+
+
+def _default(config: LocalHeadConfig, name: str, value: int) -> None:
+    if not getattr(config, name):
+        object.__setattr__(config, name, value)
+
+
+def _require(condition: bool, name: str, value: object, legal: str) -> None:
+    if not condition:
+        raise ValueError(
+            f"local head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the head's "
+            "configuration or use another head"
+        )

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The unigram prior of DeLS-Spec: how often each token is a training target at all.
+
+Both scores that the fusion adds already contain how common a token is, so its prior is taken out
+once. Counts are of supervised tokens only (the loss mask), and small ones are smoothed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from vllm_specplug.drafting.checkpoint_files import check_header_length, write_safetensors
+from vllm_specplug.methods.dels.released import (
+    MAX_COUNTS_BYTES,
+    check_plain,
+    load_counts_archive,
+    load_pickle,
+)
+
+logger = logging.getLogger(__name__)
+
+UNIGRAM_NAME = "unigram.safetensors"
+RELEASED_UNIGRAM_NAME = "loss_mask_unigram.pt"
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """sha256 over every (id, token) of a Hugging Face tokenizer: equal for equal vocabularies."""
+    digest = hashlib.sha256()
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        digest.update(f"{index}\t{token}\n".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class UnigramCounts:
+    """Counts of supervised tokens.
+
+    `counts` int64 [n], token id the index; n may be smaller than the vocabulary.
+    `tokenizer` is `tokenizer_fingerprint` of the tokenizer they were made with, None if not known.
+    """
+
+    counts: torch.Tensor
+    tokenizer: str | None = None
+
+    def log_probs(self, vocab_size: int, smoothing: float = 1.0) -> torch.Tensor:
+        """Natural log-probabilities float32 [vocab_size].
+
+        p = (c + smoothing) / sum(c + smoothing), with counts of zero where there are none. With
+        smoothing 0, tokens never seen get the smallest probability that is not zero.
+
+        Raises:
+            ValueError: for more counts than tokens, or counts that are all zero without smoothing.
+        """
+        assert smoothing >= 0.0, smoothing
+        n = len(self.counts)
+        if n > vocab_size:
+            raise ValueError(
+                f"unigram counts: {n} tokens, legal: at most {vocab_size} (the target's "
+                "vocabulary); they were made with another tokenizer, count again with this one"
+            )
+        if n < vocab_size:
+            logger.info(
+                "Unigram counts cover %d of %d tokens; the rest count as never seen", n, vocab_size
+            )
+        counts = torch.zeros(vocab_size, dtype=torch.float64)
+        counts[:n] = self.counts.double()
+        counts += smoothing
+        if not bool((counts > 0).any()):
+            raise ValueError(
+                "unigram counts are all zero, legal: at least one token seen, or a smoothing "
+                "above 0; count again over supervised tokens"
+            )
+        probs = counts / counts.sum()
+        return probs.clamp(min=float(probs[probs > 0].min())).log().float()
+
+
+def save_unigram(
+    path: str | Path,
+    counts: torch.Tensor,
+    *,
+    tokenizer: str | None,
+    metadata: dict[str, str] | None = None,
+) -> Path:
+    """Writes counts int64 [V] as safetensors with the tokenizer's fingerprint in the header; the
+    file appears whole or not at all."""
+    path = Path(path)
+    header = dict(metadata or {})
+    if tokenizer is not None:
+        header["tokenizer"] = tokenizer
+    return write_safetensors(path, {"counts": _checked(path, counts)}, header)
+
+
+def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCounts:
+    """Reads counts from safetensors of ours, or a released `.pt` (weights only) or `.npz` file.
+
+    Args:
+        path: the file.
+        tokenizer: fingerprint of the target's tokenizer; None where it is not known.
+
+    Raises:
+        ValueError: for a file that cannot be read safely, holds no counts, or says that another
+            tokenizer made them.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"unigram counts {str(path)!r}: there is no such file; make it with "
+            "`specplug data unigram`"
+        )
+    recorded: str | None = None
+    counts: Any
+    try:
+        if path.suffix == ".safetensors":
+            check_header_length(path)
+            with safe_open(path, framework="pt") as handle:
+                _check_length(path, handle.get_slice("counts").get_shape())
+                counts = handle.get_tensor("counts")
+                recorded = (handle.metadata() or {}).get("tokenizer")
+        elif path.suffix == ".npz":
+            counts = load_counts_archive(path)
+        elif path.suffix == ".pt":
+            counts = load_pickle(path, "it")["counts"]
+            check_plain(path, "it", {"counts": counts})
+        else:
+            raise ValueError("legal: .safetensors, .pt, .npz")
+    except Exception as error:  # safetensors, zipfile and pickle have errors of their own
+        raise ValueError(_unreadable(path, error)) from None
+    if recorded is not None and tokenizer is not None and recorded != tokenizer:
+        raise ValueError(
+            f"unigram counts {str(path)!r} were made with another tokenizer (fingerprint "
+            f"{recorded[:12]}, the target's is {tokenizer[:12]}); make them again with "
+            "`specplug data unigram` for this target"
+        )
+    return UnigramCounts(_checked(path, counts), recorded)
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return (
+        f"unigram counts {str(path)!r} cannot be read ({reason}); legal: a tensor 'counts' [V] in "
+        "safetensors, .npz or a weights-only .pt. Make it with `specplug data unigram`"
+    )
+
+
+def _check_length(path: Path, shape: Sequence[int]) -> None:
+    most = MAX_COUNTS_BYTES // 8
+    if max(shape, default=0) > most:
+        raise ValueError(
+            f"unigram counts {str(path)!r}: {list(shape)}, legal: integers [V] of at most {most} "
+            "tokens"
+        )
+
+
+def _checked(path: Path, counts: torch.Tensor) -> torch.Tensor:
+    kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    if counts.dim() != 1 or counts.dtype not in kinds or not len(counts):
+        raise ValueError(
+            f"unigram counts {str(path)!r}: {counts.dtype} {list(counts.shape)}, "
+            "legal: integers [V]"
+        )
+    _check_length(path, counts.shape)
+    counts = counts.to("cpu", torch.int64).contiguous()
+    if int(counts.min()) < 0:
+        raise ValueError(
+            f"unigram counts {str(path)!r}: {int(counts.min())} is negative, legal: at least 0"
+        )
+    return counts

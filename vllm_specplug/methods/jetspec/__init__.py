@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JetSpec: trees over a block head that is causal inside the block."""

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of a LongSpec draft layer, read from its `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specplug.drafting.checkpoint_files import (
+    LARGEST_SIZE,
+    config_values,
+    is_positive,
+    is_size,
+    read_json_object,
+)
+
+DEFAULT_WINDOW = 512
+MAX_WINDOW = 65536
+
+
+@dataclass(frozen=True)
+class LongSpecConfig:
+    """Shape of one LongSpec draft layer.
+
+    The layer reads the keys of the target's last layer as they are, so heads, head size and rotary
+    embedding are the target's. `rope_theta` and `rope_scaling` describe that rotary embedding;
+    `rope_scaling` is None for the plain one. `window_size` counts the tokens before a query that
+    its self-attention sees. `final_norm` says that a norm stands before the LM head (published
+    heads have none).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    window_size: int = DEFAULT_WINDOW
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    attention_bias: bool = True
+    final_norm: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "draft_vocab_size",
+        ):
+            value = getattr(self, name)
+            _require(is_size(value), name, value, f"an integer from 1 to {LARGEST_SIZE}")
+        check_window("draft head config: window_size", self.window_size)
+        _require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            "num_key_value_heads",
+            self.num_key_value_heads,
+            f"a divisor of num_attention_heads = {self.num_attention_heads}",
+        )
+        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
+        _require(
+            self.draft_vocab_size <= self.vocab_size,
+            "draft_vocab_size",
+            self.draft_vocab_size,
+            f"1..{self.vocab_size} (vocab_size)",
+        )
+        for name in ("rope_theta", "rms_norm_eps"):
+            value = getattr(self, name)
+            _require(is_positive(value), name, value, "a number > 0")
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on q.k before the softmax."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def window_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in bfloat16."""
+        return 2 * 2 * self.num_key_value_heads * self.head_dim
+
+    @classmethod
+    def for_target(
+        cls,
+        target: Any,
+        *,
+        window_size: int = DEFAULT_WINDOW,
+        draft_vocab_size: int | None = None,
+        intermediate_size: int | None = None,
+        final_norm: bool = True,
+    ) -> LongSpecConfig:
+        """A layer that fits a target's config (an object or a mapping)."""
+        hidden, heads = _get(target, "hidden_size"), _get(target, "num_attention_heads")
+        theta, scaling = rotary_of(target)
+        vocab = _get(target, "vocab_size")
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=intermediate_size or _get(target, "intermediate_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=_get(target, "num_key_value_heads", None) or heads,
+            head_dim=_get(target, "head_dim", None) or hidden // heads,
+            vocab_size=vocab,
+            draft_vocab_size=draft_vocab_size or vocab,
+            window_size=window_size,
+            rms_norm_eps=_get(target, "rms_norm_eps", 1e-5),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            final_norm=final_norm,
+        )
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> LongSpecConfig:
+        """Reads `directory/config.json`: this project's keys, or a one-layer target-like config.
+
+        Raises:
+            ValueError: field, value, legal values and remedy.
+        """
+        path = Path(directory) / "config.json"
+        if not path.is_file():
+            raise ValueError(
+                f"draft head {str(directory)!r} has no config.json; give the folder that holds "
+                "config.json and model.safetensors"
+            )
+        raw = read_json_object(path, "a config")
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+            _require(isinstance(raw.get(name), int), name, raw.get(name), "an integer")
+        layers = raw.get("num_hidden_layers", 1)
+        _require(layers == 1, "num_hidden_layers", layers, "1 (LongSpec drafts with one layer)")
+        with config_values(path):
+            return cls.for_target(
+                raw,
+                window_size=raw.get("window_size", raw.get("sliding_window") or DEFAULT_WINDOW),
+                draft_vocab_size=raw.get("draft_vocab_size"),
+                final_norm=bool(raw.get("final_norm", False)),
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """A `config.json` object; `from_pretrained` reads it back unchanged."""
+        raw = asdict(self)
+        raw["rope_scaling"] = dict(self.rope_scaling) if self.rope_scaling else None
+        return {
+            "architectures": ["LongSpecDraftModel"],
+            "model_type": "longspec",
+            "num_hidden_layers": 1,
+            "dtype": "bfloat16",
+            **raw,
+        }
+
+    def check_target(self, target: Any) -> None:
+        """Raises ValueError unless the layer can read this target's last layer."""
+        remedy = "this head was trained for another target; use the head made for this model"
+        hidden, heads = int(_get(target, "hidden_size")), int(_get(target, "num_attention_heads"))
+        kv_heads = int(_get(target, "num_key_value_heads", None) or heads)
+        theta, scaling = rotary_of(target)
+        expected = {
+            "hidden_size": hidden,
+            "vocab_size": int(_get(target, "vocab_size")),
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": int(_get(target, "head_dim", None) or hidden // heads),
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+        }
+        for name, legal in expected.items():
+            value = getattr(self, name)
+            if value != legal:
+                raise ValueError(
+                    f"draft head config: {name} = {value!r}, legal: {legal!r} (the target's, whose "
+                    f"last layer's keys the head reads); {remedy}"
+                )
+        check_last_layer(target)
+
+
+def check_window(field: str, window: object, max_model_len: int | None = None) -> None:
+    """Raises ValueError unless `window` is a positive number of tokens the model can hold."""
+    most = min(MAX_WINDOW, max_model_len or MAX_WINDOW)
+    if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= most:
+        reason = " (max_model_len)" if max_model_len is not None and most == max_model_len else ""
+        raise ValueError(
+            f"{field} = {repr(window)[:200]}, legal: an integer within 1..{most}{reason}; 512 is "
+            "usual"
+        )
+
+
+def check_last_layer(target: Any) -> None:
+    """Raises ValueError for a target whose last layer keeps only a window of its keys."""
+    kinds = _get(target, "layer_types", None)
+    if kinds and kinds[-1] != "full_attention":
+        raise ValueError(
+            f"target config: layer_types[-1] = {kinds[-1]!r}, legal: 'full_attention' (LongSpec "
+            "reads the last layer's keys of the whole context); use another method, e.g. "
+            "ngram_tree"
+        )
+
+
+def rotary_of(config: Any) -> tuple[float, Mapping[str, Any] | None]:
+    """Base and scaling (None for the plain kind) of a model's rotary embedding."""
+    theta = _get(config, "rope_theta", None)
+    scaling: Mapping[str, Any] | None = None
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = _get(config, name, None)
+        if not rope:
+            continue
+        if rope.get("rope_theta") is not None:
+            theta = rope["rope_theta"]
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in (None, "default"):
+            _require(
+                kind in ("linear", "llama3"),
+                f"{name}.rope_type",
+                kind,
+                "'default', 'linear' or 'llama3' (angles that do not change with the length)",
+            )
+            scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")}
+            scaling = {**scaling, "rope_type": kind}
+    partial = _get(config, "partial_rotary_factor", None)
+    _require(partial in (None, 1, 1.0), "partial_rotary_factor", partial, "1.0")
+    return float(theta if theta is not None else 10000.0), scaling
+
+
+def _require(condition: bool, name: str, value: object, legal: str) -> None:
+    if not condition:
+        raise ValueError(
+            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the head's "
+            "config.json or use another head"
+        )
+
+
+_MISSING = object()
+
+
+def _get(config: Any, name: str, default: Any = _MISSING) -> Any:
+    if isinstance(config, Mapping):
+        value = config.get(name, default)
+    else:
+        value = getattr(config, name, default)
+    if value is _MISSING:
+        raise ValueError(f"model config has no {name}; LongSpec needs a Llama-like target")
+    return value

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LongSpec: one draft layer, run level by level, whose memory does not grow with the context.
+
+Each level is one forward of the layer over the frontier of all trees: self-attention over the last
+`window_size` tokens and the node's own branch, cross-attention into what the target's last layer
+has cached of the whole context. The window is rebuilt from the tokens themselves whenever it is
+missing, so preemption and prefix-cache hits need no care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from vllm_specplug.drafting.drafter import (
+    CommittedTokens,
+    DraftCacheSpec,
+    Drafter,
+    DraftRequests,
+    LinearFactory,
+    TargetWeights,
+    WindowSpec,
+)
+from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.kernels import top_candidates
+from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
+from vllm_specplug.methods.longspec.head import CrossAttend, LongSpecHead, SelfAttend
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.beam import BranchRows, Expand, Frontier, draft_level_by_level
+
+
+class FusedLongSpecHead:
+    """Serving form of a `LongSpecHead`; see there for shapes and meaning of each method.
+
+    Args:
+        head: the loaded head, on its device and in its dtype.
+        max_positions: positions the rotary tables cover.
+        make_linear: how a matrix product is made.
+    """
+
+    def __init__(
+        self, head: LongSpecHead, max_positions: int, make_linear: LinearFactory = plain_linear
+    ) -> None:
+        config = head.config
+        self.config = config
+        self.eps = config.rms_norm_eps
+        own, cross = head.self_attn, head.cross_attn
+        self.key_value = make_linear(*_joined(own.k_proj, own.v_proj))
+        self.qkv = make_linear(*_joined(own.q_proj, own.k_proj, own.v_proj))
+        self.self_output = make_linear(own.o_proj.weight, None)
+        self.cross_query = make_linear(cross.q_proj.weight, cross.q_proj.bias)
+        self.cross_output = make_linear(cross.o_proj.weight, None)
+        self.gate_up = make_linear(
+            torch.cat((head.mlp.gate_proj.weight, head.mlp.up_proj.weight)), None
+        )
+        self.down = make_linear(head.mlp.down_proj.weight, None)
+        self.input_norm = head.input_layernorm.weight
+        self.cross_norm = head.post_self_attention_layernorm.weight
+        self.mlp_norm = head.post_cross_attention_layernorm.weight
+        self.norm = head.norm.weight if config.final_norm else None
+        cos, sin = head.rotary(torch.arange(max_positions))
+        weight = head.input_layernorm.weight
+        # [max_positions, 1, Dh]: both halves, so that rotating is two products and a sum
+        self.cos = torch.cat((cos, cos), -1)[:, None].to(weight.device, weight.dtype)
+        self.sin = torch.cat((-sin, sin), -1)[:, None].to(weight.device, weight.dtype)
+
+    def window_kv(
+        self, embeds: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H], [T] -> keys (rotated) and values [T, Hkv, Dh]."""
+        shape = (2, self.config.num_key_value_heads, self.config.head_dim)
+        key, value = (
+            self.key_value(self._rms_norm(embeds, self.input_norm)).unflatten(-1, shape).unbind(1)
+        )
+        return self._rotate(key, positions), value.contiguous()
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        self_attend: SelfAttend,
+        cross_attend: CrossAttend,
+    ) -> torch.Tensor:
+        """[T, H], [T] -> states [T, H] for the LM head."""
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        dim = self.config.head_dim
+        qkv = self.qkv(self._rms_norm(embeds, self.input_norm)).unflatten(-1, (-1, dim))
+        qk = self._rotate(qkv[:, : heads + kv_heads], positions)
+        mixed = self_attend(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
+        x = embeds + self.self_output(mixed.flatten(-2))
+        query = self.cross_query(self._rms_norm(x, self.cross_norm)).unflatten(-1, (heads, dim))
+        x = x + self.cross_output(cross_attend(self._rotate(query, positions)).flatten(-2))
+        gate, up = self.gate_up(self._rms_norm(x, self.mlp_norm)).chunk(2, dim=-1)
+        x = x + self.down(F.silu(gate) * up)
+        return x if self.norm is None else self._rms_norm(x, self.norm)
+
+    __call__ = forward
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T]."""
+        swapped = x.roll(self.config.head_dim // 2, dims=-1)
+        return x * self.cos[positions] + swapped * self.sin[positions]
+
+
+class LongSpecDrafter(Drafter):
+    """Windowed self-attention and cross-attention over the target's last layer."""
+
+    @torch.inference_mode()
+    def load(self, target: TargetWeights) -> None:
+        assert self.options.head_path is not None
+        head, extras = load_longspec_head(self.options.head_path, target.text_config)
+        head = head.to(device=target.device, dtype=target.dtype)
+        self.config = head.config
+        # [V, H]
+        self.embed_tokens = target.embed_tokens.to(device=target.device, dtype=target.dtype)
+        # [V'] target id of each draft id, where the draft vocabulary is reduced
+        self.target_ids = extras.target_ids
+        self.lm_head = target.make_lm_head(self.target_ids)
+        self.head = FusedLongSpecHead(head, self.options.max_model_len, target.make_linear)
+        self.ngrams = ngram_branches(self.options)
+
+    def cache_specs(self) -> list[DraftCacheSpec]:
+        return []
+
+    def window_spec(self) -> WindowSpec:
+        size = self.options.window_size or self.config.window_size
+        return WindowSpec(size, self.config.num_key_value_heads, self.config.head_dim)
+
+    def observe(self, committed: CommittedTokens) -> None:
+        """Nothing: windows take their tokens when the request is drafted for."""
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        req_ids = list(req_ids)
+        self.window.forget(req_ids)
+        if self.ngrams is not None:
+            self.ngrams.forget(req_ids)
+
+    @property
+    def forward_depth(self) -> int:
+        return self.options.tree_depth
+
+    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+        if self.ngrams is None:
+            return super().look_up(requests)
+        return self.ngrams.look_up(requests)
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        trees = [DraftTree.empty()] * len(requests)
+        chosen, drafted = requests.for_forward()
+        if chosen:
+            for r, tree in zip(chosen, self._draft(drafted), strict=True):
+                trees[r] = tree
+        return trees if self.ngrams is None else self.ngrams.added_to(trees, requests)
+
+    def _draft(self, requests: DraftRequests) -> list[DraftTree]:
+        self._fill_windows(requests)
+        return draft_level_by_level(
+            requests.anchors,
+            requests.budgets,
+            [min(depth, self.options.tree_depth) for depth in requests.depths],
+            requests.widths,
+            self._expander(requests),
+            beam_widths=self.options.beam_widths,
+        )
+
+    def _fill_windows(self, requests: DraftRequests) -> None:
+        missing = self.window.missing(requests)
+        if len(missing.token_ids):
+            embeds = self.embed_tokens[missing.token_ids]
+            keys, values = self.head.window_kv(embeds, missing.positions)
+            self.window.write(keys, values, missing.slots)
+
+    def _expander(self, requests: DraftRequests) -> Expand:
+        rows = BranchRows(len(requests))
+        starts = np.asarray(requests.context_lens)
+        levels: list[tuple[torch.Tensor, ...]] = []  # q, k, v of each level's rows
+        owners: list[np.ndarray] = []  # request of each of those rows
+        width = min(max(requests.widths), self.config.draft_vocab_size)
+
+        def self_attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            levels.append((query, key, value))
+            # Rows of one request lie together: earlier levels are queried again, which costs less
+            # than a kernel with fewer query rows than tail rows would save at these sizes.
+            order = np.argsort(np.concatenate(owners), kind="stable")
+            index = torch.from_numpy(order)
+            joined = [torch.cat(parts)[index] for parts in zip(*levels, strict=True)]
+            mixed = self.window.attention(requests, rows.parent_arrays())(*joined)
+            place = np.empty_like(order)
+            place[order] = np.arange(len(order))
+            return mixed[torch.from_numpy(place[-len(query) :])]
+
+        def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+            rows.add(frontier)
+            owners.append(frontier.requests)
+            present, counts = np.unique(frontier.requests, return_counts=True)
+            cross = self.target_cache.attention(
+                [requests.req_indices[r] for r in present],
+                [requests.context_lens[r] for r in present],
+                counts.tolist(),
+            )
+            positions = starts[frontier.requests] + frontier.depth
+            positions = np.minimum(positions, self.options.max_model_len - 1)
+            hidden = self.head(
+                self.embed_tokens[torch.from_numpy(frontier.token_ids)],
+                torch.from_numpy(positions),
+                self_attend,
+                cross,
+            )
+            ids, log_probs = top_candidates(self.lm_head(hidden), width)
+            ids = ids if self.target_ids is None else self.target_ids[ids]
+            return ids.numpy(), log_probs.numpy()
+
+        return expand
+
+
+def _joined(*linears: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight = torch.cat([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears]
+    return weight, None if biases[0] is None else torch.cat(biases)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LongSpec's draft layer: windowed self-attention, then cross-attention into the target's cache.
+
+Shapes: T tokens or tree nodes, H hidden size, Hq/Hkv query/key heads, Dh head size.
+
+One layer drafts one token at a time (arXiv 2502.17421): a token's embedding attends the drafted
+and the last committed tokens before it, then the keys and values that the target's last layer
+holds of all committed positions. The keys and values of its own self-attention depend on a token
+and its position alone, so they can be computed again at any time from the tokens: the draft's
+whole memory is a window of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from vllm_specplug.methods.block.head import GatedMLP, RMSNorm, apply_rotary
+from vllm_specplug.methods.longspec.config import LongSpecConfig
+
+# (q [T, Hq, Dh], k [T, Hkv, Dh], v [T, Hkv, Dh]) -> [T, Hq, Dh]
+SelfAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# q [T, Hq, Dh] -> [T, Hq, Dh]
+CrossAttend = Callable[[torch.Tensor], torch.Tensor]
+
+
+def inverse_frequencies(config: LongSpecConfig) -> torch.Tensor:
+    """Angles per position of each rotary pair, float32 [Dh / 2]: the target's own."""
+    if config.rope_scaling is None:
+        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+        exponents = pairs / config.head_dim
+        return config.rope_theta**-exponents
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = config.rope_scaling["rope_type"]
+    source = LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        rope_parameters={**config.rope_scaling, "rope_theta": config.rope_theta},
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](source, torch.device("cpu"))
+    assert factor == 1.0, (kind, factor)
+    return frequencies.float()
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self, config: LongSpecConfig):
+        super().__init__()
+        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, hidden, bias=False)
+
+
+class _CrossAttention(nn.Module):
+    """Queries of its own; keys and values are the target's."""
+
+    def __init__(self, config: LongSpecConfig):
+        super().__init__()
+        inner = config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, inner, bias=config.attention_bias)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
+
+
+class LongSpecHead(nn.Module):
+    """The draft layer; token embeddings and LM head are the target's and stay outside."""
+
+    def __init__(self, config: LongSpecConfig):
+        super().__init__()
+        self.config = config
+        norm = (config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(*norm)
+        self.self_attn = _SelfAttention(config)
+        self.post_self_attention_layernorm = RMSNorm(*norm)
+        self.cross_attn = _CrossAttention(config)
+        self.post_cross_attention_layernorm = RMSNorm(*norm)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.norm = RMSNorm(*norm) if config.final_norm else nn.Identity()
+        # No buffer: a head made on the meta device still has it.
+        self.inverse_frequencies = inverse_frequencies(config)
+
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin [T, Dh/2] of absolute positions [T], float32."""
+        frequencies = self.inverse_frequencies.to(positions.device)
+        angles = positions.float().unsqueeze(-1) * frequencies
+        return angles.cos(), angles.sin()
+
+    def window_kv(
+        self, embeds: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Self-attention keys (rotated) and values of tokens: [T, H], [T] -> 2 x [T, Hkv, Dh]."""
+        return self._key_value(self.input_layernorm(embeds), self.rotary(positions))
+
+    def _key_value(
+        self, normed: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (self.config.num_key_value_heads, self.config.head_dim)
+        key = self.self_attn.k_proj(normed).unflatten(-1, shape)
+        value = self.self_attn.v_proj(normed).unflatten(-1, shape)
+        return apply_rotary(key, *rotary), value
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        self_attend: SelfAttend,
+        cross_attend: CrossAttend,
+    ) -> torch.Tensor:
+        """States that the LM head turns into the distribution of the next token.
+
+        Args:
+            embeds: [T, H] target embeddings of the tokens.
+            positions: [T] their absolute positions.
+            self_attend: attention over the token itself, its drafted ancestors and the window.
+            cross_attend: attention over the target's last layer; zeros where that is empty.
+
+        Returns:
+            [T, H].
+        """
+        heads = (self.config.num_attention_heads, self.config.head_dim)
+        rotary = self.rotary(positions)
+        normed = self.input_layernorm(embeds)
+        query = apply_rotary(self.self_attn.q_proj(normed).unflatten(-1, heads), *rotary)
+        mixed = self_attend(query, *self._key_value(normed, rotary))
+        x = embeds + self.self_attn.o_proj(mixed.flatten(-2))
+        normed = self.post_self_attention_layernorm(x)
+        query = apply_rotary(self.cross_attn.q_proj(normed).unflatten(-1, heads), *rotary)
+        x = x + self.cross_attn.o_proj(cross_attend(query).flatten(-2))
+        return self.norm(x + self.mlp(self.post_cross_attention_layernorm(x)))

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specplug data longspec-features` and `specplug train longspec`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_specplug.train import cli_common as common
+
+_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+
+
+def text_files(paths: Sequence[Path]) -> list[Path]:
+    """The files named, and the text files below the folders named, in a fixed order.
+
+    Raises:
+        ValueError: for a path that does not exist.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += sorted(
+                p for p in path.rglob("*") if p.is_file() and p.suffix in _TEXT_SUFFIXES
+            )
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise ValueError(f"--text {str(path)!r} does not exist; name a file or a folder")
+    return found
+
+
+def fixed_lengths(parts: Iterator[Sequence[int]], length: int) -> Iterator[list[int]]:
+    """Token sequences joined and cut to exactly `length`; an incomplete last one is dropped."""
+    buffer: list[int] = []
+    for part in parts:
+        buffer += part
+        while len(buffer) >= length:
+            yield buffer[:length]
+            del buffer[:length]
+
+
+def features(
+    target: common.Target,
+    data: Annotated[Path, typer.Option(help="Folder made by `specplug data generate`.")],
+    out: Annotated[Path, typer.Option(help="Training features; finished shards are kept.")],
+    heldout: Annotated[
+        Path | None, typer.Option(help="Held-out features, from greedy answers.")
+    ] = None,
+    length: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="0: one sequence per answer, positions shifted. Otherwise answers and --text are "
+            "joined and cut to this many tokens, for the long stages.",
+        ),
+    ] = 0,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Text files or folders to join, with --length.")
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(min=0, help="Maximum, of --length; 0: all.")] = 0,
+    anchor_offsets: Annotated[
+        bool, typer.Option(help="Shift the positions of short sequences.")
+    ] = True,
+    heldout_answers: Annotated[int, typer.Option(min=0)] = 64,
+    tokens_per_batch: Annotated[int, typer.Option(min=1)] = 4096,
+    seed: common.Seed = 0,
+) -> None:
+    """Runs the target once and stores its last layer's keys and values, as LongSpec reads them."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from vllm_specplug.methods.longspec.train.features import draw_offset, write_kv_shard
+    from vllm_specplug.train import answers
+    from vllm_specplug.train.features import TokenSequence
+
+    with common.friendly_errors():
+        files = answers.answer_shards(data)
+        if not files:
+            raise ValueError(
+                f"{data} holds no finished answers; run `specplug data generate` first"
+            )
+        if text and not length:
+            raise ValueError(
+                "--text needs --length, e.g. --length 4096; short stages train on answers only"
+            )
+        documents = text_files(text or [])
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype=torch.bfloat16, local_files_only=True
+        ).eval()
+        most = model.config.max_position_embeddings
+        if length > most:
+            raise ValueError(f"--length {length}, legal: 0..{most} (the target's); lower it")
+
+        def write(folder: Path, part: list[TokenSequence], shifted: bool, salt: int) -> None:
+            if not part or (folder / "meta.json").is_file():
+                return
+            rng = np.random.default_rng([seed, salt])
+            offsets = [draw_offset(len(s.tokens), most, rng) if shifted else (0, 0) for s in part]
+            write_kv_shard(folder, part, offsets, model, tokens_per_batch=tokens_per_batch)
+
+        if length:
+            tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+            rng = random.Random(seed)
+            kinds = {
+                "conversations": (
+                    a.prompt_ids + a.answer_ids for p in files for a in answers.read_answers(p)
+                ),
+                "documents": (
+                    tokenizer(p.read_text(encoding="utf-8", errors="ignore"))["input_ids"]
+                    for p in rng.sample(documents, len(documents))
+                ),
+            }
+            streams = {k: fixed_lengths(parts, length) for k, parts in kinds.items()}
+            made: list[TokenSequence] = []
+            # In turn, so that a limit takes as many of one kind as of the other.
+            while streams and (not max_sequences or len(made) < max_sequences):
+                for kind in list(streams):
+                    tokens = next(streams[kind], None)
+                    if tokens is None:
+                        del streams[kind]
+                    else:
+                        made.append(TokenSequence(np.array(tokens, np.int64), 1, kind))
+            made = made[: max_sequences or None]
+            with common.progress("sequences") as bar:
+                task = bar.add_task("features", total=len(made))
+                for number, start in enumerate(range(0, len(made), 16)):
+                    part = made[start : start + 16]
+                    write(out / f"shard-{length}-{number:05d}", part, False, number)
+                    bar.update(task, completed=start + len(part))
+            return
+
+        with common.progress("files") as bar:
+            task = bar.add_task("features", total=len(files))
+            kept_out = 0
+            for number, path in enumerate(files):
+                kept = [
+                    a
+                    for a in answers.read_answers(path)
+                    if answers.keep_answer(a, random.Random(number), 0.3)
+                ]
+                aside = [a for a in kept if a.temperature == 0 and heldout is not None][
+                    : heldout_answers - kept_out
+                ]
+                kept_out += len(aside)
+                name = path.stem.replace("answers", "shard")
+
+                def sequences(part: list[Any]) -> list[TokenSequence]:
+                    return [
+                        TokenSequence(
+                            np.array(a.prompt_ids + a.answer_ids, np.int64),
+                            len(a.prompt_ids),
+                            a.source,
+                        )
+                        for a in part
+                    ]
+
+                if heldout is not None:
+                    write(heldout / name, sequences(aside), False, number)
+                rest = [a for a in kept if a not in aside]
+                write(out / name, sequences(rest), anchor_offsets, number)
+                bar.update(task, completed=number + 1)
+
+
+@common.with_shared_options(compile=False, eval_sequences=24)
+def train(
+    target: common.Target,
+    features: Annotated[
+        Path, typer.Option(help="Folder made by `specplug data longspec-features`.")
+    ],
+    heldout: Annotated[Path, typer.Option(help="Held-out features of the same kind.")],
+    out: common.Out,
+    stage: Annotated[
+        str,
+        typer.Option(
+            help="Published optimiser settings: short, long or sft; they override the options "
+            "below. Default: none."
+        ),
+    ] = "",
+    init_from: Annotated[
+        str, typer.Option(help="Folder of the head from the previous stage.")
+    ] = "",
+    window_size: Annotated[
+        int, typer.Option(help="Tokens that self-attention looks back; not with --init-from.")
+    ] = 512,
+    draft_vocab_size: Annotated[
+        int, typer.Option(min=1, help="Most frequent answer tokens; not with --init-from.")
+    ] = 8192,
+    vocab_from: Annotated[
+        str, typer.Option(help="Folder of a head for this target whose draft vocabulary to use.")
+    ] = "",
+    intermediate_size: Annotated[int, typer.Option(min=0, help="MLP width; 0: the target's.")] = 0,
+    loss: Annotated[str, typer.Option(help="forward_kl, reverse_kl, or sft as published.")] = (
+        "forward_kl"
+    ),
+    temperature: Annotated[float, typer.Option(help="Distillation temperature.")] = 1.0,
+    tokens_per_step: Annotated[int, typer.Option(min=2, help="Packed positions per step.")] = 4096,
+    max_staleness: Annotated[
+        int,
+        typer.Option(min=1, help="Noisy training: the cache ends 1..N positions early; 1: off."),
+    ] = 4,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option(help="Recompute the layer in the backward pass.")
+    ] = False,
+    **shared: Any,
+) -> None:
+    """Trains a LongSpec layer over the target's last-layer keys and values."""
+    given: dict[str, Any] = {**locals(), **shared}
+    from vllm_specplug.methods.longspec.train.run import LongSpecRun, train_longspec
+    from vllm_specplug.methods.longspec.train.trainer import STAGES, LongSpecRecipe
+    from vllm_specplug.train.loop import Rhythm
+
+    with common.friendly_errors():
+        if stage and stage not in STAGES:
+            raise ValueError(f"--stage {stage!r}, legal: {', '.join(STAGES)}; choose one of them")
+        run = common.from_options(LongSpecRun, given)
+        options = common.from_options(LongSpecRecipe, {**given, **STAGES.get(stage, {})})
+        rhythm = common.from_options(Rhythm, given)
+        common.train_with_progress(
+            options.total_steps,
+            lambda log, on_step: train_longspec(run, options, rhythm, log, on_step),
+        )
+
+
+def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
+    """Adds both commands."""
+    data_app.command("longspec-features")(features)
+    train_app.command("longspec")(train)

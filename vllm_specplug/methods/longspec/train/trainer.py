@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training a LongSpec draft layer on packed sequences of the target's last-layer keys and values.
+
+Flash noisy training (arXiv 2502.17421, section 3.3): while serving, a token drafted at depth d
+finds a target cache that ends d + 1 positions before it. So in training query t sees the target's
+keys only up to t - j, with j drawn from 1..max_staleness for each sequence and step; by slicing,
+the plain causal kernel computes that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from vllm_specplug.methods.longspec.head import LongSpecHead
+from vllm_specplug.methods.longspec.train.features import KVFeatureStore, KVSequence
+from vllm_specplug.train.losses import LOSSES, head_loss
+from vllm_specplug.train.order import DataOrder
+from vllm_specplug.train.recipe import Recipe
+from vllm_specplug.train.target import TargetWeights
+from vllm_specplug.train.trainer import StepLoss, Trainer
+
+_ROW_MULTIPLE = 512
+
+
+@dataclass(frozen=True)
+class LongSpecRecipe(Recipe):
+    """`tokens_per_step` positions are packed into a step; `max_staleness` 1 switches noisy
+    training off; `gradient_checkpointing` recomputes the layer in the backward pass, for sequences
+    whose activations do not fit."""
+
+    loss: str = "forward_kl"
+    temperature: float = 1.0
+    tokens_per_step: int = 4096
+    max_staleness: int = 4
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_one_of("loss", LOSSES)
+        self.require_least(tokens_per_step=2, max_staleness=1)
+        self.require_positive("temperature")
+
+
+# The published schedules (appendix of the paper); batch sizes there are in sequences.
+STAGES: dict[str, dict[str, Any]] = {
+    "short": {"optimizer": "adamw", "adam_learning_rate": 5e-4, "weight_decay": 0.1},
+    "long": {
+        "optimizer": "adamw",
+        "adam_learning_rate": 5e-6,
+        "weight_decay": 0.1,
+        "gradient_checkpointing": True,
+    },
+    "sft": {
+        "optimizer": "adamw",
+        "adam_learning_rate": 5e-6,
+        "weight_decay": 0.1,
+        "gradient_checkpointing": True,
+    },
+}
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """Sequences one after the other: tokens, positions [T], key, value [T, Hkv, Dh], hidden
+    [T, Ht]; `lengths` and `staleness` of each; `rows` [N] positions that are supervised and
+    `labels` [N] the tokens that follow them."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    hidden: torch.Tensor
+    lengths: list[int]
+    staleness: list[int]
+    rows: torch.Tensor
+    labels: torch.Tensor
+
+    def to(self, device: torch.device) -> PackedSequences:
+        """The same on another device."""
+        moved = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in vars(self).items()
+        }
+        return PackedSequences(**moved)
+
+
+def pack(
+    sequences: Sequence[KVSequence], staleness: Sequence[int], multiple: int = 1
+) -> PackedSequences:
+    """Joins sequences; row t of a sequence is supervised from the last prompt token on.
+
+    The rows are filled up to a `multiple` by a sequence of zeros that is not supervised: matrix
+    libraries prepare and keep code for every number of rows they meet.
+    """
+    rows, labels, start = [], [], 0
+    for sequence in sequences:
+        at = torch.arange(max(sequence.prompt_len, 1) - 1, len(sequence) - 1)
+        rows.append(at + start)
+        labels.append(sequence.tokens[at + 1])
+        start += len(sequence)
+
+    padding = -start % multiple
+    lengths = [len(sequence) for sequence in sequences]
+
+    def joined(name: str) -> torch.Tensor:
+        parts = [getattr(sequence, name) for sequence in sequences]
+        return torch.cat([*parts, parts[0].new_zeros(padding, *parts[0].shape[1:])])
+
+    return PackedSequences(
+        joined("tokens"),
+        joined("positions"),
+        joined("key"),
+        joined("value"),
+        joined("hidden"),
+        [*lengths, padding] if padding else lengths,
+        [*staleness, 1] if padding else list(staleness),
+        torch.cat(rows),
+        torch.cat(labels),
+    )
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[..., S, Hq, Dh], [..., L, Hkv, Dh] twice -> [..., S, Hq, Dh]; causal without a mask."""
+    q, k, v = (x.transpose(-2, -3) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+    return out.transpose(-2, -3)
+
+
+def window_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Row t attends itself and the `window` rows before it; [S, heads, Dh] -> [S, Hq, Dh].
+
+    Longer sequences are cut into chunks of `window` rows, each of which reaches one chunk back.
+    """
+    length = query.shape[0]
+    if length <= window + 1:
+        return causal_attention(query[None], key[None], value[None])[0]
+    padding = -length % window
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (query, key, value))
+    q = q.unflatten(0, (-1, window))
+    # Two chunks of keys for each chunk of queries; the first one's predecessor is padding.
+    pairs = []
+    for x in (k, v):
+        chunks = x.unflatten(0, (-1, window))
+        before = torch.cat((torch.zeros_like(chunks[:1]), chunks[:-1]))
+        pairs.append(torch.cat((before, chunks), dim=1))
+    row = torch.arange(window, device=q.device)[:, None] + window
+    column = torch.arange(2 * window, device=q.device)[None]
+    band = (column <= row) & (column >= row - window)
+    mask = band.expand(q.shape[0], -1, -1).clone()
+    mask[0, :, :window] = False
+    out = causal_attention(q, pairs[0], pairs[1], mask[:, None])
+    return out.flatten(0, 1)[:length]
+
+
+def stale_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, staleness: int
+) -> torch.Tensor:
+    """Row t attends rows up to t - `staleness` (>= 1); rows without any are zero."""
+    length = query.shape[0]
+    out = query.new_zeros(query.shape)
+    if length > staleness:
+        seen = causal_attention(
+            query[None, staleness:], key[None, :-staleness], value[None, :-staleness]
+        )
+        out = torch.cat((out[:staleness], seen[0].to(out.dtype)))
+    return out
+
+
+def run_packed(
+    head: LongSpecHead, batch: PackedSequences, embed_tokens: torch.Tensor
+) -> torch.Tensor:
+    """States [T, H] of all rows of a batch."""
+    window = head.config.window_size
+
+    def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        parts = zip(*(x.split(batch.lengths) for x in (q, k, v)), strict=True)
+        return torch.cat([window_attention(*part, window) for part in parts])
+
+    def cross_attend(q: torch.Tensor) -> torch.Tensor:
+        parts = zip(
+            q.split(batch.lengths),
+            batch.key.to(q.dtype).split(batch.lengths),
+            batch.value.to(q.dtype).split(batch.lengths),
+            batch.staleness,
+            strict=True,
+        )
+        return torch.cat([stale_attention(*part) for part in parts])
+
+    embeds = embed_tokens[batch.tokens]
+    return head(embeds, batch.positions, self_attend, cross_attend)
+
+
+class _Drafting(nn.Module):
+    """The head with its frozen table, so that one forward is a whole training forward."""
+
+    def __init__(self, head: LongSpecHead, embed_tokens: torch.Tensor, checkpointing: bool):
+        super().__init__()
+        self.head = head
+        self.checkpointing = checkpointing
+        self.register_buffer("embed_tokens", embed_tokens, persistent=False)
+
+    def forward(self, batch: PackedSequences) -> torch.Tensor:
+        if self.checkpointing:
+            return checkpoint(run_packed, self.head, batch, self.embed_tokens, use_reentrant=False)
+        return run_packed(self.head, batch, self.embed_tokens)
+
+
+class LongSpecTrainer(Trainer):
+    """One training run of a draft layer.
+
+    Args:
+        head: initialised layer.
+        embed_tokens: [V, H]; draft_lm_head: [V', H] rows of the target's LM head;
+        target_ids: int64 [V'] token of each draft id.
+    """
+
+    def __init__(
+        self,
+        head: LongSpecHead,
+        store: KVFeatureStore,
+        options: LongSpecRecipe,
+        *,
+        embed_tokens: torch.Tensor,
+        draft_lm_head: torch.Tensor,
+        target_ids: torch.Tensor,
+        accelerator: Accelerator | None = None,
+    ):
+        drafting = _Drafting(head, embed_tokens.to(torch.bfloat16), options.gradient_checkpointing)
+        super().__init__(head, drafting, DataOrder(store, options.seed), options, accelerator)
+        self.store, self.recipe, self.head = store, options, head
+        self.lm_head = draft_lm_head.to(self.device, torch.bfloat16)
+        self.to_draft = torch.full((embed_tokens.shape[0],), -1, dtype=torch.int64)
+        self.to_draft[target_ids] = torch.arange(len(target_ids))
+
+    def next_batch(self) -> PackedSequences:
+        """The sequences of the next step on this process."""
+        generator = self.step_generator()
+        sequences: list[KVSequence] = []
+        tokens = 0
+        while tokens < self.recipe.tokens_per_step:
+            sequences.append(self.store[self.next_index()])
+            tokens += len(sequences[-1])
+        staleness = torch.randint(
+            1, self.recipe.max_staleness + 1, (len(sequences),), generator=generator
+        )
+        return pack(sequences, staleness.tolist(), _ROW_MULTIPLE)
+
+    def step_loss(self) -> StepLoss:
+        batch = self.next_batch()
+        labels = self.to_draft[batch.labels]
+        batch = batch.to(self.device)
+        with self.accelerator.autocast():
+            hidden = self.forward_module(batch)
+        count = len(batch.rows)
+        loss = head_loss(
+            hidden[batch.rows].to(torch.bfloat16),
+            batch.hidden[batch.rows],
+            self.lm_head,
+            labels.to(self.device),
+            torch.full((count,), 1.0 / count, device=self.device),
+            self.recipe.loss,
+            self.recipe.temperature,
+            compiled=self.recipe.compile,
+        )
+        return StepLoss(loss, loss, supervised=count, slots=len(batch.tokens))
+
+    def averaged_head(self) -> LongSpecHead:
+        """A copy of the head with the averaged weights."""
+        with torch.device("meta"):
+            head = LongSpecHead(self.head.config)
+        head.load_state_dict(self.averaged_weights(), assign=True)
+        return head.eval()
+
+
+@torch.no_grad()
+def init_longspec_from_target(head: LongSpecHead, weights: TargetWeights) -> None:
+    """Starts the layer as the target's last layer: its attention serves for both attentions, its
+    norms and MLP are copied, and the final norm where the head has one.
+
+    The queries of the cross-attention so begin as queries made for the very keys they will read.
+    The self-attention's output starts at a tenth: its keys come from raw embeddings, which the
+    target's last layer never sees.
+    """
+    prefix = f"model.layers.{weights.config['num_hidden_layers'] - 1}."
+
+    def copy(parameter: torch.Tensor, name: str) -> None:
+        source = weights.get(prefix + name).to(parameter.dtype)
+        parameter.copy_(source[tuple(slice(0, size) for size in parameter.shape)])
+
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        copy(getattr(head.self_attn, name).weight, f"self_attn.{name}.weight")
+    copy(head.cross_attn.q_proj.weight, "self_attn.q_proj.weight")
+    copy(head.cross_attn.o_proj.weight, "self_attn.o_proj.weight")
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        copy(getattr(head.mlp, name).weight, f"mlp.{name}.weight")
+    copy(head.input_layernorm.weight, "input_layernorm.weight")
+    copy(head.post_self_attention_layernorm.weight, "input_layernorm.weight")
+    copy(head.post_cross_attention_layernorm.weight, "post_attention_layernorm.weight")
+    head.self_attn.o_proj.weight.mul_(0.1)
+    for linear in (*(getattr(head.self_attn, n) for n in ("q_proj", "k_proj", "v_proj")),
+                   head.cross_attn.q_proj):  # fmt: skip
+        if linear.bias is not None:
+            linear.bias.zero_()
+    if head.config.final_norm:
+        head.norm.weight.copy_(weights.get("model.norm.weight"))

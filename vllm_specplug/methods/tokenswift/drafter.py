@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TokenSwift: the target drafts for itself, for very long outputs.
+
+Three sources of drafts, each cheaper than the one before:
+
+self    the target runs the anchor over a partial cache; its base prediction and the chained heads
+        on its last layer give depths 1, 2, ...
+heads   the heads alone, on the last verified position, whose base prediction the anchor already
+        answered: head i gives depth i. No draft forward at all.
+ngrams  what followed the same tokens earlier.
+
+N-gram branches join the trees of the other two. Which source pays depends on the context: a draft
+forward costs a pass over the weights, and verification costs more the longer the context is.
+Every node is verified by one sample of the target, unlike the published rule, which draws once
+per path and is biased.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from vllm_specplug.drafting.drafter import (
+    CommittedTokens,
+    DraftCacheSpec,
+    Drafter,
+    DraftRequests,
+    PartialCacheSpec,
+    TargetWeights,
+)
+from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.kernels import top_candidates
+from vllm_specplug.methods.tokenswift.draft_source import SourceChooser
+from vllm_specplug.methods.tokenswift.head import load_heads
+from vllm_specplug.tree import DraftTree, build_tree, merge_trees
+from vllm_specplug.tree.static_tree import build_static
+
+SELF, HEADS, NGRAMS = "self", "heads", "ngrams"
+
+
+class TokenSwiftDrafter(Drafter):
+    """Method `tokenswift`."""
+
+    @torch.inference_mode()
+    def load(self, target: TargetWeights) -> None:
+        options = self.options
+        assert options.head_path is not None and options.self_draft is not None
+        self.settings = options.self_draft
+        heads, target_ids = load_heads(options.head_path, target.text_config)
+        self.heads = heads.to(device=target.device, dtype=target.dtype)
+        # int64 [V'] target id of each draft id, and [V] the way back, -1 where there is none
+        self.target_ids = target_ids
+        self.draft_ids: torch.Tensor | None = None
+        if target_ids is not None:
+            self.draft_ids = torch.full((heads.config.vocab_size,), -1)
+            self.draft_ids[target_ids] = torch.arange(len(target_ids))
+        self.lm_head = target.make_lm_head(self.target_ids)
+        self.ngrams = ngram_branches(options)
+        self.chooser = SourceChooser(self._sources())
+        # Accepted tokens by where they were drafted: "heads", "ngrams" or "both".
+        self.accepted_from: Counter[str] = Counter()
+        self.steps_from: Counter[str] = Counter()
+        # [T, H] last layer's outputs of the step, and [B] each request's last committed row
+        self._hidden: torch.Tensor | None = None
+        self._last_rows: torch.Tensor | None = None
+        # Of the last call: when it began, and of each request its committed tokens, the tree of
+        # the heads and the n-gram branches.
+        self._began: float | None = None
+        self._drafted: dict[str, tuple[int, DraftTree, list[DraftTree]]] = {}
+
+    def _sources(self) -> list[str]:
+        if self.settings.source != "auto":
+            return [self.settings.source]
+        sources = [HEADS] if self.settings.gamma > 1 else []
+        return [*sources, SELF, *([NGRAMS] if self.ngrams is not None else [])]
+
+    def cache_specs(self) -> list[DraftCacheSpec]:
+        return []
+
+    def partial_cache_spec(self) -> PartialCacheSpec | None:
+        if SELF not in self.chooser.sources:
+            return None
+        settings = self.settings
+        return PartialCacheSpec(
+            budget=settings.kv_budget,
+            sink=settings.sink_size,
+            refresh=settings.kv_refresh,
+            max_requests=settings.max_requests,
+        )
+
+    def observe(self, committed: CommittedTokens) -> None:
+        (self._hidden,) = committed.aux_hidden_states
+        self._last_rows = committed.last_rows
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        req_ids = list(req_ids)
+        if self.ngrams is not None:
+            self.ngrams.forget(req_ids)
+        if SELF in self.chooser.sources:
+            self.target_forward.forget(req_ids)
+        for req_id in req_ids:
+            self._drafted.pop(req_id, None)
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        began = time.perf_counter()
+        self._learn(requests, began)
+        available = self._available(requests)
+        source = self.chooser.choose(available) if available else NGRAMS
+        self.steps_from[source] += 1
+        own = [DraftTree.empty()] * len(requests)
+        if source != NGRAMS:
+            own = self._head_trees(source, requests)
+        self._began, self._drafted = began, {}
+        trees = []
+        for r, (req_id, tree) in enumerate(zip(requests.req_ids, own, strict=True)):
+            branches: list[DraftTree] = []
+            if self.ngrams is not None and (requests.widths[r] > 1 or not tree.num_nodes):
+                branches = self.ngrams.branches(req_id, requests.token_ids[r], requests.depths[r])
+                if requests.widths[r] == 1:
+                    branches = branches[:1]
+            parts = [part for part in (tree, *branches) if part.num_nodes]
+            merged = merge_trees(parts, requests.budgets[r]) if parts else DraftTree.empty()
+            trees.append(merged)
+            self._drafted[req_id] = (len(requests.token_ids[r]), tree, branches)
+        return trees
+
+    def _available(self, requests: DraftRequests) -> list[str]:
+        """Sources that these requests may use; none where only a full pool would serve."""
+        sources = list(self.chooser.sources)
+        if SELF in sources and not self.target_forward.can_run(requests):
+            sources.remove(SELF)
+        return sources
+
+    def _learn(self, requests: DraftRequests, now: float) -> None:
+        """Compares the last step's drafts with what was committed since."""
+        grown = []
+        for req_id, tokens in zip(requests.req_ids, requests.token_ids, strict=True):
+            last = self._drafted.get(req_id)
+            if last is None:
+                continue
+            length, tree, branches = last
+            new = tokens[length:]
+            grown.append(len(new))
+            own, looked_up = (
+                _matched(tree, new),
+                max((_matched(b, new) for b in branches), default=0),
+            )
+            # The step's last token was never a draft, or the first that no draft got right.
+            accepted = len(new) - 1
+            own, looked_up = min(own, accepted), min(looked_up, accepted)
+            self.accepted_from["both"] += min(own, looked_up)
+            self.accepted_from[HEADS] += max(own - looked_up, 0)
+            self.accepted_from[NGRAMS] += max(looked_up - own, 0)
+        same = len(grown) == len(requests) == len(self._drafted)
+        if len(self.chooser.sources) > 1 and grown and self._began is not None:
+            (elapsed_ms,) = self.share([1e3 * (now - self._began)])
+            # Requests that came or went say nothing of a step's pace.
+            if same:
+                self.chooser.observe(sum(grown) / len(grown), elapsed_ms)
+
+    def _head_trees(self, source: str, requests: DraftRequests) -> list[DraftTree]:
+        """One tree per request from the heads, and with "self" from the target before them."""
+        if source == SELF:
+            normed, hidden = self.target_forward(requests)
+            states = torch.cat((normed[None], self.heads(hidden)))
+        else:
+            assert self._hidden is not None and self._last_rows is not None
+            rows = self._last_rows[torch.tensor(requests.req_indices)]
+            states = self.heads(self._hidden[rows])
+        first = 0 if source == SELF else 1
+        depth = min(self.settings.gamma - first, self.options.tree_depth, max(requests.depths))
+        token_ids, log_probs = self._candidates(states[:depth], requests)
+        trees = []
+        for r, deepest in enumerate(requests.depths):
+            ids, logps = token_ids[r, :deepest], log_probs[r, :deepest]
+            widths = self.settings.tree_widths
+            if widths is not None and requests.widths[r] > 1:
+                tree = build_static(ids, logps, widths[first:])
+                trees.append(merge_trees([tree], requests.budgets[r]))
+                continue
+            trees.append(
+                build_tree(
+                    self.options.tree_builder,
+                    ids,
+                    logps,
+                    requests.budgets[r],
+                    tree_width=requests.widths[r],
+                    tree_depth=deepest,
+                    hybrid_lambda=self.options.hybrid_lambda,
+                )
+            )
+        return trees
+
+    def _candidates(
+        self,
+        # [D, R, H]
+        states: torch.Tensor,
+        requests: DraftRequests,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The likeliest tokens of each depth after the request's penalty: target ids int64 and
+        log-probabilities float32 [R, D, K]."""
+        shape = states.shape[:2]
+        logits = self.lm_head(states.flatten(0, 1)).float().unflatten(0, shape).transpose(0, 1)
+        for r, penalty in enumerate(requests.penalties):
+            if penalty is not None:
+                tokens = penalty.token_ids
+                if self.draft_ids is not None:
+                    tokens = self.draft_ids[tokens]
+                    tokens = tokens[tokens >= 0]
+                penalty.apply(logits[r], tokens)
+        widest = max(max(requests.widths), *(self.settings.tree_widths or (1,)))
+        ids, log_probs = top_candidates(logits, widest)
+        ids = ids if self.target_ids is None else self.target_ids[ids]
+        return ids.numpy(), log_probs.numpy()
+
+
+def _matched(tree: DraftTree, tokens: np.ndarray) -> int:
+    """How many of `tokens` a path from the root follows."""
+    parent, matched = -1, 0
+    for token in tokens.tolist():
+        child = tree.child_of(parent, token)
+        if child is None:
+            break
+        parent, matched = child, matched + 1
+    return matched

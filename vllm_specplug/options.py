@@ -1,0 +1,538 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed options of every method, their legal ranges and the text of every refusal.
+
+`TreeOptions` is mixed into vLLM's `SpeculativeConfig` (see `vllm_process/spec_config.py`), so each
+field here is a key of `--speculative-config`. Nothing in this file imports vLLM or torch.
+vLLM reads the annotations as types: no `from __future__ import annotations` here.
+"""
+
+import dataclasses
+import math
+from dataclasses import MISSING, fields
+from typing import Any, Literal, get_args
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+TreeBuilderName = Literal["best_first", "accum_logp", "entropy", "hybrid"]
+KernelName = Literal["auto", "cpp", "reference", "triton", "cute"]
+DraftSource = Literal["auto", "self", "heads", "ngrams"]
+
+MAX_TREE_NODES = 256
+DEFAULT_TREE_NODES = 16
+DEFAULT_TREE_WIDTH = 8
+DEFAULT_KV_BUDGET = 4096
+
+
+@dataclass(config={"extra": "forbid"})
+class TreeOptions:
+    """Options of the tree methods, beside vLLM's own speculative options."""
+
+    tree_depth: int | None = Field(default=None, ge=1, le=64)
+    """Maximum depth of a tree. Default: what the head can draft (block size - 1)."""
+    tree_width: int = Field(default=DEFAULT_TREE_WIDTH, ge=1, le=64)
+    """Maximum number of children per node; 1 drafts a chain."""
+    tree_builder: TreeBuilderName = "best_first"
+    """How the node budget is spent: exact best-first expansion, the JetSpec paper's
+    accum_logp, its entropy-guided order, or cumulative log-probability plus
+    `hybrid_lambda` x entropy."""
+    hybrid_lambda: float = Field(default=0.1, ge=0.0, le=10.0)
+    """Weight of the entropy term; only read by `tree_builder` "hybrid"."""
+    causal: bool | None = None
+    """Causal (true) or bidirectional (false) attention inside the draft block. Default: what
+    the checkpoint says (`causal_head`), bidirectional when it says nothing."""
+    ngram_topk: int | None = Field(default=None, ge=0, le=16)
+    """N-gram branches (what followed the same tokens earlier in the request) merged into each
+    tree under the same node budget; 0 switches them off. Default: 3."""
+    tree_budget: int | Literal["auto"] = "auto"
+    """Nodes per tree. "auto" decides in every step, for all requests together: nodes go where they
+    promise the most tokens per millisecond, and nowhere if plain decoding is faster. A number fixes
+    it, up to `num_speculative_tokens`; with 0, only requests that ask for drafts get them."""
+    max_request_budget: int | None = Field(default=None, ge=0)
+    """Most nodes that a request may ask for with `specplug_tree_budget`, which are drafted whatever
+    they cost; 0 leaves a request nothing but to opt out. Default: twice `tree_budget`, which counts
+    as 16 where it is "auto" or 0; never more than `num_speculative_tokens`."""
+    max_draft_context: int | None = Field(default=None, ge=0)
+    """Tokens of context beyond which a request decodes plainly. Default: no limit."""
+    max_step_rows: int | None = Field(default=None, ge=1, le=65536)
+    """Hard limit on the rows (roots and nodes of all requests) one step may verify, whatever
+    `tree_budget` says. A fixed budget shrinks to equal shares of it, and drafting stops where
+    fewer than two nodes per request would be left. Default: what the scheduler allows."""
+    local_head: str | None = None
+    """Short-context head of method dels: a folder written by `specplug train dels`, or a released
+    `.pt` file, which is converted to safetensors once."""
+    unigram: str | None = None
+    """Token counts behind the unigram prior of method dels. Default: `unigram.safetensors` or
+    `loss_mask_unigram.pt` beside the local head."""
+    unigram_smoothing: float = Field(default=1.0, ge=0.0, le=1000.0)
+    """Added to every count of the unigram prior. With 0, tokens that were never seen get the
+    smallest nonzero probability."""
+    alpha: float | list[float] = 0.3
+    """Weight of the local head's score: one number for all depths, or a list with one per corrected
+    depth (from depth 2, or from depth 1 with `anchor_input`)."""
+    beta: float | list[float] = 0.3
+    """Weight of the unigram log-probability that is subtracted; same form as `alpha`."""
+    anchor_input: bool | None = None
+    """Whether the local head reads the last committed token before the drafted ones and therefore
+    corrects depth 1 too. Default: what its checkpoint says; false for a released file."""
+    local_candidates: int = Field(default=128, ge=1, le=4096)
+    """Number of tokens per depth, the likeliest ones of the block head, that the local head scores;
+    never fewer than `tree_width`."""
+    gate_table_mb: int = Field(default=64, ge=0, le=65536)
+    """Memory limit in MiB for the precomputed input gates of a GRU local head; if they do not fit,
+    they are computed in each step."""
+    window_size: int | None = Field(default=None, ge=1)
+    """Number of tokens before the anchor whose keys and values method longspec keeps per request,
+    whatever the length of the context. Default: what the head was trained with."""
+    beam_widths: list[int] | None = None
+    """Number of nodes per level of method longspec's trees, chosen by cumulative log-probability;
+    the published dynamic beam is [4, 16, 16, 16, 16]. Default: best-first within the node budget,
+    down to `tree_depth` (default 5)."""
+    draft_source: DraftSource = "auto"
+    """What method tokenswift drafts from: "self" runs the target over a partial cache and its heads
+    on top, "heads" runs the heads on the last verified position, "ngrams" only looks up n-grams.
+    "auto" measures which one gives the most tokens per second and uses it."""
+    kv_budget: int = Field(default=DEFAULT_KV_BUDGET, ge=1)
+    """Number of context tokens that the draft forward of method tokenswift attends to: the first
+    `sink_size` and those that matter most to each layer and KV head. Must be more than `sink_size`
+    plus `num_speculative_tokens`."""
+    sink_size: int = Field(default=16, ge=0)
+    """Number of tokens at the start of the context that method tokenswift always keeps."""
+    kv_refresh: int | None = Field(default=None, ge=1)
+    """Number of generated tokens after which method tokenswift selects the tokens it keeps again;
+    until then, new tokens replace the least important ones. Default and maximum: `kv_budget` -
+    `sink_size`."""
+    self_draft_requests: int = Field(default=4, ge=1, le=1024)
+    """Number of requests whose partial caches method tokenswift keeps at once, which bounds its
+    memory. When more requests than this exceed `kv_budget`, it drafts from heads and n-grams."""
+    gamma: int | None = Field(default=None, ge=1, le=17)
+    """Number of consecutive tokens that method tokenswift's base prediction and heads draft.
+    Default: the number of heads in the checkpoint plus one."""
+    tree_widths: list[int] | None = None
+    """Number of children per node on each level, for method tokenswift; the published static tree
+    is [1, 3, 3, 3]. Default: best-first within the node budget."""
+    ngram_size: int = Field(default=4, ge=2, le=8)
+    """Longest n-gram that is looked up for n-gram branches; shorter ones, down to a single token,
+    are tried as well."""
+    tree_kernel: KernelName = "auto"
+    """Tree attention kernel. On CPU, "cpp" requires the compiled one. On CUDA, "cute" (Hopper) and
+    "triton" are preferences: if one does not work, the next that does is used. "reference" is the
+    readable torch version, and "auto" takes the fastest kernel known to be correct here."""
+
+
+def tree_option_names() -> tuple[str, ...]:
+    """Names of the fields of `TreeOptions`."""
+    return tuple(field.name for field in fields(TreeOptions))
+
+
+def changed_tree_options(options: Any) -> list[str]:
+    """Names of the tree options that differ from their default on `options`."""
+    changed = []
+    for field in fields(TreeOptions):
+        default: Any = field.default
+        if hasattr(default, "default"):
+            default = default.default
+        assert default is not MISSING
+        if getattr(options, field.name) != default:
+            changed.append(field.name)
+    return changed
+
+
+LEVEL_OPTIONS = ("window_size", "beam_widths")
+DEFAULT_LEVELS = 5
+
+
+def check_level_options(options: Any, method: str, *, drafts_by_level: bool) -> None:
+    """Refuses options of level-by-level drafting where there is none, and impossible widths.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    changed = changed_tree_options(options)
+    if not drafts_by_level:
+        for name in LEVEL_OPTIONS:
+            if name in changed:
+                raise option_error(
+                    name,
+                    getattr(options, name),
+                    f"method {method!r} does not draft level by level",
+                    f"Leave {name} out, or use method longspec",
+                )
+        return
+    for name in ("causal", "tree_builder"):
+        if name in changed:
+            raise option_error(
+                name,
+                getattr(options, name),
+                f"method {method!r} drafts level by level, best-first or by beam_widths",
+                f"Leave {name} out",
+            )
+    widths = options.beam_widths
+    if widths is None:
+        return
+    if not widths or not all(1 <= width <= MAX_TREE_NODES for width in widths):
+        raise option_error(
+            "beam_widths",
+            widths,
+            f"a list of level widths, each within 1..{MAX_TREE_NODES}",
+            "Give e.g. [4, 16, 16, 16, 16]",
+        )
+    if sum(widths) > options.num_speculative_tokens:
+        raise option_error(
+            "beam_widths",
+            widths,
+            f"its {sum(widths)} nodes exceed num_speculative_tokens="
+            f"{options.num_speculative_tokens}",
+            f"Raise num_speculative_tokens to {sum(widths)} or more, or narrow the levels",
+        )
+    if options.tree_depth is not None and options.tree_depth != len(widths):
+        raise option_error(
+            "tree_depth",
+            options.tree_depth,
+            f"beam_widths has {len(widths)} levels",
+            "Leave tree_depth out",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalHeadOptions:
+    """How a local head is fused with a block head: options with paths and defaults worked out."""
+
+    path: str
+    unigram_path: str | None
+    """None where every beta is 0."""
+    unigram_smoothing: float
+    alpha: tuple[float, ...]
+    """Weight of the local score at depths 1, 2, ..."""
+    beta: tuple[float, ...]
+    anchor_input: bool
+    num_candidates: int
+    """Tokens of each depth that the local head scores."""
+    gate_table_bytes: int
+
+
+LOCAL_HEAD_OPTIONS = (
+    "local_head",
+    "unigram",
+    "unigram_smoothing",
+    "alpha",
+    "beta",
+    "anchor_input",
+    "local_candidates",
+    "gate_table_mb",
+)
+
+
+def check_local_options(options: Any, method: str, *, uses_local_head: bool) -> None:
+    """Refuses a missing local head, and options of one where the method has none.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if uses_local_head:
+        if not options.local_head:
+            raise option_error(
+                "local_head",
+                options.local_head,
+                f"method {method!r} fuses a block head with a local head",
+                'Give its folder, e.g. "local_head": "/path/to/local-head"; without one use '
+                "method ddtree",
+            )
+        if options.tree_builder != "best_first":
+            raise option_error(
+                "tree_builder",
+                options.tree_builder,
+                f"method {method!r} scores every branch separately, so only best_first",
+                "Leave tree_builder out, or use method ddtree",
+            )
+        return
+    for name in LOCAL_HEAD_OPTIONS:
+        if name in changed_tree_options(options):
+            raise option_error(
+                name,
+                getattr(options, name),
+                f"method {method!r} has no local head",
+                f"Leave {name} out, or use method dels",
+            )
+
+
+def depth_weights(
+    name: str, value: float | list[float], num_depths: int, *, first_depth: int
+) -> tuple[float, ...]:
+    """`alpha` or `beta` of depths 1..num_depths; 0 before `first_depth`, which is 1 or 2.
+
+    Raises:
+        ValueError: for a weight that is negative or not finite, and a list of another length.
+    """
+    corrected = num_depths - first_depth + 1
+    if isinstance(value, list | tuple):
+        if len(value) != corrected:
+            raise option_error(
+                name,
+                value,
+                f"a list needs one weight for each of the {corrected} depths that are corrected, "
+                f"{first_depth}..{num_depths}, not {len(value)}",
+                f"Give {corrected} weights, or one number for all depths",
+            )
+        weights = [float(weight) for weight in value]
+    else:
+        weights = [float(value)] * corrected
+    if not all(math.isfinite(weight) and weight >= 0.0 for weight in weights):
+        raise option_error(
+            name,
+            value,
+            "weights must be finite and at least 0 (0 switches the term off)",
+            "The paper uses 0.3",
+        )
+    return (0.0,) * (first_depth - 1) + tuple(weights)
+
+
+# vLLM options that mean nothing (or something else) for a tree, with what to do instead.
+UNSUPPORTED_VLLM_OPTIONS: dict[str, str] = {
+    "draft_tensor_parallel_size": "drafting is replicated on every rank; leave it out",
+    "quantization": "draft heads are served unquantized; leave it out",
+    "kv_cache_dtype": "the draft shares the target's cache dtype; leave it out",
+    "attention_backend": "use tree_kernel to choose a kernel",
+    "moe_backend": "draft heads have no experts; leave it out",
+    "num_speculative_tokens_per_batch_size": 'tree_budget "auto" follows the load; leave it out',
+    "prompt_lookup_max": "an option of method ngram; leave it out",
+    "prompt_lookup_min": "an option of method ngram; leave it out",
+    "synthetic_acceptance_rates": "the tree walk has no synthetic mode; leave it out",
+    "synthetic_acceptance_length": "the tree walk has no synthetic mode; leave it out",
+    "dspark_draft_topk": "an option of method dspark; leave it out",
+    "index_share_for_mtp_iteration": "an option of method mtp; leave it out",
+}
+
+_REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
+    "rejection_sample_method": (
+        "standard",
+        "trees are verified by the target's own samples, which is exactly lossless",
+    ),
+    "draft_sample_method": ("greedy", "draft trees are deterministic"),
+    "parallel_drafting": (False, "the head drafts all depths in one forward pass already"),
+    "use_heterogeneous_vocab": (False, "the head must be trained for this target's vocabulary"),
+    "use_local_argmax_reduction": (False, "tree drafting needs the top candidates, not one"),
+    "enable_adaptive_verification": (
+        False,
+        'an option of method dspark; the tree methods have tree_budget "auto"',
+    ),
+}
+
+
+# Kernels by device. "triton" on CPU is Triton's interpreter, for tests.
+KERNELS_OF_DEVICE = {
+    "cpu": ("auto", "cpp", "reference", "triton"),
+    "cuda": ("auto", "cute", "triton", "reference"),
+}
+
+
+def check_kernel(name: str, device_type: str, interpreted: bool) -> None:
+    """Raises ValueError where `name` is no kernel of the device.
+
+    Args:
+        interpreted: whether TRITON_INTERPRET is set.
+    """
+    legal = KERNELS_OF_DEVICE[device_type]
+    if name not in legal:
+        raise option_error(
+            "tree_kernel",
+            name,
+            f"kernels of a {device_type} device are {', '.join(legal)}",
+            'Use "auto"',
+        )
+    if name == "triton" and device_type == "cpu" and not interpreted:
+        raise option_error(
+            "tree_kernel",
+            name,
+            "on a CPU it only runs in Triton's interpreter, for tests",
+            'Use "auto", or set TRITON_INTERPRET=1',
+        )
+
+
+def option_error(field: str, value: object, legal: str, remedy: str) -> ValueError:
+    """The one form of every refusal: field, value, legal set, what to do."""
+    return ValueError(f"speculative_config.{field}={value!r} is not usable: {legal}. {remedy}.")
+
+
+def check_model_runner(method: str, *, uses_v2: bool) -> None:
+    """Refuses vLLM's V2 model runner, which our methods do not run in.
+
+    Raises:
+        ValueError: naming the method and what to do.
+    """
+    if uses_v2:
+        raise ValueError(
+            f"Speculative method {method!r} runs in vLLM's V1 model runner, not in the V2 one that "
+            "VLLM_USE_V2_MODEL_RUNNER=1, watermarking or HiSparse ask for. Unset the variable and "
+            "leave these features out, or choose a method of vLLM's own."
+        )
+
+
+def shown(value: object) -> str:
+    """A value from outside, for a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # numbers of thousands of digits, and whatever else objects may do
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+REQUEST_BUDGET_FACTOR = 2
+"""Default of `max_request_budget`: this many times the nodes that the server gives by itself."""
+
+REQUEST_BUDGET_ARG = "specplug_tree_budget"
+REQUEST_CONTEXT_ARG = "specplug_max_draft_context"
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestBudget:
+    """What one request may draft."""
+
+    nodes: int | None
+    """Nodes of its trees, 0 for none; None leaves it to the engine's `tree_budget`."""
+    max_context: int | None
+    """Tokens of context beyond which it decodes plainly; None for no limit."""
+
+
+def request_budget_limit(options: Any) -> int:
+    """Most nodes that a request may ask for."""
+    most: int = options.num_speculative_tokens
+    if options.max_request_budget is not None:
+        return min(most, options.max_request_budget)
+    own = DEFAULT_TREE_NODES if options.tree_budget in ("auto", 0) else int(options.tree_budget)
+    return min(most, REQUEST_BUDGET_FACTOR * own)
+
+
+def check_request_limit(max_request_budget: int | None, num_speculative_tokens: int) -> None:
+    """Raises ValueError unless `max_request_budget` fits into num_speculative_tokens."""
+    if max_request_budget is not None and max_request_budget > num_speculative_tokens:
+        raise option_error(
+            "max_request_budget",
+            max_request_budget,
+            f"a number of nodes from 0 to num_speculative_tokens={num_speculative_tokens}",
+            "Lower it, or raise num_speculative_tokens",
+        )
+
+
+def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> RequestBudget:
+    """A request's own budget and context limit, the engine's where it names none.
+
+    Args:
+        extra_args: the request's `extra_args` (`vllm_xargs` over HTTP).
+        options: the engine's speculative options.
+
+    Raises:
+        ValueError: naming the parameter, its value and what is legal.
+    """
+    extra = extra_args or {}
+    most, name = request_budget_limit(options), "max_request_budget"
+    if most == options.num_speculative_tokens:
+        name = "num_speculative_tokens"
+    nodes = extra.get(REQUEST_BUDGET_ARG, "auto")
+    is_auto = isinstance(nodes, str) and nodes == "auto"
+    if not is_auto and not (_is_integer(nodes) and 0 <= nodes <= most):
+        raise ValueError(
+            f'{REQUEST_BUDGET_ARG}={shown(nodes)} is not usable: "auto" (what the server does by '
+            f"itself) or a number of nodes from 0 (no drafts) to {name}={most}. "
+            "Give one of these, or leave it out"
+        )
+    context = extra.get(REQUEST_CONTEXT_ARG, options.max_draft_context)
+    if context is not None and not (_is_integer(context) and context >= 0):
+        raise ValueError(
+            f"{REQUEST_CONTEXT_ARG}={shown(context)} is not usable: a number of tokens, 0 or more. "
+            "Give an integer, or leave it out"
+        )
+    return RequestBudget(None if is_auto else nodes, context)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_tree_budget(tree_budget: int | str, num_speculative_tokens: int) -> None:
+    """Raises ValueError unless `tree_budget` is "auto" or fits into num_speculative_tokens."""
+    if tree_budget == "auto" or (
+        _is_integer(tree_budget) and 0 <= int(tree_budget) <= num_speculative_tokens
+    ):
+        return
+    raise option_error(
+        "tree_budget",
+        tree_budget,
+        f'"auto" or a number of nodes from 0 to num_speculative_tokens={num_speculative_tokens}',
+        "Leave tree_budget out to let it follow the load, or raise num_speculative_tokens",
+    )
+
+
+def check_num_nodes(num_speculative_tokens: int) -> None:
+    """Raises ValueError unless the node budget is within 1..MAX_TREE_NODES."""
+    if not 1 <= num_speculative_tokens <= MAX_TREE_NODES:
+        raise option_error(
+            "num_speculative_tokens",
+            num_speculative_tokens,
+            f"the node budget of a tree (root excluded) must be within 1..{MAX_TREE_NODES}",
+            f"Choose a value from 1 to {MAX_TREE_NODES}; 8 to 64 is usual",
+        )
+
+
+def check_tree_shape(num_speculative_tokens: int, tree_depth: int | None, width: int) -> None:
+    """Raises ValueError when budget, depth and width cannot go together."""
+    check_num_nodes(num_speculative_tokens)
+    if tree_depth is not None and num_speculative_tokens < tree_depth:
+        raise option_error(
+            "num_speculative_tokens",
+            num_speculative_tokens,
+            f"the node budget must be at least tree_depth={tree_depth}, or the deepest level "
+            "can never be reached",
+            f"Raise num_speculative_tokens to {tree_depth} or more, or lower tree_depth",
+        )
+    assert width >= 1
+
+
+def check_tree_depth(tree_depth: int | None, block_size: int) -> int:
+    """The depth to draft with a head of `block_size` slots (slot 0 holds the anchor).
+
+    Raises:
+        ValueError: when `tree_depth` asks for more than the head can draft.
+    """
+    deepest = block_size - 1
+    if tree_depth is None:
+        return deepest
+    if tree_depth > deepest:
+        raise option_error(
+            "tree_depth",
+            tree_depth,
+            f"this head drafts blocks of {block_size} slots, so depths 1..{deepest} are possible",
+            f"Lower tree_depth to {deepest} or less, or use a head trained with longer blocks",
+        )
+    return tree_depth
+
+
+def check_vllm_options(options: Any, defaults: dict[str, Any], method: str) -> None:
+    """Refuses vLLM speculative options that the tree methods do not honour.
+
+    Args:
+        options: anything with the options as attributes.
+        defaults: the default of each option by name.
+        method: the method's name, for the message.
+
+    Raises:
+        ValueError: naming the first such option.
+    """
+    for name, remedy in UNSUPPORTED_VLLM_OPTIONS.items():
+        value = getattr(options, name, None)
+        if value != defaults.get(name):
+            raise option_error(
+                name, value, f"method {method!r} does not have it", remedy[0].upper() + remedy[1:]
+            )
+    for name, (required, reason) in _REQUIRED_VALUES.items():
+        value = getattr(options, name, required)
+        if value != required:
+            raise option_error(
+                name,
+                value,
+                f"method {method!r} supports only {required!r} ({reason})",
+                f"Leave {name} out",
+            )
+
+
+BUILDER_NAMES: tuple[str, ...] = get_args(TreeBuilderName)

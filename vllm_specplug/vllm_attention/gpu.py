@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree attention on CUDA: vLLM's FlashAttention and Triton backends, with tree rows taken over.
+
+Both keep the cache as [num_blocks, Hkv, block_size, 2 * Dh], K before V. A full CUDA graph holds
+what was captured, so a step with trees may run in one only when trees were captured: without
+that these backends ask for piecewise graphs, in which attention runs outside of the graphs.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
+from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
+
+FULL_GRAPHS_VARIABLE = "SPECPLUG_FULL_CUDA_GRAPHS"
+
+
+def wants_full_graphs() -> bool:
+    """Whether uniform batches of trees are to be captured whole. Off by default: it has not run
+    on a device yet."""
+    return os.environ.get(FULL_GRAPHS_VARIABLE, "0") == "1"
+
+
+def gpu_cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's cache [num_blocks, Hkv, block_size, 2 * Dh] as key_cache and value_cache
+    [num_blocks, block_size, Hkv, Dh], whatever the order in memory."""
+    return kv_cache.transpose(1, 2).chunk(2, dim=-1)
+
+
+class _GraphSupport:
+    """Graphs for batches in which every request brings as many rows; else piecewise."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
+        if wants_full_graphs():
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.NEVER
+
+
+class TreeFlashAttentionMetadataBuilder(_GraphSupport, FlashAttentionMetadataBuilder):
+    """vLLM's metadata; the runner attaches the tree rows."""
+
+
+class TreeFlashAttentionImpl(TreeAttentionMixin, FlashAttentionImpl):
+    """Stock attention for linear rows, the tree kernel for tree rows."""
+
+
+class TreeFlashAttentionBackend(FlashAttentionBackend):
+    """Registered over `FLASH_ATTN` in workers that draft trees."""
+
+    takes_tree_rows = True
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeFlashAttentionImpl]:
+        return TreeFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeFlashAttentionMetadataBuilder]:
+        return TreeFlashAttentionMetadataBuilder
+
+
+class TreeTritonAttentionMetadataBuilder(_GraphSupport, TritonAttentionMetadataBuilder):
+    """vLLM's metadata; the runner attaches the tree rows."""
+
+
+class TreeTritonAttentionImpl(TreeAttentionMixin, TritonAttentionImpl):
+    """Stock attention for linear rows, the tree kernel for tree rows."""
+
+    def fused_output_quant_supported(self, quant_key) -> bool:
+        return False
+
+
+class TreeTritonAttentionBackend(TritonAttentionBackend):
+    """Registered over `TRITON_ATTN` in workers that draft trees."""
+
+    takes_tree_rows = True
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeTritonAttentionImpl]:
+        return TreeTritonAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeTritonAttentionMetadataBuilder]:
+        return TreeTritonAttentionMetadataBuilder

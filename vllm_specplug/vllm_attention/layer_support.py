@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention layers of a target tree rows can stand in for.
+
+Tree rows attend with a scale and a mask and nothing else. Whatever else an attention layer does
+would be left out for them, so a layer that does it is refused, by what its implementation holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_specplug.vllm_attention.tree_rows import TREE_BACKEND_MARK, TreeAttentionMixin
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _is_off(value: Any) -> bool:
+    return not value
+
+
+def _is_unlimited(value: Any) -> bool:
+    return value in (None, -1, (-1, -1))
+
+
+# Attribute of an implementation -> what it is called, and whether a value of it changes nothing.
+# Backends lack some of them.
+IMPL_FEATURES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "alibi_slopes": ("ALiBi", _is_none),
+    "use_alibi_sqrt": ("square-root ALiBi", _is_off),
+    "sinks": ("attention sinks", _is_none),
+    "logits_soft_cap": ("soft-capped logits", _is_off),
+    "sliding_window": ("a sliding window", _is_unlimited),
+    "chunk_lookback": ("chunked attention", _is_unlimited),
+    "kv_sharing_target_layer_name": ("another layer's KV cache", _is_none),
+    "attn_type": ("attention that is not a decoder's", lambda v: v == AttentionType.DECODER),
+}
+
+
+def unsupported_feature(layer: AttentionLayerBase) -> str | None:
+    """What tree rows would leave out in `layer`; None when they can stand in for it."""
+    if type(layer) is not Attention:
+        return f"layer class {type(layer).__name__}"
+    if not isinstance(layer.impl, TreeAttentionMixin):
+        return f"implementation {type(layer.impl).__name__}"
+    # A backend derived from ours for one layer builds metadata of its own.
+    if TREE_BACKEND_MARK not in vars(layer.attn_backend):
+        return f"attention backend {layer.attn_backend.__name__}"
+    for name, (title, changes_nothing) in IMPL_FEATURES.items():
+        if hasattr(layer.impl, name) and not changes_nothing(getattr(layer.impl, name)):
+            value = getattr(layer.impl, name)
+            shown = f"{len(value)} values" if isinstance(value, torch.Tensor | list) else value
+            return f"{title} ({name}={shown})"
+    if layer.use_mm_prefix:
+        return "attention in both directions over a prefix"
+    if layer.head_size_v != layer.head_size:
+        return f"values of another size (head_size={layer.head_size}, {layer.head_size_v})"
+    return None
+
+
+def check_target_layers(
+    layers: Mapping[str, Any], method: str, *, ignored: type | tuple[type, ...] = ()
+) -> None:
+    """Refuses a target in which tree rows cannot stand in for every attention layer.
+
+    Args:
+        layers: vLLM's static forward context: the model's layers by name, of all kinds.
+        ignored: classes of layers that only drafters read.
+
+    Raises:
+        ValueError: naming the first such layer, its feature and what to do.
+    """
+    shapes: dict[tuple[int, int, int], str] = {}
+    for name, layer in layers.items():
+        if not isinstance(layer, AttentionLayerBase) or isinstance(layer, ignored):
+            continue
+        feature = unsupported_feature(layer)
+        if feature is None:
+            shape = (layer.num_heads, layer.num_kv_heads, layer.head_size)
+            shapes.setdefault(shape, name)
+            if len(shapes) > 1:
+                first = next(iter(shapes.values()))
+                feature = f"another shape than {first} (query heads, KV heads, head size: {shape})"
+        if feature is not None:
+            raise ValueError(
+                f"Speculative method {method!r} cannot verify trees in this target: attention "
+                f"layer {name!r} has {feature}. Use a target whose layers all have plain full "
+                "attention, or a chain method of vLLM's own."
+            )
+
+
+def check_cache_dtypes(caches: Mapping[str, torch.Tensor], dtype: torch.dtype, method: str) -> None:
+    """Refuses caches [num_blocks, Hkv, block_size, 2 * Dh] that do not hold the model's numbers.
+
+    Raises:
+        ValueError: naming the first such layer.
+    """
+    for name, cache in caches.items():
+        if cache.dtype != dtype:
+            wanted = str(dtype).removeprefix("torch.")
+            raise ValueError(
+                f"Speculative method {method!r} cannot verify trees over the KV cache of layer "
+                f"{name!r}: its dtype is {str(cache.dtype).removeprefix('torch.')}, the model's "
+                f"is {wanted}. A checkpoint with a quantised cache asks for that; override it "
+                f"with --kv-cache-dtype {wanted}."
+            )

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combinations only the whole engine config shows, refused before any process starts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from vllm_specplug.options import check_model_runner, tree_option_names
+from vllm_specplug.registry import METHOD_NAMES
+from vllm_specplug.vllm_process.spec_config import SpecPlugSpeculativeConfig, tree_config
+
+
+def _refuse(method: str, what: str, remedy: str) -> None:
+    raise ValueError(f"Speculative method {method!r} cannot be used with {what}. {remedy}.")
+
+
+def check_option_names(spec_method: str | None, options: dict[str, Any] | None) -> None:
+    """Refuses unknown keys of one of our methods, with the nearest legal name.
+
+    Raises:
+        ValueError: naming the key, its value and every legal key.
+    """
+    options = options or {}
+    method = spec_method or options.get("method")
+    if method not in METHOD_NAMES:
+        return
+    legal = {f.name for f in fields(SpecPlugSpeculativeConfig) if f.init}
+    for key, value in options.items():
+        name = key.replace("-", "_")
+        if name not in legal:
+            near = difflib.get_close_matches(name, sorted(legal), n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            usual = ("model", "num_speculative_tokens", *tree_option_names())
+            raise ValueError(
+                f"speculative_config has no option {key!r} (given {value!r}). {hint}"
+                f"Options of method {method!r}: {', '.join(usual)}."
+            )
+
+
+def check_runner_options(
+    spec_method: str | None, options: dict[str, Any] | None, asynchronous: bool | None
+) -> None:
+    """Refuses one of our methods with vLLM's V2 model runner or asynchronous scheduling, before
+    vLLM refuses them without naming the method.
+
+    Raises:
+        ValueError: naming the method and the setting.
+    """
+    from vllm import envs
+
+    method = spec_method or (options or {}).get("method")
+    if method not in METHOD_NAMES:
+        return
+    check_model_runner(method, uses_v2=bool(envs.VLLM_USE_V2_MODEL_RUNNER))
+    if asynchronous:
+        _refuse(method, "async_scheduling=True", "Leave async scheduling out; it is not used")
+
+
+def check_engine_config(vllm_config: Any) -> None:
+    """Refuses targets and engine options that trees do not support.
+
+    Raises:
+        ValueError: naming the field, its value and what to do.
+    """
+    spec = tree_config(vllm_config)
+    if spec is None:
+        return
+    method = str(spec.plugin_method)
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    text = model.hf_text_config
+
+    if parallel.pipeline_parallel_size > 1:
+        _refuse(
+            method,
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}",
+            "Use pipeline_parallel_size=1 (tensor parallelism works)",
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        _refuse(method, "context parallelism", "Leave the context-parallel sizes at 1")
+    if parallel.use_ubatching:
+        size = f"ubatch_size={parallel.ubatch_size}"
+        _refuse(
+            method,
+            "enable_dbo=True" if parallel.enable_dbo else size,
+            "Leave microbatching out; the rows of a tree cannot be split",
+        )
+    _check_kv_transfer(method, vllm_config)
+    # Other settings than the environment variable ask for it too.
+    check_model_runner(method, uses_v2=vllm_config.use_v2_model_runner)
+    if vllm_config.lora_config is not None:
+        _refuse(method, "enable_lora=True", "Serve without LoRA, or merge the adapter")
+    if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16"):
+        _refuse(method, f"dtype={model.dtype}", "Use dtype bfloat16 or float32")
+    _check_cache_dtype(method, vllm_config)
+    if model.use_mla:
+        _refuse(method, f"MLA targets ({model.architectures[0]})", "Use a target with MHA or GQA")
+    if model.is_hybrid or model.is_attention_free or model.has_inner_state:
+        _refuse(
+            method,
+            f"hybrid or attention-free targets ({model.architectures[0]})",
+            "Recurrent state cannot follow a tree; use a pure attention target",
+        )
+    if model.is_encoder_decoder or model.runner_type != "generate":
+        _refuse(method, f"runner {model.runner_type!r} of this target", "Use a decoder-only target")
+    if model.uses_mrope:
+        _refuse(method, "M-RoPE targets", "Use a target with one-dimensional rotary positions")
+    if model.is_multimodal_model:
+        _refuse(method, f"multimodal targets ({model.architectures[0]})", "Use a text-only target")
+    window = getattr(text, "sliding_window", None)
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    if (window and getattr(text, "use_sliding_window", True)) or "sliding_attention" in layer_types:
+        _refuse(
+            method,
+            f"sliding-window targets (sliding_window={window})",
+            "Use a target whose layers all have full attention",
+        )
+    for field in ("attn_logit_softcapping", "attention_sinks"):
+        if getattr(text, field, None):
+            _refuse(method, f"targets with {field}", "Use a target without it")
+    if model.is_moe and parallel.data_parallel_size > 1 and spec.self_draft is not None:
+        source = spec.self_draft.source
+        if source in ("self", "auto"):
+            _refuse(
+                method,
+                f"draft_source={source!r} on a mixture-of-experts target with "
+                f"data_parallel_size={parallel.data_parallel_size}",
+                "Replicas run every forward together, and a draft forward is one replica's own: "
+                'use draft_source "heads" or "ngrams", or data_parallel_size=1',
+            )
+    if spec.aux_layers and not _has_aux_hidden_states(model):
+        _refuse(
+            method,
+            f"targets without auxiliary hidden states ({model.architectures[0]})",
+            "The model class must implement vLLM's SupportsEagle3 (Llama, Qwen2/3 and others do)",
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        _refuse(method, "async_scheduling=True", "Leave async scheduling out; it is not used")
+    _check_token_budget(method, spec, vllm_config.scheduler_config)
+
+
+def _check_cache_dtype(method: str, vllm_config: Any) -> None:
+    """Tree rows are read and moved as numbers of the model's dtype."""
+    wanted = vllm_config.cache_config.cache_dtype
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    remedy = f'Use kv_cache_dtype="auto" or "{dtype}"; other caches are not supported yet'
+    if wanted not in ("auto", dtype):
+        _refuse(method, f"kv_cache_dtype={wanted!r} of a target of dtype {dtype}", remedy)
+    # The layers of such a checkpoint turn "auto" into "fp8" when they are built.
+    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
+    if wanted == "auto" and scheme is not None:
+        _refuse(
+            method,
+            f"a checkpoint whose kv_cache_scheme={scheme!r} asks for a quantised KV cache",
+            f'Use kv_cache_dtype="{dtype}", which keeps keys and values as they are',
+        )
+
+
+def _check_kv_transfer(method: str, vllm_config: Any) -> None:
+    """A connector may store or send slots before the accepted path has been moved together."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return
+    size = vllm_config.cache_config.kv_offloading_size
+    what = f"kv_transfer_config.kv_connector={transfer.kv_connector!r}"
+    if size is not None:
+        what = f"kv_offloading_size={size}"
+    _refuse(method, what, "Serve without a KV connector and without KV offloading")
+
+
+def _has_aux_hidden_states(model: Any) -> bool:
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    model_cls, _ = ModelRegistry.resolve_model_cls(model.architectures, model)
+    return supports_eagle3(model_cls)
+
+
+def _check_token_budget(
+    method: str, spec: SpecPlugSpeculativeConfig, scheduler_config: Any
+) -> None:
+    rows = spec.num_speculative_tokens + 1
+    if rows > scheduler_config.max_num_batched_tokens:
+        raise ValueError(
+            f"speculative_config.num_speculative_tokens={spec.num_speculative_tokens} needs "
+            f"{rows} rows for one request, but max_num_batched_tokens="
+            f"{scheduler_config.max_num_batched_tokens}. Lower num_speculative_tokens or raise "
+            "--max-num-batched-tokens."
+        )
+
+
+def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineArgs.create_engine_config` with our checks. Seam: engine_config."""
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_option_names(self.spec_method, self.speculative_config)
+        check_runner_options(self.spec_method, self.speculative_config, self.async_scheduling)
+        vllm_config = original(self, *args, **kwargs)
+        check_engine_config(vllm_config)
+        return vllm_config
+
+    return create_engine_config

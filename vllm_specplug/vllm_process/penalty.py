@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contextual penalty for every server the plugin is installed in, speculating or not.
+
+Seam: penalty_processor. vLLM's own entry point for logits processors is not used: it loads the
+same classes into both model runners, whose interfaces differ, and fails hard in the other one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from vllm_specplug.methods.tokenswift.options import (
+    PENALTY_ARGS,
+    parse_penalty,
+    unknown_request_arg,
+)
+from vllm_specplug.vllm_process.spec_config import tree_config
+
+_PROCESSOR = "vllm_specplug.vllm_v1.penalty_processor"
+
+
+def make_processor(vllm_config: Any, device: Any, is_pin_memory: bool) -> Any:
+    """What vLLM calls to build the processor; imported only where a runner is built."""
+    module = importlib.import_module(_PROCESSOR)
+    return module.ContextualPenaltyProcessor(vllm_config, device, is_pin_memory)
+
+
+def check_request(vllm_config: Any, params: Any) -> None:
+    """Refuses names that the plugin does not know, a bad penalty, and one that this server would
+    not apply.
+
+    Raises:
+        VLLMValidationError: naming the parameter; the server answers 400.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    extra = params.extra_args or {}
+    unknown = unknown_request_arg(extra)
+    if unknown is not None:
+        raise VLLMValidationError(unknown[1], parameter=unknown[0])
+    given = next((name for name in PENALTY_ARGS if name in extra), None)
+    if given is None:
+        return
+    try:
+        parse_penalty(extra, vllm_config.model_config.max_model_len)
+    except ValueError as error:
+        # One name is the other's beginning: the message opens with the longest that fits.
+        name = max((n for n in PENALTY_ARGS if str(error).startswith(n)), key=len, default=given)
+        raise VLLMValidationError(str(error), parameter=name) from None
+    reason = _unavailable(vllm_config)
+    if reason is not None:
+        raise VLLMValidationError(f"{given} is not available here: {reason}.", parameter=given)
+
+
+def _unavailable(vllm_config: Any) -> str | None:
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        return "model runner V2 does not have it; set VLLM_USE_V2_MODEL_RUNNER=0"
+    if vllm_config.speculative_config is not None and tree_config(vllm_config) is None:
+        return (
+            f"speculative method {vllm_config.speculative_config.method!r} does not apply it; use "
+            "one of vllm-specplug's methods, or none"
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        # The sampled tokens of the last step are not known yet when the next one is sampled.
+        return "async scheduling hides the latest tokens; start with --no-async-scheduling"
+    return None
+
+
+def with_penalty_check(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """vLLM's checks of a request's parameters, and ours before them."""
+
+    def build(self: Any) -> Any:
+        validate = original(self)
+
+        def checked(params: Any) -> None:
+            check_request(self.vllm_config, params)
+            validate(params)
+
+        return checked
+
+    return build

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of target and draft forwards on this machine, taken once and kept on disk.
+
+Dummy forwards of the loaded model give the shape of the curves: where rows are nearly free and
+where they start to cost. Their level need not be exact, real steps correct it while serving.
+Where workers split the target, among tensor parallel ranks or replicas of a mixture-of-experts
+target, every forward is a collective and all must run the same ones: the first worker's clock and
+its cached file decide how many, and its times are what all use.
+
+Seam: calibration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.logger import init_logger
+
+from vllm_specplug import __version__
+from vllm_specplug.budget import Calibration
+from vllm_specplug.targets import cache_dir
+from vllm_specplug.vllm_v1.rehearsal import rehearsal
+
+if TYPE_CHECKING:
+    from vllm_specplug.drafting.drafter import Drafter
+
+logger = init_logger("vllm.specplug.calibration")
+
+Share = Callable[[list[float]], list[float]]
+
+TIME_LIMIT_S = 5.0
+_PASSES = 5
+_NOISY = 1.3
+# In the order they are first measured, for when time runs out: with the first two, sizes between
+# them look a little too dear rather than too cheap.
+_ROWS = (1, 32, 8, 64, 16, 4, 128, 24, 48, 12, 2, 96, 256)
+_SHORT_CONTEXT = 64
+_CONTEXT_ROWS = 8
+_MIN_ATTENTION_SPAN = 256
+
+
+class Calibrator:
+    """Measures one runner's forwards.
+
+    All of them once, then all of them again, a few times, the best time of each counting: a machine
+    that is busy for a second then spoils one time of each and not all times of one.
+
+    Args:
+        runner: a tree runner, ready to serve, with no requests.
+        share: replaces values by those of the first worker.
+    """
+
+    def __init__(self, runner: Any, share: Share, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self.runner = runner
+        self.share = share
+        self.time_limit_s = time_limit_s
+        self.start = time.perf_counter()
+        # By what was timed, milliseconds of each pass.
+        self._times: dict[tuple[str, float], list[float]] = {}
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the machine was too busy for the times to be worth keeping."""
+        # The first pass also pays for what is made once.
+        later = [times[1:] if len(times) > 2 else times for times in self._times.values()]
+        return median(median(times) / min(times) for times in later) > _NOISY
+
+    def measure(self) -> Calibration:
+        """Times by rows, by context, and of the draft forward."""
+        runner = self.runner
+        context = min(_SHORT_CONTEXT, runner.max_model_len - 1)
+        # The first forward of a process allocates; it is not one of those that count.
+        runner._dummy_run(1, force_attention=True, profile_seq_lens=context)
+        sizes: list[int] = []
+        for rows in (r for r in _ROWS if r <= min(runner.max_num_tokens, max(_ROWS))):
+            # Early enough to come round at least twice more.
+            if len(sizes) >= 2 and self._has_passed(0.25):
+                break
+            self._time_forward("rows", rows, max(context, rows))
+            sizes.append(rows)
+        rehearsals = self._rehearsals()
+        most = min(runner.max_model_len, 2048)
+        span = most - context if most - context >= _MIN_ATTENTION_SPAN else 0
+        probe_rows = min(_CONTEXT_ROWS, runner.max_num_tokens)
+        passes = 0
+        # Never a single one: it may have been interrupted.
+        while passes < 2 or (passes < _PASSES and not self._has_passed(1.0)):
+            if passes:
+                for rows in sizes:
+                    self._time_forward("rows", rows, max(context, rows))
+            for count, reach in rehearsals:
+                self._time_draft(count, reach)
+            if span:
+                self._time_forward("near", probe_rows, context)
+                self._time_forward("far", probe_rows, most)
+            passes += 1
+        return self._calibration(probe_rows * span)
+
+    def _calibration(self, attended: int) -> Calibration:
+        """Values broadcast from the first worker; "far" forwards attend `attended` tokens more."""
+        keys = list(self._times)
+        best = self.share([max(min(self._times[key]), 1e-4) for key in keys])
+        by_part: dict[str, dict[float, float]] = {}
+        for (part, size), ms in zip(keys, best, strict=True):
+            by_part.setdefault(part, {})[size] = ms
+        rows = tuple(sorted(by_part["rows"]))
+        draft = by_part.get("draft", {1.0: 0.05})
+        draft_rows = tuple(sorted(draft))
+        attention_ms = 0.0
+        if attended:
+            (near,), (far,) = by_part["near"].values(), by_part["far"].values()
+            attention_ms = max(0.0, far - near) / attended
+        return Calibration(
+            rows=rows,
+            forward_ms=tuple(by_part["rows"][r] for r in rows),
+            logits_ms=tuple(by_part["rows logits"][r] for r in rows),
+            attention_ms=attention_ms,
+            draft_rows=draft_rows,
+            draft_ms=tuple(draft[r] for r in draft_rows),
+        )
+
+    def _has_passed(self, share_of_limit: float) -> bool:
+        left = share_of_limit * self.time_limit_s - (time.perf_counter() - self.start)
+        return self.share([left])[0] < 0
+
+    def _time(self, part: str, rows: float, call: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        call()
+        self.runner._sync_device()
+        self._times.setdefault((part, rows), []).append(1e3 * (time.perf_counter() - start))
+
+    def _time_forward(self, part: str, rows: int, context: int) -> None:
+        """One forward of the target, and the logits of its rows."""
+        hidden: list[torch.Tensor] = []
+
+        def forward() -> None:
+            hidden[:] = [
+                self.runner._dummy_run(rows, force_attention=True, profile_seq_lens=context)[0]
+            ]
+
+        def logits() -> None:
+            self.runner.model.compute_logits(hidden[0][:rows])
+
+        self._time(part, float(rows), forward)
+        if part == "rows":
+            self._time("rows logits", float(rows), logits)
+
+    def _rehearsals(self) -> list[tuple[int, int]]:
+        """Requests and depth of the draft forwards to time; empty when the method has none."""
+        depth = self.runner.drafter.drafter.forward_depth
+        if not depth:
+            return []
+        most = self.runner.scheduler_config.max_num_seqs
+        found = [(count, depth) for count in sorted({1, min(4, most), min(16, most)})]
+        return found if depth == 1 else [*found, (1, 1)]
+
+    def _time_draft(self, count: int, reach: int) -> None:
+        """One draft forward of `count` requests that do not exist."""
+        drafter: Drafter = self.runner.drafter.drafter
+        with rehearsal(self.runner, count, reach) as requests:
+            self._time("draft", float(count * (reach + 1)), lambda: drafter.propose(requests))
+
+
+def calibrate(runner: Any, share: Share, is_first_rank: bool) -> Calibration:
+    """The calibration of this runner: the cached one, or a new one that is then cached."""
+    path = cache_dir() / "calibration" / f"{_digest(runner)}.json"
+    cached = _read(path) if is_first_rank else None
+    values = [0.0] if cached is None else [1.0, *_flat(cached)]
+    # All take the first worker's file; theirs may be another machine's or missing.
+    size = int(share([float(len(values))])[0])
+    shared = share((values + [0.0] * size)[:size])
+    if shared[0]:
+        calibration = _unflat(shared[1:])
+        logger.info("Tree budget: step costs from an earlier calibration (%s)", path)
+        return calibration
+    start = time.perf_counter()
+    calibrator = Calibrator(runner, share)
+    calibration = calibrator.measure()
+    if is_first_rank:
+        if not calibrator.is_noisy:
+            _write(path, calibration)
+        times = ", ".join(
+            f"{a + b:.1f} ms at {int(r)}"
+            for r, a, b in zip(
+                calibration.rows, calibration.forward_ms, calibration.logits_ms, strict=True
+            )
+        )
+        logger.info(
+            "Tree budget: measured step costs in %.1f s (rows: %s); %s",
+            time.perf_counter() - start,
+            times,
+            "not stored, the machine was busy" if calibrator.is_noisy else f"stored in {path}",
+        )
+    return calibration
+
+
+def _digest(runner: Any) -> str:
+    """Everything that changes the times, as a file name."""
+    config = runner.vllm_config
+    spec = config.speculative_config
+    factors = [
+        # How it is measured.
+        _ROWS,
+        _PASSES,
+        __version__,
+        vllm.__version__,
+        torch.__version__,
+        config.model_config.model,
+        str(config.model_config.dtype),
+        config.model_config.max_model_len,
+        str(config.model_config.quantization),
+        config.model_config.enforce_eager,
+        config.cache_config.block_size,
+        config.parallel_config.tensor_parallel_size,
+        config.scheduler_config.max_num_seqs,
+        spec.plugin_method,
+        spec.head_path,
+        spec.num_speculative_tokens,
+        spec.draft_depth,
+        spec.tree_width,
+        spec.tree_kernel,
+        runner.drafter.drafter.forward_depth,
+        torch.get_num_threads(),
+        os.cpu_count(),
+        _device_name(runner.device),
+    ]
+    return hashlib.sha256(json.dumps(factors).encode()).hexdigest()[:20]
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "|".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _read(path: Path) -> Calibration | None:
+    try:
+        return Calibration.from_json(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("Tree budget: calibrating again, %s cannot be used: %s", path, error)
+        return None
+
+
+def _write(path: Path, calibration: Calibration) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed into place, so that an engine that starts meanwhile never reads half a file.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
+            json.dump(calibration.to_json(), stream, indent=1)
+        os.replace(stream.name, path)
+    except OSError as error:
+        logger.warning("Tree budget: step costs could not be stored: %s", error)
+
+
+def _flat(calibration: Calibration) -> list[float]:
+    """The calibration as numbers alone, for a broadcast."""
+    c = calibration
+    values: list[float] = [float(len(c.rows)), float(len(c.draft_rows)), c.attention_ms]
+    return [*values, *c.rows, *c.forward_ms, *c.logits_ms, *c.draft_rows, *c.draft_ms]
+
+
+def _unflat(values: list[float]) -> Calibration:
+    num_rows, num_draft = int(values[0]), int(values[1])
+    rest = iter(values[3:])
+
+    def take(count: int) -> tuple[float, ...]:
+        return tuple(next(rest) for _ in range(count))
+
+    return Calibration(
+        rows=take(num_rows),
+        forward_ms=take(num_rows),
+        logits_ms=take(num_rows),
+        attention_ms=values[2],
+        draft_rows=take(num_draft),
+        draft_ms=take(num_draft),
+    )

@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verifying trees on CUDA: buffers that outlive a step, kernels that never wait for the host.
+
+Metadata of a step goes to the device in two small copies from pinned memory; ancestor words are
+made there. vLLM's own wait for the sampled tokens separates two steps, so pinned memory is never
+rewritten while a copy of it is under way (trees rule out asynchronous scheduling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from vllm_specplug.drafting.drafter import DraftCache, DraftRequests
+from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS, PLAN_ROWS, CudaTreeMetadata
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape, choose_cuda_kernel
+from vllm_specplug.vllm_attention.gpu import (
+    FULL_GRAPHS_VARIABLE,
+    gpu_cache_views,
+    wants_full_graphs,
+)
+from vllm_specplug.vllm_attention.tree_rows import CacheViews, DeviceTreeRows, TreeRows
+from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
+from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
+from vllm_specplug.vllm_v1.tree_backend import BlockTable, StepLimits, TreeBackend, put_rows
+
+logger = init_logger("vllm.specplug.cuda")
+
+
+class TreeBuffers:
+    """Device buffers of the trees of one kind of call, and their pinned twins.
+
+    Addresses stay the same from step to step, so that a captured graph finds each step's trees.
+    """
+
+    def __init__(self, limits: StepLimits, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        rows = limits.num_rows
+        self.limits = limits
+        self.plan_host = torch.zeros(PLAN_ROWS * limits.num_requests, dtype=torch.int32)
+        self.parents_host = torch.zeros(rows, dtype=torch.int32)
+        if pinned:
+            self.plan_host = self.plan_host.pin_memory()
+            self.parents_host = self.parents_host.pin_memory()
+        self.plan = torch.zeros_like(self.plan_host, device=device)
+        self.parents = torch.zeros_like(self.parents_host, device=device)
+        self.words = torch.zeros(
+            rows * -(-limits.tree_rows // 64), dtype=torch.int64, device=device
+        )
+
+    def fill(
+        self,
+        # each [R]
+        req_indices: Sequence[int],
+        row_starts: Sequence[int],
+        context_lens: Sequence[int],
+        # R arrays: row of each row's parent in its own tree, -1 for none
+        parents: Sequence[np.ndarray],
+        block_table: torch.Tensor,
+        *,
+        places: int | None = None,
+        max_rows: int | None = None,
+        max_context: int | None = None,
+    ) -> CudaTreeMetadata:
+        """Metadata of R trees.
+
+        Args:
+            places: columns of the plan, where more than R; the rest are trees of no rows.
+            max_rows: bound for the launch; the largest tree if not given.
+            max_context: likewise, of the context.
+        """
+        counts = [len(p) for p in parents]
+        num_trees = len(counts) if places is None else places
+        plan = self.plan_host[: PLAN_ROWS * num_trees].view(PLAN_ROWS, num_trees)
+        values = plan.numpy()
+        values[:] = 0
+        used = len(counts)
+        total = sum(counts)
+        if used:
+            values[:4, :used] = (req_indices, row_starts, counts, context_lens)
+            values[4, 1:used] = np.cumsum(counts[:-1])
+            self.parents_host.numpy()[:total] = np.concatenate(parents)
+        # A graph reads as many rows as there are places for.
+        rows = total if places is None else places * (max_rows or 0)
+        self.plan[: plan.numel()].copy_(plan.view(-1), non_blocking=True)
+        self.parents[:total].copy_(self.parents_host[:total], non_blocking=True)
+        max_rows = max_rows or max(counts)
+        width = -(-max_rows // 64)
+        return CudaTreeMetadata(
+            plan=self.plan[: plan.numel()].view(PLAN_ROWS, num_trees),
+            parent_rows=self.parents[:rows],
+            block_table=block_table,
+            max_rows=max_rows,
+            max_context=max(context_lens) if max_context is None else max_context,
+            words=self.words[: rows * width].view(rows, width),
+        )
+
+
+def request_parent_rows(request: StepRequest) -> np.ndarray:
+    """int32: every row of the request as a tree: a line up to the root, then its nodes.
+
+    Right for any request, also a prompt chunk or drafts that are not ours: those are a line.
+    """
+    total = request.end_row - request.first_row
+    rows = np.arange(-1, total - 1, dtype=np.int32)
+    tree = request.tree
+    if tree is not None and tree.num_nodes:
+        root = request.root_row - request.first_row
+        rows[root + 1 :] = tree.parent_indices + (root + 1)
+    return rows
+
+
+class CudaTreeBackend(TreeBackend):
+    """The kernels of `kernels.cuda_dispatch` over vLLM's GPU cache.
+
+    Args:
+        requested: option `tree_kernel`.
+        num_heads: query heads of this rank.
+    """
+
+    def __init__(
+        self, requested: str, num_heads: int, limits: StepLimits, device: torch.device
+    ) -> None:
+        self.requested = requested
+        self.num_heads = num_heads
+        self.limits = limits
+        self.device = device
+        self.buffers = TreeBuffers(limits, device)
+        # Chosen once the cache is known; none while vLLM measures graphs with a small one.
+        self.kernel: ChosenKernel | None = None
+
+    # -- where the device's memory is reached; the interpreter's backend differs here ---------
+
+    def views_of(self, kv_cache: torch.Tensor) -> CacheViews:
+        """How a layer's cache is read."""
+        return gpu_cache_views
+
+    def capability(self) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(self.device)
+
+    def cache_writer(self) -> Callable[..., None]:
+        """Writes keys and values [M, Hkv, Dh] at slots [M] of a layer's cache."""
+        from vllm.v1.attention.backends.fa_utils import reshape_and_cache_flash
+
+        one = torch.ones((), dtype=torch.float32, device=self.device)
+
+        def write(
+            key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+        ) -> None:
+            reshape_and_cache_flash(key, value, *gpu_cache_views(kv_cache), slots, "auto", one, one)
+
+        return write
+
+    # -- set-up -----------------------------------------------------------------------------
+
+    def bind(self, kv_caches: list[torch.Tensor]) -> None:
+        from vllm_specplug.kernels.kv_compact_triton import LayerCaches
+
+        view = self.views_of(kv_caches[0])
+        views = [view(cache) for cache in kv_caches]
+        # Made once: a view costs as much as a launch.
+        table = {c.data_ptr(): v for c, v in zip(kv_caches, views, strict=True)}
+        self.views: CacheViews = lambda kv_cache: table[kv_cache.data_ptr()]
+        _, self.block_size, num_kv_heads, head_dim = views[0][0].shape
+        self.layers = LayerCaches.of(views)
+        self.kernel = self.choose(head_dim, self.num_heads, num_kv_heads, kv_caches[0].dtype)
+        logger.info("Tree attention: %s kernel (%s)", self.kernel.name, self.kernel.reason)
+        if wants_full_graphs() and not self.captures_trees():
+            # vLLM was told that trees can be captured, and would replay stock attention for them.
+            raise ValueError(
+                f"{FULL_GRAPHS_VARIABLE}=1, legal: 0 or unset where the {self.kernel.name} kernel "
+                "serves, which waits for the host; unset it, or make another tree_kernel work "
+                "(see: specplug doctor)"
+            )
+
+    def choose(
+        self, head_dim: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+    ) -> ChosenKernel:
+        """The kernel for one shape of attention."""
+        shape = KernelShape(head_dim, dtype, self.block_size, num_heads, num_kv_heads)
+        return choose_cuda_kernel(self.requested, shape, self.device, self.capability())
+
+    def warm_up(self) -> None:
+        """Compiles the Triton variants that steps of this model take: a first tree must not wait.
+
+        What the CuTe kernel needs was loaded when it was chosen.
+        """
+        if self.device.type == "cuda":
+            self.run_every_variant(lambda: torch.cuda.synchronize(self.device))
+
+    def run_every_variant(self, synchronize: Callable[[], None]) -> None:
+        """Runs each Triton kernel of a step in each of its variants, over the empty cache."""
+        from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton
+        from vllm_specplug.kernels.tree_builder_triton import warm_up_builder
+
+        zero = torch.zeros(1, dtype=torch.int32, device=self.device)
+        blocks = torch.zeros(
+            1, -(-self.limits.context // self.block_size), dtype=torch.int32, device=self.device
+        )
+        # No moves.
+        compact_paths_triton(self.layers, zero[None], zero, zero, zero, blocks)
+        warm_up_builder(self.limits.tree_rows - 1, self.device)
+        if self.kernel.name != "triton":
+            return
+        key_cache, value_cache = self.layers.keys[0], self.layers.values[0]
+        head_dim = key_cache.shape[3]
+        for rows in self._telling_sizes():
+            query = torch.zeros(
+                rows, self.num_heads, head_dim, dtype=key_cache.dtype, device=self.device
+            )
+            # Without and with a split context.
+            for context in {0, max(0, min(8192, self.limits.context) - rows)}:
+                chain = np.arange(-1, rows - 1, dtype=np.int32)
+                metadata = self.buffers.fill([0], [0], [context], [chain], blocks)
+                self.fill_words(metadata)
+                output = torch.empty_like(query)
+                self.kernel.run(query, key_cache, value_cache, output, metadata, head_dim**-0.5)
+                # Nothing else separates these calls, and they share pinned memory.
+                synchronize()
+
+    def _telling_sizes(self) -> list[int]:
+        """Rows of trees that together take every variant: of tiles, and of words a row."""
+        from vllm_specplug.kernels.tree_attn_triton import config_for
+
+        key_cache = self.layers.keys[0]
+        group = self.num_heads // key_cache.shape[2]
+        sizes: dict[tuple[Any, int], int] = {}
+        for rows in range(1, self.limits.tree_rows + 1):
+            config = config_for(
+                self.device, rows * group, key_cache.shape[3], key_cache.element_size()
+            )
+            sizes.setdefault((config, -(-rows // 64)), rows)
+        return list(sizes.values())
+
+    # -- the step ---------------------------------------------------------------------------
+
+    def tree_rows(
+        self, members: Sequence[tuple[int, StepRequest]], covers_batch: bool, common: Any
+    ) -> TreeRows:
+        metadata = self.buffers.fill(
+            [i for i, _ in members],
+            [r.root_row for _, r in members],
+            [r.context_len for _, r in members],
+            [_parent_rows(r) for _, r in members],
+            common.block_table_tensor,
+        )
+        self.fill_words(metadata)
+        return DeviceTreeRows(metadata, self.kernel.run, self.views, covers_batch)
+
+    def fill_words(self, metadata: CudaTreeMetadata, kernel: ChosenKernel | None = None) -> None:
+        """Ancestor words, for a kernel (the target's, if none is given) that does not make them
+        itself."""
+        if (kernel or self.kernel).name == "triton":
+            from vllm_specplug.kernels.tree_words_triton import fill_tree_words
+
+            assert metadata.words is not None
+            fill_tree_words(metadata.plan, metadata.parent_rows, metadata.words, metadata.max_rows)
+
+    def compact(self, step: TreeStep, block_table: Any) -> None:
+        from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton
+
+        moved = [
+            (i, r)
+            for i, r in enumerate(step.requests)
+            if r.accepted_path
+            and not r.is_linear
+            and r.accepted_path[-1] != len(r.accepted_path) - 1
+        ]
+        if not moved:
+            return
+        depth = max(len(r.accepted_path) for _, r in moved)
+        # Columns: length, context, request, then the path.
+        table = np.zeros((len(moved), 3 + depth), dtype=np.int32)
+        for line, (i, r) in zip(table, moved, strict=True):
+            line[:3] = len(r.accepted_path), r.context_len, i
+            line[3 : 3 + len(r.accepted_path)] = r.accepted_path
+        columns = self.to_device(np.ascontiguousarray(table.T))
+        compact_paths_triton(
+            self.layers,
+            columns[3:].t().contiguous(),
+            columns[0],
+            columns[1],
+            columns[2],
+            block_table.get_device_tensor(len(step.requests)),
+        )
+
+    def draft_cache(
+        self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
+    ) -> DraftCache:
+        return CudaDraftCache(self, layers, block_table, scale)
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type != "cuda":
+            return tensor
+        # The allocator keeps pinned memory until the copy is done.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    # -- full graphs --------------------------------------------------------------------------
+
+    def captures_trees(self) -> bool:
+        if not wants_full_graphs() or self.kernel is None:
+            return False
+        return self.kernel.name != "reference"
+
+    def attach(
+        self,
+        attn_metadata: Any,
+        step: TreeStep,
+        common: Any,
+        *,
+        for_capture: bool = False,
+        padded_requests: int | None = None,
+    ) -> None:
+        """In a full graph every row of a uniform batch is a tree row: drafts that form no tree
+        are a line, which is a tree. Which batches run so is vLLM's choice: all requests bring
+        `max_query_len` rows."""
+        if not self.captures_trees() or not self._is_uniform(common):
+            super().attach(attn_metadata, step, common, for_capture=for_capture)
+            return
+        requests = [] if for_capture else step.requests
+        metadata = self.buffers.fill(
+            range(len(requests)),
+            [r.first_row for r in requests],
+            [r.num_computed for r in requests],
+            [request_parent_rows(r) for r in requests],
+            common.block_table_tensor,
+            # The stride of the plan as the graph was captured with it.
+            places=padded_requests or common.num_reqs,
+            max_rows=common.max_query_len,
+            max_context=self.limits.context,
+        )
+        self.fill_words(metadata)
+        put_rows(attn_metadata, DeviceTreeRows(metadata, self.kernel.run, self.views, True))
+
+    def _is_uniform(self, common: Any) -> bool:
+        rows = common.max_query_len
+        return (
+            1 < rows <= MAX_TREE_ROWS
+            and rows == self.limits.tree_rows
+            and common.num_actual_tokens == rows * common.num_reqs
+        )
+
+
+def _parent_rows(request: StepRequest) -> np.ndarray:
+    """int32 [1 + N]: root and nodes of a request's tree."""
+    assert request.tree is not None
+    rows = np.empty(request.tree.num_nodes + 1, dtype=np.int32)
+    rows[0] = -1
+    rows[1:] = request.tree.parent_indices + 1
+    return rows
+
+
+class CudaDraftCache:
+    """`drafting.drafter.DraftCache` over the pages of `DraftKVLayer`s, on the device."""
+
+    def __init__(
+        self,
+        backend: CudaTreeBackend,
+        layers: list[DraftKVLayer],
+        block_table: BlockTable,
+        scale: float,
+    ) -> None:
+        self.backend = backend
+        self.block_table = block_table
+        self.scale = scale
+        self.kv_caches = [layer.kv_cache for layer in layers]
+        views = backend.views_of(self.kv_caches[0])
+        self.views = [views(cache) for cache in self.kv_caches]
+        self.write_layer = backend.cache_writer()
+        self.kernel: ChosenKernel | None = None
+        limits = backend.limits
+        self.buffers = TreeBuffers(
+            StepLimits(
+                limits.num_requests,
+                limits.num_requests * MAX_TREE_ROWS,
+                MAX_TREE_ROWS,
+                limits.context,
+            ),
+            backend.device,
+        )
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
+        for kv_cache, key, value in zip(self.kv_caches, keys, values, strict=True):
+            self.write_layer(key, value, kv_cache, slots)
+
+    def block_attention(
+        self, requests: DraftRequests, rows: int, causal: bool
+    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Attention of `rows` block rows per request over its paged context and the block."""
+        block = np.arange(-1, rows - 1, dtype=np.int32)
+        metadata = self.buffers.fill(
+            requests.req_indices,
+            range(0, rows * len(requests), rows),
+            requests.context_lens,
+            [block] * len(requests),
+            self.block_table(),
+        )
+        if not causal:
+            metadata.mask_kind = "full"
+        needs_words = causal
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            nonlocal needs_words
+            output = torch.empty_like(query, memory_format=torch.contiguous_format)
+            kernel = self._kernel_for(query, key)
+            if needs_words:
+                # Here, as the kernel may be another one than the target's.
+                self.backend.fill_words(metadata, kernel)
+                needs_words = False
+            kernel.run(query, *self.views[layer], output, metadata, self.scale, key, value)
+            return output
+
+        return attend
+
+    def _kernel_for(self, query: torch.Tensor, key: torch.Tensor) -> ChosenKernel:
+        """The head may have other heads than the target, so its kernel is chosen for it."""
+        if self.kernel is None:
+            self.kernel = self.backend.choose(
+                query.shape[2], query.shape[1], key.shape[1], query.dtype
+            )
+        return self.kernel

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft layers' context keys and values, kept in vLLM's own pages.
+
+Each draft layer registers a cache of its own beside the target's layers, so it shares their
+blocks: prefix caching, preemption and memory accounting hold without code of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+from vllm_specplug.drafting.drafter import DraftCacheSpec, DraftRequests
+from vllm_specplug.kernels import block_metadata, tree_attn
+from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
+
+
+class DraftKVLayer(AttentionLayerBase):
+    """A cache-only layer: vLLM allocates its pages, only the drafter reads and writes them.
+
+    Seam: draft_kv_layer.
+    """
+
+    is_draft_layer = True
+
+    def __init__(self, vllm_config: VllmConfig, name: str, spec: DraftCacheSpec) -> None:
+        context = vllm_config.compilation_config.static_forward_context
+        if name in context:
+            raise ValueError(f"duplicate attention layer name: {name}")
+        context[name] = self
+        model_config = vllm_config.model_config
+        self.spec = spec
+        self.dtype = model_config.dtype
+        # Layers of one KV cache group and head count share one metadata builder; nothing is ever
+        # built for this layer, so it joins the target's.
+        self.num_heads = model_config.get_num_attention_heads(vllm_config.parallel_config)
+        self.kv_cache = torch.empty(0)
+        self.attn_backend = get_attn_backend(
+            head_size=spec.head_dim,
+            dtype=self.dtype,
+            kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+        )
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return self.attn_backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_size=self.spec.head_dim,
+            dtype=self.dtype,
+        )
+
+
+class PagedDraftCache:
+    """`drafting.drafter.DraftCache` over the pages of `DraftKVLayer`s, on CPU."""
+
+    def __init__(
+        self, layers: list[DraftKVLayer], block_table: Callable[[], torch.Tensor], scale: float
+    ) -> None:
+        self.block_table = block_table
+        self.scale = scale
+        self.layout = cpu_kv_layout(layers[0].kv_cache)
+        self.caches = [self.layout.views(layer.kv_cache) for layer in layers]
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
+        from vllm import _custom_ops as ops
+
+        for (key_cache, value_cache), key, value in zip(self.caches, keys, values, strict=True):
+            ops.cpu_attn_reshape_and_cache(
+                key, value, key_cache, value_cache, slots, self.layout.isa
+            )
+
+    def block_attention(
+        self, requests: DraftRequests, rows: int, causal: bool
+    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Attention of `rows` block rows per request over its paged context and the block."""
+        metadata = block_metadata(
+            req_indices=requests.req_indices,
+            context_lens=requests.context_lens,
+            rows=rows,
+            causal=causal,
+            block_table=self.block_table(),
+        )
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            key_cache, value_cache = self.caches[layer]
+            output = torch.empty_like(query)
+            tree_attn(
+                query,
+                key_cache,
+                value_cache,
+                output,
+                metadata,
+                self.scale,
+                self.layout,
+                tail_key=key,
+                tail_value=value,
+            )
+            return output
+
+        return attend

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who drafts in a step, how much, and which of it is verified: the budget applied to a batch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_specplug.budget import AdaptiveBudget, NextStep, RowBudget
+from vllm_specplug.options import RequestBudget, parse_request_budget
+from vllm_specplug.tree import DraftTree
+
+if TYPE_CHECKING:
+    from vllm_specplug.drafting.drafter import Drafter, DraftRequests
+    from vllm_specplug.metrics import StepStats
+    from vllm_specplug.vllm_v1.step import TreeStep
+
+# Below "vllm", so that vLLM's handler, format and level apply.
+_logger = logging.getLogger("vllm.specplug")
+
+logger = init_logger("vllm.specplug.planner")
+
+# First steps of an engine touch memory for the first time; their times tell nothing.
+_WARM_UP_STEPS = 3
+
+
+@dataclass
+class Batch:
+    """The rows that the next step has whatever is drafted."""
+
+    num_roots: int = 0
+    """Requests that yield a token in it."""
+    root_context: int = 0
+    """Tokens these rows attend."""
+    other_rows: int = 0
+    """Prompt rows that yield none."""
+    other_context: int = 0
+
+
+class DraftPlanner:
+    """Applies the tree budget, fixed or adaptive, to one batch after the other.
+
+    Args:
+        options: our speculative config.
+        max_step_rows: most rows of one step.
+        stats: where decisions are counted.
+        vocab_size: of the target; a tree with any other token is dropped.
+
+    It decides by the clock of its own process. Ranks of a tensor parallel group may decide
+    differently: the first one's trees count.
+    """
+
+    def __init__(
+        self,
+        options: Any,
+        max_step_rows: int,
+        stats: StepStats,
+        vocab_size: int,
+    ) -> None:
+        self.options = options
+        self.stats = stats
+        self.max_nodes: int = options.num_speculative_tokens
+        self.is_adaptive = options.tree_budget == "auto"
+        nodes = self.max_nodes if self.is_adaptive else int(options.tree_budget)
+        self.row_budget = RowBudget(max_nodes=nodes, max_step_rows=max_step_rows)
+        self.adaptive: AdaptiveBudget | None = None
+        self._vocab_size = vocab_size
+        # Requests of this step of which a tree was dropped, and whether that was ever told.
+        self._dropped: set[int] = set()
+        self._has_warned = False
+        self._by_request: dict[str, RequestBudget] = {}
+        self._steps = 0
+        self._step_start = 0.0
+        self.verify_ms = 0.0
+        self._draft_ms = 0.0
+        """Of the draft forward and what followed from it; lookups alone belong to the rest."""
+        self._draft_rows = 0
+        self._rest_ms: float | None = None
+        self._last_ids: set[str] = set()
+
+    # -- limits of one request -------------------------------------------------------------
+
+    def nodes_for(
+        self, req_id: str, extra_args: dict[str, Any] | None, context_len: int, num_requests: int
+    ) -> tuple[int, str]:
+        """Most nodes of a request's tree when `num_requests` may draft; when that is 0, why."""
+        asked = self._by_request.get(req_id)
+        if asked is None:
+            asked = self._by_request[req_id] = self._asked(extra_args)
+        if asked.max_context is not None and context_len > asked.max_context:
+            return 0, "context"
+        if asked.nodes is not None:
+            return min(asked.nodes, self.row_budget.share(num_requests)), "opted_out"
+        if self.adaptive is not None:
+            return self.max_nodes, "budget"
+        return self.row_budget.nodes_per_request(num_requests), "batch"
+
+    def _asked(self, extra_args: dict[str, Any] | None) -> RequestBudget:
+        try:
+            return parse_request_budget(extra_args, self.options)
+        except ValueError:
+            # Front ends refuse it; one that does not must not end the worker.
+            logger.warning_once("Requests came in with budgets that are none: ignored")
+            return parse_request_budget(None, self.options)
+
+    def forget(self, req_ids: Sequence[str]) -> None:
+        """Drops requests that ended."""
+        for req_id in req_ids:
+            self._by_request.pop(req_id, None)
+            self._last_ids.discard(req_id)
+        if self.adaptive is not None:
+            self.adaptive.forget(req_ids)
+
+    # -- drafting --------------------------------------------------------------------------
+
+    def draft(self, drafter: Drafter, requests: DraftRequests, batch: Batch) -> list[DraftTree]:
+        """One valid tree per request, of the nodes that should be verified."""
+        start = time.perf_counter()
+        self._draft_rows = 0
+        self._dropped.clear()
+        budget = self.adaptive
+        if budget is None or not len(requests):
+            trees = self._valid(drafter.propose(requests)) if len(requests) else []
+        else:
+            trees = self._draft_adaptively(budget, drafter, requests, batch)
+        elapsed_ms = 1e3 * (time.perf_counter() - start)
+        self._draft_ms = elapsed_ms if self._draft_rows else 0.0
+        dropped = sum(1 for r in self._dropped if not trees[r].num_nodes)
+        self.stats.observe_plain("invalid_tree", dropped)
+        if len(requests):
+            self.stats.observe_ms("draft", elapsed_ms)
+            largest = max(tree.num_nodes for tree in trees)
+            self.stats.tree_budget = max(requests.budgets) if budget is None else largest
+        return trees
+
+    def _draft_adaptively(
+        self, budget: AdaptiveBudget, drafter: Drafter, requests: DraftRequests, batch: Batch
+    ) -> list[DraftTree]:
+        deepest = drafter.forward_depth
+        fixed = [self._by_request[req_id].nodes is not None for req_id in requests.req_ids]
+        found = self._valid(drafter.look_up(requests))
+        depths = budget.plan(
+            NextStep(
+                req_ids=requests.req_ids,
+                context_lens=requests.context_lens,
+                caps=requests.budgets,
+                fixed=fixed,
+                forward_limits=[min(depth, deepest) for depth in requests.depths],
+                num_roots=batch.num_roots,
+                root_context=batch.root_context,
+                other_rows=batch.other_rows,
+                other_context=batch.other_context,
+            ),
+            found,
+        )
+        drafted = found
+        if any(depths):
+            requests.forward_depths[:] = depths
+            self._draft_rows = sum(depth + 1 for depth in depths if depth)
+        if any(depths) or not deepest:
+            drafted = self._valid(drafter.propose(requests))
+        trees = budget.trim(drafted)
+        for r, (had, tree) in enumerate(zip(drafted, trees, strict=True)):
+            if not tree.num_nodes and r not in self._dropped:
+                self.stats.observe_plain("budget" if had.num_nodes or deepest else "no_draft")
+        return trees
+
+    def _valid(self, trees: list[DraftTree]) -> list[DraftTree]:
+        """The trees, empty ones in place of those that break a rule of trees.
+
+        All trees pass here before anything relies on their rules: cutting them to the budget, the
+        attention mask, the walk. One that breaks them would stop the engine or, worse, be verified
+        at wrong positions.
+        """
+        checked = list(trees)
+        for r, tree in enumerate(trees):
+            if tree.is_valid(self._vocab_size):
+                continue
+            checked[r] = DraftTree.empty()
+            self._dropped.add(r)
+            if not self._has_warned:
+                self._has_warned = True
+                try:
+                    tree.validate(self._vocab_size)
+                except ValueError as error:
+                    _logger.warning(
+                        "A draft was dropped and its request decoded plainly for a step: %s. This "
+                        "costs speed, never tokens; please report it with the draft head's name. "
+                        "Further ones are counted only, as plain steps of reason invalid_tree.",
+                        error,
+                    )
+        return checked
+
+    # -- what a step taught ----------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Call when a step starts."""
+        now = time.perf_counter()
+        if self._step_start:
+            elapsed = 1e3 * (now - self._step_start)
+            self._rest_ms = elapsed - self.verify_ms - self._draft_ms
+        self._step_start = now
+
+    def observe(self, step: TreeStep, req_ids: Sequence[str], walked: float) -> None:
+        """Call once a step's trees are walked, at time `walked` of `perf_counter`."""
+        self.verify_ms = 1e3 * (walked - self._step_start)
+        budget = self.adaptive
+        if budget is None:
+            return
+        self._steps += 1
+        if self._steps > _WARM_UP_STEPS:
+            if self._draft_rows:
+                budget.costs.draft.observe(self._draft_rows, self._draft_ms)
+            # Between steps without a common request the engine may have been idle.
+            if not self._last_ids.isdisjoint(req_ids):
+                budget.costs.observe_rest(-1.0 if self._rest_ms is None else self._rest_ms)
+            if all(r.first_row == r.root_row for r in step.requests):
+                rows = [(r.end_row - r.first_row, r.context_len + 1) for r in step.requests]
+                total = sum(count for count, _ in rows)
+                context = sum(count * length for count, length in rows)
+                budget.costs.observe_verify(total, total, context, self.verify_ms)
+        self._last_ids = set(req_ids)
+        verified = [
+            (req_id, r.tree, r.accepted_path)
+            for req_id, r in zip(req_ids, step.requests, strict=True)
+            if r.tree is not None and r.tree.num_nodes
+        ]
+        if verified:
+            ids, trees, paths = zip(*verified, strict=True)
+            expected = budget.observe(ids, trees, paths)
+            self.stats.observe_prediction(expected, sum(len(path) for path in paths))

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's `custom_class` instantiates: the bridge from the runner to a drafter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
+from vllm_specplug.registry import load_drafter_class
+from vllm_specplug.vllm_attention.layer_support import check_target_layers
+from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
+from vllm_specplug.vllm_v1.linear import packed_linear
+
+if TYPE_CHECKING:
+    from vllm_specplug.drafting.drafter import Drafter
+
+
+class TreeProposer:
+    """Owns the method's drafter and the cache layers it needs in vLLM's pages."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        spec = vllm_config.speculative_config
+        self.vllm_config = vllm_config
+        self.options = DrafterOptions(
+            head_path=spec.head_path,
+            num_nodes=spec.num_speculative_tokens,
+            tree_depth=spec.draft_depth,
+            max_depth=spec.tree_depth or spec.num_speculative_tokens,
+            tree_width=spec.tree_width,
+            tree_builder=spec.tree_builder,
+            hybrid_lambda=spec.hybrid_lambda,
+            causal=spec.causal,
+            ngram_topk=spec.ngram_topk,
+            max_model_len=vllm_config.model_config.max_model_len,
+            local_head=spec.local_options,
+            beam_widths=tuple(spec.beam_widths) if spec.beam_widths else None,
+            window_size=spec.window_size,
+            self_draft=spec.self_draft,
+            ngram_size=spec.ngram_size,
+        )
+        self.drafter: Drafter = load_drafter_class(str(spec.plugin_method))(self.options)
+        self.cache_layers: list[DraftKVLayer] = []
+
+    def load_model(self, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Loads the head and registers one paged cache per draft layer with vLLM."""
+        model_config = self.vllm_config.model_config
+        method = self.vllm_config.speculative_config.plugin_method
+        check_target_layers(
+            self.vllm_config.compilation_config.static_forward_context,
+            method,
+            ignored=DraftKVLayer,
+        )
+        _check_forward(target_model, method)
+        embed_tokens = lm_head = torch.empty(0)
+        if self.drafter.reads_target_weights:
+            embed_tokens, lm_head = (
+                _full_vocab_weight(table, model_config)
+                for table in vocabulary_tables(target_model, model_config, method)
+            )
+        self.drafter.load(
+            TargetWeights(
+                embed_tokens=embed_tokens,
+                lm_head=lm_head,
+                dtype=model_config.dtype,
+                device=torch.device(self.vllm_config.device_config.device),
+                text_config=model_config.hf_text_config,
+                make_linear=packed_linear,
+            )
+        )
+        self.cache_layers = [
+            DraftKVLayer(self.vllm_config, f"specplug.draft.layers.{i}.attn", spec)
+            for i, spec in enumerate(self.drafter.cache_specs())
+        ]
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """Only there because vLLM insists on it; the runner mixin drafts on its own."""
+        raise AssertionError("the tree runner overrides propose_draft_token_ids")
+
+
+def _check_forward(model: torch.nn.Module, method: str) -> None:
+    """Refuses a target whose forward reads neighbouring rows elsewhere than in attention."""
+    depth = getattr(model, "token_lookback_depth", 0)
+    if depth:
+        raise ValueError(
+            f"Speculative method {method!r} cannot verify trees in {type(model).__name__}: it "
+            f"reads the {depth} tokens before each row (token_lookback_depth={depth}), and in a "
+            "tree those are not a node's ancestors. Use another target, or a chain method of "
+            "vLLM's own."
+        )
+
+
+def vocabulary_tables(
+    model: torch.nn.Module, model_config: Any, method: str
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The target's token embedding and LM head, both with `weight` [V, H], whatever their names.
+
+    Raises:
+        ValueError: when there is none, or more than one, or they are quantised.
+    """
+    hidden = model_config.hf_text_config.hidden_size
+    vocab_size = model_config.get_vocab_size()
+    inputs: list[torch.nn.Module] = []
+    outputs: list[torch.nn.Module] = []
+    for module in model.modules():
+        if not isinstance(module, VocabParallelEmbedding) or module.org_vocab_size < vocab_size:
+            continue
+        weight = getattr(module, "weight", None)
+        if weight is None or weight.dim() != 2 or weight.shape[1] != hidden:
+            continue
+        (outputs if isinstance(module, ParallelLMHead) else inputs).append(module)
+    # Tied models have no LM head of their own, or one that shares the embedding's weight.
+    for what, found in (("token embedding", inputs), ("LM head", outputs or inputs)):
+        if len(found) != 1:
+            raise ValueError(
+                f"Speculative method {method!r} needs the target's {what}, and "
+                f"{type(model).__name__} has {len(found)} unquantised ones of {vocab_size} tokens "
+                f"by hidden_size={hidden}; needed: exactly 1. Use another target, or method "
+                "'ngram_tree', which needs none."
+            )
+    return inputs[0], (outputs or inputs)[0]
+
+
+def _full_vocab_weight(module: Any, model_config: Any) -> torch.Tensor:
+    """[V, H] of a vocabulary-parallel embedding or head, gathered from all ranks."""
+    weight = module.weight.data
+    if get_tensor_model_parallel_world_size() > 1:
+        weight = tensor_model_parallel_all_gather(weight, dim=0)
+    return weight[: model_config.get_vocab_size()]

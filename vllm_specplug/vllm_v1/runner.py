@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mixin that turns vLLM's V1 model runner into one that verifies trees.
+
+vLLM's scheduler stays stock: the N nodes of a tree are N draft tokens to it. The overrides
+below follow the order of a step. Seams: runner_*.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import envs
+from vllm.distributed import get_tensor_model_parallel_rank, get_world_group
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_specplug.budget import AdaptiveBudget, StepCostModel
+from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests, WindowSpec
+from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
+from vllm_specplug.seams import LOGITS_PROCESSORS, WORKER_SEAMS
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
+from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
+from vllm_specplug.vllm_v1.calibration import calibrate
+from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
+from vllm_specplug.vllm_v1.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_v1.penalty_processor import draft_penalties
+from vllm_specplug.vllm_v1.proposer import TreeProposer
+from vllm_specplug.vllm_v1.ranks import first_rank_trees, first_rank_values, first_worker_values
+from vllm_specplug.vllm_v1.self_draft import SelfDraft
+from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
+from vllm_specplug.vllm_v1.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
+from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
+from vllm_specplug.vllm_v1.window_cache import PagedTargetCache, WindowCache
+
+logger = init_logger("vllm.specplug.runner")
+
+
+class TreeRunnerMixin:
+    """Put before `GPUModelRunner` or a subclass of it."""
+
+    drafter: TreeProposer
+
+    def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
+        with LOGITS_PROCESSORS.applied():
+            super().__init__(vllm_config, device, *args, **kwargs)  # type: ignore[call-arg]
+        spec = vllm_config.speculative_config
+        self.tree_spec = spec
+        self.tree_backend = self.make_tree_backend()
+        if spec.aux_layers:
+            self.use_aux_hidden_state_outputs = True
+        # Trees that wait for verification, by request id. A request that the scheduler leaves out
+        # of a step keeps its drafts, and so its tree.
+        self.proposed_trees: dict[str, DraftTree] = {}
+        self.tree_step = TreeStep([])
+        self.tree_metrics = SpecPlugMetrics(
+            head=spec.head_path or str(spec.plugin_method),
+            log_interval_s=envs.VLLM_LOG_STATS_INTERVAL,
+            is_reporting=get_tensor_model_parallel_rank() == 0,
+        )
+        # Beyond the scheduler's own limit the last requests of a batch would starve.
+        most_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self.planner = DraftPlanner(
+            spec,
+            max_step_rows=min(spec.max_step_rows or most_rows, most_rows),
+            stats=self.tree_metrics.stats,
+            vocab_size=self.model_config.get_vocab_size(),
+        )
+        # Rows of the block table that a draft forward without requests may read.
+        self.rehearsal_requests = 0
+
+    # -- set-up ---------------------------------------------------------------------------
+
+    def make_tree_backend(self) -> TreeBackend:
+        """How this device verifies trees."""
+        return CpuTreeBackend()
+
+    @property
+    def num_query_heads(self) -> int:
+        """Query heads of the target on this rank."""
+        return self.model_config.get_num_attention_heads(self.parallel_config)
+
+    def step_limits(self) -> StepLimits:
+        """The largest step there can be."""
+        return StepLimits(
+            num_requests=self.scheduler_config.max_num_seqs,
+            num_rows=self.scheduler_config.max_num_batched_tokens,
+            tree_rows=self.tree_spec.num_speculative_tokens + 1,
+            context=self.model_config.max_model_len,
+        )
+
+    def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
+        return self.tree_spec.aux_layers or super()._get_eagle3_aux_layers_from_config()
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        if kwargs.get("is_profiling"):
+            # A small cache to measure graphs with, dropped right after: it must not be kept alive.
+            return
+        groups = self.kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ValueError(
+                f"Speculative method {self.tree_spec.plugin_method!r} needs all attention layers "
+                f"in one KV cache group; this target makes {len(groups)}. Use a target whose "
+                "layers all have full attention, and a head with the target's KV shape."
+            )
+        context = self.compilation_config.static_forward_context
+        caches = {
+            name: context[name].kv_cache
+            for name in groups[0].layer_names
+            if not isinstance(context[name], DraftKVLayer)
+        }
+        check_cache_dtypes(caches, self.model_config.dtype, str(self.tree_spec.plugin_method))
+        self.target_kv_caches: list[torch.Tensor] = list(caches.values())
+        self.tree_backend.bind(self.target_kv_caches)
+        layers = self.drafter.cache_layers
+        if layers:
+            self.drafter.drafter.bind_cache(
+                self.tree_backend.draft_cache(
+                    layers,
+                    block_table=lambda: self.input_batch.block_table[0].get_device_tensor(
+                        self.input_batch.num_reqs or self.rehearsal_requests
+                    ),
+                    scale=layers[0].spec.head_dim ** -0.5,
+                )
+            )
+        window = self.drafter.drafter.window_spec()
+        if window is not None:
+            self._bind_window(window, groups[0].layer_names)
+        partial = self.drafter.drafter.partial_cache_spec()
+        if partial is not None:
+            self.drafter.drafter.bind_target_forward(
+                SelfDraft(self, list(caches), self.tree_backend.layout, partial), first_rank_values
+            )
+
+    def _bind_window(self, spec: WindowSpec, layer_names: list[str]) -> None:
+        """Gives the drafter its windows and the cache of the target's last layer."""
+        context = self.compilation_config.static_forward_context
+        last = max(layer_names, key=extract_layer_index)
+        self.drafter.drafter.bind_window(
+            WindowCache(spec, self.max_num_reqs, self.model_config.dtype),
+            PagedTargetCache(
+                context[last].kv_cache,
+                block_table=lambda: self.input_batch.block_table[0].get_device_tensor(
+                    self.input_batch.num_reqs or self.rehearsal_requests
+                ),
+                scale=spec.head_dim**-0.5,
+            ),
+        )
+
+    def start_budget(self) -> None:
+        """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
+        if not self.planner.is_adaptive:
+            return
+        is_first = get_world_group().is_first_rank
+        calibration = calibrate(self, first_worker_values, is_first)
+        self.planner.adaptive = AdaptiveBudget(
+            StepCostModel(calibration),
+            self.planner.row_budget.max_step_rows,
+            self.drafter.drafter.forward_depth,
+        )
+
+    # -- the step ------------------------------------------------------------------------
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self.planner.begin_step()
+        return super().execute_model(*args, **kwargs)
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        # A replica without requests runs dummies beside the others; the trees of its last step are
+        # none of theirs.
+        self.tree_step = TreeStep([])
+        return super()._dummy_run(*args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        payload = self.tree_metrics.end_step()
+        if payload is not None and output is not None:
+            setattr(output, STATS_ATTRIBUTE, payload)
+        return output
+
+    # -- before the forward ---------------------------------------------------------------
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        # Every step passes here, also the empty one that tells what finished before the engine
+        # goes idle. A name may come back at once, with another request behind it.
+        ended = {*scheduler_output.finished_req_ids}
+        ended.update(request.req_id for request in scheduler_output.scheduled_new_reqs)
+        gone = ended.union(scheduler_output.preempted_req_ids or ())
+        if gone:
+            # Ranks must free their slots in one order: sets of strings have none.
+            self.drafter.drafter.forget(sorted(gone))
+            self.planner.forget(sorted(ended))
+            for req_id in gone:
+                self.proposed_trees.pop(req_id, None)
+        return super()._update_states(scheduler_output)
+
+    def _prepare_inputs(
+        self, scheduler_output: Any, num_scheduled_tokens: np.ndarray
+    ) -> tuple[Any, ...]:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        kept_nodes = getattr(scheduler_output, KEPT_NODES_ATTRIBUTE, {})
+        starts = self.query_start_loc.np
+        requests = []
+        for i, req_id in enumerate(self.input_batch.req_ids):
+            tokens = drafts.get(req_id, ())
+            first, end = int(starts[i]), int(starts[i + 1])
+            request = StepRequest(
+                first_row=first,
+                root_row=end - len(tokens) - 1,
+                end_row=end,
+                num_computed=int(self.input_batch.num_computed_tokens_cpu[i]),
+                tree=self._tree_for(req_id, tokens, kept_nodes.get(req_id)),
+            )
+            requests.append(request)
+        self.tree_step = TreeStep(requests)
+        # Slots stay linear (super computed them); only rotary positions follow depth.
+        self.tree_backend.set_positions(self.positions, self.tree_step)
+        return prepared
+
+    def _tree_for(self, req_id: str, tokens: Any, kept_nodes: list[int] | None) -> DraftTree | None:
+        """The tree behind scheduled draft tokens, cut to what was scheduled.
+
+        `kept_nodes` are the nodes a grammar left of it; None where there is no grammar.
+
+        None when they are not: their rows are linear and none of them is accepted. vLLM pads
+        resumed requests with drafts of -1; anything else that does not match is a fault.
+        """
+        tree = self.proposed_trees.pop(req_id, None)
+        if not tokens:
+            return DraftTree.empty()
+        if all(token == PLACEHOLDER_TOKEN_ID for token in tokens):
+            return None
+        if tree is not None:
+            tree = tree.prefix(len(tokens)) if kept_nodes is None else tree.subset(kept_nodes)
+            if tree.token_ids.tolist() == list(tokens):
+                return tree
+        self.tree_metrics.stats.observe_plain("unmatched")
+        logger.error_once(
+            "Rank %d has no tree for %d scheduled draft tokens; such drafts are computed and none "
+            "of them is accepted. This costs speed, never a token; please report it. Counted as "
+            'specplug:plain_steps_total{reason="unmatched"}.',
+            get_tensor_model_parallel_rank(),
+            len(tokens),
+        )
+        return None
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        if common is not None:
+            self.tree_backend.attach(
+                attn_metadata,
+                self.tree_step,
+                common,
+                for_capture=bool(kwargs.get("for_cudagraph_capture")),
+                padded_requests=kwargs.get("num_reqs_padded"),
+            )
+        return attn_metadata, common
+
+    # -- after the forward ----------------------------------------------------------------
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        assert logits is not None and spec_decode_metadata is not None
+        num_drafts = spec_decode_metadata.num_draft_tokens
+        root_rows = [0] * len(num_drafts)
+        for i in range(1, len(num_drafts)):
+            root_rows[i] = root_rows[i - 1] + num_drafts[i - 1] + 1
+        num_reqs = self.input_batch.num_reqs
+        discarded = set(np.nonzero(self.discard_request_mask.np[:num_reqs])[0].tolist())
+        sampler = TargetSampler(
+            self.sampler,
+            logits,
+            self.input_batch.sampling_metadata,
+            self.input_batch.req_output_token_ids,
+            discarded,
+            at_once=logits.device.type != "cpu",
+        )
+        walk, output = sampler.walk([r.tree for r in self.tree_step.requests], root_rows)
+        walked = time.perf_counter()
+        for request, path in zip(self.tree_step.requests, walk.accepted_paths, strict=True):
+            request.accepted_path = path
+        # Before anything can read or hash their blocks.
+        self.tree_backend.compact(self.tree_step, self.input_batch.block_table[0])
+        self._record_verification(walked)
+        return output
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        # vLLM rewinds the generators of discarded samples, which a CPU generator cannot do and
+        # ours never advanced: hide them.
+        generators = self.input_batch.generators
+        num_reqs = self.input_batch.num_reqs
+        hidden = {
+            int(i): generators.pop(int(i))
+            for i in np.nonzero(self.discard_request_mask.np[:num_reqs])[0]
+            if int(i) in generators
+        }
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            generators.update(hidden)
+
+    # -- drafting -------------------------------------------------------------------------
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # vLLM's rule is for the whole batch; ours is each request's depth in `_draft_requests`.
+        return common_attn_metadata is not None
+
+    @torch.inference_mode()
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        common_attn_metadata: Any,
+        slot_mappings: Any,
+    ) -> list[list[int]]:
+        drafter = self.drafter.drafter
+        rows, slot_rows, positions = self.tree_step.committed_rows()
+        to_device = self.tree_backend.to_device
+        slots = common_attn_metadata.slot_mapping[to_device(slot_rows)]
+        drafter.observe(
+            CommittedTokens(
+                aux_hidden_states=aux_hidden_states or [],
+                rows=to_device(rows),
+                positions=to_device(positions),
+                slots=slots,
+                last_rows=torch.from_numpy(self.tree_step.last_rows()),
+            )
+        )
+        requests, batch = self._draft_requests(sampled_token_ids)
+        drafts: list[list[int]] = [[] for _ in self.input_batch.req_ids]
+        trees = first_rank_trees(self.planner.draft(drafter, requests, batch), requests.budgets)
+        for i, tree in zip(requests.req_indices, trees, strict=True):
+            if tree.num_nodes:
+                self.proposed_trees[self.input_batch.req_ids[i]] = tree
+                drafts[i] = tree.token_ids.tolist()
+        return drafts
+
+    def take_draft_token_ids(self) -> Any:
+        """The drafts for the scheduler, with the parents of those that a grammar constrains."""
+        drafts = super().take_draft_token_ids()
+        if drafts is not None:
+            parents = {}
+            for req_id, tree in self.proposed_trees.items():
+                state = self.requests.get(req_id)
+                params = None if state is None else state.sampling_params
+                if params is not None and params.structured_outputs is not None:
+                    parents[req_id] = tree.parent_indices.tolist()
+            setattr(drafts, PARENTS_ATTRIBUTE, parents)
+        return drafts
+
+    def _draft_requests(self, sampled_token_ids: list[list[int]]) -> tuple[DraftRequests, Batch]:
+        """Who is drafted for, from which anchor, how much each may draft, and what else the next
+        step holds."""
+        requests, batch = DraftRequests(), Batch()
+        running = sum(1 for tokens in sampled_token_ids if tokens)
+        penalties = draft_penalties(self.input_batch.logitsprocs.non_argmax_invariant)
+        for i, tokens in enumerate(sampled_token_ids):
+            state = self.requests[self.input_batch.req_ids[i]]
+            num_tokens = int(self.input_batch.num_tokens_no_spec[i])
+            if not tokens:
+                # A prompt that goes on in the next step.
+                done = self.tree_step.requests[i].end_row - self.tree_step.requests[i].first_row
+                done += self.tree_step.requests[i].num_computed
+                rows = min(num_tokens - done, self.max_num_tokens - running)
+                batch.other_rows += rows
+                batch.other_context += rows * (done + rows // 2)
+                continue
+            batch.num_roots += 1
+            batch.root_context += num_tokens
+            params = state.sampling_params
+            remaining = self.max_model_len - num_tokens - 1
+            if params is not None and params.max_tokens is not None:
+                # The step after this one always emits a token of its own.
+                remaining = min(remaining, params.max_tokens - len(state.output_token_ids) - 1)
+            own = self.input_batch.is_token_ids[i, :num_tokens]
+            if self.enable_prompt_embeds and not own.all():
+                # Embeddings have no ids; in their places lie those of an earlier request.
+                self.tree_metrics.stats.observe_plain("embeds")
+                continue
+            extra_args = params.extra_args if params is not None else None
+            nodes, reason = self.planner.nodes_for(state.req_id, extra_args, num_tokens, running)
+            depth = min(remaining, nodes)
+            if depth < 1:
+                reason = reason if nodes < 1 else "near_max_len"
+                self.tree_metrics.stats.observe_plain(reason)
+                continue
+            requests.req_ids.append(state.req_id)
+            requests.token_ids.append(self.input_batch.token_ids_cpu[i, :num_tokens])
+            requests.context_lens.append(num_tokens - 1)
+            requests.req_indices.append(i)
+            requests.budgets.append(nodes)
+            requests.widths.append(self.drafter.options.tree_width)
+            requests.depths.append(depth)
+            requests.penalties.append(penalties.get(i))
+        return requests, batch
+
+    def _record_verification(self, walked: float) -> None:
+        stats = self.tree_metrics.stats
+        step_nodes = 0
+        for r in self.tree_step.requests:
+            if r.tree is not None and r.tree.num_nodes:
+                stats.observe_draft(r.tree.num_nodes, len(r.accepted_path))
+                step_nodes += r.tree.num_nodes
+        self.planner.observe(self.tree_step, self.input_batch.req_ids, walked)
+        if step_nodes:
+            stats.observe_step_nodes(step_nodes)
+            stats.observe_ms("verify", self.planner.verify_ms)
+            stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))
+
+
+def require_seams(device: str) -> None:
+    """Checks, when a worker starts, everything of vLLM that it will call or override.
+
+    Raises:
+        RuntimeError: naming what is missing.
+    """
+    missing = WORKER_SEAMS[device].verify()
+    if missing:
+        raise RuntimeError(
+            f"This vLLM lacks what vllm-specplug builds on: {'; '.join(missing)}. Install a "
+            "supported release (`specplug doctor` names it) or choose another speculative method."
+        )

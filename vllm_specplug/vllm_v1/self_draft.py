@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's own layers as a draft model: one token a request over a partial cache.
+
+vLLM's model is called once more under a forward context whose attention metadata is
+`PartialAttention`: our attention backend hands it every layer's query, key and value. Nothing is
+written to the paged cache, because no slots are mapped. Any model that vLLM serves with plain
+attention layers works, eager or compiled.
+
+Seam: self_draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_specplug.drafting.drafter import DraftRequests, PartialCacheSpec
+from vllm_specplug.kernels import CpuKvLayout, TreeAttnMetadata, causal_words, tree_attn
+from vllm_specplug.kvcache.partial_cache import PartialCache, PartialContext
+from vllm_specplug.vllm_attention.draft_attention import DraftAttention
+
+logger = init_logger("vllm.specplug.self_draft")
+
+
+class PartialAttention(DraftAttention):
+    """Attention of one draft forward, layer by layer.
+
+    Requests whose context fits the budget read the paged cache itself; the others their part of
+    the pool, which is chosen with the layer's own query where that is due.
+    """
+
+    def __init__(
+        self,
+        pool: PartialCache,
+        layer_index: dict[str, int],
+        requests: DraftRequests,
+        # int32 [B, max_blocks]
+        block_table: torch.Tensor,
+    ) -> None:
+        self.pool, self.layer_index = pool, layer_index
+        fits = [length <= pool.budget for length in requests.context_lens]
+        self.whole = [r for r, fit in enumerate(fits) if fit]
+        self.partial = [r for r, fit in enumerate(fits) if not fit]
+        # Requests to choose for: query row, context, block table row.
+        self.due: list[tuple[int, PartialContext, torch.Tensor]] = []
+        regions = []
+        for r in self.partial:
+            row = block_table[requests.req_indices[r]]
+            context, due = pool.advance(requests.req_ids[r], requests.context_lens[r], row)
+            regions.append(context.region)
+            if due:
+                self.due.append((r, context, row))
+        self.whole_metadata = _one_row_each(
+            self.whole,
+            [requests.req_indices[r] for r in self.whole],
+            [requests.context_lens[r] for r in self.whole],
+            block_table,
+        )
+        self.partial_metadata = _one_row_each(
+            self.partial, regions, [pool.budget] * len(regions), pool.block_table
+        )
+
+    def attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        index, pool = self.layer_index[layer.layer_name], self.pool
+        for row, context, blocks in self.due:
+            pool.choose(index, context, query[row], blocks)
+        for rows, metadata, views in (
+            (self.whole, self.whole_metadata, pool.target_views),
+            (self.partial, self.partial_metadata, pool.views),
+        ):
+            if rows:
+                tree_attn(
+                    query,
+                    *views[index],
+                    output,
+                    metadata,
+                    layer.impl.scale,
+                    pool.layout,
+                    tail_key=key[rows],
+                    tail_value=value[rows],
+                )
+
+
+def _one_row_each(
+    rows: list[int], req_indices: list[int], context_lens: list[int], block_table: torch.Tensor
+) -> TreeAttnMetadata:
+    """Metadata of single query rows, each followed by nothing but itself."""
+    counts = [1] * len(rows)
+    return TreeAttnMetadata.build(
+        req_indices, rows, counts, context_lens, causal_words(counts), block_table
+    )
+
+
+class SelfDraft:
+    """`drafting.drafter.TargetForward` over a vLLM model runner on CPU.
+
+    Args:
+        runner: the model runner; its caches must be bound.
+        layer_names: the target's attention layers in order, as vLLM names them.
+    """
+
+    def __init__(
+        self, runner: Any, layer_names: list[str], layout: CpuKvLayout, spec: PartialCacheSpec
+    ) -> None:
+        self.runner, self.spec = runner, spec
+        self.layer_index = {name: i for i, name in enumerate(layer_names)}
+        self.pool = PartialCache(
+            runner.target_kv_caches,
+            layout,
+            spec.budget,
+            spec.sink,
+            spec.refresh,
+            # No context grows past the budget: nobody will need a region.
+            0 if runner.max_model_len <= spec.budget else spec.max_requests,
+        )
+        logger.info(
+            "Partial caches: %d requests with %d tokens each, %.1f MiB",
+            self.pool.max_requests,
+            spec.budget,
+            self.num_bytes / 2**20,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the partial caches."""
+        return self.pool.num_bytes
+
+    def can_run(self, requests: DraftRequests) -> bool:
+        """Whether the pool has room for all of these requests at once."""
+        beyond = sum(length > self.spec.budget for length in requests.context_lens)
+        return beyond <= self.pool.max_requests
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Drops partial caches of requests that ended or were preempted."""
+        self.pool.forget(req_ids)
+
+    def __call__(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs each request's anchor; see the protocol."""
+        runner = self.runner
+        count = len(requests)
+        table = runner.input_batch.block_table[0].get_device_tensor(runner.input_batch.num_reqs)
+        attention = PartialAttention(self.pool, self.layer_index, requests, table)
+        input_ids = torch.tensor(requests.anchors, dtype=torch.int32)
+        positions = torch.tensor(requests.context_lens, dtype=torch.int64)
+        with set_forward_context(
+            dict.fromkeys(self.layer_index, attention),
+            runner.vllm_config,
+            num_tokens=count,
+            slot_mapping={},
+        ):
+            hidden, aux = runner.model(
+                input_ids=input_ids,
+                positions=positions,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+        return hidden[:count], aux[0][:count]
+
+
+def partial_cache_bytes(runner: Any) -> int:
+    """Memory that the runner's partial caches will take, before they exist."""
+    spec = runner.drafter.drafter.partial_cache_spec()
+    if spec is None or runner.max_model_len <= spec.budget:
+        return 0
+    layers = [s for s in runner.get_kv_cache_spec().values() if isinstance(s, FullAttentionSpec)]
+    return sum(
+        spec.max_requests * -(-spec.budget // layer.block_size) * layer.page_size_bytes
+        for layer in layers
+    )

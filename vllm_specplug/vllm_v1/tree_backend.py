@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runner needs of a device to verify trees: rows, compaction, draft caches.
+
+The runner mixin is the same everywhere; everything that differs between devices is here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specplug.drafting.drafter import DraftCache
+from vllm_specplug.kernels import compact_kv, tree_metadata
+from vllm_specplug.kvcache import path_moves
+from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
+from vllm_specplug.vllm_attention.tree_rows import CpuTreeRows, TreeRows, attach_tree_rows
+from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer, PagedDraftCache
+from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
+
+BlockTable = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest step there can be."""
+
+    num_requests: int
+    num_rows: int
+    """Rows of the target forward."""
+    tree_rows: int
+    """Rows of one tree."""
+    context: int
+    """The model's length."""
+
+
+class TreeBackend(ABC):
+    """One device's way of verifying trees."""
+
+    @abstractmethod
+    def bind(self, kv_caches: list[torch.Tensor]) -> None:
+        """Takes the target's caches [num_blocks, Hkv, block_size, 2 * Dh], one a layer."""
+
+    @abstractmethod
+    def tree_rows(
+        self, members: Sequence[tuple[int, StepRequest]], covers_batch: bool, common: Any
+    ) -> TreeRows:
+        """The rows of `members` (index in the batch, request) for the attention backends.
+
+        `common` is vLLM's common attention metadata of the step.
+        """
+
+    @abstractmethod
+    def compact(self, step: TreeStep, block_table: Any) -> None:
+        """Makes accepted paths contiguous in all layers; `block_table` is vLLM's."""
+
+    @abstractmethod
+    def draft_cache(
+        self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
+    ) -> DraftCache:
+        """The drafter's pages."""
+
+    @abstractmethod
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """A copy on the device, without waiting for it."""
+
+    def warm_up(self) -> None:  # noqa: B027 - optional, not abstract
+        """Compiles what a step would otherwise compile, after `bind`."""
+
+    def captures_trees(self) -> bool:
+        """Whether uniform batches of trees are captured as full graphs."""
+        return False
+
+    def attach(
+        self,
+        attn_metadata: Any,
+        step: TreeStep,
+        common: Any,
+        *,
+        for_capture: bool = False,
+        padded_requests: int | None = None,
+    ) -> None:
+        """Puts the step's tree rows on vLLM's attention metadata, where there are any.
+
+        Args:
+            common: vLLM's common metadata; without padding, except for a capture.
+            padded_requests: requests of the graph the step runs in; None where it is not padded.
+        """
+        if for_capture or not step.has_trees:
+            return
+        covers = all(r.decodes for r in step.requests)
+        members = [
+            (i, r)
+            for i, r in enumerate(step.requests)
+            if (r.decodes if covers else not r.is_linear)
+        ]
+        put_rows(attn_metadata, self.tree_rows(members, covers, common))
+
+    def set_positions(self, positions: torch.Tensor, step: TreeStep) -> None:
+        """Rotary positions of tree nodes: the root's plus depth. `positions` int64 [T]."""
+        rows: list[np.ndarray] = []
+        values: list[np.ndarray] = []
+        for r in step.requests:
+            if not r.is_linear:
+                assert r.tree is not None
+                rows.append(np.arange(r.root_row + 1, r.end_row))
+                values.append(r.context_len + r.tree.depths.astype(np.int64))
+        if rows:
+            index = self.to_device(np.concatenate(rows))
+            positions[index] = self.to_device(np.concatenate(values)).to(positions.dtype)
+
+
+def put_rows(attn_metadata: Any, rows: TreeRows) -> None:
+    """Attaches `rows` once to each distinct metadata object of a step."""
+    for metadata in {id(m): m for m in attn_metadata.values()}.values():
+        attach_tree_rows(metadata, rows)
+
+
+class CpuTreeBackend(TreeBackend):
+    """The compiled CPU kernels over vLLM's CPU cache."""
+
+    def bind(self, kv_caches: list[torch.Tensor]) -> None:
+        self.kv_caches = kv_caches
+        self.layout = cpu_kv_layout(kv_caches[0])
+
+    def tree_rows(
+        self, members: Sequence[tuple[int, StepRequest]], covers_batch: bool, common: Any
+    ) -> TreeRows:
+        metadata = tree_metadata(
+            req_indices=[i for i, _ in members],
+            row_starts=[r.root_row for _, r in members],
+            context_lens=[r.context_len for _, r in members],
+            parents=[r.tree.parent_indices for _, r in members if r.tree is not None],
+            block_table=common.block_table_tensor,
+        )
+        return CpuTreeRows(metadata, self.layout, covers_batch)
+
+    def compact(self, step: TreeStep, block_table: Any) -> None:
+        block_ids = block_table.block_table.np
+        sources, targets = path_moves(
+            (
+                (r.accepted_path, r.context_len, block_ids[i])
+                for i, r in enumerate(step.requests)
+                if r.accepted_path and not r.is_linear
+            ),
+            self.layout.block_size,
+        )
+        if len(sources):
+            compact_kv(
+                self.kv_caches, torch.from_numpy(sources), torch.from_numpy(targets), self.layout
+            )
+
+    def draft_cache(
+        self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
+    ) -> DraftCache:
+        return PagedDraftCache(layers, block_table, scale)
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU worker: vLLM's, with the tree runner."""
+
+from __future__ import annotations
+
+# Must come first: it sets up shared memory before torch's threads start.
+import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
+import os
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_specplug.kernels import describe
+from vllm_specplug.kernels.extension import ISA_VARIABLE
+from vllm_specplug.options import check_model_runner, option_error
+from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER
+from vllm_specplug.vllm_v1.runner import TreeRunnerMixin, require_seams
+from vllm_specplug.vllm_v1.self_draft import partial_cache_bytes
+from vllm_specplug.vllm_v1.tree_backend import TreeBackend
+from vllm_specplug.vllm_v1.window_cache import window_cache_bytes
+
+logger = init_logger("vllm.specplug.worker")
+
+CPU = torch.device("cpu")
+
+
+def choose_kernel(name: str, dtype: torch.dtype) -> None:
+    """Applies option `tree_kernel` and says which kernel serves.
+
+    Raises:
+        ValueError: when "cpp" is asked for and there is no compiled kernel.
+    """
+    if name == "triton":
+        logger.warning("Tree attention: Triton kernels run in the interpreter, for tests only")
+        return
+    if name == "reference":
+        os.environ[ISA_VARIABLE] = "reference"
+    chosen = describe(dtype)
+    if name == "cpp" and chosen["kernel"] != "cpp":
+        raise option_error(
+            "tree_kernel",
+            name,
+            f"the compiled kernels are not available here ({chosen['reason']})",
+            'Reinstall with a C++17 compiler, or use "auto"',
+        )
+    logger.info(
+        "Tree attention: %s kernel, %s (%s)", chosen["kernel"], chosen["isa"], chosen["reason"]
+    )
+
+
+class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
+    """vLLM's CPU runner, verifying trees."""
+
+    def make_tree_backend(self) -> TreeBackend:
+        if self.tree_spec.tree_kernel != "triton":
+            return super().make_tree_backend()
+        from vllm_specplug.vllm_v1.interpreted_backend import InterpretedTreeBackend
+
+        return InterpretedTreeBackend("triton", self.num_query_heads, self.step_limits(), CPU)
+
+
+def tree_runner_class(stock: type) -> type:
+    """What vLLM's worker builds instead of its own runner. Seam: cpu_runner."""
+    return TreeCPUModelRunner
+
+
+class TreeCPUWorker(CPUWorker):
+    """vLLM's CPU worker; it names its runner class as a module global.
+
+    Seams: cpu_runner, cpu_backend, cpu_worker.
+    """
+
+    def determine_available_memory(self) -> int:
+        """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""
+        available = super().determine_available_memory()
+        spec = self.vllm_config.speculative_config
+        partial = partial_cache_bytes(self.model_runner)
+        if partial >= available:
+            raise option_error(
+                "self_draft_requests",
+                spec.self_draft_requests,
+                f"partial caches of kv_budget={spec.kv_budget} tokens each take "
+                f"{partial / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
+                "Lower self_draft_requests or kv_budget, or raise VLLM_CPU_KVCACHE_SPACE",
+            )
+        windows = window_cache_bytes(self.model_runner)
+        if windows >= available:
+            raise option_error(
+                "window_size",
+                spec.window_size,
+                f"windows for {self.model_runner.max_num_reqs} requests take "
+                f"{windows / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
+                "Lower window_size or --max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE",
+            )
+        return available - partial - windows
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.start_budget()
+        return times
+
+    def init_device(self) -> None:
+        spec = self.vllm_config.speculative_config
+        check_model_runner(spec.plugin_method, uses_v2=self.use_v2_model_runner)
+        choose_kernel(spec.tree_kernel, self.model_config.dtype)
+        require_seams("cpu")
+        CPU_BACKENDS.apply()
+        with CPU_RUNNER.applied():
+            super().init_device()
