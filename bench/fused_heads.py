@@ -32,7 +32,7 @@ HEAD_SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def make_systems(nodes: int) -> dict[str, dict[str, Any] | None]:
-    from vllm_specplug.targets import speculative_config
+    from vllm_specplug.presets import speculative_config
 
     shared = {"num_speculative_tokens": nodes, "tree_budget": nodes, "ngram_topk": 0}
     systems: dict[str, dict[str, Any] | None] = {BASELINE: None}

@@ -10,7 +10,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    from vllm_specplug.targets import prepare_target, speculative_config
+    from vllm_specplug.presets import speculative_config
+    from vllm_specplug.targets import prepare_target
 
     llm = LLM(
         str(prepare_target("smollm2", print)),

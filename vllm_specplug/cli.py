@@ -25,15 +25,6 @@ app = typer.Typer(
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-class DemoMethod(StrEnum):
-    """What is compared with plain vLLM."""
-
-    NONE = "none"
-    NGRAM = "ngram"
-    NGRAM_TREE = "ngram_tree"
-    JETSPEC = "jetspec"
-
-
 class DemoDtype(StrEnum):
     """Precision of the demo's servers."""
 
@@ -135,26 +126,72 @@ def config(
 def _speculative_config(
     target: str, method: str, nodes: int | None, head: str | None = None
 ) -> dict[str, Any]:
-    from vllm_specplug.registry import METHOD_NAMES, get_method
-    from vllm_specplug.targets import get_target, speculative_config
+    from vllm_specplug.presets import speculative_config
 
     overrides = {} if nodes is None else {"num_speculative_tokens": nodes}
     try:
-        if method in METHOD_NAMES and not get_method(method).needs_head:
-            get_target(target)  # an unknown target is an error here too
-            return {"method": method, **overrides}
-        if head is not None:
+        if head is not None and _needs_head(method):
             return {"method": method, "model": head, **overrides}
         return speculative_config(target, method, **overrides)
     except ValueError as error:
         _fail(str(error), 2)
 
 
+def _needs_head(method: str) -> bool:
+    from vllm_specplug.registry import get_method
+
+    return get_method(method).needs_head
+
+
+@app.command("options")
+def options_command(
+    method: Annotated[
+        str | None, typer.Argument(help="Name of the method; none lists the methods.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the methods, or every option of one: type, default, legal values, meaning."""
+    from rich.table import Table
+
+    from vllm_specplug.option_docs import HEADER, method_options, shared_options
+    from vllm_specplug.registry import get_method, methods
+
+    if method is None:
+        summaries = {name: entry.summary for name, entry in methods().items()}
+        if as_json:
+            typer.echo(json.dumps(summaries, indent=2))
+            return
+        table = Table(box=None, header_style="bold")
+        for column in ("method", "drafts"):
+            table.add_column(column)
+        for name, summary in summaries.items():
+            table.add_row(name, summary)
+        Console(highlight=False).print(table)
+        return
+    try:
+        rows = [*method_options(get_method(method)), *shared_options()]
+    except ValueError as error:
+        _fail(str(error), 2)
+    if as_json:
+        typer.echo(json.dumps([dict(zip(HEADER, row, strict=True)) for row in rows], indent=2))
+        return
+    table = Table(header_style="bold", show_lines=True)
+    for column in HEADER:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell.replace("`", "") for cell in row))
+    Console(highlight=False).print(table)
+
+
 @app.command()
 def demo(
     method: Annotated[
-        DemoMethod, typer.Option(help="What is compared with plain vLLM; none: plain vLLM only.")
-    ] = DemoMethod.JETSPEC,
+        str | None,
+        typer.Option(
+            help="Who is compared with plain vLLM: a method that `specplug options` lists, vLLM's "
+            "ngram, or none for plain vLLM alone. Default: the one with the best shipped head."
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Model to serve instead of SmolLM2 (path or hub id).")
     ] = None,
@@ -181,16 +218,22 @@ def demo(
 
     raise_on_termination()
     console = Console()
-    if head is None and model is not None and method is DemoMethod.JETSPEC:
-        _fail("--model needs a draft head trained for it: add --head, or use --method ngram.", 2)
+    from vllm_specplug.registry import default_method, method_names
+
+    method = method or default_method().name
+    legal = ("none", "ngram", *method_names())
+    if method not in legal:
+        _fail(f"--method {method!r} is unknown; legal: {', '.join(legal)}.", 2)
     speculative: dict[str, Any] | None = None
-    if method is DemoMethod.NGRAM:
+    if method == "ngram":
         speculative = dict(NGRAM_CONFIG)
-    elif method is not DemoMethod.NONE:
-        speculative = _speculative_config("smollm2", str(method), nodes, head)
+    elif method != "none":
+        if head is None and model is not None and _needs_head(method):
+            _fail("--model needs a draft head trained for it: add --head, or --method ngram.", 2)
+        speculative = _speculative_config("smollm2", method, nodes, head)
     options = DemoOptions(
         model=model or str(_prepared_target("smollm2")),
-        method=str(method),
+        method=method,
         speculative_config=speculative,
         prompts=PROMPTS[:4] if quick else PROMPTS,
         max_tokens=min(max_tokens, 48) if quick else max_tokens,

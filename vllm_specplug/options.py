@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed options of every method, their legal ranges and the text of every refusal.
+"""Typed options that all methods share, their legal ranges and the text of every refusal.
 
 `TreeOptions` is mixed into vLLM's `SpeculativeConfig` (see `vllm_process/spec_config.py`), so each
 field here is a key of `--speculative-config`. Nothing in this file imports vLLM or torch.
@@ -7,7 +7,6 @@ vLLM reads the annotations as types: no `from __future__ import annotations` her
 """
 
 import dataclasses
-import math
 from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args
 
@@ -16,12 +15,10 @@ from pydantic.dataclasses import dataclass
 
 TreeBuilderName = Literal["best_first", "accum_logp", "entropy", "hybrid"]
 KernelName = Literal["auto", "cpp", "reference", "triton", "cute"]
-DraftSource = Literal["auto", "self", "heads", "ngrams"]
 
 MAX_TREE_NODES = 256
 DEFAULT_TREE_NODES = 16
 DEFAULT_TREE_WIDTH = 8
-DEFAULT_KV_BUDGET = 4096
 
 
 @dataclass(config={"extra": "forbid"})
@@ -38,12 +35,9 @@ class TreeOptions:
     `hybrid_lambda` x entropy."""
     hybrid_lambda: float = Field(default=0.1, ge=0.0, le=10.0)
     """Weight of the entropy term; only read by `tree_builder` "hybrid"."""
-    causal: bool | None = None
-    """Causal (true) or bidirectional (false) attention inside the draft block. Default: what
-    the checkpoint says (`causal_head`), bidirectional when it says nothing."""
-    ngram_topk: int | None = Field(default=None, ge=0, le=16)
+    ngram_topk: int = Field(default=3, ge=0, le=16)
     """N-gram branches (what followed the same tokens earlier in the request) merged into each
-    tree under the same node budget; 0 switches them off. Default: 3."""
+    tree under the same node budget; 0 switches them off."""
     tree_budget: int | Literal["auto"] = "auto"
     """Nodes per tree. "auto" decides in every step, for all requests together: nodes go where they
     promise the most tokens per millisecond, and nowhere if plain decoding is faster. A number fixes
@@ -58,59 +52,6 @@ class TreeOptions:
     """Hard limit on the rows (roots and nodes of all requests) one step may verify, whatever
     `tree_budget` says. A fixed budget shrinks to equal shares of it, and drafting stops where
     fewer than two nodes per request would be left. Default: what the scheduler allows."""
-    local_head: str | None = None
-    """Short-context head of method dels: a folder written by `specplug train dels`, or a released
-    `.pt` file, which is converted to safetensors once."""
-    unigram: str | None = None
-    """Token counts behind the unigram prior of method dels. Default: `unigram.safetensors` or
-    `loss_mask_unigram.pt` beside the local head."""
-    unigram_smoothing: float = Field(default=1.0, ge=0.0, le=1000.0)
-    """Added to every count of the unigram prior. With 0, tokens that were never seen get the
-    smallest nonzero probability."""
-    alpha: float | list[float] = 0.3
-    """Weight of the local head's score: one number for all depths, or a list with one per corrected
-    depth (from depth 2, or from depth 1 with `anchor_input`)."""
-    beta: float | list[float] = 0.3
-    """Weight of the unigram log-probability that is subtracted; same form as `alpha`."""
-    anchor_input: bool | None = None
-    """Whether the local head reads the last committed token before the drafted ones and therefore
-    corrects depth 1 too. Default: what its checkpoint says; false for a released file."""
-    local_candidates: int = Field(default=128, ge=1, le=4096)
-    """Number of tokens per depth, the likeliest ones of the block head, that the local head scores;
-    never fewer than `tree_width`."""
-    gate_table_mb: int = Field(default=64, ge=0, le=65536)
-    """Memory limit in MiB for the precomputed input gates of a GRU local head; if they do not fit,
-    they are computed in each step."""
-    window_size: int | None = Field(default=None, ge=1)
-    """Number of tokens before the anchor whose keys and values method longspec keeps per request,
-    whatever the length of the context. Default: what the head was trained with."""
-    beam_widths: list[int] | None = None
-    """Number of nodes per level of method longspec's trees, chosen by cumulative log-probability;
-    the published dynamic beam is [4, 16, 16, 16, 16]. Default: best-first within the node budget,
-    down to `tree_depth` (default 5)."""
-    draft_source: DraftSource = "auto"
-    """What method tokenswift drafts from: "self" runs the target over a partial cache and its heads
-    on top, "heads" runs the heads on the last verified position, "ngrams" only looks up n-grams.
-    "auto" measures which one gives the most tokens per second and uses it."""
-    kv_budget: int = Field(default=DEFAULT_KV_BUDGET, ge=1)
-    """Number of context tokens that the draft forward of method tokenswift attends to: the first
-    `sink_size` and those that matter most to each layer and KV head. Must be more than `sink_size`
-    plus `num_speculative_tokens`."""
-    sink_size: int = Field(default=16, ge=0)
-    """Number of tokens at the start of the context that method tokenswift always keeps."""
-    kv_refresh: int | None = Field(default=None, ge=1)
-    """Number of generated tokens after which method tokenswift selects the tokens it keeps again;
-    until then, new tokens replace the least important ones. Default and maximum: `kv_budget` -
-    `sink_size`."""
-    self_draft_requests: int = Field(default=4, ge=1, le=1024)
-    """Number of requests whose partial caches method tokenswift keeps at once, which bounds its
-    memory. When more requests than this exceed `kv_budget`, it drafts from heads and n-grams."""
-    gamma: int | None = Field(default=None, ge=1, le=17)
-    """Number of consecutive tokens that method tokenswift's base prediction and heads draft.
-    Default: the number of heads in the checkpoint plus one."""
-    tree_widths: list[int] | None = None
-    """Number of children per node on each level, for method tokenswift; the published static tree
-    is [1, 3, 3, 3]. Default: best-first within the node budget."""
     ngram_size: int = Field(default=4, ge=2, le=8)
     """Longest n-gram that is looked up for n-gram branches; shorter ones, down to a single token,
     are tried as well."""
@@ -136,155 +77,6 @@ def changed_tree_options(options: Any) -> list[str]:
         if getattr(options, field.name) != default:
             changed.append(field.name)
     return changed
-
-
-LEVEL_OPTIONS = ("window_size", "beam_widths")
-DEFAULT_LEVELS = 5
-
-
-def check_level_options(options: Any, method: str, *, drafts_by_level: bool) -> None:
-    """Refuses options of level-by-level drafting where there is none, and impossible widths.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    changed = changed_tree_options(options)
-    if not drafts_by_level:
-        for name in LEVEL_OPTIONS:
-            if name in changed:
-                raise option_error(
-                    name,
-                    getattr(options, name),
-                    f"method {method!r} does not draft level by level",
-                    f"Leave {name} out, or use method longspec",
-                )
-        return
-    for name in ("causal", "tree_builder"):
-        if name in changed:
-            raise option_error(
-                name,
-                getattr(options, name),
-                f"method {method!r} drafts level by level, best-first or by beam_widths",
-                f"Leave {name} out",
-            )
-    widths = options.beam_widths
-    if widths is None:
-        return
-    if not widths or not all(1 <= width <= MAX_TREE_NODES for width in widths):
-        raise option_error(
-            "beam_widths",
-            widths,
-            f"a list of level widths, each within 1..{MAX_TREE_NODES}",
-            "Give e.g. [4, 16, 16, 16, 16]",
-        )
-    if sum(widths) > options.num_speculative_tokens:
-        raise option_error(
-            "beam_widths",
-            widths,
-            f"its {sum(widths)} nodes exceed num_speculative_tokens="
-            f"{options.num_speculative_tokens}",
-            f"Raise num_speculative_tokens to {sum(widths)} or more, or narrow the levels",
-        )
-    if options.tree_depth is not None and options.tree_depth != len(widths):
-        raise option_error(
-            "tree_depth",
-            options.tree_depth,
-            f"beam_widths has {len(widths)} levels",
-            "Leave tree_depth out",
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalHeadOptions:
-    """How a local head is fused with a block head: options with paths and defaults worked out."""
-
-    path: str
-    unigram_path: str | None
-    """None where every beta is 0."""
-    unigram_smoothing: float
-    alpha: tuple[float, ...]
-    """Weight of the local score at depths 1, 2, ..."""
-    beta: tuple[float, ...]
-    anchor_input: bool
-    num_candidates: int
-    """Tokens of each depth that the local head scores."""
-    gate_table_bytes: int
-
-
-LOCAL_HEAD_OPTIONS = (
-    "local_head",
-    "unigram",
-    "unigram_smoothing",
-    "alpha",
-    "beta",
-    "anchor_input",
-    "local_candidates",
-    "gate_table_mb",
-)
-
-
-def check_local_options(options: Any, method: str, *, uses_local_head: bool) -> None:
-    """Refuses a missing local head, and options of one where the method has none.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    if uses_local_head:
-        if not options.local_head:
-            raise option_error(
-                "local_head",
-                options.local_head,
-                f"method {method!r} fuses a block head with a local head",
-                'Give its folder, e.g. "local_head": "/path/to/local-head"; without one use '
-                "method ddtree",
-            )
-        if options.tree_builder != "best_first":
-            raise option_error(
-                "tree_builder",
-                options.tree_builder,
-                f"method {method!r} scores every branch separately, so only best_first",
-                "Leave tree_builder out, or use method ddtree",
-            )
-        return
-    for name in LOCAL_HEAD_OPTIONS:
-        if name in changed_tree_options(options):
-            raise option_error(
-                name,
-                getattr(options, name),
-                f"method {method!r} has no local head",
-                f"Leave {name} out, or use method dels",
-            )
-
-
-def depth_weights(
-    name: str, value: float | list[float], num_depths: int, *, first_depth: int
-) -> tuple[float, ...]:
-    """`alpha` or `beta` of depths 1..num_depths; 0 before `first_depth`, which is 1 or 2.
-
-    Raises:
-        ValueError: for a weight that is negative or not finite, and a list of another length.
-    """
-    corrected = num_depths - first_depth + 1
-    if isinstance(value, list | tuple):
-        if len(value) != corrected:
-            raise option_error(
-                name,
-                value,
-                f"a list needs one weight for each of the {corrected} depths that are corrected, "
-                f"{first_depth}..{num_depths}, not {len(value)}",
-                f"Give {corrected} weights, or one number for all depths",
-            )
-        weights = [float(weight) for weight in value]
-    else:
-        weights = [float(value)] * corrected
-    if not all(math.isfinite(weight) and weight >= 0.0 for weight in weights):
-        raise option_error(
-            name,
-            value,
-            "weights must be finite and at least 0 (0 switches the term off)",
-            "The paper uses 0.3",
-        )
-    return (0.0,) * (first_depth - 1) + tuple(weights)
 
 
 # vLLM options that mean nothing (or something else) for a tree, with what to do instead.

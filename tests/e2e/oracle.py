@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -104,9 +105,9 @@ def oracle_drafts() -> Iterator[None]:
     """Tree engines built while entered draft with the oracle, whatever their method."""
     import vllm_specplug.vllm_v1.proposer as proposer
 
-    original = proposer.load_drafter_class
-    proposer.load_drafter_class = lambda name: OracleDrafter
+    original = proposer.get_method
+    proposer.get_method = lambda name: SimpleNamespace(load_drafter=lambda: OracleDrafter)  # type: ignore[assignment,return-value]
     try:
         yield
     finally:
-        proposer.load_drafter_class = original
+        proposer.get_method = original

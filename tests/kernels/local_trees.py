@@ -10,7 +10,7 @@ import torch
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.dels.local_tree import LocalTreeBuilder
-from vllm_specplug.options import LocalHeadOptions
+from vllm_specplug.methods.dels.options import DelsSettings
 
 V, H, DEPTH = 300, 48, 5
 
@@ -45,7 +45,7 @@ def builder(
     weights = (0.5, 0.4, 0.3, 0.6, 0.2) if anchor else (0.0, 0.4, 0.3, 0.6, 0.2)
     return LocalTreeBuilder(
         head.requires_grad_(False), None, draft_ids, torch.randn(V).log_softmax(-1),
-        LocalHeadOptions("", "", 1.0, weights, weights, anchor, 64, gate_table_bytes),
+        DelsSettings("", "", 1.0, weights, weights, anchor, 64, gate_table_bytes),
         embed_tokens=torch.randn(V, H).to(dtype), lm_head=torch.randn(V, H).to(dtype), dtype=dtype,
     )  # fmt: skip
 

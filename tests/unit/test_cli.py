@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import vllm_specplug.bench.demo as demo_module
 import vllm_specplug.cli as cli
+import vllm_specplug.presets as presets
 import vllm_specplug.targets as targets
 from vllm_specplug.bench.server import ServerError
 
@@ -30,7 +31,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         return folder
 
     monkeypatch.setattr(targets, "prepare_target", prepare)
-    monkeypatch.setattr(targets, "head_path", lambda target, method: tmp_path / "head")
+    monkeypatch.setattr(presets, "shipped_head", lambda folder: tmp_path / "head")
     return folder
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 import time
 import zipfile
@@ -20,7 +19,6 @@ from vllm_specplug.targets import (
     TargetError,
     cache_dir,
     prepare_target,
-    speculative_config,
     verify_target,
 )
 
@@ -140,33 +138,6 @@ def test_two_at_once_prepare_once(steps: FakeSteps) -> None:
 def test_unknown_target() -> None:
     with pytest.raises(ValueError, match="known: smollm2"):
         prepare_target("llama")
-
-
-def test_speculative_config(
-    steps: FakeSteps, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(targets, "__file__", str(tmp_path / "package" / "targets.py"))
-    with pytest.raises(ValueError, match="'h' is not in this installation"):
-        speculative_config("tiny", "jetspec")
-    head = tmp_path / "heads" / "h"
-    head.mkdir(parents=True)
-    (head / "config.json").write_text("{}")
-    config = speculative_config("tiny", "jetspec", num_speculative_tokens=32)
-    assert json.loads(json.dumps(config)) == {
-        "method": "jetspec",
-        "model": str(head),
-        "num_speculative_tokens": 32,
-    }
-    with pytest.raises(ValueError, match="no head shipped for target 'tiny'; shipped: jetspec"):
-        speculative_config("tiny", "eagle")
-
-
-def test_a_method_that_fuses_a_local_head_names_it() -> None:
-    shipped = targets.get_target("smollm2")
-    config = speculative_config("smollm2", "dels")
-    assert config["method"] == "dels" and config["model"].endswith(shipped.heads["dels"])
-    assert config["local_head"].endswith(shipped.local_heads["dels"])
-    assert "local_head" not in speculative_config("smollm2", "ddtree")
 
 
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,9 +20,11 @@ from vllm_specplug.bench.provenance import provenance
 from vllm_specplug.bench.server import ServerError
 from vllm_specplug.bench.summary import read_results, summarize, to_markdown, write_results
 from vllm_specplug.bench.sweep import Outcome, Sweep
-from vllm_specplug.targets import TargetError, cache_dir, head_path, prepare_target
+from vllm_specplug.presets import default_head
+from vllm_specplug.registry import default_method
+from vllm_specplug.targets import TargetError, cache_dir, prepare_target
 
-DEFAULT_SERVERS = ("plain", "ngram", "jetspec")
+DEFAULT_SERVERS = ("plain", "ngram", default_method().name)
 INCOMPLETE = 3
 """Exit status of a sweep that ended well but has not measured everything."""
 
@@ -81,7 +83,7 @@ def _fill_model(values: dict[str, Any], console: Console) -> None:
     """SmolLM2 and its shipped head where nothing else was said."""
     if values.get("model") is None:
         values["model"] = str(prepare_target("smollm2", lambda text: console.print(text)))
-        values.setdefault("head", str(head_path("smollm2", "jetspec")))
+        values.setdefault("head", default_head("smollm2"))
 
 
 def plan_from(
@@ -114,7 +116,7 @@ def bench(
         str | None,
         typer.Option(
             help="Servers: plain, ngram, suffix, METHOD[-NODES][-BUILDER][-auto]; default "
-            "plain,ngram,jetspec."
+            f"{','.join(DEFAULT_SERVERS)}."
         ),
     ] = None,
     server: Annotated[
@@ -245,7 +247,7 @@ def report(
 @tune_app.command()
 def tune(
     data: DataOption = None,
-    method: Annotated[str, typer.Option(help="Method to tune.")] = "jetspec",
+    method: Annotated[str, typer.Option(help="Method to tune.")] = default_method().name,
     model: ModelOption = None,
     head: HeadOption = None,
     concurrency: Annotated[

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from vllm_specplug.options import BUILDER_NAMES, tree_option_names
-from vllm_specplug.registry import METHOD_NAMES, get_method
+from vllm_specplug.registry import default_method, get_method, method_names
 
 BASELINE = "plain"
 CHAIN = "chain"
@@ -333,12 +333,12 @@ def method_config(name: str, head: str | None) -> dict[str, Any] | None:
     auto = parts.count(AUTO)
     too_many = len(nodes) > 1 or len(builders) > 1 or auto > 1
     known = len(nodes) + len(builders) + auto == len(parts)
-    if method not in METHOD_NAMES or too_many or not known:
+    if method not in method_names() or too_many or not known:
         raise ValueError(
             f"server {name!r} is unknown. Use {BASELINE}, {', '.join(VLLM_CONFIGS)}, "
-            f"METHOD[-NODES][-BUILDER][-auto] with METHOD one of {', '.join(METHOD_NAMES)} and "
+            f"METHOD[-NODES][-BUILDER][-auto] with METHOD one of {', '.join(method_names())} and "
             f"BUILDER one of {', '.join((*BUILDER_NAMES, CHAIN))} (for example "
-            "jetspec-16-accum_logp), or NAME=JSON with any --speculative-config"
+            f"{default_method().name}-16-accum_logp), or NAME=JSON with any --speculative-config"
         )
     config: dict[str, Any] = {"method": method}
     if nodes:

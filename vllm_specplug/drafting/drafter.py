@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from vllm_specplug.methods.tokenswift.options import SelfDraftOptions
-from vllm_specplug.options import LocalHeadOptions, TreeBuilderName
+from vllm_specplug.options import TreeBuilderName
 from vllm_specplug.tree import DraftTree
 
 # Takes weight [out, in] and bias [out] or None; returns x [T, in] -> [T, out].
@@ -50,17 +49,11 @@ class DrafterOptions:
     tree_width: int
     tree_builder: TreeBuilderName
     hybrid_lambda: float
-    causal: bool | None
     ngram_topk: int
     """N-gram branches a tree may take in; 0 switches them off."""
     max_model_len: int
-    local_head: LocalHeadOptions | None = None
-    beam_widths: tuple[int, ...] | None = None
-    """Widths of the levels of a dynamic beam; None drafts best-first under the budget."""
-    window_size: int | None = None
-    """Tokens a drafter's own window keeps; None: what its checkpoint says."""
-    self_draft: SelfDraftOptions | None = None
-    """How the target drafts for itself; None where it does not."""
+    settings: Any = None
+    """The method's own options, as its `DraftPlan` has them."""
     ngram_size: int = 4
     """Longest suffix that n-gram branches look up."""
 
@@ -205,6 +198,8 @@ class WindowSpec:
     size: int
     num_kv_heads: int
     head_dim: int
+    option: str
+    """Name of the option that sets `size`, for messages."""
 
 
 class DraftWindow(Protocol):
@@ -269,6 +264,8 @@ class PartialCacheSpec:
     """Committed tokens after which the kept positions are chosen anew."""
     max_requests: int
     """Requests kept at once."""
+    options: tuple[str, str]
+    """Names of the options that set `max_requests` and `budget`, for messages."""
 
 
 class TargetForward(Protocol):

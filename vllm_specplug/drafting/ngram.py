@@ -16,12 +16,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DraftCacheSpec,
-    Drafter,
     DrafterOptions,
     DraftRequests,
-    TargetWeights,
 )
 from vllm_specplug.kernels import NgramIndex, make_ngram_index
 from vllm_specplug.tree import DraftTree, merge_trees
@@ -180,36 +176,3 @@ def ngram_branches(options: DrafterOptions) -> NgramBranches | None:
     if not options.ngram_topk:
         return None
     return NgramBranches(options.ngram_topk, options.max_depth, options.ngram_size)
-
-
-class NgramTreeDrafter(Drafter):
-    """Method `ngram_tree`: n-gram branches alone, no head and no draft forward."""
-
-    reads_target_weights = False
-
-    def load(self, target: TargetWeights) -> None:
-        self.ngrams = NgramBranches(
-            self.options.ngram_topk, self.options.max_depth, self.options.ngram_size
-        )
-
-    def cache_specs(self) -> list[DraftCacheSpec]:
-        return []
-
-    def observe(self, committed: CommittedTokens) -> None:
-        pass
-
-    def forget(self, req_ids: Iterable[str]) -> None:
-        self.ngrams.forget(req_ids)
-
-    def propose(self, requests: DraftRequests) -> list[DraftTree]:
-        trees = []
-        for r in range(len(requests)):
-            branches = self.ngrams.branches(
-                requests.req_ids[r], requests.token_ids[r], requests.depths[r]
-            )
-            if requests.widths[r] == 1:
-                branches = branches[:1]
-            trees.append(
-                merge_trees(branches, requests.budgets[r]) if branches else DraftTree.empty()
-            )
-        return trees

@@ -3,28 +3,23 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vllm_specplug.methods.block.train import cli as block_cli
-from vllm_specplug.methods.block.train import evaluate_cli
-from vllm_specplug.methods.dels.train import cli as local_cli
-from vllm_specplug.methods.longspec.train import cli as longspec_cli
-from vllm_specplug.methods.tokenswift.train import cli as tokenswift_cli
+from vllm_specplug.registry import methods
 from vllm_specplug.train import cli_common as common
 
 _friendly_errors, _progress = common.friendly_errors, common.progress
 
 data_app = typer.Typer(no_args_is_help=True, help="Make training data from the target.")
 train_app = typer.Typer(no_args_is_help=True, help="Train draft heads.")
-block_cli.register(train_app)
-evaluate_cli.register(train_app)
-local_cli.register(train_app, data_app)
-longspec_cli.register(train_app, data_app)
-tokenswift_cli.register(train_app)
+# Methods share commands: each module is asked once.
+for _module in dict.fromkeys(path for m in methods().values() for path in m.train_commands):
+    importlib.import_module(_module).register(train_app, data_app)
 
 
 def parse_counts(values: list[str]) -> dict[str, int]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from vllm_specplug.options import check_model_runner, tree_option_names
-from vllm_specplug.registry import METHOD_NAMES
-from vllm_specplug.vllm_process.spec_config import SpecPlugSpeculativeConfig, tree_config
+from vllm_specplug.registry import get_method, method_names, owners_of
+from vllm_specplug.vllm_process.spec_config import (
+    SpecPlugSpeculativeConfig,
+    option_names,
+    tree_config,
+)
 
 
 def _refuse(method: str, what: str, remedy: str) -> None:
@@ -25,15 +28,17 @@ def check_option_names(spec_method: str | None, options: dict[str, Any] | None) 
     """
     options = options or {}
     method = spec_method or options.get("method")
-    if method not in METHOD_NAMES:
+    if method not in method_names():
         return
-    legal = {f.name for f in fields(SpecPlugSpeculativeConfig) if f.init}
+    legal = option_names(method)
     for key, value in options.items():
         name = key.replace("-", "_")
-        if name not in legal:
+        # Another method's option is refused with its owners' names when the config is built.
+        if name not in legal and not owners_of(name):
             near = difflib.get_close_matches(name, sorted(legal), n=1)
             hint = f"Did you mean {near[0]!r}? " if near else ""
-            usual = ("model", "num_speculative_tokens", *tree_option_names())
+            own = get_method(method).option_names()
+            usual = ("model", "num_speculative_tokens", *tree_option_names(), *own)
             raise ValueError(
                 f"speculative_config has no option {key!r} (given {value!r}). {hint}"
                 f"Options of method {method!r}: {', '.join(usual)}."
@@ -52,7 +57,7 @@ def check_runner_options(
     from vllm import envs
 
     method = spec_method or (options or {}).get("method")
-    if method not in METHOD_NAMES:
+    if method not in method_names():
         return
     check_model_runner(method, uses_v2=bool(envs.VLLM_USE_V2_MODEL_RUNNER))
     if asynchronous:
@@ -121,16 +126,14 @@ def check_engine_config(vllm_config: Any) -> None:
     for field in ("attn_logit_softcapping", "attention_sinks"):
         if getattr(text, field, None):
             _refuse(method, f"targets with {field}", "Use a target without it")
-    if model.is_moe and parallel.data_parallel_size > 1 and spec.self_draft is not None:
-        source = spec.self_draft.source
-        if source in ("self", "auto"):
-            _refuse(
-                method,
-                f"draft_source={source!r} on a mixture-of-experts target with "
-                f"data_parallel_size={parallel.data_parallel_size}",
-                "Replicas run every forward together, and a draft forward is one replica's own: "
-                'use draft_source "heads" or "ngrams", or data_parallel_size=1',
-            )
+    if model.is_moe and parallel.data_parallel_size > 1 and spec.plan.target_forward_option:
+        _refuse(
+            method,
+            f"{spec.plan.target_forward_option} on a mixture-of-experts target with "
+            f"data_parallel_size={parallel.data_parallel_size}",
+            "Replicas run every forward together, and a draft forward is one replica's own: "
+            "use another setting of that option, or data_parallel_size=1",
+        )
     if spec.aux_layers and not _has_aux_hidden_states(model):
         _refuse(
             method,

@@ -11,11 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from vllm_specplug.methods.tokenswift.options import (
-    PENALTY_ARGS,
-    parse_penalty,
-    unknown_request_arg,
-)
+from vllm_specplug.request_params import PENALTY_ARGS, parse_penalty, unknown_request_arg
 from vllm_specplug.vllm_process.spec_config import tree_config
 
 _PROCESSOR = "vllm_specplug.vllm_v1.penalty_processor"

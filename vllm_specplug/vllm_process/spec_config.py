@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SpeculativeConfig` with our methods and their typed options.
+"""`SpeculativeConfig` with the methods of the registry and their typed options.
 
 Must stay importable by dotted path before any plugin has run: the engine core and the
 workers unpickle instances of this class, possibly before they load plugins.
@@ -12,201 +12,168 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import ArgsKwargs
 from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
 from vllm.config.utils import config
 from vllm.logger import init_logger
 from vllm.utils.hashing import safe_hash
 
-from vllm_specplug.methods.tokenswift.options import check_self_draft_options
+from vllm_specplug.drafting.method import Capability, DraftPlan, MethodOptions, TargetInfo
 from vllm_specplug.options import (
-    DEFAULT_LEVELS,
     DEFAULT_TREE_NODES,
     TreeOptions,
     changed_tree_options,
     check_kernel,
-    check_level_options,
-    check_local_options,
     check_request_limit,
     check_tree_budget,
-    check_tree_depth,
     check_tree_shape,
     check_vllm_options,
     option_error,
 )
-from vllm_specplug.registry import METHOD_NAMES, get_method
+from vllm_specplug.registry import get_method, method_names, methods, owners_of
 
 logger = init_logger("vllm.specplug.config")
 
 # What `custom_class` is told to instantiate; the worker replaces it by the method's drafter.
 PROPOSER_PATH = "vllm_specplug.vllm_v1.proposer.TreeProposer"
 
-_PLUGIN_METHODS = Literal["jetspec", "ddtree", "dels", "longspec", "tokenswift", "ngram_tree"]
-assert set(_PLUGIN_METHODS.__args__) == set(METHOD_NAMES)  # type: ignore[attr-defined]
+WORKERS = {
+    "cpu": "vllm_specplug.vllm_v1.worker_cpu.TreeCPUWorker",
+    "cuda": "vllm_specplug.vllm_v1.worker_gpu.TreeGPUWorker",
+}
+# What the adapter of each device gives a drafter.
+CAPABILITIES = {
+    "cpu": frozenset(Capability),
+    "cuda": frozenset({Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE}),
+}
+# What is there on a single rank only: with tensor parallelism a rank has some of the KV heads.
+ONE_RANK = frozenset({Capability.TARGET_CACHE})
 
 
 @config
 class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
-    """vLLM's speculative options, our methods, and the options of `TreeOptions`."""
+    """vLLM's speculative options, our methods, the options of `TreeOptions` and those of the method
+    itself."""
 
-    method: Literal[SpeculativeMethod, _PLUGIN_METHODS] | None = None  # type: ignore[valid-type]
+    # Names that the command line offers; `_take_method` is what decides.
+    method: Literal[(SpeculativeMethod, *method_names())] | None = None  # type: ignore[valid-type]
     """The name of the speculative method to use; vLLM's own, or one of vllm-specplug's."""
-    plugin_method: str | None = Field(default=None, init=False)
-    """Set when the method is one of ours; `method` then reads "custom_class"."""
-    head_path: str | None = Field(default=None, init=False)
-    """Directory of the draft checkpoint, resolved."""
-    draft_depth: int | None = Field(default=None, init=False)
-    """Depth trees are drafted to."""
-    aux_layers: tuple[int, ...] = Field(default=(), init=False)
-    """Auxiliary hidden-state layers of the target, in vLLM's numbering (output of decoder
-    layer i is i + 1)."""
-    local_options: Any = Field(default=None, init=False)
-    """`config.LocalHeadOptions` of a method that fuses a local head."""
-    self_draft: Any = Field(default=None, init=False)
-    """`tokenswift_options.SelfDraftOptions` of a method that drafts with the target itself."""
+    method_options: Any = None
+    """`MethodOptions` of the method. Made from the method's own keys, never given as such."""
+    plugin_method: str | None = None
+    """Set when the method is one of ours; `method` then reads "custom_class". Never given."""
+    plan: DraftPlan | None = Field(default=None, init=False)
+    """What the method made of its options and its head."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_method(cls, values: Any) -> Any:
+        """Collects the keys that only the method has."""
+        if not isinstance(values, ArgsKwargs) or not values.kwargs:
+            return values
+        given = dict(values.kwargs)
+        for name in ("plugin_method", "method_options"):
+            if given.get(name) is not None:
+                raise option_error(name, given[name], "it is not an option", f"Leave {name} out")
+        name = given.get("method")
+        method = methods().get(name) if isinstance(name, str) else None
+        own = () if method is None else method.option_names()
+        for key in given:
+            owners = owners_of(key)
+            if owners and key not in own:
+                raise option_error(
+                    key,
+                    given[key],
+                    f"method {name!r} does not have it, only {', '.join(owners)}",
+                    f"Leave {key} out",
+                )
+        if method is not None:
+            taken = {key: given.pop(key) for key in own if key in given}
+            given["method_options"] = method.parse_options(taken)
+            given["plugin_method"] = given["method"]
+            given["method"] = "custom_class"
+        return ArgsKwargs(values.args, given)
 
     def __post_init__(self) -> Any:
-        if self.method not in METHOD_NAMES:
+        if self.plugin_method is None:
             changed = changed_tree_options(self)
             if changed:
                 raise option_error(
                     changed[0],
                     getattr(self, changed[0]),
-                    f"only the methods {', '.join(METHOD_NAMES)} have it, not {self.method!r}",
+                    f"only the methods {', '.join(method_names())} have it, not {self.method!r}",
                     f"Leave {changed[0]} out or choose one of those methods",
                 )
             return super().__post_init__()
 
-        method = get_method(str(self.method))
+        method = get_method(self.plugin_method)
         if self.num_speculative_tokens is None:
             self.num_speculative_tokens = max(DEFAULT_TREE_NODES, self.tree_depth or 0)
         check_tree_shape(self.num_speculative_tokens, self.tree_depth, self.tree_width)
         check_tree_budget(self.tree_budget, self.num_speculative_tokens)
         check_request_limit(self.max_request_budget, self.num_speculative_tokens)
         check_vllm_options(self, _vllm_defaults(), method.name)
-        if self.ngram_topk is None:
-            self.ngram_topk = method.default_ngram_topk
-        check_local_options(self, method.name, uses_local_head=method.uses_local_head)
-        check_level_options(self, method.name, drafts_by_level=method.drafts_by_level)
-        if not method.self_drafts:
-            check_self_draft_options(self, method.name, self_drafts=False)
-        if method.self_drafts:
-            self._resolve_self_draft(method.name)
-        elif method.drafts_by_level:
-            self._resolve_level_head(method.name)
-        elif method.needs_head:
-            self._resolve_head(method.name)
-        else:
-            self._check_headless(method.name)
-        self.plugin_method = method.name
-        self.method = "custom_class"
+        options: MethodOptions = self.method_options
+        target = self.target_model_config
+        self.plan = options.resolve(
+            method.name,
+            self,
+            TargetInfo(target.hf_text_config, target.max_model_len, target),
+        )
         self.model = PROPOSER_PATH
         super().__post_init__()
         self._claim_worker()
         logger.info("%r", self)
         return self
 
-    def _resolve_head(self, method: str) -> None:
-        # Imported here: reading a head needs torch modules that plain vLLM never loads.
-        from vllm_specplug.methods.block.checkpoint import inspect_block_head
+    @property
+    def head_path(self) -> str | None:
+        """Folder of the draft checkpoint."""
+        return None if self.plan is None else self.plan.head_path
 
-        path = resolve_head_path(self.model, method)
-        head = inspect_block_head(path, self.target_model_config.hf_text_config, causal=self.causal)
-        self.head_path = str(path)
-        self.draft_depth = check_tree_depth(self.tree_depth, head.block_size)
-        if self.num_speculative_tokens < self.draft_depth:
-            self.draft_depth = self.num_speculative_tokens
-        self.aux_layers = tuple(i + 1 for i in head.target_layer_ids)
-        if get_method(method).uses_local_head:
-            from vllm_specplug.methods.dels.resolve import resolve_local_options
+    @property
+    def draft_depth(self) -> int | None:
+        """Depth that the method drafts to by itself."""
+        return None if self.plan is None else self.plan.depth
 
-            self.local_options = resolve_local_options(
-                self, head.num_draft_tokens, self.target_model_config
-            )
-
-    def _resolve_level_head(self, method: str) -> None:
-        from vllm_specplug.methods.longspec.checkpoint import inspect_longspec_head
-        from vllm_specplug.methods.longspec.config import check_window
-
-        path = resolve_head_path(self.model, method)
-        head = inspect_longspec_head(path, self.target_model_config.hf_text_config)
-        window = head.window_size if self.window_size is None else self.window_size
-        max_model_len = self.target_model_config.max_model_len
-        if self.window_size is not None:
-            check_window("speculative_config.window_size", window, max_model_len)
-        ranks = self.target_parallel_config.tensor_parallel_size
-        if ranks > 1:
-            raise ValueError(
-                f"tensor_parallel_size={ranks} cannot be combined with speculative method "
-                f"{method!r}, which reads all KV heads of the target's last layer on one rank. "
-                "Use --tensor-parallel-size 1, or method jetspec."
-            )
-        self.head_path = str(path)
-        self.window_size = min(window, max_model_len)
-        depth = self.tree_depth or (len(self.beam_widths) if self.beam_widths else DEFAULT_LEVELS)
-        self.draft_depth = min(depth, self.num_speculative_tokens)
-
-    def _resolve_self_draft(self, method: str) -> None:
-        from vllm_specplug.methods.tokenswift.head import inspect_heads
-
-        if self.causal is not None:
-            raise option_error(
-                "causal", self.causal, f"method {method!r} has no draft block", "Leave causal out"
-            )
-        path = resolve_head_path(self.model, method)
-        text_config = self.target_model_config.hf_text_config
-        heads = inspect_heads(path, text_config)
-        self.self_draft = check_self_draft_options(
-            self, method, self_drafts=True, num_heads=heads.medusa_heads
-        )
-        self.head_path = str(path)
-        gamma = self.self_draft.gamma
-        self.draft_depth = min(self.tree_depth or gamma, gamma, self.num_speculative_tokens)
-        self.aux_layers = (text_config.num_hidden_layers,)
-
-    def _check_headless(self, method: str) -> None:
-        for name, legal in (("model", None), ("causal", None), ("tree_builder", "best_first")):
-            if getattr(self, name) != legal:
-                raise option_error(
-                    name,
-                    getattr(self, name),
-                    f"method {method!r} has no draft head",
-                    f"Leave {name} out, or choose a method with a head",
-                )
-        if not self.ngram_topk:
-            raise option_error(
-                "ngram_topk",
-                self.ngram_topk,
-                f"method {method!r} drafts by n-grams only, so 1..16",
-                "Leave ngram_topk out or give at least 1",
-            )
-        self.draft_depth = self.tree_depth or self.num_speculative_tokens
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Auxiliary hidden-state layers of the target, in vLLM's numbering (output of decoder
+        layer i is i + 1)."""
+        return () if self.plan is None else tuple(i + 1 for i in self.plan.hidden_layers)
 
     def _claim_worker(self) -> None:
         """Our worker builds the model runner with the tree mixin."""
         from vllm.platforms import current_platform
 
-        workers = {
-            "cpu": "vllm_specplug.vllm_v1.worker_cpu.TreeCPUWorker",
-            "cuda": "vllm_specplug.vllm_v1.worker_gpu.TreeGPUWorker",
-        }
         device = "cuda" if current_platform.is_cuda() else current_platform.device_type
         method = get_method(str(self.plugin_method))
-        if device not in workers or (device == "cuda" and not method.runs_on_cuda):
+        missing = sorted(method.needs - CAPABILITIES.get(device, frozenset()))
+        if device not in WORKERS or missing:
+            lacking = f" (it needs {', '.join(missing)})" if missing else ""
             raise ValueError(
-                f"Speculative method {self.plugin_method!r} does not run on device "
-                f"{current_platform.device_name!r} in this release. Use a CPU build of vLLM, "
-                "or a chain method of vLLM's own."
+                f"Speculative method {method.name!r} does not run on device "
+                f"{current_platform.device_name!r} in this release{lacking}. Use a CPU build of "
+                "vLLM, or a chain method of vLLM's own."
+            )
+        parallel = self.target_parallel_config
+        ranks = parallel.tensor_parallel_size
+        unshared = sorted(method.needs & ONE_RANK)
+        if ranks > 1 and unshared:
+            raise ValueError(
+                f"tensor_parallel_size={ranks} cannot be combined with speculative method "
+                f"{method.name!r}: it needs {', '.join(unshared)}, and a rank has some of the KV "
+                "heads. Use --tensor-parallel-size 1, or another method."
             )
         check_kernel(self.tree_kernel, device, os.environ.get("TRITON_INTERPRET") == "1")
-        parallel = self.target_parallel_config
         if parallel.worker_cls != "auto":
             raise ValueError(
                 f"worker_cls={parallel.worker_cls!r} cannot be combined with "
                 f"speculative method {self.plugin_method!r}, which brings its own worker. "
                 "Leave --worker-cls out."
             )
-        parallel.worker_cls = workers[device]
+        parallel.worker_cls = WORKERS[device]
 
     def compute_hash(self) -> str:
         """The parent's hash, plus the auxiliary layers: they change the compiled graph."""
@@ -228,6 +195,15 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         )
 
 
+def option_names(method: str) -> tuple[str, ...]:
+    """All keys that `--speculative-config` may have for one of our methods."""
+    internal = {"method_options", "plugin_method"}
+    shared = [
+        f.name for f in fields(SpecPlugSpeculativeConfig) if f.init and f.name not in internal
+    ]
+    return (*shared, *get_method(method).option_names())
+
+
 def _vllm_defaults() -> dict[str, Any]:
     """Defaults of vLLM's own speculative options by name."""
     defaults = {}
@@ -235,36 +211,6 @@ def _vllm_defaults() -> dict[str, Any]:
         default: Any = field.default
         defaults[field.name] = default.default if hasattr(default, "default") else default
     return defaults
-
-
-def resolve_head_path(model: str | None, method: str) -> Path:
-    """Folder of the draft head: a local path, or a hub id that is in the local cache.
-
-    Nothing is downloaded while serving.
-
-    Raises:
-        ValueError: when there is no such folder and no cached copy.
-    """
-    if not model:
-        raise option_error(
-            "model",
-            model,
-            f"method {method!r} needs a draft head",
-            'Give its folder, e.g. "model": "/path/to/head"',
-        )
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    remedy = "Give the folder that holds config.json and model.safetensors"
-    if model.count("/") == 1 and not path.is_absolute():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            return Path(snapshot_download(model, local_files_only=True))
-        except (LocalEntryNotFoundError, ValueError, OSError):
-            remedy = f"Download it first: hf download {model}"
-    raise option_error("model", model, "there is no such folder", remedy)
 
 
 def speculative_config_class(stock: type) -> type:

@@ -23,7 +23,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcess
 
 from vllm_specplug.accept.contextual_penalty import RecentTokens, penalise, penalise_where
 from vllm_specplug.drafting.drafter import DraftPenalty
-from vllm_specplug.methods.tokenswift.options import parse_penalty
+from vllm_specplug.request_params import parse_penalty
 
 logger = init_logger("vllm.specplug.penalty")
 

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
-from vllm_specplug.registry import load_drafter_class
+from vllm_specplug.registry import get_method
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_v1.linear import packed_linear
@@ -37,16 +37,12 @@ class TreeProposer:
             tree_width=spec.tree_width,
             tree_builder=spec.tree_builder,
             hybrid_lambda=spec.hybrid_lambda,
-            causal=spec.causal,
             ngram_topk=spec.ngram_topk,
             max_model_len=vllm_config.model_config.max_model_len,
-            local_head=spec.local_options,
-            beam_widths=tuple(spec.beam_widths) if spec.beam_widths else None,
-            window_size=spec.window_size,
-            self_draft=spec.self_draft,
+            settings=spec.plan.settings,
             ngram_size=spec.ngram_size,
         )
-        self.drafter: Drafter = load_drafter_class(str(spec.plugin_method))(self.options)
+        self.drafter: Drafter = get_method(str(spec.plugin_method)).load_drafter()(self.options)
         self.cache_layers: list[DraftKVLayer] = []
 
     def load_model(self, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:

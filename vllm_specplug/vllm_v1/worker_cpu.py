@@ -76,24 +76,27 @@ class TreeCPUWorker(CPUWorker):
     def determine_available_memory(self) -> int:
         """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""
         available = super().determine_available_memory()
-        spec = self.vllm_config.speculative_config
+        drafter = self.model_runner.drafter.drafter
         partial = partial_cache_bytes(self.model_runner)
         if partial >= available:
+            kept = drafter.partial_cache_spec()
+            requests, budget = kept.options
             raise option_error(
-                "self_draft_requests",
-                spec.self_draft_requests,
-                f"partial caches of kv_budget={spec.kv_budget} tokens each take "
+                requests,
+                kept.max_requests,
+                f"partial caches of {budget}={kept.budget} tokens each take "
                 f"{partial / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
-                "Lower self_draft_requests or kv_budget, or raise VLLM_CPU_KVCACHE_SPACE",
+                f"Lower {requests} or {budget}, or raise VLLM_CPU_KVCACHE_SPACE",
             )
         windows = window_cache_bytes(self.model_runner)
         if windows >= available:
+            window = drafter.window_spec()
             raise option_error(
-                "window_size",
-                spec.window_size,
+                window.option,
+                window.size,
                 f"windows for {self.model_runner.max_num_reqs} requests take "
                 f"{windows / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
-                "Lower window_size or --max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE",
+                f"Lower {window.option} or --max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE",
             )
         return available - partial - windows
 

@@ -22,7 +22,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMachine:
     monkeypatch.setattr(cli, "raise_on_termination", lambda: None)
     monkeypatch.setattr(cli, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(cli, "prepare_target", lambda name, progress: tmp_path / "smollm2")
-    monkeypatch.setattr(cli, "head_path", lambda target, method: tmp_path / "head")
+    monkeypatch.setattr(cli, "default_head", lambda target: str(tmp_path / "head"))
     monkeypatch.setenv("COLUMNS", "200")
     return FakeMachine(monkeypatch)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.unit.train.tiny_heads import make_head
+from tests.unit.methods.block.train.tiny_heads import make_head
 from vllm_specplug.methods.block.train.trainer import BlockTrainer, TrainOptions
 from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.dels.train.trainer import LocalOptions, LocalTrainer

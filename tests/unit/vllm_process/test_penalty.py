@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_specplug.methods.tokenswift.options import parse_penalty
+from vllm_specplug.request_params import parse_penalty
 from vllm_specplug.vllm_process.penalty import check_request
 
 

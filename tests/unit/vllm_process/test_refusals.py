@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_the_config_survives_pickling(target: Path, head: Path) -> None:
 def test_the_hash_depends_on_the_auxiliary_layers(target: Path, head: Path) -> None:
     spec = _config(target, _jetspec(head)).speculative_config
     before = spec.compute_hash()
-    spec.aux_layers = (2,)
+    spec.plan = replace(spec.plan, hidden_layers=(1,))
     assert spec.compute_hash() != before
 
 
@@ -114,7 +115,7 @@ def test_bad_options(target: Path, head: Path, options: dict[str, Any], message:
 
 
 def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
-    with pytest.raises(ValueError, match="tree_width=3 .*only the methods jetspec"):
+    with pytest.raises(ValueError, match="tree_width=3 .*only the methods .*jetspec"):
         _config(
             target,
             {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,

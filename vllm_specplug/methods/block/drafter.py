@@ -36,7 +36,7 @@ class BlockHeadDrafter(Drafter):
     def load(self, target: TargetWeights) -> None:
         assert self.options.head_path is not None
         head, extras = load_block_head(
-            self.options.head_path, target.text_config, causal=self.options.causal
+            self.options.head_path, target.text_config, causal=self.options.settings.causal
         )
         head = head.to(device=target.device, dtype=target.dtype)
         self.config = head.config

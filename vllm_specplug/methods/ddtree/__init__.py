@@ -1,2 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """DDTree: trees over a DFlash head, bidirectional inside the block."""
+
+from vllm_specplug.drafting.method import Method
+from vllm_specplug.methods.block.options import BLOCK_NEEDS
+
+METHOD = Method(
+    name="ddtree",
+    summary="bidirectional block head (DFlash) over target features, tree or chain",
+    options="vllm_specplug.methods.block.options:BlockOptions",
+    drafter="vllm_specplug.methods.ddtree.drafter:DDTreeDrafter",
+    needs=BLOCK_NEEDS,
+    train_commands=("vllm_specplug.methods.block.train.cli",),
+    presets={"smollm2": {"model": "heads/smollm2-135m-dflash", "num_speculative_tokens": 16}},
+)

@@ -1,2 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeLS-Spec: a DFlash head corrected branch by branch by a local head."""
+
+from vllm_specplug.drafting.method import Capability, Method
+from vllm_specplug.methods.block.options import BLOCK_NEEDS
+
+METHOD = Method(
+    name="dels",
+    summary="DFlash head fused with a short-context local head, branch by branch",
+    options="vllm_specplug.methods.dels.options:DelsOptions",
+    drafter="vllm_specplug.methods.dels.drafter:DelsDrafter",
+    needs=BLOCK_NEEDS | {Capability.HOST_BRANCHES},
+    train_commands=("vllm_specplug.methods.dels.train.cli",),
+    presets={
+        "smollm2": {
+            "model": "heads/smollm2-135m-dflash",
+            "local_head": "heads/smollm2-135m-dels-gru",
+            "num_speculative_tokens": 16,
+            "alpha": 0.6,
+            "beta": 0.4,
+        }
+    },
+)

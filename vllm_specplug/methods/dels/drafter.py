@@ -24,8 +24,7 @@ class DelsDrafter(BlockHeadDrafter):
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
         super().load(target)
-        options = self.options.local_head
-        assert options is not None
+        options = self.options.settings
         local, local_ids = load_local_head(options.path, target.text_config)
         draft_ids = self.target_ids
         if draft_ids is None:

@@ -6,9 +6,9 @@ table (the draft vocabulary where it is reduced), H target hidden size, I input 
 r rank of the output.
 
 A block head scores all depths of a block at once and cannot know which token its own earlier slots
-became. This head knows nothing but those tokens, is small enough to be run once a depth, and is
-fused with the block head's scores by a product of experts (`methods.dels.local_tree`). After reading
-the tokens up to depth i - 1 it scores the token of depth i:
+became. This head knows nothing but those tokens, is small enough to be run once per depth, and is
+fused with the block head's scores by a product of experts (`local_tree`). After reading the tokens
+up to depth i - 1 it scores the token of depth i:
 
     GRU       h <- GRU(x(y), h);  rank = act(W_rank h);  s = W_short rank
     Markov    rank = x(y), so that only the last token counts;  s = W_short rank

@@ -33,7 +33,7 @@ from vllm_specplug.kernels import (
     markov_weights,
 )
 from vllm_specplug.methods.dels.head import LocalHead
-from vllm_specplug.options import LocalHeadOptions
+from vllm_specplug.methods.dels.options import DelsSettings
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import Expand, Frontier, draft_level_by_level
 
@@ -61,7 +61,7 @@ class LocalTreeBuilder:
         local_ids: torch.Tensor | None,
         draft_ids: torch.Tensor,
         log_prior: torch.Tensor | None,
-        options: LocalHeadOptions,
+        options: DelsSettings,
         *,
         embed_tokens: torch.Tensor,
         lm_head: torch.Tensor,

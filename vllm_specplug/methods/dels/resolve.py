@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.methods.dels.checkpoint import inspect_local_head, resolve_local_head
+from vllm_specplug.methods.dels.options import DelsOptions, DelsSettings, depth_weights
 from vllm_specplug.methods.dels.unigram import (
     RELEASED_UNIGRAM_NAME,
     UNIGRAM_NAME,
     load_unigram,
     tokenizer_fingerprint,
 )
-from vllm_specplug.options import LocalHeadOptions, depth_weights, option_error
+from vllm_specplug.options import option_error
 
 logger = logging.getLogger("vllm.specplug.config")
 
 
-def resolve_local_options(
-    options: Any, num_draft_tokens: int, model_config: Any
-) -> LocalHeadOptions:
+def resolve_settings(
+    options: DelsOptions, tree_width: int, num_draft_tokens: int, model_config: Any
+) -> DelsSettings:
     """The options of method dels with paths, defaults and weights worked out.
 
     Args:
-        options: anything with the fields of `TreeOptions`.
         num_draft_tokens: depths the block head drafts.
         model_config: vLLM's config of the target.
 
@@ -33,6 +33,7 @@ def resolve_local_options(
         ValueError: for a local head or counts of another target, weights that make no sense, and
             a prior that is needed and missing.
     """
+    assert options.local_head is not None
     text_config = model_config.hf_text_config
     config = inspect_local_head(options.local_head, text_config)
     file = resolve_local_head(options.local_head).resolve()
@@ -42,19 +43,20 @@ def resolve_local_options(
         depth_weights(name, getattr(options, name), num_draft_tokens, first_depth=first_depth)
         for name in ("alpha", "beta")
     )
-    return LocalHeadOptions(
+    return DelsSettings(
         path=str(file),
         unigram_path=_unigram_path(options, file, model_config) if any(beta) else None,
         unigram_smoothing=options.unigram_smoothing,
         alpha=alpha,
         beta=beta,
         anchor_input=anchor,
-        num_candidates=max(options.local_candidates, options.tree_width),
+        num_candidates=max(options.local_candidates, tree_width),
         gate_table_bytes=options.gate_table_mb << 20,
+        causal=options.causal,
     )
 
 
-def _unigram_path(options: Any, local_head: Path, model_config: Any) -> str:
+def _unigram_path(options: DelsOptions, local_head: Path, model_config: Any) -> str:
     if options.unigram is not None:
         path = Path(options.unigram).expanduser()
     else:

@@ -130,8 +130,10 @@ class LongSpecDrafter(Drafter):
         return []
 
     def window_spec(self) -> WindowSpec:
-        size = self.options.window_size or self.config.window_size
-        return WindowSpec(size, self.config.num_key_value_heads, self.config.head_dim)
+        size = self.options.settings.window_size
+        return WindowSpec(
+            size, self.config.num_key_value_heads, self.config.head_dim, option="window_size"
+        )
 
     def observe(self, committed: CommittedTokens) -> None:
         """Nothing: windows take their tokens when the request is drafted for."""
@@ -167,7 +169,7 @@ class LongSpecDrafter(Drafter):
             [min(depth, self.options.tree_depth) for depth in requests.depths],
             requests.widths,
             self._expander(requests),
-            beam_widths=self.options.beam_widths,
+            beam_widths=self.options.settings.beam_widths,
         )
 
     def _fill_windows(self, requests: DraftRequests) -> None:

@@ -48,8 +48,8 @@ class TokenSwiftDrafter(Drafter):
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
         options = self.options
-        assert options.head_path is not None and options.self_draft is not None
-        self.settings = options.self_draft
+        assert options.head_path is not None
+        self.settings = options.settings
         heads, target_ids = load_heads(options.head_path, target.text_config)
         self.heads = heads.to(device=target.device, dtype=target.dtype)
         # int64 [V'] target id of each draft id, and [V] the way back, -1 where there is none
@@ -90,6 +90,7 @@ class TokenSwiftDrafter(Drafter):
             sink=settings.sink_size,
             refresh=settings.kv_refresh,
             max_requests=settings.max_requests,
+            options=("self_draft_requests", "kv_budget"),
         )
 
     def observe(self, committed: CommittedTokens) -> None:

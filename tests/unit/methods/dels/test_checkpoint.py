@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.models.local_heads import KINDS, H, R, S, V, make
+from tests.unit.methods.dels.local_heads import KINDS, H, R, S, V, make
 from vllm_specplug.methods.dels.checkpoint import (
     inspect_local_head,
     load_local_head,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.e2e.tiny import HIDDEN, make_head, make_local_head
-from tests.unit.drafting.block_requests import VOCAB, draft_requests
-from tests.unit.drafting.dels_drafters import load_drafter
+from tests.unit.methods.block.block_requests import VOCAB, draft_requests
+from tests.unit.methods.dels.dels_drafters import load_drafter
 from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
 from vllm_specplug.methods.dels.checkpoint import save_local_head
 from vllm_specplug.methods.dels.drafter import DelsDrafter

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.models.local_heads import KINDS, H, R, S, V, make
+from tests.unit.methods.dels.local_heads import KINDS, H, R, S, V, make
 from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
 
 

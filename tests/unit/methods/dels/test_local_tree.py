@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.models.local_heads import KINDS, H, V, make
+from tests.unit.methods.dels.local_heads import KINDS, H, V, make
 from vllm_specplug.methods.dels.head import LocalHead
 from vllm_specplug.methods.dels.local_tree import LocalTreeBuilder
-from vllm_specplug.options import LocalHeadOptions
+from vllm_specplug.methods.dels.options import DelsSettings
 from vllm_specplug.tree import build_tree
 from vllm_specplug.tree.beam import Frontier
 
@@ -20,8 +20,8 @@ DEPTH = 4
 ALPHA, BETA = (0.2, 0.4, 0.3, 0.5), (0.1, 0.2, 0.3, 0.4)
 
 
-def options(**changes: Any) -> LocalHeadOptions:
-    return LocalHeadOptions(
+def options(**changes: Any) -> DelsSettings:
+    return DelsSettings(
         **{
             "path": "", "unigram_path": "", "unigram_smoothing": 1.0, "alpha": ALPHA,
             "beta": BETA, "anchor_input": True, "num_candidates": V, "gate_table_bytes": 1 << 20,

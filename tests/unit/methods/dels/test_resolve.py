@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.tiny import make_head, make_local_head, make_target
+from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.dels.unigram import save_unigram
 
 VOCAB = 12
@@ -52,7 +53,7 @@ def _resolve(target: Path, spec: dict[str, Any]) -> Any:
 
 def test_defaults_are_the_papers(target: Path, spec: dict[str, Any]) -> None:
     resolved = _resolve(target, spec)
-    options = resolved.local_options
+    options = resolved.plan.settings
     assert resolved.plugin_method == "dels" and resolved.draft_depth == 4
     assert options.alpha == options.beta == (0.0, 0.3, 0.3, 0.3)
     assert not options.anchor_input and options.num_candidates == 128
@@ -65,17 +66,17 @@ def test_the_anchor_is_fed_when_the_checkpoint_or_the_user_says_so(
 ) -> None:
     config = Path(spec["local_head"]) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "anchor_input": True}))
-    options = _resolve(target, {**spec, "alpha": [0.1, 0.2, 0.3, 0.4], "beta": 0}).local_options
+    options = _resolve(target, {**spec, "alpha": [0.1, 0.2, 0.3, 0.4], "beta": 0}).plan.settings
     assert options.anchor_input and options.alpha == (0.1, 0.2, 0.3, 0.4)
     # nothing is asked for where it is not read
     assert options.unigram_path is None and options.beta == (0.0,) * 4
-    options = _resolve(target, {**spec, "anchor_input": False}).local_options
+    options = _resolve(target, {**spec, "anchor_input": False}).plan.settings
     assert not options.anchor_input and options.alpha[0] == 0.0
 
 
 def test_ddtree_needs_a_head_and_nothing_else(target: Path, spec: dict[str, Any]) -> None:
     resolved = _resolve(target, {"method": "ddtree", "model": spec["model"]})
-    assert resolved.plugin_method == "ddtree" and resolved.local_options is None
+    assert resolved.plugin_method == "ddtree" and resolved.plan.settings == BlockSettings(None)
     assert resolved.ngram_topk == 3
 
 
@@ -84,8 +85,8 @@ def test_ddtree_needs_a_head_and_nothing_else(target: Path, spec: dict[str, Any]
     [
         ({"local_head": None}, "local_head=None .*needs|local_head=None .*fuses"),
         ({"local_head": "/nowhere"}, "there is no such file or folder"),
-        ({"method": "ddtree"}, "local_head=.*method 'ddtree' has no local head"),
-        ({"method": "jetspec"}, "local_head=.*method 'jetspec' has no local head"),
+        ({"method": "ddtree"}, "local_head=.*method 'ddtree' does not have it, only dels"),
+        ({"method": "jetspec"}, "local_head=.*method 'jetspec' does not have it, only dels"),
         ({"alpha": [0.3, 0.3]}, "alpha=.*3 depths that are corrected, 2..4, not 2"),
         ({"beta": [0.3] * 4}, "beta=.*3 depths that are corrected"),
         ({"beta": [0.3] * 3, "anchor_input": True}, "4 depths that are corrected, 1..4, not 3"),
@@ -110,7 +111,7 @@ def test_a_prior_is_needed_unless_beta_is_zero(target: Path, spec: dict[str, Any
     (Path(spec["local_head"]) / "unigram.safetensors").unlink()
     with pytest.raises(ValueError, match='unigram=None .*no unigram.safetensors.*"beta": 0'):
         _resolve(target, spec)
-    assert _resolve(target, {**spec, "beta": 0.0}).local_options.unigram_path is None
+    assert _resolve(target, {**spec, "beta": 0.0}).plan.settings.unigram_path is None
 
 
 def test_counts_of_a_larger_vocabulary_are_refused(
@@ -121,7 +122,7 @@ def test_counts_of_a_larger_vocabulary_are_refused(
         _resolve(target, {**spec, "unigram": str(path)})
     # fewer are padded
     path = save_unigram(tmp_path / "v.safetensors", torch.ones(VOCAB - 3).long(), tokenizer=None)
-    assert _resolve(target, {**spec, "unigram": str(path)}).local_options.unigram_path == str(path)
+    assert _resolve(target, {**spec, "unigram": str(path)}).plan.settings.unigram_path == str(path)
 
 
 def test_counts_of_another_tokenizer_are_refused(
@@ -135,7 +136,7 @@ def test_counts_of_another_tokenizer_are_refused(
         _resolve(target, {**spec, "unigram": str(path)})
     # an engine without a tokenizer cannot tell
     monkeypatch.setattr(module, "_target_tokenizer", lambda config: None)
-    assert _resolve(target, {**spec, "unigram": str(path)}).local_options
+    assert _resolve(target, {**spec, "unigram": str(path)}).plan.settings
 
 
 def test_a_local_head_of_another_target_is_refused(target: Path, spec: dict[str, Any]) -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.e2e.tiny import HIDDEN, make_head
-from tests.unit.drafting.block_requests import VOCAB, NoContext, draft_requests
+from tests.unit.methods.block.block_requests import VOCAB, NoContext, draft_requests
 from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
 from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.tree import build_tree
 
@@ -22,8 +23,8 @@ def _drafter(head: Path, builder: str = "best_first", ngram_topk: int = 0) -> Je
     drafter = JetSpecDrafter(
         DrafterOptions(
             head_path=str(head), num_nodes=12, tree_depth=4, max_depth=12, tree_width=4,
-            tree_builder=builder, hybrid_lambda=0.1, causal=None, ngram_topk=ngram_topk,
-            max_model_len=64,
+            tree_builder=builder, hybrid_lambda=0.1, settings=BlockSettings(None),
+            ngram_topk=ngram_topk, max_model_len=64,
         )
     )  # fmt: skip
     torch.manual_seed(0)

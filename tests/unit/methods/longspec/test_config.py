@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.tiny import make_head, make_longspec_head, make_target
+from vllm_specplug.methods.longspec.options import LongSpecSettings
 
 VOCAB = 12
 
@@ -54,7 +55,7 @@ def test_defaults(target: Path, head: Path) -> None:
     spec = _resolve(target, head)
     assert (spec.plugin_method, spec.method) == ("longspec", "custom_class")
     assert (spec.num_speculative_tokens, spec.draft_depth) == (16, 5)
-    assert (spec.window_size, spec.beam_widths, spec.aux_layers) == (64, None, ())
+    assert (spec.plan.settings, spec.aux_layers) == (LongSpecSettings(64, None), ())
     assert pickle.loads(pickle.dumps(spec)) == spec
 
 
@@ -66,8 +67,8 @@ def test_the_published_beam(target: Path, head: Path) -> None:
 
 def test_a_window_no_longer_than_the_model(target: Path, tmp_path: Path) -> None:
     head = make_longspec_head(tmp_path, VOCAB, window=1000)
-    assert _resolve(target, head).window_size == 256
-    assert _resolve(target, head, window_size=32).window_size == 32
+    assert _resolve(target, head).plan.settings.window_size == 256
+    assert _resolve(target, head, window_size=32).plan.settings.window_size == 32
 
 
 @pytest.mark.parametrize(
@@ -79,9 +80,9 @@ def test_a_window_no_longer_than_the_model(target: Path, tmp_path: Path) -> None
         ({"beam_widths": []}, "list of level widths"),
         ({"beam_widths": [4, 0]}, "list of level widths"),
         ({"beam_widths": [4, 4], "tree_depth": 3}, "beam_widths has 2 levels"),
-        ({"causal": True}, "causal=True is not usable"),
+        ({"causal": True}, "causal=True is not usable: method 'longspec' does not have it"),
         ({"tree_builder": "accum_logp"}, "tree_builder='accum_logp' is not usable"),
-        ({"alpha": 0.5}, "has no local head"),
+        ({"alpha": 0.5}, "alpha=0.5 is not usable: method 'longspec' does not have it, only dels"),
         ({"tree_depth": 17, "num_speculative_tokens": 16}, "at least tree_depth=17"),
     ],
 )
@@ -95,7 +96,7 @@ def test_impossible_options_are_refused(
 def test_other_methods_have_no_windows_or_beams(target: Path, tmp_path: Path) -> None:
     block_head = make_head(tmp_path, VOCAB)
     for option in ({"window_size": 8}, {"beam_widths": [2]}):
-        with pytest.raises(ValueError, match="does not draft level by level"):
+        with pytest.raises(ValueError, match="method 'jetspec' does not have it, only longspec"):
             _resolve(target, block_head, method="jetspec", **option)
     with pytest.raises(ValueError, match="beam_widths"):
         _resolve(target, block_head, method="ngram", num_speculative_tokens=4, beam_widths=[2])

@@ -18,6 +18,7 @@ from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import FusedLongSpecHead, LongSpecDrafter
+from vllm_specplug.methods.longspec.options import LongSpecSettings
 from vllm_specplug.methods.longspec.train.evaluate import SequenceDrafter, TreePolicy
 from vllm_specplug.methods.longspec.train.features import KVSequence
 
@@ -121,8 +122,8 @@ def make_drafter(head: Path, **options: Any) -> LongSpecDrafter:
             **{
                 "head_path": str(head), "num_nodes": 16, "tree_depth": 4, "max_depth": 16,
                 "tree_width": 8, "tree_builder": "best_first", "hybrid_lambda": 0.1,
-                "causal": None, "ngram_topk": 0, "max_model_len": MAX_LEN,
-                "window_size": WINDOW, **options,
+                "ngram_topk": 0, "max_model_len": MAX_LEN,
+                "settings": LongSpecSettings(WINDOW, None), **options,
             }
         )
     )  # fmt: skip
@@ -168,7 +169,7 @@ def requests_for(texts: list[KVSequence], budgets: list[int], widths: list[int])
 
 @pytest.mark.parametrize("beam", [None, (2, 4, 3)])
 def test_batched_trees_are_those_of_each_request_alone(head: Path, beam: Any) -> None:
-    drafter = make_drafter(head, beam_widths=beam)
+    drafter = make_drafter(head, settings=LongSpecSettings(WINDOW, beam and tuple(beam)))
     texts = sequences()
     drafter.bind_window(DenseWindow(), DenseTarget([(t.key, t.value) for t in texts]))
     budgets, widths = [16, 9, 16, 1, 12], [8, 8, 1, 8, 4]

@@ -20,7 +20,7 @@ from vllm_specplug.drafting.drafter import (
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads, save_heads
-from vllm_specplug.methods.tokenswift.options import SelfDraftOptions
+from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
 
 HIDDEN, VOCAB = 16, 40
 DRAFT_IDS = torch.arange(0, VOCAB, 2)
@@ -59,10 +59,9 @@ def _drafter(folder, source: str, *, ngram_topk: int = 0, reduced: bool = False,
             tree_width=3,
             tree_builder="best_first",
             hybrid_lambda=0.1,
-            causal=None,
             ngram_topk=ngram_topk,
             max_model_len=100,
-            self_draft=SelfDraftOptions(source, 64, 4, 60, 2, 4, widths),
+            settings=TokenSwiftSettings(source, 64, 4, 60, 2, 4, widths),
         )
     )
     lm_head = torch.randn(VOCAB, HIDDEN)

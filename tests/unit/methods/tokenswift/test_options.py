@@ -3,29 +3,21 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from vllm_specplug.methods.tokenswift.options import check_self_draft_options
-from vllm_specplug.options import TreeOptions
+from vllm_specplug.methods.tokenswift.options import TokenSwiftOptions, TokenSwiftSettings
 
 
-def _options(**given):
-    values = {}
-    for field in fields(TreeOptions):
-        default = field.default
-        values[field.name] = default.default if hasattr(default, "default") else default
-    return SimpleNamespace(**{**values, "num_speculative_tokens": 16, **given})
+def _settings(num_speculative_tokens: int = 16, ngram_topk: int = 3, **own: Any) -> Any:
+    shared = SimpleNamespace(num_speculative_tokens=num_speculative_tokens, ngram_topk=ngram_topk)
+    return TokenSwiftOptions(**own).settings(shared, num_heads=3)
 
 
 def test_defaults() -> None:
-    resolved = check_self_draft_options(_options(), "tokenswift", self_drafts=True, num_heads=3)
-    assert resolved is not None
-    assert (resolved.kv_budget, resolved.sink_size, resolved.gamma) == (4096, 16, 4)
-    assert resolved.kv_refresh == 4080
-    assert resolved.source == "auto"
+    assert _settings() == TokenSwiftSettings("auto", 4096, 16, 4080, 4, 4, None)
 
 
 @pytest.mark.parametrize(
@@ -41,24 +33,10 @@ def test_defaults() -> None:
         ({"tree_widths": [1, 3, 3, 3]}, "40 nodes, more than num_speculative_tokens=16"),
     ],
 )
-def test_impossible_combinations_are_refused(given, words) -> None:
+def test_impossible_combinations_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_self_draft_options(_options(**given), "tokenswift", self_drafts=True, num_heads=3)
+        _settings(**given)
 
 
 def test_the_published_tree_fits_its_budget() -> None:
-    options = _options(tree_widths=[1, 3, 3, 3], num_speculative_tokens=40)
-    resolved = check_self_draft_options(options, "tokenswift", self_drafts=True, num_heads=3)
-    assert resolved is not None
-    assert resolved.tree_widths == (1, 3, 3, 3)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"kv_budget": 64}, {"draft_source": "self"}, {"gamma": 2}, {"self_draft_requests": 1}],
-)
-def test_other_methods_refuse_the_options(given) -> None:
-    (name,) = given
-    with pytest.raises(ValueError, match=f"{name}=.*only 'tokenswift' does"):
-        check_self_draft_options(_options(**given), "jetspec", self_drafts=False)
-    assert check_self_draft_options(_options(), "jetspec", self_drafts=False) is None
+    assert _settings(40, tree_widths=[1, 3, 3, 3]).tree_widths == (1, 3, 3, 3)

@@ -93,7 +93,7 @@ def train_block(
         )
 
 
-def register(app: typer.Typer) -> None:
+def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds both commands."""
     for name, summary in SUMMARIES.items():
-        app.command(name, help=summary)(train_block)
+        train_app.command(name, help=summary)(train_block)

@@ -76,6 +76,6 @@ def evaluate(
     typer.echo("rank-1 accuracy by slot: " + " ".join(f"{v:.2f}" for v in report.slot_accuracy()))
 
 
-def register(app: typer.Typer) -> None:
+def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("evaluate")(evaluate)
+    train_app.command("evaluate")(evaluate)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out acceptance of a LongSpec layer, without a server.
 
-The walk is that of `methods.block.train.evaluate`: from committed position to committed position of the target's
-own answer, each round accepted as far as the answer follows the draft tree. A round drafts as
+The walk is that of block heads: from committed position to committed position of the target's own
+answer, each round accepted as far as the answer follows the draft tree. A round drafts as
 serving does: the cache ends before the anchor and levels follow one another.
 """
 

@@ -41,6 +41,6 @@ def train(
         )
 
 
-def register(train_app: typer.Typer) -> None:
+def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""
     train_app.command("tokenswift")(train)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.unit.train.tiny_heads import make_head
+from tests.unit.methods.block.train.tiny_heads import make_head
 from vllm_specplug.methods.block.train.blocks import (
     anchor_range,
     pack_blocks,

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from tests.unit.models import published
-from tests.unit.models.published import SPECULATORS_QWEN3_8B, ZLAB_QWEN3_8B, changed
+from tests.unit.methods.block import published
+from tests.unit.methods.block.published import SPECULATORS_QWEN3_8B, ZLAB_QWEN3_8B, changed
 from vllm_specplug.methods.block.config import BlockHeadConfig
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from tests.e2e.tiny import HIDDEN
-from tests.unit.drafting.block_requests import VOCAB, NoContext
+from tests.unit.methods.block.block_requests import VOCAB, NoContext
 from vllm_specplug.drafting.drafter import Drafter, DrafterOptions, TargetWeights
 from vllm_specplug.methods.block.fused_head import plain_linear
-from vllm_specplug.options import LocalHeadOptions
+from vllm_specplug.methods.dels.options import DelsSettings
 
 
 def load_drafter(
     cls: type[Drafter], folder: Path, weights: tuple[float, ...], **options: Any
 ) -> Any:
-    local = LocalHeadOptions(
+    local = DelsSettings(
         **{
             "path": str(folder / "local" / "model.safetensors"),
             "unigram_path": str(folder / "local" / "unigram.safetensors"),
@@ -29,8 +29,8 @@ def load_drafter(
     drafter = cls(
         DrafterOptions(
             head_path=str(folder / "head"), num_nodes=12, tree_depth=4, max_depth=12,
-            tree_width=4, tree_builder="best_first", hybrid_lambda=0.1, causal=None,
-            ngram_topk=0, max_model_len=64, local_head=local,
+            tree_width=4, tree_builder="best_first", hybrid_lambda=0.1,
+            ngram_topk=0, max_model_len=64, settings=local,
         )
     )  # fmt: skip
     torch.manual_seed(0)

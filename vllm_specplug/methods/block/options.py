@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of methods that draft with a block head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_specplug.drafting.head_path import resolve_head_path
+from vllm_specplug.drafting.method import (
+    Capability,
+    DraftPlan,
+    MethodOptions,
+    SharedOptions,
+    TargetInfo,
+)
+from vllm_specplug.options import check_tree_depth
+
+if TYPE_CHECKING:
+    from vllm_specplug.methods.block.config import BlockHeadConfig
+
+BLOCK_NEEDS = frozenset({Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE})
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """How a block head is run."""
+
+    causal: bool | None
+    """The mask inside the block; None: what the checkpoint says."""
+
+
+class BlockOptions(MethodOptions):
+    """Options of every block head."""
+
+    causal: bool | None = None
+    """Causal (true) or bidirectional (false) attention inside the draft block. Default: what the
+    checkpoint says (`causal_head`), bidirectional when it says nothing."""
+
+    def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
+        # Imported here: reading a head needs torch, which plain vLLM never loads for us.
+        from vllm_specplug.methods.block.checkpoint import inspect_block_head
+
+        path = resolve_head_path(shared.model, method)
+        head = inspect_block_head(path, target.text_config, causal=self.causal)
+        depth = check_tree_depth(shared.tree_depth, head.block_size)
+        return DraftPlan(
+            depth=min(depth, shared.num_speculative_tokens),
+            head_path=str(path),
+            hidden_layers=tuple(head.target_layer_ids),
+            settings=self.settings(method, shared, target, head),
+        )
+
+    def settings(
+        self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig
+    ) -> BlockSettings:
+        """What the drafter is given."""
+        return BlockSettings(self.causal)

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""N-gram trees: branches looked up in the request's own text, no head."""
+
+from vllm_specplug.drafting.method import Method
+
+METHOD = Method(
+    name="ngram_tree",
+    summary="branches looked up in the request's own tokens, merged into one tree",
+    options="vllm_specplug.methods.ngram_tree.options:NgramTreeOptions",
+    drafter="vllm_specplug.methods.ngram_tree.drafter:NgramTreeDrafter",
+    needs_head=False,
+    presets={"smollm2": {}},
+)

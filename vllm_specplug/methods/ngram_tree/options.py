@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of n-gram trees: the shared ones, less those of a head."""
+
+from __future__ import annotations
+
+from vllm_specplug.drafting.method import DraftPlan, MethodOptions, SharedOptions, TargetInfo
+from vllm_specplug.options import option_error
+
+
+class NgramTreeOptions(MethodOptions):
+    """No options beside the shared ones."""
+
+    def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
+        for name, legal in (("model", None), ("tree_builder", "best_first")):
+            value = getattr(shared, name)
+            if value != legal:
+                raise option_error(
+                    name,
+                    value,
+                    f"method {method!r} has no draft head",
+                    f"Leave {name} out, or choose a method with a head",
+                )
+        if not shared.ngram_topk:
+            raise option_error(
+                "ngram_topk",
+                shared.ngram_topk,
+                f"method {method!r} drafts by n-grams only, so 1..16",
+                "Leave ngram_topk out or give at least 1",
+            )
+        return DraftPlan(depth=shared.tree_depth or shared.num_speculative_tokens)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option with its type, default, legal values and meaning, read from its declaration."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from dataclasses import fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from vllm_specplug.drafting.method import Method
+from vllm_specplug.options import DEFAULT_TREE_NODES, MAX_TREE_NODES, TreeOptions
+from vllm_specplug.registry import method_names
+
+HEADER = ("option", "type", "default", "legal", "meaning")
+
+
+def shared_options() -> list[tuple[str, ...]]:
+    """One row per option that every method has."""
+    rows = [
+        (
+            "`method`",
+            "string",
+            "required",
+            ", ".join(f"`{name}`" for name in method_names()),
+            "The method; vLLM's own methods work as ever.",
+        ),
+        (
+            "`model`",
+            "string",
+            "required by methods with a head",
+            "a folder, or a hub id in the local cache",
+            "The draft head. Nothing is downloaded while serving.",
+        ),
+        (
+            "`num_speculative_tokens`",
+            "int",
+            f"`{DEFAULT_TREE_NODES}`",
+            f"1..{MAX_TREE_NODES}, at least `tree_depth`",
+            "Node budget of one tree, the root (last committed token) excluded.",
+        ),
+    ]
+    docs = field_docs(TreeOptions)
+    hints = get_type_hints(TreeOptions)
+    for field in fields(TreeOptions):
+        info: Any = field.default
+        has_info = hasattr(info, "metadata")
+        default = info.default if has_info else info
+        metadata = info.metadata if has_info else ()
+        rows.append(_row(field.name, hints[field.name], default, metadata, docs[field.name]))
+    return rows
+
+
+def method_options(method: Method) -> list[tuple[str, ...]]:
+    """One row per option that only this method has, or that it shares with few."""
+    return [
+        _row(name, info.annotation, info.default, info.metadata, info.description or "")
+        for name, info in method.load_options().model_fields.items()
+    ]
+
+
+def _row(name: str, hint: Any, default: Any, metadata: Any, meaning: str) -> tuple[str, ...]:
+    type_name, choices = describe_type(hint)
+    legal = choices or bounds(metadata) or "any"
+    shown = "unset" if default is None else f"`{str(default).lower()}`"
+    return f"`{name}`", type_name, shown, legal, " ".join(meaning.split())
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The string below each field of a class, on one line."""
+    body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for statement, following in zip(body, body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            text = following.value.value  # type: ignore[attr-defined]
+            docs[statement.target.id] = " ".join(text.split())  # type: ignore[union-attr]
+    return docs
+
+
+def describe_type(hint: Any) -> tuple[str, str]:
+    """Name of a type as JSON users know it, and its choices when it has some."""
+    if get_origin(hint) in (Union, types.UnionType):
+        choices = [arg for arg in get_args(hint) if arg is not type(None)]
+        if len(choices) > 1 and get_origin(choices[-1]) is list:
+            return f"{choices[0].__name__} or list", "0 or more"
+        if len(choices) > 1 and get_origin(choices[-1]) is Literal:
+            words = ", ".join(f"`{word}`" for word in get_args(choices[-1]))
+            return f"{choices[0].__name__} or string", f"0 or more, {words}"
+        hint = choices[0]
+    if get_origin(hint) is Literal:
+        return "string", ", ".join(f"`{choice}`" for choice in get_args(hint))
+    if hint is str:
+        return "string", "a path"
+    return hint.__name__, "`true`, `false`" if hint is bool else ""
+
+
+def bounds(metadata: Any) -> str:
+    """ "low..high" from annotated-types bounds, "low or more"; "" without a lower one."""
+    low = next((entry.ge for entry in metadata if hasattr(entry, "ge")), None)
+    high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
+    if low is None:
+        return ""
+    return f"{low} or more" if high is None else f"{low}..{high}"

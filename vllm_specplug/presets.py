@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What methods ship for the targets that can be prepared: heads, and settings that serve well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_specplug.registry import default_method, get_method, methods
+from vllm_specplug.targets import get_target, shipped_head
+
+_HEADS = "heads/"
+
+
+def speculative_config(target: str, method: str, **overrides: Any) -> dict[str, Any]:
+    """The value of --speculative-config that serves `target` with what is shipped for it.
+
+    Raises:
+        ValueError: for an unknown target or method, and where nothing is shipped.
+    """
+    return {"method": method, **_preset(target, method), **overrides}
+
+
+def default_head(target: str) -> str:
+    """Folder of the head that the default method ships for `target`."""
+    return str(_preset(target, default_method().name)["model"])
+
+
+def _preset(target: str, method: str) -> Mapping[str, Any]:
+    get_target(target)  # an unknown target is an error before an unknown head
+    preset = get_method(method).presets.get(target)
+    if preset is None:
+        shipped = [name for name, other in methods().items() if target in other.presets]
+        raise ValueError(
+            f"method={method!r} has no head shipped for target {target!r}; "
+            f"shipped: {', '.join(shipped) or 'none'}."
+        )
+    return {key: _folder(value) for key, value in preset.items()}
+
+
+def _folder(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(_HEADS):
+        return str(shipped_head(value.removeprefix(_HEADS)))
+    return value

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of single requests, in `SamplingParams.extra_args` or `vllm_xargs` over HTTP."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from vllm_specplug.options import REQUEST_BUDGET_ARG, REQUEST_CONTEXT_ARG, shown
+
+PENALTY_ARGS = ("specplug_penalty_window", "specplug_penalty")
+REQUEST_ARGS = (REQUEST_BUDGET_ARG, REQUEST_CONTEXT_ARG, *PENALTY_ARGS)
+"""All that a request may ask of the plugin."""
+DEFAULT_PENALTY_WINDOW = 1024
+LEAST_PENALTY, MOST_PENALTY = 1e-3, 1e3
+"""Beyond these a float32 logit may overflow."""
+
+
+def unknown_request_arg(extra_args: dict[str, Any] | None) -> tuple[str, str] | None:
+    """The first argument that reads like the plugin's and is not, and what to tell its sender."""
+    for name in extra_args or ():
+        if not isinstance(name, str) or not name.lower().startswith("specplug"):
+            continue
+        if name not in REQUEST_ARGS:
+            near = difflib.get_close_matches(name.lower()[:80], REQUEST_ARGS, n=1)
+            meant = f"Did you mean {near[0]}?" if near else f"There are {', '.join(REQUEST_ARGS)}."
+            return name[:80], f"{name[:80]} is not a request parameter of vllm-specplug. {meant}"
+    return None
+
+
+def parse_penalty(
+    extra_args: dict[str, Any] | None, max_window: int | None = None
+) -> tuple[int, float] | None:
+    """A request's contextual penalty: window W in tokens and theta; None when it has none.
+
+    Args:
+        extra_args: the request's `extra_args` (`vllm_xargs` over HTTP).
+        max_window: the longest text there can be; None for no limit on the window.
+
+    Raises:
+        ValueError: naming the parameter, its value and what is legal.
+    """
+    window_arg, theta_arg = PENALTY_ARGS
+    extra = extra_args or {}
+    if window_arg not in extra and theta_arg not in extra:
+        return None
+    window, theta = extra.get(window_arg, DEFAULT_PENALTY_WINDOW), extra.get(theta_arg)
+    if theta is None:
+        raise ValueError(
+            f"{theta_arg} is missing: {window_arg} means nothing without it; give both"
+        )
+    is_integer = isinstance(window, int) and not isinstance(window, bool)
+    if (
+        not is_integer
+        or window < 0
+        or (max_window is not None and window_arg in extra and window > max_window)
+    ):
+        most = "or more" if max_window is None else f"to max_model_len={max_window}"
+        raise ValueError(
+            f"{window_arg}={shown(window)} is not usable: a number of tokens from 0 (no penalty) "
+            f"{most}. Give an integer such as 1024"
+        )
+    numeric = isinstance(theta, int | float) and not isinstance(theta, bool)
+    if not numeric or not LEAST_PENALTY <= theta <= MOST_PENALTY:
+        raise ValueError(
+            f"{theta_arg}={shown(theta)} is not usable: a number from {LEAST_PENALTY} to "
+            f"{MOST_PENALTY:.0f}; 1 changes nothing. Give a number such as 1.2"
+        )
+    if window == 0 or theta == 1:
+        return None
+    return window, float(theta)
