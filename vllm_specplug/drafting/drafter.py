@@ -11,22 +11,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
-import torch
 
 from vllm_specplug.options import TreeBuilderName
 from vllm_specplug.tree import DraftTree
 
-# Takes weight [out, in] and bias [out] or None; returns x [T, in] -> [T, out].
-LinearFactory = Callable[
-    [torch.Tensor, torch.Tensor | None], Callable[[torch.Tensor], torch.Tensor]
-]
+if TYPE_CHECKING:
+    # Declarations of methods import this file where torch would only cost start-up.
+    import torch
+
+
+class LinearFactory(Protocol):
+    """Makes matrix products in the device's fastest form."""
+
+    def __call__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """x [T, in] -> [T, out] for weight [out, in] and bias [out] or None."""
 
 
 def device_tensor(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Integers of the host as int64 on `device`, without waiting for it."""
+    import torch
+
     tensor = torch.tensor(values, dtype=torch.int64)
     if device.type == "cpu":
         return tensor

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,8 +20,10 @@ from vllm_specplug.drafting.drafter import (
     DrafterOptions,
     DraftRequests,
 )
-from vllm_specplug.kernels import NgramIndex, make_ngram_index
 from vllm_specplug.tree import DraftTree, merge_trees
+
+if TYPE_CHECKING:
+    from vllm_specplug.kernels import NgramIndex
 
 # Longest suffix that is looked up.
 MAX_SUFFIX = 4
@@ -120,6 +123,8 @@ class NgramBranches:
             return self._latest[req_id][1]
         index = self._indices.get(req_id)
         if index is None or index.num_tokens > len(tokens):
+            from vllm_specplug.kernels import make_ngram_index
+
             index = self._indices[req_id] = make_ngram_index(self.suffix)
             self._pending.pop(req_id, None)
             self._latest.pop(req_id, None)

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-<<<<<<<< HEAD:tests/unit/vllm_process/test_spec_config.py
-from vllm_specplug.vllm_process.spec_config import resolve_head_path
-========
 from vllm_specplug.drafting.head_path import resolve_head_path
->>>>>>>> d69035d (Methods declare themselves: one registry, options and plans in each method's folder):tests/unit/drafting/test_head_path.py
 
 
 @pytest.fixture

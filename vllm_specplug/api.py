@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything the author of a drafting method imports. `docs/adding_a_method.md` is the guide.
+
+What stands here keeps its meaning while `API_VERSION` stays the same; everything else in this
+package may change with any release.
+"""
+
+from vllm_specplug.drafting.drafter import (
+    BlockAttention,
+    CommittedTokens,
+    DraftCache,
+    DraftCacheSpec,
+    Drafter,
+    DrafterOptions,
+    DraftPenalty,
+    DraftRequests,
+    DraftWindow,
+    PartialCacheSpec,
+    RowAttention,
+    TargetCache,
+    TargetForward,
+    TargetWeights,
+    WindowSpec,
+    WindowTokens,
+)
+from vllm_specplug.drafting.head_path import resolve_head_path
+from vllm_specplug.drafting.method import (
+    API_VERSION,
+    Capability,
+    DraftPlan,
+    Method,
+    MethodOptions,
+    SharedOptions,
+    TargetInfo,
+)
+from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
+from vllm_specplug.options import option_error
+from vllm_specplug.registry import get_method, method_names, register
+from vllm_specplug.tree import DraftTree, build_tree, merge_trees
+from vllm_specplug.tree.beam import draft_level_by_level
+
+__all__ = [
+    "API_VERSION",
+    "BlockAttention",
+    "Capability",
+    "CommittedTokens",
+    "DraftCache",
+    "DraftCacheSpec",
+    "DraftPenalty",
+    "DraftPlan",
+    "DraftRequests",
+    "DraftTree",
+    "DraftWindow",
+    "Drafter",
+    "DrafterOptions",
+    "Method",
+    "MethodOptions",
+    "NgramBranches",
+    "PartialCacheSpec",
+    "RowAttention",
+    "SharedOptions",
+    "TargetCache",
+    "TargetForward",
+    "TargetInfo",
+    "TargetWeights",
+    "WindowSpec",
+    "WindowTokens",
+    "build_tree",
+    "draft_level_by_level",
+    "get_method",
+    "merge_trees",
+    "method_names",
+    "ngram_branches",
+    "option_error",
+    "register",
+    "resolve_head_path",
+]
