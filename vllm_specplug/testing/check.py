@@ -156,6 +156,9 @@ def _situations(vocab: int) -> list[_Situation]:
     greedy = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     mixed = [prompt(i, (12, 80, 140, 24)[i % 4]) for i in range(10)]
     long = [prompt(20 + i, 60) for i in range(6)]
+    # Longer than two blocks together with the rest: a step takes one of them, later ones hit it.
+    shared = prompt(60, 64)
+    alike = [shared + prompt(61 + i, 16) for i in range(6)]
     short = [prompt(40 + i, 12) for i in range(6)]
     sampled = [
         {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "seed": i, "max_tokens": 32}
@@ -179,7 +182,7 @@ def _situations(vocab: int) -> list[_Situation]:
         ),
         _Situation(
             "prefix hits",
-            long,
+            alike,
             [{**greedy, "max_tokens": 24}] * 6,
             lambda counters: counters.get("vllm:prefix_cache_hits", 0) > 0,
         ),

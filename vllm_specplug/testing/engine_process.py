@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one engine in a process of its own: `python -m vllm_specplug.testing.engine_process JOB OUT`.
+"""Runs one engine in a process: `python -m vllm_specplug.testing.engine_process JOB RESULT`.
 
 A process each keeps engines apart: what a tree worker registers cannot reach the plain engine that
 it is compared with.
