@@ -18,7 +18,7 @@ HEADER = ("option", "type", "default", "legal", "meaning")
 
 def shared_options() -> list[tuple[str, ...]]:
     """One row per option that every method has."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "`method`",
             "string",

@@ -9,7 +9,7 @@ from typing import Any
 from tests.e2e.option_checks import PROMPTS, greedy
 from tests.e2e.pair import Pair, core_of, generate, pair
 from tests.kept_state import RequestNames, engine_roots, places_of
-from vllm_specplug.registry import METHOD_NAMES
+from vllm_specplug.registry import method_names
 
 # Everything that has a container: lookups, the adaptive budget, windows, partial caches.
 DEFAULTS = {"tree_budget": "auto", "ngram_topk": 3}
@@ -71,5 +71,5 @@ def check_oracle() -> None:
 
 
 def check_every_method() -> None:
-    for method in METHOD_NAMES:
+    for method in method_names():
         _idle_after_everything(method)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.pair import assert_check, check_names
 from tests.fuzz import machine_checks
-from vllm_specplug.registry import METHOD_NAMES
+from vllm_specplug.registry import method_names
 
 # All methods run in one process.
 TIMEOUT_S = 900 + 40 * machine_checks.EXAMPLES
@@ -28,4 +28,4 @@ def test_state_machine(name: str) -> None:
 
 
 def test_every_method_has_its_machine() -> None:
-    assert {f"check_{name}" for name in METHOD_NAMES} <= set(check_names(machine_checks))
+    assert {f"check_{name}" for name in method_names()} <= set(check_names(machine_checks))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.test_local_tree import builder
+from tests.kernels.local_trees import builder
 from tests.unit.tree.candidates import (
     Case,
     all_paths,

@@ -10,8 +10,9 @@ import pytest
 
 from tests.unit.scripts import ROOT, load_script
 from vllm_specplug.cli import app
+from vllm_specplug.option_docs import method_options, shared_options
 from vllm_specplug.options import tree_option_names
-from vllm_specplug.registry import METHOD_NAMES
+from vllm_specplug.registry import method_names, methods
 
 README = (ROOT / "README.md").read_text()
 PAGES = [
@@ -31,34 +32,37 @@ def test_readme_is_short() -> None:
 def test_options_table_is_the_one_the_code_makes() -> None:
     script = load_script("options_table")
     page = script.PAGE.read_text()
-    assert script.with_table(page) == page, "run scripts/options_table.py --write"
+    assert script.with_tables(page) == page, "run scripts/options_table.py --write"
 
 
 def test_every_option_has_type_default_range_and_meaning() -> None:
-    rows = load_script("options_table").option_rows()
-    names = [row[0].strip("`") for row in rows]
+    shared = shared_options()
+    names = [row[0].strip("`") for row in shared]
     assert names == ["method", "model", "num_speculative_tokens", *tree_option_names()]
+    own = [row for method in methods().values() for row in method_options(method)]
+    rows = [*shared, *own]
     assert all(len(row) == 5 and all(row) for row in rows)
-    by_name = dict(zip(names, rows, strict=True))
+    by_name = {row[0].strip("`"): row for row in rows}
     assert by_name["tree_width"][1:4] == ("int", "`8`", "1..64")
     assert by_name["causal"][1:4] == ("bool", "unset", "`true`, `false`")
 
 
 def test_options_table_needs_its_markers() -> None:
     with pytest.raises(ValueError, match="lacks the markers"):
-        load_script("options_table").with_table("no markers")
+        load_script("options_table").with_tables("no markers")
 
 
 def test_methods_of_the_readme_are_those_that_exist() -> None:
     table = README.partition("| `method` | Drafts |")[2].partition("\n\n")[0]
-    assert tuple(re.findall(r"^\| \[`(\w+)`\]", table, re.MULTILINE)) == tuple(METHOD_NAMES)
+    assert tuple(re.findall(r"^\| \[`(\w+)`\]", table, re.MULTILINE)) == method_names()
 
 
 def test_numbers_of_the_readme_are_those_measured() -> None:
     results = (ROOT / "bench" / "results" / "load" / "results.md").read_text()
     # Load, tokens/s and speed-up of each server.
     measured: dict[str, list[tuple[str, str]]] = {}
-    for line in results.partition("\n\n")[0].splitlines()[2:]:
+    table = results[results.index("| load |") :].partition("\n\n")[0]
+    for line in table.splitlines()[2:]:
         load, _, rate, speed_up = [cell.strip() for cell in line.strip("|").split("|")][:4]
         measured.setdefault(load, []).append((rate, speed_up))
     section = README.partition("<!-- numbers -->")[2].partition("<!-- /numbers -->")[0]

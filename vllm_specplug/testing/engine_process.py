@@ -22,7 +22,7 @@ def main(job_path: str, result_path: str) -> None:
     results, before = [], _counters(llm)
     for call in job["calls"]:
         outputs = llm.generate(
-            [{"prompt_token_ids": ids} for ids in call["prompts"]],
+            [{"prompt_token_ids": ids} for ids in call["prompts"]],  # type: ignore[arg-type]
             [SamplingParams(**params) for params in call["params"]],
             use_tqdm=False,
         )

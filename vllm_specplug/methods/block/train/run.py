@@ -16,6 +16,7 @@ from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_h
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.evaluate import AcceptanceReport, evaluate_head
+from vllm_specplug.methods.block.train.start import head_config_for, init_from_target
 from vllm_specplug.methods.block.train.trainer import BlockTrainer, TrainOptions
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.loop import (
@@ -29,12 +30,7 @@ from vllm_specplug.train.loop import (
 )
 from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.provenance import write_provenance
-from vllm_specplug.train.target import (
-    TargetTables,
-    TargetWeights,
-    head_config_for,
-    init_from_target,
-)
+from vllm_specplug.train.target import TargetTables, TargetWeights
 
 SETUP_NAME = "draft_ids.pt"
 TARGET_LAYERS = "target layers"

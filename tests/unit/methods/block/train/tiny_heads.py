@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 
 from vllm_specplug.methods.block.head import BlockHead
-from vllm_specplug.train.target import TargetWeights, head_config_for
+from vllm_specplug.methods.block.train.start import head_config_for
+from vllm_specplug.train.target import TargetWeights
 
 
 def make_head(target_folder, block_size=4, causal=True):

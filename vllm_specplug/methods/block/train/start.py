@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a new block head starts: with the target's own layer shape and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_specplug.methods.block.config import BlockHeadConfig
+from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.train.target import TargetTables, TargetWeights
+
+
+def head_config_for(
+    target: dict[str, Any],
+    target_layer_ids: Sequence[int],
+    *,
+    num_layers: int,
+    block_size: int,
+    draft_vocab_size: int,
+    intermediate_size: int | None = None,
+    causal: bool = True,
+) -> BlockHeadConfig:
+    """A head with the target's own layer shape."""
+    rope = target.get("rope_parameters") or {}
+    heads = target["num_attention_heads"]
+    return BlockHeadConfig(
+        hidden_size=target["hidden_size"],
+        intermediate_size=intermediate_size or target["intermediate_size"],
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=target.get("num_key_value_heads") or heads,
+        head_dim=target.get("head_dim") or target["hidden_size"] // heads,
+        vocab_size=target["vocab_size"],
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=target["hidden_size"],
+        target_layer_ids=tuple(target_layer_ids),
+        block_size=block_size,
+        causal=causal,
+        rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10000.0),
+    )
+
+
+@torch.no_grad()
+def init_from_target(
+    head: BlockHead,
+    weights: TargetWeights,
+    tables: TargetTables,
+    layer_scales: Sequence[float],
+    source_layers: Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Starts a head from the target's own layers, norms and features.
+
+    Draft layers copy `source_layers` (default: the first one and the last ones); the final norm is
+    the target's, so that the LM head reads familiar states; fc starts as a scaled identity on the
+    deepest feature plus noise. A narrower MLP takes the first rows.
+
+    Args:
+        layer_scales: root mean square of each selected layer's output; fc undoes it.
+    """
+    config = head.config
+    last = weights.config["num_hidden_layers"] - 1
+    count = config.num_hidden_layers
+    sources = list(source_layers or [0, *range(last - count + 2, last + 1)][:count])
+    for layer, source in zip(head.layers, sources, strict=True):
+        prefix = f"model.layers.{source}."
+        for name, parameter in layer.named_parameters():
+            if prefix + name not in weights:
+                continue  # q_norm and k_norm where the target has none: ones
+            tensor = weights.get(prefix + name).to(parameter.dtype)
+            parameter.copy_(tensor[tuple(slice(0, size) for size in parameter.shape)])
+    head.norm.weight.copy_(tables.final_norm)
+    head.hidden_norm.weight.copy_(weights.get(f"model.layers.{sources[-1]}.input_layernorm.weight"))
+    hidden = config.hidden_size
+    noise = torch.randn(head.fc.weight.shape, generator=generator) * 0.3 * hidden**-0.5
+    head.fc.weight.copy_(noise)
+    if config.target_hidden_size == hidden:
+        head.fc.weight[:, -hidden:] += torch.eye(hidden)
+    for index, scale in enumerate(layer_scales):
+        columns = slice(index * config.target_hidden_size, (index + 1) * config.target_hidden_size)
+        head.fc.weight[:, columns] /= scale
+    embed = tables.embed_tokens.float()
+    direction = torch.randn(hidden, generator=generator)
+    head.mask_embedding.copy_(embed.mean(0) + direction * embed.std())
