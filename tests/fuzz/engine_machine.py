@@ -311,6 +311,7 @@ class EngineMachine(RuleBasedStateMachine):
             raise
         finally:
             counts = self.engines.take_counts()
+            self.totals["drafts"] += counts.drafts
             self.totals["verified"] += counts.nodes
             self.totals["accepted"] += counts.accepted
             self.totals["pruned"] += counts.pruned
@@ -327,3 +328,5 @@ class EngineMachine(RuleBasedStateMachine):
         assert not scheduler.requests and not scheduler.running and not scheduler.waiting
         assert len(self.engines.runner.requests) <= 1
         assert set(self.engines.runner.proposed_trees) <= set(self.engines.runner.requests)
+        # Builders make valid trees of whatever a head computes: none was dropped.
+        assert not self.engines.runner.planner._has_warned
