@@ -55,6 +55,8 @@ METHODS: dict[str, dict[str, Any]] = {
 class Counts:
     """What a tree engine verified since it was last asked."""
 
+    drafts: int = 0
+    """Trees."""
     nodes: int = 0
     accepted: int = 0
     branching: int = 0
@@ -87,6 +89,7 @@ class Pair:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             for request in runner.tree_step.requests:
                 if request.tree is not None and request.tree.num_nodes:
+                    self.counts.drafts += 1
                     self.counts.nodes += request.tree.num_nodes
                     self.counts.accepted += len(request.accepted_path)
                     self.counts.branching += not request.is_linear
@@ -214,19 +217,25 @@ def head_options(method: str) -> dict[str, Any]:
 
 
 def make_engine(method: str | None, **engine: Any) -> Any:
-    """One in-process engine; plain when `method` is None."""
+    """One in-process engine; plain when `method` is None.
+
+    "METHOD-KIND" has heads of that kind of `tests.e2e.hard_heads`.
+    """
     from vllm import LLM
 
+    from tests.e2e.hard_heads import hard_heads
     from tests.e2e.oracle import oracle_drafts
 
     arguments = {**ENGINE, "model": str(target()), **engine}
     if method is None:
         return LLM(**arguments)
+    method, _, kind = method.partition("-")
     options = {**METHODS[method], **head_options(method), **arguments.pop("speculative", {})}
     if method == "oracle":
         with oracle_drafts():
             return LLM(**arguments, speculative_config=options)
-    return LLM(**arguments, speculative_config=options)
+    with hard_heads(kind):
+        return LLM(**arguments, speculative_config=options)
 
 
 _pairs: dict[str, Pair] = {}

@@ -321,6 +321,7 @@ class EngineMachine(RuleBasedStateMachine):
             raise
         finally:
             counts = self.engines.take_counts()
+            self.totals["drafts"] += counts.drafts
             self.totals["verified"] += counts.nodes
             self.totals["accepted"] += counts.accepted
             self.totals["pruned"] += counts.pruned
@@ -338,3 +339,5 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engines.runner.requests and not self.engines.runner.proposed_trees
         places = places_of(engine_roots(self.core, self.engines.runner), self.watch.names.seen)
         assert not places, places
+        # Builders make valid trees of whatever a head computes: none was dropped.
+        assert not self.engines.runner.planner._has_warned

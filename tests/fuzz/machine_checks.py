@@ -26,7 +26,11 @@ STEPS = 30
 def _examples(method: str, **changes: Any) -> Counter[str]:
     """Runs the machine; what its examples did."""
     totals: Counter[str] = Counter()
-    machine = type(f"{method}_machine", (EngineMachine,), {"method": method, "totals": totals})
+    machine = type(
+        f"{method.replace('-', '_')}_machine",
+        (EngineMachine,),
+        {"method": method, "totals": totals},
+    )
     chosen: dict[str, Any] = {
         "max_examples": EXAMPLES,
         "stateful_step_count": STEPS,
@@ -41,7 +45,7 @@ def _examples(method: str, **changes: Any) -> Counter[str]:
     return totals
 
 
-def _run(method: str) -> None:
+def run_method(method: str) -> None:
     start = time.perf_counter()
     totals = _examples(method)
     print(f"{method}: {dict(totals)}")
@@ -54,31 +58,31 @@ def _run(method: str) -> None:
 
 
 def check_oracle() -> None:
-    _run("oracle")
+    run_method("oracle")
 
 
 def check_jetspec() -> None:
-    _run("jetspec")
+    run_method("jetspec")
 
 
 def check_ddtree() -> None:
-    _run("ddtree")
+    run_method("ddtree")
 
 
 def check_dels() -> None:
-    _run("dels")
+    run_method("dels")
 
 
 def check_longspec() -> None:
-    _run("longspec")
+    run_method("longspec")
 
 
 def check_tokenswift() -> None:
-    _run("tokenswift")
+    run_method("tokenswift")
 
 
 def check_ngram_tree() -> None:
-    _run("ngram_tree")
+    run_method("ngram_tree")
 
 
 def check_lost_compaction_is_noticed() -> None:

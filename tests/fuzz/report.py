@@ -17,6 +17,7 @@ COLUMNS = {
     "aborted": "aborted",
     "preempted": "preemptions",
     "cached": "prompt tokens from the prefix cache",
+    "drafts": "trees verified",
     "verified": "nodes verified",
     "pruned": "nodes pruned by grammars",
     "accepted": "nodes accepted",
@@ -37,7 +38,7 @@ def note(method: str, totals: Counter[str], seconds: float, folder: Path, comman
 
 def page(rows: dict[str, Any]) -> str:
     """The table, and below it what made each row."""
-    total = {name: sum(row[name] for row in rows.values()) for name in COLUMNS}
+    total = {name: sum(row.get(name, 0) for row in rows.values()) for name in COLUMNS}
     lines = [
         "# Random orders of everything that can happen to a request",
         "",
@@ -50,7 +51,7 @@ def page(rows: dict[str, Any]) -> str:
         "|---" * (len(COLUMNS) + 2) + "|",
     ]
     for method, row in sorted(rows.items()):
-        cells = " | ".join(str(row[name]) for name in COLUMNS)
+        cells = " | ".join(str(row.get(name, "")) for name in COLUMNS)
         lines.append(f"| {method} | {cells} | {row['seconds']} |")
     lines.append(f"| all | {' | '.join(str(total[name]) for name in COLUMNS)} | |")
     made: dict[tuple[str, ...], list[str]] = {}
@@ -73,7 +74,8 @@ def page(rows: dict[str, Any]) -> str:
 def command_line(method: str, variables: dict[str, str]) -> str:
     """The command that runs one method's check again."""
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-    return (
-        f"{settings} python -m tests.e2e.pair tests.fuzz.machine_checks "
-        f"out/failures.json check_{method}"
-    )
+    name, _, kind = method.partition("-")
+    module, check = "machine_checks", f"check_{name}"
+    if kind:
+        module, check = "hard_head_checks", f"check_{kind}_{name}"
+    return f"{settings} python -m tests.e2e.pair tests.fuzz.{module} out/failures.json {check}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.pair import assert_check, check_names
-from tests.fuzz import machine_checks
+from tests.fuzz import hard_head_checks, machine_checks
 from vllm_specplug.registry import method_names
 
 # All methods run in one process.
@@ -27,5 +27,13 @@ def test_state_machine(name: str) -> None:
     assert_check("tests.fuzz.machine_checks", name, TIMEOUT_S)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", check_names(hard_head_checks))
+def test_state_machine_with_hard_heads(name: str) -> None:
+    assert_check("tests.fuzz.hard_head_checks", name, TIMEOUT_S)
+
+
 def test_every_method_has_its_machine() -> None:
     assert {f"check_{name}" for name in method_names()} <= set(check_names(machine_checks))
+    confident = {f"check_confident_{name}" for name in method_names()}
+    assert confident <= set(check_names(hard_head_checks))
