@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,21 +63,23 @@ def change_head(drafter: Any, kind: str) -> None:
 def _changed(kind: str) -> Iterator[None]:
     import vllm_specplug.vllm_v1.proposer as proposer
 
-    original: Callable[[str], type] = proposer.load_drafter_class
+    original = proposer.get_method
 
-    def load_class(name: str) -> type:
+    def get_hard_method(name: str) -> Any:
+        stock = original(name).load_drafter()
+
         def load(self: Any, target: Any) -> None:
             super(changed, self).load(target)
             change_head(self, kind)
 
-        changed: type = type("Hard", (original(name),), {"load": load})
-        return changed
+        changed: type = type("Hard", (stock,), {"load": load})
+        return SimpleNamespace(load_drafter=lambda: changed)
 
-    proposer.load_drafter_class = load_class
+    proposer.get_method = get_hard_method
     try:
         yield
     finally:
-        proposer.load_drafter_class = original
+        proposer.get_method = original
 
 
 def hard_heads(kind: str) -> Any:

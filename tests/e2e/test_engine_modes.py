@@ -217,7 +217,14 @@ ON_THREE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.xdist_group("engine_modes")
-@pytest.mark.parametrize("method", ON_THREE)
+# Three processes on two cores take minutes: of each kind of drafter one in every run.
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=() if name in ("jetspec", "tokenswift") else pytest.mark.full)
+        for name in ON_THREE
+    ],
+)
 def test_three_ranks_keep_the_output(three_heads: Path, method: str) -> None:
     """The default budget, which follows each process's own clock."""
     spec = {"num_speculative_tokens": 24, "max_step_rows": 512, **ON_THREE[method]}
