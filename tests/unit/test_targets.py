@@ -35,9 +35,7 @@ class FakeSteps:
         self.fail: str | None = None
         self.delay_s = 0.0
         digest = hashlib.sha256(GGUF).hexdigest()
-        target = Target(
-            "tiny", "tiny==1", "tiny/weights.gguf", digest, "tiny-model", {"jetspec": "h"}
-        )
+        target = Target("tiny", "tiny==1", "tiny/weights.gguf", digest, "tiny-model")
         monkeypatch.setattr(targets, "_TARGETS", {"tiny": target})
         monkeypatch.setattr(targets.subprocess, "run", self._pip)
         monkeypatch.setattr(targets, "_convert", self._convert)

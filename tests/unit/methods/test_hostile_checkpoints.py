@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from tests.unit.methods.absurd import ABSURD, MEMORY_GROWTH_KIB
 from vllm_specplug.drafting.checkpoint_files import MAX_HEADER_BYTES, MAX_JSON_BYTES
 from vllm_specplug.methods.block.checkpoint import (
     inspect_block_head,
@@ -33,7 +34,6 @@ CONFIG = BlockHeadConfig(
     target_layer_ids=(1, 2), block_size=4, mask_token_id=3,
 )  # fmt: skip
 # Far more than any refusal needs, far less than what the files below claim.
-MEMORY_GROWTH_KIB = 200_000
 
 
 @pytest.fixture
@@ -177,18 +177,6 @@ def test_a_config_of_gigabytes(head: Path) -> None:
     with (head / "config.json").open("wb") as stream:
         stream.truncate(MAX_JSON_BYTES + 1)
     refused(head, "at most")
-
-
-ABSURD = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(1 << 70), 1 << 70),
-    st.sampled_from([0, -1, 1 << 31, 1 << 62, 10**30]),
-    st.floats(allow_nan=True),
-    st.text(max_size=5),
-    st.lists(st.integers(-5, 1 << 40), max_size=3),
-    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
-)
 
 
 @settings(max_examples=300)

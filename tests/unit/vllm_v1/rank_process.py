@@ -75,11 +75,14 @@ class Runner(TreeRunnerMixin):
 
     def __init__(self, drafter: Drafter) -> None:
         options = SimpleNamespace(
-            num_speculative_tokens=NODES, tree_budget=NODES, max_draft_context=None
+            num_speculative_tokens=NODES,
+            tree_budget=NODES,
+            max_draft_context=None,
+            max_request_budget=None,
         )
         assert parse_request_budget(None, options)
         self.tree_metrics = SpecPlugMetrics(head="test", log_interval_s=1e9, is_reporting=False)
-        self.planner = DraftPlanner(options, max_step_rows=512, stats=self.tree_metrics.stats)
+        self.planner = DraftPlanner(options, 512, self.tree_metrics.stats, VOCAB)
         self.drafter = SimpleNamespace(  # type: ignore[assignment]
             drafter=drafter, options=SimpleNamespace(tree_width=4)
         )

@@ -320,14 +320,14 @@ def test_the_attention_backend_taken_has_the_models_dtype(dtype, expected, monke
     """FlashAttention has no float32; vLLM would refuse to start with it."""
     import vllm_specplug.vllm_v1.worker_gpu as worker_gpu
 
-    registered = {}
-    monkeypatch.setattr(worker_gpu, "register_backend", registered.__setitem__)
+    applied = []
+    backends = SimpleNamespace(apply=lambda: applied.append(True))
+    monkeypatch.setattr(worker_gpu, "ATTENTION_BACKENDS", backends)
     attention = SimpleNamespace(backend=None)
     config = SimpleNamespace(attention_config=attention, model_config=SimpleNamespace(dtype=dtype))
     worker_gpu.claim_attention_backend(config)
     assert attention.backend.name == expected
-    backends = {b.name: path.rpartition(".")[2] for b, path in registered.items()}
-    tree_classes = (TreeFlashAttentionBackend, TreeTritonAttentionBackend)
-    chosen = {c.__name__: c for c in tree_classes}[backends[expected]]
-    assert chosen.supports_dtype(dtype)
+    assert applied == [True]
+    trees = {"FLASH_ATTN": TreeFlashAttentionBackend, "TRITON_ATTN": TreeTritonAttentionBackend}
+    assert trees[expected].supports_dtype(dtype)
     assert TreeFlashAttentionBackend.supports_dtype(dtype) == (expected == "FLASH_ATTN")

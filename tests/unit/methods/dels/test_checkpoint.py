@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import pickle
 from pathlib import Path
@@ -13,14 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.methods.dels.local_heads import KINDS, H, R, S, V, make
+from tests.unit.methods.dels.local_heads import KINDS, TARGET, H, R, S, V, make, released
 from vllm_specplug.methods.dels.checkpoint import (
     inspect_local_head,
     load_local_head,
     save_local_head,
 )
-
-TARGET = {"vocab_size": V, "hidden_size": H, "num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -41,34 +38,6 @@ def test_a_reduced_vocabulary_travels_with_its_ids(tmp_path: Path) -> None:
     loaded, target_ids = load_local_head(tmp_path, TARGET, dtype=torch.float32)
     assert target_ids is not None and target_ids.tolist() == ids.tolist()
     assert loaded.config.draft_vocab_size == 4
-
-
-def released(name: str) -> dict[str, Any]:
-    """A file in the layout of the releases, with the optimizer state and arguments around it."""
-    state = {key: value.clone() for key, value in make(name).state_dict().items()}
-    config: dict[str, Any] = {"vocab_size": V, "rank_activation": "silu"}
-    if name == "markov_target_head":
-        return {
-            "down_proj": state["input_proj.weight"].T.contiguous(),
-            "up_proj": state["rank_to_hidden.weight"].T.contiguous(),
-            "model_config": config,
-            "rank": R,
-        }
-    if name == "markov_direct":
-        return {
-            "embedding_weight": state["embed_tokens.weight"],
-            "lm_head_weight": state["low_rank_lm_head.weight"],
-            "rank": R,
-            "vocab_size": V,
-        }
-    return {
-        "epoch": 1,
-        "global_step": 10,
-        "args": argparse.Namespace(lr=1e-3, out=Path("x")),
-        "model_config": {**config, "embed_dim": H, "gru_hidden_dim": S, "low_rank_dim": R},
-        "model_state_dict": state,
-        "optimizer_state_dict": {"state": {0: {"step": torch.tensor(3.0)}}},
-    }
 
 
 @pytest.mark.parametrize(

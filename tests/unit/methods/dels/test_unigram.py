@@ -39,7 +39,7 @@ def test_short_counts_are_padded_and_said_so(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO):
         probs = UnigramCounts(COUNTS).log_probs(8).exp()
     assert torch.allclose(probs, torch.tensor([1.0, 4, 2, 1, 7, 1, 1, 1]) / 18)
-    assert "hold 5 of 8 tokens" in caplog.text
+    assert "cover 5 of 8 tokens" in caplog.text
     with pytest.raises(ValueError, match="5 tokens, legal: at most 4"):
         UnigramCounts(COUNTS).log_probs(4)
 

@@ -225,7 +225,7 @@ def test_a_step_trains_the_frequent_tokens_and_some_others(run):
     [
         ({"kind": "lstm"}, {}, "kind = 'lstm', legal: gru, markov"),
         ({"block_size": 1}, {}, "block_size = 1, legal: an integer >= 2"),
-        ({"rank": 0}, {}, "rank = 0, legal: an integer >= 1"),
+        ({"rank": 0}, {}, "rank = 0, legal: an integer from 1 to"),
         ({"data": "/nowhere"}, {}, "neither answers nor features"),
         ({"min_supervised": 1000}, {}, "no answer of 1000 tokens"),
         ({}, {"vocab_per_step": 8}, "vocab_per_step = 8, legal with loss sft: 0"),

@@ -18,9 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.methods.dels.test_checkpoint import TARGET, released
-from tests.unit.methods.dels.test_head import V
-from tests.unit.methods.test_hostile_checkpoints import ABSURD, MEMORY_GROWTH_KIB
+from tests.unit.methods.absurd import ABSURD, MEMORY_GROWTH_KIB
+from tests.unit.methods.dels.local_heads import TARGET, V, released
 from vllm_specplug.methods.dels.checkpoint import inspect_local_head, load_local_head
 from vllm_specplug.methods.dels.unigram import load_unigram
 
