@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.e2e.tiny import (
     make_local_head,
     make_target,
     make_text_target,
-    make_tokenswift_heads,
 )
 from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
@@ -174,69 +172,3 @@ def test_weights_of_zero_draft_what_the_block_head_drafts(
     corrected = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, "dels_gru"))
     assert (weightless.drafted, weightless.accepted) == (alone.drafted, alone.accepted)
     assert (corrected.drafted, corrected.accepted) != (alone.drafted, alone.accepted)
-
-
-# Three ranks sum every row-parallel product in three orders. vLLM pads vocabularies to 64 rows, so
-# only one padded to 192 splits by three. LongSpec refuses tensor parallelism.
-THREE_RANKS = {"tensor_parallel_size": 3}
-THREE_PROCESSES = {**TWO_CORES, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-WIDE_VOCAB, WIDE_HIDDEN = 180, 96
-
-
-@pytest.fixture(scope="session")
-def three_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of three attention heads, and every kind of draft head for it."""
-    folder = tmp_path_factory.mktemp("three")
-    make_target(folder / "target", WIDE_VOCAB, num_heads=3, live_tokens=VOCAB)
-    make_head(folder / "causal", WIDE_VOCAB, hidden=WIDE_HIDDEN)
-    make_head(folder / "block", WIDE_VOCAB, hidden=WIDE_HIDDEN, causal=False)
-    make_local_head(folder / "gru", WIDE_VOCAB, hidden=WIDE_HIDDEN)
-    make_tokenswift_heads(folder / "swift", WIDE_VOCAB, hidden=WIDE_HIDDEN)
-    return folder
-
-
-@cache
-def _plain_on_three(target: Path) -> EngineResult:
-    return run_engine({**tiny_engine(target), **THREE_RANKS}, _SAMPLED, env=THREE_PROCESSES)
-
-
-_SAMPLED = [*_CALLS, {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}}]
-ON_THREE: dict[str, dict[str, Any]] = {
-    "jetspec": {"method": "jetspec", "model": "causal", "ngram_topk": 3},
-    "ddtree": {"method": "ddtree", "model": "block"},
-    "dels": {"method": "dels", "model": "block", "local_head": "gru"},
-    "tokenswift": {
-        "method": "tokenswift",
-        "model": "swift",
-        "kv_budget": 32,
-        "sink_size": 2,
-        "self_draft_requests": 4,
-    },
-    "ngram_tree": {"method": "ngram_tree"},
-}
-
-
-@pytest.mark.xdist_group("engine_modes")
-# Three processes on two cores take minutes: of each kind of drafter one in every run.
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(name, marks=() if name in ("jetspec", "tokenswift") else pytest.mark.full)
-        for name in ON_THREE
-    ],
-)
-def test_three_ranks_keep_the_output(three_heads: Path, method: str) -> None:
-    """The default budget, which follows each process's own clock."""
-    spec = {"num_speculative_tokens": 24, "max_step_rows": 512, **ON_THREE[method]}
-    for name in ("model", "local_head"):
-        if name in spec:
-            spec[name] = str(three_heads / spec[name])
-    target = three_heads / "target"
-    calls = [with_own_budgets(call) for call in _SAMPLED]
-    tree = run_engine(
-        {**tiny_engine(target), **THREE_RANKS}, calls, speculative=spec, env=THREE_PROCESSES
-    )
-    plain = _plain_on_three(target)
-    for call in range(len(calls)):
-        assert tree.token_ids(call) == plain.token_ids(call)
-    assert_drafted(tree, least_acceptance=0.0)
