@@ -95,7 +95,8 @@ class DraftPlanner:
         if asked.max_context is not None and context_len > asked.max_context:
             return 0, "context"
         if asked.nodes is not None:
-            return min(asked.nodes, self.row_budget.share(num_requests)), "opted_out"
+            nodes = min(asked.nodes, self.row_budget.share(num_requests))
+            return nodes, "batch" if asked.nodes else "opted_out"
         if self.adaptive is not None:
             return self.max_nodes, "budget"
         return self.row_budget.nodes_per_request(num_requests), "batch"

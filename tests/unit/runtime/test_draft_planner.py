@@ -85,7 +85,7 @@ def test_each_request_gets_what_it_asks_for() -> None:
     planner = _planner()
     ask = [None, {"specplug_tree_budget": 0}, {"specplug_tree_budget": 2}]
     got = [planner.nodes_for(str(i), extra, 50, 3) for i, extra in enumerate(ask)]
-    assert got == [(MAX_NODES, "budget"), (0, "opted_out"), (2, "opted_out")]
+    assert got == [(MAX_NODES, "budget"), (0, "opted_out"), (2, "batch")]
 
 
 def test_fixed_budgets_share_the_rows_and_requests_may_differ() -> None:
@@ -93,8 +93,10 @@ def test_fixed_budgets_share_the_rows_and_requests_may_differ() -> None:
     assert planner.nodes_for("a", None, 50, 2) == (6, "batch")
     assert planner.nodes_for("a", None, 50, 5) == (3, "batch")
     assert planner.nodes_for("a", None, 50, 12) == (0, "batch")
-    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 2) == (8, "opted_out")
+    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 2) == (8, "batch")
     assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 4)[0] == 4
+    # Full steps leave none, though the request asked for some.
+    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 20) == (0, "batch")
 
 
 def test_contexts_past_the_limit_decode_plainly() -> None:
