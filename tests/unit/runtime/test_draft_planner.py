@@ -284,3 +284,20 @@ def test_an_invalid_tree_is_dropped_counted_and_told_once(
         assert planner.stats.plain_steps == {"invalid_tree": step}
     warnings = [r.getMessage() for r in caplog.records if r.name == "vllm.specplug"]
     assert len(warnings) == 1 and "DraftTree:" in warnings[0]
+
+
+class _GreedyDrafter(_Drafter):
+    """Three nodes more than anybody asked for."""
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        sizes = [budget + 3 for budget in requests.budgets]
+        return [DraftTree.chain(range(n), self.score * np.arange(1, n + 1)) for n in sizes]
+
+
+@pytest.mark.parametrize("tree_budget", ["auto", 6])
+def test_no_tree_outgrows_its_budget(tree_budget: Any) -> None:
+    planner = _planner(tree_budget=tree_budget)
+    requests, batch = _requests(planner, [None, {"specplug_tree_budget": 2}])
+    trees = planner.draft(_GreedyDrafter(score=-0.01), requests, batch)
+    assert trees[1].num_nodes == 2
+    assert all(t.num_nodes <= b for t, b in zip(trees, requests.budgets, strict=True))
