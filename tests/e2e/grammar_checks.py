@@ -51,7 +51,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def every_kind(engines: Pair, kinds: dict[str, dict[str, Any]], **options: Any) -> Counts:
+def every_kind(
+    engines: Pair, kinds: dict[str, dict[str, Any]], *, prunes: bool = True, **options: Any
+) -> Counts:
     """All kinds, greedily and by chance, in one batch with free requests."""
     params = []
     for k, how in enumerate(kinds.values()):
@@ -66,7 +68,7 @@ def every_kind(engines: Pair, kinds: dict[str, dict[str, Any]], **options: Any) 
         [p for p in PROMPTS for _ in params],
         [param.clone() for _ in PROMPTS for param in params],
     )
-    assert counts.pruned > 0, counts
+    assert (counts.pruned > 0) == prunes, counts
     assert len({o.outputs[0].text for o in outputs}) > len(kinds)
     return counts
 
@@ -207,3 +209,16 @@ def check_masks_along_a_line_would_not_do() -> None:
             every_kind(engines, KINDS)
     finally:
         StructuredOutputManager.grammar_bitmask = ours
+
+
+def check_drafts_whose_parents_got_lost() -> None:
+    """vLLM then walks the flat list and fills its own masks, which no branching tree may use."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    engines = pair(speculative={"num_speculative_tokens": 12, "tree_budget": 12})
+    ours = Scheduler.update_draft_token_ids
+    Scheduler.update_draft_token_ids = ours.__wrapped__
+    try:
+        every_kind(engines, KINDS, prunes=False)
+    finally:
+        Scheduler.update_draft_token_ids = ours

@@ -19,6 +19,8 @@ from vllm_specplug.tree import DraftTree
 # sample(rows, live): the target's next token at logits row rows[i] for every request i; only
 # requests with live[i] may advance random state or be recorded.
 SampleFn = Callable[[list[int], list[bool]], Sequence[int]]
+# ends_request(i, token): whether request i is over once it emits the token.
+EndFn = Callable[[int, int], bool]
 
 
 @dataclass
@@ -32,14 +34,21 @@ class WalkResult:
 
 
 def walk_trees(
-    trees: Sequence[DraftTree | None], root_rows: Sequence[int], sample: SampleFn
+    trees: Sequence[DraftTree | None],
+    root_rows: Sequence[int],
+    sample: SampleFn,
+    ends_request: EndFn = lambda i, token: False,
 ) -> WalkResult:
     """Walks every request's tree in lock step, one depth at a time.
+
+    A token that ends its request is the last one of the step, child or not: plain decoding
+    computes neither its K and V nor a sample after it, and a session that goes on relies on that.
 
     Args:
         trees: one tree per request, or None where nothing was drafted.
         root_rows: the logits row of each root; node i of a tree is at row root + 1 + i.
         sample: draws the target's token at one row per request.
+        ends_request: asked for tokens that a child holds.
     """
     num_reqs = len(trees)
     token_ids: list[list[int]] = [[] for _ in range(num_reqs)]
@@ -55,7 +64,7 @@ def walk_trees(
             token_ids[i].append(int(token))
             tree = trees[i]
             child = None if tree is None else tree.child_of(nodes[i], int(token))
-            if child is None:
+            if child is None or ends_request(i, int(token)):
                 live[i] = False
             else:
                 paths[i].append(child)

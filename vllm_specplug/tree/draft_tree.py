@@ -102,6 +102,11 @@ class DraftTree:
         """Depth of the deepest node, 0 for the empty tree."""
         return int(self.depths.max()) if len(self.depths) else 0
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node is the child of the one before it."""
+        return self.max_depth == self.num_nodes
+
     def prefix(self, num_nodes: int) -> DraftTree:
         """The tree of the first `num_nodes` nodes (views, no copy), or the whole, smaller tree."""
         assert num_nodes >= 0, num_nodes

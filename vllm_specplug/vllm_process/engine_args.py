@@ -186,13 +186,14 @@ def _check_token_budget(
     method: str, spec: SpecPlugSpeculativeConfig, scheduler_config: Any
 ) -> None:
     rows = spec.num_speculative_tokens + 1
-    if rows > scheduler_config.max_num_batched_tokens:
-        raise ValueError(
-            f"speculative_config.num_speculative_tokens={spec.num_speculative_tokens} needs "
-            f"{rows} rows for one request, but max_num_batched_tokens="
-            f"{scheduler_config.max_num_batched_tokens}. Lower num_speculative_tokens or raise "
-            "--max-num-batched-tokens."
-        )
+    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        most = getattr(scheduler_config, name)
+        if most is not None and rows > most:
+            raise ValueError(
+                f"speculative_config.num_speculative_tokens={spec.num_speculative_tokens} needs "
+                f"{rows} rows for one request, but {name}={most}. Lower num_speculative_tokens or "
+                f"raise --{name.replace('_', '-')}."
+            )
 
 
 def checked(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -74,23 +74,24 @@ class Calibrator:
         """Whether the machine was too busy for the times to be worth keeping."""
         # The first pass also pays for what is made once.
         later = [times[1:] if len(times) > 2 else times for times in self._times.values()]
-        return median(median(times) / min(times) for times in later) > _NOISY
+        return median(median(times) / max(min(times), 1e-4) for times in later) > _NOISY
 
     def measure(self) -> Calibration:
         """Times by rows, by context, and of the draft forward."""
         runner = self.runner
-        context = min(_SHORT_CONTEXT, runner.max_model_len - 1)
+        longest = runner.max_model_len
+        context = max(1, min(_SHORT_CONTEXT, longest - 1))
         # The first forward of a process allocates; it is not one of those that count.
         runner._dummy_run(1, force_attention=True, profile_seq_lens=context)
         sizes: list[int] = []
-        for rows in (r for r in _ROWS if r <= min(runner.max_num_tokens, max(_ROWS))):
+        for rows in filter(self._fits, _ROWS):
             # Early enough to come round at least twice more.
             if len(sizes) >= 2 and self._has_passed(0.25):
                 break
-            self._time_forward("rows", rows, max(context, rows))
+            self._time_forward("rows", rows, min(max(context, rows), longest))
             sizes.append(rows)
         rehearsals = self._rehearsals()
-        most = min(runner.max_model_len, 2048)
+        most = min(longest, 2048)
         span = most - context if most - context >= _MIN_ATTENTION_SPAN else 0
         probe_rows = min(_CONTEXT_ROWS, runner.max_num_tokens)
         passes = 0
@@ -98,7 +99,7 @@ class Calibrator:
         while passes < 2 or (passes < _PASSES and not self._has_passed(1.0)):
             if passes:
                 for rows in sizes:
-                    self._time_forward("rows", rows, max(context, rows))
+                    self._time_forward("rows", rows, min(max(context, rows), longest))
             for count, reach in rehearsals:
                 self._time_draft(count, reach)
             if span:
@@ -106,6 +107,13 @@ class Calibrator:
                 self._time_forward("far", probe_rows, most)
             passes += 1
         return self._calibration(probe_rows * span)
+
+    def _fits(self, rows: int) -> bool:
+        """Whether vLLM's dummy batch of that many rows fits the block tables, which have room for
+        the model's length: kernels would read past their end."""
+        requests = min(rows, self.runner.scheduler_config.max_num_seqs)
+        longest = rows // requests + rows % requests
+        return rows <= self.runner.max_num_tokens and longest <= self.runner.max_model_len
 
     def _calibration(self, attended: int) -> Calibration:
         """Values broadcast from the first worker; "far" forwards attend `attended` tokens more."""

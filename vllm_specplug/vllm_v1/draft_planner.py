@@ -95,7 +95,8 @@ class DraftPlanner:
         if asked.max_context is not None and context_len > asked.max_context:
             return 0, "context"
         if asked.nodes is not None:
-            return min(asked.nodes, self.row_budget.share(num_requests)), "opted_out"
+            nodes = min(asked.nodes, self.row_budget.share(num_requests))
+            return nodes, "batch" if asked.nodes else "opted_out"
         if self.adaptive is not None:
             return self.max_nodes, "budget"
         return self.row_budget.nodes_per_request(num_requests), "batch"
@@ -128,6 +129,8 @@ class DraftPlanner:
             trees = self._valid(drafter.propose(requests)) if len(requests) else []
         else:
             trees = self._draft_adaptively(budget, drafter, requests, batch)
+        # vLLM has room for the budgets, in masks and statistics, and for no node more.
+        trees = [t.prefix(most) for t, most in zip(trees, requests.budgets, strict=True)]
         elapsed_ms = 1e3 * (time.perf_counter() - start)
         self._draft_ms = elapsed_ms if self._draft_rows else 0.0
         dropped = sum(1 for r in self._dropped if not trees[r].num_nodes)

@@ -62,7 +62,7 @@ class TreeRunnerMixin:
             is_reporting=get_tensor_model_parallel_rank() == 0,
         )
         # Beyond the scheduler's own limit the last requests of a batch would starve.
-        most_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        most_rows = most_scheduled_rows(vllm_config.scheduler_config)
         self.planner = DraftPlanner(
             spec,
             max_step_rows=min(spec.max_step_rows or most_rows, most_rows),
@@ -225,7 +225,7 @@ class TreeRunnerMixin:
     def _tree_for(self, req_id: str, tokens: Any, kept_nodes: list[int] | None) -> DraftTree | None:
         """The tree behind scheduled draft tokens, cut to what was scheduled.
 
-        `kept_nodes` are the nodes a grammar left of it; None where there is no grammar.
+        `kept_nodes` are the nodes a grammar left of it; None where no grammar was moved along it.
 
         None when they are not: their rows are linear and none of them is accepted. vLLM pads
         resumed requests with drafts of -1; anything else that does not match is a fault.
@@ -236,9 +236,15 @@ class TreeRunnerMixin:
         if all(token == PLACEHOLDER_TOKEN_ID for token in tokens):
             return None
         if tree is not None:
-            tree = tree.prefix(len(tokens)) if kept_nodes is None else tree.subset(kept_nodes)
-            if tree.token_ids.tolist() == list(tokens):
-                return tree
+            nodes = list(range(len(tokens))) if kept_nodes is None else kept_nodes
+            is_inside = bool(nodes) and nodes[-1] < tree.num_nodes
+            if is_inside and tree.token_ids[nodes].tolist() == list(tokens):
+                tree = tree.prefix(len(nodes)) if kept_nodes is None else tree.subset(nodes)
+                if kept_nodes is not None or tree.is_chain or not self._is_constrained(req_id):
+                    return tree
+                # vLLM took the drafts for a line: the masks of their rows are not those of nodes.
+                self.tree_metrics.stats.observe_plain("grammar")
+                return None
         self.tree_metrics.stats.observe_plain("unmatched")
         logger.error_once(
             "Rank %d has no tree for %d scheduled draft tokens; such drafts are computed and none "
@@ -278,6 +284,7 @@ class TreeRunnerMixin:
             self.input_batch.req_output_token_ids,
             discarded,
             at_once=logits.device.type != "cpu",
+            ends_request=self._ends_request,
         )
         walk, output = sampler.walk([r.tree for r in self.tree_step.requests], root_rows)
         walked = time.perf_counter()
@@ -350,12 +357,23 @@ class TreeRunnerMixin:
         if drafts is not None:
             parents = {}
             for req_id, tree in self.proposed_trees.items():
-                state = self.requests.get(req_id)
-                params = None if state is None else state.sampling_params
-                if params is not None and params.structured_outputs is not None:
+                if self._is_constrained(req_id):
                     parents[req_id] = tree.parent_indices.tolist()
             setattr(drafts, PARENTS_ATTRIBUTE, parents)
         return drafts
+
+    def _is_constrained(self, req_id: str) -> bool:
+        """Whether a request's output must follow a grammar."""
+        state = self.requests.get(req_id)
+        params = None if state is None else state.sampling_params
+        return params is not None and params.structured_outputs is not None
+
+    def _ends_request(self, index: int, token_id: int) -> bool:
+        """Whether vLLM ends the request at `index` of the batch once it emits this token."""
+        params = self.requests[self.input_batch.req_ids[index]].sampling_params
+        if params is None:
+            return False
+        return token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
 
     def _draft_requests(self, sampled_token_ids: list[list[int]]) -> tuple[DraftRequests, Batch]:
         """Who is drafted for, from which anchor, how much each may draft, and what else the next
@@ -415,6 +433,12 @@ class TreeRunnerMixin:
             stats.observe_step_nodes(step_nodes)
             stats.observe_ms("verify", self.planner.verify_ms)
             stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))
+
+
+def most_scheduled_rows(scheduler_config: Any) -> int:
+    """Most rows that vLLM's scheduler puts into one step."""
+    rows = scheduler_config.max_num_batched_tokens
+    return min(rows, scheduler_config.max_num_scheduled_tokens or rows)
 
 
 def require_seams(device: str) -> None:

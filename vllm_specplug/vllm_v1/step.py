@@ -33,8 +33,7 @@ class StepRequest:
     @property
     def is_linear(self) -> bool:
         """Whether the stock causal mask and positions are right for these rows."""
-        tree = self.tree
-        return tree is None or tree.max_depth == tree.num_nodes
+        return self.tree is None or self.tree.is_chain
 
     @property
     def decodes(self) -> bool:

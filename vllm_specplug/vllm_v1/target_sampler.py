@@ -25,7 +25,7 @@ from vllm.v1.sample.logits_processor.builtin import (
 )
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_specplug.accept import WalkResult, walk_trees
+from vllm_specplug.accept import EndFn, WalkResult, walk_trees
 from vllm_specplug.drafting.drafter import device_tensor
 from vllm_specplug.kernels import row_argmax
 from vllm_specplug.tree import DraftTree
@@ -48,6 +48,7 @@ class TargetSampler:
             advance their random state nor grow their output.
         at_once: sample all rows before the walk where requests keep no state. Worth it where
             each sample would wait for a device.
+        ends_request: see `walk_trees`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class TargetSampler:
         outputs: list[list[int] | None],
         discarded: set[int],
         at_once: bool = False,
+        ends_request: EndFn = lambda i, token: False,
     ) -> None:
         self.sampler = sampler
         self.logits = logits
@@ -65,6 +67,7 @@ class TargetSampler:
         self.outputs = outputs
         self.discarded = discarded
         self.at_once = at_once
+        self.ends_request = ends_request
         self.logprobs: list[LogprobsTensors] = []
         self.depth = 0
 
@@ -80,11 +83,16 @@ class TargetSampler:
             # nodes that are not visited are never looked at.
             tokens = self.sample_rows(root_rows).tolist()
         if tokens is not None:
-            result = walk_trees(trees, root_rows, lambda rows, live: [tokens[r] for r in rows])
+            result = walk_trees(
+                trees,
+                root_rows,
+                lambda rows, live: [tokens[r] for r in rows],
+                self.ends_request,
+            )
         else:
             kept = [len(output or ()) for output in self.outputs]
             try:
-                result = walk_trees(trees, root_rows, self._sample)
+                result = walk_trees(trees, root_rows, self._sample, self.ends_request)
             finally:
                 # vLLM's bookkeeping appends the step's tokens itself.
                 for output, length in zip(self.outputs, kept, strict=True):

@@ -115,3 +115,22 @@ def test_joint_distribution_of_two_tokens(biased: bool) -> None:
         assert p_value < 1e-6, "the test cannot see a biased accept rule"
     else:
         assert p_value > 1e-3
+
+
+def test_a_token_that_ends_its_request_is_the_last_one() -> None:
+    """Though a child holds it and has children of its own."""
+    chain = DraftTree.chain([3, 1, 2])
+    samples = {0: 3, 1: 1, 2: 2, 3: 0, 4: 3, 5: 1, 6: 2, 7: 0}
+    asked: list[list[int]] = []
+
+    def sample(rows: list[int], live: list[bool]) -> Sequence[int]:
+        asked.append([row for row, alive in zip(rows, live, strict=True) if alive])
+        return [samples[row] for row in rows]
+
+    result = walk_trees(
+        [chain, chain], [0, 4], sample, ends_request=lambda i, token: i == 0 and token == 1
+    )
+    assert result.token_ids == [[3, 1], [3, 1, 2, 0]]
+    assert result.accepted_paths == [[0], [0, 1, 2]]
+    # No sample after the end, so no random state moves on.
+    assert asked == [[0, 4], [1, 5], [6], [7]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.tiny import make_head, make_target
+from tests.e2e.tiny import make_head, make_target, make_tokenswift_heads
 
 VOCAB = 12
 
@@ -134,6 +134,7 @@ def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
         ({"async_scheduling": True}, "'jetspec' .*async_scheduling=True"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0"),
         ({"max_num_batched_tokens": 256, "max_num_seqs": 4}, None),
+        ({"max_num_scheduled_tokens": 8}, "needs 9 rows .*max_num_scheduled_tokens=8"),
     ],
 )
 def test_engine_combinations(
@@ -257,3 +258,34 @@ def test_incomplete_and_misshapen_heads(target: Path, head: Path) -> None:
     assert "missing fc.weight [64, 128]" in text
     assert "unexpected surplus.weight [2]" in text
     assert "misshapen norm.weight: config says [64], checkpoint has [7]" in text
+
+
+_MIXTURE = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["self", "auto", "heads", "ngrams"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_mixture_of_experts_in_replicas_takes_no_draft_forwards_of_one_replica(
+    target: Path, tmp_path: Path, source: str, replicas: int
+) -> None:
+    """Replicas meet in every forward; one that ran one more would wait for the others for ever."""
+    config = json.loads((target / "config.json").read_text())
+    other = tmp_path / "mixture"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**config, **_MIXTURE}))
+    heads = make_tokenswift_heads(tmp_path / "heads", VOCAB)
+    spec = {"method": "tokenswift", "model": str(heads), "draft_source": source}
+    if source == "ngrams":
+        spec["ngram_topk"] = 3
+    if replicas == 1 or source in ("heads", "ngrams"):
+        made = _config(other, spec, data_parallel_size=replicas)
+        assert made.model_config.is_moe
+        assert made.speculative_config.self_draft.source == source
+        return
+    with pytest.raises(ValueError, match=f"draft_source='{source}'.*data_parallel_size=2"):
+        _config(other, spec, data_parallel_size=replicas)
+    # Dense replicas are engines of their own.
+    _config(target, spec, data_parallel_size=replicas)

@@ -127,3 +127,20 @@ def test_a_machine_busy_for_a_second_spoils_no_size(
     assert measured.draft_ms == pytest.approx([6.0] * len(measured.draft_ms))
     assert not calibrator.is_noisy
     assert runner.now < 1.5 * module.TIME_LIMIT_S
+
+
+@pytest.mark.parametrize(("requests", "length"), [(1, 16), (3, 10), (1, 1), (2, 1000)])
+def test_no_dummy_batch_outgrows_its_block_tables(requests: int, length: int) -> None:
+    """Kernels read the table of a request of the whole context, and past its end after that."""
+    runner = SleepingRunner()
+    runner.scheduler_config.max_num_seqs, runner.max_model_len = requests, length
+    forward, seen = runner._dummy_run, []
+
+    def dummy_run(rows: int, **kwargs: Any) -> Any:
+        count = min(rows, requests)
+        seen.append((rows // count + rows % count, kwargs["profile_seq_lens"]))
+        return forward(rows, **kwargs)
+
+    runner._dummy_run = dummy_run  # type: ignore[method-assign]
+    assert Calibrator(runner, _alone).measure().rows[0] == 1
+    assert all(0 < most_rows <= context <= length for most_rows, context in seen), seen

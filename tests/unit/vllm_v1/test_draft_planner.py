@@ -85,7 +85,7 @@ def test_each_request_gets_what_it_asks_for() -> None:
     planner = _planner()
     ask = [None, {"specplug_tree_budget": 0}, {"specplug_tree_budget": 2}]
     got = [planner.nodes_for(str(i), extra, 50, 3) for i, extra in enumerate(ask)]
-    assert got == [(MAX_NODES, "budget"), (0, "opted_out"), (2, "opted_out")]
+    assert got == [(MAX_NODES, "budget"), (0, "opted_out"), (2, "batch")]
 
 
 def test_fixed_budgets_share_the_rows_and_requests_may_differ() -> None:
@@ -93,8 +93,10 @@ def test_fixed_budgets_share_the_rows_and_requests_may_differ() -> None:
     assert planner.nodes_for("a", None, 50, 2) == (6, "batch")
     assert planner.nodes_for("a", None, 50, 5) == (3, "batch")
     assert planner.nodes_for("a", None, 50, 12) == (0, "batch")
-    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 2) == (8, "opted_out")
+    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 2) == (8, "batch")
     assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 4)[0] == 4
+    # Full steps leave none, though the request asked for some.
+    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 20) == (0, "batch")
 
 
 def test_contexts_past_the_limit_decode_plainly() -> None:
@@ -282,3 +284,20 @@ def test_an_invalid_tree_is_dropped_counted_and_told_once(
         assert planner.stats.plain_steps == {"invalid_tree": step}
     warnings = [r.getMessage() for r in caplog.records if r.name == "vllm.specplug"]
     assert len(warnings) == 1 and "DraftTree:" in warnings[0]
+
+
+class _GreedyDrafter(_Drafter):
+    """Three nodes more than anybody asked for."""
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        sizes = [budget + 3 for budget in requests.budgets]
+        return [DraftTree.chain(range(n), self.score * np.arange(1, n + 1)) for n in sizes]
+
+
+@pytest.mark.parametrize("tree_budget", ["auto", 6])
+def test_no_tree_outgrows_its_budget(tree_budget: Any) -> None:
+    planner = _planner(tree_budget=tree_budget)
+    requests, batch = _requests(planner, [None, {"specplug_tree_budget": 2}])
+    trees = planner.draft(_GreedyDrafter(score=-0.01), requests, batch)
+    assert trees[1].num_nodes == 2
+    assert all(t.num_nodes <= b for t, b in zip(trees, requests.budgets, strict=True))

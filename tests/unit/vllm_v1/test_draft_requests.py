@@ -57,7 +57,7 @@ def _drafted_for(second: CachedRequestState) -> tuple[list[list[int]], dict[str,
     runner.input_batch, runner.requests = batch, {second.req_id: second}
     runner.enable_prompt_embeds = True
     runner.max_model_len = runner.max_num_tokens = 64
-    runner.planner = DraftPlanner(options, 64, stats, vocab_size=1 << 20)
+    runner.planner = DraftPlanner(options, 64, stats, vocab_size=100)
     runner.tree_metrics = SimpleNamespace(stats=stats)
     runner.drafter = SimpleNamespace(options=SimpleNamespace(tree_width=4))
     requests, _ = runner._draft_requests([[5]])

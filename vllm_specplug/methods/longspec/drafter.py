@@ -175,7 +175,10 @@ class LongSpecDrafter(Drafter):
     def _fill_windows(self, requests: DraftRequests) -> None:
         missing = self.window.missing(requests)
         if len(missing.token_ids):
-            embeds = self.embed_tokens[missing.token_ids]
+            # A prompt may hold ids of the tokenizer past the target's vocabulary: vLLM's padded
+            # table embeds them, this one ends before. Any row will do for a draft.
+            last = len(self.embed_tokens) - 1
+            embeds = self.embed_tokens[missing.token_ids.clamp(0, last)]
             keys, values = self.head.window_kv(embeds, missing.positions)
             self.window.write(keys, values, missing.slots)
 

@@ -203,6 +203,17 @@ def test_windows_are_filled_once(head: Path) -> None:
     assert not any(name == "r4" for name, _ in window.store)
 
 
+def test_prompt_tokens_past_the_vocabulary_stop_nothing(head: Path) -> None:
+    """vLLM takes every id its tokenizer knows, and pads the target's embedding."""
+    drafter = make_drafter(head)
+    texts = sequences()
+    for text in texts:
+        text.tokens[:-9:3] = VOCAB + 1
+    drafter.bind_window(DenseWindow(), DenseTarget([(t.key, t.value) for t in texts]))
+    trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
+    assert all(tree.is_valid(VOCAB) and tree.num_nodes for tree in trees)
+
+
 def test_fused_layer_equals_the_module(head: Path) -> None:
     module, _ = load_longspec_head(head, TARGET)
     fused = FusedLongSpecHead(module, MAX_LEN)
