@@ -20,12 +20,17 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm_specplug.budget import AdaptiveBudget, StepCostModel
 from vllm_specplug.drafters.base import CommittedTokens, DraftRequests, WindowSpec
 from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
-from vllm_specplug.runtime.calibration import calibrate
+from vllm_specplug.runtime.calibration import CalibrationError, calibrate
 from vllm_specplug.runtime.draft_cache import DraftKVLayer
 from vllm_specplug.runtime.draft_planner import Batch, DraftPlanner
 from vllm_specplug.runtime.penalty_processor import draft_penalties
 from vllm_specplug.runtime.proposer import TreeProposer
-from vllm_specplug.runtime.ranks import first_rank_trees, first_rank_values, first_worker_values
+from vllm_specplug.runtime.ranks import (
+    any_worker,
+    first_rank_trees,
+    first_rank_values,
+    first_worker_values,
+)
 from vllm_specplug.runtime.self_draft import SelfDraft
 from vllm_specplug.runtime.step import StepRequest, TreeStep
 from vllm_specplug.runtime.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
@@ -152,11 +157,22 @@ class TreeRunnerMixin:
         )
 
     def start_budget(self) -> None:
-        """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
+        """Measures step costs for an adaptive budget. Call once the model is ready to serve.
+
+        Where they cannot be measured on some worker, the budget is fixed on all.
+        """
         if not self.planner.is_adaptive:
             return
         is_first = get_world_group().is_first_rank
-        calibration = calibrate(self, first_worker_values, is_first)
+        try:
+            calibration = calibrate(self, first_worker_values, is_first, any_worker)
+        except CalibrationError as error:
+            logger.warning(
+                "Tree budget: step costs could not be measured (%s); trees take a fixed budget of "
+                "num_speculative_tokens nodes",
+                error,
+            )
+            return
         self.planner.adaptive = AdaptiveBudget(
             StepCostModel(calibration),
             self.planner.row_budget.max_step_rows,
