@@ -19,6 +19,7 @@ from vllm_specplug.runtime.cuda_backend import (
 )
 from vllm_specplug.runtime.step import StepRequest, TreeStep
 from vllm_specplug.runtime.tree_backend import StepLimits
+from vllm_specplug.seams import ATTENTION_BACKENDS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.verify.gpu import (
     FULL_GRAPHS_VARIABLE,
@@ -316,17 +317,23 @@ def test_full_graphs_need_a_kernel_that_can_be_captured(backend, monkeypatch, na
     ("dtype", "expected"),
     [(torch.bfloat16, "FLASH_ATTN"), (torch.float32, "TRITON_ATTN")],
 )
-def test_the_attention_backend_taken_has_the_models_dtype(dtype, expected, monkeypatch):
+def test_the_attention_backend_taken_has_the_models_dtype(dtype, expected):
     """FlashAttention has no float32; vLLM would refuse to start with it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
     import vllm_specplug.runtime.worker_gpu as worker_gpu
 
-    registered = {}
-    monkeypatch.setattr(worker_gpu, "register_backend", registered.__setitem__)
     attention = SimpleNamespace(backend=None)
     config = SimpleNamespace(attention_config=attention, model_config=SimpleNamespace(dtype=dtype))
-    worker_gpu.claim_attention_backend(config)
+    try:
+        worker_gpu.claim_attention_backend(config)
+        backends = {
+            name: AttentionBackendEnum[name].get_path().rpartition(".")[2]
+            for name in ("FLASH_ATTN", "TRITON_ATTN")
+        }
+    finally:
+        ATTENTION_BACKENDS.undo()
     assert attention.backend.name == expected
-    backends = {b.name: path.rpartition(".")[2] for b, path in registered.items()}
     tree_classes = (TreeFlashAttentionBackend, TreeTritonAttentionBackend)
     chosen = {c.__name__: c for c in tree_classes}[backends[expected]]
     assert chosen.supports_dtype(dtype)
