@@ -30,6 +30,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # A split shorter than this costs more in merging than it saves.
 MIN_SPLIT = 256
 MAX_SPLITS = 64
+_MAX_BLOCK_M = 128
+_MAX_HEAD_DIM = 256
 
 
 @triton.jit
@@ -293,16 +295,23 @@ class TreeAttnConfig:
         block_m = 16 if packed_rows <= 16 else 64 if packed_rows <= 64 or itemsize == 4 else 128
         block_n = 64 if itemsize < 4 else 32
         if head_dim > 128 or major < 9:
-            block_m, block_n = min(block_m, 64), 32
+            # Ampere's tiles of a wide head: more rows spill even with eight warps.
+            block_m, block_n = min(block_m, 32 if head_dim > 128 and major < 9 else 64), 32
+        if dense and major >= 10:
+            block_m = min(block_m, 64)
         # K and V of a tile per stage, and the query once.
         padded = triton.next_power_of_2(head_dim)
         stage = 2 * block_n * padded * itemsize
         stages = (shared_memory - block_m * padded * itemsize - 8192) // stage
         # With fewer warps the accumulator spills: a warpgroup of Hopper holds 64 rows, four warps
-        # before it only 32.
+        # before it only 32. On Blackwell it lies in registers between two products.
         wide = block_m > (64 if major >= 9 else 32)
-        # A dense tail adds addresses: with three stages Triton 3.6 spills some of them.
-        deepest = 2 if dense and block_m == 64 else 3
+        # A dense tail adds addresses, which spill too: with four warps, and with three stages.
+        if block_m == 64 and dense + (head_dim > 128) + (major >= 10) >= 2:
+            wide = True
+        if block_m == 32:
+            wide = True
+        deepest = 3 if not dense else 2 if head_dim <= 128 or block_m > 16 else 1
         return cls(block_m, block_n, 8 if wide else 4, int(max(1, min(deepest, stages))))
 
 
@@ -325,6 +334,17 @@ def choose_splits(programs: int, max_context: int, num_sms: int) -> int:
     useful = max(1, max_context // MIN_SPLIT)
     wanted = -(-2 * num_sms // max(1, programs))
     return max(1, min(useful, wanted, MAX_SPLITS))
+
+
+def most_workspace_bytes(device: torch.device) -> int:
+    """Most bytes that one call of `tree_attn_triton` allocates besides its output.
+
+    A context is split only where there are fewer programs than two a multiprocessor, and into
+    fewer than would make four.
+    """
+    programs = 4 * _device_limits(device)[0]
+    row = _MAX_HEAD_DIM * 4 + 4
+    return programs * _MAX_BLOCK_M * row
 
 
 def tree_attn_triton(
@@ -370,7 +390,9 @@ def tree_attn_triton(
         target, target_lse = output, lse
         target_strides = (0, output.stride(0), output.stride(1))
     else:
-        rows = meta.parent_rows.shape[0]
+        # An even number: strides are then multiples of 16 for every head size that is one of 8, and
+        # a step's rows make no new variant.
+        rows = -(-meta.parent_rows.shape[0] // 2) * 2
         target = query.new_empty((splits, rows, num_heads, head_dim), dtype=torch.float32)
         target_lse = query.new_empty((splits, rows, num_heads), dtype=torch.float32)
         target_strides = target.stride()[:3]

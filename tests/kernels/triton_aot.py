@@ -249,6 +249,8 @@ def small_kernels(arch: int) -> list[Compiled]:
 def main(arch: int, all_shapes: bool) -> None:
     kernels = [tree_attention(arch, 64 * 4), tree_attention(arch, 16 * 4, dense=True)]
     kernels += small_kernels(arch)
+    kernels += [tree_attention(arch, 4, dense=True)]
+    kernels += [tree_attention(arch, 64 * 4, head_dim=256, dense=d) for d in (False, True)]
     if arch == 90 or all_shapes:
         # Roots alone, large pages, another head size.
         kernels += [tree_attention(arch, 4, page=128), tree_attention(arch, 4, prefix=True)]

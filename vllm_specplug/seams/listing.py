@@ -386,6 +386,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vllm.v1.outputs:LogprobsTensors",
         "vllm.v1.outputs:SamplerOutput",
         "vllm.v1.sample.metadata:SamplingMetadata",
+        f"{_PROCESSORS}:LogitsProcessors",
         f"{_PROCESSORS}.builtin:LogitBiasLogitsProcessor",
         f"{_PROCESSORS}.builtin:MinPLogitsProcessor",
         f"{_PROCESSORS}.builtin:MinTokensLogitsProcessor",
@@ -501,13 +502,21 @@ _GPU_USES: tuple[Seam, ...] = (
     ),
     *_overrides(
         "gpu_worker",
-        "the documented seam for a runner of one's own, and the two moments before and after "
-        "graphs are captured",
+        "the documented seam for a runner of one's own, and the two moments for warming up: before "
+        "graphs are captured, and before vLLM watches for kernels that still compile",
         "never: _make_model_runner is a public seam",
         _GPU_WORKER,
         "init_device",
         "_make_model_runner",
         "compile_or_warm_up_model",
+        "_maybe_activate_jit_monitor",
+    ),
+    *_overrides(
+        "gpu_worker",
+        "drafts and the logits of all rows are memory that the KV cache must not get",
+        f"a method may take part in the memory profile ({_REGISTRY})",
+        _RUNNER,
+        "profile_run",
     ),
 )
 

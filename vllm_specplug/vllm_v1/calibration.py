@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.specplug.calibration")
 
 Share = Callable[[list[float]], list[float]]
+Agree = Callable[[bool], bool]
 
 TIME_LIMIT_S = 5.0
 _PASSES = 5
@@ -50,6 +51,10 @@ _CONTEXT_ROWS = 8
 _MIN_ATTENTION_SPAN = 256
 
 
+class CalibrationError(RuntimeError):
+    """Step costs could not be measured on some worker; raised on all of them."""
+
+
 class Calibrator:
     """Measures one runner's forwards.
 
@@ -59,11 +64,19 @@ class Calibrator:
     Args:
         runner: a tree runner, ready to serve, with no requests.
         share: replaces values by those of the first worker.
+        any_worker: whether a flag is set on any worker.
     """
 
-    def __init__(self, runner: Any, share: Share, time_limit_s: float = TIME_LIMIT_S) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        share: Share,
+        any_worker: Agree = bool,
+        time_limit_s: float = TIME_LIMIT_S,
+    ) -> None:
         self.runner = runner
         self.share = share
+        self.any_worker = any_worker
         self.time_limit_s = time_limit_s
         self.start = time.perf_counter()
         # By what was timed, milliseconds of each pass.
@@ -77,12 +90,16 @@ class Calibrator:
         return median(median(times) / max(min(times), 1e-4) for times in later) > _NOISY
 
     def measure(self) -> Calibration:
-        """Times by rows, by context, and of the draft forward."""
+        """Times by rows, by context, and of the draft forward.
+
+        Raises:
+            CalibrationError: on every worker, when a forward failed on any.
+        """
         runner = self.runner
         longest = runner.max_model_len
         context = max(1, min(_SHORT_CONTEXT, longest - 1))
         # The first forward of a process allocates; it is not one of those that count.
-        runner._dummy_run(1, force_attention=True, profile_seq_lens=context)
+        self._together(lambda: runner._dummy_run(1, force_attention=True, profile_seq_lens=context))
         sizes: list[int] = []
         for rows in filter(self._fits, _ROWS):
             # Early enough to come round at least twice more.
@@ -143,10 +160,25 @@ class Calibrator:
         return self.share([left])[0] < 0
 
     def _time(self, part: str, rows: float, call: Callable[[], object]) -> None:
+        elapsed_ms = self._together(call)
+        self._times.setdefault((part, rows), []).append(elapsed_ms)
+
+    def _together(self, call: Callable[[], object]) -> float:
+        """Milliseconds that `call` took here; the workers part only once it succeeded on all."""
         start = time.perf_counter()
-        call()
-        self.runner._sync_device()
-        self._times.setdefault((part, rows), []).append(1e3 * (time.perf_counter() - start))
+        failure: Exception | None = None
+        try:
+            call()
+            self.runner._sync_device()
+        except Exception as error:
+            failure = error
+        elapsed_ms = 1e3 * (time.perf_counter() - start)
+        if self.any_worker(failure is not None):
+            reason = "another worker failed"
+            if failure is not None:
+                reason = f"{type(failure).__name__}: {failure}"
+            raise CalibrationError(reason) from failure
+        return elapsed_ms
 
     def _time_forward(self, part: str, rows: int, context: int) -> None:
         """One forward of the target, and the logits of its rows."""
@@ -180,8 +212,14 @@ class Calibrator:
             self._time("draft", float(count * (reach + 1)), lambda: drafter.propose(requests))
 
 
-def calibrate(runner: Any, share: Share, is_first_rank: bool) -> Calibration:
-    """The calibration of this runner: the cached one, or a new one that is then cached."""
+def calibrate(
+    runner: Any, share: Share, is_first_rank: bool, any_worker: Agree = bool
+) -> Calibration:
+    """The calibration of this runner: the cached one, or a new one that is then cached.
+
+    Raises:
+        CalibrationError: on every worker, when a forward failed on any.
+    """
     path = cache_dir() / "calibration" / f"{_digest(runner)}.json"
     cached = _read(path) if is_first_rank else None
     values = [0.0] if cached is None else [1.0, *_flat(cached)]
@@ -193,7 +231,7 @@ def calibrate(runner: Any, share: Share, is_first_rank: bool) -> Calibration:
         logger.info("Tree budget: step costs from an earlier calibration (%s)", path)
         return calibration
     start = time.perf_counter()
-    calibrator = Calibrator(runner, share)
+    calibrator = Calibrator(runner, share, any_worker)
     calibration = calibrator.measure()
     if is_first_rank:
         if not calibrator.is_noisy:

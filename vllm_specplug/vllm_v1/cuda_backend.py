@@ -157,6 +157,12 @@ class CudaTreeBackend(TreeBackend):
 
     # -- set-up -----------------------------------------------------------------------------
 
+    def make_workspace(self) -> torch.Tensor:
+        """As many bytes as the target's attention takes for a moment in one layer."""
+        from vllm_specplug.kernels.tree_attn_triton import most_workspace_bytes
+
+        return torch.empty(most_workspace_bytes(self.device), dtype=torch.uint8, device=self.device)
+
     def bind(self, kv_caches: list[torch.Tensor]) -> None:
         from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 
@@ -212,10 +218,10 @@ class CudaTreeBackend(TreeBackend):
             query = torch.zeros(
                 rows, self.num_heads, head_dim, dtype=key_cache.dtype, device=self.device
             )
-            # Without and with a split context.
-            for context in {0, max(0, min(8192, self.limits.context) - rows)}:
-                chain = np.arange(-1, rows - 1, dtype=np.int32)
-                metadata = self.buffers.fill([0], [0], [context], [chain], blocks)
+            chain = np.arange(-1, rows - 1, dtype=np.int32)
+            # Without and with a split context: splits follow the bound, as in a captured graph.
+            for context in (0, self.limits.context):
+                metadata = self.buffers.fill([0], [0], [0], [chain], blocks, max_context=context)
                 self.fill_words(metadata)
                 output = torch.empty_like(query)
                 self.kernel.run(query, key_cache, value_cache, output, metadata, head_dim**-0.5)

@@ -37,6 +37,16 @@ def _first_values(values: list[float], group: Any) -> list[float]:
     return _from_first(torch.tensor(values, dtype=torch.float64), group).tolist()
 
 
+def any_worker(flag: bool) -> bool:
+    """Whether `flag` is set on any worker; the same answer on every worker."""
+    group = get_world_group()
+    if group.world_size == 1:
+        return flag
+    flags = torch.tensor([int(flag)])
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return bool(flags.item())
+
+
 def first_rank_trees(trees: Sequence[DraftTree], budgets: Sequence[int]) -> list[DraftTree]:
     """The trees of the first tensor parallel rank, on every rank, in one message.
 

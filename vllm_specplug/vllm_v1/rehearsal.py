@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft forwards before there are requests: to compile what they compile."""
+"""Draft forwards and samples before there are requests: to compile what they compile, and to take
+the memory they take while vLLM measures it."""
 
 from __future__ import annotations
 
@@ -8,8 +9,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
+from vllm_specplug.vllm_v1.ranks import any_worker
+from vllm_specplug.vllm_v1.target_sampler import MOST_AT_ONCE, TargetSampler
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
 SHORT_CONTEXT = 7
 # Long enough for a kernel to split it.
 LONG_CONTEXT = 8192
+_FEW_ROWS = 256
 
 
 @contextmanager
@@ -48,7 +55,29 @@ def rehearsal(
 
 def warm_up_draft(runner: Any) -> None:
     """Drafts every depth once after a short and a long context, so that what a draft forward
-    compiles is compiled before serving."""
+    compiles is compiled before serving.
+
+    Raises:
+        RuntimeError: on every worker, when drafting failed on any.
+    """
+    failure: Exception | None = None
+    try:
+        _draft_every_depth(runner)
+        runner._sync_device()
+    except Exception as error:
+        failure = error
+    # What comes next is done together.
+    if any_worker(failure is not None):
+        reason = "another worker could not; its log says why"
+        if failure is not None:
+            reason = f"{type(failure).__name__}: {failure}"
+        raise RuntimeError(
+            f"The draft head cannot draft on this device: {reason}. It would fail while serving; "
+            "use another head, or method 'ngram_tree', which has none."
+        ) from failure
+
+
+def _draft_every_depth(runner: Any) -> None:
     drafter: Drafter = runner.drafter.drafter
     deepest = drafter.forward_depth
     longest = min(LONG_CONTEXT, runner.max_model_len - deepest - 1)
@@ -56,4 +85,93 @@ def warm_up_draft(runner: Any) -> None:
         for depth in range(1, deepest + 1):
             with rehearsal(runner, 1, depth, context) as requests:
                 drafter.propose(requests)
-    runner._sync_device()
+
+
+def warm_up_sampling(runner: Any, logits: torch.Tensor | None = None) -> None:
+    """Samples rows in each way that a walk may, so that what vLLM's sampler compiles is compiled.
+
+    Args:
+        logits: [rows, V] of the largest walk; edited. A few rows if not given.
+    """
+    if logits is None:
+        vocab_size = runner.model_config.get_vocab_size()
+        logits = torch.zeros((_FEW_ROWS, vocab_size), dtype=runner.dtype, device=runner.device)
+    most = max(1, MOST_AT_ONCE // logits.shape[1])
+    for rows in sorted({1, 2, min(len(logits), runner.max_num_reqs), min(len(logits), most)}):
+        for top_k, top_p in ((True, True), (True, False), (False, True), (False, False)):
+            sampler = TargetSampler(
+                runner.sampler,
+                logits[:rows],
+                _dummy_sampling(rows, logits, top_k, top_p),
+                [[] for _ in range(rows)],
+                set(),
+                at_once=True,
+            )
+            sampler.walk([None] * rows, list(range(rows)))
+
+
+def _dummy_sampling(rows: int, logits: torch.Tensor, top_k: bool, top_p: bool) -> SamplingMetadata:
+    """Random sampling of `rows` requests without any state."""
+
+    def filled(value: float) -> torch.Tensor:
+        return torch.full((rows,), value, device=logits.device)
+
+    return SamplingMetadata(
+        temperature=filled(0.5),
+        all_greedy=False,
+        all_random=False,
+        top_p=filled(0.9) if top_p else None,
+        top_k=filled(logits.shape[1] - 1).int() if top_k else None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=filled(0.0),
+        presence_penalties=filled(0.0),
+        repetition_penalties=filled(1.0),
+        output_token_ids=[[] for _ in range(rows)],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+
+
+class _NoCache:
+    """A `DraftCache` before there are pages: takes what a real one would take for a moment."""
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        pass
+
+    def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> Any:
+        return lambda layer, query, key, value: torch.zeros_like(
+            query, memory_format=torch.contiguous_format
+        )
+
+
+@torch.inference_mode()
+def profile_largest_step(runner: Any) -> None:
+    """Allocates at once what the largest step with trees needs beside the target's forward, for
+    vLLM's memory profile: logits of all rows, their samples, and a draft for every request.
+
+    The hidden states stay for the draft, and vLLM holds the logits until the step is over.
+    """
+    options = runner.tree_spec
+    tokens, num_reqs, device = runner.max_num_tokens, runner.max_num_reqs, runner.device
+    drafter: Drafter = runner.drafter.drafter
+    hidden = torch.zeros(
+        (tokens, runner.model_config.get_hidden_size()), dtype=runner.dtype, device=device
+    )
+    aux = [torch.zeros_like(hidden) for _ in options.aux_layers or ()]
+    rows = min(
+        num_reqs * (1 + options.num_speculative_tokens), runner.planner.row_budget.max_step_rows
+    )
+    sample_hidden = hidden[:rows].clone()
+    logits = runner.model.compute_logits(sample_hidden)
+    warm_up_sampling(runner, logits)
+    if not drafter.forward_depth:
+        return
+    drafter.bind_cache(_NoCache())
+    every = torch.arange(tokens, device=device)
+    drafter.observe(CommittedTokens(aux, every, every % runner.max_model_len, every))
+    with rehearsal(runner, num_reqs, drafter.forward_depth) as requests:
+        drafter.propose(requests)

@@ -24,12 +24,17 @@ from vllm_specplug.seams import LOGITS_PROCESSORS, WORKER_SEAMS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
-from vllm_specplug.vllm_v1.calibration import calibrate
+from vllm_specplug.vllm_v1.calibration import CalibrationError, calibrate
 from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_v1.draft_planner import Batch, DraftPlanner
 from vllm_specplug.vllm_v1.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v1.proposer import TreeProposer
-from vllm_specplug.vllm_v1.ranks import first_rank_trees, first_rank_values, first_worker_values
+from vllm_specplug.vllm_v1.ranks import (
+    any_worker,
+    first_rank_trees,
+    first_rank_values,
+    first_worker_values,
+)
 from vllm_specplug.vllm_v1.self_draft import SelfDraft
 from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
 from vllm_specplug.vllm_v1.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
@@ -152,11 +157,22 @@ class TreeRunnerMixin:
         )
 
     def start_budget(self) -> None:
-        """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
+        """Measures step costs for an adaptive budget. Call once the model is ready to serve.
+
+        Where they cannot be measured on some worker, the budget is fixed on all.
+        """
         if not self.planner.is_adaptive:
             return
         is_first = get_world_group().is_first_rank
-        calibration = calibrate(self, first_worker_values, is_first)
+        try:
+            calibration = calibrate(self, first_worker_values, is_first, any_worker)
+        except CalibrationError as error:
+            logger.warning(
+                "Tree budget: step costs could not be measured (%s); trees take a fixed budget of "
+                "num_speculative_tokens nodes",
+                error,
+            )
+            return
         self.planner.adaptive = AdaptiveBudget(
             StepCostModel(calibration),
             self.planner.row_budget.max_step_rows,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -14,11 +13,13 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_specplug.options import check_model_runner
 from vllm_specplug.seams import ATTENTION_BACKENDS
 from vllm_specplug.vllm_v1.cuda_backend import CudaTreeBackend
-from vllm_specplug.vllm_v1.rehearsal import warm_up_draft
+from vllm_specplug.vllm_v1.rehearsal import (
+    profile_largest_step,
+    warm_up_draft,
+    warm_up_sampling,
+)
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin, require_seams
 from vllm_specplug.vllm_v1.tree_backend import TreeBackend
-
-logger = init_logger("vllm.specplug.worker")
 
 # vLLM's attention backends that can hand tree rows over.
 TREE_BACKENDS = (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN)
@@ -56,6 +57,14 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
             self.tree_spec.tree_kernel, self.num_query_heads, self.step_limits(), self.device
         )
 
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        # In a forward with trees; stock attention plans nothing of the kind in a profile run.
+        workspace = self.tree_backend.make_workspace()
+        super().profile_run(*args, **kwargs)
+        del workspace
+        profile_largest_step(self)
+        self._sync_device()
+
 
 class TreeGPUWorker(Worker):
     """vLLM's CUDA worker. Seams: gpu_worker, gpu_backend."""
@@ -73,25 +82,14 @@ class TreeGPUWorker(Worker):
     def compile_or_warm_up_model(self) -> Any:
         # Before graphs are captured: a kernel that compiles during a capture would break it.
         self.model_runner.tree_backend.warm_up()
-        times = super().compile_or_warm_up_model()
-        try:
+        return super().compile_or_warm_up_model()
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        # Graphs are captured, and whatever compiles from here on is reported or raised by vLLM,
+        # which has also seeded its generators for the requests to come.
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            warm_up_sampling(self.model_runner)
             warm_up_draft(self.model_runner)
-        except ValueError:
-            # No kernel takes the head: better found out here than while serving.
-            raise
-        except Exception as error:
-            logger.warning(
-                "Drafting could not be warmed up (%s: %s); the first drafts will be slow",
-                type(error).__name__,
-                error,
-            )
-        try:
             self.model_runner.start_budget()
-        except Exception as error:
-            logger.warning(
-                "Tree budget: step costs could not be measured (%s: %s); trees take a fixed "
-                "budget of num_speculative_tokens nodes",
-                type(error).__name__,
-                error,
-            )
-        return times
+        super()._maybe_activate_jit_monitor()

@@ -68,6 +68,22 @@ def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
     assert first["rows"] and first == second
 
 
+@pytest.mark.parametrize("where", ["draft", "forward"])
+def test_a_worker_that_fails_to_warm_up_leaves_no_other_waiting(tmp_path: Path, where: str) -> None:
+    """Drafts are refused on both, or the budget is fixed on both."""
+    from vllm.utils.network_utils import get_open_port
+
+    port = get_open_port()
+    _run_all("failing_process.py", [[rank, port, tmp_path, where] for rank in range(2)])
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["fixed"] and second["fixed"]
+    if where == "forward":
+        assert first["refused"] is None and second["refused"] is None
+        return
+    assert "another worker could not" in first["refused"]
+    assert "MemoryError: no room on this device" in second["refused"]
+
+
 def _tree(*token_ids: int) -> DraftTree:
     return DraftTree(
         np.array(token_ids, np.int64),

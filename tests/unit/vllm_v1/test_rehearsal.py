@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from vllm_specplug.vllm_v1 import rehearsal as module
 from vllm_specplug.vllm_v1.rehearsal import rehearsal, warm_up_draft
 
 
@@ -32,7 +34,8 @@ def runner_of(drafter: _Drafter) -> int:
 
 
 @pytest.fixture
-def runner() -> Any:
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(module, "any_worker", bool)
     drafter = _Drafter()
     made = SimpleNamespace(
         drafter=SimpleNamespace(
@@ -69,3 +72,56 @@ def test_a_draft_that_fails_is_forgotten_too(runner: Any) -> None:
     assert [len(tokens) for tokens in requests.token_ids] == [8, 8]
     assert runner.rehearsal_requests == 0
     assert runner.drafter.drafter.forgotten == ["specplug-rehearsal-0", "specplug-rehearsal-1"]
+
+
+def test_every_way_to_sample_is_warmed_up(runner: Any) -> None:
+    """What vLLM's sampler compiles differs by one row or more, and by which limits there are."""
+    seen = set()
+
+    def sample(logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        assert not sampling_metadata.all_greedy and not sampling_metadata.generators
+        limits = (sampling_metadata.top_k is not None, sampling_metadata.top_p is not None)
+        seen.add((len(logits), *limits))
+        return SimpleNamespace(sampled_token_ids=torch.zeros(len(logits), 1, dtype=torch.int32))
+
+    runner.sampler, runner.max_num_reqs, runner.device = sample, 5, torch.device("cpu")
+    runner.dtype, runner.model_config = torch.float32, SimpleNamespace(get_vocab_size=lambda: 50)
+    module.warm_up_sampling(runner)
+    ways = [(k, p) for k in (True, False) for p in (True, False)]
+    assert seen == {(rows, k, p) for rows in (1, 2, 5, 256) for k, p in ways}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_is_warm_before_vllm_watches_what_compiles(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """vLLM raises on a late compilation with --jit-monitor-mode=error; and it has seeded by then,
+    so its generators must not move."""
+    from vllm_specplug.vllm_v1 import worker_gpu
+
+    done: list[str] = []
+    runner = SimpleNamespace(start_budget=lambda: done.append("budget"))
+
+    def draft(given: Any) -> None:
+        if fails:
+            raise RuntimeError("cannot draft")
+        done.append("draft")
+
+    monkeypatch.setattr(worker_gpu, "warm_up_draft", draft)
+    monkeypatch.setattr(
+        worker_gpu, "warm_up_sampling", lambda given: done.append(f"sample {torch.rand(()) >= 0}")
+    )
+    monkeypatch.setattr(
+        worker_gpu.Worker, "_maybe_activate_jit_monitor", lambda self: done.append("monitor")
+    )
+    worker = object.__new__(worker_gpu.TreeGPUWorker)
+    worker.model_runner, worker.device = runner, torch.device("cpu")
+    before = torch.get_rng_state()
+    if fails:
+        with pytest.raises(RuntimeError, match="cannot draft"):
+            worker._maybe_activate_jit_monitor()
+        assert "monitor" not in done
+        return
+    worker._maybe_activate_jit_monitor()
+    assert done == ["sample True", "draft", "budget", "monitor"]
+    assert torch.equal(torch.get_rng_state(), before)

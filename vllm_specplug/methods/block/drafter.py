@@ -28,6 +28,9 @@ from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.block.fused_head import FusedBlockHead
 from vllm_specplug.tree import DraftTree, build_tree
 
+# Draft logits that exist at once, most; in float32 that is 128 MiB.
+_MOST_LOGITS = 1 << 25
+
 
 class BlockHeadDrafter(Drafter):
     """Block head of the JetSpec and DFlash family; causal or bidirectional by its config."""
@@ -50,6 +53,8 @@ class BlockHeadDrafter(Drafter):
         if extras.d2t is not None:
             self.target_ids = extras.target_ids(self.config.draft_vocab_size).to(target.device)
         self.lm_head = target.make_lm_head(self.target_ids, extras.lm_head)
+        # V'
+        self.vocab_size = len(self.embed_tokens if self.target_ids is None else self.target_ids)
         self.head = FusedBlockHead(head, self.options.max_model_len, target.make_linear)
         self.ngrams = ngram_branches(self.options)
 
@@ -141,5 +146,9 @@ class BlockHeadDrafter(Drafter):
         attend = self.cache.block_attention(requests, rows, self.config.causal)
         hidden = self.head(block.flatten(0, 1), positions.flatten(), attend)
         hidden = hidden.unflatten(0, (num_reqs, rows))[:, 1 : depth + 1]
-        logits = self.lm_head(hidden.flatten(0, 1)).unflatten(0, (num_reqs, depth))
-        return top_candidates(logits, width)
+        # A piece at a time: logits of all requests would be the largest tensor of a step.
+        pieces = hidden.flatten(0, 1).split(max(1, _MOST_LOGITS // self.vocab_size))
+        found = [top_candidates(self.lm_head(piece), width) for piece in pieces]
+        ids, log_probs = (torch.cat(part) for part in zip(*found, strict=True))
+        shape = (num_reqs, depth)
+        return ids.unflatten(0, shape), log_probs.unflatten(0, shape)

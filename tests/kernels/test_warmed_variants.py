@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No step launches a variant of a Triton kernel that start-up did not: it would compile while
+serving, which vLLM reports or, with --jit-monitor-mode=error, raises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.tiny import HIDDEN, make_head
+from tests.kernels.paged import random_parents
+from vllm_specplug.drafting import block_head
+from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
+from vllm_specplug.tree import DraftTree
+
+pytest.importorskip("triton")
+pytest.importorskip("vllm")
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from vllm_specplug.kernels import tree_attn_triton
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
+from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
+from vllm_specplug.vllm_v1 import rehearsal
+from vllm_specplug.vllm_v1.cuda_backend import CudaTreeBackend
+from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
+from vllm_specplug.vllm_v1.tree_backend import StepLimits
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+CPU = torch.device("cpu")
+PAGE, VOCAB, REQUESTS, CONTEXT, LAYERS = 16, 20, 6, 3000, 2
+ATTENTION = {"_tree_attn_kernel", "_merge_states_kernel", "_tree_words_kernel"}
+STEP_KERNELS = {*ATTENTION, "_compact_paths_kernel", "_build_best_first_kernel"}
+
+
+class Launches:
+    """In place of launches: what of each Triton would compile a variant of its own for, by its own
+    rules for a GPU. Kernels do not run, so what they would write holds anything."""
+
+    def __init__(self) -> None:
+        self.keys: set[tuple[Any, ...]] = set()
+        self._binders: dict[str, Any] = {}
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        name = kernel.fn.__name__
+        if name not in self._binders:
+            backend = CUDABackend(GPUTarget("cuda", 90, 32))
+            chosen = ("do_not_specialize", "do_not_specialize_on_alignment")
+            compiled = JITFunction(kernel.fn, **{c: kernel.kwargs.get(c) for c in chosen})
+            binder = create_function_from_signature(compiled.signature, compiled.params, backend)
+            self._binders[name] = binder
+        _, specialisation, options = self._binders[name](*args, **kwargs)
+        self.keys.add((name, *specialisation, *sorted(options.items())))
+
+    def taken(self) -> set[tuple[Any, ...]]:
+        keys, self.keys = self.keys, set()
+        return keys
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    record = Launches()
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: record.run(self, *a, **k))
+    # An H100's, so that contexts are split as there.
+    monkeypatch.setitem(tree_attn_triton._LIMITS, CPU, (132, 227 * 1024, 9))
+    monkeypatch.setattr(rehearsal, "any_worker", bool)
+    return record
+
+
+def _build_on_device(ids: torch.Tensor, log_probs: torch.Tensor, budgets: torch.Tensor,
+                     depths: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """As `dispatch` builds trees on CUDA."""
+    limits = torch.stack([budgets, depths])
+    most = max(1, int(budgets.max()))
+    return build_best_first_triton(ids, log_probs, limits[0], limits[1], width, most)
+
+
+class Served:
+    """The CUDA backend and a drafter over caches laid out as vLLM's on a GPU."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, nodes: int, heads: int, kv_heads: int,
+        head_dim: int,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
+        kernel = ChosenKernel("triton", load_kernel("triton"), "")
+        monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args: kernel)
+        monkeypatch.setattr(block_head, "can_build_best_first", lambda device: True)
+        monkeypatch.setattr(block_head, "build_best_first", _build_on_device)
+        self.rng = np.random.default_rng(0)
+        self.nodes, self.heads, self.kv_heads, self.head_dim = nodes, heads, kv_heads, head_dim
+        limits = StepLimits(REQUESTS, REQUESTS * (nodes + 1), nodes + 1, CONTEXT)
+        self.backend = CudaTreeBackend("auto", heads, limits, CPU)
+        self.caches = [
+            torch.zeros(4, kv_heads, PAGE, 2 * head_dim, dtype=torch.bfloat16)
+            for _ in range(LAYERS)
+        ]
+        self.backend.bind(self.caches)
+        self.table = torch.zeros(REQUESTS, -(-CONTEXT // PAGE), dtype=torch.int32)
+        options = DrafterOptions(
+            head_path=str(make_head(folder, VOCAB)), num_nodes=nodes, tree_depth=4, max_depth=8,
+            tree_width=4, tree_builder="best_first", hybrid_lambda=0.1, causal=None, ngram_topk=0,
+            max_model_len=CONTEXT,
+        )  # fmt: skip
+        self.drafter = JetSpecDrafter(options)
+        self.drafter.load(
+            TargetWeights(
+                embed_tokens=torch.zeros(VOCAB, HIDDEN), lm_head=torch.zeros(VOCAB, HIDDEN),
+                dtype=torch.float32, device=CPU, make_linear=plain_linear,
+                text_config=SimpleNamespace(
+                    hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2
+                ),
+            )
+        )  # fmt: skip
+        (spec, *_) = specs = self.drafter.cache_specs()
+        draft_layers = [
+            SimpleNamespace(kv_cache=torch.zeros(4, spec.num_kv_heads, PAGE, 2 * spec.head_dim))
+            for _ in specs
+        ]
+        self.drafter.bind_cache(self.backend.draft_cache(draft_layers, lambda: self.table, 1.0))
+        self.runner = SimpleNamespace(
+            drafter=SimpleNamespace(drafter=self.drafter, options=options),
+            max_model_len=CONTEXT, rehearsal_requests=0, _sync_device=lambda: None,
+        )  # fmt: skip
+
+    def warm_up(self) -> None:
+        self.backend.run_every_variant(lambda: None)
+        rehearsal.warm_up_draft(self.runner)
+
+    def step(self, sizes: list[int], contexts: list[int]) -> None:
+        """Verifies trees of `sizes` nodes beside a prompt chunk, moves accepted paths, drafts."""
+        requests, row = [StepRequest(0, 2, 3, 9, DraftTree.empty())], 3
+        for size, context in zip(sizes, contexts, strict=True):
+            parents = random_parents(size, self.rng)
+            tree = DraftTree(
+                np.arange(size), parents, np.ones(size, np.int32),
+                np.zeros(size, np.float32),
+            )  # fmt: skip
+            request = StepRequest(row, row, row + 1 + size, context, tree)
+            request.accepted_path = [size - 1]
+            requests.append(request)
+            row += 1 + size
+        members = [(i, r) for i, r in enumerate(requests) if i]
+        common = SimpleNamespace(block_table_tensor=self.table[: len(requests)])
+        rows = self.backend.tree_rows(members, False, common)
+        # Queries are a part of the joint projection, as in vLLM's models.
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        joint = torch.zeros(row, width, dtype=torch.bfloat16)
+        query = joint[:, : self.heads * self.head_dim].view(row, self.heads, self.head_dim)
+        for cache in self.caches:
+            rows.attend(
+                query, cache, torch.empty_like(query, memory_format=torch.contiguous_format), 0.1
+            )
+        self.backend.compact(
+            TreeStep(requests), SimpleNamespace(get_device_tensor=lambda count: self.table[:count])
+        )
+        count = len(sizes)
+        self.drafter.propose(
+            DraftRequests(
+                req_ids=[str(i) for i in range(count)], token_ids=[np.arange(3)] * count,
+                context_lens=contexts, req_indices=list(range(count)), budgets=sizes,
+                widths=[4] * count, depths=[1 + i % 4 for i in range(count)],
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "heads", "kv_heads", "head_dim"),
+    # The last: strides of a row that are no multiple of 16.
+    [(7, 8, 2, 64), (70, 32, 8, 128), (256, 16, 1, 64), (40, 3, 1, 40)],
+)
+def test_steps_launch_what_was_warmed_up(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    nodes: int, heads: int, kv_heads: int, head_dim: int,
+) -> None:  # fmt: skip
+    served = Served(monkeypatch, tmp_path / "head", nodes, heads, kv_heads, head_dim)
+    launches.taken()
+    served.warm_up()
+    warmed = launches.taken()
+    assert {name for name, *_ in warmed} == STEP_KERNELS
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        count = int(rng.integers(1, REQUESTS))
+        sizes = rng.integers(1, 1 + rng.choice([3, nodes]), count).tolist()
+        longest = int(rng.choice([1, 300, 600, CONTEXT - nodes - 1]))
+        served.step(sizes, rng.integers(0, longest, count).tolist())
+        launched = launches.taken()
+        assert launched and not launched - warmed, _difference(launched - warmed, warmed)
+
+
+def _difference(missing: set[tuple[Any, ...]], warmed: set[tuple[Any, ...]]) -> str:
+    """The first missing variant beside the nearest that was warmed up."""
+    one = min(missing, key=str)
+    near = [key for key in warmed if key[0] == one[0]]
+    if not near:
+        return f"{one[0]} was not warmed up"
+    best = max(near, key=lambda key: sum(a == b for a, b in zip(key, one, strict=True)))
+    places = [i for i, (a, b) in enumerate(zip(best, one, strict=True)) if a != b]
+    return f"{one[0]}: {[(i, best[i], one[i]) for i in places]}"

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One of two workers; the second fails: `python failing_process.py RANK PORT FOLDER WHERE`.
+
+Groups are vLLM's own. WHERE is what fails: "draft", every draft forward, or "forward", the fourth
+forward of the target. A worker that waits for the other one for long fails too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+from tests.unit.vllm_v1.test_calibration import _Runner
+from vllm_specplug.vllm_v1.rehearsal import warm_up_draft
+from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
+
+TIMEOUT = timedelta(seconds=90)
+
+
+class Worker(TreeRunnerMixin, _Runner):
+    def __init__(self) -> None:
+        _Runner.__init__(self)
+        self.planner = SimpleNamespace(  # type: ignore[assignment]
+            is_adaptive=True, adaptive=None, row_budget=SimpleNamespace(max_step_rows=64)
+        )
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise MemoryError("no room on this device")
+
+
+def main(rank: int, port: int, folder: Path, where: str) -> None:
+    os.environ["SPECPLUG_CACHE"] = str(folder / f"cache{rank}")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig())):
+        init_distributed_environment(2, rank, "env://", rank, "gloo", TIMEOUT)
+        initialize_model_parallel(2)
+        worker = Worker()
+        stock = worker._dummy_run
+        if rank == 1 and where == "draft":
+            worker.drafter.drafter.propose = fail
+        elif rank == 1:
+            worker._dummy_run = lambda rows, **kwargs: (  # type: ignore[method-assign]
+                fail() if len(worker.rows) == 3 else stock(rows, **kwargs)
+            )
+        refused = None
+        try:
+            warm_up_draft(worker)
+        except RuntimeError as error:
+            refused = str(error)
+        worker.start_budget()
+    (folder / f"{rank}.json").write_text(
+        json.dumps({"refused": refused, "fixed": worker.planner.adaptive is None})
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

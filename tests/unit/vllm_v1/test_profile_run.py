@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step with trees allocates on CUDA is there when vLLM measures memory for its caches.
+
+The device is pretended: storages that torch's operators make on the CPU are counted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.e2e.tiny import HIDDEN, make_head
+from vllm_specplug.drafting import block_head
+from vllm_specplug.drafting.drafter import (
+    CommittedTokens,
+    DrafterOptions,
+    DraftRequests,
+    TargetWeights,
+)
+from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v1.target_sampler import TargetSampler
+
+CPU = torch.device("cpu")
+VOCAB, REQUESTS, NODES, TOKENS, DEPTH = 4096, 12, 7, 128, 4
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of storages made under it that are alive, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                key = storage._cdata
+                if key not in given and key not in self._known:
+                    self._known.add(key)
+                    self.now += storage.nbytes()
+                    self.most = max(self.most, self.now)
+                    weakref.finalize(storage, self._freed, key, storage.nbytes())
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def test_bytes_are_counted_while_they_live() -> None:
+    with LiveBytes() as live:
+        held = torch.zeros(1000)
+        view = held[10:].view(-1)
+        assert live.now == live.most == 4000
+        del held
+        torch.ones(500)
+        assert (live.now, live.most) == (4000, 6000)
+        del view
+        assert live.now == 0
+
+
+class _Cache:
+    def write(self, *args: Any) -> None: ...
+
+    def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> Any:
+        return lambda layer, query, key, value: torch.zeros(query.shape)
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from vllm.v1.sample.sampler import Sampler
+
+    from vllm_specplug.vllm_v1.worker_gpu import GPUModelRunner, TreeGPUModelRunner
+
+    # As on CUDA: in torch.
+    monkeypatch.setattr(block_head, "can_build_best_first", lambda device: False)
+    monkeypatch.setattr("vllm_specplug.kernels.local_tree.can_build_local_trees", lambda _: False)
+    monkeypatch.setattr(GPUModelRunner, "profile_run", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(GPUModelRunner, "_sync_device", lambda self: None)
+    options = DrafterOptions(
+        head_path=str(make_head(tmp_path / "head", VOCAB)), num_nodes=NODES, tree_depth=DEPTH,
+        max_depth=NODES, tree_width=4, tree_builder="best_first", hybrid_lambda=0.1, causal=None,
+        ngram_topk=0, max_model_len=64,
+    )  # fmt: skip
+    drafter = JetSpecDrafter(options)
+    weights = torch.zeros(VOCAB, HIDDEN)
+    drafter.load(
+        TargetWeights(
+            embed_tokens=weights, lm_head=weights, dtype=torch.float32, device=CPU,
+            make_linear=plain_linear,
+            text_config=SimpleNamespace(
+                hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2
+            ),
+        )
+    )  # fmt: skip
+    made = object.__new__(TreeGPUModelRunner)
+    made.__dict__.update(
+        tree_spec=SimpleNamespace(
+            num_speculative_tokens=NODES, aux_layers=drafter.config.target_layer_ids
+        ),
+        tree_backend=SimpleNamespace(make_workspace=lambda: None),
+        drafter=SimpleNamespace(drafter=drafter, options=options),
+        planner=SimpleNamespace(row_budget=SimpleNamespace(max_step_rows=TOKENS)),
+        model=SimpleNamespace(compute_logits=lambda hidden: hidden @ weights.T),
+        model_config=SimpleNamespace(
+            get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: VOCAB
+        ),
+        sampler=Sampler(), device=CPU, dtype=torch.float32, max_num_tokens=TOKENS,
+        max_num_reqs=REQUESTS, max_model_len=64, rehearsal_requests=0,
+    )  # fmt: skip
+    return made
+
+
+def _largest_step(runner: Any) -> None:
+    """Rows for every request, all sampled with top-k and top-p, and a draft for every request."""
+    from vllm_specplug.vllm_v1.rehearsal import _dummy_sampling
+
+    drafter = runner.drafter.drafter
+    rows = REQUESTS * (NODES + 1)
+    hidden = torch.zeros(TOKENS, HIDDEN)
+    aux = [torch.zeros(TOKENS, HIDDEN) for _ in runner.tree_spec.aux_layers]
+    sample_hidden = hidden[torch.arange(rows)]
+    logits = runner.model.compute_logits(sample_hidden)
+    sampler = TargetSampler(
+        runner.sampler, logits, _dummy_sampling(REQUESTS, logits, True, True),
+        [[] for _ in range(REQUESTS)], set(), at_once=True,
+    )  # fmt: skip
+    tree = DraftTree.chain(np.arange(NODES))
+    sampler.walk([tree] * REQUESTS, list(range(0, rows, NODES + 1)))
+    drafter.bind_cache(_Cache())
+    every = torch.arange(TOKENS)
+    drafter.observe(CommittedTokens(aux, every, every % 64, every))
+    drafter.propose(
+        DraftRequests(
+            req_ids=[str(i) for i in range(REQUESTS)], token_ids=[np.arange(9)] * REQUESTS,
+            context_lens=[8] * REQUESTS, req_indices=list(range(REQUESTS)),
+            budgets=[NODES] * REQUESTS, widths=[4] * REQUESTS, depths=[DEPTH] * REQUESTS,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("most_at_once", [1 << 25, 5 * VOCAB])
+def test_the_profile_run_takes_what_the_largest_step_takes(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, most_at_once: int
+) -> None:
+    for name in ("target_sampler", "rehearsal"):
+        monkeypatch.setattr(f"vllm_specplug.vllm_v1.{name}.MOST_AT_ONCE", most_at_once)
+    with torch.inference_mode(), LiveBytes() as step:
+        _largest_step(runner)
+    with LiveBytes() as profile:
+        runner.profile_run()
+    assert step.most > REQUESTS * (NODES + 1) * VOCAB * 4
+    assert 1.0 <= profile.most / step.most < 1.2
+    assert profile.now < VOCAB * 4
+    assert runner.rehearsal_requests == 0
+
+
+def test_draft_logits_are_made_in_pieces(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all requests and depths at once they would be the largest tensor of a step."""
+    drafter = runner.drafter.drafter
+    drafter.bind_cache(_Cache())
+    requests = DraftRequests(
+        token_ids=[np.array([1, i]) for i in range(REQUESTS)], context_lens=[1] * REQUESTS,
+        req_indices=list(range(REQUESTS)),
+    )  # fmt: skip
+    drafter.lm_head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+    peaks, found = [], []
+    with torch.inference_mode():
+        for most in (1 << 25, 6 * VOCAB):
+            monkeypatch.setattr(block_head, "_MOST_LOGITS", most)
+            with LiveBytes() as live:
+                found.append(drafter.candidates(requests, DEPTH, 4))
+            peaks.append(live.most)
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])
+    assert peaks[0] > REQUESTS * DEPTH * VOCAB * 4 > 2 * peaks[1]
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_no_call_of_the_attention_takes_more_than_its_workspace(
+    monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    pytest.importorskip("triton")
+    from vllm_specplug.kernels import tree_attn_triton as kernel
+
+    monkeypatch.setitem(kernel._LIMITS, CPU, (132, 227 * 1024, 9))
+    largest = 0
+    for rows in (1, 2, 5, 16, 17, 64, 65, 129, 257):
+        for trees in (1, 2, 3, 8, 32, 200):
+            for kv_heads in (1, 8, 32):
+                tiles = -(-rows * group // kernel.config_for(CPU, rows * group, 256, 2).block_m)
+                splits = kernel.choose_splits(tiles * kv_heads * trees, 1 << 20, 132)
+                if splits > 1:
+                    total = -(-rows * trees // 2) * 2
+                    largest = max(largest, splits * total * kv_heads * group * (256 * 4 + 4))
+    limit = kernel.most_workspace_bytes(CPU)
+    assert limit / 8 < largest <= limit
