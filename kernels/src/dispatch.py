@@ -13,7 +13,7 @@ import torch
 
 from . import reference
 from .cpu_layout import CpuKvLayout
-from .extension import load_cpu_extension, supported_isas
+from .extension import cpu_extension_error, has_cpu_extension, supported_isas
 from .metadata import TreeAttnMetadata
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
@@ -44,7 +44,7 @@ def tree_attn(
     Raises:
         RuntimeError: if shapes disagree or the metadata points outside a tensor.
     """
-    if load_cpu_extension() is None and query.dtype in _COMPILED_DTYPES:
+    if has_cpu_extension() and query.dtype in _COMPILED_DTYPES:
         torch.ops.specplug.tree_attn.default(
             query,
             key_cache,
@@ -79,7 +79,7 @@ def compact_kv(
     A slot number is block * block_size + offset. Moves of one request must come with ascending
     dst and dst <= src: then no move overwrites a source that is still to be read.
     """
-    if load_cpu_extension() is None:
+    if has_cpu_extension():
         torch.ops.specplug.compact_kv.default(kv_caches, src_slots, dst_slots, layout.tables)
         return
     reference.compact_kv_reference(kv_caches, src_slots, dst_slots, layout)
@@ -94,7 +94,7 @@ def fill_ancestor_words(
     words: torch.Tensor,
 ) -> None:
     """Fills `words` with the ancestor masks; see `metadata.ancestor_words`."""
-    if load_cpu_extension() is not None:
+    if not has_cpu_extension():
         reference.fill_ancestor_words_reference(parents, row_counts, words)
         return
     try:
@@ -136,7 +136,7 @@ def build_best_first(
     """
     if top_ids.is_cuda:
         return _build_best_first_cuda(top_ids, top_log_probs, budgets, depths, max_width)
-    reason = load_cpu_extension()
+    reason = cpu_extension_error()
     if reason is not None:
         raise RuntimeError(f"build_best_first needs the compiled kernels: {reason}")
     shape = (top_ids.shape[0], max(0, int(budgets.max())) if budgets.numel() else 0)
@@ -162,7 +162,7 @@ def build_best_first(
 
 def can_build_best_first(device: torch.device) -> bool:
     """Whether `build_best_first` takes candidates on `device`."""
-    return device.type == "cuda" or load_cpu_extension() is None
+    return device.type == "cuda" or has_cpu_extension()
 
 
 def _build_best_first_cuda(
@@ -193,7 +193,7 @@ def describe(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     Returns:
         kernel ("cpp" or "reference"), isa (the variant's name or None), supported_isas, reason.
     """
-    reason = load_cpu_extension()
+    reason = cpu_extension_error()
     if reason is None and dtype not in _COMPILED_DTYPES:
         reason = f"there is no compiled kernel for {dtype}"
     if reason is not None:

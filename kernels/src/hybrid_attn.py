@@ -14,7 +14,7 @@ import torch
 
 from . import reference
 from .cpu_layout import KINDS, CpuKvLayout
-from .extension import load_cpu_extension
+from .extension import has_cpu_extension
 from .metadata import TreeAttnMetadata
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
@@ -42,7 +42,7 @@ def prefix_attn(
     Raises:
         RuntimeError: if shapes disagree or the metadata points outside a tensor.
     """
-    if load_cpu_extension() is None and query.dtype in _COMPILED_DTYPES:
+    if has_cpu_extension() and query.dtype in _COMPILED_DTYPES:
         torch.ops.specplug.tree_attn.default(
             query, key_cache, value_cache, output, meta.plan, meta.mask_words, meta.block_table,
             scale, layout.kind_id, layout.block_size, layout.tables, None, None, True, lse,
@@ -68,7 +68,7 @@ def tree_part_attn(
 
     `meta.context_lens` is not read. Keys and values are dense, in the order of the mask rows.
     """
-    if load_cpu_extension() is None and query.dtype in _COMPILED_DTYPES:
+    if has_cpu_extension() and query.dtype in _COMPILED_DTYPES:
         plan = meta.plan.clone()
         plan[3] = 0  # context lengths: nothing is read from the cache, which may be empty
         cache = key.new_empty(0, key.shape[1], _BLOCK, key.shape[2])
@@ -95,7 +95,7 @@ def merge_attn(
     With a = exp(lse) and b = exp(other_lse) the result is (a output + b other) / (a + b). A side
     of -inf contributes nothing, whatever its values hold; both -inf leaves `output` as it is.
     """
-    if load_cpu_extension() is None and output.dtype in _COMPILED_DTYPES:
+    if has_cpu_extension() and output.dtype in _COMPILED_DTYPES:
         torch.ops.specplug.merge_attn.default(output, lse, other, other_lse)
         return
     reference.merge_attn_reference(output, lse, other, other_lse)

@@ -18,7 +18,7 @@ from .cute.config import WARPGROUP_CHOICES, CombineConfig, ForwardConfig
 from .cute.launch import plan_launches, unsupported
 from .cute.store import CuteUnavailable
 
-__all__ = ["CuteUnavailable", "supports", "tree_attn_cute"]
+__all__ = ["CuteUnavailable", "unsupported_reason", "tree_attn_cute"]
 
 CAPABILITY = (9, 0)
 # Calls that differ in an address or a shape are prepared once each; more than a model has layers
@@ -26,7 +26,7 @@ CAPABILITY = (9, 0)
 _MAX_PREPARED = 4096
 
 
-def supports(
+def unsupported_reason(
     capability: tuple[int, int], head_dim: int, dtype: torch.dtype, block_size: int
 ) -> str | None:
     """Why the kernel does not serve these, or None."""

@@ -15,8 +15,8 @@ from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
     KernelShape,
     choose_cuda_kernel,
-    cute_is_verified,
     cute_sources_digest,
+    cute_unverified_reason,
     describe_cuda,
     self_test_cuda,
     self_test_failure,
@@ -148,10 +148,10 @@ def test_auto_takes_cute_where_a_record_vouches_for_it(only_reference_fails, mon
         ({"sources": "0"}, "changed"),
     ):
         record.write_text(json.dumps({**good, **change}))
-        assert why in cute_is_verified(HOPPER)
+        assert why in cute_unverified_reason(HOPPER)
         assert choose_cuda_kernel("auto", SHAPE, CPU, HOPPER).name == "triton"
     record.write_text("{")
-    assert "cannot be read" in cute_is_verified(HOPPER)
+    assert "cannot be read" in cute_unverified_reason(HOPPER)
 
 
 @pytest.mark.parametrize(
