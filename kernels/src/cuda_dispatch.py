@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .cuda_contract import CudaTreeMetadata
-from .cuda_reference import tree_attn_cuda_reference
+from .metadata import TreeAttnMetadata
+from .reference import tree_attn_cuda_reference
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +281,7 @@ def _call_error(
     plan = np.array(
         [range(len(trees)), starts[:-1], rows, [c for c, _ in trees], starts[:-1]], np.int32
     )
-    meta = CudaTreeMetadata(
+    meta = TreeAttnMetadata(
         plan=torch.from_numpy(plan).to(device),
         parent_rows=torch.from_numpy(parents.astype(np.int32)).to(device),
         block_table=table.to(device),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from . import reference
@@ -83,26 +82,6 @@ def compact_kv(
         torch.ops.specplug.compact_kv.default(kv_caches, src_slots, dst_slots, layout.tables)
         return
     reference.compact_kv_reference(kv_caches, src_slots, dst_slots, layout)
-
-
-def fill_ancestor_words(
-    # [sum of N] int32, parents of all trees one after the other
-    parents: np.ndarray,
-    # [R] int32, 1 + N of each tree
-    row_counts: np.ndarray,
-    # [M, W] int64, zeroed
-    words: torch.Tensor,
-) -> None:
-    """Fills `words` with the ancestor masks; see `metadata.ancestor_words`."""
-    if not has_cpu_extension():
-        reference.fill_ancestor_words_reference(parents, row_counts, words)
-        return
-    try:
-        torch.ops.specplug.ancestor_words.default(
-            torch.from_numpy(parents), torch.from_numpy(row_counts), words
-        )
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
 
 
 def build_best_first(

@@ -19,7 +19,7 @@ from .lse_merge_triton import merge_states
 from .tree_attn_triton import tree_attn_triton
 
 if TYPE_CHECKING:
-    from .cuda_contract import CudaTreeMetadata
+    from .metadata import TreeAttnMetadata
 
 
 def prefix_attn_triton(
@@ -32,7 +32,7 @@ def prefix_attn_triton(
     output: torch.Tensor,
     # float32 [T, Hq], written in place
     lse: torch.Tensor | None,
-    meta: CudaTreeMetadata,
+    meta: TreeAttnMetadata,
     scale: float,
     *,
     splits: int | None = None,
@@ -57,7 +57,7 @@ def tree_part_attn_triton(
     output: torch.Tensor,
     # float32 [T, Hq], written in place
     lse: torch.Tensor | None,
-    meta: CudaTreeMetadata,
+    meta: TreeAttnMetadata,
     scale: float,
 ) -> None:
     """Rows of each tree attend those rows of their own tree that the mask shows them."""
@@ -66,7 +66,7 @@ def tree_part_attn_triton(
     alone = replace(meta, plan=plan, max_context=0)
     pages = key.unsqueeze(1)
     tree_attn_triton(query, pages, pages, output, alone, scale, key, value, lse=lse, splits=1)
-    meta.words = alone.words
+    meta.mask_words = alone.words
 
 
 def hybrid_attn_triton(
@@ -76,7 +76,7 @@ def hybrid_attn_triton(
     value_cache: torch.Tensor,
     # [T, Hq, Dh], written in place
     output: torch.Tensor,
-    meta: CudaTreeMetadata,
+    meta: TreeAttnMetadata,
     scale: float,
     # [M, Hkv, Dh]
     tail_key: torch.Tensor,

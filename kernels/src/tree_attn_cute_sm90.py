@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .cuda_contract import CudaTreeMetadata
 from .cute import driver, store
 from .cute.config import WARPGROUP_CHOICES, CombineConfig, ForwardConfig
 from .cute.launch import plan_launches, unsupported
 from .cute.store import CuteUnavailable
+from .metadata import TreeAttnMetadata
 
 __all__ = ["CuteUnavailable", "unsupported_reason", "tree_attn_cute"]
 
@@ -47,7 +47,7 @@ def tree_attn_cute(
     value_cache: torch.Tensor,
     # [T, Hq, Dh], written in place
     output: torch.Tensor,
-    meta: CudaTreeMetadata,
+    meta: TreeAttnMetadata,
     scale: float,
     # [M, Hkv, Dh]
     tail_key: torch.Tensor | None = None,
@@ -126,7 +126,7 @@ def _prepare(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     output: torch.Tensor,
-    meta: CudaTreeMetadata,
+    meta: TreeAttnMetadata,
     scale: float,
     tail_key: torch.Tensor | None,
     tail_value: torch.Tensor | None,

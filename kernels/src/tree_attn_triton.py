@@ -22,7 +22,7 @@ from .lse_merge_triton import merge_states
 from .tree_words_triton import fill_tree_words
 
 if TYPE_CHECKING:
-    from .cuda_contract import CudaTreeMetadata
+    from .metadata import TreeAttnMetadata
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -335,7 +335,7 @@ def tree_attn_triton(
     value_cache: torch.Tensor,
     # [T, Hq, Dh], written in place
     output: torch.Tensor,
-    meta: CudaTreeMetadata,
+    meta: TreeAttnMetadata,
     scale: float,
     # [M, Hkv, Dh]
     tail_key: torch.Tensor | None = None,
@@ -370,7 +370,7 @@ def tree_attn_triton(
         target, target_lse = output, lse
         target_strides = (0, output.stride(0), output.stride(1))
     else:
-        rows = meta.parent_rows.shape[0]
+        rows = meta.num_rows
         target = query.new_empty((splits, rows, num_heads, head_dim), dtype=torch.float32)
         target_lse = query.new_empty((splits, rows, num_heads), dtype=torch.float32)
         target_strides = target.stride()[:3]
@@ -429,14 +429,14 @@ def tree_attn_triton(
         )
 
 
-def tree_words(meta: CudaTreeMetadata) -> torch.Tensor:
+def tree_words(meta: TreeAttnMetadata) -> torch.Tensor:
     """The ancestor words of `meta` [M, W]; made and kept there if the caller did not bring any."""
-    if meta.words is None:
+    if meta.mask_words is None:
         width = max(1, triton.cdiv(meta.max_rows, 64))
-        shape = (meta.parent_rows.shape[0], width)
-        meta.words = torch.zeros(shape, dtype=torch.int64, device=meta.plan.device)
-        fill_tree_words(meta.plan, meta.parent_rows, meta.words, meta.max_rows)
-    return meta.words
+        shape = (meta.num_rows, width)
+        meta.mask_words = torch.zeros(shape, dtype=torch.int64, device=meta.plan.device)
+        fill_tree_words(meta.plan, meta.parent_rows, meta.mask_words, meta.max_rows)
+    return meta.mask_words
 
 
 _LIMITS: dict[torch.device, tuple[int, int, int]] = {}

@@ -22,9 +22,9 @@ from vllm_specplug.kernels.cuda_dispatch import (
     self_test_failure,
     unsupported_by,
 )
-from vllm_specplug.kernels.cuda_reference import tree_attn_cuda_reference
 from vllm_specplug.kernels.cute.config import all_configs
 from vllm_specplug.kernels.cute.launch import plan_launches
+from vllm_specplug.kernels.reference import tree_attn_cuda_reference
 
 CPU = torch.device("cpu")
 SHAPE = KernelShape(head_dim=16, dtype=torch.float32, block_size=16, num_heads=2, num_kv_heads=1)
