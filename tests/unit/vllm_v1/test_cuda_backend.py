@@ -316,19 +316,16 @@ def test_full_graphs_need_a_kernel_that_can_be_captured(backend, monkeypatch, na
     ("dtype", "expected"),
     [(torch.bfloat16, "FLASH_ATTN"), (torch.float32, "TRITON_ATTN")],
 )
-def test_the_attention_backend_taken_has_the_models_dtype(dtype, expected, monkeypatch):
+def test_the_attention_backend_taken_has_the_models_dtype(dtype, expected):
     """FlashAttention has no float32; vLLM would refuse to start with it."""
-    from vllm.v1.attention.backends import registry
-
     import vllm_specplug.vllm_v1.worker_gpu as worker_gpu
 
-    registered = {}
-    monkeypatch.setattr(registry, "register_backend", registered.__setitem__)
     attention = SimpleNamespace(backend=None)
     config = SimpleNamespace(attention_config=attention, model_config=SimpleNamespace(dtype=dtype))
     worker_gpu.claim_attention_backend(config)
+    backends = {b.name: b.get_path().rpartition(".")[2] for b in worker_gpu.TREE_BACKENDS}
+    worker_gpu.ATTENTION_BACKENDS.undo()
     assert attention.backend.name == expected
-    backends = {b.name: path.rpartition(".")[2] for b, path in registered.items()}
     tree_classes = (TreeFlashAttentionBackend, TreeTritonAttentionBackend)
     chosen = {c.__name__: c for c in tree_classes}[backends[expected]]
     assert chosen.supports_dtype(dtype)
