@@ -31,15 +31,13 @@ _EXPORTS = {
     "key_scores": "kv_gather",
     "make_ngram_index": "ngram_index",
     "markov_weights": "local_tree",
-    "merge_attn": "hybrid_attn",
-    "prefix_attn": "hybrid_attn",
+    "prefix_attn": "dispatch",
     "probe_cpu_layout": "cpu_layout",
     "row_argmax": "row_argmax",
     "self_test": "selftest",
     "top_candidates": "local_tree",
     "tree_attn": "dispatch",
     "tree_metadata": "metadata",
-    "tree_part_attn": "hybrid_attn",
 }
 
 __all__ = sorted(_EXPORTS)

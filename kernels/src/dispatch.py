@@ -65,6 +65,36 @@ def tree_attn(
     )
 
 
+def prefix_attn(
+    # [T, Hq, Dh]
+    query: torch.Tensor,
+    # [num_blocks, Hkv, block_size, Dh] views as made by CpuKvLayout.views
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    # [T, Hq, Dh], written in place
+    output: torch.Tensor,
+    # float32 [T, Hq], written in place
+    lse: torch.Tensor | None,
+    meta: TreeAttnMetadata,
+    scale: float,
+    layout: CpuKvLayout,
+) -> None:
+    """Every row of tree r attends all of slots [0, context_lens[r]) of its request.
+
+    An empty context gives zeros and a log-sum-exp of -inf. Mask words are not read.
+
+    Raises:
+        RuntimeError: if shapes disagree or the metadata points outside a tensor.
+    """
+    if has_cpu_extension() and query.dtype in _COMPILED_DTYPES:
+        torch.ops.specplug.tree_attn.default(
+            query, key_cache, value_cache, output, meta.plan, meta.mask_words, meta.block_table,
+            scale, layout.kind_id, layout.block_size, layout.tables, None, None, True, lse,
+        )  # fmt: skip
+        return
+    reference.prefix_attn_reference(query, key_cache, value_cache, output, lse, meta, scale, layout)
+
+
 def compact_kv(
     # each [num_blocks, Hkv, block_size, 2 * Dh]
     kv_caches: list[torch.Tensor],

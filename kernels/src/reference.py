@@ -108,7 +108,7 @@ def prefix_attn_reference(
     scale: float,
     layout: KvLayout,
 ) -> None:
-    """See `hybrid_attn.prefix_attn`."""
+    """See `dispatch.prefix_attn`."""
     for request, start, rows, context, _ in meta.plan.t().tolist():
         k, v = _cached(meta, request, context, key_cache, value_cache, layout)
         out, part = dense_attention(
@@ -168,56 +168,6 @@ def _own_rows(meta: TreeAttnMetadata, first: int, rows: int) -> torch.Tensor | b
         return ancestor_mask(meta.parent_rows[first : first + rows])
     assert meta.mask_words is not None
     return words_to_bool(meta.mask_words[first : first + rows], rows)
-
-
-def tree_part_attn_reference(
-    # [T, Hq, Dh]
-    query: torch.Tensor,
-    # [M, Hkv, Dh]
-    key: torch.Tensor,
-    value: torch.Tensor,
-    # [T, Hq, Dh], written in place
-    output: torch.Tensor,
-    # float32 [T, Hq], written in place
-    lse: torch.Tensor,
-    meta: TreeAttnMetadata,
-    scale: float,
-) -> None:
-    """See `hybrid_attn.tree_part_attn`."""
-    for _, start, rows, _, first in meta.plan.t().tolist():
-        of_tree = slice(first, first + rows)
-        out, part = dense_attention(
-            query[start : start + rows],
-            key[of_tree],
-            value[of_tree],
-            scale,
-            query.shape[1] // key.shape[1],
-            words_to_bool(meta.mask_words[of_tree], rows),
-        )
-        output[start : start + rows] = out.to(output.dtype)
-        lse[start : start + rows] = part
-
-
-def merge_attn_reference(
-    # [T, Hq, Dh], updated in place
-    output: torch.Tensor,
-    # float32 [T, Hq], updated in place
-    lse: torch.Tensor,
-    # [T, Hq, Dh]
-    other: torch.Tensor,
-    # float32 [T, Hq]
-    other_lse: torch.Tensor,
-) -> None:
-    """See `hybrid_attn.merge_attn`."""
-    total = torch.logaddexp(lse, other_lse)
-    # The weight of a side is exp(own - total); nothing on both sides keeps the first.
-    mine = torch.where(total.isneginf(), 1.0, (lse - total).exp()).unsqueeze(-1)
-    theirs = torch.where(other_lse.isneginf(), 0.0, (other_lse - total).exp()).unsqueeze(-1)
-    merged = mine * output.float().masked_fill(mine == 0, 0.0) + theirs * other.float().masked_fill(
-        theirs == 0, 0.0
-    )
-    output.copy_(merged)
-    lse.copy_(total)
 
 
 def compact_kv_reference(

@@ -119,7 +119,6 @@ def _tree_attn_kernel(
     BLOCK_N: tl.constexpr,
     DENSE_TAIL: tl.constexpr,
     FULL_TAIL: tl.constexpr,
-    NO_TAIL: tl.constexpr,
     STORE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -207,10 +206,7 @@ def _tree_attn_kernel(
         )
 
     # The tree's own columns go to the first split, which always exists.
-    if NO_TAIL:
-        # A row that saw nothing gives zeros and -inf.
-        row_sum = tl.where(row_max == float("-inf"), 1.0, row_sum)
-    elif split == 0:
+    if split == 0:
         word_at = words + (mask_start + row) * words_stride
         for start in range(0, rows, BLOCK_N):
             column = start + columns
@@ -344,13 +340,11 @@ def tree_attn_triton(
     # [T, Hq] float32, any strides; written for tree rows
     lse: torch.Tensor | None = None,
     splits: int | None = None,
-    prefix_only: bool = False,
 ) -> None:
     """Tree attention as `cuda_contract` states it. No host synchronisation, graph safe.
 
     Args:
         lse: takes the natural logarithm of each row's softmax sum, when given.
-        prefix_only: rows attend the context alone; without any they give zeros and -inf.
         splits: forces the number of context splits.
     """
     num_heads, head_dim = query.shape[1:]
@@ -378,7 +372,7 @@ def tree_attn_triton(
     if target_lse is not None:
         lse_strides = (0, *target_lse.stride()) if splits == 1 else target_lse.stride()
     full = meta.mask_kind == "full"
-    words = meta.plan if full or prefix_only else tree_words(meta)
+    words = meta.plan if full else tree_words(meta)
     tail_strides = (0, 0, 0, 0)
     if dense:
         assert tail_value is not None
@@ -417,7 +411,6 @@ def tree_attn_triton(
         BLOCK_N=config.block_n,
         DENSE_TAIL=dense,
         FULL_TAIL=full,
-        NO_TAIL=prefix_only,
         STORE_LSE=target_lse is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
