@@ -62,7 +62,7 @@ def _load() -> str | None:
     if not libraries:
         return "the extension was not built at install"
     try:
-        torch.ops.load_library(str(libraries[0]))
+        torch.ops.load_library(str(libraries[0]))  # type: ignore[no-untyped-call]
     except OSError as error:
         return f"{libraries[0].name} does not load: {error}"
     return None
