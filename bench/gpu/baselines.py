@@ -119,7 +119,7 @@ def unified_attention_bias(problem: Problem) -> Call:
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     except ImportError as error:
         raise Unavailable(f"vLLM's unified attention: {error}") from error
-    from vllm_specplug.kernels.cuda_reference import ancestor_mask
+    from vllm_specplug.kernels.masks import ancestor_mask
 
     query = problem.query[problem.tree_rows].contiguous()
     cumulated, contexts, rows, most = _lengths(problem)
@@ -147,7 +147,7 @@ def flashinfer_mask(problem: Problem) -> Call:
         import flashinfer
     except ImportError as error:
         raise Unavailable(f"FlashInfer: {error}") from error
-    from vllm_specplug.kernels.cuda_reference import ancestor_mask
+    from vllm_specplug.kernels.masks import ancestor_mask
 
     spec = problem.spec
     query = problem.query[problem.tree_rows].contiguous()
@@ -184,7 +184,7 @@ def fa4_mask_mod(problem: Problem) -> Call:
         mask_mod = make_tree_mask()
     except ImportError as error:
         raise Unavailable(f"FlashAttention 4: {error}") from error
-    from vllm_specplug.kernels.cuda_reference import ancestor_mask
+    from vllm_specplug.kernels.masks import ancestor_mask
 
     query = problem.query[problem.tree_rows].contiguous()
     cumulated, contexts, rows, most = _lengths(problem)

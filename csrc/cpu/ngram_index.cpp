@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where each short suffix occurred in one request's tokens: hash tables and links over the tokens
-// themselves. A table has one entry per distinct suffix and a link leads to the same suffix only, so
-// no text makes a lookup follow more than kMaxOccurrences links; the hash is seeded per process, so
-// no text is known to crowd a table either. Answers do not depend on the seed.
+// themselves. A table has one entry per distinct suffix and a link leads to the same suffix only,
+// so no text makes a lookup follow more than kMaxOccurrences links; the hash is seeded per process,
+// so no text is known to crowd a table either. Answers do not depend on the seed.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>

@@ -20,9 +20,6 @@ void tree_attn(const torch::stable::Tensor& query, const torch::stable::Tensor& 
                const std::optional<torch::stable::Tensor>& tail_value, bool context_only,
                const std::optional<torch::stable::Tensor>& lse);
 
-void merge_attn(torch::stable::Tensor& output, torch::stable::Tensor& lse,
-                const torch::stable::Tensor& other, const torch::stable::Tensor& other_lse);
-
 void compact_kv(const std::vector<torch::stable::Tensor>& kv_caches,
                 const torch::stable::Tensor& src_slots, const torch::stable::Tensor& dst_slots,
                 const torch::stable::Tensor& tables);

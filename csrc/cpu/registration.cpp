@@ -30,7 +30,6 @@ STABLE_TORCH_LIBRARY(specplug, m) {
       "Tensor plan, Tensor mask_words, Tensor block_table, float scale, int layout, "
       "int block_size, Tensor? tables, Tensor? tail_key, Tensor? tail_value, "
       "bool context_only=False, Tensor(b!)? lse=None) -> ()");
-  m.def("merge_attn(Tensor(a!) output, Tensor(b!) lse, Tensor other, Tensor other_lse) -> ()");
   m.def(
       "compact_kv(Tensor(a!)[] kv_caches, Tensor src_slots, Tensor dst_slots, Tensor tables) "
       "-> ()");
@@ -52,7 +51,6 @@ STABLE_TORCH_LIBRARY(specplug, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
   m.impl("tree_attn", TORCH_BOX(&tree_attn));
-  m.impl("merge_attn", TORCH_BOX(&merge_attn));
   m.impl("compact_kv", TORCH_BOX(&compact_kv));
   m.impl("gather_kv", TORCH_BOX(&gather_kv));
   m.impl("ancestor_words", TORCH_BOX(&ancestor_words));

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .cuda_contract import CudaTreeMetadata
-from .cuda_reference import tree_attn_cuda_reference
+from .metadata import TreeAttnMetadata
+from .reference import tree_attn_cuda_reference
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ def record_paths() -> list[Path]:
     return [folder / RECORD_NAME, folder.parents[1] / "bench" / "results" / RECORD_NAME]
 
 
-def cute_is_verified(capability: tuple[int, int]) -> str | None:
-    """None when a recorded run vouches for the CuTe kernel on `capability`, else why not."""
+def cute_unverified_reason(capability: tuple[int, int]) -> str | None:
+    """Why no recorded run vouches for the CuTe kernel on `capability`; None where one does."""
     problem = "no recorded run of its correctness suite"
     for path in record_paths():
         try:
@@ -108,10 +108,10 @@ def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -
             return f"head_dim {shape.head_dim} (multiples of 8 up to {_MAX_TRITON_HEAD_DIM})"
         return None
     try:
-        from .tree_attn_cute_sm90 import supports
+        from .tree_attn_cute_sm90 import unsupported_reason
     except ImportError as error:
         return f"it cannot be imported ({error})"
-    return supports(capability, shape.head_dim, shape.dtype, shape.block_size)
+    return unsupported_reason(capability, shape.head_dim, shape.dtype, shape.block_size)
 
 
 def load_kernel(name: str) -> TreeAttnFn:
@@ -149,7 +149,7 @@ def choose_cuda_kernel(
             break
         problem = unsupported_by(name, shape, capability)
         if problem is None and name == "cute" and requested == "auto":
-            unverified = cute_is_verified(capability)
+            unverified = cute_unverified_reason(capability)
             if unverified is not None:
                 continue
         if problem is None:
@@ -281,7 +281,7 @@ def _call_error(
     plan = np.array(
         [range(len(trees)), starts[:-1], rows, [c for c, _ in trees], starts[:-1]], np.int32
     )
-    meta = CudaTreeMetadata(
+    meta = TreeAttnMetadata(
         plan=torch.from_numpy(plan).to(device),
         parent_rows=torch.from_numpy(parents.astype(np.int32)).to(device),
         block_table=table.to(device),

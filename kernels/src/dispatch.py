@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from . import reference
 from .cpu_layout import CpuKvLayout
-from .extension import load_cpu_extension, supported_isas
+from .extension import cpu_extension_error, has_cpu_extension, supported_isas
 from .metadata import TreeAttnMetadata
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
@@ -44,7 +43,7 @@ def tree_attn(
     Raises:
         RuntimeError: if shapes disagree or the metadata points outside a tensor.
     """
-    if load_cpu_extension() is None and query.dtype in _COMPILED_DTYPES:
+    if has_cpu_extension() and query.dtype in _COMPILED_DTYPES:
         torch.ops.specplug.tree_attn.default(
             query,
             key_cache,
@@ -66,6 +65,36 @@ def tree_attn(
     )
 
 
+def prefix_attn(
+    # [T, Hq, Dh]
+    query: torch.Tensor,
+    # [num_blocks, Hkv, block_size, Dh] views as made by CpuKvLayout.views
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    # [T, Hq, Dh], written in place
+    output: torch.Tensor,
+    # float32 [T, Hq], written in place
+    lse: torch.Tensor | None,
+    meta: TreeAttnMetadata,
+    scale: float,
+    layout: CpuKvLayout,
+) -> None:
+    """Every row of tree r attends all of slots [0, context_lens[r]) of its request.
+
+    An empty context gives zeros and a log-sum-exp of -inf. Mask words are not read.
+
+    Raises:
+        RuntimeError: if shapes disagree or the metadata points outside a tensor.
+    """
+    if has_cpu_extension() and query.dtype in _COMPILED_DTYPES:
+        torch.ops.specplug.tree_attn.default(
+            query, key_cache, value_cache, output, meta.plan, meta.mask_words, meta.block_table,
+            scale, layout.kind_id, layout.block_size, layout.tables, None, None, True, lse,
+        )  # fmt: skip
+        return
+    reference.prefix_attn_reference(query, key_cache, value_cache, output, lse, meta, scale, layout)
+
+
 def compact_kv(
     # each [num_blocks, Hkv, block_size, 2 * Dh]
     kv_caches: list[torch.Tensor],
@@ -79,30 +108,10 @@ def compact_kv(
     A slot number is block * block_size + offset. Moves of one request must come with ascending
     dst and dst <= src: then no move overwrites a source that is still to be read.
     """
-    if load_cpu_extension() is None:
+    if has_cpu_extension():
         torch.ops.specplug.compact_kv.default(kv_caches, src_slots, dst_slots, layout.tables)
         return
     reference.compact_kv_reference(kv_caches, src_slots, dst_slots, layout)
-
-
-def fill_ancestor_words(
-    # [sum of N] int32, parents of all trees one after the other
-    parents: np.ndarray,
-    # [R] int32, 1 + N of each tree
-    row_counts: np.ndarray,
-    # [M, W] int64, zeroed
-    words: torch.Tensor,
-) -> None:
-    """Fills `words` with the ancestor masks; see `metadata.ancestor_words`."""
-    if load_cpu_extension() is not None:
-        reference.fill_ancestor_words_reference(parents, row_counts, words)
-        return
-    try:
-        torch.ops.specplug.ancestor_words.default(
-            torch.from_numpy(parents), torch.from_numpy(row_counts), words
-        )
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
 
 
 def build_best_first(
@@ -136,7 +145,7 @@ def build_best_first(
     """
     if top_ids.is_cuda:
         return _build_best_first_cuda(top_ids, top_log_probs, budgets, depths, max_width)
-    reason = load_cpu_extension()
+    reason = cpu_extension_error()
     if reason is not None:
         raise RuntimeError(f"build_best_first needs the compiled kernels: {reason}")
     shape = (top_ids.shape[0], max(0, int(budgets.max())) if budgets.numel() else 0)
@@ -162,7 +171,7 @@ def build_best_first(
 
 def can_build_best_first(device: torch.device) -> bool:
     """Whether `build_best_first` takes candidates on `device`."""
-    return device.type == "cuda" or load_cpu_extension() is None
+    return device.type == "cuda" or has_cpu_extension()
 
 
 def _build_best_first_cuda(
@@ -193,7 +202,7 @@ def describe(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     Returns:
         kernel ("cpp" or "reference"), isa (the variant's name or None), supported_isas, reason.
     """
-    reason = load_cpu_extension()
+    reason = cpu_extension_error()
     if reason is None and dtype not in _COMPILED_DTYPES:
         reason = f"there is no compiled kernel for {dtype}"
     if reason is not None:

@@ -31,12 +31,11 @@ def requested_isa() -> str | None:
 
 
 @functools.cache
-def load_cpu_extension() -> str | None:
-    """Loads the operators of torch.ops.specplug.
+def cpu_extension_error() -> str | None:
+    """Loads the operators of torch.ops.specplug at the first call.
 
     Returns:
-        None when they are usable, otherwise the reason why not; the reason is logged as a warning
-        the first time.
+        Why they cannot be used, logged as a warning the first time; None when they can.
     """
     isa = requested_isa()
     if isa == "reference":
@@ -53,12 +52,17 @@ def load_cpu_extension() -> str | None:
     return reason
 
 
+def has_cpu_extension() -> bool:
+    """Whether the operators of torch.ops.specplug can be used; see `cpu_extension_error`."""
+    return cpu_extension_error() is None
+
+
 def _load() -> str | None:
     libraries = sorted(Path(__file__).parent.glob("_cpu*.so"))
     if not libraries:
         return "the extension was not built at install"
     try:
-        torch.ops.load_library(str(libraries[0]))
+        torch.ops.load_library(str(libraries[0]))  # type: ignore[no-untyped-call]
     except OSError as error:
         return f"{libraries[0].name} does not load: {error}"
     return None
@@ -66,7 +70,7 @@ def _load() -> str | None:
 
 def supported_isas() -> tuple[str, ...]:
     """Instruction sets this machine can run; empty without the extension."""
-    if load_cpu_extension() is not None:
+    if not has_cpu_extension():
         return ()
     mask = torch.ops.specplug.cpu_isas()
     return tuple(name for i, name in enumerate(ISAS) if mask >> i & 1)

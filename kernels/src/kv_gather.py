@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from .cpu_layout import CpuKvLayout
-from .extension import load_cpu_extension
+from .extension import has_cpu_extension
 
 
 def gather_kv(
@@ -29,7 +29,7 @@ def gather_kv(
     Raises:
         RuntimeError: if shapes disagree or a slot lies outside its cache.
     """
-    if load_cpu_extension() is None:
+    if has_cpu_extension():
         torch.ops.specplug.gather_kv.default(
             src_caches, dst_caches, src_slots.contiguous(), dst_slots, layout.tables
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .extension import load_cpu_extension
+from .extension import has_cpu_extension
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 _GROUP, _PANEL, _WORDS = 32, 16, 16
@@ -123,7 +123,7 @@ def markov_weights(
 
 def can_build_local_trees(dtype: torch.dtype) -> bool:
     """Whether `build_local_trees` runs here for tables of `dtype` in the CPU's memory."""
-    return load_cpu_extension() is None and dtype in _COMPILED_DTYPES
+    return has_cpu_extension() and dtype in _COMPILED_DTYPES
 
 
 def build_local_trees(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tree attention call is told about its trees.
+"""What a tree attention call is told about its trees, on any device.
 
 Letters: R trees, M rows of all trees (roots and nodes), W 64-bit words per mask row,
 B requests in the block table.
@@ -8,55 +8,65 @@ B requests in the block table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-WORD_BITS = 64
+from .cuda_contract import MAX_TREE_ROWS, PLAN_CONTEXT, PLAN_ROW_COUNT, PLAN_ROWS
+from .masks import ancestor_words, causal_words, full_words
+
+MaskKind = Literal["tree", "full"]
 
 
 @dataclass
 class TreeAttnMetadata:
-    """A batch of trees over a paged KV cache; all tensors on the CPU.
+    """A batch of trees over a paged KV cache; tensors on the device of the call.
 
     A tree occupies `row_count` consecutive query rows, root first (or the first slot of a draft
     block). Its context is slots [0, context_len) of its request; its own K/V follow at slots
     context_len + j, unless the call brings a dense tail.
+
+    CPU kernels read the mask from `mask_words`, CUDA kernels from `parent_rows`; there
+    `mask_words` is a buffer in which Triton's keep the words they make of the parents.
+
+    On CUDA the tensors are buffers kept across steps: the caller writes each step's values into
+    them, and a captured graph reads them again. The integers are fixed at capture.
     """
 
-    # [R] int32: row of block_table
-    req_indices: torch.Tensor
-    # [R] int32: first query row
-    row_start: torch.Tensor
-    # [R] int32: rows, 1 + nodes
-    row_count: torch.Tensor
-    # [R] int32: KV slots before the first row
-    context_lens: torch.Tensor
-    # [R] int32: exclusive prefix sum of row_count, the first row of mask_words
-    mask_start: torch.Tensor
-    # [M, W] int64: bit j % 64 of word j // 64 of row i is set when row i attends row j of its tree
-    mask_words: torch.Tensor
+    # [5, R] int32: row of block_table, first query row, rows (1 + nodes), KV slots before the
+    # first row, and the first row of the mask: the exclusive prefix sum of rows
+    plan: torch.Tensor
     # [B, max_blocks] int32
     block_table: torch.Tensor
-    # [5, R] int32: the five vectors above as the kernel takes them
-    plan: torch.Tensor = field(default=None, repr=False)  # type: ignore[assignment]
+    # upper bound of the rows of a tree
+    max_rows: int
+    # upper bound of a context, for the number of splits; a larger context is still correct
+    max_context: int
+    # [M, W] int64: bit j % 64 of word j // 64 of row i is set when row i attends row j of its tree
+    mask_words: torch.Tensor | None = None
+    # [M] int32: row within its own tree of each row's parent; -1 for a tree's row 0. A causal
+    # block is the chain i - 1
+    parent_rows: torch.Tensor | None = None
+    # "tree": as the words or the parents say; "full": every row attends all rows of its tree, and
+    # CUDA kernels read neither
+    mask_kind: MaskKind = "tree"
 
     def __post_init__(self) -> None:
-        if self.plan is None:
-            self.plan = torch.stack(
-                [
-                    self.req_indices,
-                    self.row_start,
-                    self.row_count,
-                    self.context_lens,
-                    self.mask_start,
-                ]
-            ).to(torch.int32)
-        assert self.plan.shape == (5, self.num_trees), self.plan.shape
-        assert self.mask_words.dtype == torch.int64, self.mask_words.dtype
-        if self.block_table.dtype != torch.int32:
-            self.block_table = self.block_table.to(torch.int32)
+        assert self.plan.dtype == torch.int32, self.plan.dtype
+        assert self.plan.ndim == 2 and self.plan.shape[0] == PLAN_ROWS, self.plan.shape
+        assert self.block_table.dtype == torch.int32 and self.block_table.ndim == 2
+        assert self.mask_kind in ("tree", "full"), self.mask_kind
+        assert self.mask_words is not None or self.parent_rows is not None, "no mask"
+        if self.mask_words is not None:
+            assert self.mask_words.dtype == torch.int64, self.mask_words.dtype
+        if self.parent_rows is not None:
+            assert self.parent_rows.dtype == torch.int32 and self.parent_rows.ndim == 1
+            for tensor in (self.plan, self.parent_rows, self.block_table):
+                assert tensor.is_contiguous()
+            assert 0 <= self.max_rows <= MAX_TREE_ROWS, self.max_rows
 
     @classmethod
     def build(
@@ -70,31 +80,54 @@ class TreeAttnMetadata:
         # [B, max_blocks]
         block_table: torch.Tensor,
     ) -> TreeAttnMetadata:
-        """The same from plain sequences of length R; the cheapest way to make one."""
-        num_trees = len(row_count)
-        plan = np.empty((5, num_trees), dtype=np.int32)
-        plan[0], plan[1], plan[2], plan[3] = req_indices, row_start, row_count, context_lens
-        if num_trees:
-            plan[4, 0] = 0
-            np.cumsum(plan[2, :-1], out=plan[4, 1:])
-        tensor = torch.from_numpy(plan)
-        return cls(*tensor.unbind(0), mask_words, block_table, tensor)
+        """Metadata on the CPU, from sequences of length R."""
+        plan = plan_columns(req_indices, row_start, row_count, context_lens)
+        return cls(
+            torch.from_numpy(plan),
+            block_table.to(torch.int32),
+            max_rows=int(plan[PLAN_ROW_COUNT].max(initial=0)),
+            max_context=int(plan[PLAN_CONTEXT].max(initial=0)),
+            mask_words=mask_words,
+        )
 
     @property
     def num_trees(self) -> int:
-        return self.row_count.numel()
+        """R, the skipped places of a plan among them."""
+        return self.plan.shape[1]
 
     @property
     def num_rows(self) -> int:
-        """M, the rows of all trees."""
-        return self.mask_words.shape[0]
+        """M, the rows that the mask has places for."""
+        mask = self.mask_words if self.parent_rows is None else self.parent_rows
+        assert mask is not None
+        return mask.shape[0]
+
+
+def plan_columns(
+    # each [R]
+    req_indices: Sequence[int],
+    row_start: Sequence[int],
+    row_count: Sequence[int],
+    context_lens: Sequence[int],
+    # int32 [5, places], zeroed, places >= R; a new one of R places if not given
+    out: npt.NDArray[np.int32] | None = None,
+) -> npt.NDArray[np.int32]:
+    """`TreeAttnMetadata.plan` of R trees; what `out` has beyond them stays as it is."""
+    num_trees = len(row_count)
+    plan = np.empty((PLAN_ROWS, num_trees), dtype=np.int32) if out is None else out
+    if num_trees:
+        used = plan[:, :num_trees]
+        used[0], used[1], used[2], used[3] = req_indices, row_start, row_count, context_lens
+        used[4, 0] = 0
+        np.cumsum(used[2, :-1], out=used[4, 1:])
+    return plan
 
 
 def tree_metadata(
     req_indices: Sequence[int],
     row_starts: Sequence[int],
     context_lens: Sequence[int],
-    parents: Sequence[np.ndarray],
+    parents: Sequence[npt.NDArray[Any]],
     # [B, max_blocks] int32
     block_table: torch.Tensor,
 ) -> TreeAttnMetadata:
@@ -130,85 +163,3 @@ def block_metadata(
     words = (causal_words if causal else full_words)(counts)
     starts = range(0, rows * num_blocks, rows)
     return TreeAttnMetadata.build(req_indices, starts, counts, context_lens, words, block_table)
-
-
-def ancestor_words(parents: Sequence[np.ndarray]) -> torch.Tensor:
-    """Ancestor masks of a batch of trees.
-
-    Args:
-        parents: one int32 array [N] a tree, `DraftTree.parent_indices` (-1 is the root); an empty
-            array is a tree of the root alone.
-
-    Returns:
-        int64 [M, W] with M the sum of N + 1: row 0 of a tree is its root, and every row attends
-        its ancestors and itself.
-
-    Raises:
-        ValueError: if a parent does not precede its child.
-    """
-    counts = np.fromiter((len(p) + 1 for p in parents), np.int32, len(parents))
-    words = empty_words(counts)
-    if len(parents):
-        from . import dispatch
-
-        flat = np.concatenate(parents).astype(np.int32, copy=False)
-        dispatch.fill_ancestor_words(flat, counts, words)
-    return words
-
-
-def causal_words(row_counts: int | Sequence[int]) -> torch.Tensor:
-    """Masks of chains: row i attends rows 0..i. int64 [M, W]; a count, or one count a tree."""
-    return _words_of(row_counts, lambda i, n: i + 1)
-
-
-def full_words(row_counts: int | Sequence[int]) -> torch.Tensor:
-    """Masks of bidirectional blocks: every row attends all rows of its tree. int64 [M, W]."""
-    return _words_of(row_counts, lambda i, n: np.full_like(i, n))
-
-
-def empty_words(row_counts: np.ndarray) -> torch.Tensor:
-    """Zeroed int64 [M, W] for trees of the given row counts."""
-    widest = int(row_counts.max()) if len(row_counts) else 1
-    return torch.zeros(int(row_counts.sum()), -(-widest // WORD_BITS), dtype=torch.int64)
-
-
-def words_to_bool(
-    # [M, W] int64
-    words: torch.Tensor,
-    columns: int,
-) -> torch.Tensor:
-    """The first `columns` bits of every row as bool [M, columns]."""
-    bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, count=columns, bitorder="little")
-    return torch.from_numpy(bits.astype(bool))
-
-
-def bool_to_words(
-    # [n, n] bool
-    mask: torch.Tensor,
-    width: int | None = None,
-) -> torch.Tensor:
-    """One tree's bool mask [n, n] as int64 [n, W]; `width` is W when other trees need more."""
-    n = mask.shape[0]
-    width = width or -(-mask.shape[1] // WORD_BITS)
-    packed = np.zeros((n, width * 8), dtype=np.uint8)
-    bits = np.packbits(mask.numpy(), axis=1, bitorder="little")
-    packed[:, : bits.shape[1]] = bits
-    return torch.from_numpy(packed.view(np.int64))
-
-
-def _words_of(row_counts, length_of) -> torch.Tensor:
-    counts = np.atleast_1d(np.asarray(row_counts, dtype=np.int32))
-    words = empty_words(counts)
-    rows = np.concatenate([np.arange(n) for n in counts]) if len(counts) else np.empty(0, int)
-    # [M]: how many leading bits are set
-    lengths = length_of(rows, np.repeat(counts, counts)).astype(np.int64)
-    # [M, W]: the part of that run which falls into each word
-    in_word = np.clip(
-        lengths[:, None] - np.arange(words.shape[1]) * WORD_BITS, 0, WORD_BITS
-    ).astype(np.uint64)
-    full = ~np.uint64(0)
-    # A shift by 64 is undefined, so the empty run is set apart.
-    shift = np.uint64(WORD_BITS) - np.maximum(in_word, np.uint64(1))
-    values = np.where(in_word == 0, np.uint64(0), full >> shift)
-    words.copy_(torch.from_numpy(values.view(np.int64)))
-    return words

@@ -14,7 +14,7 @@ from array import array
 import numpy as np
 import torch
 
-from .extension import load_cpu_extension
+from .extension import has_cpu_extension
 
 MIN_SUFFIX = 1
 """Shortest suffix that is looked up."""
@@ -141,5 +141,5 @@ class CompiledNgramIndex(NgramIndex):
 
 def make_ngram_index(longest: int) -> NgramIndex:
     """The index of one request, compiled where the kernels are."""
-    is_compiled = load_cpu_extension() is None
+    is_compiled = has_cpu_extension()
     return CompiledNgramIndex(longest) if is_compiled else NgramIndexReference(longest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from .extension import load_cpu_extension
+from .extension import has_cpu_extension
 
 _COMPILED = (torch.bfloat16, torch.float32)
 
@@ -20,7 +20,7 @@ def row_argmax(rows: torch.Tensor) -> torch.Tensor:
         rows.device.type == "cpu"
         and rows.dtype in _COMPILED
         and rows.is_contiguous()
-        and load_cpu_extension() is None
+        and has_cpu_extension()
     ):
         indices = torch.empty(rows.shape[0], dtype=torch.int64)
         torch.ops.specplug.row_argmax.default(rows, indices)

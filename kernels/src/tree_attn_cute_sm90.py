@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .cuda_contract import CudaTreeMetadata
 from .cute import driver, store
 from .cute.config import WARPGROUP_CHOICES, CombineConfig, ForwardConfig
 from .cute.launch import plan_launches, unsupported
 from .cute.store import CuteUnavailable
+from .metadata import TreeAttnMetadata
 
-__all__ = ["CuteUnavailable", "supports", "tree_attn_cute"]
+__all__ = ["CuteUnavailable", "unsupported_reason", "tree_attn_cute"]
 
 CAPABILITY = (9, 0)
 # Calls that differ in an address or a shape are prepared once each; more than a model has layers
@@ -26,7 +26,7 @@ CAPABILITY = (9, 0)
 _MAX_PREPARED = 4096
 
 
-def supports(
+def unsupported_reason(
     capability: tuple[int, int], head_dim: int, dtype: torch.dtype, block_size: int
 ) -> str | None:
     """Why the kernel does not serve these, or None."""
@@ -47,7 +47,7 @@ def tree_attn_cute(
     value_cache: torch.Tensor,
     # [T, Hq, Dh], written in place
     output: torch.Tensor,
-    meta: CudaTreeMetadata,
+    meta: TreeAttnMetadata,
     scale: float,
     # [M, Hkv, Dh]
     tail_key: torch.Tensor | None = None,
@@ -126,7 +126,7 @@ def _prepare(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     output: torch.Tensor,
-    meta: CudaTreeMetadata,
+    meta: TreeAttnMetadata,
     scale: float,
     tail_key: torch.Tensor | None,
     tail_value: torch.Tensor | None,

@@ -22,7 +22,7 @@ from .lse_merge_triton import merge_states
 from .tree_words_triton import fill_tree_words
 
 if TYPE_CHECKING:
-    from .cuda_contract import CudaTreeMetadata
+    from .metadata import TreeAttnMetadata
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -121,7 +121,6 @@ def _tree_attn_kernel(
     BLOCK_N: tl.constexpr,
     DENSE_TAIL: tl.constexpr,
     FULL_TAIL: tl.constexpr,
-    NO_TAIL: tl.constexpr,
     STORE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -209,10 +208,7 @@ def _tree_attn_kernel(
         )
 
     # The tree's own columns go to the first split, which always exists.
-    if NO_TAIL:
-        # A row that saw nothing gives zeros and -inf.
-        row_sum = tl.where(row_max == float("-inf"), 1.0, row_sum)
-    elif split == 0:
+    if split == 0:
         word_at = words + (mask_start + row) * words_stride
         for start in range(0, rows, BLOCK_N):
             column = start + columns
@@ -355,7 +351,7 @@ def tree_attn_triton(
     value_cache: torch.Tensor,
     # [T, Hq, Dh], written in place
     output: torch.Tensor,
-    meta: CudaTreeMetadata,
+    meta: TreeAttnMetadata,
     scale: float,
     # [M, Hkv, Dh]
     tail_key: torch.Tensor | None = None,
@@ -364,13 +360,11 @@ def tree_attn_triton(
     # [T, Hq] float32, any strides; written for tree rows
     lse: torch.Tensor | None = None,
     splits: int | None = None,
-    prefix_only: bool = False,
 ) -> None:
     """Tree attention as `cuda_contract` states it. No host synchronisation, graph safe.
 
     Args:
         lse: takes the natural logarithm of each row's softmax sum, when given.
-        prefix_only: rows attend the context alone; without any they give zeros and -inf.
         splits: forces the number of context splits.
     """
     num_heads, head_dim = query.shape[1:]
@@ -392,7 +386,7 @@ def tree_attn_triton(
     else:
         # An even number: strides are then multiples of 16 for every head size that is one of 8, and
         # a step's rows make no new variant.
-        rows = -(-meta.parent_rows.shape[0] // 2) * 2
+        rows = -(-meta.num_rows // 2) * 2
         target = query.new_empty((splits, rows, num_heads, head_dim), dtype=torch.float32)
         target_lse = query.new_empty((splits, rows, num_heads), dtype=torch.float32)
         target_strides = target.stride()[:3]
@@ -400,7 +394,7 @@ def tree_attn_triton(
     if target_lse is not None:
         lse_strides = (0, *target_lse.stride()) if splits == 1 else target_lse.stride()
     full = meta.mask_kind == "full"
-    words = meta.plan if full or prefix_only else tree_words(meta)
+    words = meta.plan if full else tree_words(meta)
     tail_strides = (0, 0, 0, 0)
     if dense:
         assert tail_value is not None
@@ -439,7 +433,6 @@ def tree_attn_triton(
         BLOCK_N=config.block_n,
         DENSE_TAIL=dense,
         FULL_TAIL=full,
-        NO_TAIL=prefix_only,
         STORE_LSE=target_lse is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
@@ -451,14 +444,14 @@ def tree_attn_triton(
         )
 
 
-def tree_words(meta: CudaTreeMetadata) -> torch.Tensor:
+def tree_words(meta: TreeAttnMetadata) -> torch.Tensor:
     """The ancestor words of `meta` [M, W]; made and kept there if the caller did not bring any."""
-    if meta.words is None:
+    if meta.mask_words is None:
         width = max(1, triton.cdiv(meta.max_rows, 64))
-        shape = (meta.parent_rows.shape[0], width)
-        meta.words = torch.zeros(shape, dtype=torch.int64, device=meta.plan.device)
-        fill_tree_words(meta.plan, meta.parent_rows, meta.words, meta.max_rows)
-    return meta.words
+        shape = (meta.num_rows, width)
+        meta.mask_words = torch.zeros(shape, dtype=torch.int64, device=meta.plan.device)
+        fill_tree_words(meta.plan, meta.parent_rows, meta.mask_words, meta.max_rows)
+    return meta.mask_words
 
 
 _LIMITS: dict[torch.device, tuple[int, int, int]] = {}

@@ -168,7 +168,7 @@ class KernelChecks:
 
         def step() -> None:
             if self.name == "triton":
-                fill_tree_words(meta.plan, meta.parent_rows, meta.words, meta.max_rows)
+                fill_tree_words(meta.plan, meta.parent_rows, meta.mask_words, meta.max_rows)
             problem.call(self.run, output)
 
         stream = torch.cuda.Stream()

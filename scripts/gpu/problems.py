@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_specplug.kernels.cuda_contract import CudaTreeMetadata
+from vllm_specplug.kernels import TreeAttnMetadata
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Problem:
         plan = np.zeros((5, len(rows) + spec.places), dtype=np.int32)
         plan[:, : len(rows)] = (range(len(rows)), starts, rows, contexts, first)
         parents = [self._parents(int(n), rng) for n in rows]
-        self.meta = CudaTreeMetadata(
+        self.meta = TreeAttnMetadata(
             plan=torch.from_numpy(plan).to(device),
             parent_rows=torch.from_numpy(np.concatenate(parents).astype(np.int32)).to(device),
             block_table=self.block_table,
@@ -122,7 +122,7 @@ class Problem:
 
     def expected(self) -> torch.Tensor:
         """float32 [T, Hq, Dh] by the readable reference; only tree rows are set."""
-        from vllm_specplug.kernels.cuda_reference import tree_attn_cuda_reference
+        from vllm_specplug.kernels.reference import tree_attn_cuda_reference
 
         output = torch.zeros(self.query.shape, dtype=torch.float32, device=self.device)
         tail = {name: tensor.float() for name, tensor in self.tail.items()}

@@ -57,7 +57,7 @@ def interpreter() -> None:
 @pytest.fixture
 def compiled() -> None:
     """Skips where the extension was not built."""
-    reason = extension.load_cpu_extension()
+    reason = extension.cpu_extension_error()
     if reason is not None:
         pytest.skip(f"compiled kernels: {reason}")
 

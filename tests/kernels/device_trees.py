@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tests.kernels.paged import chain_attention, path_of, random_parents
-from vllm_specplug.kernels.cuda_contract import CudaTreeMetadata
+from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.kernels.tree_attn_triton import (
     tree_attn_triton,
 )
@@ -81,7 +81,7 @@ class DeviceTrees:
             parts = [np.concatenate([[-1], p + 1]) for p in self.parents]
         return torch.from_numpy(np.concatenate(parts).astype(np.int32))
 
-    def metadata(self, places: int = 0) -> CudaTreeMetadata:
+    def metadata(self, places: int = 0) -> TreeAttnMetadata:
         """`places` more trees of no rows, as a graph for a larger batch has them."""
         columns = [
             [r + 1, start, rows, context, first]
@@ -96,7 +96,7 @@ class DeviceTrees:
             )
         ]
         columns += [[10**6, 10**6, 0, 10**6, 10**6]] * places
-        return CudaTreeMetadata(
+        return TreeAttnMetadata(
             plan=torch.tensor(columns, dtype=torch.int32).t().contiguous(),
             parent_rows=self.parent_rows(),
             block_table=self.block_table,

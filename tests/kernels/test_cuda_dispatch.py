@@ -15,16 +15,16 @@ from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
     KernelShape,
     choose_cuda_kernel,
-    cute_is_verified,
     cute_sources_digest,
+    cute_unverified_reason,
     describe_cuda,
     self_test_cuda,
     self_test_failure,
     unsupported_by,
 )
-from vllm_specplug.kernels.cuda_reference import tree_attn_cuda_reference
 from vllm_specplug.kernels.cute.config import all_configs
 from vllm_specplug.kernels.cute.launch import plan_launches
+from vllm_specplug.kernels.reference import tree_attn_cuda_reference
 
 CPU = torch.device("cpu")
 SHAPE = KernelShape(head_dim=16, dtype=torch.float32, block_size=16, num_heads=2, num_kv_heads=1)
@@ -148,10 +148,10 @@ def test_auto_takes_cute_where_a_record_vouches_for_it(only_reference_fails, mon
         ({"sources": "0"}, "changed"),
     ):
         record.write_text(json.dumps({**good, **change}))
-        assert why in cute_is_verified(HOPPER)
+        assert why in cute_unverified_reason(HOPPER)
         assert choose_cuda_kernel("auto", SHAPE, CPU, HOPPER).name == "triton"
     record.write_text("{")
-    assert "cannot be read" in cute_is_verified(HOPPER)
+    assert "cannot be read" in cute_unverified_reason(HOPPER)
 
 
 @pytest.mark.parametrize(

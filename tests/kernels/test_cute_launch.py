@@ -25,7 +25,7 @@ from vllm_specplug.kernels.cute.config import (
 )
 from vllm_specplug.kernels.cute.launch import TensorMapSpec, choose_splits, plan_launches
 from vllm_specplug.kernels.cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
-from vllm_specplug.kernels.tree_attn_cute_sm90 import CuteUnavailable, supports
+from vllm_specplug.kernels.tree_attn_cute_sm90 import CuteUnavailable, unsupported_reason
 
 BF16 = torch.bfloat16
 HOPPER = (9, 0)
@@ -158,16 +158,16 @@ def test_variants_fit_the_device():
 )
 def test_what_is_not_supported_says_why(change, why):
     shape = {"capability": HOPPER, "head_dim": 128, "dtype": BF16, "block_size": 16} | change
-    assert why in supports(**shape)
+    assert why in unsupported_reason(**shape)
 
 
 def test_supported_where_a_kernel_can_be_had(monkeypatch, tmp_path):
     monkeypatch.setattr(store, "can_compile", lambda: True)
-    assert supports(HOPPER, 128, BF16, 16) is None
+    assert unsupported_reason(HOPPER, 128, BF16, 16) is None
     monkeypatch.setattr(store, "can_compile", lambda: False)
     monkeypatch.setattr(store, "SHIPPED", tmp_path)
     monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
-    assert "pip install 'vllm-specplug[cute]'" in supports(HOPPER, 128, BF16, 16)
+    assert "pip install 'vllm-specplug[cute]'" in unsupported_reason(HOPPER, 128, BF16, 16)
 
 
 KERNEL = store.StoredKernel("combine_d64_bfloat16", "start", (8, 4, 1), b"\x7fELF" * 9, b".version")
@@ -371,7 +371,7 @@ def test_importing_needs_no_cutlass():
     code = (
         "import sys; sys.modules['cutlass'] = None;"
         "import vllm_specplug.kernels.tree_attn_cute_sm90 as t, torch;"
-        "print(t.supports((9, 0), 128, torch.bfloat16, 16) is None or 'asked')"
+        "print(t.unsupported_reason((9, 0), 128, torch.bfloat16, 16) is None or 'asked')"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

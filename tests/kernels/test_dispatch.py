@@ -16,10 +16,10 @@ from vllm_specplug.kernels import dispatch, extension
 @pytest.fixture
 def fresh_load():
     """Lets a test choose how the extension loads, and restores it afterwards."""
-    extension.load_cpu_extension.cache_clear()
+    extension.cpu_extension_error.cache_clear()
     yield
-    extension.load_cpu_extension.cache_clear()
-    if extension.load_cpu_extension() is None:
+    extension.cpu_extension_error.cache_clear()
+    if extension.has_cpu_extension():
         use_isa(None)
 
 
@@ -52,7 +52,7 @@ def test_a_library_that_does_not_load_is_named(fresh_load, monkeypatch, tmp_path
     monkeypatch.delenv(extension.ISA_VARIABLE, raising=False)
     (tmp_path / "_cpu.so").write_bytes(b"not a library")
     monkeypatch.setattr(extension, "__file__", str(tmp_path / "extension.py"))
-    assert "_cpu.so does not load" in extension.load_cpu_extension()
+    assert "_cpu.so does not load" in extension.cpu_extension_error()
 
 
 def test_the_reference_can_be_asked_for(fresh_load, monkeypatch, caplog):
@@ -70,7 +70,7 @@ def test_an_instruction_set_can_be_forced(compiled, fresh_load, monkeypatch):
 def test_an_unknown_instruction_set_is_refused(fresh_load, monkeypatch):
     monkeypatch.setenv(extension.ISA_VARIABLE, "avx9000")
     with pytest.raises(ValueError, match="avx9000.*one of plain, avx2.*reference"):
-        extension.load_cpu_extension()
+        extension.cpu_extension_error()
 
 
 def test_describe_names_the_best_variant(compiled):

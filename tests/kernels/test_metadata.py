@@ -16,8 +16,11 @@ from vllm_specplug.kernels import (
     full_words,
     tree_metadata,
 )
-from vllm_specplug.kernels.metadata import bool_to_words, words_to_bool
-from vllm_specplug.kernels.reference import fill_ancestor_words_reference
+from vllm_specplug.kernels.masks import (
+    ancestor_mask,
+    fill_ancestor_words_reference,
+    words_to_bool,
+)
 
 
 def bits_of(words: torch.Tensor, columns: int) -> list[list[int]]:
@@ -78,14 +81,11 @@ def test_causal_and_full_words(counts):
     assert causal.shape == full.shape == (start, -(-max(sizes) // 64))
 
 
-@pytest.mark.parametrize("n", [1, 8, 63, 64, 65, 130])
-def test_words_and_bools_convert_both_ways(n):
-    mask = torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.4
-    words = bool_to_words(mask)
-    assert torch.equal(words_to_bool(words, n), mask)
-    wider = bool_to_words(mask, width=words.shape[1] + 1)
-    assert torch.equal(wider[:, :-1], words)
-    assert not wider[:, -1].any()
+@pytest.mark.parametrize("nodes", [0, 7, 62, 63, 64, 129])
+def test_words_and_parents_name_the_same_rows(nodes):
+    parents = random_parents(nodes, np.random.default_rng(nodes))
+    rows = torch.from_numpy(np.concatenate([[-1], parents + 1]))
+    assert torch.equal(words_to_bool(ancestor_words([parents]), nodes + 1), ancestor_mask(rows))
 
 
 def test_metadata_of_trees_and_blocks():
@@ -94,16 +94,17 @@ def test_metadata_of_trees_and_blocks():
     meta = tree_metadata([2, 0], [5, 9], [31, 7], parents, table)
     assert meta.plan.tolist() == [[2, 0], [5, 9], [3, 1], [31, 7], [0, 3]]
     assert (meta.num_trees, meta.num_rows) == (2, 4)
-    assert meta.context_lens.tolist() == [31, 7]
+    assert (meta.max_rows, meta.max_context) == (3, 31)
     block = block_metadata([1, 0], [40, 2], 8, True, table)
     assert block.plan.tolist() == [[1, 0], [0, 8], [8, 8], [40, 2], [0, 8]]
     assert torch.equal(block.mask_words, causal_words([8, 8]))
     assert torch.equal(block_metadata([1], [4], 3, False, table).mask_words, full_words(3))
 
 
-def test_plan_is_made_from_the_vectors():
-    vectors = [torch.tensor([i, i + 1], dtype=torch.int32) for i in range(5)]
-    table = torch.zeros(9, 1, dtype=torch.int64)
-    meta = TreeAttnMetadata(*vectors, torch.zeros(9, 1, dtype=torch.int64), table)
-    assert meta.plan.dtype == meta.block_table.dtype == torch.int32
-    assert meta.plan.tolist() == [[i, i + 1] for i in range(5)]
+def test_metadata_without_trees_or_without_a_mask():
+    table = torch.zeros(2, 1, dtype=torch.int64)
+    meta = TreeAttnMetadata.build([], [], [], [], ancestor_words([]), table)
+    assert (meta.num_trees, meta.num_rows, meta.max_rows, meta.max_context) == (0, 0, 0, 0)
+    assert meta.block_table.dtype == torch.int32
+    with pytest.raises(AssertionError, match="no mask"):
+        TreeAttnMetadata(meta.plan, meta.block_table, 0, 0)

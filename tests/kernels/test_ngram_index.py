@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specplug.kernels.extension import load_cpu_extension
+from vllm_specplug.kernels.extension import has_cpu_extension
 from vllm_specplug.kernels.ngram_index import (
     MIN_SUFFIX,
     CompiledNgramIndex,
@@ -19,7 +19,7 @@ from vllm_specplug.kernels.ngram_index import (
 )
 
 KINDS = [NgramIndexReference]
-if load_cpu_extension() is None:
+if has_cpu_extension():
     KINDS.append(CompiledNgramIndex)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -13,7 +13,6 @@ from tests.kernels.device_trees import FP16, DeviceTrees
 
 pytest.importorskip("triton")
 
-from vllm_specplug.kernels.hybrid_attn_triton import hybrid_attn_triton, prefix_attn_triton
 from vllm_specplug.kernels.tree_attn_triton import (
     TreeAttnConfig,
     choose_splits,
@@ -87,43 +86,6 @@ def test_words_match_the_host_builder():
 
     problem = DeviceTrees([(0, 130), (0, 0), (0, 64)], group=1)
     assert torch.equal(tree_words(problem.metadata()), ancestor_words(problem.parents))
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-def test_two_passes_are_the_single_pass(splits):
-    problem = DeviceTrees([(300, 9), (0, 3), (17, 0), (64, 66)], dense=True, group=1)
-    meta = problem.metadata()
-    output = torch.full_like(problem.query, 7.0)
-    hybrid_attn_triton(
-        problem.query, problem.key_cache, problem.value_cache, output, meta, problem.scale,
-        **problem.tail, splits=splits,
-    )  # fmt: skip
-    for start, n, expected in zip(problem.starts, problem.rows, problem.expected(), strict=True):
-        assert (output[start : start + n].double() - expected).abs().max() < 1e-5
-        output[start : start + n] = 7.0
-    assert (output == 7.0).all(), "a row of no tree was written"
-
-
-@pytest.mark.parametrize("splits", [1, 2])
-def test_the_prefix_part_sees_the_context_and_nothing_else(splits):
-    problem = DeviceTrees([(0, 2), (1, 0), (290, 5)], group=1)
-    output = torch.full_like(problem.query, float("nan"))
-    lse = torch.full(problem.query.shape[:2], float("nan"))
-    prefix_attn_triton(
-        problem.query, problem.key_cache, problem.value_cache, output, lse, problem.metadata(),
-        problem.scale, splits=splits,
-    )  # fmt: skip
-    for r, (context, start, n) in enumerate(
-        zip(problem.contexts, problem.starts, problem.rows, strict=True)
-    ):
-        rows = slice(start, start + n)
-        scores = torch.einsum(
-            "ihd,jd->ihj", problem.query[rows], problem.keys[r][:context, 0]
-        ).double() * problem.scale  # fmt: skip
-        expected = scores.softmax(-1) @ problem.values[r][:context, 0].double()
-        torch.testing.assert_close(output[rows].double(), expected, atol=1e-5, rtol=0)
-        torch.testing.assert_close(lse[rows].double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
-    assert lse[problem.starts[0]].isneginf().all() and (output[problem.starts[0]] == 0).all()
 
 
 def test_configurations_fit_their_device():

@@ -109,10 +109,9 @@ def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
 
 def tree_attention(
     arch: int, packed_rows: int, *, head_dim: int = 128, page: int = 16, dense: bool = False,
-    dtype: str = "bf16", prefix: bool = False,
+    dtype: str = "bf16",
 ) -> Compiled:  # fmt: skip
-    """The attention kernel with the tiles its wrapper chooses; split, unless `dense`; of the
-    context alone with `prefix`."""
+    """The attention kernel with the tiles its wrapper chooses; split, unless `dense`."""
     from vllm_specplug.kernels.tree_attn_triton import (
         MIN_SPLIT,
         TreeAttnConfig,
@@ -134,8 +133,7 @@ def tree_attention(
         "lse_head",
     )  # fmt: skip
     compiled = compile_kernel(
-        f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}"
-        f"{' dense' * dense}{' prefix' * prefix}",
+        f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}{' dense' * dense}",
         _tree_attn_kernel,
         arch,
         {
@@ -161,7 +159,6 @@ def tree_attention(
             "BLOCK_N": config.block_n,
             "DENSE_TAIL": dense,
             "FULL_TAIL": False,
-            "NO_TAIL": prefix,
             "STORE_LSE": not dense,
             "PRECISION": "ieee" if dtype == "fp32" else "tf32",
         },
@@ -253,7 +250,7 @@ def main(arch: int, all_shapes: bool) -> None:
     kernels += [tree_attention(arch, 64 * 4, head_dim=256, dense=d) for d in (False, True)]
     if arch == 90 or all_shapes:
         # Roots alone, large pages, another head size.
-        kernels += [tree_attention(arch, 4, page=128), tree_attention(arch, 4, prefix=True)]
+        kernels.append(tree_attention(arch, 4, page=128))
         kernels.append(tree_attention(arch, 64 * 4, head_dim=96, page=64))
     if all_shapes:
         kernels += [tree_attention(arch, rows, head_dim=64, page=32) for rows in (4, 64, 256)]

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 
 from vllm_specplug.kernels import CpuKvLayout, TreeAttnMetadata, tree_attn
-from vllm_specplug.kernels.cuda_contract import CudaTreeMetadata
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention
 
 # Attribute of vLLM's attention metadata that carries `TreeRows`.
@@ -63,7 +62,7 @@ class CpuTreeRows:
 class DeviceTreeRows:
     """Tree rows for a kernel of `kernels.cuda_contract`."""
 
-    metadata: CudaTreeMetadata
+    metadata: TreeAttnMetadata
     run: Callable[..., None]
     views: CacheViews
     covers_batch: bool

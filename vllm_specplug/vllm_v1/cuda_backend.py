@@ -16,8 +16,10 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_specplug.drafting.drafter import DraftCache, DraftRequests
-from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS, PLAN_ROWS, CudaTreeMetadata
+from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS, PLAN_ROWS
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape, choose_cuda_kernel
+from vllm_specplug.kernels.metadata import plan_columns
 from vllm_specplug.vllm_attention.gpu import (
     FULL_GRAPHS_VARIABLE,
     gpu_cache_views,
@@ -65,7 +67,7 @@ class TreeBuffers:
         places: int | None = None,
         max_rows: int | None = None,
         max_context: int | None = None,
-    ) -> CudaTreeMetadata:
+    ) -> TreeAttnMetadata:
         """Metadata of R trees.
 
         Args:
@@ -78,11 +80,9 @@ class TreeBuffers:
         plan = self.plan_host[: PLAN_ROWS * num_trees].view(PLAN_ROWS, num_trees)
         values = plan.numpy()
         values[:] = 0
-        used = len(counts)
+        plan_columns(req_indices, row_starts, counts, context_lens, out=values)
         total = sum(counts)
-        if used:
-            values[:4, :used] = (req_indices, row_starts, counts, context_lens)
-            values[4, 1:used] = np.cumsum(counts[:-1])
+        if counts:
             self.parents_host.numpy()[:total] = np.concatenate(parents)
         # A graph reads as many rows as there are places for.
         rows = total if places is None else places * (max_rows or 0)
@@ -90,13 +90,13 @@ class TreeBuffers:
         self.parents[:total].copy_(self.parents_host[:total], non_blocking=True)
         max_rows = max_rows or max(counts)
         width = -(-max_rows // 64)
-        return CudaTreeMetadata(
+        return TreeAttnMetadata(
             plan=self.plan[: plan.numel()].view(PLAN_ROWS, num_trees),
             parent_rows=self.parents[:rows],
             block_table=block_table,
             max_rows=max_rows,
             max_context=max(context_lens) if max_context is None else max_context,
-            words=self.words[: rows * width].view(rows, width),
+            mask_words=self.words[: rows * width].view(rows, width),
         )
 
 
@@ -257,14 +257,16 @@ class CudaTreeBackend(TreeBackend):
         self.fill_words(metadata)
         return DeviceTreeRows(metadata, self.kernel.run, self.views, covers_batch)
 
-    def fill_words(self, metadata: CudaTreeMetadata, kernel: ChosenKernel | None = None) -> None:
+    def fill_words(self, metadata: TreeAttnMetadata, kernel: ChosenKernel | None = None) -> None:
         """Ancestor words, for a kernel (the target's, if none is given) that does not make them
         itself."""
         if (kernel or self.kernel).name == "triton":
             from vllm_specplug.kernels.tree_words_triton import fill_tree_words
 
-            assert metadata.words is not None
-            fill_tree_words(metadata.plan, metadata.parent_rows, metadata.words, metadata.max_rows)
+            assert metadata.mask_words is not None
+            fill_tree_words(
+                metadata.plan, metadata.parent_rows, metadata.mask_words, metadata.max_rows
+            )
 
     def compact(self, step: TreeStep, block_table: Any) -> None:
         from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton

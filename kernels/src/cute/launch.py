@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cuda_contract import CudaTreeMetadata
+from ..metadata import TreeAttnMetadata
 from .config import (
     DTYPES,
     HEAD_DIMS,
@@ -95,7 +95,7 @@ def plan_launches(
     value_cache: torch.Tensor,
     # [T, Hq, Dh]
     output: torch.Tensor,
-    meta: CudaTreeMetadata,
+    meta: TreeAttnMetadata,
     scale: float,
     # [M, Hkv, Dh]
     tail_key: torch.Tensor | None,
@@ -138,7 +138,7 @@ def plan_launches(
         places = multiprocessors * config.blocks_per_multiprocessor
         splits = choose_splits(meta.num_trees * num_kv_heads * row_blocks, tiles, places)
     # mask_start is a prefix sum of row_count, so that the buffer's size is no measure.
-    part_rows = min(meta.parent_rows.numel(), meta.num_trees * meta.max_rows)
+    part_rows = min(meta.num_rows, meta.num_trees * meta.max_rows)
     part_out = part_lse = None
     if splits > 1:
         part_out, part_lse = workspace(splits, part_rows, num_heads, head_dim)

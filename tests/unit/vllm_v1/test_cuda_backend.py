@@ -63,7 +63,7 @@ def test_fill_lays_trees_one_after_the_other():
     assert meta.plan.tolist() == [[3, 1], [7, 20], [3, 5], [40, 0], [0, 3]]
     assert meta.parent_rows.tolist() == [-1, 0, 0, -1, 0, 1, 2, 0]
     assert (meta.max_rows, meta.max_context) == (5, 40)
-    assert meta.words.shape == (8, 1)
+    assert meta.mask_words.shape == (8, 1)
 
 
 def test_a_step_reuses_addresses_and_leaves_nothing_of_the_last():
@@ -71,9 +71,9 @@ def test_a_step_reuses_addresses_and_leaves_nothing_of_the_last():
     row = np.array([-1, 0], np.int32)
     places = {"places": 4, "max_rows": 5, "max_context": 512}
     first = buffers.fill([0, 1, 2], [0, 2, 4], [9, 9, 9], [row] * 3, TABLE, **places)
-    addresses = [t.data_ptr() for t in (first.plan, first.parent_rows, first.words)]
+    addresses = [t.data_ptr() for t in (first.plan, first.parent_rows, first.mask_words)]
     second = buffers.fill([2], [0], [3], [row], TABLE, **places)
-    assert [t.data_ptr() for t in (second.plan, second.parent_rows, second.words)] == addresses
+    assert [t.data_ptr() for t in (second.plan, second.parent_rows, second.mask_words)] == addresses
     assert second.plan[2].tolist() == [2, 0, 0, 0]
     assert second.parent_rows.numel() == 20
 
