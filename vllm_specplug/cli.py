@@ -114,7 +114,7 @@ def _prepared_target(name: str) -> Path:
 @app.command()
 def config(
     target: Annotated[str, typer.Argument(help="Name of the target, e.g. smollm2.")],
-    method: Annotated[str, typer.Argument(help="Name of the method, e.g. jetspec.")],
+    method: Annotated[str, typer.Argument(help="Name of the method, as vLLM takes it.")],
     nodes: Annotated[
         int | None, typer.Option(min=1, max=256, help="Node budget (num_speculative_tokens).")
     ] = None,
