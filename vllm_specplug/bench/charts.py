@@ -21,7 +21,7 @@ Value = Callable[[Point], float | None]
 
 _PHASES = {"draft": "#d4680a", "verify": "#2f66d0", "compact": "#8b49c4"}
 _PHASE_NAMES = {"draft": "draft", "verify": "verify", "compact": "move KV"}
-_REST = COLORS["plain"]
+_REST_COLOR = COLORS["plain"]
 _LATENCIES = {"e2el": "end to end", "tpot": "per token", "ttft": "first token"}
 
 
@@ -242,7 +242,7 @@ def _time_shares(series: Sequence[Series]) -> Panel:
                   _PHASE_NAMES[phase])  # fmt: skip
             left = [a + b for a, b in zip(left, shares, strict=True)]
         rest = [max(0.0, 100 - taken) for taken in left]
-        _bars(axis, f"share rest {one.run}/{one.name}", labels, rest, left, _REST, "rest")
+        _bars(axis, f"share rest {one.run}/{one.name}", labels, rest, left, _REST_COLOR, "rest")
         axis.set_xlim(0, 100)
         axis.xaxis.set_major_formatter("{x:g} %")
         axis.grid(False)

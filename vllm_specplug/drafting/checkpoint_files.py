@@ -26,15 +26,15 @@ MAX_JSON_BYTES = 16 << 20
 # tensor are usual.
 MAX_HEADER_BYTES = 16 << 20
 # Far beyond any head; a product of two of them is still a size that torch can state.
-LARGEST_SIZE = 1 << 24
+MAX_SIZE = 1 << 24
 _INTEGER_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64", "I32")}
 _WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 def is_size(value: object) -> bool:
-    """Whether a config's value is an integer from 1 to `LARGEST_SIZE`."""
+    """Whether a config's value is an integer from 1 to `MAX_SIZE`."""
     whole = isinstance(value, int) and not isinstance(value, bool)
-    return whole and 1 <= value <= LARGEST_SIZE
+    return whole and 1 <= value <= MAX_SIZE
 
 
 def is_positive(value: object) -> bool:

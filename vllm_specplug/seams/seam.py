@@ -322,7 +322,7 @@ class SeamSet:
             try:
                 seam.apply()
             except Exception as error:
-                left = self._take_back()
+                left = self._roll_back()
                 raise SeamError(f"{seam.name} could not be changed: {error}. {left}") from error
             self._applied.append(seam)
 
@@ -332,11 +332,11 @@ class SeamSet:
         Raises:
             SeamError: naming those that somebody else has changed since; the others are undone.
         """
-        left = self._take_back()
+        left = self._roll_back()
         if left != _CLEAN:
             raise SeamError(left)
 
-    def _take_back(self) -> str:
+    def _roll_back(self) -> str:
         """Undoes what is in place; returns what is true afterwards."""
         problems = []
         while self._applied:

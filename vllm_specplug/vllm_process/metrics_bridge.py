@@ -96,13 +96,13 @@ def with_tree_logger(original: Callable[..., None]) -> Callable[..., None]:
 
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
-        if _is_ours(vllm_config):
+        if _drafts_trees(vllm_config):
             self.stat_loggers.append(TreeStatLogger(vllm_config, self.engine_indexes))
 
     return init
 
 
-def _is_ours(vllm_config: Any) -> bool:
+def _drafts_trees(vllm_config: Any) -> bool:
     from vllm_specplug.vllm_process.spec_config import tree_config
 
     return tree_config(vllm_config) is not None

@@ -41,7 +41,7 @@ Share = Callable[[list[float]], list[float]]
 
 TIME_LIMIT_S = 5.0
 _PASSES = 5
-_NOISY = 1.3
+_MAX_NOISE = 1.3
 # In the order they are first measured, for when time runs out: with the first two, sizes between
 # them look a little too dear rather than too cheap.
 _ROWS = (1, 32, 8, 64, 16, 4, 128, 24, 48, 12, 2, 96, 256)
@@ -74,7 +74,7 @@ class Calibrator:
         """Whether the machine was too busy for the times to be worth keeping."""
         # The first pass also pays for what is made once.
         later = [times[1:] if len(times) > 2 else times for times in self._times.values()]
-        return median(median(times) / min(times) for times in later) > _NOISY
+        return median(median(times) / min(times) for times in later) > _MAX_NOISE
 
     def measure(self) -> Calibration:
         """Times by rows, by context, and of the draft forward."""

@@ -208,7 +208,7 @@ class CudaTreeBackend(TreeBackend):
             return
         key_cache, value_cache = self.layers.keys[0], self.layers.values[0]
         head_dim = key_cache.shape[3]
-        for rows in self._telling_sizes():
+        for rows in self._warm_up_rows():
             query = torch.zeros(
                 rows, self.num_heads, head_dim, dtype=key_cache.dtype, device=self.device
             )
@@ -222,7 +222,7 @@ class CudaTreeBackend(TreeBackend):
                 # Nothing else separates these calls, and they share pinned memory.
                 synchronize()
 
-    def _telling_sizes(self) -> list[int]:
+    def _warm_up_rows(self) -> list[int]:
         """Rows of trees that together take every variant: of tiles, and of words a row."""
         from vllm_specplug.kernels.tree_attn_triton import config_for
 

@@ -91,7 +91,7 @@ class DraftPlanner:
         """Most nodes of a request's tree when `num_requests` may draft; when that is 0, why."""
         asked = self._by_request.get(req_id)
         if asked is None:
-            asked = self._by_request[req_id] = self._asked(extra_args)
+            asked = self._by_request[req_id] = self._requested(extra_args)
         if asked.max_context is not None and context_len > asked.max_context:
             return 0, "context"
         if asked.nodes is not None:
@@ -100,7 +100,7 @@ class DraftPlanner:
             return self.max_nodes, "budget"
         return self.row_budget.nodes_per_request(num_requests), "batch"
 
-    def _asked(self, extra_args: dict[str, Any] | None) -> RequestBudget:
+    def _requested(self, extra_args: dict[str, Any] | None) -> RequestBudget:
         try:
             return parse_request_budget(extra_args, self.options)
         except ValueError:

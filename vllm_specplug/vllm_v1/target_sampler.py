@@ -33,7 +33,7 @@ from vllm_specplug.tree import DraftTree
 PLACEHOLDER_TOKEN_ID = -1
 # Logits that are sampled at once, most: float32 and what the sampler makes of them take some
 # hundred MiB.
-_MOST_AT_ONCE = 1 << 25
+_MAX_ELEMENTS_AT_ONCE = 1 << 25
 
 
 class TargetSampler:
@@ -75,7 +75,7 @@ class TargetSampler:
         tokens: list[int] | None = None
         if self._plain_argmax():
             tokens = row_argmax(self.logits).tolist()
-        elif self.at_once and self.logits.numel() <= _MOST_AT_ONCE and self._is_stateless():
+        elif self.at_once and self.logits.numel() <= _MAX_ELEMENTS_AT_ONCE and self._is_stateless():
             # Each row's sample is a draw from the target's distribution at that node; those of
             # nodes that are not visited are never looked at.
             tokens = self.sample_rows(root_rows).tolist()

@@ -41,7 +41,7 @@ RELEASED_NAMES = (
 )
 FORMAT = "specplug_local_head"
 # Classes that training scripts leave in a checkpoint's "args"; they carry no behaviour.
-_HARMLESS = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath]
+_SAFE_GLOBALS = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Names of released files that differ from ours.
 _RENAMED = {
@@ -214,7 +214,7 @@ def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torc
             config, tensors = _read_config(config_file), read_safetensors([weights])
             _check(file, config, tensors, target)
             return config, tensors
-    raw = load_pickle(file, f"local head {str(file)!r}", _HARMLESS)
+    raw = load_pickle(file, f"local head {str(file)!r}", _SAFE_GLOBALS)
     config, tensors = _from_released(file, raw, target)
     # Before anything is written: what is refused leaves no copy.
     _check(file, config, tensors, target)

@@ -29,9 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vllm_specplug.drafting.checkpoint_files import LARGEST_SIZE, is_size
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size
 
-_SIZES = f"an integer from 1 to {LARGEST_SIZE}"
+_SIZES = f"an integer from 1 to {MAX_SIZE}"
 
 LocalHeadKind = Literal["gru", "markov"]
 Parameterization = Literal["target_factorized", "direct_vocab"]

@@ -22,7 +22,7 @@ import torch
 # A vocabulary of 2^24 tokens.
 MAX_COUNTS_BYTES = 8 << 24
 # The only allowed call of a pickle that fills memory by itself; tensors have no need of it.
-_FILLS_MEMORY = b"bytearray"
+_BYTEARRAY_GLOBAL = b"bytearray"
 
 
 def load_pickle(path: Path, what: str, safe: Sequence[type] = ()) -> Mapping[str, Any]:
@@ -67,7 +67,7 @@ def _check_archive(path: Path) -> None:
         if total > size:
             raise ValueError(f"its entries claim {total} bytes, the file has {size}")
         for entry in entries:
-            if entry.filename.endswith("data.pkl") and _FILLS_MEMORY in archive.read(entry):
+            if entry.filename.endswith("data.pkl") and _BYTEARRAY_GLOBAL in archive.read(entry):
                 raise ValueError("its pickle makes a bytearray")
 
 

@@ -21,7 +21,7 @@ _FIRST_INTERVAL = 48
 _LONGEST_INTERVAL = 512
 # Below this share of the winner's rate a trial is lost clearly, as that of a draft forward is while
 # verification costs as little as decoding; the next one then waits twice as long.
-_CLEAR = 0.75
+_GIVE_UP_SHARE = 0.75
 
 
 @dataclass
@@ -93,7 +93,7 @@ class SourceChooser:
             loser, self.best = self.best, tried
             self.rates[loser].interval = _FIRST_INTERVAL
         lost = self.rates[loser]
-        if lost.rate < _CLEAR * self.rates[self.best].rate:
+        if lost.rate < _GIVE_UP_SHARE * self.rates[self.best].rate:
             lost.interval = min(2 * lost.interval, _LONGEST_INTERVAL)
         lost.due = self._steps + lost.interval
         lost.interval = min(2 * lost.interval, _LONGEST_INTERVAL)

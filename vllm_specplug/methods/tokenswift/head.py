@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vllm_specplug.drafting.checkpoint_files import (
-    LARGEST_SIZE,
+    MAX_SIZE,
     check_tensors,
     draft_token_ids,
     is_positive,
@@ -79,7 +79,7 @@ class TokenSwiftConfig:
             medusa_heads=data["medusa_heads"],
             rms_norm_eps=data.get("rms_norm_eps", 1e-6),
         )
-        sizes = f"an integer from 1 to {LARGEST_SIZE}"
+        sizes = f"an integer from 1 to {MAX_SIZE}"
         for name, test, legal in (
             ("hidden_size", is_size, sizes),
             ("vocab_size", is_size, sizes),
