@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -120,7 +121,7 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
             "How many times better than plain vLLM under the same load. Above the dashed line "
             "speculation pays; a diamond marks where it stops.",
             {
-                title: lines(f"speed-up {title}", others, lambda p, k=key: p["speed_up"][k],
+                title: lines(f"speed-up {title}", others, _speed_up(key),
                              unit="×", reference=1.0, crossovers=key == SPEED_UP)
                 for title, key in speed_ups.items()
             } if others else {},
@@ -129,7 +130,7 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
             "Latency",
             "What a request waits for, in milliseconds. Lower is better.",
             {
-                title: lines(title, series, lambda p, k=key: p[k], log=True)
+                title: lines(title, series, itemgetter(key), log=True)
                 for title, key in by_latency.items()
             },
         ),
@@ -137,7 +138,7 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
             "Throughput",
             f"What is served. {about}",
             {
-                title: lines(title, series, lambda p, k=key: p[k], zero=True)
+                title: lines(title, series, itemgetter(key), zero=True)
                 for title, key in served.items()
             },
         ),
@@ -156,6 +157,10 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
             )
         )
     return [Panel(f"{p.title} by {loads.title}", p.about, p.charts) for p in found]
+
+
+def _speed_up(key: str) -> Value:
+    return lambda point: point["speed_up"][key]
 
 
 def nodes_of(point: Point) -> float | None:

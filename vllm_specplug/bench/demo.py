@@ -117,9 +117,11 @@ def _wait_all(servers: Sequence[VllmServer], console: Console) -> None:
     with _status(console, "waiting for the servers") as status:
         for server in servers:
             name = server.spec.name
-            seconds = server.wait_healthy(
-                progress=lambda message, name=name: status.update(f"{name}: {message}")
-            )
+
+            def show(message: str, name: str = name) -> None:
+                status.update(f"{name}: {message}")
+
+            seconds = server.wait_healthy(progress=show)
             console.print(f"{name} answers ({seconds:.0f} s)")
 
 

@@ -33,14 +33,14 @@ _WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
 
 def is_size(value: object) -> bool:
     """Whether a config's value is an integer from 1 to `MAX_SIZE`."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return whole and 1 <= value <= MAX_SIZE
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_SIZE
 
 
 def is_positive(value: object) -> bool:
     """Whether a config's value is a finite number above zero."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value < math.inf
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 < value < math.inf
 
 
 @contextmanager
@@ -261,7 +261,7 @@ def draft_token_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
             f"draft head: d2t maps to target ids {low}..{high}, legal: "
             f"0..{vocab_size - 1}; the map belongs to another tokenizer"
         )
-    if ids.unique().numel() != ids.numel():
+    if len(set(ids.tolist())) != ids.numel():
         raise ValueError(
             "draft head: d2t maps two draft ids to one target id; legal: distinct "
             "target ids, since siblings of a tree never repeat a token"

@@ -32,7 +32,9 @@ class LinearFactory(Protocol):
         """x [T, in] -> [T, out] for weight [out, in] and bias [out] or None."""
 
 
-def device_tensor(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+def device_tensor(
+    values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device
+) -> torch.Tensor:
     """Integers of the host as int64 on `device`, without waiting for it."""
     import torch
 

@@ -218,7 +218,7 @@ def forward_features(
     ids = torch.zeros(len(tokens), width, dtype=torch.int64)
     for row, sequence in enumerate(tokens):
         ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
-    base = getattr(model, "model", model)
+    base: Any = getattr(model, "model", model)
     captured: dict[int, torch.Tensor] = {}
 
     def keep(layer_id: int) -> Callable[..., None]:

@@ -108,6 +108,6 @@ class Recipe:
         return made
 
 
-def _tables_of(module: nn.Module) -> Iterable[nn.Parameter]:
+def _tables_of(module: nn.Module) -> Iterable[torch.Tensor]:
     if isinstance(module, nn.Embedding):
         yield module.weight

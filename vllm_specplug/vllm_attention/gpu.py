@@ -37,7 +37,8 @@ def wants_full_graphs() -> bool:
 def gpu_cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's cache [num_blocks, Hkv, block_size, 2 * Dh] as key_cache and value_cache
     [num_blocks, block_size, Hkv, Dh], whatever the order in memory."""
-    return kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    key_cache, value_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    return key_cache, value_cache
 
 
 class _GraphSupport:

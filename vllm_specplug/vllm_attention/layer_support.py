@@ -83,7 +83,8 @@ def check_target_layers(
             continue
         feature = unsupported_feature(layer)
         if feature is None:
-            shape = (layer.num_heads, layer.num_kv_heads, layer.head_size)
+            attention: Any = layer  # the interface declares no sizes
+            shape = (attention.num_heads, attention.num_kv_heads, attention.head_size)
             shapes.setdefault(shape, name)
             if len(shapes) > 1:
                 first = next(iter(shapes.values()))

@@ -76,8 +76,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         for name in ("plugin_method", "method_options"):
             if given.get(name) is not None:
                 raise option_error(name, given[name], "it is not an option", f"Leave {name} out")
-        name = given.get("method")
-        method = methods().get(name) if isinstance(name, str) else None
+        given_name = given.get("method")
+        method = methods().get(given_name) if isinstance(given_name, str) else None
         own = () if method is None else method.option_names()
         for key in given:
             owners = owners_of(key)

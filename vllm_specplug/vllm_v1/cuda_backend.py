@@ -131,7 +131,7 @@ class CudaTreeBackend(TreeBackend):
         self.device = device
         self.buffers = TreeBuffers(limits, device)
         # Chosen once the cache is known; none while vLLM measures graphs with a small one.
-        self.kernel: ChosenKernel | None = None
+        self.kernel: Any = None  # a ChosenKernel once the caches are bound
 
     # -- where the device's memory is reached; the interpreter's backend differs here ---------
 
@@ -144,7 +144,9 @@ class CudaTreeBackend(TreeBackend):
 
     def cache_writer(self) -> Callable[..., None]:
         """Writes keys and values [M, Hkv, Dh] at slots [M] of a layer's cache."""
-        from vllm.v1.attention.backends.fa_utils import reshape_and_cache_flash
+        from vllm.v1.attention.backends.fa_utils import (  # type: ignore[attr-defined]  # per platform
+            reshape_and_cache_flash,
+        )
 
         one = torch.ones((), dtype=torch.float32, device=self.device)
 

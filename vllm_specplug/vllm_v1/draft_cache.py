@@ -8,6 +8,7 @@ blocks: prefix caching, preemption and memory accounting hold without code of ou
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -29,7 +30,7 @@ class DraftKVLayer(AttentionLayerBase):
 
     is_draft_layer = True
 
-    def __init__(self, vllm_config: VllmConfig, name: str, spec: DraftCacheSpec) -> None:
+    def __init__(self, vllm_config: Any, name: str, spec: DraftCacheSpec) -> None:
         context = vllm_config.compilation_config.static_forward_context
         if name in context:
             raise ValueError(f"duplicate attention layer name: {name}")

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 class TreeProposer:
     """Owns the method's drafter and the cache layers it needs in vLLM's pages."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    def __init__(self, vllm_config: Any) -> None:
         spec = vllm_config.speculative_config
         self.vllm_config = vllm_config
         self.options = DrafterOptions(

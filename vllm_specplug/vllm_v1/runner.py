@@ -8,7 +8,7 @@ below follow the order of a step. Seams: runner_*.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
 from vllm_specplug.seams import LOGITS_PROCESSORS, WORKER_SEAMS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
+from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_v1.calibration import calibrate
 from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
@@ -39,14 +40,21 @@ from vllm_specplug.vllm_v1.window_cache import PagedTargetCache, WindowCache
 logger = init_logger("vllm.specplug.runner")
 
 
-class TreeRunnerMixin:
+if TYPE_CHECKING:
+    # What it is put before: two classes, whose attributes vLLM sets as it goes.
+    _Runner: Any
+else:
+    _Runner = object
+
+
+class TreeRunnerMixin(_Runner):
     """Put before `GPUModelRunner` or a subclass of it."""
 
     drafter: TreeProposer
 
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
         with LOGITS_PROCESSORS.applied():
-            super().__init__(vllm_config, device, *args, **kwargs)  # type: ignore[call-arg]
+            super().__init__(vllm_config, device, *args, **kwargs)
         spec = vllm_config.speculative_config
         self.tree_spec = spec
         self.tree_backend = self.make_tree_backend()
@@ -132,8 +140,9 @@ class TreeRunnerMixin:
             self._bind_window(window, groups[0].layer_names)
         partial = self.drafter.drafter.partial_cache_spec()
         if partial is not None:
+            layout = cpu_kv_layout(self.target_kv_caches[0])
             self.drafter.drafter.bind_target_forward(
-                SelfDraft(self, list(caches), self.tree_backend.layout, partial), first_rank_values
+                SelfDraft(self, list(caches), layout, partial), first_rank_values
             )
 
     def _bind_window(self, spec: WindowSpec, layer_names: list[str]) -> None:

@@ -108,7 +108,8 @@ class WindowCache:
         """Stores keys and values [M, Hkv, Dh] at `slots` [M]."""
         from vllm import _custom_ops as ops
 
-        ops.cpu_attn_reshape_and_cache(keys, values, *self.views, slots, self.layout.isa)
+        key_cache, value_cache = self.views
+        ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, self.layout.isa)
 
     def attention(
         self, requests: DraftRequests, parents: list[np.ndarray]

@@ -184,7 +184,8 @@ class LocalTreeBuilder:
                 self.output_table, head.input_features(self.draft_ids, self.embed_tokens)
             )
         # A matrix in front of the GRU is folded into its input weights.
-        features, w_ih = self.embed_tokens, head.prefix_gru.weight_ih_l0
+        features: torch.Tensor = self.embed_tokens
+        w_ih = head.prefix_gru.weight_ih_l0
         if config.parameterization == "direct_vocab":
             features = head.embed_tokens.weight
         elif config.projects_input:

@@ -115,7 +115,10 @@ class TokenSwiftHeads(nn.Module):
     def __init__(self, config: TokenSwiftConfig) -> None:
         super().__init__()
         self.config = config
-        self.medusa_layers = nn.ModuleList(ResidualHead(config) for _ in range(config.medusa_heads))
+        # Any: torch types what a list holds as plain modules.
+        self.medusa_layers: Any = nn.ModuleList(
+            ResidualHead(config) for _ in range(config.medusa_heads)
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """h_0 [T, H] -> what each head gives the LM head, [K, T, H]."""

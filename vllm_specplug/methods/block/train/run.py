@@ -132,7 +132,7 @@ def train_block_head(
         init_facts = setup.get("init_from", TARGET_LAYERS)
     else:
         initial, initial_ids = load_initial(run, weights, tables, store)
-        shape = initial and initial.config
+        shape = None if initial is None else initial.config
         ids, coverage = _draft_ids(run, store, weights, initial_ids)
         init_facts = head_identity(run.init_from) if run.init_from else TARGET_LAYERS
     config = wanted_config(run, weights.config, store, len(ids), shape)

@@ -53,6 +53,7 @@ class Scoring(nn.Module):
     def __init__(self, head: LocalHead, embed_tokens: torch.Tensor):
         super().__init__()
         self.head = head
+        self.embed_tokens: torch.Tensor
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

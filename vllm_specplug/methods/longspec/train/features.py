@@ -131,7 +131,7 @@ def forward_kv(
     for row, (sequence, (keep, offset)) in enumerate(zip(tokens, offsets, strict=True)):
         ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
         positions[row] = torch.from_numpy(offset_positions(width, keep, offset))
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=getattr(model, "config", None))
     # With a mask given, a jump in the positions is not taken for the start of another sequence.
     output = getattr(model, "model", model)(
         input_ids=ids.to(device),

@@ -85,7 +85,7 @@ class PackedSequences:
 
     def to(self, device: torch.device) -> PackedSequences:
         """The same on another device."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value
             for name, value in vars(self).items()
         }
@@ -188,7 +188,7 @@ def run_packed(
 
     def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         parts = zip(*(x.split(batch.lengths) for x in (q, k, v)), strict=True)
-        return torch.cat([window_attention(*part, window) for part in parts])
+        return torch.cat([window_attention(pq, pk, pv, window) for pq, pk, pv in parts])
 
     def cross_attend(q: torch.Tensor) -> torch.Tensor:
         parts = zip(
@@ -211,6 +211,7 @@ class _Drafting(nn.Module):
         super().__init__()
         self.head = head
         self.checkpointing = checkpointing
+        self.embed_tokens: torch.Tensor
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
 
     def forward(self, batch: PackedSequences) -> torch.Tensor:
