@@ -258,7 +258,7 @@ def demo(
 
 
 def _forward(module: str, attribute: str, name: str) -> Callable[[typer.Context], None]:
-    """A command that hands its arguments to an app which is imported only now."""
+    """A command that forwards its arguments to an app, imported when the command runs."""
 
     def command(ctx: typer.Context) -> None:
         try:

@@ -59,7 +59,7 @@ class Cell:
         self.spec, self.device = spec, device
         self.problems = [Problem(spec.replace(seed=i, poison=False), device) for i in range(copies)]
         for problem in self.problems:
-            # Ancestor words are made once a step for all layers, so they are not timed.
+            # Ancestor words are made once per step for all layers, so they are not timed.
             self._words(problem)
         self.outputs = [
             torch.empty_like(p.query, memory_format=torch.contiguous_format) for p in self.problems

@@ -64,7 +64,7 @@ class Level:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Its place in tables: idle, rates, all at once, then so many in flight."""
+        """Its place in tables: idle, rates, all at once, then numbers in flight."""
         if self.concurrency is not None:
             return (0, 0.0) if self.concurrency == 1 else (3, self.concurrency)
         return (2, 0.0) if self.rate is None else (1, self.rate)

@@ -93,7 +93,7 @@ class BenchPlan(BaseModel):
     overload: float = Field(default=1.5, gt=1.0)
     """Highest rate found, as a multiple of the baseline's saturated throughput."""
     concurrency: tuple[int, ...] = ()
-    """Loads with so many requests in flight all the time."""
+    """Loads with that many requests in flight all the time."""
     point_time: float = Field(default=30.0, gt=0)
     """How long requests arrive at one rate, within the two limits below."""
     min_requests: int = Field(default=8, ge=1)

@@ -45,7 +45,7 @@ class ServerSpec:
 
     def arguments(self, port: int) -> list[str]:
         """The `vllm` command line without its program name."""
-        # vLLM listens on every interface unless told; nobody asked these servers to.
+        # vLLM listens on every interface unless given a host, which these servers need not.
         args = ["serve", self.model, "--host", "127.0.0.1", "--port", str(port)]
         args += ["--dtype", self.dtype]
         args += ["--max-model-len", str(self.max_model_len)]
@@ -154,7 +154,7 @@ class VllmServer:
 
         Args:
             timeout_s: how long to wait at most.
-            progress: told the server's latest log message now and then.
+            progress: called with the server's latest log message now and then.
 
         Raises:
             ServerError: when it exits or does not answer in time.

@@ -168,7 +168,7 @@ def spec_facts(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         for i in range(depth)
     ]
     steps = sum(spec["draft_steps"] for spec in counted)
-    ours = steps > 0 or bool(plain_steps)
+    has_trees = steps > 0 or bool(plain_steps)
     request_steps = drafts + sum(plain_steps.values())
     wall_ms = 1e3 * sum(row["duration"] for row in rows)
     phases = {
@@ -179,10 +179,10 @@ def spec_facts(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         "mean_acceptance_length": 1.0 + accepted / drafts if drafts else None,
         "acceptance_by_depth": [count / drafts for count in by_depth] if drafts else [],
         "nodes_per_draft": nodes / drafts if drafts else None,
-        "nodes_per_request_step": nodes / request_steps if ours and request_steps else None,
+        "nodes_per_request_step": nodes / request_steps if has_trees and request_steps else None,
         "nodes_per_step": sum(s["draft_step_nodes"] for s in counted) / steps if steps else None,
         "plain_steps": plain_steps,
-        "share": {phase: value / wall_ms for phase, value in phases.items()} if ours else None,
+        "share": {phase: value / wall_ms for phase, value in phases.items()} if has_trees else None,
     }
 
 

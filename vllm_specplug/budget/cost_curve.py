@@ -19,14 +19,14 @@ _KNOT_VARIANCE = 0.1
 _CORRELATION_LENGTH = 2.0
 """Doublings of rows over which knots share it."""
 _FORGETTING_RATE = 0.04
-"""Share of what was learnt about the variances that a step leaves to doubt again."""
+"""Share of the prior variance that every step restores: older observations count less."""
 _MAX_RESIDUAL = 0.1
-"""Most a single observation may differ, in log time: an interrupted step moves the curve by 2 %,
-a lasting change of speed still arrives within some tens of steps."""
+"""Largest difference of one observation, in log time: an interrupted step moves the curve by 2 %,
+a lasting change of speed is still followed within some tens of steps."""
 _MIN_WEIGHT = 0.25
-"""Weight in a step's size from which on the step tells what a knot's size takes."""
+"""Weight in a step's size from which on the step counts as a measurement of a knot."""
 _MAX_REPEATS = 8
-"""Times in a row by which a size may differ that much and be believed more for it."""
+"""Consecutive differences of one sign beyond which confidence does not grow further."""
 
 
 class CostCurve:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a draft checkpoint, read as what they are: somebody else's input.
+"""Files of a draft checkpoint, read as untrusted input.
 
 Nothing here trusts a length, a name or a number in a file. Every refusal is a ValueError that
 names the file; nothing is allocated by a claim that the file's own size does not cover.
@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 
 # A config is some kilobytes, an index of shards some hundred.
 MAX_JSON_BYTES = 16 << 20
-# Eight bytes before the header of a safetensors file say how long it is; some hundred bytes a
-# tensor are usual.
+# Eight bytes before the header of a safetensors file say how long it is; some hundred bytes
+# per tensor are usual.
 MAX_HEADER_BYTES = 16 << 20
 # Far beyond any head; a product of two of them is still a size that torch can state.
 MAX_SIZE = 1 << 24
@@ -169,7 +169,7 @@ def read_safetensors(
 
 
 class _Refused(ValueError):
-    """A refusal of ours, told apart from what the reader raises."""
+    """This module's own refusal, as opposed to what the reader raises."""
 
 
 def check_header_length(path: Path) -> None:

@@ -19,7 +19,7 @@ _MISSING: Any = object()
 
 
 class SeamError(RuntimeError):
-    """A seam is not there, is taken, or can no longer be undone."""
+    """A seam's target is missing, already changed, or can no longer be undone."""
 
 
 def resolve(path: str) -> Any:
@@ -261,7 +261,7 @@ class Register(Seam):
     vLLM's enumeration, `path` the class.
 
     vLLM remembers which class it chose: an engine that this process built before has the stock
-    backend there, and stock attention would take a tree for a line without a word.
+    backend there, and stock attention would silently take a tree for a chain.
     """
 
     path: str = ""

@@ -39,7 +39,7 @@ class Answer:
     finished: bool
 
 
-# generate(requests) -> one (answer ids, finished) a request, in their order
+# generate(requests) -> one (answer ids, finished) per request, in their order
 Generate = Callable[[Sequence[Request]], Sequence[tuple[Sequence[int], bool]]]
 
 

@@ -75,7 +75,7 @@ class VllmGenerator:
                 yield prompt.source, ids
 
     def __call__(self, requests: Sequence[Request]) -> list[tuple[list[int], bool]]:
-        """One (answer ids, finished) a request."""
+        """One (answer ids, finished) per request."""
         from vllm import SamplingParams, TokensPrompt
 
         params = [

@@ -39,7 +39,7 @@ class Prompt:
 
 
 def read_prompt_file(path: str | Path) -> Iterator[Prompt]:
-    """Prompts of a JSONL file: one of `messages`, `turns` (first turn), `prompt`, `question` a row.
+    """Prompts of a JSONL file: each row has `messages`, `turns` (first), `prompt` or `question`.
 
     Raises ValueError naming file and line where a row has none of them.
     """

@@ -42,7 +42,7 @@ def gpu_cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class _GraphSupport:
-    """Graphs for batches in which every request brings as many rows; else piecewise."""
+    """Graphs for batches in which all requests bring equally many rows; else piecewise."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:

@@ -50,7 +50,7 @@ def unsupported_feature(layer: AttentionLayerBase) -> str | None:
         return f"layer class {type(layer).__name__}"
     if not isinstance(layer.impl, TreeAttentionMixin):
         return f"implementation {type(layer.impl).__name__}"
-    # A backend derived from ours for one layer builds metadata of its own.
+    # A backend derived from the tree backend for one layer builds its own metadata.
     if TREE_BACKEND_MARK not in vars(layer.attn_backend):
         return f"attention backend {layer.attn_backend.__name__}"
     for name, (title, changes_nothing) in IMPL_FEATURES.items():

@@ -2,7 +2,7 @@
 """Draft layers' context keys and values, kept in vLLM's own pages.
 
 Each draft layer registers a cache of its own beside the target's layers, so it shares their
-blocks: prefix caching, preemption and memory accounting hold without code of ours.
+blocks: prefix caching, preemption and memory accounting work without extra code.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ LONG_CONTEXT = 8192
 def rehearsal(
     runner: Any, count: int, depth: int, context: int = SHORT_CONTEXT
 ) -> Iterator[DraftRequests]:
-    """`count` requests that do not exist, of `context` tokens and one more, to draft `depth` levels
-    for."""
+    """`count` dummy requests of `context` tokens and an anchor, to draft `depth` levels for."""
     tokens = 1 + np.arange(context + 1) % 7  # ids that the smallest vocabularies have
     options = runner.drafter.options
     requests = DraftRequests(

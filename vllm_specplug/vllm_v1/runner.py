@@ -41,7 +41,7 @@ logger = init_logger("vllm.specplug.runner")
 
 
 if TYPE_CHECKING:
-    # What it is put before: two classes, whose attributes vLLM sets as it goes.
+    # `GPUModelRunner` or a subclass, which set attributes in many places.
     _Runner: Any
 else:
     _Runner = object
@@ -179,8 +179,8 @@ class TreeRunnerMixin(_Runner):
         return super().execute_model(*args, **kwargs)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
-        # A replica without requests runs dummies beside the others; the trees of its last step are
-        # none of theirs.
+        # A replica without requests runs dummies beside the others; the trees of its last step do
+        # not belong to them.
         self.tree_step = TreeStep([])
         return super()._dummy_run(*args, **kwargs)
 
@@ -194,7 +194,7 @@ class TreeRunnerMixin(_Runner):
     # -- before the forward ---------------------------------------------------------------
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        # Every step passes here, also the empty one that tells what finished before the engine
+        # Every step passes here, also the empty one that reports what finished before the engine
         # goes idle. A name may come back at once, with another request behind it.
         ended = {*scheduler_output.finished_req_ids}
         ended.update(request.req_id for request in scheduler_output.scheduled_new_reqs)
@@ -298,8 +298,8 @@ class TreeRunnerMixin(_Runner):
         return output
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        # vLLM rewinds the generators of discarded samples, which a CPU generator cannot do and
-        # ours never advanced: hide them.
+        # vLLM rewinds the generators of discarded samples, which a CPU generator cannot do, and
+        # these were never advanced: hide them.
         generators = self.input_batch.generators
         num_reqs = self.input_batch.num_reqs
         hidden = {
@@ -315,7 +315,7 @@ class TreeRunnerMixin(_Runner):
     # -- drafting -------------------------------------------------------------------------
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        # vLLM's rule is for the whole batch; ours is each request's depth in `_draft_requests`.
+        # vLLM's rule is for the whole batch; `_draft_requests` limits the depth of each request.
         return common_attn_metadata is not None
 
     @torch.inference_mode()
@@ -367,8 +367,8 @@ class TreeRunnerMixin(_Runner):
         return drafts
 
     def _draft_requests(self, sampled_token_ids: list[list[int]]) -> tuple[DraftRequests, Batch]:
-        """Who is drafted for, from which anchor, how much each may draft, and what else the next
-        step holds."""
+        """Which requests are drafted for, from which anchors, how much each may draft, and what
+        else the next step holds."""
         requests, batch = DraftRequests(), Batch()
         running = sum(1 for tokens in sampled_token_ids if tokens)
         penalties = draft_penalties(self.input_batch.logitsprocs.non_argmax_invariant)
@@ -376,7 +376,7 @@ class TreeRunnerMixin(_Runner):
             state = self.requests[self.input_batch.req_ids[i]]
             num_tokens = int(self.input_batch.num_tokens_no_spec[i])
             if not tokens:
-                # A prompt that goes on in the next step.
+                # A prompt that continues in the next step.
                 done = self.tree_step.requests[i].end_row - self.tree_step.requests[i].first_row
                 done += self.tree_step.requests[i].num_computed
                 rows = min(num_tokens - done, self.max_num_tokens - running)

@@ -48,7 +48,7 @@ class WindowCache:
 
     Args:
         spec: size of a window and shape of its keys.
-        num_requests: windows kept at once; the one unused for longest makes room for a new
+        num_requests: windows kept at once; the least recently used one is evicted for a new
             request, and is computed again should its request return.
     """
 

@@ -178,7 +178,7 @@ class BlockHead(nn.Module):
         Args:
             input_embeds: [T, H], anchor embedding in slot 0 of each block, masks in the others.
             positions: [T] absolute positions; the anchor's is the number of tokens before it.
-            attend: called once a layer as `attend(layer_idx, q, k, v)` with the slots' own
+            attend: called once per layer as `attend(layer_idx, q, k, v)` with the slots' own
                 q [T, Hq, Dh], k and v [T, Hkv, Dh]; it adds the context K/V and the block mask
                 and returns [T, Hq, Dh]. Scale is `config.attention_scale`.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing local heads: a folder of ours, or a file released with DeLS-Spec.
+"""Reading and writing local heads: a folder written here, or a file released with DeLS-Spec.
 
 Ours is `config.json` beside `model.safetensors`. A released `.pt` file is a pickle: it is read in
 weights-only mode (see `released`), checked, and written once as `<name>.safetensors` and
@@ -43,7 +43,7 @@ FORMAT = "specplug_local_head"
 # Classes that training scripts leave in a checkpoint's "args"; they carry no behaviour.
 _SAFE_GLOBALS = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Names of released files that differ from ours.
+# Names of released files that differ from this package's.
 _RENAMED = {
     "embedding_weight": "embed_tokens.weight",
     "lm_head_weight": "low_rank_lm_head.weight",
@@ -60,7 +60,7 @@ def load_local_head(
     """Reads a local head and checks it against its target.
 
     Args:
-        path: a folder of ours, a `.safetensors` file with its JSON beside it, a released `.pt`
+        path: a folder written here, a `.safetensors` file with its JSON beside it, a released `.pt`
             file, or a folder that holds one.
         target_config: the target's text config; a mapping or an object with `hidden_size` and
             `vocab_size`.

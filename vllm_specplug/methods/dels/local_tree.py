@@ -217,7 +217,7 @@ class LocalTreeBuilder:
         ids and log_probs [D, M] of the block head; `width` children of each node are wanted.
         """
         head, options = self.head, self.options
-        # Of the frontier that was expanded last, one row a node.
+        # Of the frontier that was expanded last, one row per node.
         states = ranks = torch.empty(0)
 
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:

@@ -27,8 +27,8 @@ from vllm_specplug.train.trainer import StepLoss, Trainer
 class LocalOptions(Recipe):
     """Recipe of a local head's run.
 
-    `vocab_per_step` above 0 trains each step on so many tokens of the vocabulary, half of them the
-    most frequent, the others drawn anew: the softmax, and the target's, is taken among them.
+    `vocab_per_step` above 0 trains each step on as many vocabulary tokens, half of them the
+    most frequent, the others drawn at random: the softmax, and the target's, is taken among them.
     """
 
     loss: str = "sft"

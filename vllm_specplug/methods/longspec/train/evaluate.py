@@ -132,7 +132,7 @@ def evaluate_longspec(
     max_rounds: int = 64,
     on_sequence: Callable[[int], None] | None = None,
 ) -> AcceptanceReport:
-    """Acceptance by policy, over at most `max_rounds` rounds a sequence."""
+    """Acceptance by policy, over at most `max_rounds` rounds per sequence."""
     report = AcceptanceReport()
     for index, sequence in enumerate(sequences):
         drafter = SequenceDrafter(head, sequence, embed_tokens, lm_head, target_ids)

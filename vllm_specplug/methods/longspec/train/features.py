@@ -2,7 +2,7 @@
 """What LongSpec trains on: the target's last-layer keys and values, and its final states.
 
 A shard is one of `train.features` whose `aux` holds [keys | values] of the target's last layer,
-2 * Hkv * Dh values a token, keys rotated as they lie in a serving cache. Its meta says the position
+2 * Hkv * Dh values per token, keys rotated as in a serving cache. Its meta says the position
 offset of every sequence.
 
 Anchor-offset indices (arXiv 2502.17421, section 3.2): the first `keep` tokens of a sequence have
