@@ -133,7 +133,7 @@ class KernelChecks:
         end = time.monotonic() + seconds
         rng = random.Random(0)
         for number, spec in enumerate(fixed):
-            # Triton compiles most cases anew, seconds each: what is left over is named.
+            # Triton compiles most cases again, seconds each: cases left out are named.
             if self.device.type == "cuda" and time.monotonic() > end + seconds:
                 record["fixed_cases_left_out"] = len(fixed) - number
                 break

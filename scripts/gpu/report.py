@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of a run on a lent GPU: written as it goes, one part's failure never costs the rest."""
+"""Results of a run on a lent GPU: written as it goes; one part's failure never affects the rest."""
 
 from __future__ import annotations
 

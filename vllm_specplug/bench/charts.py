@@ -55,7 +55,7 @@ class Series:
 
 @dataclass(frozen=True)
 class _Loads:
-    """What loads are laid out by: a point's place, None where it has none."""
+    """How loads are laid out: a point's position, None where it has none."""
 
     title: str
     place: Value
@@ -186,7 +186,7 @@ def _line_chart(
     reference: float | None = None,
     crossovers: bool = False,
 ) -> str:
-    """Values of the mixed traffic against load; all requests at once stand at the right end."""
+    """Values of the mixed traffic against load; all requests at once are the rightmost point."""
     figure, (axis,) = new_figure()
     rates = loads is _AXES[0]
     points = [p for one in drawn for p in one.points if p["prompts"] == MIX]

@@ -128,7 +128,7 @@ def _wait_all(servers: Sequence[VllmServer], console: Console) -> None:
 def _measure(
     servers: Sequence[VllmServer], options: DemoOptions, console: Console, concurrency: int
 ) -> dict[str, _Measured]:
-    """Sends every prompt to every server, taking turns, so that noise hits all alike."""
+    """Sends every prompt to every server, taking turns, so that noise affects all alike."""
     prompts = options.prompts
     batches = [prompts[i : i + concurrency] for i in range(0, len(prompts), concurrency)]
     parts: dict[str, list[LoadResult]] = {server.spec.name: [] for server in servers}
@@ -138,7 +138,7 @@ def _measure(
     total = len(batches) * len(servers)
     with _status(console, "") as status:
         for index, batch in enumerate(batches):
-            # Who goes first alternates too.
+            # The first server alternates too.
             turn = servers if index % 2 == 0 else list(reversed(servers))
             for place, server in enumerate(turn):
                 done = index * len(servers) + place

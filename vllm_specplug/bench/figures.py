@@ -92,8 +92,8 @@ def place_measured(
 
 
 def add_legend(figure: Figure, axis: Axes) -> None:
-    """One legend for the whole figure, below it: what `axis` draws, all others draw in the same
-    colours."""
+    """One legend for the whole figure, below it: all axes draw what `axis` draws in the
+    same colours."""
     handles, names = axis.get_legend_handles_labels()
     figure.legend(
         handles, names, loc="outside lower center", ncols=min(4, len(names)), fontsize=8,

@@ -131,7 +131,7 @@ def make_prompts(
     seed: int,
     write_texts: Callable[[Sequence[Prompt], float, int, int], list[str]],
 ) -> list[Prompt]:
-    """All prompts of a plan: every row of `files`, and `counts[kind]` self-made ones a kind.
+    """All prompts of a plan: every row of `files`, and `counts[kind]` self-made ones per kind.
 
     `write_texts(prompts, temperature, max_tokens, seed)` lets the target write user turns (`self`)
     and the documents of `article_document`.

@@ -21,8 +21,8 @@ OnStep = Callable[[int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """Output folder and how often things happen, in steps. `max_minutes` 0 means no limit; a
-    limited run saves and stops, and continues with `resume`."""
+    """Output folder, and how often to log, save and evaluate, in steps. `max_minutes` 0 means no
+    limit; a limited run saves and stops, and continues with `resume`."""
 
     out: str
     eval_every: int = 250

@@ -52,7 +52,7 @@ class DataOrder:
 def random_subset(values: torch.Tensor, most: int, generator: torch.Generator) -> torch.Tensor:
     """At most `most` of `values` [A], drawn without replacement, in their order.
 
-    Cutting a list short instead would favour what stands first in an answer.
+    Truncating the list instead would favour the beginning of an answer.
     """
     if len(values) <= most:
         return values

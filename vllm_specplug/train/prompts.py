@@ -2,7 +2,7 @@
 """Prompts for on-policy data: read from files, or made from what is on the machine.
 
 A prompt is a `Prompt(source, messages)`. The makers are deterministic in their `random.Random`
-and yield forever-different prompts until their raw material runs out; a caller takes what it needs.
+and yield new prompts until their raw material runs out; a caller takes what it needs.
 """
 
 from __future__ import annotations

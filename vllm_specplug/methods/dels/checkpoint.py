@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing local heads: a folder written here, or a file released with DeLS-Spec.
 
-Ours is `config.json` beside `model.safetensors`. A released `.pt` file is a pickle: it is read in
+It holds `config.json` beside `model.safetensors`. A released `.pt` file is a pickle: it is read in
 weights-only mode (see `released`), checked, and written once as `<name>.safetensors` and
 `<name>.json` beside itself where that folder can be written to.
 """
@@ -90,7 +90,7 @@ def load_local_head(
 def inspect_local_head(path: str | Path, target_config: Any) -> LocalHeadConfig:
     """Checks a local head from its config and tensor headers; errors of `load_local_head`.
 
-    A released `.pt` file is converted here, so that nobody reads the pickle again.
+    A released `.pt` file is converted here, so that the pickle is read once.
     """
     return _read(path, target_config, headers_only=True)[0]
 
@@ -233,7 +233,7 @@ def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torc
 def _from_released(
     file: Path, raw: Mapping[str, Any], target: Any
 ) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
-    """Names, layouts and kind of a released file; what it does not say is read off the tensors."""
+    """Names, layouts and kind of a released file; the rest is read off the tensors."""
     state = raw.get("model_state_dict")
     loose = {name: value for name, value in raw.items() if isinstance(value, torch.Tensor)}
     stated = {**(state if isinstance(state, Mapping) else {}), **loose}

@@ -4,7 +4,7 @@
 A step of a drafting source takes its draft, the verification and all that lies between; how many
 tokens it yields depends on the text. Both are measured while serving, so that nothing has to be
 known of the machine or the context: the source with the best rate is used, and the others are
-tried again for a few steps, the less often the more often and the more clearly they lost.
+tried again for a few steps, less often the more often and the more clearly they lost.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 # Weight of the past in the running averages.
 _DECAY = 0.9
-# Steps of one trial. The first ones pay for what a change of source costs and are not counted.
+# Steps of one trial. The first ones include the cost of changing the source and are not counted.
 _TRIAL_STEPS = 8
 _UNCOUNTED_STEPS = 2
 _FIRST_INTERVAL = 48

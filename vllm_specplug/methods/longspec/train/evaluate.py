@@ -115,7 +115,7 @@ class SequenceDrafter:
 
 
 def _ancestors(parents: Sequence[int]) -> torch.Tensor:
-    """bool [n, n] of anchor and rows: who attends whom."""
+    """bool [n, n] of anchor and rows: which row attends which."""
     mask = torch.eye(len(parents) + 1, dtype=torch.bool)
     for row, parent in enumerate(parents, start=1):
         mask[row] |= mask[parent + 1]

@@ -98,7 +98,7 @@ def pack(
     """Joins sequences; row t of a sequence is supervised from the last prompt token on.
 
     The rows are filled up to a `multiple` by a sequence of zeros that is not supervised: matrix
-    libraries prepare and keep code for every number of rows they meet.
+    libraries compile and keep kernels for every number of rows.
     """
     rows, labels, start = [], [], 0
     for sequence in sequences:
@@ -292,7 +292,7 @@ def init_longspec_from_target(head: LongSpecHead, weights: TargetWeights) -> Non
     """Starts the layer as the target's last layer: its attention serves for both attentions, its
     norms and MLP are copied, and the final norm where the head has one.
 
-    The queries of the cross-attention so begin as queries made for the very keys they will read.
+    So the cross-attention's queries begin as queries made for the very keys they will read.
     The self-attention's output starts at a tenth: its keys come from raw embeddings, which the
     target's last layer never sees.
     """
