@@ -90,7 +90,7 @@ def measure(args, report: Report, device: torch.device) -> None:
     missing: dict[str, str] = {}
     report.data["missing"] = missing
     for context, batch, nodes in grid(args.device == "cpu"):
-        if report.late:
+        if report.is_out_of_time:
             report.data["cut_short"] = True
             print("   no time left")
             break
@@ -175,7 +175,7 @@ def sweeps(args, report: Report, device: torch.device) -> None:
             if name == "cute":
                 options += [{"stages": n} for n in (2, 3, 4, 6)]
             for option in options if on_gpu else options[:1]:
-                if report.late:
+                if report.is_out_of_time:
                     return
                 run = functools.partial(cuda_dispatch.load_kernel(name), **option)
                 point = {"sweep": name, "context": context, "batch": batch, **option}

@@ -138,7 +138,9 @@ class KernelChecks:
                 record["fixed_cases_left_out"] = len(fixed) - number
                 break
             self.case(spec)
-        while time.monotonic() < end and not self.report.late and self.device.type == "cuda":
+        while (
+            time.monotonic() < end and not self.report.is_out_of_time and self.device.type == "cuda"
+        ):
             self.case(random_spec(rng))
         record["cases"] = self.num_cases
         record["failures"] = self.failures[:40]

@@ -73,11 +73,11 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         if not isinstance(values, ArgsKwargs) or not values.kwargs:
             return values
         given = dict(values.kwargs)
-        for name in ("plugin_method", "method_options"):
-            if given.get(name) is not None:
-                raise option_error(name, given[name], "it is not an option", f"Leave {name} out")
-        given_name = given.get("method")
-        method = methods().get(given_name) if isinstance(given_name, str) else None
+        for key in ("plugin_method", "method_options"):
+            if given.get(key) is not None:
+                raise option_error(key, given[key], "it is not an option", f"Leave {key} out")
+        name = given.get("method")
+        method = methods().get(name) if isinstance(name, str) else None
         own = () if method is None else method.option_names()
         for key in given:
             owners = owners_of(key)

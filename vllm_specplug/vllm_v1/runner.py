@@ -70,10 +70,10 @@ class TreeRunnerMixin(_Runner):
             is_reporting=get_tensor_model_parallel_rank() == 0,
         )
         # Beyond the scheduler's own limit the last requests of a batch would starve.
-        most_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.planner = DraftPlanner(
             spec,
-            max_step_rows=min(spec.max_step_rows or most_rows, most_rows),
+            max_step_rows=min(spec.max_step_rows or max_rows, max_rows),
             stats=self.tree_metrics.stats,
             vocab_size=self.model_config.get_vocab_size(),
         )

@@ -12,6 +12,7 @@ import torch
 from vllm_specplug.drafting.drafter import DraftRequests
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.options import check_kernel
+from vllm_specplug.seams import ATTENTION_BACKENDS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.gpu import (
     FULL_GRAPHS_VARIABLE,
@@ -316,18 +317,18 @@ def test_full_graphs_need_a_kernel_that_can_be_captured(backend, monkeypatch, na
     ("dtype", "expected"),
     [(torch.bfloat16, "FLASH_ATTN"), (torch.float32, "TRITON_ATTN")],
 )
-def test_the_attention_backend_taken_has_the_models_dtype(dtype, expected, monkeypatch):
+def test_the_attention_backend_taken_has_the_models_dtype(dtype, expected):
     """FlashAttention has no float32; vLLM would refuse to start with it."""
     import vllm_specplug.vllm_v1.worker_gpu as worker_gpu
 
-    registered = {}
-    monkeypatch.setattr(worker_gpu, "register_backend", registered.__setitem__)
     attention = SimpleNamespace(backend=None)
     config = SimpleNamespace(attention_config=attention, model_config=SimpleNamespace(dtype=dtype))
-    worker_gpu.claim_attention_backend(config)
-    assert attention.backend.name == expected
-    backends = {b.name: path.rpartition(".")[2] for b, path in registered.items()}
-    tree_classes = (TreeFlashAttentionBackend, TreeTritonAttentionBackend)
-    chosen = {c.__name__: c for c in tree_classes}[backends[expected]]
+    try:
+        worker_gpu.claim_attention_backend(config)
+        assert attention.backend.name == expected
+        chosen = attention.backend.get_class()
+    finally:
+        ATTENTION_BACKENDS.undo()
+    assert chosen in (TreeFlashAttentionBackend, TreeTritonAttentionBackend)
     assert chosen.supports_dtype(dtype)
     assert TreeFlashAttentionBackend.supports_dtype(dtype) == (expected == "FLASH_ATTN")
