@@ -2,7 +2,7 @@
 """Engines side by side in one process, taking turns of a second, on CPU clocks.
 
 All engines serve the same prompts; the one that has had the least time takes the next turn:
-whatever else the machine does, for longer than some seconds, hits all alike. Times are CPU seconds
+whatever else the machine does, for longer than some seconds, affects all. Times are CPU seconds
 of one thread, for what is reported and for the adaptive budget's own measurements; each engine has
 a clock of its own that stands still while others run. They are what the wall clock shows on a core
 that nobody else uses.

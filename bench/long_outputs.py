@@ -35,8 +35,8 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "tokenswift-self": {**TOKENSWIFT, "draft_source": "self"},
     "tokenswift-heads": {**TOKENSWIFT, "draft_source": "heads"},
 }
-VLLMS_OWN = ("ngram", "suffix")
-DEFAULT = (*VLLMS_OWN, "ngram_tree", "tokenswift")
+STOCK_METHODS = ("ngram", "suffix")
+DEFAULT = (*STOCK_METHODS, "ngram_tree", "tokenswift")
 PROMPT = (
     "Write a very long novel, chapter after chapter. It tells of a cartographer who maps an island "
     "that changes every night. Describe every place, every person and every conversation in full."
@@ -237,7 +237,7 @@ def main() -> None:
         }  # fmt: skip
         # The contextual penalty needs the latest tokens; vLLM's own methods do not apply it.
         engine["async_scheduling"] = False
-        missing |= set(VLLMS_OWN)
+        missing |= set(STOCK_METHODS)
     for system in missing.intersection(args.systems):
         print(f"{system} is left out: it does not run here")
     systems = {s: SYSTEMS[s] for s in (BASELINE, *args.systems) if s not in missing}

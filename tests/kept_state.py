@@ -25,7 +25,7 @@ _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, 
 _VLLMS = ("_draft_token_req_ids",)
 
 
-def _is_ours(module: str | None) -> bool:
+def _is_plugin_module(module: str | None) -> bool:
     return (module or "").startswith(_PACKAGES)
 
 
@@ -54,13 +54,13 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield ".__self__", value.__self__
         yield "", value.__func__
     elif isinstance(value, FunctionType):
-        if _is_ours(value.__module__):
+        if _is_plugin_module(value.__module__):
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 try:
                     yield f"<{name}>", cell.cell_contents
                 except ValueError:  # not bound yet
                     continue
-    elif _is_ours(type(value).__module__):
+    elif _is_plugin_module(type(value).__module__):
         for name, item in _attributes(value):
             yield f".{name}", item
 
@@ -106,7 +106,7 @@ def engine_roots(core: Any, runner: Any) -> dict[str, Any]:
     for processor in runner.input_batch.logitsprocs.all:
         roots[type(processor).__name__] = processor
     for name, module in list(sys.modules.items()):
-        if _is_ours(name):
+        if _is_plugin_module(name):
             roots[name] = module
     return roots
 

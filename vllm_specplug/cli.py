@@ -114,7 +114,7 @@ def _prepared_target(name: str) -> Path:
 @app.command()
 def config(
     target: Annotated[str, typer.Argument(help="Name of the target, e.g. smollm2.")],
-    method: Annotated[str, typer.Argument(help="Name of the method, e.g. jetspec.")],
+    method: Annotated[str, typer.Argument(help="Name of the method, as vLLM takes it.")],
     nodes: Annotated[
         int | None, typer.Option(min=1, max=256, help="Node budget (num_speculative_tokens).")
     ] = None,
@@ -258,7 +258,7 @@ def demo(
 
 
 def _forward(module: str, attribute: str, name: str) -> Callable[[typer.Context], None]:
-    """A command that hands its arguments to an app which is imported only now."""
+    """A command that forwards its arguments to an app, imported when the command runs."""
 
     def command(ctx: typer.Context) -> None:
         try:

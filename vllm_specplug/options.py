@@ -164,13 +164,13 @@ def shown(value: object) -> str:
     """A value from outside, for a message: short, whatever it is."""
     try:
         text = repr(value)
-    except Exception:  # numbers of thousands of digits, and whatever else objects may do
+    except Exception:  # integers of thousands of digits; a `__repr__` that raises
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 REQUEST_BUDGET_FACTOR = 2
-"""Default of `max_request_budget`: this many times the nodes that the server gives by itself."""
+"""Default of `max_request_budget`, as a multiple of the nodes that the server gives by default."""
 
 REQUEST_BUDGET_ARG = "specplug_tree_budget"
 REQUEST_CONTEXT_ARG = "specplug_max_draft_context"

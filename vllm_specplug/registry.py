@@ -31,7 +31,7 @@ def register(method: Method) -> None:
 
 
 def check_declaration(method: Method, known: dict[str, Method]) -> None:
-    """Raises ValueError unless `method` can stand beside the `known` ones."""
+    """Raises ValueError unless `method` can be registered beside the `known` ones."""
     if method.api_version != API_VERSION:
         raise ValueError(
             f"method {method.name!r} is written for version {method.api_version} of the contract, "
@@ -97,7 +97,7 @@ def _found() -> dict[str, Method]:
             if method is not None:
                 found[method.name] = method
     for entry in entry_points(group=ENTRY_POINT_GROUP):
-        # A broken package of somebody else's may cost its own method and nothing more.
+        # A broken third-party package must not affect other methods.
         try:
             method = entry.load()
             check_declaration(method, found)

@@ -10,14 +10,14 @@ from vllm_specplug.options import REQUEST_BUDGET_ARG, REQUEST_CONTEXT_ARG, shown
 
 PENALTY_ARGS = ("specplug_penalty_window", "specplug_penalty")
 REQUEST_ARGS = (REQUEST_BUDGET_ARG, REQUEST_CONTEXT_ARG, *PENALTY_ARGS)
-"""All that a request may ask of the plugin."""
+"""All arguments of the plugin that a request may have."""
 DEFAULT_PENALTY_WINDOW = 1024
 LEAST_PENALTY, MOST_PENALTY = 1e-3, 1e3
 """Beyond these a float32 logit may overflow."""
 
 
 def unknown_request_arg(extra_args: dict[str, Any] | None) -> tuple[str, str] | None:
-    """The first argument that reads like the plugin's and is not, and what to tell its sender."""
+    """The first argument that looks like the plugin's and is not, and a hint for its sender."""
     for name in extra_args or ():
         if not isinstance(name, str) or not name.lower().startswith("specplug"):
             continue

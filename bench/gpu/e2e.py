@@ -225,7 +225,7 @@ class Bench:
             self.report.row(**row)
 
     def smollm(self, record: dict) -> None:
-        """SmolLM2-135M and the heads of this repository: tokens a second and equal outputs."""
+        """SmolLM2-135M and the heads of this repository: tokens per second and equal outputs."""
         if self.on_gpu:
             from vllm_specplug.targets import prepare_target
 
@@ -297,7 +297,7 @@ def main() -> int:
     models.mkdir(parents=True, exist_ok=True)
     bench = Bench(args, report, models)
     for name in args.parts.split(","):
-        if report.late:
+        if report.is_out_of_time:
             report.data["parts"][name] = {"status": "skipped"}
             continue
         with report.part(name) as record:

@@ -57,9 +57,9 @@ class Cell:
         if device.type == "cuda":
             copies = max(1, min(MAX_COPIES, -(-WORKING_SET // spec.kv_bytes)))
         self.spec, self.device = spec, device
-        self.problems = [Problem(spec.but(seed=i, poison=False), device) for i in range(copies)]
+        self.problems = [Problem(spec.replace(seed=i, poison=False), device) for i in range(copies)]
         for problem in self.problems:
-            # Ancestor words are made once a step for all layers, so they are not timed.
+            # Ancestor words are made once per step for all layers, so they are not timed.
             self._words(problem)
         self.outputs = [
             torch.empty_like(p.query, memory_format=torch.contiguous_format) for p in self.problems
@@ -90,16 +90,16 @@ def measure(args, report: Report, device: torch.device) -> None:
     missing: dict[str, str] = {}
     report.data["missing"] = missing
     for context, batch, nodes in grid(args.device == "cpu"):
-        if report.late:
+        if report.is_out_of_time:
             report.data["cut_short"] = True
             print("   no time left")
             break
         base = ProblemSpec(((context, nodes),) * batch, page=args.page)
         if args.device == "cpu":
-            base = base.but(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+            base = base.replace(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
         point = {"context": context, "batch": batch, "nodes": nodes, "page": args.page}
         try:
-            tree, chain = (Cell(base.but(shape=s), device) for s in ("tree", "chain"))
+            tree, chain = (Cell(base.replace(shape=s), device) for s in ("tree", "chain"))
         except torch.cuda.OutOfMemoryError:
             report.row(**point, failed="out of memory")
             torch.cuda.empty_cache()
@@ -145,7 +145,7 @@ def check_baselines(report: Report, device: torch.device) -> None:
     spec = ProblemSpec(((700, 33), (700, 33)), poison=False)
     for name, make in BASELINES.items():
         if "chain" in name:
-            problem = Problem(spec.but(shape="chain"), device)
+            problem = Problem(spec.replace(shape="chain"), device)
         else:
             problem = Problem(spec, device)
         try:
@@ -168,14 +168,14 @@ def sweeps(args, report: Report, device: torch.device) -> None:
     for context, batch in ((4096, 1), (32768, 1), (4096, 8)) if on_gpu else ((40, 1),):
         spec = ProblemSpec(((context, 64),) * batch, page=args.page)
         if not on_gpu:
-            spec = spec.but(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+            spec = spec.replace(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
         cell = Cell(spec, device)
         for name in args.kernels.split(","):
             options: list[dict[str, int]] = [{"splits": n} for n in (1, 2, 4, 8, 16, 32)]
             if name == "cute":
                 options += [{"stages": n} for n in (2, 3, 4, 6)]
             for option in options if on_gpu else options[:1]:
-                if report.late:
+                if report.is_out_of_time:
                     return
                 run = functools.partial(cuda_dispatch.load_kernel(name), **option)
                 point = {"sweep": name, "context": context, "batch": batch, **option}

@@ -45,22 +45,34 @@ def specs(device: str) -> list[ProblemSpec]:
             ((33, 9), (0, 0), (300, 5)), num_heads=2, num_kv_heads=1, head_dim=16,
             dtype=torch.float32,
         )  # fmt: skip
-        return [small, small.but(shape="full", dense=True), small.but(places=2, shape="chain")]
+        return [
+            small,
+            small.replace(shape="full", dense=True),
+            small.replace(places=2, shape="chain"),
+        ]
     base = ProblemSpec(((100, 16), (1000, 64), (0, 5)))
     edges = tuple((c, 7) for c in (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257))
     nodes = tuple((77, n) for n in (0, 1, 2, 15, 62, 63, 64, 65, 127, 128, 129, 255, 256))
-    cases = [base, base.but(trees=edges), base.but(trees=nodes)]
+    cases = [base, base.replace(trees=edges), base.replace(trees=nodes)]
     for head_dim in (64, 96, 128):
         for dtype in (BF16, FP16):
-            cases += [base.but(head_dim=head_dim, dtype=dtype, page=p) for p in (16, 32, 64, 128)]
+            cases += [
+                base.replace(head_dim=head_dim, dtype=dtype, page=p) for p in (16, 32, 64, 128)
+            ]
     for heads, kv_heads in ((9, 3), (8, 8), (32, 4), (64, 8), (16, 1), (14, 2)):
-        cases += [base.but(num_heads=heads, num_kv_heads=kv_heads, page=p) for p in (16, 128)]
+        cases += [base.replace(num_heads=heads, num_kv_heads=kv_heads, page=p) for p in (16, 128)]
     for shape in ("tree", "chain", "full"):
         for trees in (((0, 15), (500, 15)), ((4096, 7),), ((33, 70), (64, 3))):
-            cases += [base.but(shape=shape, dense=True, trees=trees, page=p) for p in (16, 64)]
-    cases += [base.but(trees=((32000, 64),)), base.but(trees=((32000, 256), (5, 3)), page=128)]
-    cases += [base.but(trees=((4000, 63),) * 4, page=p, places=3) for p in (16, 128)]
-    cases += [base.but(trees=((700, 31),) * 32), base.but(shape="chain", trees=((5000, 0),) * 9)]
+            cases += [base.replace(shape=shape, dense=True, trees=trees, page=p) for p in (16, 64)]
+    cases += [
+        base.replace(trees=((32000, 64),)),
+        base.replace(trees=((32000, 256), (5, 3)), page=128),
+    ]
+    cases += [base.replace(trees=((4000, 63),) * 4, page=p, places=3) for p in (16, 128)]
+    cases += [
+        base.replace(trees=((700, 31),) * 32),
+        base.replace(shape="chain", trees=((5000, 0),) * 9),
+    ]
     return cases
 
 
@@ -121,12 +133,14 @@ class KernelChecks:
         end = time.monotonic() + seconds
         rng = random.Random(0)
         for number, spec in enumerate(fixed):
-            # Triton compiles most cases anew, seconds each: what is left over is named.
+            # Triton compiles most cases again, seconds each: cases left out are named.
             if self.device.type == "cuda" and time.monotonic() > end + seconds:
                 record["fixed_cases_left_out"] = len(fixed) - number
                 break
             self.case(spec)
-        while time.monotonic() < end and not self.report.late and self.device.type == "cuda":
+        while (
+            time.monotonic() < end and not self.report.is_out_of_time and self.device.type == "cuda"
+        ):
             self.case(random_spec(rng))
         record["cases"] = self.num_cases
         record["failures"] = self.failures[:40]
@@ -320,7 +334,7 @@ def small(kernel: str) -> int:
     """What the sanitizer watches."""
     device = torch.device("cuda")
     base = ProblemSpec(((40, 9), (0, 0), (300, 70)), num_heads=4, num_kv_heads=1)
-    for spec in (base, base.but(page=128), base.but(dense=True, shape="full")):
+    for spec in (base, base.replace(page=128), base.replace(dense=True, shape="full")):
         relative, _ = Problem(spec, device).error(cuda_dispatch.load_kernel(kernel))
         assert relative <= LIMITS[spec.dtype], (spec.label(), relative)
     print("small cases pass")
@@ -361,7 +375,7 @@ def main() -> int:
             checks.races(record, fixed[0], 300 if on_gpu else 2)
         if on_gpu:
             with report.part(f"{name}: races, split context") as record:
-                checks.races(record, fixed[0].but(trees=((32000, 64),)), 100)
+                checks.races(record, fixed[0].replace(trees=((32000, 64),)), 100)
             with report.part(f"{name}: graph replay") as record:
                 checks.graph(record)
             with report.part(f"{name}: sanitizer") as record:

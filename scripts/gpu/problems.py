@@ -31,7 +31,7 @@ class ProblemSpec:
     """Trees of no rows at the end of the plan."""
     seed: int = 0
 
-    def but(self, **changes) -> ProblemSpec:
+    def replace(self, **changes) -> ProblemSpec:
         return replace(self, **changes)
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of a run on a lent GPU: written as it goes, one part's failure never costs the rest."""
+"""Results of a run on a lent GPU: written as it goes; one part's failure never affects the rest."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Report:
         self.save()
 
     @property
-    def late(self) -> bool:
+    def is_out_of_time(self) -> bool:
         return time.monotonic() > self.deadline
 
     @contextlib.contextmanager
@@ -99,7 +99,7 @@ class Report:
         record: dict[str, Any] = {"status": "running"}
         self.data["parts"][name] = record
         start = time.monotonic()
-        if self.late:
+        if self.is_out_of_time:
             print(f"== {name}: no time left", flush=True)
         else:
             print(f"== {name}", flush=True)

@@ -2,7 +2,7 @@
 """Runs one engine in a process of its own; `run_engine` in harness.py starts it.
 
 The job names the engine's arguments and a list of calls; the result holds every output and
-the speculative counters. A process each keeps engines apart: what our worker registers in
+the speculative counters. Separate processes keep engines apart: what a tree worker registers in
 one cannot reach the plain engine it is compared with.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter that knows the answers, for tests: trees that are often right and never a line.
+"""A drafter that knows the answers, for tests: trees that are often right and never a chain.
 
-It is told complete sequences (prompt and plain output) beforehand. Its trees hold the true
+It is given complete sequences (prompt and plain output) beforehand. Its trees hold the true
 continuation up to a random depth among decoys that come first, so that accepted paths skip
 nodes and compaction has work. Everything else on the way is the code that serves.
 """

@@ -44,7 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ddtree": {"method": "ddtree", **_FIXED},
     "dels": {"method": "dels", **_FIXED},
     "longspec": {"method": "longspec", **_FIXED, "window_size": 24, "tree_depth": 4},
-    # A partial cache smaller than most contexts here, chosen anew now and then.
+    # A partial cache smaller than most contexts here, chosen again from time to time.
     "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 40,
                    "sink_size": 4, "kv_refresh": 7},
     "ngram_tree": {"method": "ngram_tree", **_FIXED},

@@ -24,7 +24,7 @@ LEVEL = 1e-4
 # Rejections that the negative control turns into acceptance of the first child.
 BIAS = 0.05
 # Cells that expect fewer samples are counted together.
-_LEAST_EXPECTED = 5.0
+_MIN_EXPECTED = 5.0
 
 
 def truncated(p: np.ndarray, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
@@ -83,7 +83,7 @@ def _cells(expected: np.ndarray, observed: np.ndarray) -> tuple[np.ndarray, np.n
     possible = expected > 0
     assert not observed[~possible].any(), "a token was sampled that the target excludes"
     expected, observed = expected[possible], observed[possible]
-    rare = expected < _LEAST_EXPECTED
+    rare = expected < _MIN_EXPECTED
     if not rare.any():
         return expected, observed
     return (

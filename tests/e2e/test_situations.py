@@ -2,7 +2,7 @@
 """float32 greedy output is token-identical to plain vLLM, in each situation by itself.
 
 Every test compares two engines that differ only in speculation, and fails as well when
-nothing was drafted or accepted. `make test` has all of it on one engine a method, in
+nothing was drafted or accepted. `make test` has all of it on one engine per method, in
 test_lossless.py; this is for `make test-full`.
 """
 

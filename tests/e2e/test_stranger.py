@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A package of somebody else's brings a method, and gets trees, budget, metrics and the server."""
+"""A third-party package brings a method, and gets trees, budget, metrics and the server."""
 
 from __future__ import annotations
 

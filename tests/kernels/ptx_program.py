@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of PTX as cutlass prints it: one entry, one instruction a line."""
+"""Parsing of PTX as cutlass prints it: one entry, one instruction per line."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def tree_of(parents: list[int]) -> DraftTree:
 
 
 FORK, BUSH = [-1, -1, 0, 1], [-1, 0, 0, 2]
-# Steps of one engine: (context, parents of the drafts; None for drafts that are no tree of ours).
+# Steps of one engine: (context, parents of the drafts; None for drafts that form no tree).
 STEPS = [
     [(3, FORK), (30, BUSH)],
     [(9, None), (31, FORK), (0, BUSH), (59, None)],

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the Triton kernels for a GPU that need not be there, and reads what ptxas says.
 
-`python -m tests.kernels.triton_aot ARCH [all]` prints one JSON object a kernel; `all` takes more
+`python -m tests.kernels.triton_aot ARCH [all]` prints one JSON object per kernel; `all` takes more
 shapes of the attention, some minutes of compilation over three architectures. A process of its
 own: where kernels run in the interpreter they cannot be compiled.
 """

@@ -10,7 +10,7 @@ steps cost little and the engine's own state is what is left to see. Every hundr
 memory, blocks in use by nobody, acceptance and what the runner keeps; now and then clients fall
 silent, and nothing anywhere may still be kept of a request. At the end it fails when
 memory or kept state have a slope, a block is missing, or acceptance faded, and writes the
-samples, a summary and a plot. Method "none" is plain vLLM, whose own growth is the measure of ours.
+samples, a summary and a plot. Method "none" is plain vLLM, whose own growth is the baseline.
 """
 
 from __future__ import annotations

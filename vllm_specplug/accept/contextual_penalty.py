@@ -32,7 +32,7 @@ def recent_tokens(prompt: Sequence[int], output: Sequence[int], window: int) -> 
     return sorted(token for token in recent if token >= 0)
 
 
-# Tokens that can be replaced between two looks at an output, at most: those of one step.
+# Most tokens that can be replaced between two calls: those of one step.
 _REPLACED = 512
 
 
@@ -54,7 +54,7 @@ class RecentTokens:
         # The counted part of it, and its tokens.
         self._begin = self._end = 0
         self._counts: dict[int, int] = {}
-        # Tokens that came or went since the mask was brought up to date.
+        # Tokens added or removed since the mask was last updated.
         self._touched: set[int] = set()
         self._mask: torch.Tensor | None = None
 

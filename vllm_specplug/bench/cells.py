@@ -29,7 +29,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """How it is found in a file."""
+        """Its key in the file."""
         return (self.server, self.prompts, self.level.key, self.repeat)
 
 

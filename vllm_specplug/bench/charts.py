@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -21,7 +22,7 @@ Value = Callable[[Point], float | None]
 
 _PHASES = {"draft": "#d4680a", "verify": "#2f66d0", "compact": "#8b49c4"}
 _PHASE_NAMES = {"draft": "draft", "verify": "verify", "compact": "move KV"}
-_REST = COLORS["plain"]
+_REST_COLOR = COLORS["plain"]
 _LATENCIES = {"e2el": "end to end", "tpot": "per token", "ttft": "first token"}
 
 
@@ -54,7 +55,7 @@ class Series:
 
 @dataclass(frozen=True)
 class _Loads:
-    """What loads are laid out by: a point's place, None where it has none."""
+    """How loads are laid out: a point's position, None where it has none."""
 
     title: str
     place: Value
@@ -120,7 +121,7 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
             "How many times better than plain vLLM under the same load. Above the dashed line "
             "speculation pays; a diamond marks where it stops.",
             {
-                title: lines(f"speed-up {title}", others, lambda p, k=key: p["speed_up"][k],
+                title: lines(f"speed-up {title}", others, _speed_up(key),
                              unit="×", reference=1.0, crossovers=key == SPEED_UP)
                 for title, key in speed_ups.items()
             } if others else {},
@@ -129,7 +130,7 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
             "Latency",
             "What a request waits for, in milliseconds. Lower is better.",
             {
-                title: lines(title, series, lambda p, k=key: p[k], log=True)
+                title: lines(title, series, itemgetter(key), log=True)
                 for title, key in by_latency.items()
             },
         ),
@@ -137,7 +138,7 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
             "Throughput",
             f"What is served. {about}",
             {
-                title: lines(title, series, lambda p, k=key: p[k], zero=True)
+                title: lines(title, series, itemgetter(key), zero=True)
                 for title, key in served.items()
             },
         ),
@@ -156,6 +157,10 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
             )
         )
     return [Panel(f"{p.title} by {loads.title}", p.about, p.charts) for p in found]
+
+
+def _speed_up(key: str) -> Value:
+    return lambda point: point["speed_up"][key]
 
 
 def nodes_of(point: Point) -> float | None:
@@ -181,7 +186,7 @@ def _line_chart(
     reference: float | None = None,
     crossovers: bool = False,
 ) -> str:
-    """Values of the mixed traffic against load; all requests at once stand at the right end."""
+    """Values of the mixed traffic against load; all requests at once are the rightmost point."""
     figure, (axis,) = new_figure()
     rates = loads is _AXES[0]
     points = [p for one in drawn for p in one.points if p["prompts"] == MIX]
@@ -242,7 +247,7 @@ def _time_shares(series: Sequence[Series]) -> Panel:
                   _PHASE_NAMES[phase])  # fmt: skip
             left = [a + b for a, b in zip(left, shares, strict=True)]
         rest = [max(0.0, 100 - taken) for taken in left]
-        _bars(axis, f"share rest {one.run}/{one.name}", labels, rest, left, _REST, "rest")
+        _bars(axis, f"share rest {one.run}/{one.name}", labels, rest, left, _REST_COLOR, "rest")
         axis.set_xlim(0, 100)
         axis.xaxis.set_major_formatter("{x:g} %")
         axis.grid(False)

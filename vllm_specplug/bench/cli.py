@@ -52,7 +52,7 @@ DataOption = Annotated[
 
 @contextmanager
 def _plain_errors(console: Console) -> Iterator[None]:
-    """What users can cause becomes one message and an exit status."""
+    """User errors become one message and an exit status."""
     try:
         yield
     except ValueError as error:
@@ -80,7 +80,7 @@ def _rates(text: str) -> Any:
 
 
 def _fill_model(values: dict[str, Any], console: Console) -> None:
-    """SmolLM2 and its shipped head where nothing else was said."""
+    """SmolLM2 and its shipped head unless another model is named."""
     if values.get("model") is None:
         values["model"] = str(prepare_target("smollm2", lambda text: console.print(text)))
         values.setdefault("head", default_head("smollm2"))
@@ -92,7 +92,7 @@ def plan_from(
     """The plan of a config file, with what was given on the command line instead.
 
     Raises:
-        ValueError: naming every setting that cannot be.
+        ValueError: naming every invalid setting.
     """
     values = {} if config is None else read_plan_file(config)
     values |= {name: value for name, value in flags.items() if value is not None}

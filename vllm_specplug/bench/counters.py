@@ -8,8 +8,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-_VLLM = "vllm:spec_decode_num_"
-_OURS = "specplug:"
+_VLLM_PREFIX = "vllm:spec_decode_num_"
+_PLUGIN_PREFIX = "specplug:"
 _PER_POSITION = "accepted_tokens_per_pos"
 
 
@@ -48,21 +48,21 @@ class SpecCounters:
         for family in text_string_to_metric_families(text):
             name = family.name
             for sample in family.samples:
-                if name.startswith(_VLLM) and sample.name.endswith("_total"):
-                    short = name.removeprefix(_VLLM)
+                if name.startswith(_VLLM_PREFIX) and sample.name.endswith("_total"):
+                    short = name.removeprefix(_VLLM_PREFIX)
                     if short == _PER_POSITION:
                         depth = int(sample.labels["position"]) + 1
                         by_depth[depth] = by_depth.get(depth, 0.0) + sample.value
                     elif short in totals:
                         totals[short] += sample.value
-                elif name == f"{_OURS}plain_steps" and sample.name.endswith("_total"):
+                elif name == f"{_PLUGIN_PREFIX}plain_steps" and sample.name.endswith("_total"):
                     reason = sample.labels["reason"]
                     plain[reason] = plain.get(reason, 0.0) + sample.value
-                elif name == f"{_OURS}step_nodes":
+                elif name == f"{_PLUGIN_PREFIX}step_nodes":
                     steps += sample.value if sample.name.endswith("_count") else 0.0
                     step_nodes += sample.value if sample.name.endswith("_sum") else 0.0
-                elif name.startswith(_OURS) and sample.name.endswith("_milliseconds_sum"):
-                    phase = name.removeprefix(_OURS).removesuffix("_milliseconds")
+                elif name.startswith(_PLUGIN_PREFIX) and sample.name.endswith("_milliseconds_sum"):
+                    phase = name.removeprefix(_PLUGIN_PREFIX).removesuffix("_milliseconds")
                     phases[phase] = phases.get(phase, 0.0) + sample.value
         return cls(**totals, accepted_by_depth=by_depth, plain_steps=plain, draft_steps=steps,
                    draft_step_nodes=step_nodes, milliseconds=phases)  # fmt: skip

@@ -117,16 +117,18 @@ def _wait_all(servers: Sequence[VllmServer], console: Console) -> None:
     with _status(console, "waiting for the servers") as status:
         for server in servers:
             name = server.spec.name
-            seconds = server.wait_healthy(
-                progress=lambda message, name=name: status.update(f"{name}: {message}")
-            )
+
+            def show(message: str, name: str = name) -> None:
+                status.update(f"{name}: {message}")
+
+            seconds = server.wait_healthy(progress=show)
             console.print(f"{name} answers ({seconds:.0f} s)")
 
 
 def _measure(
     servers: Sequence[VllmServer], options: DemoOptions, console: Console, concurrency: int
 ) -> dict[str, _Measured]:
-    """Sends every prompt to every server, taking turns, so that noise hits all alike."""
+    """Sends every prompt to every server, taking turns, so that noise affects all alike."""
     prompts = options.prompts
     batches = [prompts[i : i + concurrency] for i in range(0, len(prompts), concurrency)]
     parts: dict[str, list[LoadResult]] = {server.spec.name: [] for server in servers}
@@ -136,7 +138,7 @@ def _measure(
     total = len(batches) * len(servers)
     with _status(console, "") as status:
         for index, batch in enumerate(batches):
-            # Who goes first alternates too.
+            # The first server alternates too.
             turn = servers if index % 2 == 0 else list(reversed(servers))
             for place, server in enumerate(turn):
                 done = index * len(servers) + place

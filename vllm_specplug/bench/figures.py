@@ -12,24 +12,12 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from vllm_specplug.registry import methods
+
 COLORS = {
     "plain": "#858b95",
     "ngram": "#d4680a",
     "suffix": "#9a7b0a",
-    "ngram_tree": "#e0a526",
-    "jetspec": "#2f66d0",
-    "jetspec-16": "#8aaaf2",
-    "jetspec-auto": "#12a3c7",
-    "jetspec + n-grams": "#8aaaf2",
-    "jetspec as shipped": "#12a3c7",
-    "ddtree": "#0b8296",
-    "dels": "#8b49c4",
-    "longspec": "#16855a",
-    "longspec + n-grams": "#6fc9a4",
-    "longspec as shipped": "#76a51c",
-    "tokenswift": "#cc3a66",
-    "tokenswift-self": "#ef86a6",
-    "tokenswift-heads": "#a55fae",
     "head": "#2f66d0",
     "head + n-grams": "#12a3c7",
     "fixed-4": "#f2b279",
@@ -38,13 +26,13 @@ COLORS = {
     "fixed-32": "#16855a",
     "auto": "#12a3c7",
 }
-"""Systems that are measured in more than one place; no two of one plot share a colour."""
-_OTHERS = (
+"""Systems of several pages beside those that methods name; no two of one plot share a colour."""
+_FREE_COLORS = (
     "#2f66d0", "#d4680a", "#16855a", "#8b49c4", "#cc3a66", "#0b8296", "#9a7b0a", "#6f9cf0",
     "#f2b279", "#5cc49a", "#c795f2", "#ef86a6", "#57b9c9", "#a5754a", "#12a3c7", "#76a51c",
 )  # fmt: skip
 _TEXT, _GRID = "#444b55", "#d9dce1"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.edgecolor": _GRID,
@@ -71,14 +59,18 @@ _STYLE = {
 def system_colors(names: Iterable[str]) -> dict[str, str]:
     """The colour of each system in every plot of a page.
 
-    Names of `COLORS` look the same on all pages; others take free colours in their order.
+    Names of `COLORS` and of a method's `plot_colors` look the same on all pages; others take free
+    colours in their order.
     """
     distinct = list(dict.fromkeys(names))
-    taken = {COLORS[name] for name in distinct if name in COLORS}
-    free = [color for color in _OTHERS if color not in taken]
-    others = [name for name in distinct if name not in COLORS]
+    fixed = dict(COLORS)
+    for method in methods().values():
+        fixed.update(method.plot_colors)
+    taken = {fixed[name] for name in distinct if name in fixed}
+    free = [color for color in _FREE_COLORS if color not in taken]
+    others = [name for name in distinct if name not in fixed]
     found = {name: free[place % len(free)] for place, name in enumerate(others)}
-    return {name: COLORS.get(name) or found[name] for name in distinct}
+    return {name: fixed.get(name) or found[name] for name in distinct}
 
 
 def new_figure(columns: int = 1, width: float = 4.6, height: float = 3.0) -> tuple[Figure, Any]:
@@ -100,8 +92,8 @@ def place_measured(
 
 
 def add_legend(figure: Figure, axis: Axes) -> None:
-    """One legend for the whole figure, below it: what `axis` draws, all others draw in the same
-    colours."""
+    """One legend for the whole figure, below it: all axes draw what `axis` draws in the
+    same colours."""
     handles, names = axis.get_legend_handles_labels()
     figure.legend(
         handles, names, loc="outside lower center", ncols=min(4, len(names)), fontsize=8,

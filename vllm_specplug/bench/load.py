@@ -36,8 +36,8 @@ class LoadError(RuntimeError):
 class Level:
     """How requests arrive.
 
-    At `rate` requests per second, in a Poisson process; or, with `concurrency`, so that that many
-    are in flight all the time; or, with neither, all at once.
+    At `rate` requests per second, in a Poisson process; or, with `concurrency`, so that as many
+    are always in flight; or, with neither, all at once.
     """
 
     rate: float | None = None
@@ -64,7 +64,7 @@ class Level:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Its place in tables: idle, rates, all at once, then so many in flight."""
+        """Its place in tables: idle, rates, all at once, then numbers in flight."""
         if self.concurrency is not None:
             return (0, 0.0) if self.concurrency == 1 else (3, self.concurrency)
         return (2, 0.0) if self.rate is None else (1, self.rate)
@@ -82,7 +82,7 @@ BURST = Level()
 
 @dataclass(frozen=True)
 class Traffic:
-    """What every run of a comparison has in common."""
+    """Settings that all runs of a comparison share."""
 
     output_len: int
     temperature: float = 0.0

@@ -62,7 +62,7 @@ def _better(ratio: float | None) -> str:
 
 
 def _labels(runs: Sequence[Results]) -> list[str]:
-    """What tells two runs apart: their commits, or their places."""
+    """What distinguishes runs: their commits, or their positions."""
     commits = [str(run["provenance"]["commit"])[:7] for run in runs]
     if len(set(commits)) < len(runs):
         return [f"{commit} ({letter})" for commit, letter in zip(commits, "AB", strict=False)]

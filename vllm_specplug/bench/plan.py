@@ -93,7 +93,7 @@ class BenchPlan(BaseModel):
     overload: float = Field(default=1.5, gt=1.0)
     """Highest rate found, as a multiple of the baseline's saturated throughput."""
     concurrency: tuple[int, ...] = ()
-    """Loads with so many requests in flight all the time."""
+    """Loads with these numbers of requests always in flight."""
     point_time: float = Field(default=30.0, gt=0)
     """How long requests arrive at one rate, within the two limits below."""
     min_requests: int = Field(default=8, ge=1)
@@ -108,10 +108,10 @@ class BenchPlan(BaseModel):
     repeats: int = Field(default=1, ge=1)
     """Runs of each load; medians are reported."""
     warmup: int = Field(default=4, ge=0)
-    """Requests to each server after its start that are not measured."""
+    """Unmeasured requests to each server after its start."""
     together: bool = False
     """All servers stay up and take turns at each load, all but one paused, so that the machine's
-    drift hits all alike. They must fit into memory together."""
+    drift affects all alike. They must fit into memory together."""
 
     @field_validator("servers", mode="before")
     @classmethod

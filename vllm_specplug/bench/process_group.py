@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child process with everything it starts, gone for certain when we are done with it."""
+"""A child process with everything it starts, certain to be gone afterwards."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def group_members(pgid: int) -> list[int]:
             # The command name, in parentheses, may hold anything; fields follow the last one.
             fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
-            continue  # it ended while we looked
+            continue  # it ended meanwhile
         if int(fields[2]) == pgid and fields[0] not in "ZX":
             members.append(int(entry.name))
     return members

@@ -31,13 +31,13 @@ class SweepProgress:
         self._progress.stop()
 
     def advance(self, total: int, done: int) -> None:
-        """So many runs of the plan are done now."""
+        """Sets the number of finished runs."""
         self._progress.update(self._task, total=total, completed=done)
 
     def status(self, text: str) -> None:
-        """What is going on; shown only where a line can be overwritten."""
+        """The current activity; shown only where a line can be overwritten."""
         self._progress.update(self._task, description=text[: max(20, self._console.width - 50)])
 
     def say(self, message: str) -> None:
-        """Something to keep: printed above the bar."""
+        """A lasting message, printed above the bar."""
         self._console.print(message, highlight=False, markup=False, soft_wrap=True)

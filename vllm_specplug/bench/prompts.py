@@ -132,7 +132,7 @@ def chat_token_ids(target: str, data: Path, count: int, longest: int) -> list[li
     those of more than `longest` tokens are left out."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer: Any = AutoTokenizer.from_pretrained(target)
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False

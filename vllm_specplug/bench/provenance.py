@@ -19,14 +19,14 @@ _GPU_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,nohea
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
-# What the measuring code is not: its results and its prose.
+# Not code: results and prose.
 _NOT_CODE = (":!bench/results", ":!docs", ":!*.md")
 CHANGES = "+changes"
 """Suffix of a commit whose checkout had uncommitted changes."""
 
 
 class UncommittedChanges(ValueError):
-    """A measurement would have no commit that it can be repeated from."""
+    """A measurement could not be repeated from a commit."""
 
 
 def provenance(execution: str | None = None) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def require_committed(allow_changes: bool) -> None:
 def commit() -> str | None:
     """Commit of the checkout this package runs from, "+changes" when its code differs from it.
 
-    Results and prose are no code: writing a result does not taint the next one.
+    Results and prose are not code: writing a result does not mark the next one.
     """
 
     def git(*arguments: str) -> str:

@@ -63,7 +63,7 @@ def _row(page: Path, folder: Path) -> list[str]:
 
 
 def _records(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Everything in JSON that says of which commit it is."""
+    """All records in JSON that name their commit."""
     if isinstance(value, dict):
         if "commit" in value:
             yield value
@@ -76,7 +76,7 @@ def _records(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _record_in(text: str) -> dict[str, Any]:
-    """What a page without a record in JSON says in its text."""
+    """The record of a page without JSON, from its text."""
     command, commit = _COMMAND.search(text), _COMMIT.search(text)
     return {
         "command": command and command[1],

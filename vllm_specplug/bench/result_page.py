@@ -70,7 +70,7 @@ class ResultPage:
 
 
 def distinct(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The different ones among `records`, in their order."""
+    """The distinct `records`, in their order."""
     return list({json.dumps(record, sort_keys=True): record for record in records}.values())
 
 
@@ -95,7 +95,7 @@ def _merged(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def why_remeasure(records: Sequence[Mapping[str, Any]]) -> str:
-    """Why results of such an origin do not stand; empty when they do."""
+    """Why results of these origins are not valid; empty when they are."""
     commits = [record.get("commit") for record in records]
     reasons = []
     if not commits or None in commits:

@@ -45,7 +45,7 @@ class ServerSpec:
 
     def arguments(self, port: int) -> list[str]:
         """The `vllm` command line without its program name."""
-        # vLLM listens on every interface unless told; nobody asked these servers to.
+        # vLLM listens on every interface unless given a host, which these servers need not.
         args = ["serve", self.model, "--host", "127.0.0.1", "--port", str(port)]
         args += ["--dtype", self.dtype]
         args += ["--max-model-len", str(self.max_model_len)]
@@ -150,11 +150,11 @@ class VllmServer:
     def wait_healthy(
         self, timeout_s: float = 600.0, progress: Callable[[str], None] = lambda message: None
     ) -> float:
-        """Waits until the server answers; returns the seconds that took.
+        """Waits until the server answers; returns the seconds it took.
 
         Args:
             timeout_s: how long to wait at most.
-            progress: told the server's latest log message now and then.
+            progress: called with the server's latest log message now and then.
 
         Raises:
             ServerError: when it exits or does not answer in time.
@@ -197,7 +197,7 @@ class VllmServer:
         return "starting Python"
 
     def complete(self, prompt: str, max_tokens: int, timeout_s: float = 600.0) -> None:
-        """Has one completion made and throws it away.
+        """Requests one completion and discards it.
 
         Raises:
             ServerError: when the server refuses or drops the request.
@@ -224,7 +224,7 @@ class VllmServer:
 
 
 class RunningServer(VllmServer):
-    """A server that somebody else started, under the same interface. It is never stopped."""
+    """A server that was started elsewhere, under the same interface. It is never stopped."""
 
     def __init__(self, spec: ServerSpec, url: str) -> None:
         super().__init__(spec, Path("-"), port=0)
@@ -243,7 +243,7 @@ class RunningServer(VllmServer):
         return self.is_healthy()
 
     def pause(self) -> None:
-        """Not ours to freeze."""
+        """Nothing: another process owns the server."""
 
     def resume(self) -> None:
         """Nothing to resume."""

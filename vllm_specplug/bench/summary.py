@@ -88,7 +88,7 @@ def load_order(cell: Cell) -> tuple[Any, ...]:
 
 
 def plan_facts(plan: BenchPlan, sets: Sequence[str]) -> dict[str, Any]:
-    """What a reader must know of the traffic."""
+    """What a reader must know about the traffic."""
     return {
         "model": Path(plan.model).name,
         "head": None if plan.head is None else Path(plan.head).name,
@@ -168,7 +168,7 @@ def spec_facts(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         for i in range(depth)
     ]
     steps = sum(spec["draft_steps"] for spec in counted)
-    ours = steps > 0 or bool(plain_steps)
+    has_trees = steps > 0 or bool(plain_steps)
     request_steps = drafts + sum(plain_steps.values())
     wall_ms = 1e3 * sum(row["duration"] for row in rows)
     phases = {
@@ -179,15 +179,15 @@ def spec_facts(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         "mean_acceptance_length": 1.0 + accepted / drafts if drafts else None,
         "acceptance_by_depth": [count / drafts for count in by_depth] if drafts else [],
         "nodes_per_draft": nodes / drafts if drafts else None,
-        "nodes_per_request_step": nodes / request_steps if ours and request_steps else None,
+        "nodes_per_request_step": nodes / request_steps if has_trees and request_steps else None,
         "nodes_per_step": sum(s["draft_step_nodes"] for s in counted) / steps if steps else None,
         "plain_steps": plain_steps,
-        "share": {phase: value / wall_ms for phase, value in phases.items()} if ours else None,
+        "share": {phase: value / wall_ms for phase, value in phases.items()} if has_trees else None,
     }
 
 
 def place_idle(points: Iterable[dict[str, Any]]) -> None:
-    """Gives one request at a time its place among the rates: what the baseline served so."""
+    """Gives the load of one request at a time a rate: what the baseline served that way."""
     points = list(points)
     idle = [p for p in points if p["prompts"] == MIX and p["level"] == IDLE.key]
     rate = next((p["request_throughput"] for p in idle if p["server"] == BASELINE), None)
@@ -242,7 +242,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def csv_text(results: Mapping[str, Any]) -> str:
-    """One row a point; empty cells where a number does not exist."""
+    """One row per point; empty cells where a number does not exist."""
     columns = [
         "server", "prompts", "level", "rate", "concurrency", "repeats", "requests", "load_average",
         *_MEDIANS, *(f"speed_up_{key}" for key in RATIOS), "drafts", "mean_acceptance_length",

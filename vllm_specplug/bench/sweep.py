@@ -249,7 +249,7 @@ class Sweep:
                         if len(group) > 1:
                             server.pause()
             for place, names in enumerate(self._turns(tuple(servers))):
-                shift = place % len(names)  # who goes first moves on
+                shift = place % len(names)  # the first server rotates
                 for cell in names[shift:] + names[:shift]:
                     server = servers.get(cell.server)
                     if server is None or not self.is_missing(cell):
@@ -313,7 +313,7 @@ class Sweep:
         return VllmServer(spec, self.log_folder / f"bench-{entry.name}.log", plan.port)
 
     def _warm_up(self, server: VllmServer) -> None:
-        """Requests that nobody counts: first alone, then together."""
+        """Uncounted requests: first alone, then together."""
         count = self.plan.warmup
         prompts = mixed_prompts([prompt_set.prompts for prompt_set in self.sets], 0, count)
         if prompts:

@@ -34,16 +34,16 @@ AXES: dict[str, tuple[Any, ...]] = {
 _LETTERS = {"ngram_topk": "k", "tree_width": "w", "tree_depth": "d"}
 MAX_CANDIDATES = 27
 KEPT_SHARE = 3
-"""Of so many settings one goes on to the next, longer round."""
+"""Each round keeps one in this many settings for the next, longer one."""
 FIRST_REQUESTS, MAX_REQUESTS = 6, 54
-"""Requests of a run in the first round and at most; a round has KEPT_SHARE times its last one's."""
+"""Requests of a run in the first round and at most; each round has KEPT_SHARE times as many."""
 _TIME_SHARE = 0.6
 """Part of the time left that a round may take while others are to follow."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting as far as it came."""
+    """One setting and the last round it reached."""
 
     name: str
     config: dict[str, Any]

@@ -33,17 +33,17 @@ _ROWS = int(_ROW_OF_DEPTH[-1]) + 1
 
 _NEAR_COLUMNS = np.exp(-np.abs(np.subtract.outer(np.arange(_COLUMNS), np.arange(_COLUMNS))) / 1.5)
 _NEAR_ROWS = np.exp(-np.abs(np.subtract.outer(np.arange(_ROWS), np.arange(_ROWS))) / 1.0)
-"""How much entries of the table tell of their neighbours."""
+"""How much entries of the table say about their neighbours."""
 
 _PRIOR_WEIGHT = 6.0
 """Observations that the prior of one entry of the table is worth."""
 _TABLE_DECAY = 0.998
-"""What a step leaves of the earlier observations."""
+"""Decay of earlier observations per step."""
 
 _OFFSET_PRECISION = 4.0
 """1 / variance of log-odds offsets between requests."""
 _OFFSET_DECAY = 0.98
-"""What a request's step leaves of its earlier evidence."""
+"""Decay of a request's earlier evidence per step."""
 _OFFSET_LIMIT = 3.0
 _NESTED = 2.0
 """Nodes of one path fall together: the variance of their sum over that of independent nodes."""

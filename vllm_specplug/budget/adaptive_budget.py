@@ -21,16 +21,16 @@ Ints = npt.NDArray[np.int64]
 _EMPTY = DraftTree.empty()
 _NO_INTS = np.empty(0, np.int64)
 
-_STALE = 100
+_STALE_STEPS = 100
 """Steps after which the time of a size that was not seen is in doubt."""
-_STALE_SURPRISE = 4
+_STALE_STEPS_IF_SURPRISING = 4
 """The same where it had changed when it was last seen: is that so, or was the step interrupted?"""
 _PLAIN_TRIALS, _SIZE_TRIALS = 0.002, 0.001
-"""Shares of the tokens that may be lost to steps that only tell what they take now: plain ones, and
+"""Shares of the tokens that may be lost to steps that only measure what they take: plain ones, and
 ones of another size than looks best."""
-_MOST_DEBT = 1.5
+_MAX_DEBT = 1.5
 """Tokens, in steps' worth, that trials of a size that had changed may take in advance."""
-_DEAREST_TRIAL = 0.5
+_MAX_TRIAL_COST = 0.5
 """Largest share of a step's tokens that a trial may lose; the plain step is tried at any price."""
 
 
@@ -84,7 +84,7 @@ class _Nodes:
 
 
 class AdaptiveBudget:
-    """Decides every step who drafts how deep and which nodes are verified.
+    """Decides in every step which requests draft how deep, and which nodes are verified.
 
     Args:
         costs: what a step costs.
@@ -110,7 +110,7 @@ class AdaptiveBudget:
     def plan(self, step: NextStep, found: Sequence[DraftTree]) -> list[int]:
         """[R] depth of the draft forward for each request, 0 for none.
 
-        `found` are the trees that lookups made at no cost worth mentioning.
+        `found` are the trees that lookups made, at negligible cost.
         """
         self._step = step
         self._slots = self._slots_of(step.req_ids)
@@ -140,7 +140,7 @@ class AdaptiveBudget:
         return self._depths.tolist()
 
     def trim(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """The parts of the trees, one a request of the planned step, that pay for their rows."""
+        """The parts of the trees, one per request of the planned step, that pay for their rows."""
         step, found = self._step, self._found
         assert step is not None and found is not None and len(trees) == len(step.req_ids)
         self._step = self._found = None
@@ -216,8 +216,8 @@ class AdaptiveBudget:
         return self.acceptance.probabilities(nodes.scores, nodes.depths, slots[nodes.owners])
 
     def _step_ms(self, step: NextStep, forced: int, num_nodes: int) -> Floats:
-        """[num_nodes + 1] ms of the step with `forced` nodes and that many more; what attention
-        these others cost is not in it."""
+        """[num_nodes + 1] ms of the step with `forced` nodes and that many more; their own
+        attention is not included."""
         context = step.root_context + step.other_context
         rows = step.num_roots + forced
         ms = self.costs.decode_ms(rows, step.other_rows, num_nodes, context) + self.costs.rest_ms
@@ -231,17 +231,17 @@ class AdaptiveBudget:
         return nodes * (self.costs.attention_ms * context)
 
     def _may_try_plain(self, step: NextStep) -> bool:
-        """Whether this step goes without drafts only to see what that takes now.
+        """Whether this step goes without drafts only to measure a plain step.
 
-        While drafts pay nobody decodes plainly, and if that became cheaper nobody would know.
+        While drafts pay, no step is plain, and plain decoding becoming cheaper would go unnoticed.
         """
         if any(step.fixed) or not len(step.req_ids):
             return False
         loss = 1.0 - 1.0 / self._gain
         rows, curve = step.num_roots + step.other_rows, self.costs.forward
         is_again = curve.is_surprising(rows)
-        is_due = curve.age(rows) >= (_STALE_SURPRISE if is_again else _STALE)
-        if loss == 0.0 or not is_due or loss > self._plain_credit + _MOST_DEBT * is_again:
+        is_due = curve.age(rows) >= (_STALE_STEPS_IF_SURPRISING if is_again else _STALE_STEPS)
+        if loss == 0.0 or not is_due or loss > self._plain_credit + _MAX_DEBT * is_again:
             return False
         self._plain_credit -= loss
         return True
@@ -262,14 +262,14 @@ class AdaptiveBudget:
         for knot in curve.sizes_near(rows + chosen):
             count = min(int(knot) - rows, len(step_ms) - 1)
             is_again = curve.is_surprising(knot)
-            is_due = curve.age(knot) >= (_STALE_SURPRISE if is_again else _STALE)
+            is_due = curve.age(knot) >= (_STALE_STEPS_IF_SURPRISING if is_again else _STALE_STEPS)
             if count < 1 or count == chosen or not is_due:
                 continue
             only = np.full(len(step_ms), IMPOSSIBLE_MS)
             only[count] = step_ms[count]
             other = allocate_at(only)
             loss = 1.0 - other.rate / best.rate
-            if loss <= min(self._size_credit + _MOST_DEBT * is_again, _DEAREST_TRIAL):
+            if loss <= min(self._size_credit + _MAX_DEBT * is_again, _MAX_TRIAL_COST):
                 self._size_credit -= loss
                 return other
         return best

@@ -2,7 +2,7 @@
 """Which nodes are worth their rows: the most expected tokens per millisecond, exactly.
 
 A step that verifies the nodes S of all its requests yields, on average, R + sum of p_i over S
-tokens: one of the target's own a request, and every node its probability of being accepted.
+tokens: one of the target's own per request, and for every node its probability of being accepted.
 It takes C(|S|) + sum of a_i over S milliseconds, where C is any curve over the number of nodes
 (flat up to some rows, stairs, linear) and a_i is what node i costs by itself, such as the
 attention over its request's context. Wanted is the S with the best ratio.

@@ -12,21 +12,21 @@ Floats = npt.NDArray[np.float64]
 
 # Corrections are a Gaussian process over the knots, in log time: how sure they are is counted in
 # the variance of a single step's time.
-_COMMON = 0.2
+_SHARED_VARIANCE = 0.2
 """Variance that all knots share: the machine is slower or faster than it was measured."""
-_OWN = 0.1
+_KNOT_VARIANCE = 0.1
 """Variance of one knot: the curve has another shape. Shared with knots near it."""
-_REACH = 2.0
+_CORRELATION_LENGTH = 2.0
 """Doublings of rows over which knots share it."""
-_RENEWAL = 0.04
-"""Share of what was learnt about the variances that a step leaves to doubt again."""
-_CLIP = 0.1
-"""Most a single observation may differ, in log time: an interrupted step moves the curve by 2 %,
-a lasting change of speed still arrives within some tens of steps."""
-_SEEN = 0.25
-"""Weight in a step's size from which on the step tells what a knot's size takes."""
-_MOST_REPEATS = 8
-"""Times in a row by which a size may differ that much and be believed more for it."""
+_FORGETTING_RATE = 0.04
+"""Share of the prior variance that every step restores: older observations count less."""
+_MAX_RESIDUAL = 0.1
+"""Largest difference of one observation, in log time: an interrupted step moves the curve by 2 %,
+a lasting change of speed is still followed within some tens of steps."""
+_MIN_WEIGHT = 0.25
+"""Weight in a step's size from which on the step counts as a measurement of a knot."""
+_MAX_REPEATS = 8
+"""Consecutive differences of one sign beyond which confidence does not grow further."""
 
 
 class CostCurve:
@@ -53,8 +53,10 @@ class CostCurve:
         self.measured: Floats = np.minimum.accumulate(measured[::-1])[::-1]
         self._logs = np.zeros(len(self.rows))
         distances = np.abs(np.subtract.outer(np.log2(self.rows), np.log2(self.rows)))
-        self._doubt: Floats = _COMMON + _OWN * np.exp(-distances / _REACH)
-        self._covariance = self._doubt.copy()
+        self._prior_covariance: Floats = _SHARED_VARIANCE + _KNOT_VARIANCE * np.exp(
+            -distances / _CORRELATION_LENGTH
+        )
+        self._covariance = self._prior_covariance.copy()
         # By knot: how often in a row times were too long (> 0) or too short to be believed.
         self._surprises = np.zeros(len(self.rows), np.int64)
         self._steps = 0
@@ -87,20 +89,20 @@ class CostCurve:
         nearest = right if weight > 0.5 else left
         self._steps += 1
         for knot, share in ((left, 1.0 - weight), (right, weight)):
-            if share >= _SEEN:
+            if share >= _MIN_WEIGHT:
                 self._last_seen[knot] = self._steps
         # One step of odd length was interrupted; several of a size in a row are the truth.
-        sign = int(np.sign(error)) if abs(error) > _CLIP else 0
+        sign = int(np.sign(error)) if abs(error) > _MAX_RESIDUAL else 0
         before = self._surprises[nearest]
         self._surprises[nearest] = before + sign if before * sign >= 0 and sign else sign
-        variance = 1.0 / min(max(1, abs(self._surprises[nearest])), _MOST_REPEATS) ** 2
+        variance = 1.0 / min(max(1, abs(self._surprises[nearest])), _MAX_REPEATS) ** 2
         covariance = self._covariance
         shared = (1.0 - weight) * covariance[left] + weight * covariance[right]
         own = (1.0 - weight) * shared[left] + weight * shared[right]
         gain = shared / (own + variance)
-        self._logs += gain * min(max(error, -_CLIP), _CLIP)
+        self._logs += gain * min(max(error, -_MAX_RESIDUAL), _MAX_RESIDUAL)
         covariance -= np.outer(gain, shared)
-        covariance += _RENEWAL * (self._doubt - covariance)
+        covariance += _FORGETTING_RATE * (self._prior_covariance - covariance)
         self._values = np.maximum.accumulate(self.measured * np.exp(self._logs))
 
     def age(self, rows: float) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For whom the draft forward pays, and how deep, decided before it has been run.
+"""Which requests a draft forward pays for, and how deep, decided before it is run.
 
 What a forward will find is not known beforehand, but what earlier ones found is: how many nodes
 of which acceptance probability a forward of depth D added to what lookups had found anyway. That
@@ -23,7 +23,7 @@ _EDGES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9
 _BINS = len(_EDGES) + 1
 
 _DECAY = 0.99
-"""What one draft leaves of the earlier ones in the histograms."""
+"""Decay of earlier drafts in the histograms, per draft."""
 _PRIOR_DRAFTS = 3.0
 _PRIOR_FIRST, _PRIOR_DEEPER = 0.65, 0.7
 """Until something was drafted: the best node of each depth has this probability, times its parent's
@@ -40,7 +40,7 @@ TURN_ON = 1.02
 """How much better than without it drafting must look before it starts; it stops when it no longer
 looks better at all."""
 PROBE_SHARE = 0.005
-"""Share of the time that may go into forwards that only tell whether drafting would pay again."""
+"""Share of the time for forwards that only measure whether drafting would pay again."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class DraftGate:
         self._steps_since_forward += 1
         probe_ms = float(draft_ms(self.deepest + 1))
         if self._steps_since_forward * PROBE_SHARE * float(step_ms[0]) >= probe_ms:
-            # In turn, so that no request is judged by another for ever.
+            # In turn, so that no request depends on another's estimate for ever.
             candidates = np.flatnonzero(allowed)
             chosen_one = int(candidates[self._probes % len(candidates)])
             self._probes += 1

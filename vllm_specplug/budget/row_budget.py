@@ -2,7 +2,7 @@
 """The fixed budget: the same number of nodes for every tree, within a limit on rows.
 
 Each step may verify `max_step_rows` rows in all. Once a request's share is too small for a tree
-worth its draft forward, nobody drafts and the batch decodes plainly.
+worth its draft forward, no request drafts and the batch decodes plainly.
 """
 
 from __future__ import annotations

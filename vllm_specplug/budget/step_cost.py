@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from vllm_specplug.budget.cost_curve import CostCurve, Floats
 
-_REST_STEP = 0.05
+_REST_LEARNING_RATE = 0.05
 _FIRST_REST_MS = 1.0
 
 
@@ -97,4 +97,4 @@ class StepCostModel:
     def observe_rest(self, milliseconds: float) -> None:
         """Time of a step outside forward, walk and drafting, while the engine was busy."""
         limit = 4.0 * self.rest_ms + 1.0
-        self.rest_ms += _REST_STEP * (min(max(milliseconds, 0.0), limit) - self.rest_ms)
+        self.rest_ms += _REST_LEARNING_RATE * (min(max(milliseconds, 0.0), limit) - self.rest_ms)

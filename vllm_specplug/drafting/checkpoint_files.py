@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a draft checkpoint, read as what they are: somebody else's input.
+"""Files of a draft checkpoint, read as untrusted input.
 
 Nothing here trusts a length, a name or a number in a file. Every refusal is a ValueError that
 names the file; nothing is allocated by a claim that the file's own size does not cover.
@@ -22,25 +22,25 @@ from safetensors.torch import save_file
 
 # A config is some kilobytes, an index of shards some hundred.
 MAX_JSON_BYTES = 16 << 20
-# Eight bytes before the header of a safetensors file say how long it is; some hundred bytes a
-# tensor are usual.
+# Eight bytes before the header of a safetensors file say how long it is; some hundred bytes
+# per tensor are usual.
 MAX_HEADER_BYTES = 16 << 20
 # Far beyond any head; a product of two of them is still a size that torch can state.
-LARGEST_SIZE = 1 << 24
+MAX_SIZE = 1 << 24
 _INTEGER_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64", "I32")}
 _WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 def is_size(value: object) -> bool:
-    """Whether a config's value is an integer from 1 to `LARGEST_SIZE`."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return whole and 1 <= value <= LARGEST_SIZE
+    """Whether a config's value is an integer from 1 to `MAX_SIZE`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_SIZE
 
 
 def is_positive(value: object) -> bool:
     """Whether a config's value is a finite number above zero."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value < math.inf
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 < value < math.inf
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def read_safetensors(
 
 
 class _Refused(ValueError):
-    """A refusal of ours, told apart from what the reader raises."""
+    """This module's own refusal, as opposed to what the reader raises."""
 
 
 def check_header_length(path: Path) -> None:
@@ -261,7 +261,7 @@ def draft_token_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
             f"draft head: d2t maps to target ids {low}..{high}, legal: "
             f"0..{vocab_size - 1}; the map belongs to another tokenizer"
         )
-    if ids.unique().numel() != ids.numel():
+    if len(set(ids.tolist())) != ids.numel():
         raise ValueError(
             "draft head: d2t maps two draft ids to one target id; legal: distinct "
             "target ids, since siblings of a tree never repeat a token"

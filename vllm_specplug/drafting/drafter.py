@@ -32,7 +32,9 @@ class LinearFactory(Protocol):
         """x [T, in] -> [T, out] for weight [out, in] and bias [out] or None."""
 
 
-def device_tensor(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+def device_tensor(
+    values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device
+) -> torch.Tensor:
     """Integers of the host as int64 on `device`, without waiting for it."""
     import torch
 
@@ -157,7 +159,7 @@ class DraftRequests:
     # [R] deepest node worth a draft forward; 0 leaves the request to lookups that cost nothing.
     # Empty: the same as `depths`
     forward_depths: list[int] = field(default_factory=list)
-    # [R] the contextual penalty of each, None where it has none. Empty: nobody has one
+    # [R] the contextual penalty of each, None where it has none. Empty: no request has one
     penalties: list[DraftPenalty | None] = field(default_factory=list)
 
     @property
@@ -266,11 +268,11 @@ class PartialCacheSpec:
     """Bounded caches for draft forwards of the target itself."""
 
     budget: int
-    """Tokens a request keeps, the sink included."""
+    """Tokens kept per request, the sink included."""
     sink: int
     """First positions that are always kept."""
     refresh: int
-    """Committed tokens after which the kept positions are chosen anew."""
+    """Committed tokens after which the kept positions are chosen again."""
     max_requests: int
     """Requests kept at once."""
     options: tuple[str, str]
@@ -299,7 +301,7 @@ class Drafter(ABC):
     """One drafting method.
 
     Order of calls: `load`, then every step `observe` with what was committed and, when
-    anybody is to be drafted for, `propose`.
+    a request is to be drafted for, `propose`.
     """
 
     reads_target_weights: ClassVar[bool] = True

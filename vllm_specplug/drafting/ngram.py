@@ -48,7 +48,7 @@ class BranchStatistics:
     _RANKS = 3
     _DEPTHS = 10
     # A branch ends where its next node would be right too seldom for any budget.
-    _LEAST_SCORE = math.log(1 / 256)
+    _MIN_SCORE = math.log(1 / 256)
 
     def __init__(self) -> None:
         # By suffix length: weights of the right ones and of all, and the logarithm of the share,
@@ -96,7 +96,7 @@ class BranchStatistics:
             # Tokens deeper than is counted are like the deepest counted ones.
             deeper = itertools.chain(logs[self._RANKS :], itertools.repeat(logs[-1]))
             totals = itertools.accumulate(deeper, initial=logs[rank])
-            likely = itertools.takewhile(lambda total: total >= self._LEAST_SCORE, totals)
+            likely = itertools.takewhile(lambda total: total >= self._MIN_SCORE, totals)
             listed = list(itertools.islice(likely, length)) or logs[rank : rank + 1]
             known = by_rank[rank, length] = np.array(listed, dtype=np.float32)
         return known

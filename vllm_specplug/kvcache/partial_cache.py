@@ -5,8 +5,8 @@ Per layer and KV head a cache holds the first `sink` positions and those of the 
 score highest against a query, most important first. Keys carry their rotary positions, and
 attention does not care for their order, so the copy is read as a small paged cache of its own.
 
-Tokens committed later replace the tail, the least important entries. When they have eaten up to
-the sink, or after `refresh` tokens, the choice is due again (TokenSwift, arXiv 2502.18890, section
+Tokens committed later replace the tail, the least important entries. When they have reached the
+sink, or after `refresh` tokens, the choice is due again (TokenSwift, arXiv 2502.18890, section
 3.3).
 """
 
@@ -20,7 +20,7 @@ import torch
 
 from vllm_specplug.kernels import CpuKvLayout, gather_kv, key_scores
 
-# The newest tokens are chosen whatever one query thinks of them: text depends on them most.
+# The newest tokens are always chosen, whatever their score: text depends on them most.
 RECENT = 32
 
 
@@ -46,13 +46,13 @@ class PartialCache:
     """Partial caches of a bounded number of requests, in all layers.
 
     Args:
-        target_caches: the target's paged caches, one a layer, [num_blocks, Hkv, block, 2 * Dh].
+        target_caches: the target's paged caches, one per layer, [num_blocks, Hkv, block, 2 * Dh].
         layout: their layout, which the pool shares.
-        budget: tokens a request keeps, the sink included.
+        budget: tokens kept per request, the sink included.
         sink: first positions of the context that are always kept.
-        refresh: committed tokens after which the choice is made anew, at most budget - sink.
-        max_requests: requests kept at once; the one unused for longest makes room and is chosen
-            anew should it return.
+        refresh: committed tokens after which the choice is made again, at most budget - sink.
+        max_requests: requests kept at once; the least recently used one is evicted, and
+            chosen again if it returns.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PartialCache:
         self.blocks_per_request = -(-budget // layout.block_size)
         self.max_requests = max_requests
         shape = list(target_caches[0].shape)
-        # A pool for nobody still has a page, because layouts need one to look at.
+        # A pool for no request still has a page: the layout is measured on one.
         shape[0] = max(1, max_requests * self.blocks_per_request)
         self.caches = [cache.new_zeros(shape) for cache in target_caches]
         self.views = [layout.views(cache) for cache in self.caches]
@@ -104,7 +104,7 @@ class PartialCache:
         """Takes in what was committed since the last call.
 
         Returns:
-            The request's context, and whether its entries must be chosen anew by `choose`, layer
+            The request's context, and whether its entries must be chosen again by `choose`, layer
             by layer. Must not be called for more requests at once than the pool has regions.
         """
         assert context_len > self.budget, (context_len, self.budget)

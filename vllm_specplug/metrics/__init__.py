@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trees do at run time: counters under `specplug:`, one log line an interval, a watchdog.
+"""What trees do at run time: counters under `specplug:`, one log line per interval, a watchdog.
 
 How a number gets from the model runner to /metrics. vLLM serves /metrics from the API server
 process, while drafts, walks and compactions happen in a worker process, possibly on another node.
-vLLM's own statistics have the same problem and a channel for it, so ours ride along:
+vLLM's own statistics have the same problem and a channel for it, so the plugin's travel with them:
 
     worker        runner adds to a `StepStats`; at the end of a step `SpecPlugMetrics.end_step()`
                   drains it into a payload of plain ints, floats, lists and dicts, which the runner
@@ -19,7 +19,7 @@ they work for vLLM's counters. A payload that gets lost costs numbers, never tok
 
 Rejected: prometheus_client's multiprocess mode (it must be switched on before anything imports the
 library, and then changes all of vLLM's metrics); a file shared by the processes (one node only,
-and missing from the registry of a server with several API processes); a port of our own (one more
+and missing from the registry of a server with several API processes); a separate port (one more
 thing to scrape, secure and document); a plugin of the group `vllm.stat_logger_plugins` (its mere
 presence switches statistics on for everyone who installed this package).
 

@@ -39,13 +39,13 @@ class StepStats:
     accepted_by_depth: list[int] = field(default_factory=list)
     # requests' decode steps without a tree, by reason
     plain_steps: dict[str, int] = field(default_factory=dict)
-    # nodes of all requests together, one entry a step that had any
+    # nodes of all requests together, one entry per step that had any
     step_nodes: list[int] = field(default_factory=list)
-    # milliseconds by phase, one entry a step that had the phase
+    # milliseconds by phase, one entry per step that had the phase
     milliseconds: dict[str, list[float]] = field(default_factory=dict)
     # nodes of the largest tree that the last step with drafts asked for, 0 when none paid
     tree_budget: int | None = None
-    # accepted nodes that the adaptive budget expected of the trees it sent, and what came of them
+    # accepted nodes that the adaptive budget expected of its trees, and how many there were
     predicted_accepted: float = 0.0
     predicted_actual: int = 0
 
@@ -75,13 +75,13 @@ class StepStats:
         self.step_nodes.append(num_nodes)
 
     def observe_plain(self, reason: str, count: int = 1) -> None:
-        """`count` requests decoded a step without a tree."""
+        """In one step, `count` requests decoded without a tree."""
         assert reason in PLAIN_REASONS, reason
         if count:
             self.plain_steps[reason] = self.plain_steps.get(reason, 0) + count
 
     def observe_prediction(self, expected: float, accepted: int) -> None:
-        """Accepted nodes of one step, as the budget expected them and as they came."""
+        """Accepted nodes of one step, expected by the budget and actual."""
         self.predicted_accepted += expected
         self.predicted_actual += accepted
 
@@ -91,7 +91,7 @@ class StepStats:
         self.milliseconds.setdefault(phase, []).append(milliseconds)
 
     def to_payload(self) -> Payload | None:
-        """The sums as plain data, None when there is nothing to tell."""
+        """The sums as plain data, None when nothing was counted."""
         payload: Payload = {}
         if self.num_drafts:
             payload["drafts"] = self.num_drafts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's end of the metrics: what the runner calls once a step."""
+"""The worker's end of the metrics: what the runner calls once per step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SpecPlugMetrics:
         self._watchdog.observe(payload.get("drafts", 0), sum(payload.get("by_depth", ())))
         now = self._clock()
         if self._interval_start is None:
-            # The first step opens the first interval: idle time before it is no one's news.
+            # The first step opens the first interval: idle time before it does not count.
             self._interval_start = now
         elif now - self._interval_start >= self._log_interval_s:
             self._logger.info("%s", format_interval(self._interval))

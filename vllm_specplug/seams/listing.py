@@ -47,7 +47,7 @@ _WHY_PENALTY = (
     "the contextual penalty must hold with and without speculation; vLLM's entry point for "
     "processors loads one class into two incompatible runners"
 )
-_HAS_PROCESSORS = "the entry point tells the model runners apart"
+_HAS_PROCESSORS = "the entry point distinguishes the model runners"
 
 PROCESS_SEAMS = SeamSet(
     (
@@ -421,7 +421,7 @@ _WORKER_USES: tuple[Seam, ...] = (
     ),
     *_uses(
         "attention_choice",
-        "vLLM remembers which backend it chose; a choice made before ours is registered must go",
+        "vLLM remembers which backend it chose; an earlier choice must be forgotten",
         f"vLLM takes a mask per request ({_TREE})",
         "vllm.v1.attention.selector:_cached_get_attn_backend",
     ),

@@ -19,7 +19,7 @@ _MISSING: Any = object()
 
 
 class SeamError(RuntimeError):
-    """A seam is not there, is taken, or can no longer be undone."""
+    """A seam's target is missing, already changed, or can no longer be undone."""
 
 
 def resolve(path: str) -> Any:
@@ -261,7 +261,7 @@ class Register(Seam):
     vLLM's enumeration, `path` the class.
 
     vLLM remembers which class it chose: an engine that this process built before has the stock
-    backend there, and stock attention would take a tree for a line without a word.
+    backend there, and stock attention would silently take a tree for a chain.
     """
 
     path: str = ""
@@ -322,7 +322,7 @@ class SeamSet:
             try:
                 seam.apply()
             except Exception as error:
-                left = self._take_back()
+                left = self._roll_back()
                 raise SeamError(f"{seam.name} could not be changed: {error}. {left}") from error
             self._applied.append(seam)
 
@@ -332,11 +332,11 @@ class SeamSet:
         Raises:
             SeamError: naming those that somebody else has changed since; the others are undone.
         """
-        left = self._take_back()
+        left = self._roll_back()
         if left != _CLEAN:
             raise SeamError(left)
 
-    def _take_back(self) -> str:
+    def _roll_back(self) -> str:
         """Undoes what is in place; returns what is true afterwards."""
         problems = []
         while self._applied:

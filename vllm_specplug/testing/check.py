@@ -66,7 +66,7 @@ class SituationResult:
 
     @property
     def passed(self) -> bool:
-        """All equal, and neither for want of drafts nor of the situation."""
+        """All equal, drafts were accepted and the situation took place."""
         return self.equal == self.requests and self.happened and self.accepted > 0
 
 

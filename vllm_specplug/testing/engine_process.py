@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one engine in a process: `python -m vllm_specplug.testing.engine_process JOB RESULT`.
 
-A process each keeps engines apart: what a tree worker registers cannot reach the plain engine that
-it is compared with.
+Separate processes keep engines apart: what a tree worker registers cannot reach the plain engine
+that it is compared with.
 """
 
 from __future__ import annotations

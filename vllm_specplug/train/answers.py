@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answer shards: JSONL files of prompts with the target's own answers, made once, resumable.
 
-A data folder holds `prompts.jsonl` (the plan: one request a line, written before anything is
+A data folder holds `prompts.jsonl` (the plan: one request per line, written before anything is
 generated) and `answers-00000.jsonl`, .. of a fixed number of requests each. A shard appears under
 its name only when complete, so generation resumes by making the shards that are missing.
 """
@@ -39,7 +39,7 @@ class Answer:
     finished: bool
 
 
-# generate(requests) -> one (answer ids, finished) a request, in their order
+# generate(requests) -> one (answer ids, finished) per request, in their order
 Generate = Callable[[Sequence[Request]], Sequence[tuple[Sequence[int], bool]]]
 
 

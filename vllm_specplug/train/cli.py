@@ -17,7 +17,7 @@ _friendly_errors, _progress = common.friendly_errors, common.progress
 
 data_app = typer.Typer(no_args_is_help=True, help="Make training data from the target.")
 train_app = typer.Typer(no_args_is_help=True, help="Train draft heads.")
-# Methods share commands: each module is asked once.
+# Methods share commands: each module registers once.
 for _module in dict.fromkeys(path for m in methods().values() for path in m.train_commands):
     importlib.import_module(_module).register(train_app, data_app)
 

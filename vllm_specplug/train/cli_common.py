@@ -96,7 +96,7 @@ def friendly_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def progress(unit: str):  # type: ignore[no-untyped-def]
+def progress(unit: str):
     """A progress bar counting `unit`."""
     from rich.progress import (
         BarColumn,

@@ -9,7 +9,7 @@ sequences, L layers, Ht target hidden size):
     hidden.bf16 [T, Ht]   the final normed hidden states: row p times the LM head gives the
                           teacher's distribution of token p + 1, over any draft vocabulary
 
-Keeping the final hidden state instead of top-k logits costs Ht values a token, loses nothing of
+Keeping the final hidden state instead of top-k logits costs Ht values per token, loses nothing of
 the distribution and turns the teacher into one more GEMM of the training step.
 """
 
@@ -190,7 +190,7 @@ def write_features(
 
 
 def length_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[list[int]]:
-    """Indices grouped by similar length, at most `tokens_per_batch` padded tokens a group."""
+    """Indices grouped by similar length, at most `tokens_per_batch` padded tokens per group."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     batch: list[int] = []
     for index in order:
@@ -218,7 +218,7 @@ def forward_features(
     ids = torch.zeros(len(tokens), width, dtype=torch.int64)
     for row, sequence in enumerate(tokens):
         ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
-    base = getattr(model, "model", model)
+    base: Any = getattr(model, "model", model)
     captured: dict[int, torch.Tensor] = {}
 
     def keep(layer_id: int) -> Callable[..., None]:

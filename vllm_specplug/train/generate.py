@@ -62,7 +62,7 @@ class VllmGenerator:
         """Token ids as serving would make them: the chat template with its default system turn."""
         if prompt.prefix_text is not None:
             return self.tokenizer.encode(prompt.prefix_text, add_special_tokens=False)
-        encoded = self.tokenizer.apply_chat_template(
+        encoded: Any = self.tokenizer.apply_chat_template(
             list(prompt.messages), add_generation_prompt=True, tokenize=True
         )
         return list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
@@ -75,8 +75,8 @@ class VllmGenerator:
                 yield prompt.source, ids
 
     def __call__(self, requests: Sequence[Request]) -> list[tuple[list[int], bool]]:
-        """One (answer ids, finished) a request."""
-        from vllm import SamplingParams
+        """One (answer ids, finished) per request."""
+        from vllm import SamplingParams, TokensPrompt
 
         params = [
             SamplingParams(
@@ -87,7 +87,9 @@ class VllmGenerator:
             for r in requests
         ]
         outputs = self.llm.generate(
-            [{"prompt_token_ids": list(r.prompt_ids)} for r in requests], params, use_tqdm=False
+            [TokensPrompt(prompt_token_ids=list(r.prompt_ids)) for r in requests],
+            params,
+            use_tqdm=False,
         )
         return [
             (list(o.outputs[0].token_ids), o.outputs[0].finish_reason == "stop") for o in outputs
@@ -97,7 +99,7 @@ class VllmGenerator:
         self, prompts: Sequence[Prompt], temperature: float, max_tokens: int, seed: int
     ) -> list[str]:
         """Free text after each prompt; unfinished texts are cut at their last full sentence."""
-        from vllm import SamplingParams
+        from vllm import SamplingParams, TokensPrompt
 
         params = [
             SamplingParams(
@@ -110,7 +112,9 @@ class VllmGenerator:
             for i, p in enumerate(prompts)
         ]
         outputs = self.llm.generate(
-            [{"prompt_token_ids": self.render(p)} for p in prompts], params, use_tqdm=False
+            [TokensPrompt(prompt_token_ids=self.render(p)) for p in prompts],
+            params,
+            use_tqdm=False,
         )
         texts = []
         for output in outputs:
@@ -127,7 +131,7 @@ def make_prompts(
     seed: int,
     write_texts: Callable[[Sequence[Prompt], float, int, int], list[str]],
 ) -> list[Prompt]:
-    """All prompts of a plan: every row of `files`, and `counts[kind]` self-made ones a kind.
+    """All prompts of a plan: every row of `files`, and `counts[kind]` self-made ones per kind.
 
     `write_texts(prompts, temperature, max_tokens, seed)` lets the target write user turns (`self`)
     and the documents of `article_document`.

@@ -20,9 +20,9 @@ OnStep = Callable[[int, dict[str, float]], None]
 
 
 @dataclass(frozen=True)
-class Rhythm:
-    """Output folder and how often things happen, in steps. `max_minutes` 0 means no limit; a
-    limited run saves and stops, and continues with `resume`."""
+class LoopOptions:
+    """Output folder, and how often to log, save and evaluate, in steps. `max_minutes` 0 means no
+    limit; a limited run saves and stops, and continues with `resume`."""
 
     out: str
     eval_every: int = 250
@@ -42,7 +42,7 @@ class Rhythm:
 
 def run_loop(
     trainer: Trainer,
-    rhythm: Rhythm,
+    loop: LoopOptions,
     export: Callable[[], None],
     log: Log = print,
     on_step: OnStep | None = None,
@@ -58,21 +58,21 @@ def run_loop(
         losses = loss if math.isnan(losses) else 0.95 * losses + 0.05 * loss
         if on_step is not None:
             on_step(trainer.step, {**numbers, "loss_average": losses})
-        if trainer.step % rhythm.log_every == 0 and main:
+        if trainer.step % loop.log_every == 0 and main:
             log(
                 f"step {trainer.step}: loss {losses:.4f}, {numbers['slots_per_second']:.0f}"
                 f" slots/s, {trainer.seconds / 60:.1f} min of steps"
             )
         done = trainer.step >= total
-        late = rhythm.max_minutes > 0 and time.monotonic() - began > rhythm.max_minutes * 60
+        late = loop.max_minutes > 0 and time.monotonic() - began > loop.max_minutes * 60
         if main:
-            if trainer.step % rhythm.save_every == 0 or done or late:
-                trainer.save(rhythm.out)
-            if trainer.step % rhythm.eval_every == 0 or done or late:
+            if trainer.step % loop.save_every == 0 or done or late:
+                trainer.save(loop.out)
+            if trainer.step % loop.eval_every == 0 or done or late:
                 export()
         if late:
             log(
-                f"stopped at step {trainer.step} after {rhythm.max_minutes} minutes; continue "
+                f"stopped at step {trainer.step} after {loop.max_minutes} minutes; continue "
                 "with --resume"
             )
             break

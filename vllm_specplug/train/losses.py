@@ -79,7 +79,7 @@ class _HeadLoss(torch.autograd.Function):
         weights,
         kind,
         temperature,
-        chunk,  # type: ignore
+        chunk,
         compiled,
     ):
         count = hidden.shape[0]
@@ -107,7 +107,7 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad_output):  # type: ignore
+    def backward(ctx, grad_output):
         grad, table_grad = ctx.saved_tensors
         if table_grad is not None:
             table_grad = table_grad * grad_output

@@ -49,14 +49,14 @@ class DataOrder:
         return self
 
 
-def random_subset(values: torch.Tensor, most: int, generator: torch.Generator) -> torch.Tensor:
-    """At most `most` of `values` [A], drawn without replacement, in their order.
+def random_subset(values: torch.Tensor, limit: int, generator: torch.Generator) -> torch.Tensor:
+    """At most `limit` of `values` [A], drawn without replacement, in their order.
 
-    Cutting a list short instead would favour what stands first in an answer.
+    Truncating the list instead would favour the beginning of an answer.
     """
-    if len(values) <= most:
+    if len(values) <= limit:
         return values
-    kept = torch.randperm(len(values), generator=generator)[:most]
+    kept = torch.randperm(len(values), generator=generator)[:limit]
     return values[kept.sort().values]
 
 

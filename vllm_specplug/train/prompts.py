@@ -2,7 +2,7 @@
 """Prompts for on-policy data: read from files, or made from what is on the machine.
 
 A prompt is a `Prompt(source, messages)`. The makers are deterministic in their `random.Random`
-and yield forever-different prompts until their raw material runs out; a caller takes what it needs.
+and yield new prompts until their raw material runs out; a caller takes what it needs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Prompt:
 
 
 def read_prompt_file(path: str | Path) -> Iterator[Prompt]:
-    """Prompts of a JSONL file: one of `messages`, `turns` (first turn), `prompt`, `question` a row.
+    """Prompts of a JSONL file: each row has `messages`, `turns` (first), `prompt` or `question`.
 
     Raises ValueError naming file and line where a row has none of them.
     """

@@ -77,7 +77,7 @@ class Recipe:
 
         Every parameter group keeps its rate before the schedule as `base_lr`.
         """
-        # A table of one row a token is looked up, not multiplied: orthogonal updates do not fit it.
+        # An embedding table is looked up, not multiplied: orthogonal updates do not fit it.
         tables = {id(p) for m in module.modules() for p in _tables_of(m)}
         matrices = [p for p in module.parameters() if p.ndim == 2 and id(p) not in tables]
         others = [p for p in module.parameters() if p.ndim != 2 or id(p) in tables]
@@ -108,6 +108,6 @@ class Recipe:
         return made
 
 
-def _tables_of(module: nn.Module) -> Iterable[nn.Parameter]:
+def _tables_of(module: nn.Module) -> Iterable[torch.Tensor]:
     if isinstance(module, nn.Embedding):
         yield module.weight

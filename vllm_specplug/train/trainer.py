@@ -27,7 +27,7 @@ STATE_NAME = "state.pt"
 @dataclass(frozen=True)
 class StepLoss:
     """What a step minimises (`total`), what it reports (`reported`: the main loss, a weighted mean
-    a slot), and how many slots it supervised and ran."""
+    per slot), and how many slots it supervised and ran."""
 
     total: torch.Tensor
     reported: torch.Tensor
@@ -79,7 +79,7 @@ class Trainer(ABC):
     def next_index(self) -> int:
         """The next sequence of this process.
 
-        Each place of an epoch's order is one process's alone, however many places a step takes:
+        Each place of an epoch's order belongs to one process, however many places a step takes:
         steps need not take equally many on all processes. Counting the epoch in gives every
         process its turn where there are fewer sequences than processes.
         """
@@ -90,7 +90,7 @@ class Trainer(ABC):
                 return index
 
     def train_step(self) -> dict[str, float]:
-        """One optimiser step; returns its loss (a weighted mean a slot) and rates."""
+        """One optimiser step; returns its loss (a weighted mean per slot) and rates."""
         began = time.perf_counter()
         loss = self.step_loss()
         self.accelerator.backward(loss.total)

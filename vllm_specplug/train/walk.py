@@ -92,7 +92,7 @@ class Slots:
         return Slots(self.rows[index], self.logits[index], self.log_norm[index])
 
     def narrowed(self, candidates: int) -> Slots:
-        """The same with fewer tokens a slot."""
+        """The same with fewer tokens per slot."""
         return Slots(
             self.rows[..., :candidates].contiguous(),
             self.logits[..., :candidates].contiguous(),
@@ -126,7 +126,7 @@ class DraftedSequence:
         return self.slots.rows.shape[1]
 
     def narrowed(self, candidates: int) -> DraftedSequence:
-        """The same with fewer tokens a slot."""
+        """The same with fewer tokens per slot."""
         return replace(self, slots=self.slots.narrowed(candidates))
 
     def truth(self, anchors: torch.Tensor) -> torch.Tensor:

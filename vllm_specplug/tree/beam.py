@@ -133,7 +133,7 @@ def draft_level_by_level(
     beam_widths: Sequence[int] | None = None,
     frontier_width: int | None = 16,
 ) -> list[DraftTree]:
-    """Trees of R requests, one call of `expand` a level.
+    """Trees of R requests, one call of `expand` per level.
 
     Only the best `budget` nodes of all levels so far are kept. A child never scores more than its
     parent, so what falls out could not come back with its children, and only what is left of the

@@ -11,7 +11,7 @@ of its tree is the best tree of that size too: cutting it to a smaller budget co
 
 `accum_logp`, `entropy` and `hybrid` follow the JetSpec paper: the best frontier node is expanded
 into all of its children at once, so that low-ranked siblings take budget from deeper nodes. They
-differ in what "best" means. The paper's budget counts the root, ours does not: its N is our
+differ in what "best" means. The paper's budget counts the root, this one does not: its N is our
 `budget` + 1.
 
 Candidate rows are sorted by falling log-probability and repeat no token, as top-k returns them. A

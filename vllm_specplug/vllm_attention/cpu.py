@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention on CPU: vLLM's own backend, with tree rows taken over by our kernel."""
+"""Tree attention on CPU: vLLM's own backend, with tree rows taken over by the tree kernel."""
 
 from __future__ import annotations
 

@@ -37,11 +37,12 @@ def wants_full_graphs() -> bool:
 def gpu_cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's cache [num_blocks, Hkv, block_size, 2 * Dh] as key_cache and value_cache
     [num_blocks, block_size, Hkv, Dh], whatever the order in memory."""
-    return kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    key_cache, value_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    return key_cache, value_cache
 
 
 class _GraphSupport:
-    """Graphs for batches in which every request brings as many rows; else piecewise."""
+    """Graphs for batches in which all requests bring equally many rows; else piecewise."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:

@@ -50,7 +50,7 @@ def unsupported_feature(layer: AttentionLayerBase) -> str | None:
         return f"layer class {type(layer).__name__}"
     if not isinstance(layer.impl, TreeAttentionMixin):
         return f"implementation {type(layer.impl).__name__}"
-    # A backend derived from ours for one layer builds metadata of its own.
+    # A backend derived from the tree backend for one layer builds its own metadata.
     if TREE_BACKEND_MARK not in vars(layer.attn_backend):
         return f"attention backend {layer.attn_backend.__name__}"
     for name, (title, changes_nothing) in IMPL_FEATURES.items():
@@ -83,7 +83,8 @@ def check_target_layers(
             continue
         feature = unsupported_feature(layer)
         if feature is None:
-            shape = (layer.num_heads, layer.num_kv_heads, layer.head_size)
+            attention: Any = layer  # the interface declares no sizes
+            shape = (attention.num_heads, attention.num_kv_heads, attention.head_size)
             shapes.setdefault(shape, name)
             if len(shapes) > 1:
                 first = next(iter(shapes.values()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed in vLLM before a worker exists; `seams` has the list, and puts it in place."""
+"""What is changed in vLLM before a worker exists; `seams` lists and applies it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def install() -> None:
 
     With a supported vLLM the method names become legal values of `--speculative-config`;
     with any other, choosing one of them stops at config time with the reason. When something
-    cannot be changed, what was changed before it is taken back and the methods refuse as well.
+    cannot be changed, earlier changes are undone and the methods refuse as well.
     """
     from vllm_specplug.seams import PROCESS_SEAMS, REFUSAL
 

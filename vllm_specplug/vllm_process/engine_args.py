@@ -126,10 +126,11 @@ def check_engine_config(vllm_config: Any) -> None:
     for field in ("attn_logit_softcapping", "attention_sinks"):
         if getattr(text, field, None):
             _refuse(method, f"targets with {field}", "Use a target without it")
-    if model.is_moe and parallel.data_parallel_size > 1 and spec.plan.target_forward_option:
+    option = spec.plan.target_forward_option if spec.plan else None
+    if model.is_moe and parallel.data_parallel_size > 1 and option:
         _refuse(
             method,
-            f"{spec.plan.target_forward_option} on a mixture-of-experts target with "
+            f"{option} on a mixture-of-experts target with "
             f"data_parallel_size={parallel.data_parallel_size}",
             "Replicas run every forward together, and a draft forward is one replica's own: "
             "use another setting of that option, or data_parallel_size=1",

@@ -36,7 +36,7 @@ from vllm_specplug.metrics import STATS_ATTRIBUTE, PrometheusExporter
 
 @dataclass
 class TreeSchedulerStats(SchedulerStats):
-    """vLLM's statistics of a step and ours."""
+    """vLLM's statistics of a step, and the plugin's."""
 
     # payload of metrics.StepStats
     specplug_stats: dict[str, Any] | None = None
@@ -92,17 +92,17 @@ def with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_tree_logger(original: Callable[..., None]) -> Callable[..., None]:
-    """`StatLoggerManager.__init__`, and our logger where the engine runs one of our methods."""
+    """`StatLoggerManager.__init__`, with a logger added if the engine runs one of our methods."""
 
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
-        if _is_ours(vllm_config):
+        if _drafts_trees(vllm_config):
             self.stat_loggers.append(TreeStatLogger(vllm_config, self.engine_indexes))
 
     return init
 
 
-def _is_ours(vllm_config: Any) -> bool:
+def _drafts_trees(vllm_config: Any) -> bool:
     from vllm_specplug.vllm_process.spec_config import tree_config
 
     return tree_config(vllm_config) is not None

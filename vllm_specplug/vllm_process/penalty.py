@@ -65,7 +65,7 @@ def _unavailable(vllm_config: Any) -> str | None:
 
 
 def with_penalty_check(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """vLLM's checks of a request's parameters, and ours before them."""
+    """vLLM's checks of a request's parameters, with the plugin's before them."""
 
     def build(self: Any) -> Any:
         validate = original(self)

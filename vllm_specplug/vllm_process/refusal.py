@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our methods do on a vLLM this release does not know: they say so, kindly."""
+"""What our methods do on a vLLM this release does not know: refuse, with the reason."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from vllm_specplug.registry import get_method, method_names, methods, owners_of
 
 logger = init_logger("vllm.specplug.config")
 
-# What `custom_class` is told to instantiate; the worker replaces it by the method's drafter.
+# What `custom_class` instantiates; the worker replaces it by the method's drafter.
 PROPOSER_PATH = "vllm_specplug.vllm_v1.proposer.TreeProposer"
 
 WORKERS = {
@@ -53,8 +53,8 @@ ONE_RANK = frozenset({Capability.TARGET_CACHE})
 
 @config
 class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
-    """vLLM's speculative options, our methods, the options of `TreeOptions` and those of the method
-    itself."""
+    """vLLM's speculative options, the plugin's methods, the options of `TreeOptions` and those of
+    the method itself."""
 
     # Names that the command line offers; `_take_method` is what decides.
     method: Literal[(SpeculativeMethod, *method_names())] | None = None  # type: ignore[valid-type]
@@ -62,7 +62,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
     method_options: Any = None
     """`MethodOptions` of the method. Made from the method's own keys, never given as such."""
     plugin_method: str | None = None
-    """Set when the method is one of ours; `method` then reads "custom_class". Never given."""
+    """Set when the method is the plugin's; `method` then reads "custom_class". Never given."""
     plan: DraftPlan | None = Field(default=None, init=False)
     """What the method made of its options and its head."""
 
@@ -73,9 +73,9 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         if not isinstance(values, ArgsKwargs) or not values.kwargs:
             return values
         given = dict(values.kwargs)
-        for name in ("plugin_method", "method_options"):
-            if given.get(name) is not None:
-                raise option_error(name, given[name], "it is not an option", f"Leave {name} out")
+        for key in ("plugin_method", "method_options"):
+            if given.get(key) is not None:
+                raise option_error(key, given[key], "it is not an option", f"Leave {key} out")
         name = given.get("method")
         method = methods().get(name) if isinstance(name, str) else None
         own = () if method is None else method.option_names()

@@ -10,12 +10,12 @@ own `accept_tokens` and `rollback`:
 
 1. `Scheduler.update_draft_token_ids` hands the parents to the structured output manager;
 2. `StructuredOutputManager.validate_tokens` keeps the nodes whose path the grammar allows;
-3. `Scheduler.schedule` tells the runner which ones those were (tokens alone would be ambiguous);
+3. `Scheduler.schedule` passes the kept nodes to the runner (tokens alone would be ambiguous);
 4. `StructuredOutputManager.grammar_bitmask` fills one row for the root and one for each kept node.
 
-Reasoning ends where vLLM says it does for the path to a node taken as a line, so a grammar may
+Reasoning ends where vLLM says it does for the path to a node taken as a chain, so a grammar may
 start in the middle of a tree. Without parents, or when anything does not match, vLLM's own code
-runs and the runner takes the rows for a line.
+runs and the runner takes the rows for a chain.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RequestCursor:
 
 
 def _validated_tree(request: Any, scheduled: Sequence[int]) -> ValidatedTree | None:
-    """The tree behind a constrained request's scheduled drafts; None when they are none of ours."""
+    """The tree behind a constrained request's scheduled drafts; None where there is none."""
     state = request.structured_output_request
     tree = None if state is None else getattr(state, _VALIDATED, None)
     return tree if tree is not None and tree.matches(scheduled) else None

@@ -42,7 +42,7 @@ def check_vllm() -> SeamReport:
 
 
 def refusal_text(method: str, report: SeamReport) -> str:
-    """What a user reads who asks for one of our methods on an unsupported vLLM."""
+    """The message for a user who asks for one of our methods on an unsupported vLLM."""
     return (
         f"speculative_config.method={method!r} is not available: {report.problem}. "
         f"Supported: vLLM {SUPPORTED_TEXT}. Install it with: {PIP_LINE}. "

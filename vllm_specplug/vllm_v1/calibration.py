@@ -42,9 +42,9 @@ Agree = Callable[[bool], bool]
 
 TIME_LIMIT_S = 5.0
 _PASSES = 5
-_NOISY = 1.3
+_MAX_NOISE = 1.3
 # In the order they are first measured, for when time runs out: with the first two, sizes between
-# them look a little too dear rather than too cheap.
+# them look a little too expensive rather than too cheap.
 _ROWS = (1, 32, 8, 64, 16, 4, 128, 24, 48, 12, 2, 96, 256)
 _SHORT_CONTEXT = 64
 _CONTEXT_ROWS = 8
@@ -85,9 +85,9 @@ class Calibrator:
     @property
     def is_noisy(self) -> bool:
         """Whether the machine was too busy for the times to be worth keeping."""
-        # The first pass also pays for what is made once.
+        # The first pass includes one-time costs.
         later = [times[1:] if len(times) > 2 else times for times in self._times.values()]
-        return median(median(times) / max(min(times), 1e-4) for times in later) > _NOISY
+        return median(median(times) / max(min(times), 1e-4) for times in later) > _MAX_NOISE
 
     def measure(self) -> Calibration:
         """Times by rows, by context, and of the draft forward.
@@ -98,11 +98,11 @@ class Calibrator:
         runner = self.runner
         longest = runner.max_model_len
         context = max(1, min(_SHORT_CONTEXT, longest - 1))
-        # The first forward of a process allocates; it is not one of those that count.
+        # The first forward of a process allocates; it is not counted.
         self._together(lambda: runner._dummy_run(1, force_attention=True, profile_seq_lens=context))
         sizes: list[int] = []
         for rows in filter(self._fits, _ROWS):
-            # Early enough to come round at least twice more.
+            # Early enough for at least two more passes.
             if len(sizes) >= 2 and self._has_passed(0.25):
                 break
             self._time_forward("rows", rows, min(max(context, rows), longest))
@@ -206,7 +206,7 @@ class Calibrator:
         return found if depth == 1 else [*found, (1, 1)]
 
     def _time_draft(self, count: int, reach: int) -> None:
-        """One draft forward of `count` requests that do not exist."""
+        """One draft forward of `count` dummy requests."""
         drafter: Drafter = self.runner.drafter.drafter
         with rehearsal(self.runner, count, reach) as requests:
             self._time("draft", float(count * (reach + 1)), lambda: drafter.propose(requests))

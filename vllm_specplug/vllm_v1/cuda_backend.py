@@ -101,9 +101,9 @@ class TreeBuffers:
 
 
 def request_parent_rows(request: StepRequest) -> np.ndarray:
-    """int32: every row of the request as a tree: a line up to the root, then its nodes.
+    """int32: every row of the request as a tree: a chain up to the root, then its nodes.
 
-    Right for any request, also a prompt chunk or drafts that are not ours: those are a line.
+    Right for any request, also a prompt chunk or another drafter's tokens: those are a chain.
     """
     total = request.end_row - request.first_row
     rows = np.arange(-1, total - 1, dtype=np.int32)
@@ -131,7 +131,7 @@ class CudaTreeBackend(TreeBackend):
         self.device = device
         self.buffers = TreeBuffers(limits, device)
         # Chosen once the cache is known; none while vLLM measures graphs with a small one.
-        self.kernel: ChosenKernel | None = None
+        self.kernel: Any = None  # a ChosenKernel once the caches are bound
 
     # -- where the device's memory is reached; the interpreter's backend differs here ---------
 
@@ -144,7 +144,9 @@ class CudaTreeBackend(TreeBackend):
 
     def cache_writer(self) -> Callable[..., None]:
         """Writes keys and values [M, Hkv, Dh] at slots [M] of a layer's cache."""
-        from vllm.v1.attention.backends.fa_utils import reshape_and_cache_flash
+        from vllm.v1.attention.backends.fa_utils import (  # type: ignore[attr-defined]  # per platform
+            reshape_and_cache_flash,
+        )
 
         one = torch.ones((), dtype=torch.float32, device=self.device)
 
@@ -176,7 +178,7 @@ class CudaTreeBackend(TreeBackend):
         self.kernel = self.choose(head_dim, self.num_heads, num_kv_heads, kv_caches[0].dtype)
         logger.info("Tree attention: %s kernel (%s)", self.kernel.name, self.kernel.reason)
         if wants_full_graphs() and not self.captures_trees():
-            # vLLM was told that trees can be captured, and would replay stock attention for them.
+            # vLLM expects that trees can be captured, and would replay stock attention for them.
             raise ValueError(
                 f"{FULL_GRAPHS_VARIABLE}=1, legal: 0 or unset where the {self.kernel.name} kernel "
                 "serves, which waits for the host; unset it, or make another tree_kernel work "
@@ -214,7 +216,7 @@ class CudaTreeBackend(TreeBackend):
             return
         key_cache, value_cache = self.layers.keys[0], self.layers.values[0]
         head_dim = key_cache.shape[3]
-        for rows in self._telling_sizes():
+        for rows in self._warm_up_rows():
             query = torch.zeros(
                 rows, self.num_heads, head_dim, dtype=key_cache.dtype, device=self.device
             )
@@ -228,8 +230,8 @@ class CudaTreeBackend(TreeBackend):
                 # Nothing else separates these calls, and they share pinned memory.
                 synchronize()
 
-    def _telling_sizes(self) -> list[int]:
-        """Rows of trees that together take every variant: of tiles, and of words a row."""
+    def _warm_up_rows(self) -> list[int]:
+        """Rows of trees that together take every variant: of tiles, and of words per row."""
         from vllm_specplug.kernels.tree_attn_triton import config_for
 
         key_cache = self.layers.keys[0]
@@ -325,7 +327,7 @@ class CudaTreeBackend(TreeBackend):
         padded_requests: int | None = None,
     ) -> None:
         """In a full graph every row of a uniform batch is a tree row: drafts that form no tree
-        are a line, which is a tree. Which batches run so is vLLM's choice: all requests bring
+        are a chain, which is one. Which batches run so is vLLM's choice: all requests bring
         `max_query_len` rows."""
         if not self.captures_trees() or not self._is_uniform(common):
             super().attach(attn_metadata, step, common, for_capture=for_capture)

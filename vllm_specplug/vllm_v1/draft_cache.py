@@ -2,12 +2,13 @@
 """Draft layers' context keys and values, kept in vLLM's own pages.
 
 Each draft layer registers a cache of its own beside the target's layers, so it shares their
-blocks: prefix caching, preemption and memory accounting hold without code of ours.
+blocks: prefix caching, preemption and memory accounting work without extra code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -29,7 +30,7 @@ class DraftKVLayer(AttentionLayerBase):
 
     is_draft_layer = True
 
-    def __init__(self, vllm_config: VllmConfig, name: str, spec: DraftCacheSpec) -> None:
+    def __init__(self, vllm_config: Any, name: str, spec: DraftCacheSpec) -> None:
         context = vllm_config.compilation_config.static_forward_context
         if name in context:
             raise ValueError(f"duplicate attention layer name: {name}")

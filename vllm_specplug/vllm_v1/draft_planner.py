@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who drafts in a step, how much, and which of it is verified: the budget applied to a batch."""
+"""Which requests draft in a step, how much, and what is verified: the budget applied to a batch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _logger = logging.getLogger("vllm.specplug")
 
 logger = init_logger("vllm.specplug.planner")
 
-# First steps of an engine touch memory for the first time; their times tell nothing.
+# An engine's first steps touch memory for the first time; their times mean nothing.
 _WARM_UP_STEPS = 3
 
 
 @dataclass
 class Batch:
-    """The rows that the next step has whatever is drafted."""
+    """The rows that the next step has, whatever is drafted."""
 
     num_roots: int = 0
     """Requests that yield a token in it."""
@@ -70,7 +70,7 @@ class DraftPlanner:
         self.row_budget = RowBudget(max_nodes=nodes, max_step_rows=max_step_rows)
         self.adaptive: AdaptiveBudget | None = None
         self._vocab_size = vocab_size
-        # Requests of this step of which a tree was dropped, and whether that was ever told.
+        # Requests of this step of which a tree was dropped, and whether a warning was logged.
         self._dropped: set[int] = set()
         self._has_warned = False
         self._by_request: dict[str, RequestBudget] = {}
@@ -91,7 +91,7 @@ class DraftPlanner:
         """Most nodes of a request's tree when `num_requests` may draft; when that is 0, why."""
         asked = self._by_request.get(req_id)
         if asked is None:
-            asked = self._by_request[req_id] = self._asked(extra_args)
+            asked = self._by_request[req_id] = self._requested(extra_args)
         if asked.max_context is not None and context_len > asked.max_context:
             return 0, "context"
         if asked.nodes is not None:
@@ -101,7 +101,7 @@ class DraftPlanner:
             return self.max_nodes, "budget"
         return self.row_budget.nodes_per_request(num_requests), "batch"
 
-    def _asked(self, extra_args: dict[str, Any] | None) -> RequestBudget:
+    def _requested(self, extra_args: dict[str, Any] | None) -> RequestBudget:
         try:
             return parse_request_budget(extra_args, self.options)
         except ValueError:

@@ -48,6 +48,7 @@ class InterpretedTreeBackend(CudaTreeBackend):
             key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
         ) -> None:
             layout = cpu_kv_layout(kv_cache)
-            ops.cpu_attn_reshape_and_cache(key, value, *layout.views(kv_cache), slots, layout.isa)
+            keys, values = layout.views(kv_cache)
+            ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, layout.isa)
 
         return write

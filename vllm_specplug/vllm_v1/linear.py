@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -19,7 +20,7 @@ def packed_linear(
     """
     if not current_platform.is_cpu():
         return lambda x: torch.nn.functional.linear(x, weight, bias)
-    layer = torch.nn.Module()
+    layer: Any = torch.nn.Module()
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
     dispatch_cpu_unquantized_gemm(layer, remove_weight=True)

@@ -2,7 +2,7 @@
 """All of vLLM's logits processors in a runner that drafts.
 
 Under speculation vLLM builds `min_tokens` alone, because its rejection sampler sees many rows
-a request at once. The walk samples one row a request, as plain decoding does, so every
+per request at once. The walk samples one row per request, as plain decoding does, so every
 processor works there: `min_p`, `logit_bias` and the user's own.
 
 Seam: logits_processors.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank decides for all: its trees and its clock are everybody's.
+"""Values broadcast from rank 0: its trees and its clock are used by all ranks.
 
 Tensor parallel ranks compute the same hidden states in different orders of summation, so their
 values differ in the last bits, and a near tie between two candidates is enough for two different

@@ -15,7 +15,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
 from vllm_specplug.vllm_v1.ranks import any_worker
-from vllm_specplug.vllm_v1.target_sampler import MOST_AT_ONCE, TargetSampler
+from vllm_specplug.vllm_v1.target_sampler import MAX_ELEMENTS_AT_ONCE, TargetSampler
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
@@ -31,8 +31,7 @@ _FEW_ROWS = 256
 def rehearsal(
     runner: Any, count: int, depth: int, context: int = SHORT_CONTEXT
 ) -> Iterator[DraftRequests]:
-    """`count` requests that do not exist, of `context` tokens and one more, to draft `depth` levels
-    for."""
+    """`count` dummy requests of `context` tokens and an anchor, to draft `depth` levels for."""
     tokens = 1 + np.arange(context + 1) % 7  # ids that the smallest vocabularies have
     options = runner.drafter.options
     requests = DraftRequests(
@@ -96,7 +95,7 @@ def warm_up_sampling(runner: Any, logits: torch.Tensor | None = None) -> None:
     if logits is None:
         vocab_size = runner.model_config.get_vocab_size()
         logits = torch.zeros((_FEW_ROWS, vocab_size), dtype=runner.dtype, device=runner.device)
-    most = max(1, MOST_AT_ONCE // logits.shape[1])
+    most = max(1, MAX_ELEMENTS_AT_ONCE // logits.shape[1])
     for rows in sorted({1, 2, min(len(logits), runner.max_num_reqs), min(len(logits), most)}):
         for top_k, top_p in ((True, True), (True, False), (False, True), (False, False)):
             sampler = TargetSampler(

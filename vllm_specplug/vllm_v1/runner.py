@@ -8,7 +8,7 @@ below follow the order of a step. Seams: runner_*.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
 from vllm_specplug.seams import LOGITS_PROCESSORS, WORKER_SEAMS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
+from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_v1.calibration import CalibrationError, calibrate
 from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
@@ -44,14 +45,21 @@ from vllm_specplug.vllm_v1.window_cache import PagedTargetCache, WindowCache
 logger = init_logger("vllm.specplug.runner")
 
 
-class TreeRunnerMixin:
+if TYPE_CHECKING:
+    # `GPUModelRunner` or a subclass, which set attributes in many places.
+    _Runner: Any
+else:
+    _Runner = object
+
+
+class TreeRunnerMixin(_Runner):
     """Put before `GPUModelRunner` or a subclass of it."""
 
     drafter: TreeProposer
 
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
         with LOGITS_PROCESSORS.applied():
-            super().__init__(vllm_config, device, *args, **kwargs)  # type: ignore[call-arg]
+            super().__init__(vllm_config, device, *args, **kwargs)
         spec = vllm_config.speculative_config
         self.tree_spec = spec
         self.tree_backend = self.make_tree_backend()
@@ -67,10 +75,10 @@ class TreeRunnerMixin:
             is_reporting=get_tensor_model_parallel_rank() == 0,
         )
         # Beyond the scheduler's own limit the last requests of a batch would starve.
-        most_rows = most_scheduled_rows(vllm_config.scheduler_config)
+        max_rows = max_scheduled_rows(vllm_config.scheduler_config)
         self.planner = DraftPlanner(
             spec,
-            max_step_rows=min(spec.max_step_rows or most_rows, most_rows),
+            max_step_rows=min(spec.max_step_rows or max_rows, max_rows),
             stats=self.tree_metrics.stats,
             vocab_size=self.model_config.get_vocab_size(),
         )
@@ -137,8 +145,9 @@ class TreeRunnerMixin:
             self._bind_window(window, groups[0].layer_names)
         partial = self.drafter.drafter.partial_cache_spec()
         if partial is not None:
+            layout = cpu_kv_layout(self.target_kv_caches[0])
             self.drafter.drafter.bind_target_forward(
-                SelfDraft(self, list(caches), self.tree_backend.layout, partial), first_rank_values
+                SelfDraft(self, list(caches), layout, partial), first_rank_values
             )
 
     def _bind_window(self, spec: WindowSpec, layer_names: list[str]) -> None:
@@ -186,8 +195,8 @@ class TreeRunnerMixin:
         return super().execute_model(*args, **kwargs)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
-        # A replica without requests runs dummies beside the others; the trees of its last step are
-        # none of theirs.
+        # A replica without requests runs dummies beside the others; the trees of its last step do
+        # not belong to them.
         self.tree_step = TreeStep([])
         return super()._dummy_run(*args, **kwargs)
 
@@ -201,7 +210,7 @@ class TreeRunnerMixin:
     # -- before the forward ---------------------------------------------------------------
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        # Every step passes here, also the empty one that tells what finished before the engine
+        # Every step passes here, also the empty one that reports what finished before the engine
         # goes idle. A name may come back at once, with another request behind it.
         ended = {*scheduler_output.finished_req_ids}
         ended.update(request.req_id for request in scheduler_output.scheduled_new_reqs)
@@ -312,8 +321,8 @@ class TreeRunnerMixin:
         return output
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        # vLLM rewinds the generators of discarded samples, which a CPU generator cannot do and
-        # ours never advanced: hide them.
+        # vLLM rewinds the generators of discarded samples, which a CPU generator cannot do, and
+        # these were never advanced: hide them.
         generators = self.input_batch.generators
         num_reqs = self.input_batch.num_reqs
         hidden = {
@@ -329,7 +338,7 @@ class TreeRunnerMixin:
     # -- drafting -------------------------------------------------------------------------
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        # vLLM's rule is for the whole batch; ours is each request's depth in `_draft_requests`.
+        # vLLM's rule is for the whole batch; `_draft_requests` limits the depth of each request.
         return common_attn_metadata is not None
 
     @torch.inference_mode()
@@ -392,8 +401,8 @@ class TreeRunnerMixin:
         return token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
 
     def _draft_requests(self, sampled_token_ids: list[list[int]]) -> tuple[DraftRequests, Batch]:
-        """Who is drafted for, from which anchor, how much each may draft, and what else the next
-        step holds."""
+        """Which requests are drafted for, from which anchors, how much each may draft, and what
+        else the next step holds."""
         requests, batch = DraftRequests(), Batch()
         running = sum(1 for tokens in sampled_token_ids if tokens)
         penalties = draft_penalties(self.input_batch.logitsprocs.non_argmax_invariant)
@@ -401,7 +410,7 @@ class TreeRunnerMixin:
             state = self.requests[self.input_batch.req_ids[i]]
             num_tokens = int(self.input_batch.num_tokens_no_spec[i])
             if not tokens:
-                # A prompt that goes on in the next step.
+                # A prompt that continues in the next step.
                 done = self.tree_step.requests[i].end_row - self.tree_step.requests[i].first_row
                 done += self.tree_step.requests[i].num_computed
                 rows = min(num_tokens - done, self.max_num_tokens - running)
@@ -451,7 +460,7 @@ class TreeRunnerMixin:
             stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))
 
 
-def most_scheduled_rows(scheduler_config: Any) -> int:
+def max_scheduled_rows(scheduler_config: Any) -> int:
     """Most rows that vLLM's scheduler puts into one step."""
     rows = scheduler_config.max_num_batched_tokens
     return min(rows, scheduler_config.max_num_scheduled_tokens or rows)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's own layers as a draft model: one token a request over a partial cache.
+"""The target's own layers as a draft model: one token per request over a partial cache.
 
 vLLM's model is called once more under a forward context whose attention metadata is
-`PartialAttention`: our attention backend hands it every layer's query, key and value. Nothing is
+`PartialAttention`: the tree backend hands it every layer's query, key and value. Nothing is
 written to the paged cache, because no slots are mapped. Any model that vLLM serves with plain
 attention layers works, eager or compiled.
 
@@ -122,7 +122,7 @@ class SelfDraft:
             spec.budget,
             spec.sink,
             spec.refresh,
-            # No context grows past the budget: nobody will need a region.
+            # No context grows past the budget: no request will need a region.
             0 if runner.max_model_len <= spec.budget else spec.max_requests,
         )
         logger.info(

@@ -22,7 +22,7 @@ class StepRequest:
     num_computed: int
     """Committed tokens in the cache before this step; position of `first_row`."""
     tree: DraftTree | None
-    """The tree under verification; None when the rows after the root are not ours."""
+    """The tree under verification; None when the plugin did not draft the rows after the root."""
     accepted_path: list[int] = field(default_factory=list)
 
     @property

@@ -2,7 +2,7 @@
 """Sampling the target row by row with vLLM's own sampler, as plain decoding would.
 
 Between two depths of the walk this does what vLLM does between two steps: the sampled
-token joins the request's output and stateful logits processors are told. So penalties,
+token joins the request's output and stateful logits processors are updated. So penalties,
 bad words, `min_tokens`, seeds and logprobs see exactly what they see in plain decoding.
 
 Seam: target_sampler.
@@ -31,9 +31,8 @@ from vllm_specplug.kernels import row_argmax
 from vllm_specplug.tree import DraftTree
 
 PLACEHOLDER_TOKEN_ID = -1
-# Logits that are sampled at once, most: float32 and what the sampler makes of them take some
-# hundred MiB.
-MOST_AT_ONCE = 1 << 25
+# Most logits sampled at once: in float32, with the sampler's temporaries, some hundred MiB.
+MAX_ELEMENTS_AT_ONCE = 1 << 25
 
 
 class TargetSampler:
@@ -78,7 +77,7 @@ class TargetSampler:
         tokens: list[int] | None = None
         if self._plain_argmax():
             tokens = row_argmax(self.logits).tolist()
-        elif self.at_once and self.logits.numel() <= MOST_AT_ONCE and self._is_stateless():
+        elif self.at_once and self.logits.numel() <= MAX_ELEMENTS_AT_ONCE and self._is_stateless():
             # Each row's sample is a draw from the target's distribution at that node; those of
             # nodes that are not visited are never looked at.
             tokens = self.sample_rows(root_rows).tolist()
@@ -142,7 +141,7 @@ class TargetSampler:
         return not m.generators and self._rows_suffice(m.logitsprocs.all)
 
     def _rows_suffice(self, processors: Iterable[Any]) -> bool:
-        """Whether no output or history of a request, nor any of `processors`, has a say."""
+        """Whether samples depend on no output or history of a request, nor on `processors`."""
         m = self.metadata
         holder = m.thinking_budget_state_holder
         return (
@@ -214,7 +213,7 @@ def _thinking_budgets_of(holder: Any, live: list[bool]) -> Iterator[None]:
 
     The holder counts calls as well as tokens, so a request that has left the walk must not be
     shown again. In its speculative mode it would expect the rows of all drafts at once; here
-    each call is one row a request, which is its plain mode.
+    each call is one row per request, which is its plain mode.
     """
     if holder is None or not holder.has_tracked_requests():
         yield

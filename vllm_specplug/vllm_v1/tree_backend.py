@@ -43,7 +43,7 @@ class TreeBackend(ABC):
 
     @abstractmethod
     def bind(self, kv_caches: list[torch.Tensor]) -> None:
-        """Takes the target's caches [num_blocks, Hkv, block_size, 2 * Dh], one a layer."""
+        """Takes the target's caches [num_blocks, Hkv, block_size, 2 * Dh], one per layer."""
 
     @abstractmethod
     def tree_rows(

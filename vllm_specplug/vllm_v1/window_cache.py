@@ -48,7 +48,7 @@ class WindowCache:
 
     Args:
         spec: size of a window and shape of its keys.
-        num_requests: windows kept at once; the one unused for longest makes room for a new
+        num_requests: windows kept at once; the least recently used one is evicted for a new
             request, and is computed again should its request return.
     """
 
@@ -108,7 +108,8 @@ class WindowCache:
         """Stores keys and values [M, Hkv, Dh] at `slots` [M]."""
         from vllm import _custom_ops as ops
 
-        ops.cpu_attn_reshape_and_cache(keys, values, *self.views, slots, self.layout.isa)
+        key_cache, value_cache = self.views
+        ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, self.layout.isa)
 
     def attention(
         self, requests: DraftRequests, parents: list[np.ndarray]

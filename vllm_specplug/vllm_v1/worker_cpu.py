@@ -51,7 +51,7 @@ def choose_kernel(name: str, dtype: torch.dtype) -> None:
     )
 
 
-class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
+class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]  # overrides
     """vLLM's CPU runner, verifying trees."""
 
     def make_tree_backend(self) -> TreeBackend:
@@ -72,6 +72,9 @@ class TreeCPUWorker(CPUWorker):
 
     Seams: cpu_runner, cpu_backend, cpu_worker.
     """
+
+    model_runner: Any  # a TreeCPUModelRunner
+    model_config: Any
 
     def determine_available_memory(self) -> int:
         """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""
@@ -106,7 +109,7 @@ class TreeCPUWorker(CPUWorker):
         return times
 
     def init_device(self) -> None:
-        spec = self.vllm_config.speculative_config
+        spec: Any = self.vllm_config.speculative_config
         check_model_runner(spec.plugin_method, uses_v2=self.use_v2_model_runner)
         choose_kernel(spec.tree_kernel, self.model_config.dtype)
         require_seams("cpu")

@@ -49,8 +49,10 @@ def claim_attention_backend(vllm_config: Any) -> None:
     ATTENTION_BACKENDS.apply()
 
 
-class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
+class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):  # type: ignore[misc]  # overrides
     """vLLM's V1 CUDA runner, verifying trees."""
+
+    tree_backend: CudaTreeBackend
 
     def make_tree_backend(self) -> TreeBackend:
         return CudaTreeBackend(
@@ -69,8 +71,11 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
 class TreeGPUWorker(Worker):
     """vLLM's CUDA worker. Seams: gpu_worker, gpu_backend."""
 
+    device: Any
+    model_runner: Any  # a TreeGPUModelRunner
+
     def init_device(self) -> None:
-        spec = self.vllm_config.speculative_config
+        spec: Any = self.vllm_config.speculative_config
         check_model_runner(spec.plugin_method, uses_v2=self.use_v2_model_runner)
         require_seams("cuda")
         claim_attention_backend(self.vllm_config)

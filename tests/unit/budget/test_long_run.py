@@ -13,9 +13,9 @@ from vllm_specplug.budget import AdaptiveBudget, StepCostModel
 MINUTE = 60e3
 EXACT = (1.0,) * len(ROWS)
 # Small sizes measured while the machine was busy: every tree looks cheaper than it is.
-DEAR_PLAIN = (1.3, 1.2, 1.05, 1.1, 1.2, 1.0, 1.0, 1.0)
+EXPENSIVE_PLAIN = (1.3, 1.2, 1.05, 1.1, 1.2, 1.0, 1.0, 1.0)
 # And the other way round.
-DEAR_TREES = (1.0, 1.0, 1.15, 1.4, 1.4, 1.2, 1.0, 1.0)
+EXPENSIVE_TREES = (1.0, 1.0, 1.15, 1.4, 1.4, 1.2, 1.0, 1.0)
 
 
 def auto(machine: Machine, error: tuple[float, ...] = EXACT) -> Server:
@@ -32,7 +32,7 @@ def best_fixed(load: int) -> tuple[float, float]:
 
 def test_load_that_swings_for_minutes_is_followed_without_collapse() -> None:
     machine = Machine()
-    ours, plain = auto(machine, DEAR_PLAIN), Server(0, machine)
+    ours, plain = auto(machine, EXPENSIVE_PLAIN), Server(0, machine)
     quiet, busy = [], []
     for _ in range(6):
         for load, ratios in ((1, quiet), (16, busy)):
@@ -43,7 +43,7 @@ def test_load_that_swings_for_minutes_is_followed_without_collapse() -> None:
     assert sum(quiet[3:]) > 0.9 * sum(quiet[:3]), quiet
 
 
-@pytest.mark.parametrize("error", [EXACT, DEAR_PLAIN, DEAR_TREES])
+@pytest.mark.parametrize("error", [EXACT, EXPENSIVE_PLAIN, EXPENSIVE_TREES])
 @pytest.mark.parametrize("load", [1, 4, 16])
 def test_no_fixed_budget_is_much_better(load: int, error: tuple) -> None:
     plain, best = best_fixed(load)

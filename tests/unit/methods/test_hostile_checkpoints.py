@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints are somebody else's input: whatever they hold, a ValueError and no memory."""
+"""Checkpoints are untrusted input: whatever they hold, a ValueError and no memory."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_nothing_is_put_around_a_seam_by_another_seam(host: Any) -> None:
             seam.apply()
         with pytest.raises(SeamError, match="changed already"):
             wrap("Host.run").apply()
-        # Somebody else's wrapper copies all attributes of ours and is still told from it.
+        # Somebody else's wrapper copies all attributes of ours and is still recognised.
         ours = host.Host.run
         host.Host.run = functools.wraps(ours)(lambda self: "theirs")
         other = wrap("Host.run")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's own budget is checked where requests come in; schedulers of ours do not pad."""
+"""A request's own budget is checked where requests come in; tree schedulers do not pad."""
 
 from __future__ import annotations
 

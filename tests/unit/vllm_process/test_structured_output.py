@@ -17,7 +17,7 @@ from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 from vllm_specplug.vllm_process import install, structured_output
 
 VOCABULARY = 12
-MOST = 14
+MAX_SUM = 14
 END = 11
 """Ends the toy grammar's text; in reasoning it ends that."""
 
@@ -36,7 +36,7 @@ class ToyGrammar:
         self.rejected = 0
 
     def allows(self, token: int) -> bool:
-        return not self.is_terminated() and (token == END or sum(self.text) + token <= MOST)
+        return not self.is_terminated() and (token == END or sum(self.text) + token <= MAX_SUM)
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         kept: list[int] = []

@@ -24,7 +24,7 @@ def _alone(values: list[float]) -> list[float]:
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
     # Timings of a busy test machine are noisy; whether they are kept has a test of its own.
-    monkeypatch.setattr(module, "_NOISY", 1e9)
+    monkeypatch.setattr(module, "_MAX_NOISE", 1e9)
     return tmp_path
 
 
@@ -88,7 +88,7 @@ def test_other_options_are_another_calibration(cache_folder: Path) -> None:
 def test_times_of_a_busy_machine_are_used_but_not_kept(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_NOISY", 0.5)
+    monkeypatch.setattr(module, "_MAX_NOISE", 0.5)
     measured = calibrate(SleepingRunner(), _alone, is_first_rank=True)
     assert measured.rows
     assert not (cache_folder / "calibration").exists()
@@ -117,7 +117,7 @@ class _ClockedRunner(SleepingRunner):
 def test_a_machine_busy_for_a_second_spoils_no_size(
     start: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_NOISY", 1.3)
+    monkeypatch.setattr(module, "_MAX_NOISE", 1.3)
     runner = _ClockedRunner(monkeypatch, (start, start + 1.0))
     calibrator = Calibrator(runner, _alone)
     measured = calibrator.measure()

@@ -162,7 +162,7 @@ def test_the_profile_run_takes_what_the_largest_step_takes(
     runner: Any, monkeypatch: pytest.MonkeyPatch, most_at_once: int
 ) -> None:
     for name in ("target_sampler", "rehearsal"):
-        monkeypatch.setattr(f"vllm_specplug.vllm_v1.{name}.MOST_AT_ONCE", most_at_once)
+        monkeypatch.setattr(f"vllm_specplug.vllm_v1.{name}.MAX_ELEMENTS_AT_ONCE", most_at_once)
     with torch.inference_mode(), LiveBytes() as step:
         _largest_step(runner)
     with LiveBytes() as profile:

@@ -16,7 +16,7 @@ from vllm_specplug.metrics import StepStats
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.tree_rows import TREE_ROWS_ATTRIBUTE
 from vllm_specplug.vllm_v1 import runner as runner_module
-from vllm_specplug.vllm_v1.runner import TreeRunnerMixin, most_scheduled_rows
+from vllm_specplug.vllm_v1.runner import TreeRunnerMixin, max_scheduled_rows
 from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend
 
@@ -115,4 +115,4 @@ def test_steps_hold_no_more_rows_than_the_scheduler_gives_them(
         max_num_seqs=4,
         max_num_scheduled_tokens=scheduled,
     )
-    assert most_scheduled_rows(config) == expected
+    assert max_scheduled_rows(config) == expected

@@ -121,7 +121,7 @@ def test_requests_with_state_are_sampled_node_by_node(changes: Any) -> None:
 
 
 def test_large_batches_are_sampled_node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_AT_ONCE", 2 * VOCAB)
+    monkeypatch.setattr(module, "MAX_ELEMENTS_AT_ONCE", 2 * VOCAB)
     sampler = made(torch.zeros(3, VOCAB), metadata([1.0]))
     sampler.walk([DraftTree.chain(np.array([0, 0]))], [0])
     assert set(sampler.sampler.rows) == {1}

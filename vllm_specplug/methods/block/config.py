@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import (
-    LARGEST_SIZE,
+    MAX_SIZE,
     config_values,
     is_positive,
     read_json_object,
@@ -19,7 +19,7 @@ from vllm_specplug.drafting.checkpoint_files import (
 logger = logging.getLogger(__name__)
 
 # Far beyond any head; a config beyond it would cost memory before a tensor is looked at.
-_LARGEST = {"num_hidden_layers": 256, "block_size": 4096, "target_layer_ids": 1024}
+_MAX_VALUES = {"num_hidden_layers": 256, "block_size": 4096, "target_layer_ids": 1024}
 
 _CONTAINERS = ("jetspec_config", "dflash_config")
 _UNSUPPORTED_FLAGS = {
@@ -87,7 +87,7 @@ class BlockHeadConfig:
             "num_key_value_heads",
             "vocab_size",
         ):
-            most = _LARGEST.get(name, LARGEST_SIZE)
+            most = _MAX_VALUES.get(name, MAX_SIZE)
             _require(
                 _is_integer(getattr(self, name)) and 1 <= getattr(self, name) <= most,
                 name,
@@ -101,17 +101,17 @@ class BlockHeadConfig:
             f"a divisor of num_attention_heads = {self.num_attention_heads}",
         )
         _require(
-            _is_integer(self.block_size) and 2 <= self.block_size <= _LARGEST["block_size"],
+            _is_integer(self.block_size) and 2 <= self.block_size <= _MAX_VALUES["block_size"],
             "block_size",
             self.block_size,
             "an integer >= 2 (the anchor and at least one drafted token), at most "
-            f"{_LARGEST['block_size']}",
+            f"{_MAX_VALUES['block_size']}",
         )
         _require(
-            1 <= len(self.target_layer_ids) <= _LARGEST["target_layer_ids"],
+            1 <= len(self.target_layer_ids) <= _MAX_VALUES["target_layer_ids"],
             "target_layer_ids",
             self.target_layer_ids,
-            f"1 to {_LARGEST['target_layer_ids']} layer ids",
+            f"1 to {_MAX_VALUES['target_layer_ids']} layer ids",
         )
         for name in ("rms_norm_eps", "rope_theta"):
             _require(
@@ -124,10 +124,10 @@ class BlockHeadConfig:
             "an integer",
         )
         _require(
-            _is_integer(self.target_hidden_size) and 1 <= self.target_hidden_size <= LARGEST_SIZE,
+            _is_integer(self.target_hidden_size) and 1 <= self.target_hidden_size <= MAX_SIZE,
             "target_hidden_size",
             self.target_hidden_size,
-            f"an integer from 1 to {LARGEST_SIZE}",
+            f"an integer from 1 to {MAX_SIZE}",
         )
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
         _require(
@@ -319,7 +319,7 @@ def _layer_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = _need(raw, "hidden_size"), _need(raw, "num_attention_heads")
     layers = _need(raw, "num_hidden_layers")
     # Before anything is made per layer.
-    most = _LARGEST["num_hidden_layers"]
+    most = _MAX_VALUES["num_hidden_layers"]
     legal = _is_integer(layers) and 1 <= layers <= most
     _require(legal, "num_hidden_layers", layers, f"an integer from 1 to {most}")
     _refuse_unsupported(raw, layers)

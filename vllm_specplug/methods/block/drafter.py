@@ -5,7 +5,7 @@ The head sees the target's hidden states of all committed tokens (its context, c
 target's pages) and one block per request: the anchor token's embedding and mask embeddings.
 Slot j gives the distribution of the token j positions after the anchor, shared by all
 branches of that depth; the builder turns these marginals into a tree. JetSpec (causal in the
-block) and DFlash with a tree (bidirectional) are this, as they stand.
+block) and DFlash with a tree (bidirectional) both draft this way.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_specplug.drafting.drafter import LinearFactory
-from vllm_specplug.methods.block.head import Attend, BlockHead, rotary_cos_sin
+from vllm_specplug.methods.block.head import Attend, BlockHead, BlockLayer, rotary_cos_sin
 
 
 def plain_linear(
@@ -28,7 +28,7 @@ def plain_linear(
 class _FusedLayer:
     """One draft layer's packed weights."""
 
-    def __init__(self, layer: torch.nn.Module, make_linear: LinearFactory) -> None:
+    def __init__(self, layer: BlockLayer, make_linear: LinearFactory) -> None:
         attn, mlp = layer.self_attn, layer.mlp
         projections = (attn.q_proj, attn.k_proj, attn.v_proj)
         self.qkv = make_linear(*_joined(projections))

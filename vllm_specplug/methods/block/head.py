@@ -14,6 +14,7 @@ by it, so a context K/V pair is final once its position is committed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -136,7 +137,10 @@ class BlockHead(nn.Module):
         features = len(config.target_layer_ids) * config.target_hidden_size
         self.fc = nn.Linear(features, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
+        # Any: torch types what a list holds as plain modules.
+        self.layers: Any = nn.ModuleList(
+            BlockLayer(config) for _ in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
 
@@ -174,7 +178,7 @@ class BlockHead(nn.Module):
         Args:
             input_embeds: [T, H], anchor embedding in slot 0 of each block, masks in the others.
             positions: [T] absolute positions; the anchor's is the number of tokens before it.
-            attend: called once a layer as `attend(layer_idx, q, k, v)` with the slots' own
+            attend: called once per layer as `attend(layer_idx, q, k, v)` with the slots' own
                 q [T, Hq, Dh], k and v [T, Hkv, Dh]; it adds the context K/V and the block mask
                 and returns [T, Hq, Dh]. Scale is `config.attention_scale`.
 

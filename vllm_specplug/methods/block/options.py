@@ -38,7 +38,7 @@ class BlockOptions(MethodOptions):
     checkpoint says (`causal_head`), bidirectional when it says nothing."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
-        # Imported here: reading a head needs torch, which plain vLLM never loads for us.
+        # Imported here: reading a head needs torch, which declarations must not import.
         from vllm_specplug.methods.block.checkpoint import inspect_block_head
 
         path = resolve_head_path(shared.model, method)

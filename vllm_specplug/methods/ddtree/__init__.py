@@ -12,4 +12,5 @@ METHOD = Method(
     needs=BLOCK_NEEDS,
     train_commands=("vllm_specplug.methods.block.train.cli",),
     presets={"smollm2": {"model": "heads/smollm2-135m-dflash", "num_speculative_tokens": 16}},
+    plot_colors={"ddtree": "#0b8296"},
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing local heads: a folder of ours, or a file released with DeLS-Spec.
+"""Reading and writing local heads: a folder written here, or a file released with DeLS-Spec.
 
-Ours is `config.json` beside `model.safetensors`. A released `.pt` file is a pickle: it is read in
+It holds `config.json` beside `model.safetensors`. A released `.pt` file is a pickle: it is read in
 weights-only mode (see `released`), checked, and written once as `<name>.safetensors` and
 `<name>.json` beside itself where that folder can be written to.
 """
@@ -41,9 +41,9 @@ RELEASED_NAMES = (
 )
 FORMAT = "specplug_local_head"
 # Classes that training scripts leave in a checkpoint's "args"; they carry no behaviour.
-_HARMLESS = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath]
+_SAFE_GLOBALS = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Names of released files that differ from ours.
+# Names of released files that differ from this package's.
 _RENAMED = {
     "embedding_weight": "embed_tokens.weight",
     "lm_head_weight": "low_rank_lm_head.weight",
@@ -60,7 +60,7 @@ def load_local_head(
     """Reads a local head and checks it against its target.
 
     Args:
-        path: a folder of ours, a `.safetensors` file with its JSON beside it, a released `.pt`
+        path: a folder written here, a `.safetensors` file with its JSON beside it, a released `.pt`
             file, or a folder that holds one.
         target_config: the target's text config; a mapping or an object with `hidden_size` and
             `vocab_size`.
@@ -90,7 +90,7 @@ def load_local_head(
 def inspect_local_head(path: str | Path, target_config: Any) -> LocalHeadConfig:
     """Checks a local head from its config and tensor headers; errors of `load_local_head`.
 
-    A released `.pt` file is converted here, so that nobody reads the pickle again.
+    A released `.pt` file is converted here, so that the pickle is read once.
     """
     return _read(path, target_config, headers_only=True)[0]
 
@@ -214,7 +214,7 @@ def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torc
             config, tensors = _read_config(config_file), read_safetensors([weights])
             _check(file, config, tensors, target)
             return config, tensors
-    raw = load_pickle(file, f"local head {str(file)!r}", _HARMLESS)
+    raw = load_pickle(file, f"local head {str(file)!r}", _SAFE_GLOBALS)
     config, tensors = _from_released(file, raw, target)
     # Before anything is written: what is refused leaves no copy.
     _check(file, config, tensors, target)
@@ -233,7 +233,7 @@ def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torc
 def _from_released(
     file: Path, raw: Mapping[str, Any], target: Any
 ) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
-    """Names, layouts and kind of a released file; what it does not say is read off the tensors."""
+    """Names, layouts and kind of a released file; the rest is read off the tensors."""
     state = raw.get("model_state_dict")
     loose = {name: value for name, value in raw.items() if isinstance(value, torch.Tensor)}
     stated = {**(state if isinstance(state, Mapping) else {}), **loose}

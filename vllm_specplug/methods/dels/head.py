@@ -23,15 +23,15 @@ constant added to all of them means nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vllm_specplug.drafting.checkpoint_files import LARGEST_SIZE, is_size
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size
 
-_SIZES = f"an integer from 1 to {LARGEST_SIZE}"
+_SIZES = f"an integer from 1 to {MAX_SIZE}"
 
 LocalHeadKind = Literal["gru", "markov"]
 Parameterization = Literal["target_factorized", "direct_vocab"]
@@ -125,7 +125,7 @@ class LocalHead(nn.Module):
             # uniform within H^-1/2, torch's default
             self.input_proj = nn.Linear(config.target_hidden_size, config.input_size, bias=False)
         if config.kind == "gru":
-            self.prefix_gru = nn.GRU(
+            self.prefix_gru: Any = nn.GRU(
                 config.input_size, config.hidden_size, bias=False, batch_first=True
             )
             self.rank_proj = nn.Linear(config.hidden_size, config.rank, bias=False)

@@ -184,7 +184,8 @@ class LocalTreeBuilder:
                 self.output_table, head.input_features(self.draft_ids, self.embed_tokens)
             )
         # A matrix in front of the GRU is folded into its input weights.
-        features, w_ih = self.embed_tokens, head.prefix_gru.weight_ih_l0
+        features: torch.Tensor = self.embed_tokens
+        w_ih = head.prefix_gru.weight_ih_l0
         if config.parameterization == "direct_vocab":
             features = head.embed_tokens.weight
         elif config.projects_input:
@@ -216,7 +217,7 @@ class LocalTreeBuilder:
         ids and log_probs [D, M] of the block head; `width` children of each node are wanted.
         """
         head, options = self.head, self.options
-        # Of the frontier that was expanded last, one row a node.
+        # Of the frontier that was expanded last, one row per node.
         states = ranks = torch.empty(0)
 
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:

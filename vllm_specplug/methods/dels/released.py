@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that others release as pickles or NumPy archives, read as what they are: somebody else's
-input.
+"""Files that others release as pickles or NumPy archives, read as untrusted input.
 
 A pickle is a program. torch's weights-only loader allows few calls, none of the file's own, but
 those can still ask for any amount of memory, and so can an archive that unpacks to more than it
@@ -22,7 +21,7 @@ import torch
 # A vocabulary of 2^24 tokens.
 MAX_COUNTS_BYTES = 8 << 24
 # The only allowed call of a pickle that fills memory by itself; tensors have no need of it.
-_FILLS_MEMORY = b"bytearray"
+_BYTEARRAY_GLOBAL = b"bytearray"
 
 
 def load_pickle(path: Path, what: str, safe: Sequence[type] = ()) -> Mapping[str, Any]:
@@ -62,12 +61,12 @@ def _check_archive(path: Path) -> None:
                 f"{packed[0]!r} in it is compressed, which torch.save never does: it may unpack to "
                 "any size"
             )
-        # Entries that overlap would make much of little.
+        # Overlapping entries would make a large tensor of a small file.
         total = sum(entry.file_size for entry in entries)
         if total > size:
             raise ValueError(f"its entries claim {total} bytes, the file has {size}")
         for entry in entries:
-            if entry.filename.endswith("data.pkl") and _FILLS_MEMORY in archive.read(entry):
+            if entry.filename.endswith("data.pkl") and _BYTEARRAY_GLOBAL in archive.read(entry):
                 raise ValueError("its pickle makes a bytearray")
 
 

@@ -99,7 +99,7 @@ def save_unigram(
 
 
 def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCounts:
-    """Reads counts from safetensors of ours, or a released `.pt` (weights only) or `.npz` file.
+    """Reads counts from our safetensors, or a released `.pt` (weights only) or `.npz` file.
 
     Args:
         path: the file.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import (
-    LARGEST_SIZE,
+    MAX_SIZE,
     config_values,
     is_positive,
     is_size,
@@ -56,7 +56,7 @@ class LongSpecConfig:
             "draft_vocab_size",
         ):
             value = getattr(self, name)
-            _require(is_size(value), name, value, f"an integer from 1 to {LARGEST_SIZE}")
+            _require(is_size(value), name, value, f"an integer from 1 to {MAX_SIZE}")
         check_window("draft head config: window_size", self.window_size)
         _require(
             self.num_attention_heads % self.num_key_value_heads == 0,

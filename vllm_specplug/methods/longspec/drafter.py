@@ -229,5 +229,6 @@ class LongSpecDrafter(Drafter):
 
 def _joined(*linears: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
     weight = torch.cat([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears]
-    return weight, None if biases[0] is None else torch.cat(biases)
+    if linears[0].bias is None:
+        return weight, None
+    return weight, torch.cat([linear.bias for linear in linears])

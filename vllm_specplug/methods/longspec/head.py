@@ -13,6 +13,7 @@ whole memory is a window of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,7 +81,7 @@ class LongSpecHead(nn.Module):
         self.cross_attn = _CrossAttention(config)
         self.post_cross_attention_layernorm = RMSNorm(*norm)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
-        self.norm = RMSNorm(*norm) if config.final_norm else nn.Identity()
+        self.norm: Any = RMSNorm(*norm) if config.final_norm else nn.Identity()
         # No buffer: a head made on the meta device still has it.
         self.inverse_frequencies = inverse_frequencies(config)
 

@@ -10,4 +10,5 @@ METHOD = Method(
     drafter="vllm_specplug.methods.ngram_tree.drafter:NgramTreeDrafter",
     needs_head=False,
     presets={"smollm2": {}},
+    plot_colors={"ngram_tree": "#e0a526"},
 )

@@ -4,7 +4,7 @@
 A step of a drafting source takes its draft, the verification and all that lies between; how many
 tokens it yields depends on the text. Both are measured while serving, so that nothing has to be
 known of the machine or the context: the source with the best rate is used, and the others are
-tried again for a few steps, the less often the more often and the more clearly they lost.
+tried again for a few steps, less often the more often and the more clearly they lost.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 # Weight of the past in the running averages.
 _DECAY = 0.9
-# Steps of one trial. The first ones pay for what a change of source costs and are not counted.
+# Steps of one trial. The first ones include the cost of changing the source and are not counted.
 _TRIAL_STEPS = 8
 _UNCOUNTED_STEPS = 2
 _FIRST_INTERVAL = 48
 _LONGEST_INTERVAL = 512
 # Below this share of the winner's rate a trial is lost clearly, as that of a draft forward is while
 # verification costs as little as decoding; the next one then waits twice as long.
-_CLEAR = 0.75
+_GIVE_UP_SHARE = 0.75
 
 
 @dataclass
@@ -93,7 +93,7 @@ class SourceChooser:
             loser, self.best = self.best, tried
             self.rates[loser].interval = _FIRST_INTERVAL
         lost = self.rates[loser]
-        if lost.rate < _CLEAR * self.rates[self.best].rate:
+        if lost.rate < _GIVE_UP_SHARE * self.rates[self.best].rate:
             lost.interval = min(2 * lost.interval, _LONGEST_INTERVAL)
         lost.due = self._steps + lost.interval
         lost.interval = min(2 * lost.interval, _LONGEST_INTERVAL)

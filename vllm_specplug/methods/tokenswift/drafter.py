@@ -159,7 +159,7 @@ class TokenSwiftDrafter(Drafter):
         same = len(grown) == len(requests) == len(self._drafted)
         if len(self.chooser.sources) > 1 and grown and self._began is not None:
             (elapsed_ms,) = self.share([1e3 * (now - self._began)])
-            # Requests that came or went say nothing of a step's pace.
+            # A step whose requests changed says nothing about the pace.
             if same:
                 self.chooser.observe(sum(grown) / len(grown), elapsed_ms)
 

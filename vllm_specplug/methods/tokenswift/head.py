@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vllm_specplug.drafting.checkpoint_files import (
-    LARGEST_SIZE,
+    MAX_SIZE,
     check_tensors,
     draft_token_ids,
     is_positive,
@@ -79,7 +79,7 @@ class TokenSwiftConfig:
             medusa_heads=data["medusa_heads"],
             rms_norm_eps=data.get("rms_norm_eps", 1e-6),
         )
-        sizes = f"an integer from 1 to {LARGEST_SIZE}"
+        sizes = f"an integer from 1 to {MAX_SIZE}"
         for name, test, legal in (
             ("hidden_size", is_size, sizes),
             ("vocab_size", is_size, sizes),
@@ -115,7 +115,10 @@ class TokenSwiftHeads(nn.Module):
     def __init__(self, config: TokenSwiftConfig) -> None:
         super().__init__()
         self.config = config
-        self.medusa_layers = nn.ModuleList(ResidualHead(config) for _ in range(config.medusa_heads))
+        # Any: torch types what a list holds as plain modules.
+        self.medusa_layers: Any = nn.ModuleList(
+            ResidualHead(config) for _ in range(config.medusa_heads)
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """h_0 [T, H] -> what each head gives the LM head, [K, T, H]."""

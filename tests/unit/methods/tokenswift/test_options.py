@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of method tokenswift: what is refused, and with which words."""
+"""Options of method tokenswift: what is refused, with which message."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def run_blocks(head: BlockHead, batch: BlockBatch, embed_tokens: torch.Tensor) -
         return torch.cat(
             [
                 block_attention(
-                    *tensors,
+                    *tensors,  # type: ignore[misc]  # five of them
                     segment.context_mask,
                     block_size=size,
                     scale=config.attention_scale,

@@ -65,7 +65,7 @@ def draft_sequences(
     """One draft forward at every anchor of every sequence; those without an anchor are left out.
 
     Args:
-        candidates: tokens kept a slot; 0: the whole draft vocabulary.
+        candidates: tokens kept per slot; 0: the whole draft vocabulary.
     """
     depth = head.config.num_draft_tokens
     device = tables.embed_tokens.device

@@ -56,11 +56,11 @@ def evaluate(
         run.add_backbone(sizes, builders.split(","), tree_width)
         if local_head:
             tables = run.local_tables(local_head, unigram, anchor_input)
-            weights = [
+            alphas, betas = (
                 [common.parse_number(float, name, v) for v in text.split(",")]
                 for name, text in (("alpha", alpha), ("beta", beta))
-            ]
-            run.add_local(tables, *weights, sizes, tree_width)
+            )
+            run.add_local(tables, alphas, betas, sizes, tree_width)
     report = run.report
     policies = list(report.total)
     lines = [["data", *policies], ["all", *(f"{v:.2f}" for v in report.lengths().values())]]

@@ -38,7 +38,7 @@ class Evaluation:
     """A backbone with its drafts at every anchor of a feature folder, computed once; policies are
     added one by one and counted into `report`.
 
-    `sequences` above 0 takes so many, spread over the folder; `candidates` tokens of each slot are
+    `sequences` above 0 takes as many, spread over the folder; `candidates` tokens of each slot are
     kept (0: all), which is also what a local head scores. `drafted` are those of an earlier one
     with the same arguments.
 

@@ -21,8 +21,8 @@ from vllm_specplug.methods.block.train.trainer import BlockTrainer, TrainOptions
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.loop import (
     Log,
+    LoopOptions,
     OnStep,
-    Rhythm,
     head_identity,
     progress_facts,
     rounded,
@@ -38,8 +38,8 @@ DEFAULT_NUM_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_DRAFT_VOCAB_SIZE = 2, 8, 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(Rhythm):
-    """Folders, shape and rhythm of a block head's run.
+class RunOptions(LoopOptions):
+    """Folders, shape and loop options of a block head's run.
 
     A shape of 0 stands for that of the head in `init_from`, without one for 2 layers, the
     target's MLP width, blocks of 8 slots, 8,192 draft tokens.
@@ -132,7 +132,7 @@ def train_block_head(
         init_facts = setup.get("init_from", TARGET_LAYERS)
     else:
         initial, initial_ids = load_initial(run, weights, tables, store)
-        shape = initial and initial.config
+        shape = None if initial is None else initial.config
         ids, coverage = _draft_ids(run, store, weights, initial_ids)
         init_facts = head_identity(run.init_from) if run.init_from else TARGET_LAYERS
     config = wanted_config(run, weights.config, store, len(ids), shape)

@@ -77,6 +77,7 @@ class Drafting(nn.Module):
     def __init__(self, head: BlockHead, embed_tokens: torch.Tensor):
         super().__init__()
         self.head = head
+        self.embed_tokens: torch.Tensor
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
 
     def forward(self, batch: BlockBatch) -> torch.Tensor:
@@ -190,9 +191,7 @@ def compile_head(head: BlockHead) -> None:
     """Fuses the elementwise work around the GEMMs with torch.compile (dynamic shapes)."""
     compiled: Callable[..., Any] = torch.compile
     for layer in head.layers:
-        layer.project = compiled(layer.project, dynamic=True)  # type: ignore[method-assign]
-        layer.finish = compiled(layer.finish, dynamic=True)  # type: ignore[method-assign]
-        layer.self_attn.key_value = compiled(  # type: ignore[method-assign]
-            layer.self_attn.key_value, dynamic=True
-        )
+        layer.project = compiled(layer.project, dynamic=True)
+        layer.finish = compiled(layer.finish, dynamic=True)
+        layer.self_attn.key_value = compiled(layer.self_attn.key_value, dynamic=True)
     head.context_features = compiled(head.context_features, dynamic=True)  # type: ignore

@@ -30,11 +30,11 @@ class LocalBatch:
         return weights / weights.sum()
 
 
-def local_anchors(sequence: TextSequence, most: int, generator: torch.Generator) -> torch.Tensor:
-    """At most `most` random anchors, int64 ascending: positions that are supervised and whose next
+def local_anchors(sequence: TextSequence, limit: int, generator: torch.Generator) -> torch.Tensor:
+    """At most `limit` random anchors, int64 ascending: positions that are supervised and whose next
     token is too."""
     legal = torch.arange(sequence.prompt_len, len(sequence.tokens) - 1)
-    return random_subset(legal, most, generator)
+    return random_subset(legal, limit, generator)
 
 
 def pack_local(

@@ -23,8 +23,8 @@ from vllm_specplug.methods.dels.train.trainer import LocalOptions, LocalTrainer
 from vllm_specplug.methods.dels.unigram import UnigramCounts
 from vllm_specplug.train.loop import (
     Log,
+    LoopOptions,
     OnStep,
-    Rhythm,
     head_identity,
     progress_facts,
     rounded,
@@ -40,8 +40,8 @@ KINDS = ("gru", "markov")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalRunOptions(Rhythm):
-    """Folders, shape and rhythm of a local head's run.
+class LocalRunOptions(LoopOptions):
+    """Folders, shape and loop options of a local head's run.
 
     `data` and `heldout` hold answers or features. With a `backbone` only the tokens it drafts are
     scored in training, and its acceptance is measured where `heldout` holds features. The prior

@@ -27,8 +27,8 @@ from vllm_specplug.train.trainer import StepLoss, Trainer
 class LocalOptions(Recipe):
     """Recipe of a local head's run.
 
-    `vocab_per_step` above 0 trains each step on so many tokens of the vocabulary, half of them the
-    most frequent, the others drawn anew: the softmax, and the target's, is taken among them.
+    `vocab_per_step` above 0 trains each step on as many vocabulary tokens, half of them the
+    most frequent, the others drawn at random: the softmax, and the target's, is taken among them.
     """
 
     loss: str = "sft"
@@ -53,6 +53,7 @@ class Scoring(nn.Module):
     def __init__(self, head: LocalHead, embed_tokens: torch.Tensor):
         super().__init__()
         self.head = head
+        self.embed_tokens: torch.Tensor
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -213,17 +213,17 @@ def train(
     given: dict[str, Any] = {**locals(), **shared}
     from vllm_specplug.methods.longspec.train.run import LongSpecRun, train_longspec
     from vllm_specplug.methods.longspec.train.trainer import STAGES, LongSpecRecipe
-    from vllm_specplug.train.loop import Rhythm
+    from vllm_specplug.train.loop import LoopOptions
 
     with common.friendly_errors():
         if stage and stage not in STAGES:
             raise ValueError(f"--stage {stage!r}, legal: {', '.join(STAGES)}; choose one of them")
         run = common.from_options(LongSpecRun, given)
         options = common.from_options(LongSpecRecipe, {**given, **STAGES.get(stage, {})})
-        rhythm = common.from_options(Rhythm, given)
+        loop = common.from_options(LoopOptions, given)
         common.train_with_progress(
             options.total_steps,
-            lambda log, on_step: train_longspec(run, options, rhythm, log, on_step),
+            lambda log, on_step: train_longspec(run, options, loop, log, on_step),
         )
 
 

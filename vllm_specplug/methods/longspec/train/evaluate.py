@@ -115,7 +115,7 @@ class SequenceDrafter:
 
 
 def _ancestors(parents: Sequence[int]) -> torch.Tensor:
-    """bool [n, n] of anchor and rows: who attends whom."""
+    """bool [n, n] of anchor and rows: which row attends which."""
     mask = torch.eye(len(parents) + 1, dtype=torch.bool)
     for row, parent in enumerate(parents, start=1):
         mask[row] |= mask[parent + 1]
@@ -132,7 +132,7 @@ def evaluate_longspec(
     max_rounds: int = 64,
     on_sequence: Callable[[int], None] | None = None,
 ) -> AcceptanceReport:
-    """Acceptance by policy, over at most `max_rounds` rounds a sequence."""
+    """Acceptance by policy, over at most `max_rounds` rounds per sequence."""
     report = AcceptanceReport()
     for index, sequence in enumerate(sequences):
         drafter = SequenceDrafter(head, sequence, embed_tokens, lm_head, target_ids)

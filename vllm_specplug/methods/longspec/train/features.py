@@ -2,7 +2,7 @@
 """What LongSpec trains on: the target's last-layer keys and values, and its final states.
 
 A shard is one of `train.features` whose `aux` holds [keys | values] of the target's last layer,
-2 * Hkv * Dh values a token, keys rotated as they lie in a serving cache. Its meta says the position
+2 * Hkv * Dh values per token, keys rotated as in a serving cache. Its meta says the position
 offset of every sequence.
 
 Anchor-offset indices (arXiv 2502.17421, section 3.2): the first `keep` tokens of a sequence have
@@ -131,7 +131,7 @@ def forward_kv(
     for row, (sequence, (keep, offset)) in enumerate(zip(tokens, offsets, strict=True)):
         ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
         positions[row] = torch.from_numpy(offset_positions(width, keep, offset))
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=getattr(model, "config", None))
     # With a mask given, a jump in the positions is not taken for the start of another sequence.
     output = getattr(model, "model", model)(
         input_ids=ids.to(device),

@@ -24,8 +24,8 @@ from vllm_specplug.methods.longspec.train.trainer import (
 )
 from vllm_specplug.train.loop import (
     Log,
+    LoopOptions,
     OnStep,
-    Rhythm,
     head_identity,
     progress_facts,
     rounded,
@@ -71,14 +71,14 @@ def vocabulary_of(folder: str) -> torch.Tensor:
 def train_longspec(
     run: LongSpecRun,
     options: LongSpecRecipe,
-    rhythm: Rhythm,
+    loop: LoopOptions,
     log: Log = print,
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """Trains and writes into `rhythm.out`: `state.pt` to resume and `head/` (config.json,
+    """Trains and writes into `loop.out`: `state.pt` to resume and `head/` (config.json,
     model.safetensors, provenance.json). Returns the provenance facts."""
     check_window("window_size", run.window_size)
-    rhythm.refuse_overwriting()
+    loop.refuse_overwriting()
     accelerator = Accelerator(mixed_precision="bf16")
     store, heldout = KVFeatureStore(run.features), KVFeatureStore(run.heldout)
     weights = TargetWeights(run.target)
@@ -113,8 +113,8 @@ def train_longspec(
         target_ids=ids,
         accelerator=accelerator,
     )
-    if rhythm.resume:
-        trainer.resume(rhythm.out)
+    if loop.resume:
+        trainer.resume(loop.out)
     count = sum(p.numel() for p in head.parameters())
     log(
         f"{len(store)} sequences, {store.num_answer_tokens} supervised tokens, "
@@ -154,9 +154,9 @@ def train_longspec(
         log(f"step {trainer.step}: mean acceptance length {lengths}")
         # A draft vocabulary that is the whole one needs no map.
         whole = len(ids) == vocab_size
-        folder = Path(rhythm.out) / "head"
+        folder = Path(loop.out) / "head"
         save_longspec_head(folder, averaged, target_ids=None if whole else ids)
         write_provenance(folder, facts)
 
-    run_loop(trainer, rhythm, export, log, on_step)
+    run_loop(trainer, loop, export, log, on_step)
     return facts

@@ -85,7 +85,7 @@ class PackedSequences:
 
     def to(self, device: torch.device) -> PackedSequences:
         """The same on another device."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value
             for name, value in vars(self).items()
         }
@@ -98,7 +98,7 @@ def pack(
     """Joins sequences; row t of a sequence is supervised from the last prompt token on.
 
     The rows are filled up to a `multiple` by a sequence of zeros that is not supervised: matrix
-    libraries prepare and keep code for every number of rows they meet.
+    libraries compile and keep kernels for every number of rows.
     """
     rows, labels, start = [], [], 0
     for sequence in sequences:
@@ -188,7 +188,7 @@ def run_packed(
 
     def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         parts = zip(*(x.split(batch.lengths) for x in (q, k, v)), strict=True)
-        return torch.cat([window_attention(*part, window) for part in parts])
+        return torch.cat([window_attention(pq, pk, pv, window) for pq, pk, pv in parts])
 
     def cross_attend(q: torch.Tensor) -> torch.Tensor:
         parts = zip(
@@ -211,6 +211,7 @@ class _Drafting(nn.Module):
         super().__init__()
         self.head = head
         self.checkpointing = checkpointing
+        self.embed_tokens: torch.Tensor
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
 
     def forward(self, batch: PackedSequences) -> torch.Tensor:
@@ -291,7 +292,7 @@ def init_longspec_from_target(head: LongSpecHead, weights: TargetWeights) -> Non
     """Starts the layer as the target's last layer: its attention serves for both attentions, its
     norms and MLP are copied, and the final norm where the head has one.
 
-    The queries of the cross-attention so begin as queries made for the very keys they will read.
+    So the cross-attention's queries begin as queries made for the very keys they will read.
     The self-attention's output starts at a tenth: its keys come from raw embeddings, which the
     target's last layer never sees.
     """

@@ -28,16 +28,16 @@ def train(
     """Trains TokenSwift heads; the target stays frozen."""
     from vllm_specplug.methods.tokenswift.train.run import TokenSwiftRun, train_tokenswift
     from vllm_specplug.methods.tokenswift.train.trainer import TokenSwiftRecipe
-    from vllm_specplug.train.loop import Rhythm
+    from vllm_specplug.train.loop import LoopOptions
 
     given: dict[str, Any] = {**locals(), **shared}
     with common.friendly_errors():
         run = common.from_options(TokenSwiftRun, given)
         options = common.from_options(TokenSwiftRecipe, given)
-        rhythm = common.from_options(Rhythm, given)
+        loop = common.from_options(LoopOptions, given)
         common.train_with_progress(
             options.total_steps,
-            lambda log, on_step: train_tokenswift(run, options, rhythm, log, on_step),
+            lambda log, on_step: train_tokenswift(run, options, loop, log, on_step),
         )
 
 

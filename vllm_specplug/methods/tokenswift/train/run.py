@@ -20,7 +20,7 @@ from vllm_specplug.methods.tokenswift.train.trainer import (
     new_heads,
 )
 from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.loop import Log, OnStep, Rhythm, progress_facts, run_loop
+from vllm_specplug.train.loop import Log, LoopOptions, OnStep, progress_facts, run_loop
 from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.provenance import write_provenance
 from vllm_specplug.train.target import TargetWeights
@@ -42,13 +42,13 @@ class TokenSwiftRun:
 def train_tokenswift(
     run: TokenSwiftRun,
     options: TokenSwiftRecipe,
-    rhythm: Rhythm,
+    loop: LoopOptions,
     log: Log = print,
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """Trains and writes into `rhythm.out`: `state.pt` to resume and `head/` (config.json,
+    """Trains and writes into `loop.out`: `state.pt` to resume and `head/` (config.json,
     model.safetensors, provenance.json). Returns the provenance facts."""
-    rhythm.refuse_overwriting()
+    loop.refuse_overwriting()
     store, held_store = FeatureStore(run.features), FeatureStore(run.heldout)
     weights = TargetWeights(run.target)
     config, tables = weights.config, weights.tables()
@@ -77,8 +77,8 @@ def train_tokenswift(
         draft_of=draft_of,
         accelerator=Accelerator(mixed_precision="bf16"),
     )
-    if rhythm.resume:
-        trainer.resume(rhythm.out)
+    if loop.resume:
+        trainer.resume(loop.out)
     held = evenly_spread(held_store, run.eval_sequences)
     facts: dict[str, Any] = {}
 
@@ -103,8 +103,8 @@ def train_tokenswift(
                 "heldout": {"sequences": len(held), "mean_acceptance_length": lengths},
             }
         )
-        save_heads(Path(rhythm.out) / "head", averaged, target_ids=ids if size < vocab else None)
-        write_provenance(Path(rhythm.out) / "head", facts)
+        save_heads(Path(loop.out) / "head", averaged, target_ids=ids if size < vocab else None)
+        write_provenance(Path(loop.out) / "head", facts)
 
-    run_loop(trainer, rhythm, export, log, on_step)
+    run_loop(trainer, loop, export, log, on_step)
     return facts

@@ -35,7 +35,7 @@ from vllm_specplug.methods.longspec.train.trainer import (
     window_attention,
 )
 from vllm_specplug.train.features import TokenSequence
-from vllm_specplug.train.loop import Rhythm
+from vllm_specplug.train.loop import LoopOptions
 
 VOCAB = 40
 
@@ -281,12 +281,14 @@ def test_a_run_learns_exports_and_continues_as_the_next_stage(
         optimizer="adamw", adam_learning_rate=1e-2, tokens_per_step=100, total_steps=6,
         warmup_steps=1, ema_decay=0.0,
     )  # fmt: skip
-    facts = train_longspec(run, recipe, Rhythm(str(tmp_path / "a"), eval_every=6, save_every=3))
+    facts = train_longspec(
+        run, recipe, LoopOptions(str(tmp_path / "a"), eval_every=6, save_every=3)
+    )
     head, extras = load_longspec_head(tmp_path / "a" / "head", LlamaConfig.from_pretrained(target))
     assert extras.target_ids is not None and len(extras.target_ids) == 30
     assert facts["progress"]["step"] == 6 and facts["init_from"] is None
     with pytest.raises(ValueError, match="--resume"):
-        train_longspec(run, recipe, Rhythm(str(tmp_path / "a")))
+        train_longspec(run, recipe, LoopOptions(str(tmp_path / "a")))
     second = LongSpecRun(
         str(target), str(features), str(features), init_from=str(tmp_path / "a" / "head"),
         eval_sequences=3,
@@ -295,7 +297,7 @@ def test_a_run_learns_exports_and_continues_as_the_next_stage(
         optimizer="adamw", adam_learning_rate=1e-9, tokens_per_step=100, total_steps=1,
         gradient_checkpointing=True, ema_decay=0.0,
     )  # fmt: skip
-    facts = train_longspec(second, recipe, Rhythm(str(tmp_path / "b"), eval_every=1))
+    facts = train_longspec(second, recipe, LoopOptions(str(tmp_path / "b"), eval_every=1))
     again, _ = load_longspec_head(tmp_path / "b" / "head", LlamaConfig.from_pretrained(target))
     assert facts["init_from"]["name"] == "head"
     for name, tensor in head.state_dict().items():

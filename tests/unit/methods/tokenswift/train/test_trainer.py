@@ -21,7 +21,7 @@ from vllm_specplug.methods.tokenswift.train.trainer import (
     training_rows,
 )
 from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.loop import Rhythm
+from vllm_specplug.train.loop import LoopOptions
 from vllm_specplug.train.target import TargetWeights
 
 VOCAB, HIDDEN, LAYERS = 64, 32, 3
@@ -102,7 +102,7 @@ def test_a_run_exports_heads_that_load(target_folder, feature_folders, tmp_path)
     run = TokenSwiftRun(str(target_folder), str(train), str(held), draft_vocab_size=40)
     recipe = TokenSwiftRecipe(tokens_per_step=40, learning_rate=0.05, total_steps=25)
     logs: list[str] = []
-    facts = train_tokenswift(run, recipe, Rhythm(str(tmp_path)), logs.append)
+    facts = train_tokenswift(run, recipe, LoopOptions(str(tmp_path)), logs.append)
     heads, target_ids = load_heads(
         tmp_path / "head", json.loads((target_folder / "config.json").read_text())
     )
@@ -124,7 +124,7 @@ def test_a_run_exports_heads_that_load(target_folder, feature_folders, tmp_path)
     assert lengths["self/16"] > lengths["heads/16"]
     assert lengths["self/16"] > 1.7
     with pytest.raises(ValueError, match="exists; pass --resume"):
-        train_tokenswift(run, recipe, Rhythm(str(tmp_path)))
+        train_tokenswift(run, recipe, LoopOptions(str(tmp_path)))
 
 
 def test_features_without_the_last_layer_are_refused(feature_folders) -> None:
