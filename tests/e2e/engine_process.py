@@ -32,7 +32,7 @@ def _sabotage(name: str) -> None:
 
         rng = random.Random(0)
 
-        def biased(trees: Any, root_rows: Any, sample: Any) -> Any:
+        def biased(trees: Any, root_rows: Any, sample: Any, *rest: Any) -> Any:
             # A sample that no child holds is now and then replaced by the first child.
             def lenient(rows: Any, live: Any) -> Any:
                 tokens = list(sample(rows, live))
@@ -45,14 +45,14 @@ def _sabotage(name: str) -> None:
                         tokens[i] = int(tree.token_ids[children[0]])
                 return tokens
 
-            return walk_trees(trees, root_rows, lenient)
+            return walk_trees(trees, root_rows, lenient, *rest)
 
         target_sampler.walk_trees = biased
     elif name == "paths":
         import vllm_specplug.vllm_v1.target_sampler as target_sampler
         from vllm_specplug.accept import walk_trees
 
-        def per_path(trees: Any, root_rows: Any, sample: Any) -> Any:
+        def per_path(trees: Any, root_rows: Any, sample: Any, *rest: Any) -> Any:
             # TokenSwift's published rule: a node is drawn once for each path that shares it, and
             # any draw that the tree holds wins.
             shares = [Counter[int]() for _ in trees]
@@ -73,7 +73,7 @@ def _sabotage(name: str) -> None:
                             tokens[i] = others[i]
                 return tokens
 
-            return walk_trees(trees, root_rows, draw)
+            return walk_trees(trees, root_rows, draw, *rest)
 
         target_sampler.walk_trees = per_path
     else:
