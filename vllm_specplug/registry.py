@@ -80,6 +80,11 @@ def default_method() -> Method:
     return next(method for method in methods().values() if method.is_default)
 
 
+def headless_methods() -> list[str]:
+    """Names of the methods that need no draft head."""
+    return [name for name, method in methods().items() if not method.needs_head]
+
+
 def owners_of(option: str) -> list[str]:
     """Names of the methods that have the option beside the shared ones."""
     return [name for name, method in methods().items() if option in method.option_names()]

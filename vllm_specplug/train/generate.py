@@ -76,7 +76,7 @@ class VllmGenerator:
 
     def __call__(self, requests: Sequence[Request]) -> list[tuple[list[int], bool]]:
         """One (answer ids, finished) per request."""
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
 
         params = [
             SamplingParams(
@@ -87,7 +87,7 @@ class VllmGenerator:
             for r in requests
         ]
         outputs = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=list(r.prompt_ids)) for r in requests],
+            [{"prompt_token_ids": list(r.prompt_ids)} for r in requests],  # type: ignore[arg-type]
             params,
             use_tqdm=False,
         )
@@ -99,7 +99,7 @@ class VllmGenerator:
         self, prompts: Sequence[Prompt], temperature: float, max_tokens: int, seed: int
     ) -> list[str]:
         """Free text after each prompt; unfinished texts are cut at their last full sentence."""
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
 
         params = [
             SamplingParams(
@@ -112,7 +112,7 @@ class VllmGenerator:
             for i, p in enumerate(prompts)
         ]
         outputs = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=self.render(p)) for p in prompts],
+            [{"prompt_token_ids": self.render(p)} for p in prompts],  # type: ignore[arg-type]
             params,
             use_tqdm=False,
         )

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
-from vllm_specplug.registry import get_method, methods
+from vllm_specplug.registry import get_method, headless_methods
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_v1.linear import packed_linear
@@ -114,12 +114,11 @@ def vocabulary_tables(
     # Tied models have no LM head of their own, or one that shares the embedding's weight.
     for what, found in (("token embedding", inputs), ("LM head", outputs or inputs)):
         if len(found) != 1:
-            without = [name for name, other in methods().items() if not other.needs_head]
             raise ValueError(
                 f"Speculative method {method!r} needs the target's {what}, and "
                 f"{type(model).__name__} has {len(found)} unquantised ones of {vocab_size} tokens "
                 f"by hidden_size={hidden}; needed: exactly 1. Use another target, or a method "
-                f"without a head: {', '.join(without)}."
+                f"without a head: {', '.join(headless_methods())}."
             )
     return inputs[0], (outputs or inputs)[0]
 

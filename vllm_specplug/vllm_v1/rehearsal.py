@@ -14,6 +14,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
+from vllm_specplug.registry import headless_methods
 from vllm_specplug.vllm_v1.ranks import any_worker
 from vllm_specplug.vllm_v1.target_sampler import MAX_ELEMENTS_AT_ONCE, TargetSampler
 
@@ -72,7 +73,7 @@ def warm_up_draft(runner: Any) -> None:
             reason = f"{type(failure).__name__}: {failure}"
         raise RuntimeError(
             f"The draft head cannot draft on this device: {reason}. It would fail while serving; "
-            "use another head, or method 'ngram_tree', which has none."
+            f"use another head, or a method without one: {', '.join(headless_methods())}."
         ) from failure
 
 

@@ -283,7 +283,7 @@ def test_a_mixture_of_experts_in_replicas_takes_no_draft_forwards_of_one_replica
     if replicas == 1 or source in ("heads", "ngrams"):
         made = _config(other, spec, data_parallel_size=replicas)
         assert made.model_config.is_moe
-        assert made.speculative_config.self_draft.source == source
+        assert made.speculative_config.plan.settings.source == source
         return
     with pytest.raises(ValueError, match=f"draft_source='{source}'.*data_parallel_size=2"):
         _config(other, spec, data_parallel_size=replicas)

@@ -18,16 +18,16 @@ from typing import Any
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-from tests.unit.vllm_v1.test_calibration import _Runner
+from tests.unit.vllm_v1.sleeping_runner import SleepingRunner
 from vllm_specplug.vllm_v1.rehearsal import warm_up_draft
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 
 TIMEOUT = timedelta(seconds=90)
 
 
-class Worker(TreeRunnerMixin, _Runner):
+class Worker(TreeRunnerMixin, SleepingRunner):
     def __init__(self) -> None:
-        _Runner.__init__(self)
+        SleepingRunner.__init__(self)
         self.planner = SimpleNamespace(  # type: ignore[assignment]
             is_adaptive=True, adaptive=None, row_budget=SimpleNamespace(max_step_rows=64)
         )
