@@ -215,7 +215,7 @@ def check_drafts_whose_parents_got_lost() -> None:
     """vLLM then walks the flat list and fills its own masks, which no branching tree may use."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    engines = pair(speculative={"num_speculative_tokens": 12, "tree_budget": 12})
+    engines = pair()
     ours = Scheduler.update_draft_token_ids
     Scheduler.update_draft_token_ids = ours.__wrapped__
     try:

@@ -205,9 +205,10 @@ class PagedTrees:
         assert not actual.isnan().any(), "an unused slot was read"
         error = (actual - expected).abs().max().item()
         torch_error = (self.same_precision().double() - expected).abs().max().item()
-        # One unit of rounding of the largest output, besides what torch itself is off.
+        # Two units of rounding of the largest output, besides what torch itself is off: with few
+        # rows that can be next to nothing by chance.
         unit = torch.finfo(self.layout.dtype).eps * expected.abs().max().item()
-        assert error <= 2 * torch_error + unit, f"off by {error}, torch by {torch_error}"
+        assert error <= 2 * torch_error + 2 * unit, f"off by {error}, torch by {torch_error}"
         for start, n in zip(self.row_start, self.rows, strict=True):
             output[start : start + n] = 7.0
         assert torch.equal(output, untouched), "a row of no tree was written"

@@ -14,9 +14,10 @@ import torch
 
 from tests.e2e.tiny import HIDDEN, make_head
 from tests.kernels.paged import random_parents
-from vllm_specplug.drafting import block_head
 from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.tree import DraftTree
 
@@ -110,7 +111,8 @@ class Served:
         self.table = torch.zeros(REQUESTS, -(-CONTEXT // PAGE), dtype=torch.int32)
         options = DrafterOptions(
             head_path=str(make_head(folder, VOCAB)), num_nodes=nodes, tree_depth=4, max_depth=8,
-            tree_width=4, tree_builder="best_first", hybrid_lambda=0.1, causal=None, ngram_topk=0,
+            tree_width=4, tree_builder="best_first", hybrid_lambda=0.1,
+            settings=BlockSettings(None), ngram_topk=0,
             max_model_len=CONTEXT,
         )  # fmt: skip
         self.drafter = JetSpecDrafter(options)

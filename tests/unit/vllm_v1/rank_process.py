@@ -100,9 +100,11 @@ class Runner(TreeRunnerMixin):
             req_ids=ids,
             num_tokens_no_spec=np.full(NUM_REQUESTS, 11),
             token_ids_cpu=np.ones((NUM_REQUESTS, 16), np.int64),
+            is_token_ids=np.ones((NUM_REQUESTS, 16), bool),
             logitsprocs=SimpleNamespace(non_argmax_invariant=[]),
         )
         self.max_model_len, self.max_num_tokens = 512, 512
+        self.enable_prompt_embeds = False
 
 
 def as_lists(tree: DraftTree) -> list[list[float]]:

@@ -18,14 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.e2e.tiny import HIDDEN, make_head
-from vllm_specplug.drafting import block_head
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
     DrafterOptions,
     DraftRequests,
     TargetWeights,
 )
+from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v1.target_sampler import TargetSampler
@@ -97,7 +98,8 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(GPUModelRunner, "_sync_device", lambda self: None)
     options = DrafterOptions(
         head_path=str(make_head(tmp_path / "head", VOCAB)), num_nodes=NODES, tree_depth=DEPTH,
-        max_depth=NODES, tree_width=4, tree_builder="best_first", hybrid_lambda=0.1, causal=None,
+        max_depth=NODES, tree_width=4, tree_builder="best_first", hybrid_lambda=0.1,
+        settings=BlockSettings(None),
         ngram_topk=0, max_model_len=64,
     )  # fmt: skip
     drafter = JetSpecDrafter(options)

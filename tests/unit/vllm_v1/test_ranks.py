@@ -111,6 +111,7 @@ def _runner(**trees: DraftTree) -> TreeRunnerMixin:
 
     runner = object.__new__(TreeRunnerMixin)
     runner.proposed_trees = trees
+    runner.requests = {}
     runner.tree_metrics = SimpleNamespace(stats=StepStats())  # type: ignore[assignment]
     return runner
 
