@@ -205,7 +205,7 @@ class PagedTrees:
         assert not actual.isnan().any(), "an unused slot was read"
         error = (actual - expected).abs().max().item()
         torch_error = (self.same_precision().double() - expected).abs().max().item()
-        # Besides what torch itself is off, which with few rows can be next to nothing by chance: one
+        # Besides what torch itself is off, which with few rows can be nearly nothing by chance: one
         # unit of rounding of the largest output, and the random walk of a running sum in float32.
         largest = expected.abs().max().item()
         longest = max(context + n for (context, _), n in zip(self.trees, self.rows, strict=True))
