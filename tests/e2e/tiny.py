@@ -17,8 +17,8 @@ from vllm_specplug.methods.dels.unigram import save_unigram
 from vllm_specplug.methods.longspec.checkpoint import save_longspec_head
 from vllm_specplug.methods.longspec.config import LongSpecConfig
 from vllm_specplug.methods.longspec.head import LongSpecHead
+from vllm_specplug.testing.target import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, make_target
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 2, 1, 32
 # Ids 0, 1, ... of `make_tokenizer`; the second ends a text.
 SPECIAL_TOKENS = ("<s>", "</s>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 _CORPUS = (
@@ -26,48 +26,6 @@ _CORPUS = (
     "the quick brown fox jumps over the lazy dog and the other one is there",
     "1 2 3 10 20 30 100 200 300 4567 890 yes no maybe red green blue north south",
 )
-
-
-def make_target(
-    folder: Path,
-    vocab_size: int,
-    *,
-    num_layers: int = 2,
-    seed: int = 0,
-    num_heads: int = HEADS,
-    live_tokens: int | None = None,
-) -> Path:
-    """A random float32 Llama whose next-token distributions are peaked, not uniform.
-
-    `live_tokens`: only the first that many are likely; the rest pad the vocabulary.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=num_heads * HEAD_DIM,
-            intermediate_size=num_heads * 64,
-            num_hidden_layers=num_layers,
-            num_attention_heads=num_heads,
-            num_key_value_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            max_position_embeddings=512,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
-    ).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(2.5)
-        if live_tokens is not None:
-            model.lm_head.weight[:live_tokens] *= 4.0
-            model.lm_head.weight[live_tokens:] = 0.0
-    model.save_pretrained(folder)
-    return folder
 
 
 def make_other_target(
