@@ -237,7 +237,7 @@ def make_page(results: Results, record: dict[str, Any]) -> ResultPage:
             ["Method", *map(str, range(1, 8))],
             [[name, *(f"{v:.3f}" for v in row["reaching"])] for name, row in rows.items()],
             "By position",
-            ["Share of rounds that accept at least so many drafts."],
+            ["Share of rounds that accept at least this many drafts."],
         ),
         Section(
             ["Local head", "alpha", "beta", "anchor fed", "held-out", "backbone", "0.3/0.3"],

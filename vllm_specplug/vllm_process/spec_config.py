@@ -81,7 +81,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         own = () if method is None else method.option_names()
         for key in given:
             owners = owners_of(key)
-            if owners and key not in own:
+            # A stranger's method may not take an option away from vLLM's own methods.
+            if owners and key not in own and key not in _vllm_defaults():
                 raise option_error(
                     key,
                     given[key],

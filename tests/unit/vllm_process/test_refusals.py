@@ -114,6 +114,17 @@ def test_bad_options(target: Path, head: Path, options: dict[str, Any], message:
         _config(target, _jetspec(head, **options))
 
 
+def test_no_installed_method_takes_options_away_from_vllms_own(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_specplug.vllm_process import spec_config
+
+    owners = {"prompt_lookup_max": ["stranger"]}
+    monkeypatch.setattr(spec_config, "owners_of", lambda key: owners.get(key, []))
+    spec = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    assert _config(target, spec).speculative_config.method == "ngram"
+
+
 def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
     with pytest.raises(ValueError, match="tree_width=3 .*only the methods .*jetspec"):
         _config(
