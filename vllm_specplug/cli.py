@@ -138,9 +138,9 @@ def _speculative_config(
 
 
 def _needs_head(method: str) -> bool:
-    from vllm_specplug.registry import get_method
+    from vllm_specplug.registry import BY_HEAD, get_method
 
-    return get_method(method).needs_head
+    return method == BY_HEAD or get_method(method).needs_head
 
 
 @app.command("options")
@@ -218,10 +218,10 @@ def demo(
 
     raise_on_termination()
     console = Console()
-    from vllm_specplug.registry import default_method, method_names
+    from vllm_specplug.registry import default_method, legal_method_names
 
     method = method or default_method().name
-    legal = ("none", "ngram", *method_names())
+    legal = ("none", "ngram", *legal_method_names())
     if method not in legal:
         _fail(f"--method {method!r} is unknown; legal: {', '.join(legal)}.", 2)
     speculative: dict[str, Any] | None = None

@@ -21,6 +21,11 @@ def test_every_method_ships_a_preset_that_json_can_hold() -> None:
         json.dumps(config)
 
 
+def test_a_method_by_its_head_is_the_default_one() -> None:
+    config = speculative_config("smollm2", "tree")
+    assert config == {**speculative_config("smollm2", "jetspec"), "method": "tree"}
+
+
 def test_a_method_that_fuses_a_local_head_names_it() -> None:
     config = speculative_config("smollm2", "dels")
     assert Path(config["local_head"], "config.json").is_file()

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import (
+    WEIGHTS_NAME,
     check_tensors,
     draft_token_ids,
     read_safetensors,
-    shard_files,
+    weight_files,
     write_checkpoint,
 )
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OPTIONAL = ("mask_embedding", "d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
 
@@ -184,14 +183,7 @@ def read_tensors(
     With `headers_only` they are meta tensors: names and shapes, no data. `prefixes`: see
     `read_safetensors`.
     """
-    index = directory / INDEX_NAME
-    single = directory / WEIGHTS_NAME
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        files = shard_files(index)
-    else:
-        files = sorted(path for path in directory.glob("*.safetensors") if path.is_file())
+    files = weight_files(directory)
     pickles = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLE_SUFFIXES)
     if not files:
         if pickles:

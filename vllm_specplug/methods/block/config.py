@@ -35,8 +35,8 @@ _UNSUPPORTED_FLAGS = {
 # What trainers call heads that draft as this one does. Others share its tensors, names and shapes
 # alike, and mean other tokens by its slots: DeepSpec's Qwen3DSparkModel predicts from the anchor's
 # own slot on, so that each draft would be one place off.
-_ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
-_SPECULATORS_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
+ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
+SPECULATORS_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
 # Head size of a config that states none, where the model type has one of its own.
 _HEAD_DIMS = {"qwen3": 128}
 _MASK_ID_NAMES = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
@@ -340,15 +340,12 @@ def _layer_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _from_zlab(
     raw: Mapping[str, Any], num_target_layers: int | None, causal: bool | None
 ) -> BlockHeadConfig:
-    # Both containers are accepted; where both are there the method's own one wins key by key.
-    container: dict[str, Any] = {}
-    for name in reversed(_CONTAINERS):
-        container.update(raw.get(name) or {})
-    _check_architecture(raw, _ARCHITECTURES)
+    container = block_containers(raw)
+    _check_architecture(raw, ARCHITECTURES)
     shape = _layer_shape(raw)
     _refuse_unsupported(container, 0)
     if causal is None:
-        causal = _stated_mask(raw, container)
+        causal = _mask_of(raw, container)
     stated_layers = raw.get("num_target_layers")
     _require(
         None in (stated_layers, num_target_layers) or stated_layers == num_target_layers,
@@ -398,8 +395,18 @@ def _layer_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
-    """Whether the block is causal: as stated, else by the method that the config belongs to."""
+def block_containers(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The method's own part of a config. Both containers are accepted; where both are there
+    JetSpec's wins key by key."""
+    container: dict[str, Any] = {}
+    for name in reversed(_CONTAINERS):
+        container.update(raw.get(name) or {})
+    return container
+
+
+def stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool | None:
+    """Whether the block is causal, by the config or the method that it belongs to; None where
+    neither says so."""
     for name, source in (
         ("is_causal", raw),
         ("causal_head", container),
@@ -412,19 +419,23 @@ def _stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
         if value is not None:
             _require(isinstance(value, bool), name, value, "true or false")
             return bool(value)
-    causal = raw.get("jetspec_config") is not None
-    logger.info(
-        "The head's config does not say whether its block is causal; taken as %s. Option `causal` "
-        "of the speculative config decides otherwise",
-        "causal, as JetSpec trains" if causal else "bidirectional, as DFlash trains",
-    )
-    return causal
+    return True if raw.get("jetspec_config") is not None else None
+
+
+def _mask_of(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
+    stated = stated_mask(raw, container)
+    if stated is None:
+        logger.info(
+            "The head's config does not say whether its block is causal; taken as bidirectional, "
+            "as DFlash trains. Option `causal` of the speculative config decides otherwise"
+        )
+    return bool(stated)
 
 
 def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadConfig:
     kind = raw.get("speculators_model_type")
     _require(kind == "dflash", "speculators_model_type", kind, "'dflash'")
-    _check_architecture(raw, _SPECULATORS_ARCHITECTURES)
+    _check_architecture(raw, SPECULATORS_ARCHITECTURES)
     shape = _layer_shape(_need(raw, "transformer_layer_config"))
     _refuse_unsupported(raw, 0)
     # `sliding_window_non_causal`, false by default, is about sliding-window layers alone, which are
