@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve --spec-method tree` over HTTP, which finds the method by the head: requests it serves,
-and those it refuses."""
+"""`vllm serve --spec-method tree` over HTTP, which finds the method by the head: what it serves and
+what it refuses."""
 
 from __future__ import annotations
 
