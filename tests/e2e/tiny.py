@@ -12,8 +12,8 @@ from vllm_specplug.methods.block.checkpoint import save_block_head
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.dels.checkpoint import save_local_head
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.dels.unigram import save_unigram
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.longspec.checkpoint import save_longspec_head
 from vllm_specplug.methods.longspec.config import LongSpecConfig
 from vllm_specplug.methods.longspec.head import LongSpecHead
