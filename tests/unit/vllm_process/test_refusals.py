@@ -145,6 +145,19 @@ def test_bad_options(target: Path, head: Path, options: dict[str, Any], message:
         _config(target, _jetspec(head, **options))
 
 
+def test_methods_leave_vllms_own_names_alone() -> None:
+    from typing import get_args
+
+    from vllm.config.speculative import SpeculativeMethod
+
+    from vllm_specplug.registry import legal_method_names
+
+    own = set(get_args(SpeculativeMethod))
+    nested = {name for part in own for name in get_args(part)} | own
+    assert {"ngram", "eagle3", "dspark"} <= nested
+    assert not nested & set(legal_method_names())
+
+
 def test_no_installed_method_takes_options_away_from_vllms_own(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
