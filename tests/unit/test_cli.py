@@ -48,6 +48,7 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
     for command in (
         "doctor",
         "demo",
+        "inspect",
         "target",
         "config",
         "data",
