@@ -111,14 +111,15 @@ def make_block_head(
     seed: int = 1,
     hidden: int = HIDDEN,
     anchor: bool = False,
+    windows: tuple[int | None, ...] = (None,),
 ) -> BlockHead:
-    """The same in memory; with `anchor` it samples from the anchor's slot."""
+    """The same in memory; with `anchor` it samples from the anchor's slot. A layer per window."""
     torch.manual_seed(seed)
     head = BlockHead(
         BlockHeadConfig(
             hidden_size=hidden,
             intermediate_size=128,
-            num_hidden_layers=1,
+            num_hidden_layers=len(windows),
             num_attention_heads=hidden // HEAD_DIM,
             num_key_value_heads=KV_HEADS,
             head_dim=HEAD_DIM,
@@ -129,6 +130,7 @@ def make_block_head(
             block_size=block_size,
             causal=causal,
             sample_from_anchor=anchor,
+            windows=windows if any(windows) else (),
             mask_token_id=2,
         )
     )
@@ -138,10 +140,12 @@ def make_block_head(
 
 
 def make_dspark_head(folder: Path, vocab_size: int, *, seed: int = 5, hidden: int = HIDDEN) -> Path:
-    """A random DSpark head for `make_target`'s model."""
+    """A random DSpark head for `make_target`'s model; one of its layers has a sliding window."""
     from vllm_specplug.methods.dspark_tree.checkpoint import save_dspark_head
 
-    block = make_block_head(vocab_size, causal=False, seed=seed, hidden=hidden, anchor=True)
+    block = make_block_head(
+        vocab_size, causal=False, seed=seed, hidden=hidden, anchor=True, windows=(24, None)
+    )
     w1, w2 = torch.randn(2, vocab_size, 16) * 0.5
     save_dspark_head(folder, block, w1, w2, dtype=torch.float32)
     return folder

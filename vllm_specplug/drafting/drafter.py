@@ -110,6 +110,8 @@ class DraftCacheSpec:
 
     num_kv_heads: int
     head_dim: int
+    window: int | None = None
+    """Sliding window: a row at position p sees positions p - window + 1 to p. None: all."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,14 @@ class DraftCache(Protocol):
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
 
-    def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> BlockAttention:
-        """Attention of `rows` block rows per request over its paged context and the block."""
+    def block_attention(
+        self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
+    ) -> BlockAttention:
+        """Attention of `rows` block rows per request over its paged context and the block.
+
+        Args:
+            causal: the mask inside the block, of all layers or of each.
+        """
 
 
 class BlockAttention(Protocol):

@@ -34,6 +34,8 @@ class Capability(StrEnum):
     """Outputs of chosen decoder layers for every committed token (`DraftPlan.hidden_layers`)."""
     CONTEXT_CACHE = "context_cache"
     """Keys and values of draft layers in vLLM's pages (`Drafter.cache_specs`)."""
+    CONTEXT_WINDOW = "context_window"
+    """Draft layers that see the last tokens of that context alone (`DraftCacheSpec.window`)."""
     WINDOW = "window"
     """Keys and values of each request's last tokens, in memory of constant size
     (`Drafter.window_spec`)."""
@@ -79,6 +81,8 @@ class DraftPlan:
     """Decoder layers of the target, from 0, whose outputs `Drafter.observe` is given."""
     target_forward_option: str | None = None
     """The option and its value, for messages, where drafts take forwards of the target itself."""
+    needs: frozenset[Capability] = frozenset()
+    """What this head needs beside what its method does."""
     settings: Any = None
     """The method's own options, resolved: `DrafterOptions.settings` of its drafter. Is pickled."""
 

@@ -89,12 +89,15 @@ def _served(target: str, config: dict[str, Any]) -> dict[str, Any]:
     install()
     from vllm.engine.arg_utils import EngineArgs
 
+    from vllm_specplug.vllm_process.spec_config import tree_config
+
     try:
         # A copy: vLLM writes into what it is given.
         engine = EngineArgs(model=target, speculative_config=dict(config)).create_engine_config()
     except Exception as error:
         return {"served": False, "reason": _first_message(error)}
-    spec = engine.speculative_config
+    spec = tree_config(engine)
+    assert spec is not None and spec.plan is not None
     return {
         "served": True,
         "reason": None,

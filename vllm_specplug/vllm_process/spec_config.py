@@ -161,7 +161,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
         device = "cuda" if current_platform.is_cuda() else current_platform.device_type
         method = get_method(str(self.plugin_method))
-        missing = sorted(method.needs - CAPABILITIES.get(device, frozenset()))
+        needs = method.needs | (self.plan.needs if self.plan else frozenset())
+        missing = sorted(needs - CAPABILITIES.get(device, frozenset()))
         if device not in WORKERS or missing:
             lacking = f" (it needs {', '.join(missing)})" if missing else ""
             raise ValueError(

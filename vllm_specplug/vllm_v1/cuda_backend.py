@@ -400,9 +400,11 @@ class CudaDraftCache:
             self.write_layer(key, value, kv_cache, slots)
 
     def block_attention(
-        self, requests: DraftRequests, rows: int, causal: bool
+        self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Attention of `rows` block rows per request over its paged context and the block."""
+        # Masks differ only beside sliding windows, which this device's adapter does not give.
+        assert isinstance(causal, bool), causal
         block = np.arange(-1, rows - 1, dtype=np.int32)
         metadata = self.buffers.fill(
             requests.req_indices,

@@ -7,7 +7,7 @@ blocks: prefix caching, preemption and memory accounting work without extra code
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm_specplug.drafting.drafter import DraftCacheSpec, DraftRequests
 from vllm_specplug.kernels import block_metadata, tree_attn
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
+from vllm_specplug.vllm_v1.windowed_blocks import WindowedBlocks
 
 
 class DraftKVLayer(AttentionLayerBase):
@@ -69,6 +70,7 @@ class PagedDraftCache:
         self.block_table = block_table
         self.scale = scale
         self.layout = cpu_kv_layout(layers[0].kv_cache)
+        self.windows = [layer.spec.window for layer in layers]
         self.caches = [self.layout.views(layer.kv_cache) for layer in layers]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -81,28 +83,46 @@ class PagedDraftCache:
             )
 
     def block_attention(
-        self, requests: DraftRequests, rows: int, causal: bool
+        self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Attention of `rows` block rows per request over its paged context and the block."""
-        metadata = block_metadata(
-            req_indices=requests.req_indices,
-            context_lens=requests.context_lens,
-            rows=rows,
-            causal=causal,
-            block_table=self.block_table(),
-        )
+        block_table = self.block_table()
+        masks = [causal] * len(self.caches) if isinstance(causal, bool) else list(causal)
+        metadata = {
+            mask: block_metadata(
+                req_indices=requests.req_indices,
+                context_lens=requests.context_lens,
+                rows=rows,
+                causal=mask,
+                block_table=block_table,
+            )
+            for mask in set(masks)
+        }
+        longest = max(requests.context_lens) + rows
+        windowed = {
+            (window, mask): WindowedBlocks(
+                requests, rows, mask, window, block_table, self.layout, self.scale
+            )
+            for window, mask in set(zip(self.windows, masks, strict=True))
+            if window is not None and longest > window
+        }
 
         def attend(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         ) -> torch.Tensor:
             key_cache, value_cache = self.caches[layer]
+            mask = masks[layer]
+            window = self.windows[layer]
+            sliding = None if window is None else windowed.get((window, mask))
+            if sliding is not None:
+                return sliding(query, key_cache, value_cache, key, value)
             output = torch.empty_like(query)
             tree_attn(
                 query,
                 key_cache,
                 value_cache,
                 output,
-                metadata,
+                metadata[mask],
                 self.scale,
                 self.layout,
                 tail_key=key,

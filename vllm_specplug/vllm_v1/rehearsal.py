@@ -142,7 +142,7 @@ class _NoCache:
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         pass
 
-    def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> Any:
+    def block_attention(self, requests: DraftRequests, rows: int, causal: Any) -> Any:
         return lambda layer, query, key, value: torch.zeros_like(
             query, memory_format=torch.contiguous_format
         )

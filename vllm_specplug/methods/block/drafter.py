@@ -64,8 +64,11 @@ class BlockHeadDrafter(Drafter):
         )
 
     def cache_specs(self) -> list[DraftCacheSpec]:
-        spec = DraftCacheSpec(self.config.num_key_value_heads, self.config.head_dim)
-        return [spec] * self.config.num_hidden_layers
+        config = self.config
+        return [
+            DraftCacheSpec(config.num_key_value_heads, config.head_dim, window)
+            for window in config.layer_windows
+        ]
 
     def observe(self, committed: CommittedTokens) -> None:
         rows = committed.rows
@@ -141,7 +144,8 @@ class BlockHeadDrafter(Drafter):
         num_reqs = len(requests)
         # A bidirectional block was trained whole; a causal one may stop at the last depth read.
         first = self.config.first_slot
-        rows = depth + first if self.config.causal else self.config.block_size
+        causal = self.config.layer_causal
+        rows = depth + first if all(causal) else self.config.block_size
         device = self.embed_tokens.device
         anchors, starts = device_tensor([requests.anchors, requests.context_lens], device)
         block = self.head.block_embeds(self.embed_tokens[anchors], rows)
@@ -149,7 +153,9 @@ class BlockHeadDrafter(Drafter):
         # Slots past the model's last position are never used: depths are capped before.
         positions = positions.clamp_(max=self.options.max_model_len - 1)
 
-        attend = self.cache.block_attention(requests, rows, self.config.causal)
+        attend = self.cache.block_attention(
+            requests, rows, causal[0] if len(set(causal)) == 1 else causal
+        )
         hidden = self.head(block.flatten(0, 1), positions.flatten(), attend)
         hidden = hidden.unflatten(0, (num_reqs, rows))[:, first : first + depth]
         # A piece at a time: logits of all requests would be the largest tensor of a step.

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vllm_specplug.methods.block.config import BlockHeadConfig
+from vllm_specplug.methods.block.rotary import Rotary
 
 __all__ = ["Attend", "BlockHead", "BlockHeadConfig"]
 
@@ -41,20 +42,22 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
-def rotary_cos_sin(
-    positions: torch.Tensor, head_dim: int, theta: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of the rotary angles of `positions` [T], each float32 [T, Dh/2]."""
-    inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = positions.to(torch.float32).unsqueeze(-1) * inverse.to(positions.device)
-    return angles.cos(), angles.sin()
+def rotary_cos_sin(positions: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of the rotary angles of `positions` [T], each float32 [T, Dh/2]; fewer columns
+    where only a part of a head is turned."""
+    frequencies, factor = rotary.frequencies()
+    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies.to(positions.device)
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the two halves of x [T, heads, Dh] by angles [T, Dh/2] (neox layout)."""
+    """Rotates the two halves of x [T, heads, Dh] by angles [T, Dh/2] (neox layout); with fewer
+    angles those of its first dimensions."""
     cos, sin = cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = 2 * cos.shape[-1]
+    first, second = x[..., :turned].chunk(2, dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*rotated, x[..., turned:]), dim=-1)
 
 
 class BlockAttention(nn.Module):
@@ -147,7 +150,7 @@ class BlockHead(nn.Module):
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin [T, Dh/2] of absolute positions [T]."""
-        return rotary_cos_sin(positions, self.config.head_dim, self.config.rope_theta)
+        return rotary_cos_sin(positions, self.config.rotary)
 
     def context_features(self, aux: torch.Tensor) -> torch.Tensor:
         """Outputs of `target_layer_ids` concatenated in that order, [T, L*Ht] -> [T, H]."""

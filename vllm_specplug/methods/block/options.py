@@ -48,6 +48,7 @@ class BlockOptions(MethodOptions):
             head_path=str(path),
             hidden_layers=tuple(head.target_layer_ids),
             settings=self.settings(method, shared, target, head),
+            needs=frozenset({Capability.CONTEXT_WINDOW} if any(head.windows) else ()),
         )
 
     def inspect(self, path: Path, target: TargetInfo) -> BlockHeadConfig:

@@ -35,7 +35,11 @@ class DenseCache:
                 for old, new in ((self.keys, key), (self.values, value))
             )
             distance = torch.arange(n, n + rows)[:, None] - torch.arange(n + rows)
-            seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+            is_causal = causal if isinstance(causal, bool) else causal[layer]
+            seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+            window = None if self.windows is None else self.windows[layer]
+            if window is not None:
+                seen = seen & (distance < window)
             mixed = torch.nn.functional.scaled_dot_product_attention(
                 query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), seen
             )

@@ -173,6 +173,57 @@ SPECFORGE_DSPINE_QWEN3_8B = changed(
     is_causal=True,
     dspine_config={"transfer_rank": 1024, "message_size": 512, "top_k": 16},
 )
+# sgl-project/SpecForge 47344ea configs/kimi-k2.7-code-dflash.json
+SPECFORGE_DFLASH_KIMI = changed(
+    ZLAB_QWEN3_8B,
+    auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+    block_size=8,
+    dflash_config={"mask_token_id": 163838, "target_layer_ids": [1, 12, 24, 35, 47, 58]},
+    hidden_size=7168,
+    intermediate_size=18432,
+    layer_types=["full_attention"] * 6,
+    mask_token_id=163838,
+    max_position_embeddings=262144,
+    max_window_layers=6,
+    num_attention_heads=64,
+    num_hidden_layers=6,
+    num_target_layers=61,
+    rms_norm_eps=1e-05,
+    rope_scaling={
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 64.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "type": "yarn",
+    },
+    rope_theta=50000.0,
+    vocab_size=163840,
+)
+# Layers as vLLM 0.32 describes z-lab's gemma-4-31B head (model_executor/models/qwen3_dflash.py):
+# sliding ones, causal in the block, before one that sees all; the window is that of SpecForge's
+# configs/qwen3.6-27b-dflash2.json at 5943b2f.
+ZLAB_MIXED = changed(
+    ZLAB_QWEN3_8B,
+    layer_types=["sliding_attention"] * 4 + ["full_attention"],
+    sliding_window=2048,
+    use_sliding_window=True,
+)
+# sgl-project/SpecForge 5943b2f configs/qwen3.6-27b-dflash2.json
+SPECFORGE_DFLASH2_QWEN36_27B = changed(
+    ZLAB_MIXED,
+    architectures=["DFlash2DraftModel"],
+    block_size=None,
+    dflash_config={
+        "block_size": 8,
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+    },
+)
 # vllm-project/speculators c05b95b: fields and defaults of src/speculators/models/dflash/config.py,
 # the layer config of scripts/train.py. attention.py masks full attention bidirectionally whatever
 # `sliding_window_non_causal` says.

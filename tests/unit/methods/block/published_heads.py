@@ -119,7 +119,7 @@ class PublishedHead:
                 device=torch.device("cpu"), text_config=TINY_TARGET, make_linear=plain_linear,
             )
         )  # fmt: skip
-        drafter.bind_cache(DenseCache())
+        drafter.bind_cache(DenseCache([spec.window for spec in drafter.cache_specs()]))
         drafter.observe(committed(self.context, self.layers))
         return drafter, DraftRequests(
             req_ids=["a"],

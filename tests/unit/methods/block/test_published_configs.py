@@ -41,6 +41,7 @@ def test_full_attention_of_speculators_heads_is_bidirectional(flag, why):
         ("DEEPSPEC_DSPARK_QWEN3_4B", ["markov_rank", "256", "method dspark_tree"]),
         ("SPECFORGE_DSPARK_QWEN3_4B", ["projector_type", "dspark"]),
         ("SPECFORGE_DOMINO_QWEN3_8B", ["projector_type", "domino"]),
+        ("SPECFORGE_DFLASH2_QWEN36_27B", ["architectures", "DFlash2DraftModel"]),
         ("SPECFORGE_DSPINE_QWEN3_8B", ["architectures", "DSpineDraftModel"]),
         ("SPECULATORS_JETSPEC", ["speculators_model_type", "jetspec", "'dflash'"]),
         ("SPECULATORS_DSPARK", ["speculators_model_type", "dspark", "'dflash'"]),
@@ -71,7 +72,8 @@ def test_known_architectures(architecture):
         (ZLAB_QWEN3_8B, {"markov_rank": 256}, ["markov_rank"]),
         (ZLAB_QWEN3_8B, {"enable_confidence_head": True}, ["enable_confidence_head"]),
         # Rotary embeddings of another kind.
-        (ZLAB_QWEN3_8B, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        (ZLAB_QWEN3_8B, {"partial_rotary_factor": 0.008}, ["partial_rotary_factor", "0.008"]),
+        (ZLAB_QWEN3_8B, {"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
         (
             SPECULATORS_QWEN3_8B,
             {"transformer_layer_config": {"rope_parameters": {"full_attention": {}}}},
@@ -79,7 +81,7 @@ def test_known_architectures(architecture):
         ),
         (
             SPECULATORS_QWEN3_8B,
-            {"transformer_layer_config": {"rope_parameters": {"partial_rotary_factor": 0.25}}},
+            {"transformer_layer_config": {"rope_parameters": {"partial_rotary_factor": "a"}}},
             ["partial_rotary_factor"],
         ),
         # Fields that say less than they must.

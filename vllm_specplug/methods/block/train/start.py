@@ -45,9 +45,14 @@ def head_config_for(
     )
 
 
-def check_own_slots(option: str, path: str | Path, head: BlockHead) -> None:
-    """Raises ValueError for heads that sample from the anchor's slot: training and estimates take
-    slot j for the token at j."""
+def check_trainable(option: str, path: str | Path, head: BlockHead) -> None:
+    """Raises ValueError for heads that training and estimates do not compute: there slot j predicts
+    the token at j, and every layer attends the whole context."""
+    if head.config.windows:
+        raise ValueError(
+            f"{option} = {str(path)!r} has sliding-window layers, legal: full attention in all "
+            "layers; such heads are served, and trained by their own trainers"
+        )
     if head.config.sample_from_anchor:
         raise ValueError(
             f"{option} = {str(path)!r} samples from the anchor's slot, legal: a head whose slot j "
