@@ -239,7 +239,7 @@ def run_engine(
     """Runs `calls` on an engine in a process of its own; plain engines once for the same calls.
 
     Args:
-        env: variables, also such as vLLM reads while it is imported.
+        env: variables; without `own_processes` also such as vLLM reads while it is imported.
         own_processes: the engine and each of its workers have a process, as when serving; tensor
             parallelism needs it.
 
@@ -271,7 +271,7 @@ def _run_job(job: str, env: dict[str, str] | None, own_processes: bool) -> Engin
     with tempfile.TemporaryDirectory() as folder:
         path, result, log = (Path(folder) / name for name in ("job.json", "result.json", "log"))
         path.write_text(job)
-        run = run_fresh if env else run_forked
+        run = run_fresh if env and not own_processes else run_forked
         if own_processes:
             env = {**(env or {}), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         code = run(PROCESS, [str(path), str(result)], log, env=env, timeout_s=ENGINE_TIMEOUT_S)

@@ -50,7 +50,7 @@ ON_THREE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.xdist_group("three_ranks")
-# Three processes on two cores take minutes: of each kind of drafter one in every run.
+# Three processes on two cores take a minute: of each kind of drafter one in every run.
 @pytest.mark.parametrize(
     "method",
     [
