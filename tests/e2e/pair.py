@@ -45,6 +45,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "jetspec": {"method": "jetspec", **_FIXED},
     "ddtree": {"method": "ddtree", **_FIXED},
     "dels": {"method": "dels", **_FIXED},
+    # Found by its head, as users may write it.
+    "dspark_tree": {"method": "tree", **_FIXED},
     "longspec": {"method": "longspec", **_FIXED, "window_size": 24, "tree_depth": 4},
     # A partial cache smaller than most contexts here, chosen again from time to time.
     "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 40,
@@ -211,6 +213,8 @@ def head_options(method: str) -> dict[str, Any]:
     if method == "dels":
         local = tiny.make_local_head(folder / "local", vocab)
         return {**head_options("ddtree"), "local_head": str(local)}
+    if method == "dspark_tree":
+        return {"model": str(tiny.make_dspark_head(folder, vocab))}
     if method == "longspec":
         return {"model": str(tiny.make_longspec_head(folder, vocab))}
     if method == "tokenswift":

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve --spec-method jetspec` over HTTP: requests it serves, and those it refuses."""
+"""`vllm serve --spec-method tree` over HTTP, which finds the method by the head: what it serves and
+what it refuses."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
         dtype="float32",
         enforce_eager=True,
         extra_args=(
-            "--spec-method", "jetspec", "--spec-model", head, "--spec-tokens", "12",
+            "--spec-method", "tree", "--spec-model", head, "--spec-tokens", "12",
             "--served-model-name", "smollm2",
         ),
     )  # fmt: skip

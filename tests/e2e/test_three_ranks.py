@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import assert_drafted, run_engine, with_own_budgets
-from tests.e2e.tiny import make_head, make_local_head, make_target, make_tokenswift_heads
+from tests.e2e.tiny import (
+    make_dspark_head,
+    make_head,
+    make_local_head,
+    make_target,
+    make_tokenswift_heads,
+)
 from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
 pytestmark = pytest.mark.e2e
@@ -28,6 +34,7 @@ def three_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_target(folder / "target", WIDE_VOCAB, num_heads=3, live_tokens=VOCAB)
     make_head(folder / "causal", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     make_head(folder / "block", WIDE_VOCAB, hidden=WIDE_HIDDEN, causal=False)
+    make_dspark_head(folder / "dspark", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     make_local_head(folder / "gru", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     make_tokenswift_heads(folder / "swift", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     return folder
@@ -38,6 +45,7 @@ ON_THREE: dict[str, dict[str, Any]] = {
     "jetspec": {"method": "jetspec", "model": "causal", "ngram_topk": 3},
     "ddtree": {"method": "ddtree", "model": "block"},
     "dels": {"method": "dels", "model": "block", "local_head": "gru"},
+    "dspark_tree": {"method": "dspark_tree", "model": "dspark"},
     "tokenswift": {
         "method": "tokenswift",
         "model": "swift",

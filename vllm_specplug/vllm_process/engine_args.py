@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_specplug.options import check_model_runner, tree_option_names
-from vllm_specplug.registry import get_method, method_names, owners_of
+from vllm_specplug.registry import find_method, get_method, legal_method_names, owners_of
 from vllm_specplug.vllm_process.spec_config import (
     SpecPlugSpeculativeConfig,
     option_names,
@@ -20,16 +20,19 @@ def _refuse(method: str, what: str, remedy: str) -> None:
     raise ValueError(f"Speculative method {method!r} cannot be used with {what}. {remedy}.")
 
 
-def check_option_names(spec_method: str | None, options: dict[str, Any] | None) -> None:
+def check_option_names(
+    spec_method: str | None, options: dict[str, Any] | None, spec_model: str | None = None
+) -> None:
     """Refuses unknown keys of one of our methods, with the nearest legal name.
 
     Raises:
         ValueError: naming the key, its value and every legal key.
     """
     options = options or {}
-    method = spec_method or options.get("method")
-    if method not in method_names():
+    found = find_method(spec_method or options.get("method"), spec_model or options.get("model"))
+    if found is None:
         return
+    method = found.name
     legal = option_names(method)
     for key, value in options.items():
         name = key.replace("-", "_")
@@ -57,8 +60,9 @@ def check_runner_options(
     from vllm import envs
 
     method = spec_method or (options or {}).get("method")
-    if method not in method_names():
+    if method not in legal_method_names():
         return
+    assert method is not None
     check_model_runner(method, uses_v2=bool(envs.VLLM_USE_V2_MODEL_RUNNER))
     if asynchronous:
         _refuse(method, "async_scheduling=True", "Leave async scheduling out; it is not used")
@@ -201,7 +205,7 @@ def checked(original: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineArgs.create_engine_config` with our checks. Seam: engine_config."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check_option_names(self.spec_method, self.speculative_config)
+        check_option_names(self.spec_method, self.speculative_config, self.spec_model)
         check_runner_options(self.spec_method, self.speculative_config, self.async_scheduling)
         vllm_config = original(self, *args, **kwargs)
         check_engine_config(vllm_config)

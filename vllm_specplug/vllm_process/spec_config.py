@@ -31,7 +31,13 @@ from vllm_specplug.options import (
     check_vllm_options,
     option_error,
 )
-from vllm_specplug.registry import get_method, method_names, methods, owners_of
+from vllm_specplug.registry import (
+    find_method,
+    get_method,
+    legal_method_names,
+    method_names,
+    owners_of,
+)
 
 logger = init_logger("vllm.specplug.config")
 
@@ -57,7 +63,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
     the method itself."""
 
     # Names that the command line offers; `_take_method` is what decides.
-    method: Literal[(SpeculativeMethod, *method_names())] | None = None  # type: ignore[valid-type]
+    method: Literal[(SpeculativeMethod, *legal_method_names())] | None = None  # type: ignore[valid-type]
     """The name of the speculative method to use; vLLM's own, or one of vllm-specplug's."""
     method_options: Any = None
     """`MethodOptions` of the method. Made from the method's own keys, never given as such."""
@@ -77,7 +83,12 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             if given.get(key) is not None:
                 raise option_error(key, given[key], "it is not an option", f"Leave {key} out")
         name = given.get("method")
-        method = methods().get(name) if isinstance(name, str) else None
+        method = find_method(name, given.get("model"))
+        if method is not None and method.name != name:
+            logger.info(
+                "Draft head %s is one of method %r: %s", given["model"], method.name, method.summary
+            )
+            name = method.name
         own = () if method is None else method.option_names()
         for key in given:
             owners = owners_of(key)
@@ -92,7 +103,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         if method is not None:
             taken = {key: given.pop(key) for key in own if key in given}
             given["method_options"] = method.parse_options(taken)
-            given["plugin_method"] = given["method"]
+            given["plugin_method"] = method.name
             given["method"] = "custom_class"
         return ArgsKwargs(values.args, given)
 

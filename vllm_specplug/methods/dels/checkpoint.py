@@ -26,8 +26,8 @@ from vllm_specplug.drafting.checkpoint_files import (
     read_safetensors,
     write_checkpoint,
 )
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.dels.released import check_plain, load_pickle
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ head's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,10 +33,34 @@ from vllm_specplug.kernels import (
     gru_weights,
     markov_weights,
 )
-from vllm_specplug.methods.dels.head import LocalHead
-from vllm_specplug.methods.dels.options import DelsSettings
+from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import Expand, Frontier, draft_level_by_level
+
+
+class LocalTreeOptions(Protocol):
+    """How a local head is fused with a block head."""
+
+    @property
+    def alpha(self) -> tuple[float, ...]:
+        """Weight of the local score at depths 1, 2, ..."""
+
+    @property
+    def beta(self) -> tuple[float, ...]:
+        """Weight of the unigram log-probability that is subtracted; same form."""
+
+    @property
+    def anchor_input(self) -> bool:
+        """Whether the local head reads the anchor before the drafted tokens, and so corrects depth
+        1 too."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens of each depth that the local head scores."""
+
+    @property
+    def gate_table_bytes(self) -> int:
+        """Most memory for the precomputed input gates of a GRU."""
 
 
 class LocalTreeBuilder:
@@ -61,7 +86,7 @@ class LocalTreeBuilder:
         local_ids: torch.Tensor | None,
         draft_ids: torch.Tensor,
         log_prior: torch.Tensor | None,
-        options: DelsSettings,
+        options: LocalTreeOptions,
         *,
         embed_tokens: torch.Tensor,
         lm_head: torch.Tensor,
