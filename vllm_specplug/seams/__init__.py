@@ -9,6 +9,8 @@ from vllm_specplug.seams.listing import (
     LOGITS_PROCESSORS,
     PROCESS_SEAMS,
     REFUSAL,
+    V2_CPU_ADMISSION,
+    V2_CPU_KERNELS,
     WORKER_SEAMS,
 )
 from vllm_specplug.seams.seam import Seam, SeamError, SeamSet
@@ -21,6 +23,8 @@ __all__ = [
     "LOGITS_PROCESSORS",
     "PROCESS_SEAMS",
     "REFUSAL",
+    "V2_CPU_ADMISSION",
+    "V2_CPU_KERNELS",
     "WORKER_SEAMS",
     "Seam",
     "SeamError",

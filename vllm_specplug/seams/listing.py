@@ -9,11 +9,13 @@ that every start checks them. `scripts/vllm_names.py` reads from the code what b
 from __future__ import annotations
 
 from vllm_specplug.seams.seam import (
+    Add,
     Append,
     InstanceAttribute,
     Overrides,
     Register,
     Replace,
+    ReplaceKernel,
     Retype,
     Seam,
     SeamSet,
@@ -191,6 +193,73 @@ ATTENTION_BACKENDS = SeamSet(
     for name, path in (
         ("FLASH_ATTN", "TreeFlashAttentionBackend"),
         ("TRITON_ATTN", "TreeTritonAttentionBackend"),
+    )
+)
+
+_WHY_KERNELS = (
+    "without Triton the V2 runner has no kernels on a CPU; in place in workers of tree methods"
+)
+_HAS_CPU_KERNELS = (
+    "the CPU build of vLLM brings kernels of its own "
+    "(https://github.com/vllm-project/vllm/pull/55847)"
+)
+_V2 = "vllm.v1.worker.gpu"
+_CPU_KERNELS = "vllm_specplug.vllm_v2.cpu_kernels"
+
+V2_CPU_ADMISSION = Replace(
+    "v2_cpu_admission",
+    "vllm.config.vllm:HAS_TRITON",
+    "vLLM refuses the V2 runner without Triton; in place while the config of a tree method is "
+    "checked",
+    _HAS_CPU_KERNELS,
+    make=f"{_CPU_KERNELS}.launch:triton_stands_in",
+)
+
+V2_CPU_KERNELS = SeamSet(
+    (
+        *(
+            ReplaceKernel(
+                "v2_cpu_kernels",
+                f"{_V2}.{module}:_{name}_kernel",
+                _WHY_KERNELS,
+                _HAS_CPU_KERNELS,
+                make=f"{_CPU_KERNELS}.{ours}:{name}",
+            )
+            for ours, module, names in (
+                (
+                    "inputs",
+                    "input_batch",
+                    "prepare_prefill_inputs prepare_pos_seq_lens combine_sampled_and_draft_tokens "
+                    "get_num_sampled_and_rejected post_update post_update_num_computed_tokens "
+                    "expand_idx_mapping",
+                ),
+                ("inputs", "block_table", "gather_block_tables compute_slot_mappings"),
+                ("inputs", "buffer_utils", "apply_write"),
+                ("sampling", "sample.gumbel", "temperature gumbel_sample"),
+                ("sampling", "sample.min_p", "min_p"),
+                ("sampling", "sample.logprob", "topk_log_softmax ranks fill_logprob_token_ids"),
+                ("sampling", "sample.prompt_logprob", "prompt_logprobs_token_ids"),
+                ("sampling", "metrics.logits", "num_nans"),
+                ("logits", "sample.penalties", "penalties bincount"),
+                ("logits", "sample.bad_words", "bad_words"),
+                ("logits", "sample.logit_bias", "bias"),
+                (
+                    "logits",
+                    "sample.thinking_budget",
+                    "update_committed_marker_cache thinking_budget",
+                ),
+                ("logits", "structured_outputs", "apply_grammar_bitmask"),
+                ("logits", "spec_decode.rejection_sampler", "flatten_sampled gather_draft_sampled"),
+            )
+            for name in names.split()
+        ),
+        Add(
+            "v2_cpu_kernels",
+            "vllm.triton_utils:triton.next_power_of_2",
+            _WHY_KERNELS,
+            _HAS_CPU_KERNELS,
+            make=f"{_CPU_KERNELS}.launch:make_next_power_of_2",
+        ),
     )
 )
 
@@ -535,6 +604,8 @@ ALL_SEAMS: tuple[Seam, ...] = (
     CPU_RUNNER,
     *CPU_BACKENDS.seams,
     *_CPU_USES,
+    V2_CPU_ADMISSION,
+    *V2_CPU_KERNELS.seams,
     *ATTENTION_BACKENDS.seams,
     *_GPU_USES,
 )
