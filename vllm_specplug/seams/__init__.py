@@ -6,9 +6,11 @@ from vllm_specplug.seams.listing import (
     ATTENTION_BACKENDS,
     CPU_BACKENDS,
     CPU_RUNNER,
+    CPU_RUNNER_V2,
     LOGITS_PROCESSORS,
     PROCESS_SEAMS,
     REFUSAL,
+    SPECULATOR,
     WORKER_SEAMS,
 )
 from vllm_specplug.seams.seam import Seam, SeamError, SeamSet
@@ -18,9 +20,11 @@ __all__ = [
     "ATTENTION_BACKENDS",
     "CPU_BACKENDS",
     "CPU_RUNNER",
+    "CPU_RUNNER_V2",
     "LOGITS_PROCESSORS",
     "PROCESS_SEAMS",
     "REFUSAL",
+    "SPECULATOR",
     "WORKER_SEAMS",
     "Seam",
     "SeamError",
