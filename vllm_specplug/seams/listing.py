@@ -35,6 +35,8 @@ _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BACKENDS = "vllm.v1.attention.backends"
 _PROCESSORS = "vllm.v1.sample.logits_processor"
+_V2 = "vllm.v1.worker.gpu"
+_RUNNER_V2 = f"{_V2}.model_runner:GPUModelRunner"
 
 # -- changes ------------------------------------------------------------------------------------
 
@@ -50,6 +52,14 @@ _WHY_PENALTY = (
     "processors loads one class into two incompatible runners"
 )
 _HAS_PROCESSORS = "the entry point distinguishes the model runners"
+
+_WHY_KERNELS = (
+    "without Triton the V2 runner has no kernels on a CPU; in place in workers of tree methods"
+)
+_HAS_CPU_KERNELS = (
+    "the CPU build of vLLM brings kernels of its own "
+    "(https://github.com/vllm-project/vllm/pull/55847)"
+)
 
 PROCESS_SEAMS = SeamSet(
     (
@@ -120,6 +130,20 @@ PROCESS_SEAMS = SeamSet(
                 (_GRAMMARS, "grammar_bitmask"),
             )
         ),
+        Wrap(
+            "model_runner_v2",
+            "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
+            "V2 names the methods that it does not run, ours by the name they share with others",
+            _HAS_REGISTRY,
+            make="vllm_specplug.vllm_process.model_runner:admitting_trees",
+        ),
+        Wrap(
+            "model_runner_v2",
+            "vllm.config.vllm:VllmConfig._validate_v2_model_runner",
+            "on a CPU without Triton our methods bring the kernels that V2 needs",
+            _HAS_CPU_KERNELS,
+            make="vllm_specplug.vllm_process.model_runner:not_asking_for_triton",
+        ),
         Append(
             "penalty_processor",
             f"{_PROCESSORS}:BUILTIN_LOGITS_PROCESSORS",
@@ -168,6 +192,22 @@ CPU_RUNNER = Replace(
     make="vllm_specplug.vllm_v1.worker_cpu:tree_runner_class",
 )
 
+CPU_RUNNER_V2 = Replace(
+    "cpu_runner_v2",
+    "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
+    "CPUWorker names its V2 runner class in its code; in place during init_device",
+    "CPUWorker gains the _make_model_runner seam that the GPU worker has",
+    make="vllm_specplug.vllm_v2.worker_cpu:tree_runner_class",
+)
+
+SPECULATOR = Replace(
+    "speculator",
+    f"{_V2}.model_runner:init_speculator",
+    "V2's list of speculators is closed; in place while a tree runner is built",
+    _HAS_REGISTRY,
+    make="vllm_specplug.vllm_v2.runner:make_speculator",
+)
+
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
 CPU_BACKENDS = SeamSet(
@@ -196,14 +236,6 @@ ATTENTION_BACKENDS = SeamSet(
     )
 )
 
-_WHY_KERNELS = (
-    "without Triton the V2 runner has no kernels on a CPU; in place in workers of tree methods"
-)
-_HAS_CPU_KERNELS = (
-    "the CPU build of vLLM brings kernels of its own "
-    "(https://github.com/vllm-project/vllm/pull/55847)"
-)
-_V2 = "vllm.v1.worker.gpu"
 _CPU_KERNELS = "vllm_specplug.vllm_v2.cpu_kernels"
 
 V2_CPU_ADMISSION = Replace(
@@ -290,6 +322,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "vllm.exceptions:VLLMValidationError",
         "vllm.model_executor.models.interfaces:supports_eagle3",
         "vllm.model_executor.models.registry:ModelRegistry",
+        "vllm.v1.executor.abstract:Executor",
     ),
     *_overrides(
         "config",
@@ -531,6 +564,86 @@ _CPU_USES: tuple[Seam, ...] = (
     ),
 )
 
+_V2_USES: tuple[Seam, ...] = (
+    *_overrides(
+        "runner_v2_step",
+        "a step is timed, its statistics leave with its output, and a scheduler that waits for "
+        "drafts is told how many there are",
+        _HAS_TREES,
+        _RUNNER_V2,
+        "__init__",
+        "execute_model",
+        "sample_tokens",
+        "take_draft_token_ids",
+    ),
+    *_overrides(
+        "runner_v2_inputs",
+        "trees are kept by request slot; rotary positions follow depth",
+        _HAS_TREES,
+        _RUNNER_V2,
+        "finish_requests",
+        "add_requests",
+        "prepare_attn",
+    ),
+    Overrides(
+        "runner_v2_inputs",
+        f"{_V2}.model_states.interface:ModelState.prepare_attn",
+        "tree rows are attached to the attention metadata",
+        _HAS_TREES,
+    ),
+    *_overrides(
+        "runner_v2_sample",
+        "compaction must end before blocks are hashed",
+        "a registered method may bring its own acceptance",
+        _RUNNER_V2,
+        "sample",
+    ),
+    *_uses(
+        "runner_v2_sample",
+        "acceptance is a walk over the samples of all rows",
+        "a registered method may bring its own acceptance",
+        "vllm.config.model:PROCESSED_LOGPROBS_MODES",
+        f"{_V2}.input_batch:get_num_sampled_and_rejected",
+        f"{_V2}.metrics.logits:get_num_nans",
+        f"{_V2}.sample.logprob:compute_topk_scores",
+        f"{_V2}.sample.output:SamplerOutput",
+        f"{_V2}.sample.output:SamplingMaskTensors",
+        f"{_V2}.sample.sampler:Sampler.get_logprobs_dims",
+        f"{_V2}.sample.sampler:Sampler.sample",
+    ),
+    *_overrides(
+        "runner_v2_setup",
+        "drafters read the target's hidden states; caches are known only after allocation",
+        _HAS_REGISTRY,
+        _RUNNER_V2,
+        "load_model",
+        "initialize_kv_cache",
+    ),
+    *_uses(
+        "runner_v2_setup",
+        "drafters read the target's hidden states; caches are known only after allocation",
+        _HAS_REGISTRY,
+        "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
+        "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
+        "vllm.triton_utils:HAS_TRITON",
+    ),
+    *_uses(
+        "speculator",
+        "V2 asks a speculator for the next drafts",
+        _HAS_REGISTRY,
+        f"{_V2}.spec_decode.speculator:BaseSpeculator",
+    ),
+    *_overrides(
+        "speculator",
+        "V2 asks a speculator for the next drafts",
+        _HAS_REGISTRY,
+        f"{_V2}.spec_decode.speculator:BaseSpeculator",
+        "init_cudagraph_manager",
+        "capture",
+        "propose",
+    ),
+)
+
 _GPU_USES: tuple[Seam, ...] = (
     *_uses(
         "gpu_backend",
@@ -592,9 +705,21 @@ _GPU_USES: tuple[Seam, ...] = (
 PROCESS_CHECKS = SeamSet((*PROCESS_SEAMS.seams, *_PROCESS_USES))
 WORKER_SEAMS = {
     "cpu": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, CPU_RUNNER, *CPU_BACKENDS.seams, *_CPU_USES)),
+    "cpu_v2": SeamSet(
+        (
+            *_WORKER_USES,
+            CPU_RUNNER_V2,
+            SPECULATOR,
+            *V2_CPU_KERNELS.seams,
+            *CPU_BACKENDS.seams,
+            *_CPU_USES,
+            *_V2_USES,
+        )
+    ),
     "cuda": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, *ATTENTION_BACKENDS.seams, *_GPU_USES)),
 }
-"""By device: what a worker that verifies trees relies on, beyond what every process does."""
+"""By device, and by model runner where it is V2: what a worker that verifies trees relies on, beyond
+what every process does."""
 
 ALL_SEAMS: tuple[Seam, ...] = (
     *PROCESS_CHECKS.seams,
@@ -602,10 +727,13 @@ ALL_SEAMS: tuple[Seam, ...] = (
     *_WORKER_USES,
     LOGITS_PROCESSORS,
     CPU_RUNNER,
+    CPU_RUNNER_V2,
+    SPECULATOR,
     *CPU_BACKENDS.seams,
     *_CPU_USES,
     V2_CPU_ADMISSION,
     *V2_CPU_KERNELS.seams,
+    *_V2_USES,
     *ATTENTION_BACKENDS.seams,
     *_GPU_USES,
 )
