@@ -15,7 +15,6 @@ from vllm_specplug.vllm_process.spec_config import (
     tree_config,
 )
 
-
 _ASYNC_REMEDY = (
     "Leave async scheduling out, or set VLLM_USE_V2_MODEL_RUNNER=1 where V2 serves the method"
 )
@@ -179,9 +178,7 @@ def check_engine_config(vllm_config: Any) -> None:
 def _check_v2(method: str, vllm_config: Any) -> None:
     """What vLLM has on V2 alone and a tree would get wrong."""
     if vllm_config.watermark_config is not None:
-        _refuse(
-            method, "watermarking", "It reads the rows before each row; leave watermarking out"
-        )
+        _refuse(method, "watermarking", "It reads the rows before each row; leave watermarking out")
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         _refuse(
             method,
