@@ -11,6 +11,8 @@ from vllm_specplug.seams.listing import (
     PROCESS_SEAMS,
     REFUSAL,
     SPECULATOR,
+    V2_CPU_ADMISSION,
+    V2_CPU_KERNELS,
     WORKER_SEAMS,
 )
 from vllm_specplug.seams.seam import Seam, SeamError, SeamSet
@@ -24,6 +26,8 @@ __all__ = [
     "LOGITS_PROCESSORS",
     "PROCESS_SEAMS",
     "REFUSAL",
+    "V2_CPU_ADMISSION",
+    "V2_CPU_KERNELS",
     "SPECULATOR",
     "WORKER_SEAMS",
     "Seam",

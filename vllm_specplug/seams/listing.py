@@ -9,11 +9,13 @@ that every start checks them. `scripts/vllm_names.py` reads from the code what b
 from __future__ import annotations
 
 from vllm_specplug.seams.seam import (
+    Add,
     Append,
     InstanceAttribute,
     Overrides,
     Register,
     Replace,
+    ReplaceKernel,
     Retype,
     Seam,
     SeamSet,
@@ -50,6 +52,14 @@ _WHY_PENALTY = (
     "processors loads one class into two incompatible runners"
 )
 _HAS_PROCESSORS = "the entry point distinguishes the model runners"
+
+_WHY_KERNELS = (
+    "without Triton the V2 runner has no kernels on a CPU; in place in workers of tree methods"
+)
+_HAS_CPU_KERNELS = (
+    "the CPU build of vLLM brings kernels of its own "
+    "(https://github.com/vllm-project/vllm/pull/55847)"
+)
 
 PROCESS_SEAMS = SeamSet(
     (
@@ -126,6 +136,13 @@ PROCESS_SEAMS = SeamSet(
             "V2 names the methods that it does not run, ours by the name they share with others",
             _HAS_REGISTRY,
             make="vllm_specplug.vllm_process.model_runner:admitting_trees",
+        ),
+        Wrap(
+            "model_runner_v2",
+            "vllm.config.vllm:VllmConfig._validate_v2_model_runner",
+            "on a CPU without Triton our methods bring the kernels that V2 needs",
+            _HAS_CPU_KERNELS,
+            make="vllm_specplug.vllm_process.model_runner:not_asking_for_triton",
         ),
         Append(
             "penalty_processor",
@@ -216,6 +233,65 @@ ATTENTION_BACKENDS = SeamSet(
     for name, path in (
         ("FLASH_ATTN", "TreeFlashAttentionBackend"),
         ("TRITON_ATTN", "TreeTritonAttentionBackend"),
+    )
+)
+
+_CPU_KERNELS = "vllm_specplug.vllm_v2.cpu_kernels"
+
+V2_CPU_ADMISSION = Replace(
+    "v2_cpu_admission",
+    "vllm.config.vllm:HAS_TRITON",
+    "vLLM refuses the V2 runner without Triton; in place while the config of a tree method is "
+    "checked",
+    _HAS_CPU_KERNELS,
+    make=f"{_CPU_KERNELS}.launch:triton_stands_in",
+)
+
+V2_CPU_KERNELS = SeamSet(
+    (
+        *(
+            ReplaceKernel(
+                "v2_cpu_kernels",
+                f"{_V2}.{module}:_{name}_kernel",
+                _WHY_KERNELS,
+                _HAS_CPU_KERNELS,
+                make=f"{_CPU_KERNELS}.{ours}:{name}",
+            )
+            for ours, module, names in (
+                (
+                    "inputs",
+                    "input_batch",
+                    "prepare_prefill_inputs prepare_pos_seq_lens combine_sampled_and_draft_tokens "
+                    "get_num_sampled_and_rejected post_update post_update_num_computed_tokens "
+                    "expand_idx_mapping",
+                ),
+                ("inputs", "block_table", "gather_block_tables compute_slot_mappings"),
+                ("inputs", "buffer_utils", "apply_write"),
+                ("sampling", "sample.gumbel", "temperature gumbel_sample"),
+                ("sampling", "sample.min_p", "min_p"),
+                ("sampling", "sample.logprob", "topk_log_softmax ranks fill_logprob_token_ids"),
+                ("sampling", "sample.prompt_logprob", "prompt_logprobs_token_ids"),
+                ("sampling", "metrics.logits", "num_nans"),
+                ("logits", "sample.penalties", "penalties bincount"),
+                ("logits", "sample.bad_words", "bad_words"),
+                ("logits", "sample.logit_bias", "bias"),
+                (
+                    "logits",
+                    "sample.thinking_budget",
+                    "update_committed_marker_cache thinking_budget",
+                ),
+                ("logits", "structured_outputs", "apply_grammar_bitmask"),
+                ("logits", "spec_decode.rejection_sampler", "flatten_sampled gather_draft_sampled"),
+            )
+            for name in names.split()
+        ),
+        Add(
+            "v2_cpu_kernels",
+            "vllm.triton_utils:triton.next_power_of_2",
+            _WHY_KERNELS,
+            _HAS_CPU_KERNELS,
+            make=f"{_CPU_KERNELS}.launch:make_next_power_of_2",
+        ),
     )
 )
 
@@ -549,6 +625,7 @@ _V2_USES: tuple[Seam, ...] = (
         _HAS_REGISTRY,
         "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
         "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
+        "vllm.triton_utils:HAS_TRITON",
     ),
     *_uses(
         "speculator",
@@ -629,7 +706,15 @@ PROCESS_CHECKS = SeamSet((*PROCESS_SEAMS.seams, *_PROCESS_USES))
 WORKER_SEAMS = {
     "cpu": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, CPU_RUNNER, *CPU_BACKENDS.seams, *_CPU_USES)),
     "cpu_v2": SeamSet(
-        (*_WORKER_USES, CPU_RUNNER_V2, SPECULATOR, *CPU_BACKENDS.seams, *_CPU_USES, *_V2_USES)
+        (
+            *_WORKER_USES,
+            CPU_RUNNER_V2,
+            SPECULATOR,
+            *V2_CPU_KERNELS.seams,
+            *CPU_BACKENDS.seams,
+            *_CPU_USES,
+            *_V2_USES,
+        )
     ),
     "cuda": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, *ATTENTION_BACKENDS.seams, *_GPU_USES)),
 }
@@ -646,6 +731,8 @@ ALL_SEAMS: tuple[Seam, ...] = (
     SPECULATOR,
     *CPU_BACKENDS.seams,
     *_CPU_USES,
+    V2_CPU_ADMISSION,
+    *V2_CPU_KERNELS.seams,
     *_V2_USES,
     *ATTENTION_BACKENDS.seams,
     *_GPU_USES,

@@ -7,11 +7,12 @@ from __future__ import annotations
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 from typing import Any
 
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.options import option_error
-from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER_V2, SPECULATOR
+from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER_V2, SPECULATOR, V2_CPU_KERNELS
 from vllm_specplug.vllm_v1.runner import require_seams
 from vllm_specplug.vllm_v1.worker_cpu import choose_kernel
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
@@ -29,7 +30,7 @@ def tree_runner_class(stock: type) -> type:
 class TreeCPUWorkerV2(CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
-    Seams: cpu_runner_v2, speculator, cpu_backend.
+    Seams: cpu_runner_v2, speculator, cpu_backend, v2_cpu_kernels.
     """
 
     model_config: Any
@@ -49,5 +50,7 @@ class TreeCPUWorkerV2(CPUWorker):
         choose_kernel(spec.tree_kernel, self.model_config.dtype)
         require_seams("cpu_v2")
         CPU_BACKENDS.apply()
+        if not HAS_TRITON:
+            V2_CPU_KERNELS.apply()
         with CPU_RUNNER_V2.applied(), SPECULATOR.applied():
             super().init_device()
