@@ -178,9 +178,7 @@ def check_engine_config(vllm_config: Any) -> None:
 def _check_v2(method: str, vllm_config: Any) -> None:
     """What vLLM has on V2 alone and a tree would get wrong."""
     if vllm_config.watermark_config is not None:
-        _refuse(
-            method, "watermarking", "It reads the rows before each row; leave watermarking out"
-        )
+        _refuse(method, "watermarking", "It reads the rows before each row; leave watermarking out")
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         _refuse(
             method,

@@ -49,7 +49,7 @@ CAPABILITIES = {
     "cuda": frozenset({Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE}),
 }
 # The same for vLLM's V2 model runner.
-WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorker"}
+WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2"}
 CAPABILITIES_V2 = {
     "cpu": frozenset(
         {Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE, Capability.HOST_BRANCHES}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees on vLLM's Model Runner V2 (`vllm/v1/worker/gpu`): kept, verified and moved on the device."""
+"""Trees on vLLM's Model Runner V2: kept, verified and moved together on the device."""

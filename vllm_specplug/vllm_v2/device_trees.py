@@ -163,6 +163,14 @@ def attach_trees(store: TreeStore, rows: StepRows) -> StepTrees:
     return StepTrees(rows, parent_rows.to(torch.int32), depths, above)
 
 
+def set_positions(trees: StepTrees, positions: torch.Tensor) -> None:
+    """Writes the rotary positions of the logits rows into `positions` [T]: the root's, plus depth.
+    Rows of no tree keep theirs."""
+    rows = trees.rows
+    values = rows.contexts[rows.row_requests] + trees.depths
+    positions[rows.query_rows] = values.to(positions.dtype)
+
+
 def ancestor_words(trees: StepTrees) -> torch.Tensor:
     """int64 [M, W]: bit j % 64 of word j // 64 is set where a row attends row j of its own tree:
     the root, its ancestors and itself."""
@@ -204,9 +212,7 @@ def walk_trees(
     """
     rows = trees.rows
     parent = trees.parent_rows.long()
-    is_accepted = (parent == ROOT) | (
-        (parent >= 0) & (samples[parent.clamp_min(0)] == token_ids)
-    )
+    is_accepted = (parent == ROOT) | ((parent >= 0) & (samples[parent.clamp_min(0)] == token_ids))
     above = trees.above
     for _ in range(_rounds(rows.max_rows)):
         is_accepted = is_accepted & is_accepted[above]
@@ -271,7 +277,7 @@ def committed_rows(
     # [T] int64 positions of the forward
     positions: torch.Tensor,
 ) -> Committed:
-    """Rows before the roots as they stand, then each accepted path in the places behind its root."""
+    """Rows before the roots as they stand, then each accepted path behind its root."""
     rows = trees.rows
     computed = torch.arange(len(positions), device=positions.device)
     at = rows.query_rows

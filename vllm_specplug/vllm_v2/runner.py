@@ -30,6 +30,7 @@ from vllm_specplug.vllm_v2.device_trees import (
     Walk,
     attach_trees,
     committed_rows,
+    set_positions,
 )
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
@@ -50,7 +51,7 @@ def make_speculator(stock: Any) -> Any:
     return TreeSpeculator
 
 
-class TreeRunnerMixin(_Runner):
+class TreeRunnerV2Mixin(_Runner):
     """Put before V2's `GPUModelRunner` or a subclass of it."""
 
     speculator: TreeSpeculator
@@ -191,8 +192,7 @@ class TreeRunnerMixin(_Runner):
         if input_batch.num_draft_tokens:
             rows = step_rows(input_batch, self.num_speculative_steps)
             self.tree_step = trees = attach_trees(self.speculator.store, rows)
-            positions = rows.contexts[rows.row_requests] + trees.depths
-            input_batch.positions[rows.query_rows] = positions.to(input_batch.positions.dtype)
+            set_positions(trees, input_batch.positions)
         return block_tables, slot_mappings
 
     # -- after the forward -------------------------------------------------------------------

@@ -68,9 +68,7 @@ class TreeSpeculator(BaseSpeculator):
         self.committed_rows: CommittedRows
         self.max_num_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
 
-    def begin(
-        self, planner: DraftPlanner, stats: StepStats, committed_rows: CommittedRows
-    ) -> None:
+    def begin(self, planner: DraftPlanner, stats: StepStats, committed_rows: CommittedRows) -> None:
         """Gives what only a whole runner has."""
         self.planner, self.stats, self.committed_rows = planner, stats, committed_rows
 

@@ -15,19 +15,19 @@ from vllm_specplug.options import option_error
 from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER_V2, SPECULATOR, V2_CPU_KERNELS
 from vllm_specplug.vllm_v1.runner import require_seams
 from vllm_specplug.vllm_v1.worker_cpu import choose_kernel
-from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
+from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 
 
-class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]  # overrides
+class TreeCPUModelRunnerV2(TreeRunnerV2Mixin, CPUModelRunner):  # type: ignore[misc]  # overrides
     """vLLM's V2 CPU runner, verifying trees."""
 
 
 def tree_runner_class(stock: type) -> type:
     """What vLLM's worker builds instead of its own V2 runner. Seam: cpu_runner_v2."""
-    return TreeCPUModelRunner
+    return TreeCPUModelRunnerV2
 
 
-class TreeCPUWorker(CPUWorker):
+class TreeCPUWorkerV2(CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
     Seams: cpu_runner_v2, speculator, cpu_backend, v2_cpu_kernels.
