@@ -718,8 +718,8 @@ WORKER_SEAMS = {
     ),
     "cuda": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, *ATTENTION_BACKENDS.seams, *_GPU_USES)),
 }
-"""By device, and by model runner where it is V2: what a worker that verifies trees relies on, beyond
-what every process does."""
+"""By device, and by model runner where it is V2: what a worker that verifies trees relies on,
+beyond what every process does."""
 
 ALL_SEAMS: tuple[Seam, ...] = (
     *PROCESS_CHECKS.seams,

@@ -34,6 +34,7 @@ from vllm_specplug.vllm_v2.device_trees import (
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.step_input import block_table, step_rows
+from vllm_specplug.vllm_v2.tree_params import TreeParams
 
 logger = init_logger("vllm.specplug.runner")
 
@@ -93,6 +94,9 @@ class TreeRunnerV2Mixin(_Runner):
             # vLLM has set the layers of one of its own heads.
             self.model.set_aux_hidden_state_layers(self.tree_spec.aux_layers)
         self.speculator.proposer.load_model(self.model)
+        self.tree_params = TreeParams(
+            self.sampler, lambda: self.tree_step, self.num_speculative_steps
+        )
         self.rejection_sampler = TreeSampler(self.sampler, self._running_trees, self._set_walk)
         stock = self.model_state.prepare_attn
 
@@ -174,7 +178,8 @@ class TreeRunnerV2Mixin(_Runner):
             return "embeds"
         if params.structured_outputs is not None:
             return "grammar"
-        return "no_draft" if reads_rows_before(params, self.sampler) else None
+        slot = self.req_states.req_id_to_index[request.req_id]
+        return None if self.tree_params.follows(slot) else "no_draft"
 
     def prepare_attn(self, input_batch: Any) -> Any:
         block_tables, slot_mappings = super().prepare_attn(input_batch)
@@ -247,19 +252,3 @@ class TreeRunnerV2Mixin(_Runner):
         if step_nodes:
             stats.observe_step_nodes(step_nodes)
             stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))
-
-
-def reads_rows_before(params: Any, sampler: Any) -> bool:
-    """Whether vLLM's sampler edits a row's logits by the tokens of the rows before it, which in a
-    tree are not its ancestors."""
-    has_penalty = (
-        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    )
-    # Bias, penalties and bad words are vLLM's own; anything else is somebody's processor.
-    is_custom = len(sampler.logits_processors) > 3
-    return bool(
-        has_penalty
-        or params.bad_words
-        or getattr(params, "thinking_token_budget", None) is not None
-        or is_custom
-    )
