@@ -174,9 +174,9 @@ def check_v2_feature(method: str, *, uses_v2: bool, asked: bool) -> None:
     if uses_v2 != asked:
         raise ValueError(
             f"Speculative method {method!r} was configured for vLLM's {'V2' if asked else 'V1'} "
-            f"model runner, and this engine takes the {'V2' if uses_v2 else 'V1'} one. Watermarking "
-            "and HiSparse bring in V2: leave them out. All processes of a server need the same "
-            "VLLM_USE_V2_MODEL_RUNNER."
+            f"model runner, and this engine takes the {'V2' if uses_v2 else 'V1'} one. "
+            "Watermarking and HiSparse bring in V2: leave them out. All processes of a server "
+            "need the same VLLM_USE_V2_MODEL_RUNNER."
         )
 
 

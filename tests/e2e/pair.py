@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.fork_server import ENVIRONMENT, run_forked, run_fresh
+from tests.e2e.fork_server import ENVIRONMENT, run_forked
 
 TIMEOUT_S = 900
 ENGINE: dict[str, Any] = {
@@ -298,20 +298,15 @@ def check_names(module: Any) -> list[str]:
 
 
 @cache
-def run_checks(
-    module: str, timeout_s: float = TIMEOUT_S, fresh: bool = False
-) -> dict[str, str | None]:
+def run_checks(module: str, timeout_s: float = TIMEOUT_S) -> dict[str, str | None]:
     """Runs the checks of `module` in a process of their own.
-
-    `fresh` gives it a new interpreter: for modules that change how vLLM is imported.
 
     Returns:
         The failure of each check by name, None where it passed.
     """
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
-        run = run_fresh if fresh else run_forked
-        code = run("tests.e2e.pair", [module, str(result)], log, timeout_s=timeout_s)
+        code = run_forked("tests.e2e.pair", [module, str(result)], log, timeout_s=timeout_s)
         if not result.is_file():
             raise AssertionError(f"the process ended with {code}:\n{log.read_text()[-6000:]}")
         return json.loads(result.read_text())

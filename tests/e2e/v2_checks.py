@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees on Model Runner V2 against plain V2, both with vLLM's own kernels; see test_v2.py."""
+"""Trees on Model Runner V2 against plain V2; see test_v2.py.
+
+Without a Triton for CPUs, both take the kernels that stand in for vLLM's, which have tests of
+their own. With SPECPLUG_INTERPRETED_V2=1, to be set before vLLM is imported, both take vLLM's, in
+Triton's interpreter.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.e2e import interpreted_v2
+if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
+    from tests.e2e import interpreted_v2
 
-interpreted_v2.install()
+    interpreted_v2.install()
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
+from vllm.triton_utils import HAS_TRITON
 
-from tests.e2e.event_checks import LONG  # noqa: E402
-from tests.e2e.option_checks import PROMPTS, greedy, seeded  # noqa: E402
-from tests.e2e.pair import (  # noqa: E402
+from tests.e2e.event_checks import LONG
+from tests.e2e.option_checks import PROMPTS, greedy, seeded
+from tests.e2e.pair import (
     Counts,
     Pair,
     core_of,
@@ -25,7 +33,13 @@ from tests.e2e.pair import (  # noqa: E402
     sequences_of,
     watch_prefix_hits,
 )
+from vllm_specplug.seams import V2_CPU_ADMISSION, V2_CPU_KERNELS
 
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+if not HAS_TRITON:
+    # Plain engines, too.
+    V2_CPU_ADMISSION.apply()
+    V2_CPU_KERNELS.apply()
 MIXED = [greedy(max_tokens=24), *(seeded(i, max_tokens=24) for i in range(3))]
 
 
@@ -97,7 +111,7 @@ def preemptions(llm: Any) -> Iterator[list[str]]:
 
 def check_preemption() -> None:
     for method, ahead in (("oracle", False), ("jetspec", True)):
-        made = engines(method, ahead=ahead, num_gpu_blocks_override=9)
+        made = engines(method, ahead=ahead, num_gpu_blocks_override=8)
         with preemptions(made.tree) as preempted:
             made.compare(LONG[:4], greedy(max_tokens=40))
         assert preempted
@@ -134,15 +148,17 @@ def check_sampling_options() -> None:
     made.compare(prompts, params)
 
 
-def check_options_that_decode_plainly() -> None:
-    """Their logits depend on the tokens before a row: right without drafts, beside others' trees."""
-    made = engines()
-    params = [
-        greedy(max_tokens=16, repetition_penalty=1.4), greedy(max_tokens=16),
-        seeded(1, max_tokens=16, presence_penalty=0.7, frequency_penalty=0.4),
-        greedy(max_tokens=16, logprobs=3),
-    ]  # fmt: skip
-    made.compare(PROMPTS[:4], params)
+def check_options_that_read_earlier_tokens() -> None:
+    """Those of a node's path, in a tree that holds true tokens of other depths."""
+    for ahead in (False, True):
+        made = engines(ahead=ahead)
+        params = [
+            greedy(repetition_penalty=1.4), greedy(presence_penalty=0.9, frequency_penalty=0.6),
+            seeded(1, presence_penalty=0.7, repetition_penalty=1.2),
+            greedy(bad_words=["e", "the", "er"]),
+        ]  # fmt: skip
+        _, counts = made.compare(PROMPTS[:4], params)
+        assert counts.skipping > 3, counts
 
 
 def check_logprobs() -> None:
@@ -154,6 +170,19 @@ def check_logprobs() -> None:
              greedy(max_tokens=16), seeded(2, max_tokens=16, logprobs=4, prompt_logprobs=1)],
         )  # fmt: skip
         assert counts.skipping > 0
+
+
+def check_a_grammar() -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    for ahead in (False, True):
+        made = engines(ahead=ahead)
+        params = [
+            greedy(structured_outputs=StructuredOutputsParams(regex="[a-c ]{8,9}"), max_tokens=12,
+                   ignore_eos=False),
+            greedy(max_tokens=12),
+        ]  # fmt: skip
+        made.compare(PROMPTS[:2], params)
 
 
 def check_budgets_of_requests() -> None:
@@ -197,9 +226,12 @@ def check_aborted_requests() -> None:
 
 
 def _diverges(made: Pair) -> None:
-    with pytest.raises(AssertionError, match="differs"):
+    def compare() -> None:
         for _ in range(3):
             made.compare(PROMPTS[:4], greedy(max_tokens=40))
+
+    with pytest.raises(AssertionError, match="differs"):
+        compare()
 
 
 def check_it_would_notice_missing_compaction() -> None:
