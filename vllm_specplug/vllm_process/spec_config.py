@@ -25,6 +25,7 @@ from vllm_specplug.options import (
     TreeOptions,
     changed_tree_options,
     check_kernel,
+    check_model_runner,
     check_request_limit,
     check_tree_budget,
     check_tree_shape,
@@ -53,6 +54,13 @@ CAPABILITIES = {
     "cpu": frozenset(Capability),
     "cuda": frozenset({Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE}),
 }
+# The same for vLLM's V2 model runner.
+WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2"}
+CAPABILITIES_V2 = {
+    "cpu": frozenset(
+        {Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE, Capability.HOST_BRANCHES}
+    ),
+}
 # What is there on a single rank only: with tensor parallelism a rank has some of the KV heads.
 ONE_RANK = frozenset({Capability.TARGET_CACHE})
 
@@ -71,6 +79,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
     """Set when the method is the plugin's; `method` then reads "custom_class". Never given."""
     plan: DraftPlan | None = Field(default=None, init=False)
     """What the method made of its options and its head."""
+    uses_v2: bool = Field(default=False, init=False)
+    """Whether trees run in vLLM's V2 model runner."""
 
     @model_validator(mode="before")
     @classmethod
@@ -157,12 +167,19 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
     def _claim_worker(self) -> None:
         """Our worker builds the model runner with the tree mixin."""
+        from vllm import envs
         from vllm.platforms import current_platform
 
         device = "cuda" if current_platform.is_cuda() else current_platform.device_type
         method = get_method(str(self.plugin_method))
-        missing = sorted(method.needs - CAPABILITIES.get(device, frozenset()))
-        if device not in WORKERS or missing:
+        # V1 wherever nobody asked for V2.
+        self.uses_v2 = bool(envs.VLLM_USE_V2_MODEL_RUNNER)
+        workers = WORKERS_V2 if self.uses_v2 else WORKERS
+        given = (CAPABILITIES_V2 if self.uses_v2 else CAPABILITIES).get(device, frozenset())
+        missing = sorted(method.needs - given)
+        if self.uses_v2 and (device not in workers or missing):
+            check_model_runner(method.name, device, missing)
+        if device not in workers or missing:
             lacking = f" (it needs {', '.join(missing)})" if missing else ""
             raise ValueError(
                 f"Speculative method {method.name!r} does not run on device "
@@ -185,7 +202,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 f"speculative method {self.plugin_method!r}, which brings its own worker. "
                 "Leave --worker-cls out."
             )
-        parallel.worker_cls = WORKERS[device]
+        parallel.worker_cls = workers[device]
 
     def compute_hash(self) -> str:
         """The parent's hash, plus the auxiliary layers: they change the compiled graph."""
