@@ -365,6 +365,11 @@ class TreeRunnerMixin(_Runner):
                 positions=to_device(positions),
                 slots=slots,
                 last_rows=torch.from_numpy(self.tree_step.last_rows()),
+                next_token_ids=(
+                    to_device(self.tree_step.next_tokens(self.input_batch.token_ids_cpu))
+                    if self.tree_spec.reads_next_tokens
+                    else None
+                ),
             )
         )
         requests, batch = self._draft_requests(sampled_token_ids)

@@ -58,6 +58,18 @@ class TreeStep:
                 for r in self.requests]  # fmt: skip
         return np.array(rows, dtype=np.int64)
 
+    def next_tokens(self, token_ids: np.ndarray) -> np.ndarray:
+        """The token after each of `committed_rows`, int64 [M].
+
+        Args:
+            token_ids: [B, max_model_len] all tokens of each request, those of this step included.
+        """
+        parts = []
+        for i, r in enumerate(self.requests):
+            count = r.root_row + 1 + len(r.accepted_path) - r.first_row
+            parts.append(token_ids[i, r.num_computed + 1 : r.num_computed + 1 + count])
+        return np.concatenate(parts).astype(np.int64)
+
     def committed_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows whose tokens are committed once the accepted paths are known.
 
