@@ -17,5 +17,6 @@ METHOD = Method(
             Capability.HOST_BRANCHES,
         }
     ),
+    train_commands=("vllm_specplug.methods.eagle3_tree.train.cli",),
     plot_colors={"eagle3_tree": "#b0387f", "eagle3_tree + n-grams": "#dc8fbb"},
 )
