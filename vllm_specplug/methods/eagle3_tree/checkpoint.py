@@ -247,7 +247,7 @@ def _check_tensors(
             f"the target ('fc.weight' has {columns} columns), and its config states "
             f"{len(config.target_layer_ids)}: {AUX_LAYERS_KEY}; correct the head's config.json"
         )
-    optional = {
+    optional: dict[str, tuple[int, ...]] = {
         "lm_head.weight": (config.draft_vocab_size, config.hidden_size),
         "embed_tokens.weight": (config.vocab_size, config.hidden_size),
     }

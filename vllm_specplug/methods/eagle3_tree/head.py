@@ -97,11 +97,11 @@ class Eagle3Head(nn.Module):
         if config.norm_before_fc:
             self.input_norm = RMSNorm(config.feature_size, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(
+            # Any: torch types what a list holds as plain modules.
+            self.fc_norm: Any = nn.ModuleList(
                 RMSNorm(config.target_hidden_size, eps) for _ in config.target_layer_ids
             )
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
-        # Any: torch types what a list holds as plain modules.
         self.layers: Any = nn.ModuleList([Eagle3Layer(config)])
         self.norm = RMSNorm(config.hidden_size, eps)
         # No buffer: a head made on the meta device still has it.

@@ -26,6 +26,17 @@ def train(
     draft_vocab_size: Annotated[
         int, typer.Option(min=1, help="Most frequent answer tokens; not with --init-from.")
     ] = 8192,
+    vocab_from: Annotated[
+        str, typer.Option(help="Folder of a head for this target whose draft vocabulary to use.")
+    ] = "",
+    save_lm_head: Annotated[
+        bool,
+        typer.Option(
+            "--lm-head/--no-lm-head",
+            help="Write the LM head too. vLLM's own method needs it; the plugin takes the target's "
+            "rows where it is missing.",
+        ),
+    ] = True,
     intermediate_size: Annotated[
         int, typer.Option(min=0, help="MLP width; 0: the target's. Not with --init-from.")
     ] = 0,

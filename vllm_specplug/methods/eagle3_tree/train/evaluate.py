@@ -88,10 +88,9 @@ class SequenceDrafter:
             mask = torch.zeros(len(q), len(key), dtype=torch.bool)
             mask[:, :root] = True
             mask[:, root:] = _ancestors(rows.parents[0])[-len(q) :]
+            heads = [x.transpose(0, 1)[None] for x in (q, key, value)]
             mixed = torch.nn.functional.scaled_dot_product_attention(
-                *(x.transpose(0, 1)[None] for x in (q, key, value)),
-                attn_mask=mask[None, None],
-                enable_gqa=True,
+                heads[0], heads[1], heads[2], attn_mask=mask[None, None], enable_gqa=True
             )
             return mixed[0].transpose(0, 1)
 

@@ -20,6 +20,7 @@ from vllm_specplug.methods.eagle3_tree.train.trainer import (
     Eagle3Trainer,
     init_eagle3_from_target,
 )
+from vllm_specplug.methods.longspec.train.run import vocabulary_of
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.loop import (
     Log,
@@ -40,7 +41,8 @@ VOCABULARY_NAME = "draft_ids.pt"
 @dataclass(frozen=True)
 class Eagle3Run:
     """What a run reads and the shape of its head. `init_from` continues from the weights of another
-    head and takes its shape and draft vocabulary."""
+    head and takes its shape and draft vocabulary; `vocab_from` takes the draft vocabulary of any
+    head for this target. `save_lm_head` writes the LM head too, which vLLM's own method needs."""
 
     target: str
     features: str
@@ -49,6 +51,8 @@ class Eagle3Run:
     intermediate_size: int = 0
     norm_output: bool = False
     init_from: str = ""
+    vocab_from: str = ""
+    save_lm_head: bool = True
     eval_sequences: int = 24
 
 
@@ -118,11 +122,13 @@ def train_eagle3(
         if loop.resume and ids_path.is_file():
             # Data may have grown since, and with it the counts.
             ids = torch.load(ids_path, weights_only=True)
+        elif run.vocab_from:
+            ids = vocabulary_of(run.vocab_from)
         else:
             ids, coverage = draft_vocabulary(store, size, vocab_size, weights.end_token_ids)
             log(f"draft vocabulary {len(ids)} covers {coverage:.2%}")
-            ids_path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(ids, ids_path)
+        ids_path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(ids, ids_path)
         config = eagle3_config(
             weights.config,
             layers,
@@ -190,7 +196,12 @@ def train_eagle3(
         )
         lengths = "  ".join(f"{k} {v:.3f}" for k, v in report.lengths().items())
         log(f"step {trainer.step}: mean acceptance length {lengths}")
-        save_eagle3_head(Path(loop.out) / "head", averaged, target_ids=ids, lm_head=trainer.lm_head)
+        save_eagle3_head(
+            Path(loop.out) / "head",
+            averaged,
+            target_ids=ids,
+            lm_head=trainer.lm_head if run.save_lm_head else None,
+        )
         write_provenance(Path(loop.out) / "head", facts)
 
     run_loop(trainer, loop, export, log, on_step)

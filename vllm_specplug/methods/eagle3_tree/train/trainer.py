@@ -76,7 +76,9 @@ class Anchors:
 
     def to(self, device: torch.device) -> Anchors:
         """The same on another device."""
-        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        moved: dict[str, Any] = {
+            k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)
+        }
         return replace(self, **moved)
 
 
