@@ -190,7 +190,7 @@ class FusedEagle3Head:
         attn, mlp = layer.self_attn, layer.mlp
         self.config, self.eps = config, config.rms_norm_eps
         self.fc = make_linear(head.fc.weight, None)
-        self.input_norm = head.input_norm.weight if config.norm_before_fc else None
+        self.joined_norm = head.input_norm.weight if config.norm_before_fc else None
         # [L * Ht]
         self.fc_norm = torch.cat([n.weight for n in head.fc_norm]) if config.fc_norm else None
         self.key_value = make_linear(*_joined(attn.k_proj, attn.v_proj))
@@ -217,8 +217,8 @@ class FusedEagle3Head:
 
     def features(self, aux: torch.Tensor) -> torch.Tensor:
         """[T, L*Ht] -> [T, H]."""
-        if self.input_norm is not None:
-            aux = self._rms_norm(aux, self.input_norm)
+        if self.joined_norm is not None:
+            aux = self._rms_norm(aux, self.joined_norm)
         if self.fc_norm is not None:
             size = self.config.target_hidden_size
             normed = F.rms_norm(aux.unflatten(-1, (-1, size)), (size,), eps=self.eps)
