@@ -51,6 +51,7 @@ METHODS: dict[str, dict[str, Any]] = {
     # A partial cache smaller than most contexts here, chosen again from time to time.
     "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 40,
                    "sink_size": 4, "kv_refresh": 7},
+    "eagle3_tree": {"method": "eagle3_tree", **_FIXED},
     "ngram_tree": {"method": "ngram_tree", **_FIXED},
 }  # fmt: skip
 
@@ -246,6 +247,8 @@ def head_options(method: str) -> dict[str, Any]:
         return {"model": str(tiny.make_dspark_head(folder, vocab))}
     if method == "longspec":
         return {"model": str(tiny.make_longspec_head(folder, vocab))}
+    if method == "eagle3_tree":
+        return {"model": str(tiny.make_eagle3_head(folder, vocab, draft_vocab_size=vocab - 40))}
     if method == "tokenswift":
         return {"model": str(tiny.make_tokenswift_heads(folder, vocab))}
     return {}

@@ -126,6 +126,8 @@ class CommittedTokens:
     slots: torch.Tensor
     # [B] int64, row of each request's last committed token, in batch order
     last_rows: torch.Tensor | None = None
+    # [M] int64, the token after each, the anchor after a request's last; of drafters that need it
+    next_token_ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,19 @@ class DraftCache(Protocol):
 
     def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> BlockAttention:
         """Attention of `rows` block rows per request over its paged context and the block."""
+
+
+class BranchCache(DraftCache, Protocol):
+    """The cache on devices that draft branches on the host (`Capability.HOST_BRANCHES`)."""
+
+    def branch_attention(
+        self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]
+    ) -> BlockAttention:
+        """Attention of tree rows over the first `context_lens` [R] slots and their own branch.
+
+        The rows of each request lie together; the first is its root, the others have parents as in
+        `DraftTree.parent_indices`.
+        """
 
 
 class BlockAttention(Protocol):

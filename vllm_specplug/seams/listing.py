@@ -335,6 +335,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "__post_init__",
         "__repr__",
         "compute_hash",
+        "use_eagle_block_drop",
     ),
     *_uses(
         "metrics_bridge",

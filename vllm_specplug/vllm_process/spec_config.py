@@ -52,7 +52,7 @@ WORKERS = {
 # What the adapter of each device gives a drafter.
 CAPABILITIES = {
     "cpu": frozenset(Capability),
-    "cuda": frozenset({Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE}),
+    "cuda": frozenset({Capability.HIDDEN_STATES, Capability.NEXT_TOKENS, Capability.CONTEXT_CACHE}),
 }
 # The same for vLLM's V2 model runner.
 WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2"}
@@ -164,6 +164,17 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         """Auxiliary hidden-state layers of the target, in vLLM's numbering (output of decoder
         layer i is i + 1)."""
         return () if self.plan is None else tuple(i + 1 for i in self.plan.hidden_layers)
+
+    @property
+    def reads_next_tokens(self) -> bool:
+        """Whether the draft's context of a token depends on the token after it."""
+        method = self.plugin_method
+        return method is not None and Capability.NEXT_TOKENS in get_method(method).needs
+
+    def use_eagle_block_drop(self) -> bool:
+        """Whether the scheduler takes the last block of a prefix hit as not cached."""
+        own = self.reads_next_tokens and not self.disable_eagle_block_drop
+        return own or super().use_eagle_block_drop()
 
     def _claim_worker(self) -> None:
         """Our worker builds the model runner with the tree mixin."""

@@ -7,9 +7,10 @@ blocks: prefix caching, preemption and memory accounting work without extra code
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -17,8 +18,13 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
-from vllm_specplug.drafting.drafter import DraftCacheSpec, DraftRequests
-from vllm_specplug.kernels import block_metadata, tree_attn
+from vllm_specplug.drafting.drafter import BlockAttention, DraftCacheSpec, DraftRequests
+from vllm_specplug.kernels import (
+    TreeAttnMetadata,
+    block_metadata,
+    tree_attn,
+    tree_metadata,
+)
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 
 
@@ -80,9 +86,7 @@ class PagedDraftCache:
                 key, value, key_cache, value_cache, slots, self.layout.isa
             )
 
-    def block_attention(
-        self, requests: DraftRequests, rows: int, causal: bool
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> BlockAttention:
         """Attention of `rows` block rows per request over its paged context and the block."""
         metadata = block_metadata(
             req_indices=requests.req_indices,
@@ -91,6 +95,20 @@ class PagedDraftCache:
             causal=causal,
             block_table=self.block_table(),
         )
+        return self._attention(metadata)
+
+    def branch_attention(
+        self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]
+    ) -> BlockAttention:
+        """Attention of tree rows over their paged context and their branch; see the protocol."""
+        starts = np.cumsum([0, *(len(p) + 1 for p in parents)])[:-1]
+        metadata = tree_metadata(
+            requests.req_indices, starts.tolist(), context_lens, parents, self.block_table()
+        )
+        return self._attention(metadata)
+
+    def _attention(self, metadata: TreeAttnMetadata) -> BlockAttention:
+        """Rows whose own keys and values come as a dense tail."""
 
         def attend(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

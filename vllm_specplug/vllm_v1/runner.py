@@ -330,6 +330,7 @@ class TreeRunnerMixin(_Runner):
                 positions=to_device(positions),
                 slots=slots,
                 last_rows=torch.from_numpy(self.tree_step.last_rows()),
+                next_token_ids=self._next_tokens(),
             )
         )
         requests, batch = self._draft_requests(sampled_token_ids)
@@ -341,6 +342,13 @@ class TreeRunnerMixin(_Runner):
                 self.proposed_trees[req_ids[i]] = tree
                 drafts[i] = tree.token_ids.tolist()
         return drafts
+
+    def _next_tokens(self) -> torch.Tensor | None:
+        """The token after each committed one, int64 [M], for drafters that read it."""
+        if not self.tree_spec.reads_next_tokens:
+            return None
+        known = [self.state.request(i).token_ids for i in range(len(self.tree_step.requests))]
+        return self.tree_backend.to_device(self.tree_step.next_tokens(known))
 
     def take_draft_token_ids(self) -> Any:
         """The drafts for the scheduler, with the parents of those that a grammar constrains."""
