@@ -31,10 +31,12 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 1024,
     "block_size": 32,
+    # Every request at its full length and as much again. A gibibyte for each engine, as the
+    # environment allows, would fill the machine with zeros: these processes hold many engines.
+    "num_gpu_blocks_override": 128,
     "enable_prefix_caching": False,
     "seed": 0,
 }
-# What each tree engine drafts with; "oracle" stands for tests/e2e/oracle.py.
 # Budgets that do not follow the clock: every run drafts alike.
 _FIXED = {"num_speculative_tokens": 16, "tree_budget": 16, "max_step_rows": 512}
 # What each tree engine drafts with; "oracle" stands for tests/e2e/oracle.py.
@@ -49,6 +51,7 @@ METHODS: dict[str, dict[str, Any]] = {
     # A partial cache smaller than most contexts here, chosen again from time to time.
     "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 40,
                    "sink_size": 4, "kv_refresh": 7},
+    "eagle3_tree": {"method": "eagle3_tree", **_FIXED},
     "ngram_tree": {"method": "ngram_tree", **_FIXED},
 }  # fmt: skip
 
@@ -65,6 +68,10 @@ class Counts:
     """Trees that were not a line."""
     pruned: int = 0
     """Nodes a grammar took away before verification."""
+    skipping: int = 0
+    """Accepted paths that skip nodes, so that their caches must move."""
+    stale: int = 0
+    """Steps that were prepared before the host knew the one before them; counted on V2."""
 
 
 @dataclass
@@ -86,6 +93,9 @@ class Pair:
     def watch(self) -> None:
         """Counts what the tree engine verifies."""
         runner = self.runner
+        if not hasattr(runner, "proposed_trees"):
+            self._watch_v2(runner)
+            return
         record, tree_for = runner._record_verification, runner._tree_for
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -103,6 +113,28 @@ class Pair:
             return tree_for(req_id, tokens, kept_nodes)
 
         runner._record_verification, runner._tree_for = recorded, noted
+
+    def _watch_v2(self, runner: Any) -> None:
+        record = runner._record_verification
+
+        def recorded(input_batch: Any, *args: Any) -> None:
+            record(input_batch, *args)
+            slots, counts = input_batch.idx_mapping_np, self.counts
+            starts, parents = input_batch.cu_num_logits_np.tolist(), runner.tree_step.parent_rows
+            for i, nodes in enumerate(runner.speculator.node_counts[slots].tolist()):
+                nodes = min(nodes, starts[i + 1] - starts[i] - 1)
+                length = int(runner.tree_walk.lengths[i])
+                path = runner.tree_walk.path_rows[i, : length + 1] - starts[i]
+                rows = parents[starts[i] + 1 : starts[i] + nodes + 1] - starts[i]
+                counts.drafts += nodes > 0
+                counts.nodes += nodes
+                counts.accepted += length
+                counts.branching += rows.tolist() != list(range(nodes))
+                counts.skipping += path.tolist() != list(range(length + 1))
+            computed = runner.req_states.num_computed_tokens.gpu.numpy()[slots]
+            counts.stale += bool((input_batch.num_computed_tokens_np > computed).any())
+
+        runner._record_verification = recorded
 
     def compare(
         self,
@@ -215,6 +247,8 @@ def head_options(method: str) -> dict[str, Any]:
         return {"model": str(tiny.make_dspark_head(folder, vocab))}
     if method == "longspec":
         return {"model": str(tiny.make_longspec_head(folder, vocab))}
+    if method == "eagle3_tree":
+        return {"model": str(tiny.make_eagle3_head(folder, vocab, draft_vocab_size=vocab - 40))}
     if method == "tokenswift":
         return {"model": str(tiny.make_tokenswift_heads(folder, vocab))}
     return {}
@@ -287,9 +321,9 @@ def run_checks(module: str, timeout_s: float = TIMEOUT_S) -> dict[str, str | Non
         return json.loads(result.read_text())
 
 
-def assert_check(module: str, name: str, timeout_s: float = TIMEOUT_S) -> None:
+def assert_check(module: str, name: str, timeout_s: float = TIMEOUT_S, fresh: bool = False) -> None:
     """Fails with the message of a check that failed."""
-    failures = run_checks(module, timeout_s)
+    failures = run_checks(module, timeout_s, fresh)
     assert name in failures, f"{name} did not run: {failures}"
     assert failures[name] is None, failures[name]
 

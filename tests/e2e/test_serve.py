@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.harness import METHODS, chat_ids, engine_args, run_engine, target_path
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("serve")]
 
 QUESTIONS = [
     "Write a Python function that reverses a string.",

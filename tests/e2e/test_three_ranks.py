@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
+from tests.e2e.harness import assert_drafted, run_engine, with_own_budgets
 from tests.e2e.tiny import (
     make_dspark_head,
     make_head,
@@ -25,10 +24,6 @@ _CALLS = [{"prompts": PROMPTS, "params": PARAMS}]
 # Three ranks sum every row-parallel product in three orders. vLLM pads vocabularies to 64 rows, so
 # only one padded to 192 splits by three. LongSpec refuses tensor parallelism.
 THREE_RANKS = {"tensor_parallel_size": 3}
-THREE_PROCESSES = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 WIDE_VOCAB, WIDE_HIDDEN = 180, 96
 
 
@@ -43,11 +38,6 @@ def three_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_local_head(folder / "gru", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     make_tokenswift_heads(folder / "swift", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     return folder
-
-
-@cache
-def _plain_on_three(target: Path) -> EngineResult:
-    return run_engine({**tiny_engine(target), **THREE_RANKS}, _SAMPLED, env=THREE_PROCESSES)
 
 
 _SAMPLED = [*_CALLS, {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}}]
@@ -68,7 +58,7 @@ ON_THREE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.xdist_group("three_ranks")
-# Three processes on two cores take minutes: of each kind of drafter one in every run.
+# Three processes on two cores take a minute: of each kind of drafter one in every run.
 @pytest.mark.parametrize(
     "method",
     [
@@ -85,9 +75,9 @@ def test_three_ranks_keep_the_output(three_heads: Path, method: str) -> None:
     target = three_heads / "target"
     calls = [with_own_budgets(call) for call in _SAMPLED]
     tree = run_engine(
-        {**tiny_engine(target), **THREE_RANKS}, calls, speculative=spec, env=THREE_PROCESSES
+        {**tiny_engine(target), **THREE_RANKS}, calls, speculative=spec, own_processes=True
     )
-    plain = _plain_on_three(target)
+    plain = run_engine({**tiny_engine(target), **THREE_RANKS}, _SAMPLED, own_processes=True)
     for call in range(len(calls)):
         assert tree.token_ids(call) == plain.token_ids(call)
     assert_drafted(tree, least_acceptance=0.0)

@@ -228,6 +228,35 @@ def make_longspec_head(folder: Path, vocab_size: int, *, window: int = 64, seed:
     return folder
 
 
+def make_eagle3_head(
+    folder: Path, vocab_size: int, *, draft_vocab_size: int | None = None, seed: int = 5
+) -> Path:
+    """A random EAGLE-3 head for `make_target`'s model."""
+    from vllm_specplug.methods.eagle3_tree.checkpoint import save_eagle3_head
+    from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
+    from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
+
+    torch.manual_seed(seed)
+    size = draft_vocab_size or vocab_size
+    head = Eagle3Head(
+        Eagle3Config(
+            hidden_size=HIDDEN,
+            intermediate_size=128,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            vocab_size=vocab_size,
+            draft_vocab_size=size,
+            target_hidden_size=HIDDEN,
+            target_layer_ids=(0, 1),
+        )
+    )
+    ids = torch.randperm(vocab_size)[:size].sort().values
+    lm_head = torch.randn(size, HIDDEN) / HIDDEN**0.5
+    save_eagle3_head(folder, head, target_ids=ids, lm_head=lm_head, dtype=torch.float32)
+    return folder
+
+
 def make_tokenswift_heads(
     folder: Path, vocab_size: int, *, num_heads: int = 3, seed: int = 4, hidden: int = HIDDEN
 ) -> Path:

@@ -81,6 +81,10 @@ def check_longspec() -> None:
     run_method("longspec")
 
 
+def check_eagle3_tree() -> None:
+    run_method("eagle3_tree")
+
+
 def check_tokenswift() -> None:
     run_method("tokenswift")
 

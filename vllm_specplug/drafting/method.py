@@ -32,6 +32,9 @@ class Capability(StrEnum):
 
     HIDDEN_STATES = "hidden_states"
     """Outputs of chosen decoder layers for every committed token (`DraftPlan.hidden_layers`)."""
+    NEXT_TOKENS = "next_tokens"
+    """The token after every committed one (`CommittedTokens.next_token_ids`). The last block of a
+    prefix hit is computed again: another token may follow it than when it was cached."""
     CONTEXT_CACHE = "context_cache"
     """Keys and values of draft layers in vLLM's pages (`Drafter.cache_specs`)."""
     CONTEXT_WINDOW = "context_window"

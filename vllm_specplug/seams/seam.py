@@ -7,6 +7,7 @@ named by strings, so that a list can be read, checked and shown on any vLLM.
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib
 import inspect
@@ -125,19 +126,36 @@ class Overrides(Seam):
 
 
 class InstanceAttribute(Seam):
-    """An attribute that a vLLM class sets in its constructor and the package reads or sets."""
+    """An attribute that a method of a vLLM class sets and the package reads or sets."""
 
     kind = "reads"
 
     def verify(self) -> str | None:
         path, _, name = self.target.rpartition(".")
         try:
-            constructor = inspect.unwrap(resolve(path).__init__)
+            owner = resolve(path)
         except SeamError as error:
             return str(error)
-        if name not in constructor.__code__.co_names:
+        if name not in _attributes_set(owner):
             return f"{path.replace(':', '.')} sets no {name}"
         return None
+
+
+@functools.cache
+def _attributes_set(owner: type) -> frozenset[str]:
+    """Names of the attributes that methods of a class or of its bases store."""
+    functions = [
+        inspect.unwrap(member)
+        for base in owner.__mro__
+        for member in vars(base).values()
+        if inspect.isfunction(member)
+    ]
+    return frozenset(
+        instruction.argval
+        for function in functions
+        for instruction in dis.get_instructions(function)
+        if instruction.opname == "STORE_ATTR"
+    )
 
 
 # What seams have put in place, by identity: `functools.wraps` copies attributes, so a mark on a
@@ -166,7 +184,7 @@ class Replace(Seam):
     def _apply(self) -> None:
         path, _, name = self.target.rpartition("." if "." in self.target.partition(":")[2] else ":")
         owner = resolve(path) if ":" in path else importlib.import_module(path)
-        stock = resolve(self.target)
+        stock = self._stock()
         if id(stock) in _installed:
             raise SeamError(f"{self.name} is changed already; nothing is put around it twice")
         new = self._made(resolve(self.make)(stock), stock)
@@ -174,6 +192,9 @@ class Replace(Seam):
         setattr(owner, name, new)
         self._new = new
         _installed[id(new)] = new
+
+    def _stock(self) -> Any:
+        return resolve(self.target)
 
     def _made(self, new: Any, stock: Any) -> Any:
         return new
@@ -197,6 +218,38 @@ class Wrap(Replace):
 
     def _made(self, new: Any, stock: Any) -> Any:
         return functools.wraps(stock)(new)
+
+
+class ReplaceKernel(Replace):
+    """A Triton kernel that a function stands in for; its parameters must be the kernel's."""
+
+    kind = "replaces kernels"
+
+    def verify(self) -> str | None:
+        problem = super().verify()
+        if problem is not None:
+            return problem
+        stock, new = resolve(self.target), resolve(self.make)
+        own = tuple(inspect.signature(getattr(stock, "fn", stock)).parameters)
+        if own != new.parameters:
+            return f"its parameters are {', '.join(own)} instead of {', '.join(new.parameters)}"
+        return None
+
+
+class Add(Replace):
+    """An attribute that vLLM's object lacks."""
+
+    kind = "adds"
+
+    def verify(self) -> str | None:
+        try:
+            resolve(self.target.rpartition(".")[0])
+        except SeamError as error:
+            return str(error)
+        return None
+
+    def _stock(self) -> Any:
+        return None
 
 
 @dataclass(eq=False)

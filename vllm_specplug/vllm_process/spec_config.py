@@ -25,6 +25,7 @@ from vllm_specplug.options import (
     TreeOptions,
     changed_tree_options,
     check_kernel,
+    check_model_runner,
     check_request_limit,
     check_tree_budget,
     check_tree_shape,
@@ -51,7 +52,19 @@ WORKERS = {
 # What the adapter of each device gives a drafter.
 CAPABILITIES = {
     "cpu": frozenset(Capability),
-    "cuda": frozenset({Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE}),
+    "cuda": frozenset({Capability.HIDDEN_STATES, Capability.NEXT_TOKENS, Capability.CONTEXT_CACHE}),
+}
+# The same for vLLM's V2 model runner.
+WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2"}
+CAPABILITIES_V2 = {
+    "cpu": frozenset(
+        {
+            Capability.HIDDEN_STATES,
+            Capability.CONTEXT_CACHE,
+            Capability.CONTEXT_WINDOW,
+            Capability.HOST_BRANCHES,
+        }
+    ),
 }
 # What is there on a single rank only: with tensor parallelism a rank has some of the KV heads.
 ONE_RANK = frozenset({Capability.TARGET_CACHE})
@@ -71,6 +84,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
     """Set when the method is the plugin's; `method` then reads "custom_class". Never given."""
     plan: DraftPlan | None = Field(default=None, init=False)
     """What the method made of its options and its head."""
+    uses_v2: bool = Field(default=False, init=False)
+    """Whether trees run in vLLM's V2 model runner."""
 
     @model_validator(mode="before")
     @classmethod
@@ -155,15 +170,33 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         layer i is i + 1)."""
         return () if self.plan is None else tuple(i + 1 for i in self.plan.hidden_layers)
 
+    @property
+    def reads_next_tokens(self) -> bool:
+        """Whether the draft's context of a token depends on the token after it."""
+        method = self.plugin_method
+        return method is not None and Capability.NEXT_TOKENS in get_method(method).needs
+
+    def use_eagle_block_drop(self) -> bool:
+        """Whether the scheduler takes the last block of a prefix hit as not cached."""
+        own = self.reads_next_tokens and not self.disable_eagle_block_drop
+        return own or super().use_eagle_block_drop()
+
     def _claim_worker(self) -> None:
         """Our worker builds the model runner with the tree mixin."""
+        from vllm import envs
         from vllm.platforms import current_platform
 
         device = "cuda" if current_platform.is_cuda() else current_platform.device_type
         method = get_method(str(self.plugin_method))
+        # V1 wherever nobody asked for V2.
+        self.uses_v2 = bool(envs.VLLM_USE_V2_MODEL_RUNNER)
+        workers = WORKERS_V2 if self.uses_v2 else WORKERS
+        given = (CAPABILITIES_V2 if self.uses_v2 else CAPABILITIES).get(device, frozenset())
         needs = method.needs | (self.plan.needs if self.plan else frozenset())
-        missing = sorted(needs - CAPABILITIES.get(device, frozenset()))
-        if device not in WORKERS or missing:
+        missing = sorted(needs - given)
+        if self.uses_v2 and (device not in workers or missing):
+            check_model_runner(method.name, device, missing)
+        if device not in workers or missing:
             lacking = f" (it needs {', '.join(missing)})" if missing else ""
             raise ValueError(
                 f"Speculative method {method.name!r} does not run on device "
@@ -186,7 +219,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 f"speculative method {self.plugin_method!r}, which brings its own worker. "
                 "Leave --worker-cls out."
             )
-        parallel.worker_cls = WORKERS[device]
+        parallel.worker_cls = workers[device]
 
     def compute_hash(self) -> str:
         """The parent's hash, plus the auxiliary layers: they change the compiled graph."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -17,8 +18,13 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
-from vllm_specplug.drafting.drafter import DraftCacheSpec, DraftRequests
-from vllm_specplug.kernels import block_metadata, tree_attn
+from vllm_specplug.drafting.drafter import BlockAttention, DraftCacheSpec, DraftRequests
+from vllm_specplug.kernels import (
+    TreeAttnMetadata,
+    block_metadata,
+    tree_attn,
+    tree_metadata,
+)
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_v1.windowed_blocks import WindowedBlocks
 
@@ -84,7 +90,7 @@ class PagedDraftCache:
 
     def block_attention(
         self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    ) -> BlockAttention:
         """Attention of `rows` block rows per request over its paged context and the block."""
         block_table = self.block_table()
         masks = [causal] * len(self.caches) if isinstance(causal, bool) else list(causal)
@@ -106,23 +112,44 @@ class PagedDraftCache:
             for window, mask in set(zip(self.windows, masks, strict=True))
             if window is not None and longest > window
         }
+        attend_all = [self._attention(metadata[mask]) for mask in masks]
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            window = self.windows[layer]
+            sliding = None if window is None else windowed.get((window, masks[layer]))
+            if sliding is None:
+                return attend_all[layer](layer, query, key, value)
+            key_cache, value_cache = self.caches[layer]
+            return sliding(query, key_cache, value_cache, key, value)
+
+        return attend
+
+    def branch_attention(
+        self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]
+    ) -> BlockAttention:
+        """Attention of tree rows over their paged context and their branch; see the protocol."""
+        starts = np.cumsum([0, *(len(p) + 1 for p in parents)])[:-1]
+        metadata = tree_metadata(
+            requests.req_indices, starts.tolist(), context_lens, parents, self.block_table()
+        )
+        return self._attention(metadata)
+
+    def _attention(self, metadata: TreeAttnMetadata) -> BlockAttention:
+        """Rows whose own keys and values come as a dense tail."""
 
         def attend(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         ) -> torch.Tensor:
             key_cache, value_cache = self.caches[layer]
-            mask = masks[layer]
-            window = self.windows[layer]
-            sliding = None if window is None else windowed.get((window, mask))
-            if sliding is not None:
-                return sliding(query, key_cache, value_cache, key, value)
             output = torch.empty_like(query)
             tree_attn(
                 query,
                 key_cache,
                 value_cache,
                 output,
-                metadata[mask],
+                metadata,
                 self.scale,
                 self.layout,
                 tail_key=key,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from vllm_specplug.kernels import (
     tree_metadata,
 )
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
+from vllm_specplug.vllm_v1.runner_state import RunnerState
 
 _BLOCK = 32
 
@@ -35,12 +35,12 @@ def window_bytes(spec: WindowSpec, num_requests: int, dtype: torch.dtype) -> int
     return num_requests * blocks * _BLOCK * per_slot
 
 
-def window_cache_bytes(runner: Any) -> int:
+def window_cache_bytes(state: RunnerState) -> int:
     """Bytes of the windows a runner's drafter keeps; 0 where it keeps none."""
-    spec = runner.drafter.drafter.window_spec()
+    spec = state.drafter.window_spec()
     if spec is None:
         return 0
-    return window_bytes(spec, runner.max_num_reqs, runner.model_config.dtype)
+    return window_bytes(spec, state.max_requests, state.dtype)
 
 
 class WindowCache:

@@ -15,7 +15,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.kernels import describe
 from vllm_specplug.kernels.extension import ISA_VARIABLE
-from vllm_specplug.options import check_model_runner, option_error
+from vllm_specplug.options import check_v2_feature, option_error
 from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin, require_seams
 from vllm_specplug.vllm_v1.self_draft import partial_cache_bytes
@@ -59,7 +59,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]
             return super().make_tree_backend()
         from vllm_specplug.vllm_v1.interpreted_backend import InterpretedTreeBackend
 
-        return InterpretedTreeBackend("triton", self.num_query_heads, self.step_limits(), CPU)
+        return InterpretedTreeBackend("triton", self.state.num_query_heads, self.step_limits(), CPU)
 
 
 def tree_runner_class(stock: type) -> type:
@@ -79,8 +79,9 @@ class TreeCPUWorker(CPUWorker):
     def determine_available_memory(self) -> int:
         """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""
         available = super().determine_available_memory()
-        drafter = self.model_runner.drafter.drafter
-        partial = partial_cache_bytes(self.model_runner)
+        state = self.model_runner.state
+        drafter = state.drafter
+        partial = partial_cache_bytes(state)
         if partial >= available:
             kept = drafter.partial_cache_spec()
             requests, budget = kept.options
@@ -91,13 +92,13 @@ class TreeCPUWorker(CPUWorker):
                 f"{partial / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
                 f"Lower {requests} or {budget}, or raise VLLM_CPU_KVCACHE_SPACE",
             )
-        windows = window_cache_bytes(self.model_runner)
+        windows = window_cache_bytes(state)
         if windows >= available:
             window = drafter.window_spec()
             raise option_error(
                 window.option,
                 window.size,
-                f"windows for {self.model_runner.max_num_reqs} requests take "
+                f"windows for {state.max_requests} requests take "
                 f"{windows / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
                 f"Lower {window.option} or --max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE",
             )
@@ -110,7 +111,7 @@ class TreeCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         spec: Any = self.vllm_config.speculative_config
-        check_model_runner(spec.plugin_method, uses_v2=self.use_v2_model_runner)
+        check_v2_feature(spec.plugin_method, uses_v2=self.use_v2_model_runner, asked=False)
         choose_kernel(spec.tree_kernel, self.model_config.dtype)
         require_seams("cpu")
         CPU_BACKENDS.apply()
