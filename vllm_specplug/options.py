@@ -7,6 +7,7 @@ vLLM reads the annotations as types: no `from __future__ import annotations` her
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args
 
@@ -146,17 +147,36 @@ def option_error(field: str, value: object, legal: str, remedy: str) -> ValueErr
     return ValueError(f"speculative_config.{field}={value!r} is not usable: {legal}. {remedy}.")
 
 
-def check_model_runner(method: str, *, uses_v2: bool) -> None:
-    """Refuses vLLM's V2 model runner, which our methods do not run in.
+def check_model_runner(method: str, device: str, missing: Sequence[str]) -> None:
+    """Refuses vLLM's V2 model runner for a method that needs what it is not given there.
+
+    Args:
+        missing: capabilities that the method needs; none where no method runs on that device.
+
+    Raises:
+        ValueError: naming the method, what is missing and what to do.
+    """
+    reason = f"on {device} in this release"
+    if missing:
+        reason = f"on {device}, where it does not get {', '.join(missing)} from it"
+    raise ValueError(
+        f"Speculative method {method!r} does not run in vLLM's V2 model runner {reason}. Unset "
+        "VLLM_USE_V2_MODEL_RUNNER, or set it to 0, to use V1; or choose another method."
+    )
+
+
+def check_v2_feature(method: str, *, uses_v2: bool, asked: bool) -> None:
+    """Refuses features that bring in vLLM's V2 model runner where nobody asked for it.
 
     Raises:
         ValueError: naming the method and what to do.
     """
-    if uses_v2:
+    if uses_v2 != asked:
         raise ValueError(
-            f"Speculative method {method!r} runs in vLLM's V1 model runner, not in the V2 one that "
-            "VLLM_USE_V2_MODEL_RUNNER=1, watermarking or HiSparse ask for. Unset the variable and "
-            "leave these features out, or choose a method of vLLM's own."
+            f"Speculative method {method!r} was configured for vLLM's {'V2' if asked else 'V1'} "
+            f"model runner, and this engine takes the {'V2' if uses_v2 else 'V1'} one. "
+            "Watermarking and HiSparse bring in V2: leave them out. All processes of a server "
+            "need the same VLLM_USE_V2_MODEL_RUNNER."
         )
 
 
@@ -280,13 +300,17 @@ def check_tree_shape(num_speculative_tokens: int, tree_depth: int | None, width:
     assert width >= 1
 
 
-def check_tree_depth(tree_depth: int | None, block_size: int) -> int:
+def check_tree_depth(tree_depth: int | None, block_size: int, deepest: int | None = None) -> int:
     """The depth to draft with a head of `block_size` slots (slot 0 holds the anchor).
+
+    Args:
+        deepest: depths that such a block drafts; all slots but the anchor's if None.
 
     Raises:
         ValueError: when `tree_depth` asks for more than the head can draft.
     """
-    deepest = block_size - 1
+    if deepest is None:
+        deepest = block_size - 1
     if tree_depth is None:
         return deepest
     if tree_depth > deepest:

@@ -45,6 +45,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "jetspec": {"method": "jetspec", **_FIXED},
     "ddtree": {"method": "ddtree", **_FIXED},
     "dels": {"method": "dels", **_FIXED},
+    # Found by its head, as users may write it.
+    "dspark_tree": {"method": "tree", **_FIXED},
     "longspec": {"method": "longspec", **_FIXED, "window_size": 24, "tree_depth": 4},
     # A partial cache smaller than most contexts here, chosen again from time to time.
     "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 40,
@@ -66,6 +68,10 @@ class Counts:
     """Trees that were not a line."""
     pruned: int = 0
     """Nodes a grammar took away before verification."""
+    skipping: int = 0
+    """Accepted paths that skip nodes, so that their caches must move."""
+    stale: int = 0
+    """Steps that were prepared before the host knew the one before them; counted on V2."""
 
 
 @dataclass
@@ -87,6 +93,9 @@ class Pair:
     def watch(self) -> None:
         """Counts what the tree engine verifies."""
         runner = self.runner
+        if not hasattr(runner, "proposed_trees"):
+            self._watch_v2(runner)
+            return
         record, tree_for = runner._record_verification, runner._tree_for
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -104,6 +113,28 @@ class Pair:
             return tree_for(req_id, tokens, kept_nodes)
 
         runner._record_verification, runner._tree_for = recorded, noted
+
+    def _watch_v2(self, runner: Any) -> None:
+        record = runner._record_verification
+
+        def recorded(input_batch: Any, *args: Any) -> None:
+            record(input_batch, *args)
+            slots, counts = input_batch.idx_mapping_np, self.counts
+            starts, parents = input_batch.cu_num_logits_np.tolist(), runner.tree_step.parent_rows
+            for i, nodes in enumerate(runner.speculator.node_counts[slots].tolist()):
+                nodes = min(nodes, starts[i + 1] - starts[i] - 1)
+                length = int(runner.tree_walk.lengths[i])
+                path = runner.tree_walk.path_rows[i, : length + 1] - starts[i]
+                rows = parents[starts[i] + 1 : starts[i] + nodes + 1] - starts[i]
+                counts.drafts += nodes > 0
+                counts.nodes += nodes
+                counts.accepted += length
+                counts.branching += rows.tolist() != list(range(nodes))
+                counts.skipping += path.tolist() != list(range(length + 1))
+            computed = runner.req_states.num_computed_tokens.gpu.numpy()[slots]
+            counts.stale += bool((input_batch.num_computed_tokens_np > computed).any())
+
+        runner._record_verification = recorded
 
     def compare(
         self,
@@ -212,6 +243,8 @@ def head_options(method: str) -> dict[str, Any]:
     if method == "dels":
         local = tiny.make_local_head(folder / "local", vocab)
         return {**head_options("ddtree"), "local_head": str(local)}
+    if method == "dspark_tree":
+        return {"model": str(tiny.make_dspark_head(folder, vocab))}
     if method == "longspec":
         return {"model": str(tiny.make_longspec_head(folder, vocab))}
     if method == "eagle3_tree":
@@ -288,9 +321,9 @@ def run_checks(module: str, timeout_s: float = TIMEOUT_S) -> dict[str, str | Non
         return json.loads(result.read_text())
 
 
-def assert_check(module: str, name: str, timeout_s: float = TIMEOUT_S) -> None:
+def assert_check(module: str, name: str, timeout_s: float = TIMEOUT_S, fresh: bool = False) -> None:
     """Fails with the message of a check that failed."""
-    failures = run_checks(module, timeout_s)
+    failures = run_checks(module, timeout_s, fresh)
     assert name in failures, f"{name} did not run: {failures}"
     assert failures[name] is None, failures[name]
 

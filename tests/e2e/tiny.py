@@ -12,8 +12,8 @@ from vllm_specplug.methods.block.checkpoint import save_block_head
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.dels.checkpoint import save_local_head
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.dels.unigram import save_unigram
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.longspec.checkpoint import save_longspec_head
 from vllm_specplug.methods.longspec.config import LongSpecConfig
 from vllm_specplug.methods.longspec.head import LongSpecHead
@@ -96,6 +96,23 @@ def make_head(
     hidden: int = HIDDEN,
 ) -> Path:
     """A random block head for `make_target`'s model."""
+    head = make_block_head(
+        vocab_size, causal=causal, block_size=block_size, seed=seed, hidden=hidden
+    )
+    save_block_head(folder, head, dtype=torch.float32)
+    return folder
+
+
+def make_block_head(
+    vocab_size: int,
+    *,
+    causal: bool,
+    block_size: int = 5,
+    seed: int = 1,
+    hidden: int = HIDDEN,
+    anchor: bool = False,
+) -> BlockHead:
+    """The same in memory; with `anchor` it samples from the anchor's slot."""
     torch.manual_seed(seed)
     head = BlockHead(
         BlockHeadConfig(
@@ -111,12 +128,22 @@ def make_head(
             target_layer_ids=(0, 1),
             block_size=block_size,
             causal=causal,
+            sample_from_anchor=anchor,
             mask_token_id=2,
         )
     )
     with torch.no_grad():
         head.mask_embedding.normal_()
-    save_block_head(folder, head, dtype=torch.float32)
+    return head
+
+
+def make_dspark_head(folder: Path, vocab_size: int, *, seed: int = 5, hidden: int = HIDDEN) -> Path:
+    """A random DSpark head for `make_target`'s model."""
+    from vllm_specplug.methods.dspark_tree.checkpoint import save_dspark_head
+
+    block = make_block_head(vocab_size, causal=False, seed=seed, hidden=hidden, anchor=True)
+    w1, w2 = torch.randn(2, vocab_size, 16) * 0.5
+    save_dspark_head(folder, block, w1, w2, dtype=torch.float32)
     return folder
 
 

@@ -18,6 +18,10 @@ def check_confident_dels() -> None:
     run_method("dels-confident")
 
 
+def check_confident_dspark_tree() -> None:
+    run_method("dspark_tree-confident")
+
+
 def check_confident_longspec() -> None:
     run_method("longspec-confident")
 

@@ -73,6 +73,10 @@ def check_dels() -> None:
     run_method("dels")
 
 
+def check_dspark_tree() -> None:
+    run_method("dspark_tree")
+
+
 def check_longspec() -> None:
     run_method("longspec")
 

@@ -19,6 +19,7 @@ from vllm_specplug.options import TreeBuilderName, option_error
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
+    from vllm_specplug.drafting.head_files import HeadFiles
 
 API_VERSION = 1
 """Version of the contract between methods and this package. It grows when something that a method
@@ -120,6 +121,10 @@ class Method:
     needs: frozenset[Capability] = frozenset()
     needs_head: bool = True
     """Whether `model` must name a draft checkpoint."""
+    recognises: str | None = None
+    """Path of a function that takes `HeadFiles` and says whether the checkpoint is a head of this
+    method, for users who name the head alone. It need not say whether the head can be served:
+    `resolve` does. None: a head is never taken for one of this method's."""
     train_commands: tuple[str, ...] = ()
     """Modules with `register(train_app, data_app)`, which add commands to `specplug train` and
     `specplug data`."""
@@ -140,6 +145,10 @@ class Method:
     def load_drafter(self) -> type[Drafter]:
         """Imports the class of its drafter."""
         return _load(self.drafter)
+
+    def recognises_head(self, head: HeadFiles) -> bool:
+        """Whether a checkpoint is a head of this method, by its files alone."""
+        return self.recognises is not None and bool(_load(self.recognises)(head))
 
     def option_names(self) -> tuple[str, ...]:
         """Names of its own options."""

@@ -9,11 +9,13 @@ that every start checks them. `scripts/vllm_names.py` reads from the code what b
 from __future__ import annotations
 
 from vllm_specplug.seams.seam import (
+    Add,
     Append,
     InstanceAttribute,
     Overrides,
     Register,
     Replace,
+    ReplaceKernel,
     Retype,
     Seam,
     SeamSet,
@@ -33,6 +35,8 @@ _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BACKENDS = "vllm.v1.attention.backends"
 _PROCESSORS = "vllm.v1.sample.logits_processor"
+_V2 = "vllm.v1.worker.gpu"
+_RUNNER_V2 = f"{_V2}.model_runner:GPUModelRunner"
 
 # -- changes ------------------------------------------------------------------------------------
 
@@ -48,6 +52,14 @@ _WHY_PENALTY = (
     "processors loads one class into two incompatible runners"
 )
 _HAS_PROCESSORS = "the entry point distinguishes the model runners"
+
+_WHY_KERNELS = (
+    "without Triton the V2 runner has no kernels on a CPU; in place in workers of tree methods"
+)
+_HAS_CPU_KERNELS = (
+    "the CPU build of vLLM brings kernels of its own "
+    "(https://github.com/vllm-project/vllm/pull/55847)"
+)
 
 PROCESS_SEAMS = SeamSet(
     (
@@ -109,14 +121,29 @@ PROCESS_SEAMS = SeamSet(
                 f"{owner}.{name}",
                 _WHY_GRAMMAR,
                 _HAS_PARENTS,
-                make=f"vllm_specplug.vllm_process.structured_output:{name}",
+                make=f"vllm_specplug.vllm_process.structured_output:{ours}",
             )
-            for owner, name in (
-                (_SCHEDULER, "update_draft_token_ids"),
-                (_SCHEDULER, "schedule"),
-                (_GRAMMARS, "validate_tokens"),
-                (_GRAMMARS, "grammar_bitmask"),
+            for owner, name, ours in (
+                (_SCHEDULER, "update_draft_token_ids", "update_draft_token_ids"),
+                (_SCHEDULER, "update_draft_token_ids_in_output", "update_draft_token_ids"),
+                (_SCHEDULER, "schedule", "schedule"),
+                (_GRAMMARS, "validate_tokens", "validate_tokens"),
+                (_GRAMMARS, "grammar_bitmask", "grammar_bitmask"),
             )
+        ),
+        Wrap(
+            "model_runner_v2",
+            "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
+            "V2 names the methods that it does not run, ours by the name they share with others",
+            _HAS_REGISTRY,
+            make="vllm_specplug.vllm_process.model_runner:admitting_trees",
+        ),
+        Wrap(
+            "model_runner_v2",
+            "vllm.config.vllm:VllmConfig._validate_v2_model_runner",
+            "on a CPU without Triton our methods bring the kernels that V2 needs",
+            _HAS_CPU_KERNELS,
+            make="vllm_specplug.vllm_process.model_runner:not_asking_for_triton",
         ),
         Append(
             "penalty_processor",
@@ -167,6 +194,23 @@ CPU_RUNNER = Replace(
 )
 
 _WHY_STATE = "rows, tokens and caches of the step are in no argument that the runner hands over"
+
+CPU_RUNNER_V2 = Replace(
+    "cpu_runner_v2",
+    "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
+    "CPUWorker names its V2 runner class in its code; in place during init_device",
+    "CPUWorker gains the _make_model_runner seam that the GPU worker has",
+    make="vllm_specplug.vllm_v2.worker_cpu:tree_runner_class",
+)
+
+SPECULATOR = Replace(
+    "speculator",
+    f"{_V2}.model_runner:init_speculator",
+    "V2's list of speculators is closed; in place while a tree runner is built",
+    _HAS_REGISTRY,
+    make="vllm_specplug.vllm_v2.runner:make_speculator",
+)
+
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
 CPU_BACKENDS = SeamSet(
@@ -192,6 +236,65 @@ ATTENTION_BACKENDS = SeamSet(
     for name, path in (
         ("FLASH_ATTN", "TreeFlashAttentionBackend"),
         ("TRITON_ATTN", "TreeTritonAttentionBackend"),
+    )
+)
+
+_CPU_KERNELS = "vllm_specplug.vllm_v2.cpu_kernels"
+
+V2_CPU_ADMISSION = Replace(
+    "v2_cpu_admission",
+    "vllm.config.vllm:HAS_TRITON",
+    "vLLM refuses the V2 runner without Triton; in place while the config of a tree method is "
+    "checked",
+    _HAS_CPU_KERNELS,
+    make=f"{_CPU_KERNELS}.launch:triton_stands_in",
+)
+
+V2_CPU_KERNELS = SeamSet(
+    (
+        *(
+            ReplaceKernel(
+                "v2_cpu_kernels",
+                f"{_V2}.{module}:_{name}_kernel",
+                _WHY_KERNELS,
+                _HAS_CPU_KERNELS,
+                make=f"{_CPU_KERNELS}.{ours}:{name}",
+            )
+            for ours, module, names in (
+                (
+                    "inputs",
+                    "input_batch",
+                    "prepare_prefill_inputs prepare_pos_seq_lens combine_sampled_and_draft_tokens "
+                    "get_num_sampled_and_rejected post_update post_update_num_computed_tokens "
+                    "expand_idx_mapping",
+                ),
+                ("inputs", "block_table", "gather_block_tables compute_slot_mappings"),
+                ("inputs", "buffer_utils", "apply_write"),
+                ("sampling", "sample.gumbel", "temperature gumbel_sample"),
+                ("sampling", "sample.min_p", "min_p"),
+                ("sampling", "sample.logprob", "topk_log_softmax ranks fill_logprob_token_ids"),
+                ("sampling", "sample.prompt_logprob", "prompt_logprobs_token_ids"),
+                ("sampling", "metrics.logits", "num_nans"),
+                ("logits", "sample.penalties", "penalties bincount"),
+                ("logits", "sample.bad_words", "bad_words"),
+                ("logits", "sample.logit_bias", "bias"),
+                (
+                    "logits",
+                    "sample.thinking_budget",
+                    "update_committed_marker_cache thinking_budget",
+                ),
+                ("logits", "structured_outputs", "apply_grammar_bitmask"),
+                ("logits", "spec_decode.rejection_sampler", "flatten_sampled gather_draft_sampled"),
+            )
+            for name in names.split()
+        ),
+        Add(
+            "v2_cpu_kernels",
+            "vllm.triton_utils:triton.next_power_of_2",
+            _WHY_KERNELS,
+            _HAS_CPU_KERNELS,
+            make=f"{_CPU_KERNELS}.launch:make_next_power_of_2",
+        ),
     )
 )
 
@@ -222,6 +325,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "vllm.exceptions:VLLMValidationError",
         "vllm.model_executor.models.interfaces:supports_eagle3",
         "vllm.model_executor.models.registry:ModelRegistry",
+        "vllm.v1.executor.abstract:Executor",
     ),
     *_overrides(
         "config",
@@ -483,6 +587,94 @@ _CPU_USES: tuple[Seam, ...] = (
     ),
 )
 
+_V2_USES: tuple[Seam, ...] = (
+    *_uses(
+        "tree_params",
+        "penalties, bad words and thinking budgets read the rows before a row, which are not its "
+        "ancestors",
+        _HAS_TREES,
+        f"{_V2}.sample.bad_words:BadWordsState",
+        f"{_V2}.sample.logit_bias:LogitBiasState",
+    ),
+    *_overrides(
+        "runner_v2_step",
+        "a step is timed, its statistics leave with its output, and a scheduler that waits for "
+        "drafts is told how many there are",
+        _HAS_TREES,
+        _RUNNER_V2,
+        "__init__",
+        "execute_model",
+        "sample_tokens",
+        "take_draft_token_ids",
+    ),
+    *_overrides(
+        "runner_v2_inputs",
+        "trees are kept by request slot; rotary positions follow depth",
+        _HAS_TREES,
+        _RUNNER_V2,
+        "finish_requests",
+        "add_requests",
+        "prepare_attn",
+    ),
+    Overrides(
+        "runner_v2_inputs",
+        f"{_V2}.model_states.interface:ModelState.prepare_attn",
+        "tree rows are attached to the attention metadata",
+        _HAS_TREES,
+    ),
+    *_overrides(
+        "runner_v2_sample",
+        "compaction must end before blocks are hashed",
+        "a registered method may bring its own acceptance",
+        _RUNNER_V2,
+        "sample",
+    ),
+    *_uses(
+        "runner_v2_sample",
+        "acceptance is a walk over the samples of all rows",
+        "a registered method may bring its own acceptance",
+        "vllm.config.model:PROCESSED_LOGPROBS_MODES",
+        f"{_V2}.input_batch:get_num_sampled_and_rejected",
+        f"{_V2}.metrics.logits:get_num_nans",
+        f"{_V2}.sample.logprob:compute_topk_scores",
+        f"{_V2}.sample.output:SamplerOutput",
+        f"{_V2}.sample.output:SamplingMaskTensors",
+        f"{_V2}.sample.sampler:Sampler.get_logprobs_dims",
+        f"{_V2}.sample.sampler:Sampler.sample",
+    ),
+    *_overrides(
+        "runner_v2_setup",
+        "drafters read the target's hidden states; caches are known only after allocation",
+        _HAS_REGISTRY,
+        _RUNNER_V2,
+        "load_model",
+        "initialize_kv_cache",
+    ),
+    *_uses(
+        "runner_v2_setup",
+        "drafters read the target's hidden states; caches are known only after allocation",
+        _HAS_REGISTRY,
+        "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
+        "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
+        "vllm.triton_utils:HAS_TRITON",
+    ),
+    *_uses(
+        "speculator",
+        "V2 asks a speculator for the next drafts",
+        _HAS_REGISTRY,
+        f"{_V2}.spec_decode.speculator:BaseSpeculator",
+    ),
+    *_overrides(
+        "speculator",
+        "V2 asks a speculator for the next drafts",
+        _HAS_REGISTRY,
+        f"{_V2}.spec_decode.speculator:BaseSpeculator",
+        "init_cudagraph_manager",
+        "capture",
+        "propose",
+    ),
+)
+
 _GPU_USES: tuple[Seam, ...] = (
     *_uses(
         "gpu_backend",
@@ -544,9 +736,21 @@ _GPU_USES: tuple[Seam, ...] = (
 PROCESS_CHECKS = SeamSet((*PROCESS_SEAMS.seams, *_PROCESS_USES))
 WORKER_SEAMS = {
     "cpu": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, CPU_RUNNER, *CPU_BACKENDS.seams, *_CPU_USES)),
+    "cpu_v2": SeamSet(
+        (
+            *_WORKER_USES,
+            CPU_RUNNER_V2,
+            SPECULATOR,
+            *V2_CPU_KERNELS.seams,
+            *CPU_BACKENDS.seams,
+            *_CPU_USES,
+            *_V2_USES,
+        )
+    ),
     "cuda": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, *ATTENTION_BACKENDS.seams, *_GPU_USES)),
 }
-"""By device: what a worker that verifies trees relies on, beyond what every process does."""
+"""By device, and by model runner where it is V2: what a worker that verifies trees relies on,
+beyond what every process does."""
 
 ALL_SEAMS: tuple[Seam, ...] = (
     *PROCESS_CHECKS.seams,
@@ -554,8 +758,13 @@ ALL_SEAMS: tuple[Seam, ...] = (
     *_WORKER_USES,
     LOGITS_PROCESSORS,
     CPU_RUNNER,
+    CPU_RUNNER_V2,
+    SPECULATOR,
     *CPU_BACKENDS.seams,
     *_CPU_USES,
+    V2_CPU_ADMISSION,
+    *V2_CPU_KERNELS.seams,
+    *_V2_USES,
     *ATTENTION_BACKENDS.seams,
     *_GPU_USES,
 )

@@ -184,7 +184,7 @@ class Replace(Seam):
     def _apply(self) -> None:
         path, _, name = self.target.rpartition("." if "." in self.target.partition(":")[2] else ":")
         owner = resolve(path) if ":" in path else importlib.import_module(path)
-        stock = resolve(self.target)
+        stock = self._stock()
         if id(stock) in _installed:
             raise SeamError(f"{self.name} is changed already; nothing is put around it twice")
         new = self._made(resolve(self.make)(stock), stock)
@@ -192,6 +192,9 @@ class Replace(Seam):
         setattr(owner, name, new)
         self._new = new
         _installed[id(new)] = new
+
+    def _stock(self) -> Any:
+        return resolve(self.target)
 
     def _made(self, new: Any, stock: Any) -> Any:
         return new
@@ -215,6 +218,38 @@ class Wrap(Replace):
 
     def _made(self, new: Any, stock: Any) -> Any:
         return functools.wraps(stock)(new)
+
+
+class ReplaceKernel(Replace):
+    """A Triton kernel that a function stands in for; its parameters must be the kernel's."""
+
+    kind = "replaces kernels"
+
+    def verify(self) -> str | None:
+        problem = super().verify()
+        if problem is not None:
+            return problem
+        stock, new = resolve(self.target), resolve(self.make)
+        own = tuple(inspect.signature(getattr(stock, "fn", stock)).parameters)
+        if own != new.parameters:
+            return f"its parameters are {', '.join(own)} instead of {', '.join(new.parameters)}"
+        return None
+
+
+class Add(Replace):
+    """An attribute that vLLM's object lacks."""
+
+    kind = "adds"
+
+    def verify(self) -> str | None:
+        try:
+            resolve(self.target.rpartition(".")[0])
+        except SeamError as error:
+            return str(error)
+        return None
+
+    def _stock(self) -> Any:
+        return None
 
 
 @dataclass(eq=False)

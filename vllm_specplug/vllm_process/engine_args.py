@@ -7,12 +7,16 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from vllm_specplug.options import check_model_runner, tree_option_names
-from vllm_specplug.registry import get_method, method_names, owners_of
+from vllm_specplug.options import check_v2_feature, tree_option_names
+from vllm_specplug.registry import find_method, get_method, legal_method_names, owners_of
 from vllm_specplug.vllm_process.spec_config import (
     SpecPlugSpeculativeConfig,
     option_names,
     tree_config,
+)
+
+_ASYNC_REMEDY = (
+    "Leave async scheduling out, or set VLLM_USE_V2_MODEL_RUNNER=1 where V2 serves the method"
 )
 
 
@@ -20,16 +24,19 @@ def _refuse(method: str, what: str, remedy: str) -> None:
     raise ValueError(f"Speculative method {method!r} cannot be used with {what}. {remedy}.")
 
 
-def check_option_names(spec_method: str | None, options: dict[str, Any] | None) -> None:
+def check_option_names(
+    spec_method: str | None, options: dict[str, Any] | None, spec_model: str | None = None
+) -> None:
     """Refuses unknown keys of one of our methods, with the nearest legal name.
 
     Raises:
         ValueError: naming the key, its value and every legal key.
     """
     options = options or {}
-    method = spec_method or options.get("method")
-    if method not in method_names():
+    found = find_method(spec_method or options.get("method"), spec_model or options.get("model"))
+    if found is None:
         return
+    method = found.name
     legal = option_names(method)
     for key, value in options.items():
         name = key.replace("-", "_")
@@ -48,8 +55,8 @@ def check_option_names(spec_method: str | None, options: dict[str, Any] | None) 
 def check_runner_options(
     spec_method: str | None, options: dict[str, Any] | None, asynchronous: bool | None
 ) -> None:
-    """Refuses one of our methods with vLLM's V2 model runner or asynchronous scheduling, before
-    vLLM refuses them without naming the method.
+    """Refuses asynchronous scheduling of one of our methods on V1, before vLLM refuses it without
+    naming the method.
 
     Raises:
         ValueError: naming the method and the setting.
@@ -57,11 +64,35 @@ def check_runner_options(
     from vllm import envs
 
     method = spec_method or (options or {}).get("method")
-    if method not in method_names():
-        return
-    check_model_runner(method, uses_v2=bool(envs.VLLM_USE_V2_MODEL_RUNNER))
-    if asynchronous:
-        _refuse(method, "async_scheduling=True", "Leave async scheduling out; it is not used")
+    if method in legal_method_names() and asynchronous and not envs.VLLM_USE_V2_MODEL_RUNNER:
+        _refuse(method, "async_scheduling=True in vLLM's V1 model runner", _ASYNC_REMEDY)
+
+
+def set_async_scheduling(vllm_config: Any, asked: bool | None, nccl_asked: bool | None) -> None:
+    """Schedules ahead where trees run on V2: on a GPU unless told not to, on a CPU when asked.
+
+    vLLM admits asynchronous scheduling by the names of its own methods, and its CPU platform
+    switches it off without a word; so the config was made without it.
+
+    Raises:
+        ValueError: when it was asked for and the executor cannot do it.
+    """
+    from vllm.v1.executor.abstract import Executor
+
+    wanted = asked if asked is not None else vllm_config.device_config.device_type != "cpu"
+    if wanted and not Executor.get_class(vllm_config).supports_async_scheduling():
+        backend = vllm_config.parallel_config.distributed_executor_backend
+        if asked:
+            raise ValueError(
+                f"async_scheduling=True cannot be used with "
+                f"distributed_executor_backend={backend!r}, which waits for every step. Leave one "
+                "of them out."
+            )
+        wanted = False
+    vllm_config.scheduler_config.async_scheduling = wanted
+    if wanted and nccl_asked is None:
+        # vLLM's default beside asynchronous scheduling.
+        vllm_config.parallel_config.disable_nccl_for_dp_synchronization = True
 
 
 def check_engine_config(vllm_config: Any) -> None:
@@ -94,8 +125,9 @@ def check_engine_config(vllm_config: Any) -> None:
             "Leave microbatching out; the rows of a tree cannot be split",
         )
     _check_kv_transfer(method, vllm_config)
-    # Other settings than the environment variable ask for it too.
-    check_model_runner(method, uses_v2=vllm_config.use_v2_model_runner)
+    check_v2_feature(method, uses_v2=vllm_config.use_v2_model_runner, asked=spec.uses_v2)
+    if spec.uses_v2:
+        _check_v2(method, vllm_config)
     if vllm_config.lora_config is not None:
         _refuse(method, "enable_lora=True", "Serve without LoRA, or merge the adapter")
     if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16"):
@@ -141,9 +173,21 @@ def check_engine_config(vllm_config: Any) -> None:
             f"targets without auxiliary hidden states ({model.architectures[0]})",
             "The model class must implement vLLM's SupportsEagle3 (Llama, Qwen2/3 and others do)",
         )
-    if vllm_config.scheduler_config.async_scheduling:
-        _refuse(method, "async_scheduling=True", "Leave async scheduling out; it is not used")
+    if vllm_config.scheduler_config.async_scheduling and not spec.uses_v2:
+        _refuse(method, "async_scheduling=True in vLLM's V1 model runner", _ASYNC_REMEDY)
     _check_token_budget(method, spec, vllm_config.scheduler_config)
+
+
+def _check_v2(method: str, vllm_config: Any) -> None:
+    """What vLLM has on V2 alone and a tree would get wrong."""
+    if vllm_config.watermark_config is not None:
+        _refuse(method, "watermarking", "It reads the rows before each row; leave watermarking out")
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        _refuse(
+            method,
+            "enable_batch_sharded_sampling=True",
+            "Leave it out: every rank walks all trees",
+        )
 
 
 def _check_cache_dtype(method: str, vllm_config: Any) -> None:
@@ -201,9 +245,22 @@ def checked(original: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineArgs.create_engine_config` with our checks. Seam: engine_config."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check_option_names(self.spec_method, self.speculative_config)
+        from vllm import envs
+
+        method = self.spec_method or (self.speculative_config or {}).get("method")
+        is_ours = method in legal_method_names()
+        check_option_names(self.spec_method, self.speculative_config, self.spec_model)
         check_runner_options(self.spec_method, self.speculative_config, self.async_scheduling)
-        vllm_config = original(self, *args, **kwargs)
+        asked = self.async_scheduling
+        if is_ours and envs.VLLM_USE_V2_MODEL_RUNNER:
+            self.async_scheduling = False
+        try:
+            vllm_config = original(self, *args, **kwargs)
+        finally:
+            self.async_scheduling = asked
+        spec = tree_config(vllm_config)
+        if spec is not None and spec.uses_v2:
+            set_async_scheduling(vllm_config, asked, self.disable_nccl_for_dp_synchronization)
         check_engine_config(vllm_config)
         return vllm_config
 

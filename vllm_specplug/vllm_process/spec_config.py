@@ -25,13 +25,20 @@ from vllm_specplug.options import (
     TreeOptions,
     changed_tree_options,
     check_kernel,
+    check_model_runner,
     check_request_limit,
     check_tree_budget,
     check_tree_shape,
     check_vllm_options,
     option_error,
 )
-from vllm_specplug.registry import get_method, method_names, methods, owners_of
+from vllm_specplug.registry import (
+    find_method,
+    get_method,
+    legal_method_names,
+    method_names,
+    owners_of,
+)
 
 logger = init_logger("vllm.specplug.config")
 
@@ -47,6 +54,13 @@ CAPABILITIES = {
     "cpu": frozenset(Capability),
     "cuda": frozenset({Capability.HIDDEN_STATES, Capability.NEXT_TOKENS, Capability.CONTEXT_CACHE}),
 }
+# The same for vLLM's V2 model runner.
+WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2"}
+CAPABILITIES_V2 = {
+    "cpu": frozenset(
+        {Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE, Capability.HOST_BRANCHES}
+    ),
+}
 # What is there on a single rank only: with tensor parallelism a rank has some of the KV heads.
 ONE_RANK = frozenset({Capability.TARGET_CACHE})
 
@@ -57,7 +71,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
     the method itself."""
 
     # Names that the command line offers; `_take_method` is what decides.
-    method: Literal[(SpeculativeMethod, *method_names())] | None = None  # type: ignore[valid-type]
+    method: Literal[(SpeculativeMethod, *legal_method_names())] | None = None  # type: ignore[valid-type]
     """The name of the speculative method to use; vLLM's own, or one of vllm-specplug's."""
     method_options: Any = None
     """`MethodOptions` of the method. Made from the method's own keys, never given as such."""
@@ -65,6 +79,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
     """Set when the method is the plugin's; `method` then reads "custom_class". Never given."""
     plan: DraftPlan | None = Field(default=None, init=False)
     """What the method made of its options and its head."""
+    uses_v2: bool = Field(default=False, init=False)
+    """Whether trees run in vLLM's V2 model runner."""
 
     @model_validator(mode="before")
     @classmethod
@@ -77,7 +93,12 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             if given.get(key) is not None:
                 raise option_error(key, given[key], "it is not an option", f"Leave {key} out")
         name = given.get("method")
-        method = methods().get(name) if isinstance(name, str) else None
+        method = find_method(name, given.get("model"))
+        if method is not None and method.name != name:
+            logger.info(
+                "Draft head %s is one of method %r: %s", given["model"], method.name, method.summary
+            )
+            name = method.name
         own = () if method is None else method.option_names()
         for key in given:
             owners = owners_of(key)
@@ -92,7 +113,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         if method is not None:
             taken = {key: given.pop(key) for key in own if key in given}
             given["method_options"] = method.parse_options(taken)
-            given["plugin_method"] = given["method"]
+            given["plugin_method"] = method.name
             given["method"] = "custom_class"
         return ArgsKwargs(values.args, given)
 
@@ -157,12 +178,19 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
     def _claim_worker(self) -> None:
         """Our worker builds the model runner with the tree mixin."""
+        from vllm import envs
         from vllm.platforms import current_platform
 
         device = "cuda" if current_platform.is_cuda() else current_platform.device_type
         method = get_method(str(self.plugin_method))
-        missing = sorted(method.needs - CAPABILITIES.get(device, frozenset()))
-        if device not in WORKERS or missing:
+        # V1 wherever nobody asked for V2.
+        self.uses_v2 = bool(envs.VLLM_USE_V2_MODEL_RUNNER)
+        workers = WORKERS_V2 if self.uses_v2 else WORKERS
+        given = (CAPABILITIES_V2 if self.uses_v2 else CAPABILITIES).get(device, frozenset())
+        missing = sorted(method.needs - given)
+        if self.uses_v2 and (device not in workers or missing):
+            check_model_runner(method.name, device, missing)
+        if device not in workers or missing:
             lacking = f" (it needs {', '.join(missing)})" if missing else ""
             raise ValueError(
                 f"Speculative method {method.name!r} does not run on device "
@@ -185,7 +213,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 f"speculative method {self.plugin_method!r}, which brings its own worker. "
                 "Leave --worker-cls out."
             )
-        parallel.worker_cls = WORKERS[device]
+        parallel.worker_cls = workers[device]
 
     def compute_hash(self) -> str:
         """The parent's hash, plus the auxiliary layers: they change the compiled graph."""

@@ -15,7 +15,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.kernels import describe
 from vllm_specplug.kernels.extension import ISA_VARIABLE
-from vllm_specplug.options import check_model_runner, option_error
+from vllm_specplug.options import check_v2_feature, option_error
 from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin, require_seams
 from vllm_specplug.vllm_v1.self_draft import partial_cache_bytes
@@ -111,7 +111,7 @@ class TreeCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         spec: Any = self.vllm_config.speculative_config
-        check_model_runner(spec.plugin_method, uses_v2=self.use_v2_model_runner)
+        check_v2_feature(spec.plugin_method, uses_v2=self.use_v2_model_runner, asked=False)
         choose_kernel(spec.tree_kernel, self.model_config.dtype)
         require_seams("cpu")
         CPU_BACKENDS.apply()

@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_specplug.options import check_model_runner
+from vllm_specplug.options import check_v2_feature
 from vllm_specplug.seams import ATTENTION_BACKENDS
 from vllm_specplug.vllm_v1.cuda_backend import CudaTreeBackend
 from vllm_specplug.vllm_v1.rehearsal import (
@@ -79,7 +79,7 @@ class TreeGPUWorker(Worker):
 
     def init_device(self) -> None:
         spec: Any = self.vllm_config.speculative_config
-        check_model_runner(spec.plugin_method, uses_v2=self.use_v2_model_runner)
+        check_v2_feature(spec.plugin_method, uses_v2=self.use_v2_model_runner, asked=False)
         require_seams("cuda")
         claim_attention_backend(self.vllm_config)
         super().init_device()

@@ -313,7 +313,7 @@ def _tokenswift(folder: Path) -> tuple[dict[str, Any], Any]:
 
 def _local(folder: Path) -> tuple[dict[str, Any], Any]:
     from vllm_specplug.methods.dels.checkpoint import inspect_local_head, save_local_head
-    from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+    from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 
     save_local_head(folder, LocalHead(LocalHeadConfig("gru", 20, 16, 4, 6)))
     return TARGET, inspect_local_head

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,24 @@ _MAX_VALUES = {"num_hidden_layers": 256, "block_size": 4096, "target_layer_ids":
 
 _CONTAINERS = ("jetspec_config", "dflash_config")
 _UNSUPPORTED_FLAGS = {
-    "sample_from_anchor": "slot j of a block must predict the token at j, not the one after it",
-    "shift_label": "slot j of a block must predict the token at j, not the one after it",
-    "markov_rank": "scores must be those of the block alone",
-    "enable_confidence_head": "confidence heads are not implemented",
+    "markov_rank": "scores are those of the block alone; method dspark_tree adds a Markov head's",
+    "enable_confidence_head": "heads with a confidence head are those of method dspark_tree",
     "final_logit_softcapping": "logits are those of the LM head as they are",
     "use_swa": "draft layers attend the whole context",
     "attention_sink_bias": "attention sinks are not implemented",
     "attention_value_scale": "value scaling is not implemented",
 }
 # What trainers call heads that draft as this one does. Others share its tensors, names and shapes
-# alike, and mean other tokens by its slots: DeepSpec's Qwen3DSparkModel predicts from the anchor's
-# own slot on, so that each draft would be one place off.
-_ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
-_SPECULATORS_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
+# alike, and draft in another way.
+ARCHITECTURES = (
+    "DFlashDraftModel", "Qwen3DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel",
+)  # fmt: skip
+# Heads that predict from the anchor's own slot on, whether they say so or not: read as others, each
+# draft would be one place off. DeepSpec names its DFlash heads so too, which have no Markov head.
+_ANCHOR_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
+# Names of that flag: of speculators and vLLM, and of SpecForge.
+ANCHOR_FLAGS = ("sample_from_anchor", "shift_label")
+SPECULATORS_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
 # Head size of a config that states none, where the model type has one of its own.
 _HEAD_DIMS = {"qwen3": 128}
 _MASK_ID_NAMES = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
@@ -56,7 +61,9 @@ class BlockHeadConfig:
     """Shape of a JetSpec/DFlash head.
 
     `target_layer_ids` are zero-based: id i is the output of the target's decoder layer i.
-    `block_size` counts the anchor, so a block drafts `block_size - 1` tokens.
+    `block_size` counts the anchor's slot. Slot j predicts the token at j, so that a block drafts
+    `block_size - 1` tokens; with `sample_from_anchor` it predicts the one after it, and the
+    anchor's slot drafts too.
     `causal` is the mask inside a block: JetSpec true, DFlash false.
     """
 
@@ -72,6 +79,7 @@ class BlockHeadConfig:
     target_layer_ids: tuple[int, ...]
     block_size: int = 16
     causal: bool = True
+    sample_from_anchor: bool = False
     mask_token_id: int | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
@@ -140,7 +148,12 @@ class BlockHeadConfig:
     @property
     def num_draft_tokens(self) -> int:
         """Drafted depth D of one block."""
-        return self.block_size - 1
+        return self.block_size - self.first_slot
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of a block that predicts the token after the anchor."""
+        return 0 if self.sample_from_anchor else 1
 
     @property
     def attention_scale(self) -> float:
@@ -156,14 +169,7 @@ class BlockHeadConfig:
         causal: bool | None = None,
     ) -> BlockHeadConfig:
         """Reads `directory/config.json`; see `from_dict`."""
-        path = Path(directory) / "config.json"
-        if not path.is_file():
-            raise ValueError(
-                f"draft head {str(directory)!r} has no config.json; give the folder "
-                "that holds config.json and model.safetensors"
-            )
-        raw = read_json_object(path, "a head's config")
-        with config_values(path):
+        with head_config(directory) as raw:
             return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
 
     @classmethod
@@ -214,8 +220,27 @@ class BlockHeadConfig:
                 "target_layer_ids": list(self.target_layer_ids),
                 "target_hidden_size": self.target_hidden_size,
                 "causal_head": self.causal,
+                **({"sample_from_anchor": True} if self.sample_from_anchor else {}),
             },
         }
+
+
+@contextmanager
+def head_config(directory: str | Path) -> Iterator[dict[str, Any]]:
+    """The object in `directory/config.json`; what its values raise inside names the file.
+
+    Raises:
+        ValueError: when there is no such file, or no JSON object in it.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"draft head {str(directory)!r} has no config.json; give the folder "
+            "that holds config.json and model.safetensors"
+        )
+    raw = read_json_object(path, "a head's config")
+    with config_values(path):
+        yield raw
 
 
 def _is_integer(value: object) -> bool:
@@ -239,11 +264,16 @@ def _need(raw: Mapping[str, Any], name: str) -> Any:
     return raw[name]
 
 
+def _stated_names(raw: Mapping[str, Any]) -> list[str]:
+    stated = raw.get("architectures") or []
+    _require(isinstance(stated, list), "architectures", stated, "a list of names")
+    return list(stated)
+
+
 def _check_architecture(raw: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Refuses heads that say what they are and are not known; tensors judge the others."""
-    stated = raw.get("architectures") or []
-    listed = isinstance(stated, list | tuple)
-    _require(listed and all(name in known for name in stated), "architectures", stated, (
+    stated = _stated_names(raw)
+    _require(all(name in known for name in stated), "architectures", stated, (
         f"{', '.join(known)} (heads of other kinds draft in another way, even where their tensors "
         "look alike)"
     ))  # fmt: skip
@@ -340,15 +370,12 @@ def _layer_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _from_zlab(
     raw: Mapping[str, Any], num_target_layers: int | None, causal: bool | None
 ) -> BlockHeadConfig:
-    # Both containers are accepted; where both are there the method's own one wins key by key.
-    container: dict[str, Any] = {}
-    for name in reversed(_CONTAINERS):
-        container.update(raw.get(name) or {})
-    _check_architecture(raw, _ARCHITECTURES)
+    container = block_containers(raw)
+    _check_architecture(raw, ARCHITECTURES)
     shape = _layer_shape(raw)
     _refuse_unsupported(container, 0)
     if causal is None:
-        causal = _stated_mask(raw, container)
+        causal = _mask_of(raw, container)
     stated_layers = raw.get("num_target_layers")
     _require(
         None in (stated_layers, num_target_layers) or stated_layers == num_target_layers,
@@ -387,8 +414,21 @@ def _from_zlab(
         target_layer_ids=_layer_ids("target_layer_ids", layer_ids),
         block_size=block_size,
         causal=causal,
+        sample_from_anchor=_samples_from_anchor(
+            (container, raw), any(name in _ANCHOR_ARCHITECTURES for name in _stated_names(raw))
+        ),
         mask_token_id=mask,
     )
+
+
+def _samples_from_anchor(sources: Sequence[Mapping[str, Any]], default: bool) -> bool:
+    for name in ANCHOR_FLAGS:
+        for source in sources:
+            value = source.get(name)
+            if value is not None:
+                _require(isinstance(value, bool), name, value, "true or false")
+                return bool(value)
+    return default
 
 
 def _layer_ids(name: str, value: object) -> tuple[int, ...]:
@@ -398,8 +438,18 @@ def _layer_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
-    """Whether the block is causal: as stated, else by the method that the config belongs to."""
+def block_containers(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The method's own part of a config. Both containers are accepted; where both are there
+    JetSpec's wins key by key."""
+    container: dict[str, Any] = {}
+    for name in reversed(_CONTAINERS):
+        container.update(raw.get(name) or {})
+    return container
+
+
+def stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool | None:
+    """Whether the block is causal, by the config or the method that it belongs to; None where
+    neither says so."""
     for name, source in (
         ("is_causal", raw),
         ("causal_head", container),
@@ -412,19 +462,23 @@ def _stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
         if value is not None:
             _require(isinstance(value, bool), name, value, "true or false")
             return bool(value)
-    causal = raw.get("jetspec_config") is not None
-    logger.info(
-        "The head's config does not say whether its block is causal; taken as %s. Option `causal` "
-        "of the speculative config decides otherwise",
-        "causal, as JetSpec trains" if causal else "bidirectional, as DFlash trains",
-    )
-    return causal
+    return True if raw.get("jetspec_config") is not None else None
+
+
+def _mask_of(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
+    stated = stated_mask(raw, container)
+    if stated is None:
+        logger.info(
+            "The head's config does not say whether its block is causal; taken as bidirectional, "
+            "as DFlash trains. Option `causal` of the speculative config decides otherwise"
+        )
+    return bool(stated)
 
 
 def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadConfig:
     kind = raw.get("speculators_model_type")
     _require(kind == "dflash", "speculators_model_type", kind, "'dflash'")
-    _check_architecture(raw, _SPECULATORS_ARCHITECTURES)
+    _check_architecture(raw, SPECULATORS_ARCHITECTURES)
     shape = _layer_shape(_need(raw, "transformer_layer_config"))
     _refuse_unsupported(raw, 0)
     # `sliding_window_non_causal`, false by default, is about sliding-window layers alone, which are
@@ -442,5 +496,6 @@ def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadC
         target_layer_ids=layer_ids,
         block_size=8 if raw.get("block_size") is None else raw["block_size"],
         causal=causal,
+        sample_from_anchor=_samples_from_anchor((raw,), False),
         mask_token_id=raw.get("mask_token_id"),
     )

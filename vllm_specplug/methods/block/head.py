@@ -6,9 +6,10 @@ size, Hq/Hkv query/key heads, Dh head size, I MLP width.
 
 One draft round feeds a block: slot 0 is the embedding of the anchor (the newest token, sampled but
 not yet in the target's cache), slots 1.. are the mask embedding. The output at slot j predicts the
-token *at* slot j. Each layer attends the context features of every committed position before the
-anchor, then the block itself. Context features are the same for every layer and are never updated
-by it, so a context K/V pair is final once its position is committed.
+token *at* slot j, or the one after it in heads that sample from the anchor's slot. Each layer
+attends the context features of every committed position before the anchor, then the block itself.
+Context features are the same for every layer and are never updated by it, so a context K/V pair is
+final once its position is committed.
 """
 
 from __future__ import annotations
@@ -183,7 +184,8 @@ class BlockHead(nn.Module):
                 and returns [T, Hq, Dh]. Scale is `config.attention_scale`.
 
         Returns:
-            [T, H]; the LM head on slot j gives the distribution of the token at slot j.
+            [T, H]; the LM head on slot j gives the distribution of the token at slot j, or of the
+            one after it.
         """
         cos, sin = self.rotary(positions)
         x = input_embeds

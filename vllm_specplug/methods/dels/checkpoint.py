@@ -27,7 +27,7 @@ from vllm_specplug.drafting.checkpoint_files import (
     write_checkpoint,
 )
 from vllm_specplug.drafting.pickle_files import check_plain, load_pickle
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 
 logger = logging.getLogger(__name__)
 

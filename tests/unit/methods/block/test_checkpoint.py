@@ -229,10 +229,6 @@ def test_head_of_another_target_names_field_and_legal_values(
             {"layer_types": ["full_attention", "sliding_attention"]},
             ["layer_types", "sliding_attention"],
         ),
-        (
-            {"dflash_config": {"sample_from_anchor": True, "target_layer_ids": [1]}},
-            ["sample_from_anchor"],
-        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, ["rope_scaling.rope_type", "yarn"]),
         ({"layer_types": None, "use_sliding_window": True}, ["use_sliding_window", "sliding"]),
         ({"dflash_config": {"use_swa": True, "target_layer_ids": [1]}}, ["use_swa"]),

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees on Model Runner V2 against plain V2; see test_v2.py.
+
+Without a Triton for CPUs, both take the kernels that stand in for vLLM's, which have tests of
+their own. With SPECPLUG_INTERPRETED_V2=1, to be set before vLLM is imported, both take vLLM's, in
+Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
+    from tests.e2e import interpreted_v2
+
+    interpreted_v2.install()
+
+import pytest
+import torch
+from vllm.triton_utils import HAS_TRITON
+
+from tests.e2e.event_checks import LONG
+from tests.e2e.option_checks import PROMPTS, greedy, seeded
+from tests.e2e.pair import (
+    Counts,
+    Pair,
+    core_of,
+    generate,
+    pair,
+    sequences_of,
+    watch_prefix_hits,
+)
+from vllm_specplug.seams import V2_CPU_ADMISSION, V2_CPU_KERNELS
+
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+if not HAS_TRITON:
+    # Plain engines, too.
+    V2_CPU_ADMISSION.apply()
+    V2_CPU_KERNELS.apply()
+MIXED = [greedy(max_tokens=24), *(seeded(i, max_tokens=24) for i in range(3))]
+
+
+def engines(method: str = "oracle", *, ahead: bool = True, **tree: Any) -> Pair:
+    """A pair whose tree engine schedules ahead or does not; six nodes per tree."""
+    options = {"num_speculative_tokens": 6, "tree_budget": 6}
+    made = pair(method, speculative=options, tree={"async_scheduling": ahead, **tree})
+    core = core_of(made.tree)
+    assert type(core.scheduler).__name__ == ("AsyncScheduler" if ahead else "Scheduler")
+    assert type(made.runner).__mro__[2].__module__ == "vllm.v1.worker.cpu.model_runner"
+    return made
+
+
+def _compare(method: str, ahead: bool) -> Counts:
+    made = engines(method, ahead=ahead)
+    _, counts = made.compare(PROMPTS[:4], MIXED)
+    # Steps that were prepared ahead, or none.
+    assert (counts.stale > 0) == ahead, counts
+    return counts
+
+
+def check_greedy_and_seeded() -> None:
+    assert _compare("oracle", ahead=False).skipping > 3
+
+
+def check_greedy_and_seeded_scheduled_ahead() -> None:
+    assert _compare("oracle", ahead=True).skipping > 3
+
+
+def check_causal_block_head_and_ngrams() -> None:
+    for ahead in (False, True):
+        _compare("jetspec", ahead)
+
+
+def check_bidirectional_block_head_and_ngrams() -> None:
+    _compare("ddtree", ahead=True)
+
+
+def check_ngram_branches() -> None:
+    for ahead in (False, True):
+        _compare("ngram_tree", ahead)
+
+
+def check_host_branches() -> None:
+    _compare("dels", ahead=True)
+
+
+def check_chunked_prompts_beside_decoding() -> None:
+    made = engines(max_num_batched_tokens=40)
+    made.compare(LONG[:4] + PROMPTS[:3], [*(greedy(max_tokens=16) for _ in range(4)), *MIXED[:3]])
+
+
+@contextmanager
+def preemptions(llm: Any) -> Iterator[list[str]]:
+    scheduler = core_of(llm).scheduler
+    preempted: list[str] = []
+    original = scheduler._preempt_request
+
+    def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = noted
+    try:
+        yield preempted
+    finally:
+        scheduler._preempt_request = original
+
+
+def check_preemption() -> None:
+    for method, ahead in (("oracle", False), ("jetspec", True)):
+        made = engines(method, ahead=ahead, num_gpu_blocks_override=8)
+        with preemptions(made.tree) as preempted:
+            made.compare(LONG[:4], greedy(max_tokens=40))
+        assert preempted
+
+
+def check_prefix_hits_on_generated_text() -> None:
+    """Whole blocks of it, written by compaction."""
+    for method, ahead in (("oracle", False), ("jetspec", True)):
+        made = engines(method, ahead=ahead, enable_prefix_caching=True)
+        first, counts = made.compare(LONG[:2], greedy(max_tokens=48))
+        assert counts.skipping > 3
+        hits = watch_prefix_hits(made.tree)
+        made.compare(sequences_of(first), greedy(max_tokens=12))
+        # Prompts had 70 tokens, two blocks of 32: a third block holds generated text.
+        assert len(hits) == 2 and min(hits.values()) >= 96, hits
+
+
+def check_a_prefix_hit_that_leaves_one_token() -> None:
+    """vLLM would pad such a request with drafts that nobody proposed."""
+    made = engines(enable_prefix_caching=True, async_scheduling=True)
+    prompt = list(range(30, 63))
+    made.compare([prompt], greedy(max_tokens=8))
+    made.compare([prompt, *PROMPTS[:2]], greedy(max_tokens=8))
+
+
+def check_sampling_options() -> None:
+    made = engines()
+    options: list[dict[str, Any]] = [
+        {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"logit_bias": {7: 3.0, 9: -5.0}},
+        {"min_tokens": 12, "stop_token_ids": [7, 8, 9]}, {"allowed_token_ids": [5, 6, 7, 8, 9]},
+    ]  # fmt: skip
+    prompts = [PROMPTS[i % 4] for i in range(len(options))]
+    params = [seeded(i, max_tokens=20, temperature=0.9, **o) for i, o in enumerate(options)]
+    made.compare(prompts, params)
+
+
+def check_options_that_read_earlier_tokens() -> None:
+    """Those of a node's path, in a tree that holds true tokens of other depths."""
+    for ahead in (False, True):
+        made = engines(ahead=ahead)
+        params = [
+            greedy(repetition_penalty=1.4), greedy(presence_penalty=0.9, frequency_penalty=0.6),
+            seeded(1, presence_penalty=0.7, repetition_penalty=1.2),
+            greedy(bad_words=["e", "the", "er"]),
+        ]  # fmt: skip
+        _, counts = made.compare(PROMPTS[:4], params)
+        assert counts.skipping > 3, counts
+
+
+def check_logprobs() -> None:
+    """With those of an accepted token from the row above it."""
+    for ahead in (False, True):
+        _, counts = engines(ahead=ahead).compare(
+            PROMPTS[:4],
+            [greedy(max_tokens=16, logprobs=2), seeded(1, max_tokens=16, logprobs=0),
+             greedy(max_tokens=16), seeded(2, max_tokens=16, logprobs=4, prompt_logprobs=1)],
+        )  # fmt: skip
+        assert counts.skipping > 0
+
+
+def check_a_grammar() -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    for ahead in (False, True):
+        made = engines(ahead=ahead)
+        params = [
+            greedy(structured_outputs=StructuredOutputsParams(regex="[a-c ]{8,9}"), max_tokens=12,
+                   ignore_eos=False),
+            greedy(max_tokens=12),
+        ]  # fmt: skip
+        made.compare(PROMPTS[:2], params)
+
+
+def check_budgets_of_requests() -> None:
+    made = engines()
+    params = [greedy(max_tokens=12, extra_args={"specplug_tree_budget": n}) for n in (0, 2, 4, 6)]
+    made.compare(PROMPTS[:4], params)
+    alone = [greedy(max_tokens=12, extra_args={"specplug_tree_budget": 0})]
+    generate(made.tree, PROMPTS[:1], alone)
+    assert made.take_counts().nodes == 0
+
+
+def check_the_end_of_the_context() -> None:
+    longest = 256
+    prompts = [[8], list(range(6, 6 + longest - 1)), list(range(6, 6 + longest - 20))]
+    made = engines(max_num_batched_tokens=100)
+    outputs, _ = made.compare(prompts, [greedy(max_tokens=30), greedy(max_tokens=300),
+                                        greedy(max_tokens=300)])  # fmt: skip
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length"] * 3
+
+
+def check_aborted_requests() -> None:
+    made = engines()
+    expected, _ = made.compare(PROMPTS[:4], greedy(max_tokens=16))
+    answers = [list(o.outputs[0].token_ids) for o in expected]
+    engine = made.tree.llm_engine
+    for abort_at in (1, 2, 4):
+        for i, prompt in enumerate(PROMPTS[:4]):
+            name = f"a{abort_at}-{i}"
+            engine.add_request(name, {"prompt_token_ids": prompt}, greedy(max_tokens=16))
+        finished, step = {}, 0
+        while engine.has_unfinished_requests():
+            if step == abort_at:
+                engine.abort_request([f"a{abort_at}-1", f"a{abort_at}-2"])
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = list(output.outputs[0].token_ids)
+            step += 1
+        assert finished[f"a{abort_at}-0"] == answers[0]
+        assert finished[f"a{abort_at}-3"] == answers[3]
+    assert len(made.runner.speculator.extra_args) <= 8
+
+
+def _diverges(made: Pair) -> None:
+    def compare() -> None:
+        for _ in range(3):
+            made.compare(PROMPTS[:4], greedy(max_tokens=40))
+
+    with pytest.raises(AssertionError, match="differs"):
+        compare()
+
+
+def check_it_would_notice_missing_compaction() -> None:
+    made = engines(ahead=False)
+    backend = made.runner.tree_backend
+    backend.compact = lambda *args: None
+    try:
+        _diverges(made)
+    finally:
+        del backend.compact
+
+
+def check_it_would_notice_linear_positions() -> None:
+    import vllm_specplug.vllm_v2.runner as runner
+
+    stock = runner.set_positions
+    runner.set_positions = lambda *args: None
+    try:
+        _diverges(engines())
+    finally:
+        runner.set_positions = stock
+
+
+def check_it_would_notice_a_causal_mask() -> None:
+    import vllm_specplug.vllm_v2.backend as backend
+
+    stock = backend.ancestor_words
+
+    def causal(trees: Any) -> torch.Tensor:
+        places = trees.rows.places
+        return (torch.ones_like(places) << (places + 1))[:, None] - 1
+
+    backend.ancestor_words = causal
+    try:
+        _diverges(engines())
+    finally:
+        backend.ancestor_words = stock

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The V2 runner's kernels for CPUs against vLLM's own, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.interpreted_vllm import check, run_both, same
+from vllm_specplug.seams import V2_CPU_KERNELS
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+SLOTS, MAX_LEN, VOCAB, DRAFTS = 6, 40, 1100, 5
+"""Two blocks of the sampling kernel."""
+
+seeds = st.integers(0, 2**32 - 1)
+few = settings(max_examples=12)
+
+
+class Batch:
+    """A random batch: prompts in pieces, plain decodes and drafts of several lengths."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = np.random.default_rng(seed)
+        self.num_reqs = int(rng.integers(1, SLOTS))
+        self.idx_mapping = self.ints(rng.permutation(SLOTS)[: self.num_reqs])
+        slots = self.idx_mapping.numpy()
+        self.prompt_len = self.ints(rng.integers(1, 12, SLOTS))
+        self.prefill_len = self.prompt_len + self.ints(rng.integers(0, 6, SLOTS))
+        self.computed = self.ints(rng.integers(0, 20, SLOTS))
+        self.total_len = torch.maximum(self.prefill_len, self.computed + 1)
+        generating = (self.computed >= self.prefill_len).numpy()[slots]
+        drafts = np.where(generating, rng.integers(0, DRAFTS + 1, self.num_reqs), 0)
+        lens = np.where(generating, drafts + 1, rng.integers(1, 9, self.num_reqs))
+        self.query_start_loc = self.ints(np.concatenate([[0], np.cumsum(lens)]))
+        self.cu_num_logits = self.ints(np.concatenate([[0], np.cumsum(drafts + 1)]))
+        self.seq_lens = self.ints(self.computed.numpy()[slots] + lens)
+        self.num_tokens, self.num_logits = int(lens.sum()), int((drafts + 1).sum())
+        self.tokens = self.ints(rng.integers(0, VOCAB, (SLOTS, MAX_LEN)))
+        self.input_ids = self.ints(rng.integers(0, VOCAB, self.num_tokens + 3))
+        self.expanded = self.ints(np.repeat(slots, drafts + 1))
+        self.local_pos = self.ints(np.concatenate([np.arange(n + 1) for n in drafts]))
+        # Few different tokens, so that rows have tokens in common with what precedes them.
+        self.row_tokens = self.ints(rng.integers(0, 6, self.num_logits))
+
+    @staticmethod
+    def ints(values: object) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(values), dtype=torch.int32)
+
+    def logits(self, rows: int | None = None) -> torch.Tensor:
+        shape = (self.num_logits if rows is None else rows, VOCAB)
+        values = torch.from_numpy(self.rng.normal(0, 3, shape)).float()
+        values[torch.from_numpy(self.rng.random(shape)) < 0.05] = float("-inf")
+        return values
+
+    def choice(self, *values: float) -> torch.Tensor:
+        """[SLOTS] of the given values."""
+        return torch.from_numpy(self.rng.choice(np.array(values, dtype=np.float32), SLOTS))
+
+
+def test_every_kernel_has_the_parameters_of_vllms() -> None:
+    assert V2_CPU_KERNELS.verify() == []
+
+
+@few
+@given(seeds, st.integers(1, 3))
+def test_prompt_tokens(seed: int, lookahead: int) -> None:
+    b = Batch(seed)
+    following = b.ints(b.rng.integers(0, VOCAB, (lookahead, SLOTS)))
+    check(
+        "input_batch", "prepare_prefill_inputs", b.input_ids, following, b.idx_mapping,
+        b.query_start_loc, b.tokens, b.prefill_len, b.computed,
+    )  # fmt: skip
+
+
+@few
+@given(seeds)
+def test_positions_and_lengths(seed: int) -> None:
+    b = Batch(seed)
+    check(
+        "input_batch", "prepare_pos_seq_lens", b.idx_mapping, b.query_start_loc, b.computed,
+        torch.full((b.num_tokens + 3,), -7), b.ints(np.full(SLOTS + 2, -7)),
+    )  # fmt: skip
+
+
+@few
+@given(seeds)
+def test_sampled_and_draft_tokens_become_inputs(seed: int) -> None:
+    b = Batch(seed)
+    last = torch.from_numpy(b.rng.integers(0, VOCAB, (SLOTS, 1)))
+    drafts = torch.from_numpy(b.rng.integers(0, VOCAB, (SLOTS, DRAFTS)))
+    check(
+        "input_batch", "combine_sampled_and_draft_tokens", b.input_ids, b.idx_mapping, last,
+        b.query_start_loc, b.seq_lens, b.prefill_len, drafts, b.cu_num_logits, b.num_logits,
+    )  # fmt: skip
+
+
+@few
+@given(seeds)
+def test_counts_of_sampled_and_rejected(seed: int) -> None:
+    b = Batch(seed)
+    num_sampled = b.ints(b.rng.integers(1, DRAFTS + 2, b.num_reqs))
+    check(
+        "input_batch", "get_num_sampled_and_rejected", num_sampled, b.seq_lens, b.cu_num_logits,
+        b.idx_mapping, b.prefill_len,
+    )  # fmt: skip
+
+
+@few
+@given(seeds, st.booleans(), st.booleans())
+def test_requests_after_a_step(seed: int, counts: bool, queries: bool) -> None:
+    b = Batch(seed)
+    b.idx_mapping[b.rng.integers(b.num_reqs)] = -1
+    check(
+        "input_batch", "post_update", b.idx_mapping, b.computed, torch.zeros(SLOTS, 1).long(),
+        b.ints(b.rng.integers(0, 3, (SLOTS, VOCAB))) if counts else None,
+        torch.from_numpy(b.rng.integers(0, 9, (b.num_reqs, DRAFTS + 1))),
+        b.ints(b.rng.integers(0, DRAFTS + 2, b.num_reqs)), b.ints(b.rng.integers(0, 3, b.num_reqs)),
+        b.query_start_loc if queries else None, b.tokens, b.total_len,
+    )  # fmt: skip
+
+
+@few
+@given(seeds)
+def test_mappings_of_requests(seed: int) -> None:
+    b = Batch(seed)
+    check(
+        "input_batch", "post_update_num_computed_tokens", b.idx_mapping, b.computed,
+        b.query_start_loc,
+    )  # fmt: skip
+    check(
+        "input_batch", "expand_idx_mapping", b.idx_mapping, b.num_logits, b.cu_num_logits,
+        DRAFTS + 1,
+    )  # fmt: skip
+
+
+@few
+@given(seeds, st.integers(1, 3))
+def test_block_tables_and_slots(seed: int, num_groups: int) -> None:
+    """Staged writes of one or several groups, gathered rows, slots; with a request of no blocks."""
+
+    def call(module):
+        b = Batch(seed)
+        sizes = [4, 8, 16][:num_groups]
+        tables = module.BlockTables(
+            sizes, SLOTS, 64, [12] * num_groups, torch.device("cpu"),
+            slot_mapping_enabled=[True, True, False][:num_groups],
+        )  # fmt: skip
+        for slot in range(SLOTS):
+            for overwrite in (True, False):
+                tables.append_block_ids(
+                    slot,
+                    tuple(b.rng.integers(1, 90, b.rng.integers(0, 6)).tolist() for _ in sizes),
+                    overwrite,
+                )
+        tables.apply_staged_writes()
+        gathered = tables.gather_block_tables(b.idx_mapping, b.num_reqs + 1)
+        positions = torch.from_numpy(b.rng.integers(0, 40, b.num_tokens + 2))
+        if seed % 3 == 0:
+            b.idx_mapping[0] = -1
+        slots = tables.compute_slot_mappings(
+            b.idx_mapping, b.query_start_loc, positions, b.num_tokens + 4
+        )
+        return list(gathered), slots, tables.slot_mappings
+
+    same(*run_both("block_table", call))
+
+
+@few
+@given(seeds, st.sampled_from([torch.int32, torch.int64, torch.float32]), st.booleans())
+def test_staged_writes(seed: int, dtype: torch.dtype, rows: bool) -> None:
+    def call(module):
+        rng = np.random.default_rng(seed)
+        size = (SLOTS, 12) if rows else SLOTS
+        tensor = module.StagedWriteTensor(size, dtype, torch.device("cpu"))
+        for slot in rng.permutation(SLOTS)[:4]:
+            if rows:
+                tensor.stage_write(slot, rng.integers(0, 4), rng.integers(0, 99, 5).tolist())
+            else:
+                tensor.stage_write_elem(slot, int(rng.integers(0, 99)))
+        tensor.apply_write()
+        return tensor.gpu
+
+    same(*run_both("buffer_utils", call))
+
+
+@few
+@given(seeds, st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["", "one", "each"]))
+def test_sampling_draws_the_same_tokens(
+    seed: int, apply_temperature: bool, drafting: bool, fp64: bool, cache: str
+) -> None:
+    b = Batch(seed)
+    options = {}
+    if cache:
+        columns = b.ints(b.rng.integers(0, 3, b.num_logits))
+        options = {
+            "logits_cache": torch.zeros(SLOTS, 3, VOCAB),
+            "logits_cache_col": columns if cache == "each" else columns[0],
+        }
+        # A row of each slot: which of two rows is cached last is not defined.
+        b.expanded = b.ints(b.rng.permutation(SLOTS)[: b.num_logits])
+    b.expanded[0] = -1
+    rows = len(b.expanded)
+    if cache == "each":
+        options["logits_cache_col"] = options["logits_cache_col"][:rows]
+    (sampled, _, _) = check(
+        "sample.gumbel", "gumbel_sample", b.logits(rows), b.expanded,
+        b.choice(0.0, 0.7, 1.0, 1.3), torch.from_numpy(b.rng.integers(-(2**63), 2**63, SLOTS)),
+        torch.from_numpy(b.rng.integers(0, 5000, rows)), apply_temperature, drafting,
+        use_fp64=fp64, **options,
+    )  # fmt: skip
+    assert sampled.dtype == torch.int64
+
+
+def test_noise_is_the_kernels_bit_for_bit() -> None:
+    """Tokens that differ by noise alone are ranked as the kernel ranks them: over equal logits the
+    winner is the token of the largest noise, whatever was masked before it."""
+    b = Batch(1)
+    logits, slots = torch.zeros(1, 300), b.ints([0])
+    for _ in range(40):
+        sampled, _, _ = check(
+            "sample.gumbel", "gumbel_sample", logits, slots, torch.ones(1), torch.tensor([99]),
+            torch.tensor([7]), False, False,
+        )  # fmt: skip
+        logits[0, sampled] = float("-inf")
+    assert logits.isinf().sum() == 40
+
+
+def test_ties_go_to_the_first_token() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[0, [1050, 9, 40]] = 3.0
+    check(
+        "sample.gumbel", "gumbel_sample", logits, Batch.ints([0, 1]), torch.zeros(2),
+        torch.zeros(2).long(), torch.zeros(2).long(), False, False,
+    )  # fmt: skip
+
+
+@few
+@given(seeds)
+def test_temperature_and_min_p(seed: int) -> None:
+    b = Batch(seed)
+    temperatures, shares = b.choice(0.0, 0.6, 1.0, 1.7), b.choice(0.0, 0.05, 0.3, 1.0)
+    check("sample.gumbel", "apply_temperature", b.logits(), b.expanded, temperatures)
+    check("sample.min_p", "apply_min_p", b.logits(), b.expanded, shares)
+
+
+@few
+@given(seeds)
+def test_penalties_count_the_drafts_above(seed: int) -> None:
+    b = Batch(seed)
+    masks, counts = b.ints(np.zeros((SLOTS, 35))), b.ints(np.zeros((SLOTS, VOCAB)))
+    _, state, _ = check(
+        "sample.penalties", "bincount", b.idx_mapping, b.tokens % 6 + 30 * (b.tokens % 9),
+        b.prompt_len, b.prefill_len, masks, counts, int(b.prefill_len.max()),
+    )  # fmt: skip
+    check(
+        "sample.penalties", "apply_penalties", b.logits(), b.expanded, b.row_tokens, b.local_pos,
+        b.choice(1.0, 1.4, 0.8), b.choice(0.0, 0.5), b.choice(0.0, -0.3, 0.9), state[4], state[5],
+    )  # fmt: skip
+
+
+@few
+@given(seeds)
+def test_bad_words_across_committed_and_draft_tokens(seed: int) -> None:
+    b = Batch(seed)
+    words = b.rng.integers(0, 3, (SLOTS, 40))
+    lens = b.rng.integers(1, 4, (SLOTS, 9))
+    offsets = np.concatenate([np.zeros((SLOTS, 1)), np.cumsum(lens, axis=1)], axis=1)
+    count = b.ints(b.rng.integers(0, 10, SLOTS))
+    check(
+        "sample.bad_words", "apply_bad_words", b.logits(), b.expanded, b.ints(words),
+        b.ints(offsets), count, b.tokens % 3, b.prompt_len, b.total_len, b.row_tokens % 3,
+        b.local_pos, 9,
+    )  # fmt: skip
+
+
+@few
+@given(seeds, st.booleans())
+def test_allowed_tokens_biases_and_least_lengths(seed: int, restore: bool) -> None:
+    b = Batch(seed)
+    pick = [b.ints([b.rng.permutation(VOCAB)[:8] for _ in range(SLOTS)]) for _ in range(3)]
+    # Sometimes only stop tokens are allowed: then nothing else is left.
+    pick[2][:3] = pick[0][:3]
+    check(
+        "sample.logit_bias", "apply_logit_bias", b.logits(), b.expanded,
+        torch.from_numpy(b.rng.integers(0, 20, b.num_logits)), b.ints(b.choice(0, 3, 8)), pick[0],
+        b.ints(b.choice(0, 5)), pick[1], torch.from_numpy(b.rng.normal(0, 2, (SLOTS, 8))).float(),
+        b.ints(b.rng.integers(0, 30, SLOTS)), b.ints(b.choice(0, 2, 8)), b.ints(b.choice(0, 1)),
+        pick[2], restore,
+    )  # fmt: skip
+
+
+MARKERS = [((1,), (2,), (2,)), ((1, 2), (0, 1, 1), (0, 1, 1)), ((1,), (2, 0), (0, 2, 1))]
+
+
+@few
+@given(seeds, st.sampled_from(MARKERS))
+def test_thinking_budgets(seed: int, markers: tuple[tuple[int, ...], ...]) -> None:
+    """Two steps: the second goes on from what the first remembers."""
+    b = Batch(seed)
+    caches = [b.ints(np.full(SLOTS, value)) for value in (-1, -1, 0)]
+    budget = b.ints(b.choice(-1, 0, 2, 5))
+    total = b.total_len
+    for _ in range(2):
+        _, state, _ = check(
+            "sample.thinking_budget", "apply_thinking_budget", b.logits(), b.idx_mapping,
+            b.expanded, budget, b.tokens % 3, total, b.row_tokens % 3, b.local_pos, *caches,
+            *map(b.ints, markers),
+        )  # fmt: skip
+        caches, total = list(state[8:11]), total + 3
+
+
+@few
+@given(seeds)
+def test_grammar_masks(seed: int) -> None:
+    b = Batch(seed)
+    bits = b.rng.integers(-(2**31), 2**31, (b.num_logits, 35))
+    slots = b.idx_mapping.numpy()
+    stride = DRAFTS + 1
+    rows = [
+        request * stride + position
+        for request in range(len(slots))
+        for position in range(int(b.cu_num_logits[request + 1] - b.cu_num_logits[request]))
+    ]
+    # One position that the request does not have.
+    rows[-1] = (len(slots) - 1) * stride + DRAFTS
+    logits = b.logits()
+
+    def call(module):
+        copy = logits.clone()
+        module._apply_grammar_bitmask_kernel[(len(rows), 1)](
+            copy, copy.stride(0), b.ints(rows), b.cu_num_logits, b.ints(bits), 35, VOCAB,
+            MASK_STRIDE=stride, BLOCK_SIZE=2048,
+        )  # fmt: skip
+        return copy
+
+    same(*run_both("structured_outputs", call))
+
+
+@few
+@given(seeds)
+def test_scores_and_ranks(seed: int) -> None:
+    b = Batch(seed)
+    logits = b.logits()
+    tokens = torch.from_numpy(b.rng.integers(0, VOCAB, (b.num_logits, 4)))
+    logits.scatter_(1, tokens, logits.gather(1, tokens).clamp_min(-5))
+    check("sample.logprob", "compute_token_logprobs", logits, tokens, tolerance=1e-5)
+    stock, ours = run_both(
+        "sample.logprob", lambda module: module.compute_topk_scores(logits, 3, tokens[:, 0].clone())
+    )
+    assert torch.equal(stock.selected_token_ranks, ours.selected_token_ranks)
+    assert torch.equal(stock.logprob_token_ids, ours.logprob_token_ids)
+
+
+@few
+@given(seeds, st.integers(0, 3))
+def test_scores_of_chosen_tokens(seed: int, num_logprobs: int) -> None:
+    b = Batch(seed)
+    logits, sampled = b.logits().clamp_min(-9), torch.arange(b.num_logits)
+
+    def call(module):
+        state = module.LogprobTokenIdsState(SLOTS, torch.device("cpu"))
+        state.num_token_ids.gpu.copy_(b.ints(np.arange(SLOTS) % 3))
+        state.token_ids.gpu.copy_(torch.arange(state.token_ids.gpu.numel()).view(SLOTS, -1) % VOCAB)
+        return module.compute_topk_scores(
+            logits, num_logprobs, sampled, None, state, b.expanded, max_per_req_token_ids=2
+        )
+
+    stock, ours = run_both("sample.logprob", call)
+    assert torch.equal(stock.logprob_token_ids, ours.logprob_token_ids)
+    same(stock.logprobs, ours.logprobs, tolerance=1e-5)
+
+
+@few
+@given(seeds)
+def test_tokens_of_prompt_logprobs(seed: int) -> None:
+    b = Batch(seed)
+    check(
+        "sample.prompt_logprob", "get_prompt_logprobs_token_ids", b.num_tokens, b.query_start_loc,
+        b.idx_mapping, b.computed, b.tokens,
+    )  # fmt: skip
+
+
+@few
+@given(seeds)
+def test_rows_of_accepted_drafts(seed: int) -> None:
+    b = Batch(seed)
+    rows = torch.from_numpy(b.rng.permutation(b.num_tokens)[: b.num_logits].copy())
+    if len(rows) == b.num_logits:
+        check(
+            "spec_decode.rejection_sampler", "gather_draft_sampled", b.input_ids,
+            torch.from_numpy(b.rng.integers(0, 20, b.num_tokens)), rows, b.expanded, b.local_pos,
+            b.prefill_len,
+        )  # fmt: skip
+    sampled = torch.from_numpy(b.rng.integers(0, VOCAB, (b.num_reqs, DRAFTS + 1)))
+    count = b.cu_num_logits.diff()
+
+    def call(module):
+        flat = torch.full((b.num_logits,), -7)
+        module._flatten_sampled_kernel[(b.num_reqs,)](
+            flat, sampled, sampled.stride(0), count, b.cu_num_logits
+        )
+        return flat
+
+    same(*run_both("spec_decode.rejection_sampler", call))

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling parameters on rows of random trees, against vLLM's sampler on each branch as a chain.
+
+Tokens are few, so that a row's ancestors, its siblings and its request's committed tokens have many
+in common: a parameter that reads the wrong rows finds true tokens of other depths there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_specplug.seams import V2_CPU_KERNELS
+from vllm_specplug.vllm_v2.tree_params import TreeParams, tree_paths
+
+VOCAB, TOKENS, SLOTS, NODES = 40, 5, 5, 9
+CPU = torch.device("cpu")
+START, NATURAL_END, END = [1], [3, 2], [3, 4, 0]
+
+seeds = st.integers(0, 2**32 - 1)
+some = settings(max_examples=10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels():
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON:
+        yield
+        return
+    was_applied = V2_CPU_KERNELS.is_applied
+    V2_CPU_KERNELS.apply()
+    yield
+    if not was_applied:
+        V2_CPU_KERNELS.undo()
+
+
+@dataclass
+class Request:
+    """One request at some point of its answer, and the tree drafted for it."""
+
+    prompt: list[int]
+    output: list[int]
+    params: Any
+    token_ids: list[int]
+    parents: list[int]
+
+    @property
+    def rows(self) -> int:
+        return 1 + len(self.parents)
+
+    def path(self, row: int) -> list[int]:
+        """Rows from below the root to `row` in tree order; 0 is the root."""
+        path: list[int] = []
+        while row > 0:
+            path.insert(0, row)
+            row = self.parents[row - 1] + 1
+        return path
+
+
+def random_request(rng: np.random.Generator, params: Any) -> Request:
+    num_nodes = int(rng.integers(0, NODES + 1))
+    parents, token_ids = [], []
+    for node in range(num_nodes):
+        parent = int(rng.integers(-1, node))
+        used = {t for t, p in zip(token_ids, parents, strict=True) if p == parent}
+        free = [token for token in range(TOKENS) if token not in used]
+        if not free:
+            parent, free = node - 1, list(range(TOKENS))
+        parents.append(parent)
+        token_ids.append(int(rng.choice(free)))
+    return Request(
+        rng.integers(0, TOKENS, rng.integers(1, 8)).tolist(),
+        rng.integers(0, TOKENS, rng.integers(1, 9)).tolist(),
+        params,
+        token_ids,
+        parents,
+    )
+
+
+def make_sampler(requests: list[Request], processors: tuple[Any, ...] = ()) -> Any:
+    """vLLM's sampler and its request states, before any request."""
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    reasoning = SimpleNamespace(
+        reasoning_start_token_ids=START,
+        natural_reasoning_end_token_ids=NATURAL_END,
+        reasoning_end_token_ids=END,
+    )
+    states = RequestState(SLOTS, 64, 64, NODES, VOCAB, CPU)
+    config: Any = SimpleNamespace(reasoning_config=reasoning)
+    return Sampler(config, SLOTS, VOCAB, CPU, states, custom_logits_processors=processors)
+
+
+def begin(sampler: Any, requests: list[Request]) -> list[int]:
+    """Takes the requests up; their slots."""
+    states, slots = sampler.req_states, []
+    for i, request in enumerate(requests):
+        tokens = [*request.prompt, *request.output]
+        states.add_request(str(i), len(request.prompt), tokens, len(tokens) - 1, 40)
+        slots.append(states.req_id_to_index[str(i)])
+        sampler.add_request(slots[-1], request.params)
+    states.apply_staged_writes()
+    sampler.apply_staged_writes()
+    return slots
+
+
+def sample(
+    sampler: Any, slots: list[int], requests: list[Request], rows: list[list[int]], logits: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the sampler draws and from what, of the given rows of each request's tree; positions
+    follow depth."""
+    counts = [len(one) for one in rows]
+    idx_mapping = torch.tensor(slots, dtype=torch.int32)
+    positions, input_ids = [], []
+    for request, chosen in zip(requests, rows, strict=True):
+        total = len(request.prompt) + len(request.output)
+        for row in chosen:
+            positions.append(total - 1 + len(request.path(row)))
+            input_ids.append(request.token_ids[row - 1] if row else request.output[-1])
+    return sampler.sample(
+        logits,
+        idx_mapping.repeat_interleave(torch.tensor(counts)),
+        idx_mapping,
+        idx_mapping.numpy(),
+        torch.tensor(positions),
+        torch.tensor(input_ids, dtype=torch.int32),
+        torch.cat([torch.arange(n, dtype=torch.int32) for n in counts]),
+        np.array(positions),
+    )
+
+
+def step_parents(requests: list[Request]) -> Any:
+    parent_rows, depths, first = [], [], 0
+    for request in requests:
+        parent_rows += [-1, *(first + 1 + parent for parent in request.parents)]
+        depths += [len(request.path(row)) for row in range(request.rows)]
+        first += request.rows
+    return SimpleNamespace(
+        parent_rows=torch.tensor(parent_rows, dtype=torch.int32),
+        depths=torch.tensor(depths, dtype=torch.int32),
+    )
+
+
+def all_rows(requests: list[Request]) -> list[list[int]]:
+    return [list(range(request.rows)) for request in requests]
+
+
+def as_trees(requests: list[Request], logits: torch.Tensor, longest: int = NODES) -> Any:
+    sampler = make_sampler(requests)
+    TreeParams(sampler, lambda: step_parents(requests), longest)
+    return sample(sampler, begin(sampler, requests), requests, all_rows(requests), logits.clone())
+
+
+def as_chains(requests: list[Request], logits: torch.Tensor) -> Any:
+    """By vLLM alone: every row's branch, root first, as if it were a request's whole draft."""
+    sampler, first, branches = make_sampler(requests), 0, []
+    slots = begin(sampler, requests)
+    for slot, request in zip(slots, requests, strict=True):
+        branches += [(slot, request, [0, *request.path(row)], first) for row in range(request.rows)]
+        first += request.rows
+    taken = [begins + row for _, _, rows, begins in branches for row in rows]
+    of_slots, of_requests, rows, _ = map(list, zip(*branches, strict=True))
+    drawn, processed = sample(sampler, of_slots, of_requests, rows, logits[taken])
+    last = torch.tensor([len(one) for one in rows]).cumsum(0) - 1
+    return drawn[last], processed[last]
+
+
+def batch(seed: int, **options: Any) -> tuple[list[Request], torch.Tensor]:
+    """Requests, half of them with the options, and logits of their rows."""
+    from vllm import SamplingParams
+
+    rng = np.random.default_rng(seed)
+    bad_words = options.pop("bad_words", None)
+    requests = []
+    for i in range(int(rng.integers(1, 4))):
+        has = i == 0 or rng.random() < 0.5
+        params = SamplingParams(
+            **({"temperature": 1.0, "seed": i, **options} if has else {"temperature": 0.0})
+        )
+        if has and bad_words is not None:
+            params._bad_words_token_ids = [
+                rng.integers(0, TOKENS, rng.integers(1, 5)).tolist() for _ in range(bad_words)
+            ]
+        requests.append(random_request(rng, params))
+    rows = sum(request.rows for request in requests)
+    # Drafted tokens are likely, and some are masked already.
+    logits = torch.from_numpy(rng.normal(0, 2, (rows, VOCAB))).float()
+    logits[:, :TOKENS] += 3
+    logits[torch.from_numpy(rng.random((rows, VOCAB)) < 0.05)] = float("-inf")
+    return requests, logits
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.4},
+    "frequency": {"frequency_penalty": 0.7},
+    "presence": {"presence_penalty": -0.9},
+    "penalties": {"repetition_penalty": 0.8, "frequency_penalty": -0.3, "presence_penalty": 0.4},
+    "bad_words": {"bad_words": 6},
+    "thinking": {"thinking_token_budget": 2},
+    "thinking_at_once": {"thinking_token_budget": 0},
+    "together": {"repetition_penalty": 1.2, "bad_words": 3, "thinking_token_budget": 1,
+                 "logit_bias": {2: 1.5}, "min_tokens": 9, "stop_token_ids": [3, 4],
+                 "allowed_token_ids": list(range(30)), "min_p": 0.02, "top_k": 12, "top_p": 0.9},
+}  # fmt: skip
+ROW_WISE: dict[str, dict[str, Any]] = {
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": [3, 4]},
+    "allowed": {"allowed_token_ids": [0, 3, 7]},
+    "bias": {"logit_bias": {1: 5.0, 2: -5.0}},
+    "sampling": {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *ROW_WISE])
+@some
+@given(seed=seeds)
+def test_a_row_is_sampled_as_the_last_of_its_branch(name: str, seed: int) -> None:
+    requests, logits = batch(seed, **{**OPTIONS, **ROW_WISE}[name])
+    tokens, processed = as_trees(requests, logits)
+    expected_tokens, expected = as_chains(requests, logits)
+    assert torch.equal(processed, expected)
+    assert torch.equal(tokens, expected_tokens)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_vllms_own_rows_differ(name: str) -> None:
+    """Without what is tested here the parameters read siblings; these trees are told apart."""
+    differ = 0
+    for seed in range(30):
+        requests, logits = batch(seed, **OPTIONS[name])
+        sampler = make_sampler(requests)
+        slots = begin(sampler, requests)
+        _, processed = sample(sampler, slots, requests, all_rows(requests), logits.clone())
+        differ += not torch.equal(processed, as_chains(requests, logits)[1])
+    assert differ >= 5
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_another_parent_changes_what_a_row_sees(name: str) -> None:
+    """Paths of the wrong parent are noticed, though all tokens are those of the tree."""
+    differ = 0
+    for seed in range(30):
+        requests, logits = batch(seed, **OPTIONS[name])
+        sampler = make_sampler(requests)
+        parents = step_parents(requests)
+        for row in range(1, len(parents.parent_rows)):
+            # A node becomes a child of its grandparent; depths say nothing else.
+            above = int(parents.parent_rows[row])
+            if above >= 0 and parents.parent_rows[above] >= 0:
+                parents.parent_rows[row] = parents.parent_rows[above]
+        TreeParams(sampler, lambda parents=parents: parents, NODES)
+        slots = begin(sampler, requests)
+        _, processed = sample(sampler, slots, requests, all_rows(requests), logits.clone())
+        differ += not torch.equal(processed, as_chains(requests, logits)[1])
+    assert differ >= 3
+
+
+@some
+@given(seeds)
+def test_a_step_without_drafts_is_vllms(seed: int) -> None:
+    requests, _ = batch(seed, **OPTIONS["together"])
+    for request in requests:
+        request.token_ids, request.parents = [], []
+    logits = torch.randn(len(requests), VOCAB)
+    sampler = make_sampler(requests)
+    TreeParams(sampler, lambda: None, NODES)
+    drawn = sample(sampler, begin(sampler, requests), requests, all_rows(requests), logits.clone())
+    expected = as_chains(requests, logits)
+    assert torch.equal(drawn[0], expected[0]) and torch.equal(drawn[1], expected[1])
+
+
+@some
+@given(seeds)
+def test_rows_that_are_no_nodes_harm_no_others(seed: int) -> None:
+    requests, logits = batch(seed, **OPTIONS["together"])
+    expected, _ = as_trees(requests, logits)
+    parents = step_parents(requests)
+    has_child = set(parents.parent_rows.tolist())
+    leaves = [
+        r for r, p in enumerate(parents.parent_rows.tolist()) if p >= 0 and r not in has_child
+    ]
+    parents.parent_rows[leaves] = -2
+    parents.depths[leaves] = 77
+    sampler = make_sampler(requests)
+    TreeParams(sampler, lambda: parents, NODES)
+    drawn, _ = sample(
+        sampler, begin(sampler, requests), requests, all_rows(requests), logits.clone()
+    )
+    others = [row for row in range(len(drawn)) if row not in leaves]
+    assert torch.equal(drawn[others], expected[others])
+
+
+def test_paths_are_in_the_order_of_depth() -> None:
+    parents = SimpleNamespace(
+        parent_rows=torch.tensor([-1, 0, 1, 0, 2, -2, -1, 6]),
+        depths=torch.tensor([0, 1, 2, 1, 3, 1, 0, 1]),
+    )
+    tokens = torch.tensor([9, 10, 11, 12, 13, 14, 15, 16])
+    paths = tree_paths(parents, tokens, torch.arange(8), 4)
+    assert paths.lengths.tolist() == [0, 1, 2, 1, 3, 0, 0, 1]
+    assert paths.tokens.tolist() == [
+        [-1] * 4, [10, -1, -1, -1], [10, 11, -1, -1], [12, -1, -1, -1], [10, 11, 13, -1],
+        [-1] * 4, [-1] * 4, [16, -1, -1, -1],
+    ]  # fmt: skip
+
+
+def test_words_of_any_length_are_taken() -> None:
+    """What a client may send at most: many words, and one as long as all others together."""
+    requests, logits = batch(3, bad_words=1)
+    rng = np.random.default_rng(0)
+    words = [rng.integers(0, TOKENS, 1).tolist() for _ in range(120)]
+    words.append(rng.integers(0, TOKENS, 900).tolist())
+    requests[0].params._bad_words_token_ids = words
+    assert torch.equal(as_trees(requests, logits)[1], as_chains(requests, logits)[1])
+
+
+class Spy:
+    """A processor of somebody's own, for requests with a seed of 0."""
+
+    def add_request(self, slot: int, params: Any) -> bool:
+        return params.seed == 0
+
+    def apply_staged_writes(self) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return logits
+
+
+def test_requests_of_unknown_processors_are_told() -> None:
+    from vllm import SamplingParams
+
+    rng = np.random.default_rng(0)
+    requests = [random_request(rng, SamplingParams(seed=seed)) for seed in (0, 1)]
+    sampler = make_sampler(requests, (Spy(),))
+    params = TreeParams(sampler, lambda: None, NODES)
+    slots = begin(sampler, requests)
+    assert [params.follows(slot) for slot in slots] == [False, True]
+    plain = TreeParams(make_sampler(requests), lambda: None, NODES)
+    assert plain.follows(0)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""V2 admits our methods where it was asked for and serves them.
+
+Seams: model_runner_v2, v2_cpu_admission.
+
+What: `VllmConfig._get_v2_model_runner_unsupported_features` leaves out the entry that stands for
+our methods: they reach vLLM as `custom_class`, which V2 does not run. And on a CPU
+`VllmConfig._validate_v2_model_runner` does not ask for Triton: workers put kernels in its place.
+
+Remove when: vLLM has a proposer registry, and CPU kernels for V2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_specplug.seams import V2_CPU_ADMISSION
+from vllm_specplug.vllm_process.spec_config import tree_config
+
+
+def admitting_trees(original: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
+    """The list of what V2 lacks, without the methods that run in it."""
+
+    def unsupported_features(self: Any) -> list[str]:
+        features = original(self)
+        spec = tree_config(self)
+        if spec is None or not spec.uses_v2:
+            return features
+        return [name for name in features if name != f"speculative method {spec.method!r}"]
+
+    return unsupported_features
+
+
+def not_asking_for_triton(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The check of a V2 config, which on a CPU may lack Triton when the config is one of ours."""
+
+    def validate(self: Any) -> None:
+        from vllm.platforms import current_platform
+
+        spec = tree_config(self)
+        if spec is None or not spec.uses_v2 or not current_platform.is_cpu():
+            return original(self)
+        with V2_CPU_ADMISSION.applied():
+            return original(self)
+
+    return validate

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in for a Triton kernel: launched like one, it calls a function."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Grid = tuple[int, ...]
+
+
+class CpuKernel:
+    """`kernel[grid](*arguments, **constants)` as a call of `function(grid, *arguments, ...)`.
+
+    Pointer parameters receive the tensors themselves.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+        self.parameters = tuple(inspect.signature(function).parameters)[1:]
+
+    def __getitem__(self, grid: Grid) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: Grid, *arguments: Any, num_warps: int = 1, **constants: Any) -> None:
+        self.function(grid, *arguments, **constants)
+
+    def __call__(self, stock: Any) -> CpuKernel:
+        """What takes the kernel's place, as `Replace` asks for it."""
+        return self
+
+
+def array_at(address: int, *shape: int) -> NDArray[np.int32]:
+    """int32 numbers in memory; vLLM hands over some tensors as addresses of tensors."""
+    count = int(np.prod(shape))
+    buffer = (ctypes.c_int32 * count).from_address(address)
+    return np.frombuffer(buffer, dtype=np.int32).reshape(shape)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not below `number`; 0 for 0, as Triton has it."""
+    return 1 << (number - 1).bit_length() if number > 0 else 0
+
+
+def make_next_power_of_2(stock: None) -> Callable[[int], int]:
+    """What vLLM's placeholder for Triton lacks. Seam: v2_cpu_kernels."""
+    return next_power_of_2
+
+
+def triton_stands_in(stock: bool) -> bool:
+    """Whether vLLM's config may take Triton for installed. Seam: v2_cpu_admission."""
+    return True

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees as tensors: kept by request slot, attached to a step's rows, walked, moved together.
+
+Everything here is tensor code of fixed shapes: no operation waits for the device, so a step can
+be launched before the one before it is known on the host. `DraftTree`, `accept.walk` and
+`kvcache.path_moves` are the same on the host.
+
+Chains of parents are followed by doubling: after k rounds a row knows its 2 ** k nearest
+ancestors, so the rounds grow with the logarithm of a tree's depth.
+
+Letters: S request slots, R requests of the step, N nodes of a tree at most, M logits rows of the
+step (of each request one root, then its scheduled nodes), T rows of the target forward, W 64-bit
+words per mask row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+ROOT = -1
+"""Parent of the nodes directly below the root; as a parent row, the mark of a root."""
+NO_NODE = -2
+"""Parent of what no walk may reach: unused nodes, placeholders, nodes that break a rule."""
+
+_WORD_BITS = 64
+
+
+def _rounds(num_rows: int) -> int:
+    """Rounds of doubling after which every ancestor among `num_rows` rows is known."""
+    return max(1, (num_rows - 1).bit_length())
+
+
+class TreeStore:
+    """The trees that wait for verification, by request slot; their token ids are vLLM's own
+    `draft_tokens`.
+
+    A slot's tree hangs below one position. Rows scheduled below any other position (a request that
+    took the slot over, placeholders that nobody drafted) find no tree.
+    """
+
+    def __init__(self, num_slots: int, num_nodes: int, vocab_size: int, device: torch.device):
+        self.num_nodes = num_nodes
+        self.vocab_size = vocab_size
+        # [S, N] index of the parent node, ROOT, or NO_NODE
+        self.parents = torch.full((num_slots, num_nodes), NO_NODE, dtype=torch.int32, device=device)
+        # [S, N] distance to the root
+        self.depths = torch.ones((num_slots, num_nodes), dtype=torch.int32, device=device)
+        # [S, N] cumulative draft log-probabilities
+        self.scores = torch.zeros((num_slots, num_nodes), dtype=torch.float32, device=device)
+        # [S] position of the root; -1 for no tree
+        self.root_positions = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+
+    def put(
+        self,
+        # [R] int64
+        slots: torch.Tensor,
+        # [R]
+        root_positions: torch.Tensor,
+        # [R, N] int64; anything past the counts
+        token_ids: torch.Tensor,
+        # [R, N]
+        parents: torch.Tensor,
+        # [R] nodes of each tree
+        counts: torch.Tensor,
+        # [R, N] float32
+        scores: torch.Tensor,
+    ) -> torch.Tensor:
+        """Keeps one tree per slot.
+
+        What breaks a rule of trees becomes unreachable: a node whose parent does not precede it,
+        whose token is outside the vocabulary or repeats an earlier sibling's. Depths follow from
+        the parents.
+
+        Returns:
+            Token ids int64 [R, N], all of them legal inputs of the target.
+        """
+        index = torch.arange(self.num_nodes, device=slots.device)
+        tokens = token_ids.clamp(0, self.vocab_size - 1)
+        broken = (index >= counts[:, None]) | (token_ids != tokens)
+        broken |= (parents < ROOT) | (parents >= index)
+        repeats = (parents[:, :, None] == parents[:, None, :]) & (
+            tokens[:, :, None] == tokens[:, None, :]
+        )
+        broken |= (repeats & (index[None, :] < index[:, None])).any(2)
+        # The root stands before its nodes, above itself; a broken node stands below the root.
+        above = torch.where(broken, 0, parents.long() + 1)
+        above = torch.nn.functional.pad(above, (1, 0))
+        depths = torch.nn.functional.pad(torch.ones_like(above[:, 1:]), (1, 0))
+        for _ in range(_rounds(self.num_nodes + 1)):
+            depths = depths + depths.gather(1, above)
+            above = above.gather(1, above)
+        self.parents[slots] = torch.where(broken, NO_NODE, parents).to(torch.int32)
+        self.depths[slots] = depths[:, 1:].to(torch.int32)
+        self.scores[slots] = scores
+        self.root_positions[slots] = root_positions.to(torch.int32)
+        return tokens
+
+    def clear(self, slots: torch.Tensor) -> None:
+        """Slots [R] int64 that have no tree from here on."""
+        self.root_positions.index_fill_(0, slots, -1)
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The logits rows of one step."""
+
+    # [R] int64 slot of each request
+    slots: torch.Tensor
+    # [R + 1] int32 first logits row of each request, and M
+    starts: torch.Tensor
+    # [R] int32 tokens before each root, which is also the root's position
+    contexts: torch.Tensor
+    # [M] int64 slot of each row's request
+    row_slots: torch.Tensor
+    # [M] int64 index in the batch of each row's request
+    row_requests: torch.Tensor
+    # [M] int64 place within the request: 0 for the root, node + 1 for nodes
+    places: torch.Tensor
+    # [M] int64 row in the target forward
+    query_rows: torch.Tensor
+    max_rows: int
+    """Most logits rows of a request, N + 1."""
+    covers_batch: bool
+    """Whether the forward has no other rows than these."""
+    max_context: int
+    """Upper bound of the contexts, known on the host."""
+
+
+@dataclass(frozen=True)
+class StepTrees:
+    """A step's logits rows as trees."""
+
+    rows: StepRows
+    # [M] int32 logits row of each row's parent; ROOT for a root, NO_NODE for what is no tree node
+    parent_rows: torch.Tensor
+    # [M] int32 distance to the root
+    depths: torch.Tensor
+    # [M] int64 the row above, for masks: the root's own for roots, the root's for NO_NODE
+    above: torch.Tensor
+
+    def without(self, dropped: torch.Tensor) -> StepTrees:
+        """The same trees, rows marked in bool [M] no longer reachable."""
+        is_dropped = dropped & (self.parent_rows != ROOT)
+        return replace(self, parent_rows=torch.where(is_dropped, NO_NODE, self.parent_rows))
+
+
+def attach_trees(store: TreeStore, rows: StepRows) -> StepTrees:
+    """The stored trees of a step's requests, cut to what was scheduled: any prefix is a tree."""
+    node = (rows.places - 1).clamp_min(0)
+    is_node = rows.places > 0
+    context = rows.contexts[rows.row_requests]
+    is_known = is_node & (store.root_positions[rows.row_slots] == context)
+    parent = store.parents[rows.row_slots, node]
+    root_rows = rows.starts[rows.row_requests]
+    is_reachable = is_known & (parent >= ROOT)
+    parent_rows = torch.where(
+        is_reachable, root_rows + 1 + parent, torch.where(is_node, NO_NODE, ROOT)
+    )
+    depths = torch.where(is_known, store.depths[rows.row_slots, node], rows.places.to(torch.int32))
+    above = torch.where(is_reachable, parent_rows, root_rows).long()
+    return StepTrees(rows, parent_rows.to(torch.int32), depths, above)
+
+
+def set_positions(trees: StepTrees, positions: torch.Tensor) -> None:
+    """Writes the rotary positions of the logits rows into `positions` [T]: the root's, plus depth.
+    Rows of no tree keep theirs."""
+    rows = trees.rows
+    values = rows.contexts[rows.row_requests] + trees.depths
+    positions[rows.query_rows] = values.to(positions.dtype)
+
+
+def ancestor_words(trees: StepTrees) -> torch.Tensor:
+    """int64 [M, W]: bit j % 64 of word j // 64 is set where a row attends row j of its own tree:
+    the root, its ancestors and itself."""
+    places = trees.rows.places
+    width = -(-trees.rows.max_rows // _WORD_BITS)
+    words = torch.zeros((len(places), width), dtype=torch.int64, device=places.device)
+    bit = torch.ones_like(places) << (places % _WORD_BITS)
+    words.scatter_(1, (places // _WORD_BITS)[:, None], bit[:, None])
+    above = trees.above
+    for _ in range(_rounds(trees.rows.max_rows)):
+        words = words | words[above]
+        above = above[above]
+    return words
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The accepted paths of a step."""
+
+    # [R, N + 1] int64 emitted tokens, of which lengths + 1 count
+    emitted: torch.Tensor
+    # [R, N + 1] int64 logits row at each depth of the path, root first; past it the root's row
+    path_rows: torch.Tensor
+    # [R] int32 accepted nodes
+    lengths: torch.Tensor
+
+
+def walk_trees(
+    trees: StepTrees,
+    # [M] int64 the target's sample at every row
+    samples: torch.Tensor,
+    # [M] token of every row
+    token_ids: torch.Tensor,
+) -> Walk:
+    """Down every tree while the target's sample is a child.
+
+    A row is accepted when it and all its ancestors hold the sample of the row above: siblings
+    never repeat a token, so these rows are one path per request, parents first.
+    """
+    rows = trees.rows
+    parent = trees.parent_rows.long()
+    is_accepted = (parent == ROOT) | ((parent >= 0) & (samples[parent.clamp_min(0)] == token_ids))
+    above = trees.above
+    for _ in range(_rounds(rows.max_rows)):
+        is_accepted = is_accepted & is_accepted[above]
+        above = above[above]
+    num_reqs = len(rows.slots)
+    # One column more than there are depths takes in what is not accepted.
+    depth = torch.where(is_accepted, trees.depths.long(), rows.max_rows)
+    path_rows = rows.starts[:-1, None].long().repeat(1, rows.max_rows + 1)
+    path_rows[rows.row_requests, depth] = torch.arange(len(depth), device=depth.device)
+    path_rows = path_rows[:, :-1].contiguous()
+    accepted = torch.zeros(num_reqs, dtype=torch.int32, device=depth.device)
+    accepted.index_add_(0, rows.row_requests, is_accepted.to(torch.int32))
+    return Walk(samples[path_rows], path_rows, accepted - 1)
+
+
+def emitting_rows(trees: StepTrees, walk: Walk) -> torch.Tensor:
+    """int64 [M]: at place i of a request, the row whose distribution its emitted token i is from;
+    past the path the root's."""
+    return walk.path_rows[trees.rows.row_requests, trees.rows.places]
+
+
+def path_moves(
+    trees: StepTrees,
+    walk: Walk,
+    # [T] int64 cache slot of every row of the forward
+    slot_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sources and destinations int64 [R, N] that make the accepted paths contiguous.
+
+    Row by row in ascending order, no move overwrites a source that is still to be read. Entries
+    past a path move the root's slot onto itself.
+    """
+    rows = trees.rows
+    slots = slot_mapping[rows.query_rows]
+    root = rows.starts[:-1, None].long()
+    depth = torch.arange(1, rows.max_rows, device=root.device)
+    is_path = depth <= walk.lengths[:, None]
+    sources = slots[torch.where(is_path, walk.path_rows[:, 1:], root)]
+    targets = slots[torch.where(is_path, root + depth, root)]
+    return sources, targets
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Which rows of a forward are final after the walk: its T rows in the order of positions."""
+
+    # [T] int64 row in which the token of each place was computed
+    computed_rows: torch.Tensor
+    # [T] int64 slot that it owns after compaction; -1 where nothing was committed
+    slots: torch.Tensor
+    # [T] int64
+    positions: torch.Tensor
+    # [R] int64 row of each request's last committed token
+    last_rows: torch.Tensor
+
+
+def committed_rows(
+    trees: StepTrees,
+    walk: Walk,
+    # [T] int64
+    slot_mapping: torch.Tensor,
+    # [T] int64 positions of the forward
+    positions: torch.Tensor,
+) -> Committed:
+    """Rows before the roots as they stand, then each accepted path behind its root."""
+    rows = trees.rows
+    computed = torch.arange(len(positions), device=positions.device)
+    at = rows.query_rows
+    computed[at] = at[emitting_rows(trees, walk)]
+    is_path = rows.places <= walk.lengths[rows.row_requests]
+    slots = slot_mapping.clone()
+    slots[at] = torch.where(is_path, slot_mapping[at], -1)
+    linear = positions.clone()
+    linear[at] = rows.contexts[rows.row_requests].to(linear.dtype) + rows.places
+    last = walk.path_rows.gather(1, walk.lengths[:, None].long())[:, 0]
+    return Committed(computed, slots, linear, at[last])

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mixin that turns vLLM's Model Runner V2 into one that verifies trees.
+
+vLLM's scheduler stays stock: the N nodes of a tree are N draft tokens to it. Nothing between the
+start of a step and its emitted tokens is read on the host, so steps may be scheduled ahead. The
+overrides below follow the order of a step. Seams: runner_v2_*.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm import envs
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+
+from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
+from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
+from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
+from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows
+from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer, PagedDraftCache
+from vllm_specplug.vllm_v1.draft_planner import DraftPlanner
+from vllm_specplug.vllm_v1.runner import max_scheduled_rows
+from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
+from vllm_specplug.vllm_v2.device_trees import (
+    Committed,
+    StepTrees,
+    Walk,
+    attach_trees,
+    committed_rows,
+    set_positions,
+)
+from vllm_specplug.vllm_v2.sampler import TreeSampler
+from vllm_specplug.vllm_v2.speculator import TreeSpeculator
+from vllm_specplug.vllm_v2.step_input import block_table, step_rows
+from vllm_specplug.vllm_v2.tree_params import TreeParams
+
+logger = init_logger("vllm.specplug.runner")
+
+if TYPE_CHECKING:
+    # `vllm.v1.worker.gpu.model_runner.GPUModelRunner` or a subclass.
+    _Runner: Any
+else:
+    _Runner = object
+
+
+def make_speculator(stock: Any) -> Any:
+    """`init_speculator` of a runner that verifies trees. Seam: speculator."""
+    return TreeSpeculator
+
+
+class TreeRunnerV2Mixin(_Runner):
+    """Put before V2's `GPUModelRunner` or a subclass of it."""
+
+    speculator: TreeSpeculator
+
+    def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, device, *args, **kwargs)
+        spec = vllm_config.speculative_config
+        self.tree_spec = spec
+        if spec.aux_layers:
+            self.use_aux_hidden_state_outputs = True
+        self.tree_backend = self.make_tree_backend()
+        self.tree_metrics = SpecPlugMetrics(
+            head=spec.head_path or str(spec.plugin_method),
+            log_interval_s=envs.VLLM_LOG_STATS_INTERVAL,
+            is_reporting=get_tensor_model_parallel_rank() == 0,
+        )
+        # Beyond the scheduler's own limit the last requests of a batch would starve.
+        max_rows = max_scheduled_rows(vllm_config.scheduler_config)
+        self.planner = DraftPlanner(
+            spec,
+            max_step_rows=min(spec.max_step_rows or max_rows, max_rows),
+            stats=self.tree_metrics.stats,
+            vocab_size=self.model_config.get_vocab_size(),
+        )
+        self.speculator.begin(self.planner, self.tree_metrics.stats, self._committed_rows)
+        # Of the running step; None where it has no drafts, and for dummies.
+        self.tree_step: StepTrees | None = None
+        self.tree_walk: Walk | None = None
+        # Running requests with a grammar.
+        self.tree_constrained: set[str] = set()
+        # [T] int64 slots of the running step, linear.
+        self.tree_slots: torch.Tensor | None = None
+
+    # -- set-up ---------------------------------------------------------------------------
+
+    def make_tree_backend(self) -> TreeBackend:
+        """How this device verifies trees."""
+        return CpuTreeBackend()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.tree_spec.aux_layers:
+            # vLLM has set the layers of one of its own heads.
+            self.model.set_aux_hidden_state_layers(self.tree_spec.aux_layers)
+        self.speculator.proposer.load_model(self.model)
+        self.tree_params = TreeParams(
+            self.sampler, lambda: self.tree_step, self.num_speculative_steps
+        )
+        self.rejection_sampler = TreeSampler(self.sampler, self._running_trees, self._set_walk)
+        stock = self.model_state.prepare_attn
+
+        def prepare_attn(
+            input_batch: Any, cudagraph_mode: Any, block_tables: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            metadata = stock(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
+            if self.tree_step is not None:
+                rows = self.tree_backend.tree_rows(self.tree_step, block_tables[0])
+                for one in {id(m): m for m in metadata.values()}.values():
+                    attach_tree_rows(one, rows)
+            return metadata
+
+        self.model_state.prepare_attn = prepare_attn
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        if kwargs.get("is_profiling") or (args and args[0]):
+            # A small cache to measure graphs with, dropped right after: it must not be kept alive.
+            return
+        groups = self.kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ValueError(
+                f"Speculative method {self.tree_spec.plugin_method!r} needs all attention layers "
+                f"in one KV cache group; this target makes {len(groups)}. Use a target whose "
+                "layers all have full attention, and a head with the target's KV shape."
+            )
+        context = self.compilation_config.static_forward_context
+        caches = {
+            name: context[name].kv_cache
+            for name in groups[0].layer_names
+            if not isinstance(context[name], DraftKVLayer)
+        }
+        check_cache_dtypes(caches, self.model_config.dtype, str(self.tree_spec.plugin_method))
+        self.tree_backend.bind(list(caches.values()))
+        layers = self.speculator.proposer.cache_layers
+        if layers:
+            scale = layers[0].spec.head_dim ** -0.5
+            self.speculator.proposer.drafter.bind_cache(
+                PagedDraftCache(layers, lambda: block_table(self), scale)
+            )
+
+    # -- before the forward -----------------------------------------------------------------
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self.planner.begin_step()
+        # A dummy step has no trees, and may come between any two others.
+        self.tree_step = self.tree_walk = None
+        return super().execute_model(*args, **kwargs)
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        # Every step passes here, also the empty one that reports what finished before the engine
+        # goes idle. A name may come back at once, with another request behind it.
+        ended = {*scheduler_output.finished_req_ids}
+        ended.update(request.req_id for request in scheduler_output.scheduled_new_reqs)
+        gone = ended.union(scheduler_output.preempted_req_ids or ())
+        if gone:
+            # Ranks must free their slots in one order: sets of strings have none.
+            self.speculator.forget(sorted(gone), sorted(ended))
+            self.tree_constrained -= gone
+        super().finish_requests(scheduler_output)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)
+        new = scheduler_output.scheduled_new_reqs
+        for request in new:
+            params = request.sampling_params
+            extra_args = None if params is None else params.extra_args
+            self.speculator.add(request.req_id, extra_args, self._plain_reason(request))
+            if params is not None and params.structured_outputs is not None:
+                self.tree_constrained.add(request.req_id)
+        if new:
+            slots = [self.req_states.req_id_to_index[request.req_id] for request in new]
+            self.speculator.store.clear(torch.tensor(slots, device=self.device))
+
+    def _plain_reason(self, request: Any) -> str | None:
+        """Why a request decodes without drafts; None where a tree can follow its options."""
+        params = request.sampling_params
+        if params is None:
+            return "no_draft"
+        if request.prompt_embeds is not None:
+            return "embeds"
+        slot = self.req_states.req_id_to_index[request.req_id]
+        return None if self.tree_params.follows(slot) else "logits_processor"
+
+    def prepare_attn(self, input_batch: Any) -> Any:
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        # Slots stay linear; only rotary positions follow depth.
+        self.tree_slots = slot_mappings[0]
+        if input_batch.num_draft_tokens:
+            rows = step_rows(input_batch, self.num_speculative_steps)
+            self.tree_step = trees = attach_trees(self.speculator.store, rows)
+            set_positions(trees, input_batch.positions)
+        return block_tables, slot_mappings
+
+    # -- after the forward -------------------------------------------------------------------
+
+    def _running_trees(self) -> StepTrees:
+        assert self.tree_step is not None
+        return self.tree_step
+
+    def _set_walk(self, walk: Walk) -> None:
+        self.tree_walk = walk
+
+    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        output = super().sample(hidden_states, input_batch, grammar_output)
+        if self.tree_walk is not None:
+            walked = time.perf_counter()
+            # Before anything can read or hash their blocks.
+            self.tree_backend.compact(self._running_trees(), self.tree_walk, self.tree_slots)
+            self._record_verification(input_batch, walked)
+        return output
+
+    def _committed_rows(self, input_batch: Any) -> Committed:
+        assert self.tree_slots is not None
+        num_tokens = input_batch.num_tokens
+        slots = self.tree_slots[:num_tokens]
+        positions = input_batch.positions[:num_tokens]
+        if self.tree_walk is not None:
+            return committed_rows(self._running_trees(), self.tree_walk, slots, positions)
+        rows = torch.arange(num_tokens, device=slots.device)
+        return Committed(rows, slots, positions, input_batch.logits_indices)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        payload = self.tree_metrics.end_step()
+        if payload is not None and output is not None:
+            # What goes to the scheduler once the tokens are on the host.
+            setattr(output.model_runner_output, STATS_ATTRIBUTE, payload)
+        return output
+
+    def take_draft_token_ids(self) -> Any:
+        """Drafts for a scheduler that waits for them: as many per request as its tree has nodes,
+        with their parents where a grammar is to follow them."""
+        drafts = super().take_draft_token_ids()
+        if drafts is not None:
+            parents = {}
+            for req_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+                slot = self.req_states.req_id_to_index.get(req_id)
+                count = 0 if slot is None else int(self.speculator.node_counts[slot])
+                del token_ids[count:]
+                if count and req_id in self.tree_constrained:
+                    # Reads the device, in steps with grammars only.
+                    parents[req_id] = self.speculator.store.parents[slot, :count].tolist()
+            if parents:
+                setattr(drafts, PARENTS_ATTRIBUTE, parents)
+                setattr(drafts, STAYS_ATTRIBUTE, True)
+        return drafts
+
+    def _record_verification(self, input_batch: Any, walked: float) -> None:
+        """Counts the step's trees. Reads the device: on a CPU its memory is the host's."""
+        assert self.tree_walk is not None
+        stats = self.tree_metrics.stats
+        counts = self.speculator.node_counts[input_batch.idx_mapping_np]
+        scheduled = input_batch.num_draft_tokens_per_req
+        step_nodes = 0
+        for nodes, rows, accepted in zip(
+            counts.tolist(), scheduled.tolist(), self.tree_walk.lengths.tolist(), strict=True
+        ):
+            if min(nodes, rows):
+                stats.observe_draft(min(nodes, rows), accepted)
+                step_nodes += min(nodes, rows)
+        if step_nodes:
+            stats.observe_step_nodes(step_nodes)
+            stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance on V2: every row sampled at once, then a walk down each tree.
+
+V2 keys its random numbers by seed and position. A node's position is its depth behind the root, so
+each row's sample is the one plain decoding would draw there, and those of rows that no walk
+visits are never looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
+
+from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, emitting_rows, walk_trees
+
+
+class TreeSampler:
+    """Stands where V2 has its `RejectionSampler`.
+
+    Args:
+        sampler: vLLM's sampler.
+        trees: the running step's trees.
+        walked: is told the walk, once per step.
+    """
+
+    def __init__(
+        self, sampler: Any, trees: Callable[[], StepTrees], walked: Callable[[Walk], None]
+    ) -> None:
+        self.sampler = sampler
+        self.trees = trees
+        self.walked = walked
+
+    def __call__(
+        self,
+        # [M, V]
+        logits: torch.Tensor,
+        input_batch: Any,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """vLLM's output for R requests: emitted tokens [R, N + 1], of which `num_sampled` count.
+
+        `draft_logits` is not read: acceptance compares tokens. Rows marked in `invalid_drafts`
+        bool [M] have no grammar mask of their own and are not accepted.
+        """
+        sampler = self.sampler
+        trees = self.trees()
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        if invalid_drafts is not None:
+            trees = trees.without(invalid_drafts)
+        rows = input_batch.logits_indices
+        token_ids = input_batch.input_ids[rows]
+        scores = sampler.get_logprobs_dims(input_batch.idx_mapping_np)
+        samples, processed = sampler.sample(
+            logits,
+            input_batch.expanded_idx_mapping,
+            input_batch.idx_mapping,
+            input_batch.idx_mapping_np,
+            input_batch.positions[rows],
+            token_ids,
+            input_batch.expanded_local_pos,
+            input_batch.seq_lens_cpu_upper_bound.numpy(),
+            return_logprobs=scores is not None,
+        )
+        walk = walk_trees(trees, samples, token_ids)
+        self.walked(walk)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            walk.lengths + 1,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            sampler.req_states.prefill_len.gpu,
+        )
+        emitting = None
+        if scores is not None or sampler.return_sampling_mask:
+            # Row i of a request, from here on: the one whose distribution its token i is from.
+            emitting = emitting_rows(trees, walk)
+        logprobs = masks = None
+        if scores is not None:
+            is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+            logprobs = compute_topk_scores(
+                (processed if is_processed else logits)[emitting],
+                scores[0],
+                samples[emitting],
+                input_batch.cu_num_logits_np.tolist(),
+                logprob_token_ids_state=sampler.logprob_token_ids_state,
+                expanded_idx_mapping=input_batch.expanded_idx_mapping,
+                max_per_req_token_ids=scores[1],
+                logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+            )
+        if sampler.return_sampling_mask:
+            top_k = sampler.sampling_states.top_k.np[input_batch.idx_mapping_np]
+            masks = SamplingMaskTensors.from_logits(
+                processed[emitting],
+                input_batch.cu_num_logits,
+                num_sampled,
+                int(np.max(top_k)),
+                trees.rows.max_rows,
+            )
+        return SamplerOutput(
+            sampled_token_ids=walk.emitted,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            sampling_mask_tensors=masks,
+        )

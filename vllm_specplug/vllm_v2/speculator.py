@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What V2 takes for its speculator: drafts trees with the method's drafter.
+
+Drafters of this package hand over `DraftTree`s, which are arrays of the host. On a CPU the
+device's memory is the host's, so they read what they need of it and nothing has to be waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v1.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_v1.proposer import TreeProposer
+from vllm_specplug.vllm_v1.ranks import first_rank_trees
+from vllm_specplug.vllm_v2.device_trees import Committed, TreeStore
+from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests
+
+if TYPE_CHECKING:
+    from vllm_specplug.metrics import StepStats
+
+# Reads the host's view of a batch: its input batch, request states and sample counts.
+CommittedRows = Callable[[Any], Committed]
+
+
+class TreeSpeculator(BaseSpeculator):
+    """Drafts one tree per request of a batch.
+
+    Args:
+        committed_rows: what of the running step is final.
+        stats: where decisions are counted.
+        max_step_rows: most rows of one step.
+    """
+
+    supports_mm_inputs = False
+    # vLLM reads it for acceptance by probabilities; trees are accepted by tokens.
+    draft_logits = None
+    # vLLM sets it.
+    pcp_manager: Any = None
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+        spec = vllm_config.speculative_config
+        self.spec = spec
+        self.device = device
+        self.req_states = req_states
+        self.proposer = TreeProposer(vllm_config)
+        model = vllm_config.model_config
+        self.max_model_len: int = model.max_model_len
+        self.store = TreeStore(
+            vllm_config.scheduler_config.max_num_seqs,
+            spec.num_speculative_tokens,
+            model.get_vocab_size(),
+            device,
+        )
+        # Nodes of each stored tree, by slot.
+        self.node_counts = np.zeros(vllm_config.scheduler_config.max_num_seqs, np.int32)
+        # Of running requests: their own arguments, and why they may not have drafts.
+        self.extra_args: dict[str, dict[str, Any] | None] = {}
+        self.plain: dict[str, str] = {}
+        self.planner: DraftPlanner
+        self.stats: StepStats
+        self.committed_rows: CommittedRows
+        self.max_num_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+
+    def begin(self, planner: DraftPlanner, stats: StepStats, committed_rows: CommittedRows) -> None:
+        """Gives what only a whole runner has."""
+        self.planner, self.stats, self.committed_rows = planner, stats, committed_rows
+
+    # -- requests that come and go -----------------------------------------------------------
+
+    def add(self, req_id: str, extra_args: dict[str, Any] | None, plain: str | None) -> None:
+        """A request that starts, or comes back after preemption.
+
+        Args:
+            plain: why it may not have drafts; a reason of the metrics.
+        """
+        self.extra_args[req_id] = extra_args
+        self.plain.pop(req_id, None)
+        if plain is not None:
+            self.plain[req_id] = plain
+
+    def forget(self, gone: Sequence[str], ended: Sequence[str]) -> None:
+        """Drops state of requests that are not running any more; of those in `ended` for good."""
+        self.proposer.drafter.forget(gone)
+        self.planner.forget(ended)
+        for req_id in gone:
+            self.extra_args.pop(req_id, None)
+            self.plain.pop(req_id, None)
+
+    # -- V2's interface ------------------------------------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Draft forwards are not captured."""
+
+    def capture(self) -> None:
+        """Draft forwards are not captured."""
+
+    def propose(  # type: ignore[override]  # by position, as vLLM calls it
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Token ids int64 [R, N] of the next trees; their parents are kept in the store."""
+        if dummy_run:
+            shape = (input_batch.num_reqs, self.store.num_nodes)
+            return torch.zeros(shape, dtype=torch.int64, device=self.device)
+        drafter = self.proposer.drafter
+        drafter.observe(_committed_tokens(self.committed_rows(input_batch), aux_hidden_states))
+        batch = host_requests(self.req_states, input_batch, num_sampled)
+        requests, others = self._draft_requests(batch)
+        drafted = first_rank_trees(self.planner.draft(drafter, requests, others), requests.budgets)
+        trees = [DraftTree.empty()] * len(batch)
+        for i, tree in zip(requests.req_indices, drafted, strict=True):
+            trees[i] = tree
+        self.node_counts[input_batch.idx_mapping_np] = [tree.num_nodes for tree in trees]
+        return self._store(input_batch, batch, trees)
+
+    def _store(
+        self, input_batch: Any, batch: list[HostRequest], trees: list[DraftTree]
+    ) -> torch.Tensor:
+        shape = (len(trees), self.store.num_nodes)
+        token_ids = np.zeros(shape, np.int64)
+        parents = np.full(shape, -1, np.int32)
+        scores = np.zeros(shape, np.float32)
+        for i, tree in enumerate(trees):
+            n = tree.num_nodes
+            token_ids[i, :n] = tree.token_ids
+            parents[i, :n] = tree.parent_indices
+            scores[i, :n] = tree.scores
+        counts = np.array([tree.num_nodes for tree in trees], np.int64)
+        # The last sampled token is the next root.
+        roots = np.array([len(r.token_ids) - 1 if r.is_decoding else -1 for r in batch], np.int32)
+        arrays = (roots, token_ids, parents, counts, scores)
+        tensors = (torch.from_numpy(array).to(self.device) for array in arrays)
+        return self.store.put(input_batch.idx_mapping, *tensors)
+
+    def _draft_requests(self, batch: list[HostRequest]) -> tuple[DraftRequests, Batch]:
+        """Which requests are drafted for, how much each may draft, and what else the next step
+        holds."""
+        requests, others = DraftRequests(), Batch()
+        running = sum(1 for request in batch if request.is_decoding)
+        for request in batch:
+            num_tokens = len(request.token_ids)
+            if not request.is_decoding:
+                done = request.num_computed
+                rows = max(0, min(num_tokens - done, self.max_num_tokens - running))
+                others.other_rows += rows
+                others.other_context += rows * (done + rows // 2)
+                continue
+            others.num_roots += 1
+            others.root_context += num_tokens
+            if request.req_id in self.plain:
+                self.stats.observe_plain(self.plain[request.req_id])
+                continue
+            nodes, reason = self.planner.nodes_for(
+                request.req_id, self.extra_args.get(request.req_id), num_tokens, running
+            )
+            # The step after this one always emits a token of its own.
+            longest = min(self.max_model_len, request.max_len)
+            depth = min(longest - num_tokens - 1, nodes)
+            if depth < 1:
+                self.stats.observe_plain(reason if nodes < 1 else "near_max_len")
+                continue
+            requests.req_ids.append(request.req_id)
+            requests.token_ids.append(request.token_ids)
+            requests.context_lens.append(num_tokens - 1)
+            requests.req_indices.append(request.index)
+            requests.budgets.append(nodes)
+            requests.widths.append(self.proposer.options.tree_width)
+            requests.depths.append(depth)
+            requests.penalties.append(None)
+        return requests, others
+
+
+def _committed_tokens(
+    committed: Committed, aux_hidden_states: list[torch.Tensor] | None
+) -> CommittedTokens:
+    """What a drafter observes. Rows that committed nothing are left out, which reads the device."""
+    kept = committed.slots >= 0
+    return CommittedTokens(
+        aux_hidden_states=aux_hidden_states or [],
+        rows=committed.computed_rows[kept],
+        positions=committed.positions[kept],
+        slots=committed.slots[kept],
+        last_rows=committed.last_rows,
+    )

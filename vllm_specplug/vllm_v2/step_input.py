@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read of V2's private state; everything else sees plain step objects.
+
+vLLM's names: `idx_mapping` gives the slot of each request of the batch, `logits_indices` the rows
+of the forward that have logits, `cu_num_logits` where each request's begin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specplug.vllm_v2.device_trees import StepRows
+
+
+def step_rows(input_batch: Any, max_nodes: int) -> StepRows:
+    """The logits rows of a step with drafts. No host synchronisation."""
+    starts = input_batch.cu_num_logits
+    counts = starts[1:] - starts[:-1]
+    num_rows = int(input_batch.cu_num_logits_np[-1])
+    num_reqs = input_batch.num_reqs
+    requests = torch.repeat_interleave(
+        torch.arange(num_reqs, device=starts.device), counts, output_size=num_rows
+    )
+    return StepRows(
+        slots=input_batch.idx_mapping,
+        starts=starts,
+        contexts=input_batch.seq_lens[:num_reqs] - counts,
+        row_slots=input_batch.expanded_idx_mapping,
+        row_requests=requests,
+        places=input_batch.expanded_local_pos.long(),
+        query_rows=input_batch.logits_indices,
+        max_rows=max_nodes + 1,
+        covers_batch=num_rows == input_batch.num_tokens_after_padding,
+        max_context=int(input_batch.seq_lens_cpu_upper_bound.max()),
+    )
+
+
+@dataclass(frozen=True)
+class HostRequest:
+    """One request after a step, where the host may read the device's memory."""
+
+    req_id: str
+    index: int
+    """In the batch, which is its row of the block table."""
+    # [n] int32 committed tokens, the last sampled one included; a view
+    token_ids: np.ndarray
+    max_len: int
+    """Tokens at which vLLM ends it: its prompt and `max_tokens`."""
+    is_decoding: bool
+    """Whether the step sampled for it; a prompt that goes on is not drafted for."""
+    num_computed: int
+    """Tokens in the cache."""
+
+
+def host_requests(
+    req_states: Any, input_batch: Any, num_sampled: torch.Tensor
+) -> list[HostRequest]:
+    """The batch's requests once `postprocess_sampled` ran. Reads the device: on a CPU its memory is
+    the host's."""
+    slots = input_batch.idx_mapping_np
+    totals = req_states.total_len.gpu.numpy()[slots]
+    computed = req_states.num_computed_tokens.gpu.numpy()[slots]
+    tokens = req_states.all_token_ids.gpu.numpy()
+    sampled = num_sampled.numpy()
+    return [
+        HostRequest(
+            req_id=req_id,
+            index=i,
+            token_ids=tokens[slots[i], : totals[i]],
+            max_len=int(req_states.max_seq_len[slots[i]]),
+            is_decoding=bool(sampled[i] > 0),
+            num_computed=int(computed[i]),
+        )
+        for i, req_id in enumerate(input_batch.req_ids)
+    ]
+
+
+def block_table(runner: Any) -> torch.Tensor:
+    """int32 [requests, blocks] of the running batch, in its order."""
+    table: torch.Tensor = runner.block_tables.input_block_tables[0]
+    return table

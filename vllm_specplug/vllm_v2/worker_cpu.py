@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU worker on V2: vLLM's, with the tree runner."""
+
+from __future__ import annotations
+
+# Must come first: it sets up shared memory before torch's threads start.
+import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
+from typing import Any
+
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_specplug.options import option_error
+from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER_V2, SPECULATOR, V2_CPU_KERNELS
+from vllm_specplug.vllm_v1.runner import require_seams
+from vllm_specplug.vllm_v1.worker_cpu import choose_kernel
+from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
+
+
+class TreeCPUModelRunnerV2(TreeRunnerV2Mixin, CPUModelRunner):  # type: ignore[misc]  # overrides
+    """vLLM's V2 CPU runner, verifying trees."""
+
+
+def tree_runner_class(stock: type) -> type:
+    """What vLLM's worker builds instead of its own V2 runner. Seam: cpu_runner_v2."""
+    return TreeCPUModelRunnerV2
+
+
+class TreeCPUWorkerV2(CPUWorker):
+    """vLLM's CPU worker; it names its runner class as a module global.
+
+    Seams: cpu_runner_v2, speculator, cpu_backend, v2_cpu_kernels.
+    """
+
+    model_config: Any
+
+    def init_device(self) -> None:
+        spec: Any = self.vllm_config.speculative_config
+        if not self.use_v2_model_runner:
+            raise ValueError(
+                f"Speculative method {spec.plugin_method!r} was configured for vLLM's V2 model "
+                "runner, and this worker has VLLM_USE_V2_MODEL_RUNNER=0. Give all processes of "
+                "the server the same environment."
+            )
+        if spec.tree_kernel == "triton":
+            raise option_error(
+                "tree_kernel", "triton", "the V2 runner has no interpreted kernels", 'Use "auto"'
+            )
+        choose_kernel(spec.tree_kernel, self.model_config.dtype)
+        require_seams("cpu_v2")
+        CPU_BACKENDS.apply()
+        if not HAS_TRITON:
+            V2_CPU_KERNELS.apply()
+        with CPU_RUNNER_V2.applied(), SPECULATOR.applied():
+            super().init_device()
