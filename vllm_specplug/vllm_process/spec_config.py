@@ -58,7 +58,12 @@ CAPABILITIES = {
 WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2"}
 CAPABILITIES_V2 = {
     "cpu": frozenset(
-        {Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE, Capability.HOST_BRANCHES}
+        {
+            Capability.HIDDEN_STATES,
+            Capability.NEXT_TOKENS,
+            Capability.CONTEXT_CACHE,
+            Capability.HOST_BRANCHES,
+        }
     ),
 }
 # What is there on a single rank only: with tensor parallelism a rank has some of the KV heads.
