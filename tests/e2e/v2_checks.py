@@ -20,6 +20,7 @@ if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
 
 import pytest
 import torch
+import vllm.config.vllm
 from vllm.triton_utils import HAS_TRITON
 
 from tests.e2e.event_checks import LONG
@@ -33,12 +34,12 @@ from tests.e2e.pair import (
     sequences_of,
     watch_prefix_hits,
 )
-from vllm_specplug.seams import V2_CPU_ADMISSION, V2_CPU_KERNELS
+from vllm_specplug.seams import V2_CPU_KERNELS
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 if not HAS_TRITON:
-    # Plain engines, too.
-    V2_CPU_ADMISSION.apply()
+    # For plain engines, which nobody admits.
+    vllm.config.vllm.HAS_TRITON = True  # type: ignore[attr-defined]
     V2_CPU_KERNELS.apply()
 MIXED = [greedy(max_tokens=24), *(seeded(i, max_tokens=24) for i in range(3))]
 

@@ -614,6 +614,8 @@ _V2_USES: tuple[Seam, ...] = (
         "vllm.config.model:PROCESSED_LOGPROBS_MODES",
         f"{_V2}.input_batch:get_num_sampled_and_rejected",
         f"{_V2}.metrics.logits:get_num_nans",
+        f"{_V2}.sample.bad_words:BadWordsState",
+        f"{_V2}.sample.logit_bias:LogitBiasState",
         f"{_V2}.sample.logprob:compute_topk_scores",
         f"{_V2}.sample.output:SamplerOutput",
         f"{_V2}.sample.output:SamplingMaskTensors",

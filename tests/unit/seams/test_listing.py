@@ -45,9 +45,11 @@ def unlisted(used: names.UsedNames) -> set[str]:
 def _covers(target: str) -> bool:
     """Whether a target, or a member of it, is listed; a runner of vLLM's CPU build inherits what it
     is checked for from the other."""
-    inherits = "vllm.v1.worker.cpu_model_runner:CPUModelRunner"
-    runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-    target = target.replace(f"{inherits}.", f"{runner}.")
+    for inherits, runner in (
+        ("cpu_model_runner:CPUModelRunner", "gpu_model_runner:GPUModelRunner"),
+        ("cpu.model_runner:CPUModelRunner", "gpu.model_runner:GPUModelRunner"),
+    ):
+        target = target.replace(f"vllm.v1.worker.{inherits}.", f"vllm.v1.worker.{runner}.")
     return target in _TRAINING or any(
         seam == target or seam.startswith(f"{target}.") for seam in LISTED
     )
