@@ -101,7 +101,7 @@ class TreeSpeculator(BaseSpeculator):
     def capture(self) -> None:
         """Draft forwards are not captured."""
 
-    def propose(  # type: ignore[override]  # by position, as vLLM calls it
+    def propose(
         self,
         input_batch: Any,
         attn_metadata: Any,
