@@ -464,3 +464,14 @@ def test_prompts_of_embeddings(seed: int) -> None:
         return inputs
 
     same(*run_both("model_states.prompt_embeds", call))
+
+
+def test_numbers_that_are_none() -> None:
+    """Counted by torch: the interpreter has no libdevice."""
+    from vllm_specplug.vllm_v2.cpu_kernels.sampling import num_nans
+
+    logits = torch.zeros(3, VOCAB)
+    logits[0, :7], logits[2, -1] = float("nan"), float("nan")
+    counts = torch.full((3,), 9, dtype=torch.int32)
+    num_nans[(3,)](logits, VOCAB, counts, VOCAB, BLOCK_SIZE=8192)
+    assert counts.tolist() == [7, 0, 1]
