@@ -32,6 +32,8 @@ class OracleDrafter(Drafter):
     """Drafts from `sequences`."""
 
     sequences: ClassVar[list[list[int]]] = []
+    decoys_from_answer: ClassVar[bool] = False
+    """Whether decoys are tokens of the answer at other depths, which are often likely ones."""
 
     def load(self, target: TargetWeights) -> None:
         self.vocab_size = int(target.text_config.vocab_size)  # type: ignore[attr-defined]
@@ -60,7 +62,10 @@ class OracleDrafter(Drafter):
             parent = -1
             for token in sequence[len(tokens) : len(tokens) + rng.randint(1, depth)]:
                 if width > 1 and rng.random() < 0.6:
-                    nodes.add(parent, rng.randrange(self.vocab_size))
+                    decoy = rng.randrange(self.vocab_size)
+                    if self.decoys_from_answer:
+                        decoy = rng.choice(sequence[len(tokens) - 1 : len(tokens) + depth])
+                    nodes.add(parent, decoy)
                 if rng.random() < 0.1:
                     token = rng.randrange(self.vocab_size)
                 parent = nodes.add(parent, token)

@@ -121,13 +121,14 @@ PROCESS_SEAMS = SeamSet(
                 f"{owner}.{name}",
                 _WHY_GRAMMAR,
                 _HAS_PARENTS,
-                make=f"vllm_specplug.vllm_process.structured_output:{name}",
+                make=f"vllm_specplug.vllm_process.structured_output:{ours}",
             )
-            for owner, name in (
-                (_SCHEDULER, "update_draft_token_ids"),
-                (_SCHEDULER, "schedule"),
-                (_GRAMMARS, "validate_tokens"),
-                (_GRAMMARS, "grammar_bitmask"),
+            for owner, name, ours in (
+                (_SCHEDULER, "update_draft_token_ids", "update_draft_token_ids"),
+                (_SCHEDULER, "update_draft_token_ids_in_output", "update_draft_token_ids"),
+                (_SCHEDULER, "schedule", "schedule"),
+                (_GRAMMARS, "validate_tokens", "validate_tokens"),
+                (_GRAMMARS, "grammar_bitmask", "grammar_bitmask"),
             )
         ),
         Wrap(
@@ -565,6 +566,14 @@ _CPU_USES: tuple[Seam, ...] = (
 )
 
 _V2_USES: tuple[Seam, ...] = (
+    *_uses(
+        "tree_params",
+        "penalties, bad words and thinking budgets read the rows before a row, which are not its "
+        "ancestors",
+        _HAS_TREES,
+        f"{_V2}.sample.bad_words:BadWordsState",
+        f"{_V2}.sample.logit_bias:LogitBiasState",
+    ),
     *_overrides(
         "runner_v2_step",
         "a step is timed, its statistics leave with its output, and a scheduler that waits for "

@@ -17,6 +17,9 @@ from vllm_specplug.tree.draft_tree import ROOT
 # name; the scheduler's output carries {request id: drafted nodes it scheduled} under the second.
 PARENTS_ATTRIBUTE = "specplug_parents"
 KEPT_NODES_ATTRIBUTE = "specplug_kept_nodes"
+# On drafts: whether their tokens stay where they are, in the device's memory, so that no node may
+# be dropped.
+STAYS_ATTRIBUTE = "specplug_stays"
 
 
 class Cursor(Protocol):
@@ -39,14 +42,16 @@ def visit_tree(
 
     Args:
         token_ids: [N].
-        parent_indices: [N], ROOT (-1) for the children of the root; parent before child.
+        parent_indices: [N], ROOT (-1) for the children of the root; parent before child. Nodes of
+            any other negative parent are not visited.
         cursor: stands at the root, and stands there again afterwards.
         enter: called with ROOT and with each reachable node while the cursor stands there. A
             node below an unreachable one is unreachable.
     """
     children: list[list[int]] = [[] for _ in range(len(token_ids) + 1)]
     for child, parent in enumerate(parent_indices):
-        children[parent + 1].append(child)
+        if parent >= ROOT:
+            children[parent + 1].append(child)
     enter(ROOT)
     # Pairs of a node to try and nodes to leave; an explicit stack, because chains may be long.
     pending: list[int | None] = list(reversed(children[0]))

@@ -8,10 +8,14 @@ siblings as if one followed the other. Here the runner sends the parents along w
 constrained requests, and the walk goes down and up the tree (`tree/grammar.py`) by the matcher's
 own `accept_tokens` and `rollback`:
 
-1. `Scheduler.update_draft_token_ids` hands the parents to the structured output manager;
+1. `Scheduler.update_draft_token_ids`, or `update_draft_token_ids_in_output` where steps are
+   scheduled ahead, hands the parents to the structured output manager;
 2. `StructuredOutputManager.validate_tokens` keeps the nodes whose path the grammar allows;
 3. `Scheduler.schedule` passes the kept nodes to the runner (tokens alone would be ambiguous);
 4. `StructuredOutputManager.grammar_bitmask` fills one row for the root and one for each kept node.
+
+The V2 runner keeps its drafts on the device, and the scheduler's list only counts them. There no
+node is dropped: one that the grammar forbids cannot be reached, as the row above masks its token.
 
 Reasoning ends where vLLM says it does for the path to a node taken as a chain, so a grammar may
 start in the middle of a tree. Without parents, or when anything does not match, vLLM's own code
@@ -27,13 +31,15 @@ from typing import Any
 from vllm_specplug.tree.grammar import (
     KEPT_NODES_ATTRIBUTE,
     PARENTS_ATTRIBUTE,
+    STAYS_ATTRIBUTE,
     reachable_nodes,
     renumbered_parents,
     visit_tree,
 )
 
-# On the manager, while drafts are validated: their parents, by request id.
+# On the manager, while drafts are validated: their parents, by request id; whether all stay.
 _DRAFTED = "specplug_parents"
+_STAYS = "specplug_stays"
 # On the manager: whether the last drafts of any constrained request were a tree.
 _HAS_TREES = "specplug_has_trees"
 # On a request's structured output state: its last validated tree.
@@ -51,8 +57,14 @@ class ValidatedTree:
     """Numbered among the kept nodes."""
 
     def matches(self, scheduled: Sequence[int]) -> bool:
-        """Whether `scheduled` are the first of these nodes."""
-        return bool(scheduled) and self.token_ids[: len(scheduled)] == list(scheduled)
+        """Whether `scheduled` are the first of these nodes, padding left out."""
+        nodes = _num_nodes(scheduled)
+        return nodes > 0 and self.token_ids[:nodes] == list(scheduled[:nodes])
+
+
+def _num_nodes(scheduled: Sequence[int]) -> int:
+    """Scheduled drafts before vLLM's padding of -1."""
+    return next((i for i, token in enumerate(scheduled) if token == -1), len(scheduled))
 
 
 class RequestCursor:
@@ -98,14 +110,15 @@ def _validated_tree(request: Any, scheduled: Sequence[int]) -> ValidatedTree | N
 
 
 def update_draft_token_ids(original: Any) -> Any:
-    """The method of that name with trees, see above."""
+    """The methods of that name and of `..._in_output` with trees, see above."""
 
-    def wrapped(self: Any, draft_token_ids: Any) -> None:
+    def wrapped(self: Any, draft_token_ids: Any, *args: Any) -> None:
         parents = getattr(draft_token_ids, PARENTS_ATTRIBUTE, None)
         manager = self.structured_output_manager
         setattr(manager, _DRAFTED, parents)
+        setattr(manager, _STAYS, getattr(draft_token_ids, STAYS_ATTRIBUTE, False))
         try:
-            original(self, draft_token_ids)
+            original(self, draft_token_ids, *args)
         finally:
             setattr(manager, _DRAFTED, None)
             setattr(manager, _HAS_TREES, bool(parents))
@@ -123,7 +136,17 @@ def validate_tokens(original: Any) -> Any:
         state = request.structured_output_request
         setattr(state, _VALIDATED, None)
         parents = drafted.get(request.request_id)
-        if parents is None or len(parents) != len(spec_tokens):
+        if parents is None:
+            return original(self, request, spec_tokens)
+        if getattr(self, _STAYS, False):
+            # Perhaps fewer are scheduled than were drafted.
+            drawn = parents[: len(spec_tokens)]
+            if len(drawn) == len(spec_tokens) and min(spec_tokens, default=0) >= 0:
+                tree = ValidatedTree(list(range(len(drawn))), list(spec_tokens), drawn)
+                setattr(state, _VALIDATED, tree)
+                return spec_tokens
+            return original(self, request, spec_tokens)
+        if len(parents) != len(spec_tokens):
             return original(self, request, spec_tokens)
         kept = reachable_nodes(spec_tokens, parents, RequestCursor(self, request))
         tokens = [spec_tokens[node] for node in kept]
@@ -160,13 +183,13 @@ def grammar_bitmask(original: Any) -> Any:
         structured_output_request_ids: list[str],
         scheduled_spec_decode_tokens: dict[str, list[int]],
     ) -> Any:
-        trees = {}
+        trees, num_nodes = {}, {}
         if getattr(self, _HAS_TREES, False):
             for req_id in structured_output_request_ids:
                 scheduled = scheduled_spec_decode_tokens.get(req_id, ())
                 tree = _validated_tree(requests[req_id], scheduled)
                 if tree is not None:
-                    trees[req_id] = tree
+                    trees[req_id], num_nodes[req_id] = tree, _num_nodes(scheduled)
         if trees:
             # vLLM fills the rows of these drafts as padding, which touches no grammar.
             scheduled_spec_decode_tokens = {
@@ -180,7 +203,7 @@ def grammar_bitmask(original: Any) -> Any:
         for req_id in structured_output_request_ids:
             num_drafts = len(scheduled_spec_decode_tokens.get(req_id, ()))
             if req_id in trees:
-                _fill_tree_rows(self, requests[req_id], trees[req_id], num_drafts, first_row)
+                _fill_tree_rows(self, requests[req_id], trees[req_id], num_nodes[req_id], first_row)
             first_row += 1 + num_drafts
         return bitmask
 

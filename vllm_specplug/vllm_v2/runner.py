@@ -17,6 +17,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
+from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows
 from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer, PagedDraftCache
@@ -79,6 +80,8 @@ class TreeRunnerV2Mixin(_Runner):
         # Of the running step; None where it has no drafts, and for dummies.
         self.tree_step: StepTrees | None = None
         self.tree_walk: Walk | None = None
+        # Running requests with a grammar.
+        self.tree_constrained: set[str] = set()
         # [T] int64 slots of the running step, linear.
         self.tree_slots: torch.Tensor | None = None
 
@@ -156,6 +159,7 @@ class TreeRunnerV2Mixin(_Runner):
         if gone:
             # Ranks must free their slots in one order: sets of strings have none.
             self.speculator.forget(sorted(gone), sorted(ended))
+            self.tree_constrained -= gone
         super().finish_requests(scheduler_output)
 
     def add_requests(self, scheduler_output: Any) -> None:
@@ -165,6 +169,8 @@ class TreeRunnerV2Mixin(_Runner):
             params = request.sampling_params
             extra_args = None if params is None else params.extra_args
             self.speculator.add(request.req_id, extra_args, self._plain_reason(request))
+            if params is not None and params.structured_outputs is not None:
+                self.tree_constrained.add(request.req_id)
         if new:
             slots = [self.req_states.req_id_to_index[request.req_id] for request in new]
             self.speculator.store.clear(torch.tensor(slots, device=self.device))
@@ -176,10 +182,8 @@ class TreeRunnerV2Mixin(_Runner):
             return "no_draft"
         if request.prompt_embeds is not None:
             return "embeds"
-        if params.structured_outputs is not None:
-            return "grammar"
         slot = self.req_states.req_id_to_index[request.req_id]
-        return None if self.tree_params.follows(slot) else "no_draft"
+        return None if self.tree_params.follows(slot) else "logits_processor"
 
     def prepare_attn(self, input_batch: Any) -> Any:
         block_tables, slot_mappings = super().prepare_attn(input_batch)
@@ -228,12 +232,21 @@ class TreeRunnerV2Mixin(_Runner):
         return output
 
     def take_draft_token_ids(self) -> Any:
-        """Drafts for a scheduler that waits for them: as many per request as its tree has nodes."""
+        """Drafts for a scheduler that waits for them: as many per request as its tree has nodes,
+        with their parents where a grammar is to follow them."""
         drafts = super().take_draft_token_ids()
         if drafts is not None:
+            parents = {}
             for req_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
                 slot = self.req_states.req_id_to_index.get(req_id)
-                del token_ids[0 if slot is None else int(self.speculator.node_counts[slot]) :]
+                count = 0 if slot is None else int(self.speculator.node_counts[slot])
+                del token_ids[count:]
+                if count and req_id in self.tree_constrained:
+                    # Reads the device, in steps with grammars only.
+                    parents[req_id] = self.speculator.store.parents[slot, :count].tolist()
+            if parents:
+                setattr(drafts, PARENTS_ATTRIBUTE, parents)
+                setattr(drafts, STAYS_ATTRIBUTE, True)
         return drafts
 
     def _record_verification(self, input_batch: Any, walked: float) -> None:

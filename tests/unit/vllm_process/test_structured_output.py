@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
+from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
 from vllm_specplug.vllm_process import install, structured_output
 
 VOCABULARY = 12
@@ -235,3 +235,82 @@ def test_without_parents_vllms_own_code_runs() -> None:
     scheduler.update_draft_token_ids(drafts)
     assert request.spec_token_ids == [5, 6]  # a line: 5 + 6 + 8 is too much
     assert not hasattr(request.structured_output_request, "specplug_tree")
+
+
+def masks_on_the_device(
+    tokens: list[int], parents: list[int] | None, committed: list[int], slots: int, ahead: bool
+) -> tuple[Any, list[int]]:
+    """Masks [1 + slots] of drafts that stay on the device, and the scheduler's list of them.
+
+    Scheduled ahead of drafting, a request has `slots` places whatever was drafted.
+    """
+    request = make_request("tree", committed)
+    manager = make_manager()
+    scheduler = make_scheduler(manager, [request])
+    drafts = SimpleNamespace(req_ids=["tree"], draft_token_ids=[list(tokens)])
+    if parents is not None:
+        setattr(drafts, PARENTS_ATTRIBUTE, {"tree": parents})
+        setattr(drafts, STAYS_ATTRIBUTE, True)
+    if ahead:
+        output = SimpleNamespace(scheduled_spec_decode_tokens={"tree": [-1] * slots})
+        scheduler.update_draft_token_ids_in_output(drafts, output)
+        scheduled = output.scheduled_spec_decode_tokens["tree"]
+    else:
+        scheduler.update_draft_token_ids(drafts)
+        scheduled = request.spec_token_ids[:slots]
+    mask = manager.grammar_bitmask(
+        scheduler.requests, ["tree"], {"tree": scheduled} if scheduled else {}
+    )
+    assert request.structured_output_request.grammar.text == committed
+    return mask[:, 0], scheduled
+
+
+@settings(max_examples=150)
+@given(
+    tree=trees(),
+    committed=st.lists(st.integers(0, 3), max_size=3),
+    slots=st.integers(1, 24),
+    ahead=st.booleans(),
+    unused=st.lists(st.integers(0, 19), max_size=3),
+)
+def test_drafts_on_the_device_stay_and_forbidden_ones_cannot_be_reached(
+    tree, committed, slots, ahead, unused
+) -> None:
+    tokens, parents = tree
+    # Nodes that the device gave up; what hangs below them is lost.
+    parents = [-2 if node in unused else parent for node, parent in enumerate(parents)]
+    mask, scheduled = masks_on_the_device(tokens, parents, committed, slots, ahead)
+    nodes = min(len(tokens), slots)
+    assert scheduled == tokens[:nodes] + [-1] * (slots - nodes if ahead else 0)
+    assert len(mask) == 1 + len(scheduled)
+
+    def row(path: list[int]) -> int:
+        alone, expected = ToyGrammar(), torch.tensor([-1], dtype=torch.int32)
+        alone.text = [*committed, *path]
+        if not alone.is_terminated():
+            alone.fill_bitmask(expected, 0)
+        return int(expected[0])
+
+    assert mask[0] == row([])
+    reachable = {-1}
+    for node in range(nodes):
+        if parents[node] not in reachable:
+            continue
+        above = [] if parents[node] < 0 else path_to(tokens, parents, parents[node])
+        alone = ToyGrammar()
+        alone.text = [*committed, *above]
+        if alone.validate_tokens([tokens[node]]):
+            reachable.add(node)
+            assert mask[1 + node] == row([*above, tokens[node]]), node
+        elif not alone.is_terminated():
+            # The row above never samples it.
+            assert not mask[1 + parents[node]] >> tokens[node] & 1
+
+
+def test_without_parents_the_masks_of_such_drafts_are_others() -> None:
+    """What makes the test above one that can fail: siblings taken for a chain."""
+    tokens, parents = [5, 6, 8, 8], [-1, -1, 0, 1]
+    for ahead in (False, True):
+        with_tree, _ = masks_on_the_device(tokens, parents, [], 4, ahead)
+        as_chain, _ = masks_on_the_device(tokens, None, [], 4, ahead)
+        assert with_tree.tolist() != as_chain.tolist()

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that depend on a row's past, and grammars, on trees of the V2 runner; see
+test_v2_options.py.
+
+Decoys are tokens of the answer at other depths: what reads the wrong rows finds likely tokens
+there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+
+import pytest
+
+from tests.e2e.grammar_checks import KINDS, constrained
+from tests.e2e.option_checks import PROMPTS, THINK_END, THINK_START, greedy, seeded
+from tests.e2e.oracle import OracleDrafter
+from tests.e2e.pair import Counts, Pair, core_of, pair
+from vllm_specplug.seams import V2_CPU_ADMISSION, V2_CPU_KERNELS
+from vllm_specplug.vllm_v2.tree_params import TreeParams
+
+V2_CPU_ADMISSION.apply()
+V2_CPU_KERNELS.apply()
+OracleDrafter.decoys_from_answer = True
+
+Params = Callable[[], list[Any]]
+
+
+def engines(*, ahead: bool, **engine: Any) -> Pair:
+    """A pair whose tree engine schedules ahead or does not."""
+    made = pair(**engine, tree={"async_scheduling": ahead})
+    name = type(core_of(made.tree).scheduler).__name__
+    assert name == ("AsyncScheduler" if ahead else "Scheduler")
+    return made
+
+
+def each(made: Pair, prompts: list[list[int]], params: list[Any]) -> tuple[list[Any], Counts]:
+    """Every prompt with every one of `params`, in one batch; drafts are accepted past others."""
+    outputs, counts = made.compare(
+        [p for p in prompts for _ in params], [one.clone() for _ in prompts for one in params]
+    )
+    assert counts.skipping > 0 and counts.accepted > 10, counts
+    return outputs, counts
+
+
+def both(prompts: list[list[int]], params: Params, **engine: Any) -> list[Any]:
+    outputs: list[Any] = []
+    for ahead in (False, True):
+        outputs, counts = each(engines(ahead=ahead, **engine), prompts, params())
+        assert (counts.stale > 0) == ahead, counts
+    return outputs
+
+
+@contextmanager
+def vllms_own_rows(made: Pair) -> Iterator[None]:
+    """The sampler as vLLM builds it."""
+    sampler = made.runner.sampler
+    processors, thinking = list(sampler.logits_processors), sampler.thinking_budget_state
+    sampler.logits_processors[:] = [getattr(p, "stock", p) for p in processors]
+    sampler.thinking_budget_state = thinking.stock
+    try:
+        yield
+    finally:
+        sampler.logits_processors[:] = processors
+        sampler.thinking_budget_state = thinking
+
+
+def diverges(made: Pair, prompts: list[list[int]], params: list[Any]) -> None:
+    """Fails unless the outputs differ."""
+    with pytest.raises(AssertionError, match="differs"):
+        each(made, prompts, params)
+
+
+def penalties() -> list[Any]:
+    return [
+        greedy(repetition_penalty=1.4), greedy(frequency_penalty=1.1), greedy(),
+        seeded(3, presence_penalty=1.5, temperature=0.6),
+        greedy(presence_penalty=-1.0, frequency_penalty=0.4, logprobs=2),
+    ]  # fmt: skip
+
+
+def check_penalties() -> None:
+    both(PROMPTS, penalties)
+
+
+def check_vllms_own_penalties_differ() -> None:
+    for ahead in (False, True):
+        made = engines(ahead=ahead)
+        with vllms_own_rows(made):
+            diverges(made, PROMPTS, penalties())
+
+
+def bad_words(made: Pair) -> list[Any]:
+    """Pairs of tokens that the plain answers have."""
+    outputs, _ = each(made, PROMPTS, [greedy()])
+    tokenizer, params = made.plain.get_tokenizer(), []
+    for output in outputs:
+        ids = list(output.outputs[0].token_ids)
+        words = [tokenizer.decode(ids[i : i + 2]) for i in range(1, 24, 3)]
+        params.append(greedy(bad_words=[word for word in words if word.strip()]))
+    return [*params, seeded(2, bad_words=params[0].bad_words, temperature=0.5)]
+
+
+def check_bad_words() -> None:
+    for ahead in (False, True):
+        made = engines(ahead=ahead)
+        params = bad_words(made)
+        assert sum(len(p.bad_words) for p in params) > 10
+        each(made, PROMPTS, params)
+
+
+def check_vllms_own_bad_words_differ() -> None:
+    made = engines(ahead=False)
+    params = bad_words(made)
+    with vllms_own_rows(made):
+        diverges(made, PROMPTS, params)
+
+
+THINKING = {"reasoning_start_str": "<think>", "reasoning_end_str": " ok</think>"}
+
+
+def budgets() -> list[Any]:
+    return [greedy(thinking_token_budget=budget) for budget in (0, 2, 5, 9, 14)]
+
+
+def check_thinking_budget() -> None:
+    thinking = [[*p, THINK_START] for p in PROMPTS]
+    outputs = both(thinking, budgets, reasoning_config=THINKING)
+    for i, output in enumerate(outputs):
+        budget = budgets()[i % 5].thinking_token_budget
+        assert THINK_END in output.outputs[0].token_ids[: budget + 6], (i, budget)
+
+
+def check_vllms_own_thinking_budget_differs() -> None:
+    made = engines(ahead=False, reasoning_config=THINKING)
+    with vllms_own_rows(made):
+        diverges(made, [[*p, THINK_START] for p in PROMPTS], budgets())
+
+
+def check_everything_at_once() -> None:
+    def params() -> list[Any]:
+        return [
+            greedy(logit_bias={44: 3.0}, presence_penalty=0.6),
+            seeded(7, min_p=0.2, repetition_penalty=1.1, top_k=30, top_p=0.9),
+            seeded(8, min_tokens=9, stop_token_ids=[81, 11, 340], frequency_penalty=0.9),
+            greedy(bad_words=["cat", " over"], allowed_token_ids=list(range(6, 200)), logprobs=3),
+        ]
+
+    both(PROMPTS, params)
+
+
+def check_processors_of_others_decode_plainly() -> None:
+    custom = {"logits_processors": ["tests.e2e.processors_v2:AlternateRows"]}
+    for ahead in (False, True):
+        made = engines(ahead=ahead, **custom)
+        outputs, _ = each(made, PROMPTS, [greedy(extra_args={"alternate": True}), greedy()])
+        ids = outputs[0].outputs[0].token_ids
+        assert all((a + b) % 2 for a, b in zip(ids, ids[1:], strict=False))
+        from tests.e2e.pair import generate
+
+        made.take_counts()
+        generate(made.tree, PROMPTS, greedy(extra_args={"alternate": True}))
+        assert made.take_counts().nodes == 0
+
+
+def grammars(**options: Any) -> list[Any]:
+    params = []
+    for k, how in enumerate(KINDS.values()):
+        params += [
+            constrained(how, **options), constrained(how, seed=k, **options),
+            constrained(how, presence_penalty=1.0, repetition_penalty=1.2, **options),
+        ]  # fmt: skip
+    return [*params, greedy()]
+
+
+def check_grammars() -> None:
+    for ahead in (False, True):
+        made = engines(ahead=ahead)
+        outputs, _ = made.compare(
+            [p for p in PROMPTS for _ in grammars()], [one for _ in PROMPTS for one in grammars()]
+        )
+        assert len({o.outputs[0].text for o in outputs}) > len(KINDS)
+
+
+def lengths() -> list[Any]:
+    """Texts of a certain length: the end is where a chain of all nodes would not have it."""
+    return [
+        constrained({"regex": "[a-z ]{14,16}"}), constrained({"regex": "[a-z ]{14,16}"}, seed=4),
+        constrained({"regex": "[a-z ]{6}(yes|no) [0-9]{3}"}),
+    ]  # fmt: skip
+
+
+def check_grammars_reach_into_trees() -> None:
+    """No other requests: every counted tree has a grammar."""
+    for ahead in (False, True):
+        made = engines(ahead=ahead)
+        _, counts = each(made, PROMPTS, lengths())
+        assert counts.branching > 5 and (counts.stale > 0) == ahead, counts
+
+
+def check_vllms_own_masks_differ() -> None:
+    """The runner keeps the parents to itself."""
+    for ahead in (False, True):
+        made = engines(ahead=ahead)
+        with patch.object(made.runner, "tree_constrained", Nothing()):
+            diverges(made, PROMPTS, lengths())
+
+
+class Nothing(set[str]):
+    """A set that stays empty."""
+
+    def add(self, element: str) -> None:
+        pass
+
+
+def check_grammars_with_options() -> None:
+    regex = {"regex": "[a-z ]*"}
+
+    def params() -> list[Any]:
+        return [
+            constrained(regex, min_tokens=12), constrained(regex, stop=["a", "e"]),
+            constrained(regex, logit_bias={81: 5.0, 300: 3.0}),
+            constrained(regex, seed=3, min_p=0.1, logprobs=2),
+            constrained(regex, bad_words=["the", " the"], repetition_penalty=1.3),
+        ]  # fmt: skip
+
+    both(PROMPTS, params)
+
+
+def check_params_are_installed() -> None:
+    assert isinstance(engines(ahead=False).runner.tree_params, TreeParams)
