@@ -195,6 +195,16 @@ def check_budgets_of_requests() -> None:
     assert made.take_counts().nodes == 0
 
 
+def check_rows_that_run_out() -> None:
+    """Eight requests leave a request two nodes, then one, then the requests that are left more."""
+    made = pair(
+        "oracle",
+        speculative={"num_speculative_tokens": 6, "tree_budget": 6, "max_step_rows": 20},
+        tree={"async_scheduling": True},
+    )
+    made.compare(PROMPTS * 2, [greedy(max_tokens=6 + 4 * i) for i in range(8)])
+
+
 def check_the_end_of_the_context() -> None:
     longest = 256
     prompts = [[8], list(range(6, 6 + longest - 1)), list(range(6, 6 + longest - 20))]

@@ -217,6 +217,24 @@ def test_what_v2_does_not_give_is_named(target: Path, monkeypatch: pytest.Monkey
         _config(target, {"method": "ngram_tree"})
 
 
+def test_rows_that_are_reserved_ahead_follow_the_budget(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_specplug.vllm_process.placeholders import drafts_by_batch_size
+
+    def table(**options: Any) -> list[int]:
+        config = _config(target, {"method": "ngram_tree", **options}, max_num_seqs=4)
+        return drafts_by_batch_size(config.speculative_config, config.scheduler_config)
+
+    options = {"num_speculative_tokens": 16, "max_step_rows": 24}
+    assert table(**options) == [16] * 5
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert table(**options) == [16, 16, 11, 7, 5]
+    assert table(**options, tree_budget=4) == [8, 8, 8, 7, 5]
+    assert table(**options, tree_budget=4, max_request_budget=0) == [4, 4, 4, 4, 4]
+    assert table(num_speculative_tokens=16, max_step_rows=6) == [5, 5, 2, 1, 0]
+
+
 def test_asynchronous_scheduling_needs_v2(target: Path) -> None:
     with pytest.raises(ValueError, match="async_scheduling=True.*VLLM_USE_V2_MODEL_RUNNER=1"):
         _config(target, {"method": "ngram_tree"}, async_scheduling=True)
