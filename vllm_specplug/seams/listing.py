@@ -10,11 +10,19 @@ from __future__ import annotations
 
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
-    HAS_CPU_KERNELS,
     SPECULATOR,
     V2_CPU_ADMISSION,
     V2_CPU_KERNELS,
     V2_USES,
+)
+from vllm_specplug.seams.reasons import (
+    HAS_CPU_KERNELS,
+    HAS_REGISTRY,
+    HAS_TREES,
+    REGISTRY,
+    TREE,
+    overrides,
+    uses,
 )
 from vllm_specplug.seams.seam import (
     Append,
@@ -26,14 +34,8 @@ from vllm_specplug.seams.seam import (
     Seam,
     SeamSet,
     Wrap,
-    overrides,
-    uses,
 )
 
-_REGISTRY = "https://github.com/vllm-project/vllm/issues/36219"
-_TREE = "https://github.com/vllm-project/vllm/issues/40809"
-_HAS_REGISTRY = f"vLLM has a proposer registry with typed options ({_REGISTRY})"
-_HAS_TREES = f"vLLM takes per-node positions and masks ({_TREE})"
 _PUBLIC = "never: it is public"
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -43,7 +45,6 @@ _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BACKENDS = "vllm.v1.attention.backends"
 _PROCESSORS = "vllm.v1.sample.logits_processor"
-
 # -- changes ------------------------------------------------------------------------------------
 
 _WHY_STATS = "statistics are made in a worker and scraped in the API server"
@@ -52,13 +53,12 @@ _WHY_GRAMMAR = (
     "vLLM walks a grammar along a flat draft list, where siblings get each other's masks; acts on "
     "drafts that carry parents"
 )
-_HAS_PARENTS = f"drafts carry their parents to the scheduler ({_TREE})"
+_HAS_PARENTS = f"drafts carry their parents to the scheduler ({TREE})"
 _WHY_PENALTY = (
     "the contextual penalty must hold with and without speculation; vLLM's entry point for "
     "processors loads one class into two incompatible runners"
 )
 _HAS_PROCESSORS = "the entry point distinguishes the model runners"
-
 
 PROCESS_SEAMS = SeamSet(
     (
@@ -66,7 +66,7 @@ PROCESS_SEAMS = SeamSet(
             "spec_config",
             "vllm.engine.arg_utils:SpeculativeConfig",
             "vLLM's list of methods is closed and unknown keys are refused",
-            _HAS_REGISTRY,
+            HAS_REGISTRY,
             make="vllm_specplug.vllm_process.spec_config:speculative_config_class",
         ),
         Wrap(
@@ -74,7 +74,7 @@ PROCESS_SEAMS = SeamSet(
             "vllm.engine.arg_utils:EngineArgs.create_engine_config",
             "combinations such as LoRA or a quantised cache only show in the whole config, and "
             "must stop before a process starts",
-            f"a registered method may validate the engine config ({_REGISTRY})",
+            f"a registered method may validate the engine config ({REGISTRY})",
             make="vllm_specplug.vllm_process.engine_args:checked",
         ),
         Retype(
@@ -134,7 +134,7 @@ PROCESS_SEAMS = SeamSet(
             "model_runner_v2",
             "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
             "V2 names the methods that it does not run, ours by the name they share with others",
-            _HAS_REGISTRY,
+            HAS_REGISTRY,
             make="vllm_specplug.vllm_process.model_runner:admitting_trees",
         ),
         Wrap(
@@ -192,7 +192,6 @@ CPU_RUNNER = Replace(
     make="vllm_specplug.vllm_v1.worker_cpu:tree_runner_class",
 )
 
-
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
 CPU_BACKENDS = SeamSet(
@@ -201,7 +200,7 @@ CPU_BACKENDS = SeamSet(
             "cpu_backend",
             f"{_BACKENDS}.registry:AttentionBackendEnum.CPU_ATTN",
             _WHY_BACKEND,
-            f"vLLM takes a mask per request ({_TREE})",
+            f"vLLM takes a mask per request ({TREE})",
             path="vllm_specplug.vllm_attention.cpu.TreeCPUAttentionBackend",
         ),
     )
@@ -212,7 +211,7 @@ ATTENTION_BACKENDS = SeamSet(
         "gpu_backend",
         f"{_BACKENDS}.registry:AttentionBackendEnum.{name}",
         _WHY_BACKEND,
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
         path=f"vllm_specplug.vllm_attention.gpu.{path}",
     )
     for name, path in (
@@ -220,7 +219,6 @@ ATTENTION_BACKENDS = SeamSet(
         ("TRITON_ATTN", "TreeTritonAttentionBackend"),
     )
 )
-
 
 # -- what is called or overridden ---------------------------------------------------------------
 
@@ -230,7 +228,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
     *uses(
         "config",
         "options of our methods are a subclass of vLLM's",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         "vllm:__version__",
         "vllm.config.speculative:SpeculativeConfig",
         "vllm.config.speculative:SpeculativeMethod",
@@ -246,7 +244,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
     *overrides(
         "config",
         "our methods resolve their options and the compiled graph's hash",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         "vllm.config.speculative:SpeculativeConfig",
         "__post_init__",
         "__repr__",
@@ -282,7 +280,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
     *uses(
         "attention_registry",
         "workers register attention backends that can hand over tree rows",
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
         f"{_BACKENDS}.registry:register_backend",
         f"{_BACKENDS}.registry:AttentionBackendEnum",
         f"{_BACKENDS}.registry:AttentionBackendEnum.CPU_ATTN",
@@ -294,7 +292,7 @@ _WORKER_USES: tuple[Seam, ...] = (
     *uses(
         "runner",
         "the runner mixin and what it reads of vLLM's set-up",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         "vllm.config:VllmConfig",
         "vllm:envs",
         "vllm.distributed:get_tensor_model_parallel_rank",
@@ -308,7 +306,7 @@ _WORKER_USES: tuple[Seam, ...] = (
     *uses(
         "layer_support",
         "whether tree rows can be computed is decided by the target's layers as they were built",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         "vllm.model_executor.layers.attention:Attention",
         "vllm.v1.attention.backend:AttentionType",
         "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
@@ -318,7 +316,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         "runner_step",
         "a step is timed, its statistics leave with its output, and drafts that constrain a "
         "grammar leave with their parents",
-        _HAS_TREES,
+        HAS_TREES,
         _RUNNER,
         "__init__",
         "execute_model",
@@ -330,7 +328,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         "state of requests that ended is dropped in every step, the empty ones too; rotary "
         "positions follow depth; tree rows are attached to the attention metadata, but not to that "
         "of dummy batches",
-        _HAS_TREES,
+        HAS_TREES,
         _RUNNER,
         "_update_states",
         "_prepare_inputs",
@@ -357,7 +355,7 @@ _WORKER_USES: tuple[Seam, ...] = (
     *overrides(
         "runner_setup",
         "drafters read the target's hidden states; caches are known only after allocation",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         _RUNNER,
         "_get_eagle3_aux_layers_from_config",
         "initialize_kv_cache",
@@ -443,7 +441,7 @@ _WORKER_USES: tuple[Seam, ...] = (
     *uses(
         "attention_choice",
         "vLLM remembers which backend it chose; an earlier choice must be forgotten",
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
         "vllm.v1.attention.selector:_cached_get_attn_backend",
     ),
 )
@@ -452,7 +450,7 @@ _CPU_USES: tuple[Seam, ...] = (
     *uses(
         "cpu_backend",
         _WHY_BACKEND,
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
         "vllm.v1.worker.cpu_worker:CPUWorker",
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
         f"{_BACKENDS}.cpu_attn:CPUAttentionBackend",
@@ -463,19 +461,19 @@ _CPU_USES: tuple[Seam, ...] = (
         "cpu_backend",
         f"{_BACKENDS}.cpu_attn:CPUAttentionBackend.get_impl_cls",
         _WHY_BACKEND,
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
     ),
     Overrides(
         "cpu_backend",
         f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl.forward",
         _WHY_BACKEND,
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
     ),
     *overrides(
         "cpu_worker",
         "our backend and runner are chosen before the device is set up, drafters' memory is taken "
         "out of the caches', and step costs are measured once the model is ready",
-        f"a method may name its runner ({_REGISTRY})",
+        f"a method may name its runner ({REGISTRY})",
         _CPU_WORKER,
         "init_device",
         "determine_available_memory",
@@ -483,12 +481,11 @@ _CPU_USES: tuple[Seam, ...] = (
     ),
 )
 
-
 _GPU_USES: tuple[Seam, ...] = (
     *uses(
         "gpu_backend",
         _WHY_BACKEND,
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
         _GPU_WORKER,
         "vllm.v1.attention.backend:AttentionCGSupport",
         f"{_BACKENDS}.flash_attn:FlashAttentionBackend",
@@ -510,7 +507,7 @@ _GPU_USES: tuple[Seam, ...] = (
         for seam in overrides(
             "gpu_backend",
             f"{_WHY_BACKEND}, and a full graph captured without them would leave them out",
-            f"vLLM takes a mask per request ({_TREE})",
+            f"vLLM takes a mask per request ({TREE})",
             f"{_BACKENDS}.{module}:{name}{owner}",
             *methods,
         )
@@ -518,7 +515,7 @@ _GPU_USES: tuple[Seam, ...] = (
     *overrides(
         "gpu_backend",
         "fused output quantisation would skip the tree rows",
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
         f"{_BACKENDS}.triton_attn:TritonAttentionImpl",
         "fused_output_quant_supported",
     ),
@@ -536,7 +533,7 @@ _GPU_USES: tuple[Seam, ...] = (
     *overrides(
         "gpu_worker",
         "drafts and the logits of all rows are memory that the KV cache must not get",
-        f"a method may take part in the memory profile ({_REGISTRY})",
+        f"a method may take part in the memory profile ({REGISTRY})",
         _RUNNER,
         "profile_run",
     ),

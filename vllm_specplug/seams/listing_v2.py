@@ -1,35 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the list that is about vLLM's V2 model runner."""
+"""The part of the list that concerns vLLM's V2 model runner; `listing` has the whole."""
 
 from __future__ import annotations
 
-from vllm_specplug.seams.seam import (
-    Add,
-    Overrides,
-    Replace,
-    ReplaceKernel,
-    Seam,
-    SeamSet,
+from vllm_specplug.seams.reasons import (
+    HAS_CPU_KERNELS,
+    HAS_REGISTRY,
+    HAS_TREES,
     overrides,
     uses,
 )
+from vllm_specplug.seams.seam import Add, Overrides, Replace, ReplaceKernel, Seam, SeamSet
 
-_HAS_REGISTRY = (
-    "vLLM has a proposer registry with typed options "
-    "(https://github.com/vllm-project/vllm/issues/36219)"
-)
-_HAS_TREES = (
-    "vLLM takes per-node positions and masks (https://github.com/vllm-project/vllm/issues/40809)"
-)
 _V2 = "vllm.v1.worker.gpu"
 _RUNNER_V2 = f"{_V2}.model_runner:GPUModelRunner"
 _CPU_KERNELS = "vllm_specplug.vllm_v2.cpu_kernels"
 _WHY_KERNELS = (
     "without Triton the V2 runner has no kernels on a CPU; in place in workers of tree methods"
-)
-HAS_CPU_KERNELS = (
-    "the CPU build of vLLM brings kernels of its own "
-    "(https://github.com/vllm-project/vllm/pull/55847)"
 )
 
 CPU_RUNNER_V2 = Replace(
@@ -44,9 +31,10 @@ SPECULATOR = Replace(
     "speculator",
     f"{_V2}.model_runner:init_speculator",
     "V2's list of speculators is closed; in place while a tree runner is built",
-    _HAS_REGISTRY,
+    HAS_REGISTRY,
     make="vllm_specplug.vllm_v2.runner:make_speculator",
 )
+
 
 V2_CPU_ADMISSION = Replace(
     "v2_cpu_admission",
@@ -77,11 +65,14 @@ V2_CPU_KERNELS = SeamSet(
                 ),
                 ("inputs", "block_table", "gather_block_tables compute_slot_mappings"),
                 ("inputs", "buffer_utils", "apply_write"),
+                ("inputs", "model_states.prompt_embeds", "apply_prompt_embeds"),
                 ("sampling", "sample.gumbel", "temperature gumbel_sample"),
                 ("sampling", "sample.min_p", "min_p"),
                 ("sampling", "sample.logprob", "topk_log_softmax ranks fill_logprob_token_ids"),
                 ("sampling", "sample.prompt_logprob", "prompt_logprobs_token_ids"),
                 ("sampling", "metrics.logits", "num_nans"),
+                ("sampling", "sample.output", "compact_sampling_mask"),
+                ("sampling", "sample.trace_replay", "trace_replay"),
                 ("logits", "sample.penalties", "penalties bincount"),
                 ("logits", "sample.bad_words", "bad_words"),
                 ("logits", "sample.logit_bias", "bias"),
@@ -110,7 +101,7 @@ V2_USES: tuple[Seam, ...] = (
         "tree_params",
         "penalties, bad words and thinking budgets read the rows before a row, which are not its "
         "ancestors",
-        _HAS_TREES,
+        HAS_TREES,
         f"{_V2}.sample.bad_words:BadWordsState",
         f"{_V2}.sample.logit_bias:LogitBiasState",
     ),
@@ -118,7 +109,7 @@ V2_USES: tuple[Seam, ...] = (
         "runner_v2_step",
         "a step is timed, its statistics leave with its output, and a scheduler that waits for "
         "drafts is told how many there are",
-        _HAS_TREES,
+        HAS_TREES,
         _RUNNER_V2,
         "__init__",
         "execute_model",
@@ -128,7 +119,7 @@ V2_USES: tuple[Seam, ...] = (
     *overrides(
         "runner_v2_inputs",
         "trees are kept by request slot; rotary positions follow depth",
-        _HAS_TREES,
+        HAS_TREES,
         _RUNNER_V2,
         "finish_requests",
         "add_requests",
@@ -138,7 +129,7 @@ V2_USES: tuple[Seam, ...] = (
         "runner_v2_inputs",
         f"{_V2}.model_states.interface:ModelState.prepare_attn",
         "tree rows are attached to the attention metadata",
-        _HAS_TREES,
+        HAS_TREES,
     ),
     *overrides(
         "runner_v2_sample",
@@ -154,6 +145,8 @@ V2_USES: tuple[Seam, ...] = (
         "vllm.config.model:PROCESSED_LOGPROBS_MODES",
         f"{_V2}.input_batch:get_num_sampled_and_rejected",
         f"{_V2}.metrics.logits:get_num_nans",
+        f"{_V2}.sample.bad_words:BadWordsState",
+        f"{_V2}.sample.logit_bias:LogitBiasState",
         f"{_V2}.sample.logprob:compute_topk_scores",
         f"{_V2}.sample.output:SamplerOutput",
         f"{_V2}.sample.output:SamplingMaskTensors",
@@ -163,7 +156,7 @@ V2_USES: tuple[Seam, ...] = (
     *overrides(
         "runner_v2_setup",
         "drafters read the target's hidden states; caches are known only after allocation",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         _RUNNER_V2,
         "load_model",
         "initialize_kv_cache",
@@ -171,7 +164,7 @@ V2_USES: tuple[Seam, ...] = (
     *uses(
         "runner_v2_setup",
         "drafters read the target's hidden states; caches are known only after allocation",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
         "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
         "vllm.triton_utils:HAS_TRITON",
@@ -179,13 +172,13 @@ V2_USES: tuple[Seam, ...] = (
     *uses(
         "speculator",
         "V2 asks a speculator for the next drafts",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         f"{_V2}.spec_decode.speculator:BaseSpeculator",
     ),
     *overrides(
         "speculator",
         "V2 asks a speculator for the next drafts",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         f"{_V2}.spec_decode.speculator:BaseSpeculator",
         "init_cudagraph_manager",
         "capture",

@@ -385,14 +385,4 @@ class SeamSet:
         return _CLEAN if not problems else "Not taken back: " + "; ".join(problems)
 
 
-def uses(key: str, why: str, remove_when: str, *targets: str) -> list[Seam]:
-    """One seam per name that is called."""
-    return [Seam(key, target, why, remove_when) for target in targets]
-
-
-def overrides(key: str, why: str, remove_when: str, owner: str, *names: str) -> list[Seam]:
-    """One seam per method of `owner` that is overridden."""
-    return [Overrides(key, f"{owner}.{name}", why, remove_when) for name in names]
-
-
 _CLEAN = "All that was changed before it is taken back, vLLM is as it was."

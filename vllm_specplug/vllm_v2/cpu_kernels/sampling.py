@@ -267,3 +267,53 @@ def num_nans(
     BLOCK_SIZE: int,
 ) -> None:
     num_nans_ptr.copy_(logits_ptr[:, :vocab_size].isnan().sum(dim=-1))
+
+
+@CpuKernel
+def compact_sampling_mask(
+    grid: Grid,
+    logits_ptr: Tensor,
+    logits_row_stride: int,
+    logits_col_stride: int,
+    cu_num_logits_ptr: Tensor,
+    num_sampled_tokens_ptr: Tensor,
+    token_ids_ptr: Tensor,
+    token_ids_row_stride: int,
+    packed_mask_ptr: Tensor,
+    packed_mask_row_stride: int,
+    counts_ptr: Tensor,
+    vocab_size: int,
+    max_num_kept: int,
+    ROWS_PER_REQUEST: int,
+    BLOCK_SIZE: int,
+) -> None:
+    starts, sampled = cu_num_logits_ptr.tolist(), num_sampled_tokens_ptr.tolist()
+    for row in range(grid[0]):
+        request, place = divmod(row, ROWS_PER_REQUEST)
+        counts_ptr[row] = 0
+        if place >= sampled[request]:
+            continue
+        kept = logits_ptr[starts[request] + place, :vocab_size].isfinite()
+        tokens = kept.nonzero()[:max_num_kept, 0]
+        token_ids_ptr[row, : len(tokens)] = tokens.to(token_ids_ptr.dtype)
+        bits = np.packbits(kept.numpy(), bitorder="little")
+        packed_mask_ptr[row, : len(bits)] = torch.from_numpy(bits)
+        counts_ptr[row] = kept.sum()
+
+
+@CpuKernel
+def trace_replay(
+    grid: Grid,
+    sampled_ptr: Tensor,
+    idx_mapping_ptr: Tensor,
+    trace_token_ids_ptr: Tensor,
+    trace_token_ids_stride: int,
+    trace_len_ptr: Tensor,
+    total_len_ptr: Tensor,
+    prompt_len_ptr: Tensor,
+) -> None:
+    for i, slot in enumerate(idx_mapping_ptr.tolist()):
+        if slot >= 0:
+            step = int(total_len_ptr[slot]) - int(prompt_len_ptr[slot])
+            if 0 <= step < int(trace_len_ptr[slot]):
+                sampled_ptr[i] = trace_token_ids_ptr[slot, step].long()
