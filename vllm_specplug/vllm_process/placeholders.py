@@ -26,14 +26,13 @@ from vllm_specplug.options import request_budget_limit
 from vllm_specplug.vllm_process.spec_config import tree_config
 
 
-def drafts_by_batch_size(spec: Any, scheduler_config: Any) -> list[int]:
-    """Most drafts of a request in a step of 0, 1, ... requests."""
-    nodes: int = spec.num_speculative_tokens
+def drafts_by_batch_size(spec: Any, scheduler_config: Any, nodes: int) -> list[int]:
+    """Most drafts of a request, up to `nodes`, in a step of 0, 1, ... requests."""
     sizes = range(scheduler_config.max_num_seqs + 1)
     if not spec.uses_v2:
         return [nodes for _ in sizes]
     if spec.tree_budget != "auto":
-        nodes = max(int(spec.tree_budget), request_budget_limit(spec))
+        nodes = min(nodes, max(int(spec.tree_budget), request_budget_limit(spec)))
     rows = scheduler_config.max_num_batched_tokens
     rows = min(rows, scheduler_config.max_num_scheduled_tokens or rows, spec.max_step_rows or rows)
     return [min(nodes, max(0, rows // max(1, size) - 1)) for size in sizes]
@@ -46,6 +45,8 @@ def without_placeholders(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         spec = tree_config(self.vllm_config)
         if spec is not None and self.dynamic_sd_lookup is None:
-            self.dynamic_sd_lookup = drafts_by_batch_size(spec, self.scheduler_config)
+            self.dynamic_sd_lookup = drafts_by_batch_size(
+                spec, self.scheduler_config, self.num_spec_tokens
+            )
 
     return init

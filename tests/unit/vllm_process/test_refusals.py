@@ -224,7 +224,8 @@ def test_rows_that_are_reserved_ahead_follow_the_budget(
 
     def table(**options: Any) -> list[int]:
         config = _config(target, {"method": "ngram_tree", **options}, max_num_seqs=4)
-        return drafts_by_batch_size(config.speculative_config, config.scheduler_config)
+        spec = config.speculative_config
+        return drafts_by_batch_size(spec, config.scheduler_config, spec.num_speculative_tokens)
 
     options = {"num_speculative_tokens": 16, "max_step_rows": 24}
     assert table(**options) == [16] * 5
