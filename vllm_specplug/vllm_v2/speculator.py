@@ -102,7 +102,7 @@ class TreeSpeculator(BaseSpeculator):
     def capture(self) -> None:
         """Draft forwards are not captured."""
 
-    def propose(  # type: ignore[override]  # by position, as vLLM calls it
+    def propose(
         self,
         input_batch: Any,
         attn_metadata: Any,
@@ -112,9 +112,13 @@ class TreeSpeculator(BaseSpeculator):
         num_sampled: torch.Tensor,
         *args: Any,
         dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Token ids int64 [R, N] of the next trees; their parents are kept in the store."""
+        """Token ids int64 [R, N] of the next trees; their parents are kept in the store.
+
+        `num_speculative_tokens` is what the next step has rows for.
+        """
         if dummy_run:
             shape = (input_batch.num_reqs, self.store.num_nodes)
             return torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -125,7 +129,8 @@ class TreeSpeculator(BaseSpeculator):
             following = next_tokens(committed.positions.numpy(), batch)
             committed = replace(committed, next_token_ids=torch.from_numpy(following))
         drafter.observe(committed)
-        requests, others = self._draft_requests(batch)
+        most = self.store.num_nodes if num_speculative_tokens is None else num_speculative_tokens
+        requests, others = self._draft_requests(batch, most)
         drafted = first_rank_trees(self.planner.draft(drafter, requests, others), requests.budgets)
         trees = [DraftTree.empty()] * len(batch)
         for i, tree in zip(requests.req_indices, drafted, strict=True):
@@ -152,9 +157,9 @@ class TreeSpeculator(BaseSpeculator):
         tensors = (torch.from_numpy(array).to(self.device) for array in arrays)
         return self.store.put(input_batch.idx_mapping, *tensors)
 
-    def _draft_requests(self, batch: list[HostRequest]) -> tuple[DraftRequests, Batch]:
-        """Which requests are drafted for, how much each may draft, and what else the next step
-        holds."""
+    def _draft_requests(self, batch: list[HostRequest], most: int) -> tuple[DraftRequests, Batch]:
+        """Which requests are drafted for, how much each may draft, `most` nodes at most, and what
+        else the next step holds."""
         requests, others = DraftRequests(), Batch()
         running = sum(1 for request in batch if request.is_decoding)
         for request in batch:
@@ -173,6 +178,8 @@ class TreeSpeculator(BaseSpeculator):
             nodes, reason = self.planner.nodes_for(
                 request.req_id, self.extra_args.get(request.req_id), num_tokens, running
             )
+            if nodes > most:
+                nodes, reason = most, "batch"
             # The step after this one always emits a token of its own.
             longest = min(self.max_model_len, request.max_len)
             depth = min(longest - num_tokens - 1, nodes)
