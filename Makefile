@@ -29,7 +29,7 @@ help:
 	@echo "make test-full   every row: all block sizes, long fuzz, the demo's real servers"
 	@echo "make lint    style, types and the import table"
 	@echo "make docs    the documentation as a site in out/site, links checked"
-	@echo "make bench   the benchmark behind the README's table (DATA=folder with prompts)"
+	@echo "make bench   servers under load, beside plain vLLM (DATA=folder with prompts)"
 	@echo "make gpu-check | gpu-bench | gpu-e2e | gpu-train   on a machine with a GPU"
 	@echo "make clean   remove .venv and build outputs"
 
