@@ -23,6 +23,7 @@ from vllm_specplug.kernels import (
     tree_attn,
     tree_metadata,
 )
+from vllm_specplug.options import option_error
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 
 _BLOCK = 32
@@ -41,6 +42,25 @@ def window_cache_bytes(runner: Any) -> int:
     if spec is None:
         return 0
     return window_bytes(spec, runner.max_num_reqs, runner.model_config.dtype)
+
+
+def without_windows(runner: Any, available: int) -> int:
+    """Bytes that are left for caches once a runner's drafter has its windows.
+
+    Raises:
+        ValueError: when nothing would be left.
+    """
+    windows = window_cache_bytes(runner)
+    if windows >= available:
+        window = runner.drafter.drafter.window_spec()
+        raise option_error(
+            window.option,
+            window.size,
+            f"windows for {runner.max_num_reqs} requests take {windows / 2**20:.0f} MiB, all of "
+            f"the {available / 2**20:.0f} MiB for caches",
+            f"Lower {window.option} or --max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE",
+        )
+    return available - windows
 
 
 class WindowCache:
