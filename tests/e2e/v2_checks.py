@@ -101,6 +101,11 @@ def check_windows() -> None:
     assert preempted
 
 
+def check_heads_that_read_the_next_token() -> None:
+    for ahead in (False, True):
+        _compare("eagle3_tree", ahead)
+
+
 def check_chunked_prompts_beside_decoding() -> None:
     made = engines(max_num_batched_tokens=40)
     made.compare(LONG[:4] + PROMPTS[:3], [*(greedy(max_tokens=16) for _ in range(4)), *MIXED[:3]])

@@ -59,7 +59,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]
             return super().make_tree_backend()
         from vllm_specplug.vllm_v1.interpreted_backend import InterpretedTreeBackend
 
-        return InterpretedTreeBackend("triton", self.num_query_heads, self.step_limits(), CPU)
+        return InterpretedTreeBackend("triton", self.state.num_query_heads, self.step_limits(), CPU)
 
 
 def tree_runner_class(stock: type) -> type:
@@ -79,8 +79,9 @@ class TreeCPUWorker(CPUWorker):
     def determine_available_memory(self) -> int:
         """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""
         available = super().determine_available_memory()
-        drafter = self.model_runner.drafter.drafter
-        partial = partial_cache_bytes(self.model_runner)
+        state = self.model_runner.state
+        drafter = state.drafter
+        partial = partial_cache_bytes(state)
         if partial >= available:
             kept = drafter.partial_cache_spec()
             requests, budget = kept.options
@@ -91,7 +92,8 @@ class TreeCPUWorker(CPUWorker):
                 f"{partial / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
                 f"Lower {requests} or {budget}, or raise VLLM_CPU_KVCACHE_SPACE",
             )
-        return without_windows(self.model_runner, available) - partial
+        spec = drafter.window_spec()
+        return without_windows(spec, state.max_requests, state.dtype, available) - partial
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

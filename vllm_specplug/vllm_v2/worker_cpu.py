@@ -39,7 +39,13 @@ class TreeCPUWorkerV2(CPUWorker):
 
     def determine_available_memory(self) -> int:
         """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""
-        return without_windows(self.model_runner, super().determine_available_memory())
+        runner = self.model_runner
+        return without_windows(
+            runner.drafter.drafter.window_spec(),
+            runner.max_num_reqs,
+            self.model_config.dtype,
+            super().determine_available_memory(),
+        )
 
     def init_device(self) -> None:
         spec: Any = self.vllm_config.speculative_config
