@@ -45,7 +45,7 @@ demo: setup
 # Fast tests first, so that a plain mistake shows early.
 test: setup
 	@$(TARGET)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 $(PYTEST_ARGS) \
 	  tests/unit tests/kernels tests/e2e tests/fuzz $(ARGS)
 
 # What `make test` has no time for as well.

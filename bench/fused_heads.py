@@ -19,7 +19,7 @@ from vllm_specplug.bench.summary import format_number
 
 MARKOV = {
     "local_head": str(HEADS / "smollm2-135m-dels-markov"),
-    # The best of the grid in bench/results/dels_acceptance.md.
+    # The best of the grid that acceptance.py searches.
     "alpha": 0.6,
     "beta": 0.5,
 }

@@ -23,6 +23,7 @@ from vllm_specplug.drafting.drafter import (
     WindowSpec,
     WindowTokens,
 )
+from vllm_specplug.drafting.head_files import HeadFiles, read_head_files
 from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.drafting.method import (
     API_VERSION,
@@ -53,6 +54,7 @@ __all__ = [
     "DraftWindow",
     "Drafter",
     "DrafterOptions",
+    "HeadFiles",
     "Method",
     "MethodOptions",
     "NgramBranches",
@@ -72,6 +74,7 @@ __all__ = [
     "method_names",
     "ngram_branches",
     "option_error",
+    "read_head_files",
     "register",
     "resolve_head_path",
 ]

@@ -63,6 +63,8 @@ def _print_report(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
     for key, value in _flatten(report):
         table.add_row(key, value)
     Console(highlight=False).print(table)
@@ -85,6 +87,35 @@ def _plain_words(item: object) -> str:
     if isinstance(item, bool):
         return "yes" if item else "NO"
     return "-" if item is None else str(item)
+
+
+@app.command("inspect")
+def inspect_command(
+    head: Annotated[str, typer.Argument(help="Draft head: a folder, or a hub id in the cache.")],
+    target: Annotated[
+        str | None, typer.Option(help="Model that it is to draft for (path or hub id).")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Method to check it with, instead of the one it is made for.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a draft head is, what it needs, and whether it would be served here."""
+    # vLLM logs to stdout, which carries the answer alone.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_specplug.vllm_process.inspect_head import inspect_head
+
+    try:
+        report = inspect_head(head, target, method)
+    except ValueError as error:
+        _fail(str(error), 2)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _print_report(report)
+    if report["served"] is False:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -138,9 +169,9 @@ def _speculative_config(
 
 
 def _needs_head(method: str) -> bool:
-    from vllm_specplug.registry import get_method
+    from vllm_specplug.registry import BY_HEAD, get_method
 
-    return get_method(method).needs_head
+    return method == BY_HEAD or get_method(method).needs_head
 
 
 @app.command("options")
@@ -218,10 +249,10 @@ def demo(
 
     raise_on_termination()
     console = Console()
-    from vllm_specplug.registry import default_method, method_names
+    from vllm_specplug.registry import default_method, legal_method_names
 
     method = method or default_method().name
-    legal = ("none", "ngram", *method_names())
+    legal = ("none", "ngram", *legal_method_names())
     if method not in legal:
         _fail(f"--method {method!r} is unknown; legal: {', '.join(legal)}.", 2)
     speculative: dict[str, Any] | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vllm_specplug.drafting.method import Method
 from vllm_specplug.options import DEFAULT_TREE_NODES, MAX_TREE_NODES, TreeOptions
-from vllm_specplug.registry import method_names
+from vllm_specplug.registry import legal_method_names
 
 HEADER = ("option", "type", "default", "legal", "meaning")
 
@@ -23,8 +23,9 @@ def shared_options() -> list[tuple[str, ...]]:
             "`method`",
             "string",
             "required",
-            ", ".join(f"`{name}`" for name in method_names()),
-            "The method; vLLM's own methods work as ever.",
+            ", ".join(f"`{name}`" for name in legal_method_names()),
+            "The method; `tree` takes the one that the head is made for, by its config and tensor "
+            "names. vLLM's own methods work as ever.",
         ),
         (
             "`model`",

@@ -300,13 +300,17 @@ def check_tree_shape(num_speculative_tokens: int, tree_depth: int | None, width:
     assert width >= 1
 
 
-def check_tree_depth(tree_depth: int | None, block_size: int) -> int:
+def check_tree_depth(tree_depth: int | None, block_size: int, deepest: int | None = None) -> int:
     """The depth to draft with a head of `block_size` slots (slot 0 holds the anchor).
+
+    Args:
+        deepest: depths that such a block drafts; all slots but the anchor's if None.
 
     Raises:
         ValueError: when `tree_depth` asks for more than the head can draft.
     """
-    deepest = block_size - 1
+    if deepest is None:
+        deepest = block_size - 1
     if tree_depth is None:
         return deepest
     if tree_depth > deepest:

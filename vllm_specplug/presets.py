@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_specplug.registry import default_method, get_method, methods
+from vllm_specplug.registry import BY_HEAD, default_method, get_method, methods
 from vllm_specplug.targets import get_target, shipped_head
 
 _HEADS = "heads/"
@@ -28,7 +28,8 @@ def default_head(target: str) -> str:
 
 def _preset(target: str, method: str) -> Mapping[str, Any]:
     get_target(target)  # an unknown target is an error before an unknown head
-    preset = get_method(method).presets.get(target)
+    declared = default_method() if method == BY_HEAD else get_method(method)
+    preset = declared.presets.get(target)
     if preset is None:
         shipped = [name for name, other in methods().items() if target in other.presets]
         raise ValueError(

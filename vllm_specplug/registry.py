@@ -8,10 +8,18 @@ import logging
 import pkgutil
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.drafting.method import API_VERSION, Method
-from vllm_specplug.options import tree_option_names
+from vllm_specplug.options import option_error, tree_option_names
 
+if TYPE_CHECKING:
+    from vllm_specplug.drafting.head_files import HeadFiles
+
+BY_HEAD = "tree"
+"""What users write after "method" to have the method found by its head."""
 ENTRY_POINT_GROUP = "vllm_specplug.methods"
 _logger = logging.getLogger("vllm.specplug")
 _registered: dict[str, Method] = {}
@@ -36,6 +44,10 @@ def check_declaration(method: Method, known: dict[str, Method]) -> None:
         raise ValueError(
             f"method {method.name!r} is written for version {method.api_version} of the contract, "
             f"this vllm-specplug has version {API_VERSION}. Install matching releases."
+        )
+    if method.name == BY_HEAD:
+        raise ValueError(
+            f"method name {BY_HEAD!r} stands for the method that a head needs. Choose another name."
         )
     if known.get(method.name, method) != method:
         raise ValueError(
@@ -73,6 +85,70 @@ def get_method(name: str) -> Method:
             f"method={name!r} is not one of this plugin's methods; "
             f"known: {', '.join(method_names())}"
         ) from None
+
+
+def legal_method_names() -> tuple[str, ...]:
+    """What users may write after "method": `BY_HEAD`, and the methods of this process."""
+    return (BY_HEAD, *method_names())
+
+
+def find_method(name: object, model: str | None) -> Method | None:
+    """The method that a user's "method" and "model" mean; None where it is none of ours.
+
+    Raises:
+        ValueError: for `BY_HEAD` and a head that no method, or more than one, takes for its own.
+    """
+    if name == BY_HEAD:
+        return recognise_head(resolve_head_path(model, BY_HEAD))
+    return methods().get(name) if isinstance(name, str) else None
+
+
+def recognise_head(path: Path) -> Method:
+    """The method that drafts with the head in folder `path`, by its config and tensor names.
+
+    Raises:
+        ValueError: where none or more than one takes it for its own, and for unreadable files.
+    """
+    from vllm_specplug.drafting.head_files import read_head_files
+
+    head = read_head_files(path)
+    owners = head_owners(head)
+    if len(owners) == 1:
+        return owners[0]
+    kinds = owners or [m for m in methods().values() if m.recognises is not None]
+    listed = "; ".join(f"{method.name!r}: {method.summary}" for method in kinds)
+    if owners:
+        raise option_error(
+            "model",
+            str(path),
+            f"several methods draft with such a head ({head}): {listed}",
+            f'Name one of them, e.g. "method": "{owners[0].name}"',
+        )
+    raise option_error(
+        "model",
+        str(path),
+        f"no method knows this kind of head. Found: {head}. Known kinds: {listed}",
+        'Use a head of a known kind, or name the method that drafts with it after "method"',
+    )
+
+
+def head_owners(head: HeadFiles) -> list[Method]:
+    """The methods that take a head for one of theirs."""
+    owners = []
+    for method in methods().values():
+        # A broken third-party package must not affect other methods.
+        try:
+            if method.recognises_head(head):
+                owners.append(method)
+        except Exception as error:
+            _logger.warning(
+                "Method %r could not look at the head %s: %s: %s",
+                method.name,
+                head.path,
+                type(error).__name__,
+                error,
+            )
+    return owners
 
 
 def default_method() -> Method:

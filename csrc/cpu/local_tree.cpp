@@ -3,7 +3,7 @@
 //
 // Depth by depth: the local head reads the tokens of every request's frontier in one batch, scores
 // the block head's candidates of the next depth branch by branch, and each request keeps its best
-// nodes. The readable form is methods/dels/local_tree.py with tree/beam.py.
+// nodes. The readable form is methods/local/tree.py with tree/beam.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step of a local head's GRU for a frontier of nodes, in one kernel.
 
-`methods.dels.head.LocalHead.step` is the readable version. The product with the recurrent
+`methods.local.head.LocalHead.step` is the readable version. The product with the recurrent
 weights, the gather of each node's precomputed input gates, and the cell itself are fused; nothing
 but the new state is written. Each program owns a block of the state for all nodes of a block of the
 frontier, and reads its share of W_hh once.

@@ -2,7 +2,7 @@
 """Trees over the product of a block head and a local head on the CPU: packing and entry points.
 
 Letters: R requests, D depths, M candidates, V' draft vocabulary, S state, r rank, I input width.
-The readable version is `methods/dels/local_tree.py`.
+The readable version is `methods/local/tree.py`.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import json
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -80,6 +81,17 @@ def _sabotage(name: str) -> None:
         raise ValueError(name)
 
 
+def _fork_workers() -> None:
+    """Lets the engine and its workers be forks of this process: vLLM's CPU build spawns them, and
+    then each imports all of vLLM again."""
+    import multiprocessing
+
+    from vllm.utils import system_utils
+
+    fork = multiprocessing.get_context("fork")
+    system_utils.multiprocessing = SimpleNamespace(get_context=lambda method: fork)
+
+
 def _counters(llm: Any) -> dict[str, float]:
     values: dict[str, float] = {}
     for metric in llm.get_metrics():
@@ -117,6 +129,8 @@ def main(job_path: str, result_path: str) -> None:
         _sabotage(name)
     from vllm import LLM
 
+    if job["own_processes"]:
+        _fork_workers()
     llm = LLM(disable_log_stats=False, **job["engine"])
     results = []
     for call in job["calls"]:
@@ -136,3 +150,6 @@ def main(job_path: str, result_path: str) -> None:
             }
         )
     Path(result_path).write_text(json.dumps({"calls": results, "counters": _counters(llm)}))
+    if job["own_processes"]:
+        # This process may end without running exit handlers.
+        llm.llm_engine.engine_core.shutdown()

@@ -234,38 +234,46 @@ def run_engine(
     speculative: dict[str, Any] | None = None,
     sabotage: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
+    own_processes: bool = False,
 ) -> EngineResult:
     """Runs `calls` on an engine in a process of its own; plain engines once for the same calls.
+
+    Args:
+        env: variables; without `own_processes` also such as vLLM reads while it is imported.
+        own_processes: the engine and each of its workers have a process, as when serving; tensor
+            parallelism needs it.
 
     Raises:
         AssertionError: with the end of the log when the process fails.
     """
     if speculative is not None:
         engine = {**engine, "speculative_config": speculative}
-    job = json.dumps({"engine": engine, "calls": calls, "sabotage": sabotage})
+    job = json.dumps({"engine": engine, "calls": calls, "sabotage": sabotage,
+                      "own_processes": own_processes})  # fmt: skip
     if speculative is None and not env:
-        return _shared_result(job)
-    return _run_job(job, env)
+        return _shared_result(job, own_processes)
+    return _run_job(job, env, own_processes)
 
 
-def _shared_result(job: str) -> EngineResult:
+def _shared_result(job: str, own_processes: bool) -> EngineResult:
     """A plain engine's result, made once for all tests and all workers of a run."""
     name = hashlib.sha256(job.encode()).hexdigest()
     path = Path(os.environ["SPECPLUG_TESTS_SHARED"], name)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.is_file():
-            made = _run_job(job, None)
+            made = _run_job(job, None, own_processes)
             path.write_text(json.dumps([made.calls, made.counters]))
     return EngineResult(*json.loads(path.read_text()))
 
 
-def _run_job(job: str, env: dict[str, str] | None) -> EngineResult:
+def _run_job(job: str, env: dict[str, str] | None, own_processes: bool) -> EngineResult:
     with tempfile.TemporaryDirectory() as folder:
         path, result, log = (Path(folder) / name for name in ("job.json", "result.json", "log"))
         path.write_text(job)
-        # Variables may be read while vLLM is imported.
-        run = run_fresh if env else run_forked
+        run = run_fresh if env and not own_processes else run_forked
+        if own_processes:
+            env = {**(env or {}), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         code = run(PROCESS, [str(path), str(result)], log, env=env, timeout_s=ENGINE_TIMEOUT_S)
         if code != 0 or not result.is_file():
             raise AssertionError(f"engine process ended with {code}:\n{log.read_text()[-6000:]}")

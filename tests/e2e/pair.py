@@ -31,10 +31,12 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 1024,
     "block_size": 32,
+    # Every request at its full length and as much again. A gibibyte for each engine, as the
+    # environment allows, would fill the machine with zeros: these processes hold many engines.
+    "num_gpu_blocks_override": 128,
     "enable_prefix_caching": False,
     "seed": 0,
 }
-# What each tree engine drafts with; "oracle" stands for tests/e2e/oracle.py.
 # Budgets that do not follow the clock: every run drafts alike.
 _FIXED = {"num_speculative_tokens": 16, "tree_budget": 16, "max_step_rows": 512}
 # What each tree engine drafts with; "oracle" stands for tests/e2e/oracle.py.
@@ -43,10 +45,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "jetspec": {"method": "jetspec", **_FIXED},
     "ddtree": {"method": "ddtree", **_FIXED},
     "dels": {"method": "dels", **_FIXED},
+    # Found by its head, as users may write it.
+    "dspark_tree": {"method": "tree", **_FIXED},
     "longspec": {"method": "longspec", **_FIXED, "window_size": 24, "tree_depth": 4},
     # A partial cache smaller than most contexts here, chosen again from time to time.
     "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 40,
                    "sink_size": 4, "kv_refresh": 7},
+    "eagle3_tree": {"method": "eagle3_tree", **_FIXED},
     "ngram_tree": {"method": "ngram_tree", **_FIXED},
 }  # fmt: skip
 
@@ -238,8 +243,12 @@ def head_options(method: str) -> dict[str, Any]:
     if method == "dels":
         local = tiny.make_local_head(folder / "local", vocab)
         return {**head_options("ddtree"), "local_head": str(local)}
+    if method == "dspark_tree":
+        return {"model": str(tiny.make_dspark_head(folder, vocab))}
     if method == "longspec":
         return {"model": str(tiny.make_longspec_head(folder, vocab))}
+    if method == "eagle3_tree":
+        return {"model": str(tiny.make_eagle3_head(folder, vocab, draft_vocab_size=vocab - 40))}
     if method == "tokenswift":
         return {"model": str(tiny.make_tokenswift_heads(folder, vocab))}
     return {}

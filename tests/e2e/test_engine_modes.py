@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 
 
 TWO_RANKS = {"tensor_parallel_size": 2}
-TWO_CORES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+TWO_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     # name: engine arguments, speculative options, environment
     # As users get it: compiled, the budget by the clock, n-grams merged.
@@ -87,7 +87,10 @@ def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str
     calls = _CALLS
     if speculative["tree_budget"] == "auto":
         calls = [with_own_budgets(call) for call in calls]
-    tree = run_engine({**tiny_engine(target), **engine}, calls, speculative=speculative, env=env)
+    tree = run_engine(
+        {**tiny_engine(target), **engine}, calls, speculative=speculative, env=env,
+        own_processes=env == TWO_CORES,
+    )  # fmt: skip
     assert tree.token_ids() == _plain(target).token_ids()
     assert len({tuple(ids) for ids in tree.token_ids()}) > 1
     assert_drafted(tree, least_acceptance=0.0)
@@ -119,7 +122,9 @@ def test_grammars_in_tensor_parallel(tmp_path: Path) -> None:
     engine = {**tiny_engine(target), "skip_tokenizer_init": False}
     calls = [{"prompts": [[60, 61, 62]] * len(params), "params": params}]
     plain = run_engine(engine, calls)
-    tree = run_engine({**engine, **TWO_RANKS}, calls, speculative=speculative, env=TWO_CORES)
+    tree = run_engine(
+        {**engine, **TWO_RANKS}, calls, speculative=speculative, env=TWO_CORES, own_processes=True
+    )
     assert tree.token_ids() == plain.token_ids()
     assert len({tuple(ids) for ids in tree.token_ids()}) > len(kinds)
     assert_drafted(tree, least_acceptance=0.0)

@@ -113,9 +113,18 @@ CONFIGURATIONS = {
     **{f"{name}_fixed": options for name, options in METHODS.items() if name != "jetspec_ngrams"},
     **{f"{name}_default": options for name, options in DEFAULTS.items()},
 }
+# Defaults of all methods in every run, and of fixed budgets one with a draft forward of a head and
+# one with the target's own.
+_IN_EVERY_RUN = {"jetspec_fixed", "tokenswift_fixed", *(f"{name}_default" for name in DEFAULTS)}
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.full)
+        for name in CONFIGURATIONS
+    ],
+)
 def test_output_equals_plain_decoding(name: str) -> None:
     expected = _expected()
     first = expected["first"]

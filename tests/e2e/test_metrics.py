@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e import tiny
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("metrics")]
 
 VOCAB = 24
 

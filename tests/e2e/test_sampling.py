@@ -17,6 +17,8 @@ import pytest
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
 from tests.e2e.statistics import BIAS, LEVEL, PROMPT, SAMPLES, VOCAB, TinyJoint, p_value, power
 from tests.e2e.tiny import (
+    make_dspark_head,
+    make_eagle3_head,
     make_head,
     make_local_head,
     make_longspec_head,
@@ -42,7 +44,9 @@ METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "ddtree": ("bidirectional", {**TREE, "method": "ddtree"}),
     # Strong weights: the local head decides as much as the block head.
     "dels": ("bidirectional", {**TREE, "method": "dels", "alpha": 1.0, "beta": [0.3, 0.6, 0.9]}),
+    "dspark_tree": ("dspark", {**TREE, "method": "dspark_tree"}),
     "longspec": ("longspec", {**TREE, "method": "longspec"}),
+    "eagle3_tree": ("eagle3", {**TREE, "method": "eagle3_tree"}),
     "tokenswift": (
         "tokenswift",
         {**TREE, "method": "tokenswift", "draft_source": "self", "kv_budget": 40, "sink_size": 4},
@@ -66,7 +70,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_head(folder / "head", VOCAB)
     make_head(folder / "bidirectional", VOCAB, causal=False)
     make_local_head(folder / "local", VOCAB)
+    make_dspark_head(folder / "dspark", VOCAB)
     make_longspec_head(folder / "longspec", VOCAB)
+    make_eagle3_head(folder / "eagle3", VOCAB)
     make_tokenswift_heads(folder / "tokenswift", VOCAB)
     return folder
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve --spec-method jetspec` over HTTP: requests it serves, and those it refuses."""
+"""`vllm serve --spec-method tree` over HTTP, which finds the method by the head: what it serves and
+what it refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 from tests.e2e.harness import METHODS, chat_ids, engine_args, run_engine, target_path
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("serve")]
 
 QUESTIONS = [
     "Write a Python function that reverses a string.",
@@ -38,7 +39,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
         dtype="float32",
         enforce_eager=True,
         extra_args=(
-            "--spec-method", "jetspec", "--spec-model", head, "--spec-tokens", "12",
+            "--spec-method", "tree", "--spec-model", head, "--spec-tokens", "12",
             "--served-model-name", "smollm2",
         ),
     )  # fmt: skip

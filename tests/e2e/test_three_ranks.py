@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
-from tests.e2e.tiny import make_head, make_local_head, make_target, make_tokenswift_heads
+from tests.e2e.harness import assert_drafted, run_engine, with_own_budgets
+from tests.e2e.tiny import (
+    make_dspark_head,
+    make_head,
+    make_local_head,
+    make_target,
+    make_tokenswift_heads,
+)
 from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
 pytestmark = pytest.mark.e2e
@@ -19,10 +24,6 @@ _CALLS = [{"prompts": PROMPTS, "params": PARAMS}]
 # Three ranks sum every row-parallel product in three orders. vLLM pads vocabularies to 64 rows, so
 # only one padded to 192 splits by three. LongSpec refuses tensor parallelism.
 THREE_RANKS = {"tensor_parallel_size": 3}
-THREE_PROCESSES = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 WIDE_VOCAB, WIDE_HIDDEN = 180, 96
 
 
@@ -33,14 +34,10 @@ def three_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_target(folder / "target", WIDE_VOCAB, num_heads=3, live_tokens=VOCAB)
     make_head(folder / "causal", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     make_head(folder / "block", WIDE_VOCAB, hidden=WIDE_HIDDEN, causal=False)
+    make_dspark_head(folder / "dspark", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     make_local_head(folder / "gru", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     make_tokenswift_heads(folder / "swift", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     return folder
-
-
-@cache
-def _plain_on_three(target: Path) -> EngineResult:
-    return run_engine({**tiny_engine(target), **THREE_RANKS}, _SAMPLED, env=THREE_PROCESSES)
 
 
 _SAMPLED = [*_CALLS, {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}}]
@@ -48,6 +45,7 @@ ON_THREE: dict[str, dict[str, Any]] = {
     "jetspec": {"method": "jetspec", "model": "causal", "ngram_topk": 3},
     "ddtree": {"method": "ddtree", "model": "block"},
     "dels": {"method": "dels", "model": "block", "local_head": "gru"},
+    "dspark_tree": {"method": "dspark_tree", "model": "dspark"},
     "tokenswift": {
         "method": "tokenswift",
         "model": "swift",
@@ -60,7 +58,7 @@ ON_THREE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.xdist_group("three_ranks")
-# Three processes on two cores take minutes: of each kind of drafter one in every run.
+# Three processes on two cores take a minute: of each kind of drafter one in every run.
 @pytest.mark.parametrize(
     "method",
     [
@@ -77,9 +75,9 @@ def test_three_ranks_keep_the_output(three_heads: Path, method: str) -> None:
     target = three_heads / "target"
     calls = [with_own_budgets(call) for call in _SAMPLED]
     tree = run_engine(
-        {**tiny_engine(target), **THREE_RANKS}, calls, speculative=spec, env=THREE_PROCESSES
+        {**tiny_engine(target), **THREE_RANKS}, calls, speculative=spec, own_processes=True
     )
-    plain = _plain_on_three(target)
+    plain = run_engine({**tiny_engine(target), **THREE_RANKS}, _SAMPLED, own_processes=True)
     for call in range(len(calls)):
         assert tree.token_ids(call) == plain.token_ids(call)
     assert_drafted(tree, least_acceptance=0.0)

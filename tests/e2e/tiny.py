@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from vllm_specplug.methods.block.checkpoint import save_block_head
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.dels.checkpoint import save_local_head
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.dels.unigram import save_unigram
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.longspec.checkpoint import save_longspec_head
 from vllm_specplug.methods.longspec.config import LongSpecConfig
 from vllm_specplug.methods.longspec.head import LongSpecHead
@@ -44,6 +46,39 @@ def make_other_target(
             if parameter.dim() == 2:
                 parameter.mul_(2.5)
     model.save_pretrained(folder)
+    return folder
+
+
+def make_quantised_target(folder: Path, vocab_size: int, *, head: bool = True) -> Path:
+    """`make_target` in compressed-tensors' int8: weights by output channel, inputs by token. With
+    `head` the LM head as well."""
+    make_target(folder, vocab_size)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in list(tensors):
+        linear = name.endswith("_proj.weight") or (head and name == "lm_head.weight")
+        if linear:
+            weight = tensors[name]
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            tensors[name] = (weight / scale).round().clamp(-127, 127).to(torch.int8)
+            tensors[name.replace("weight", "weight_scale")] = scale
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": [] if head else ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear", *(["re:.*lm_head"] if head else [])],
+                "weights": {**numbers, "strategy": "channel", "dynamic": False},
+                "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -96,12 +131,30 @@ def make_head(
     hidden: int = HIDDEN,
 ) -> Path:
     """A random block head for `make_target`'s model."""
+    head = make_block_head(
+        vocab_size, causal=causal, block_size=block_size, seed=seed, hidden=hidden
+    )
+    save_block_head(folder, head, dtype=torch.float32)
+    return folder
+
+
+def make_block_head(
+    vocab_size: int,
+    *,
+    causal: bool,
+    block_size: int = 5,
+    seed: int = 1,
+    hidden: int = HIDDEN,
+    anchor: bool = False,
+    windows: tuple[int | None, ...] = (None,),
+) -> BlockHead:
+    """The same in memory; with `anchor` it samples from the anchor's slot. A layer per window."""
     torch.manual_seed(seed)
     head = BlockHead(
         BlockHeadConfig(
             hidden_size=hidden,
             intermediate_size=128,
-            num_hidden_layers=1,
+            num_hidden_layers=len(windows),
             num_attention_heads=hidden // HEAD_DIM,
             num_key_value_heads=KV_HEADS,
             head_dim=HEAD_DIM,
@@ -111,12 +164,25 @@ def make_head(
             target_layer_ids=(0, 1),
             block_size=block_size,
             causal=causal,
+            sample_from_anchor=anchor,
+            windows=windows if any(windows) else (),
             mask_token_id=2,
         )
     )
     with torch.no_grad():
         head.mask_embedding.normal_()
-    save_block_head(folder, head, dtype=torch.float32)
+    return head
+
+
+def make_dspark_head(folder: Path, vocab_size: int, *, seed: int = 5, hidden: int = HIDDEN) -> Path:
+    """A random DSpark head for `make_target`'s model; one of its layers has a sliding window."""
+    from vllm_specplug.methods.dspark_tree.checkpoint import save_dspark_head
+
+    block = make_block_head(
+        vocab_size, causal=False, seed=seed, hidden=hidden, anchor=True, windows=(24, None)
+    )
+    w1, w2 = torch.randn(2, vocab_size, 16) * 0.5
+    save_dspark_head(folder, block, w1, w2, dtype=torch.float32)
     return folder
 
 
@@ -159,6 +225,35 @@ def make_longspec_head(folder: Path, vocab_size: int, *, window: int = 64, seed:
         )
     )
     save_longspec_head(folder, head, dtype=torch.float32)
+    return folder
+
+
+def make_eagle3_head(
+    folder: Path, vocab_size: int, *, draft_vocab_size: int | None = None, seed: int = 5
+) -> Path:
+    """A random EAGLE-3 head for `make_target`'s model."""
+    from vllm_specplug.methods.eagle3_tree.checkpoint import save_eagle3_head
+    from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
+    from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
+
+    torch.manual_seed(seed)
+    size = draft_vocab_size or vocab_size
+    head = Eagle3Head(
+        Eagle3Config(
+            hidden_size=HIDDEN,
+            intermediate_size=128,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            vocab_size=vocab_size,
+            draft_vocab_size=size,
+            target_hidden_size=HIDDEN,
+            target_layer_ids=(0, 1),
+        )
+    )
+    ids = torch.randperm(vocab_size)[:size].sort().values
+    lm_head = torch.randn(size, HIDDEN) / HIDDEN**0.5
+    save_eagle3_head(folder, head, target_ids=ids, lm_head=lm_head, dtype=torch.float32)
     return folder
 
 

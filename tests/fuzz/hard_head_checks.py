@@ -18,8 +18,16 @@ def check_confident_dels() -> None:
     run_method("dels-confident")
 
 
+def check_confident_dspark_tree() -> None:
+    run_method("dspark_tree-confident")
+
+
 def check_confident_longspec() -> None:
     run_method("longspec-confident")
+
+
+def check_confident_eagle3_tree() -> None:
+    run_method("eagle3_tree-confident")
 
 
 def check_confident_tokenswift() -> None:
@@ -40,6 +48,10 @@ def check_broken_tokenswift() -> None:
 
 def check_nan_weights_dels() -> None:
     run_method("dels-nan_weights")
+
+
+def check_nan_weights_eagle3_tree() -> None:
+    run_method("eagle3_tree-nan_weights")
 
 
 def check_nan_weights_longspec() -> None:

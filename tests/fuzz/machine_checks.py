@@ -73,8 +73,16 @@ def check_dels() -> None:
     run_method("dels")
 
 
+def check_dspark_tree() -> None:
+    run_method("dspark_tree")
+
+
 def check_longspec() -> None:
     run_method("longspec")
+
+
+def check_eagle3_tree() -> None:
+    run_method("eagle3_tree")
 
 
 def check_tokenswift() -> None:

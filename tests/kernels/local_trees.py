@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from vllm_specplug.kernels import top_candidates
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
-from vllm_specplug.methods.dels.local_tree import LocalTreeBuilder
 from vllm_specplug.methods.dels.options import DelsSettings
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
 V, H, DEPTH = 300, 48, 5
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.local_trees import builder, candidates
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 
 V, H = 40, 24
 

@@ -13,7 +13,7 @@ import torch
 from tests.kernels.local_trees import DEPTH, HEADS, LIMITS, builder, candidates
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.local_tree import pack_rows
-from vllm_specplug.methods.dels.local_tree import LocalTreeBuilder
+from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
 
 def build_both(b: LocalTreeBuilder, count: int) -> Any:

@@ -34,6 +34,7 @@ from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v1 import rehearsal
 from vllm_specplug.vllm_v1.cuda_backend import CudaTreeBackend
+from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
 from vllm_specplug.vllm_v1.tree_backend import StepLimits
 
@@ -133,12 +134,12 @@ class Served:
         self.drafter.bind_cache(self.backend.draft_cache(draft_layers, lambda: self.table, 1.0))
         self.runner = SimpleNamespace(
             drafter=SimpleNamespace(drafter=self.drafter, options=options),
-            max_model_len=CONTEXT, rehearsal_requests=0, _sync_device=lambda: None,
+            max_model_len=CONTEXT, _sync_device=lambda: None,
         )  # fmt: skip
 
     def warm_up(self) -> None:
         self.backend.run_every_variant(lambda: None)
-        rehearsal.warm_up_draft(self.runner)
+        rehearsal.warm_up_draft(RunnerState(self.runner))
 
     def step(self, sizes: list[int], contexts: list[int]) -> None:
         """Verifies trees of `sizes` nodes beside a prompt chunk, moves accepted paths, drafts."""
@@ -165,7 +166,7 @@ class Served:
                 query, cache, torch.empty_like(query, memory_format=torch.contiguous_format), 0.1
             )
         self.backend.compact(
-            TreeStep(requests), SimpleNamespace(get_device_tensor=lambda count: self.table[:count])
+            TreeStep(requests), SimpleNamespace(block_table=lambda: self.table[: len(requests)])
         )
         count = len(sizes)
         self.drafter.propose(

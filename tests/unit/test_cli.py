@@ -48,6 +48,7 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
     for command in (
         "doctor",
         "demo",
+        "inspect",
         "target",
         "config",
         "data",
@@ -95,7 +96,7 @@ def test_config_prints_ready_json(prepared: Path) -> None:
 def test_config_refuses_unknown_names() -> None:
     result = runner.invoke(cli.app, ["config", "smollm2", "medusa"])
     assert result.exit_code == 2
-    assert "known: ddtree, dels, jetspec" in result.stderr
+    assert "known: ddtree, dels, dspark_tree, jetspec" in result.stderr
 
 
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])

@@ -93,3 +93,44 @@ def test_no_source_is_too_long() -> None:
         if (lines := len(path.read_text().splitlines())) > MAX_LINES
     }
     assert not long
+
+
+# What vLLM's V1 runner and its batch hold; the package's own classes share the last few names.
+_RUNNER_STATE = {
+    "input_batch", "requests", "query_start_loc", "discard_request_mask", "_dummy_run",
+    "_sync_device", "num_tokens_no_spec", "num_computed_tokens_cpu", "token_ids_cpu",
+    "is_token_ids", "req_output_token_ids", "generators", "compilation_config",
+    "kv_cache_config", "get_kv_cache_spec", "max_num_reqs", "max_num_tokens",
+}  # fmt: skip
+
+
+def _reads_of_a_runner(source: str) -> list[str]:
+    """Attributes of `_RUNNER_STATE` that code reads from `self`, or from anything called runner."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and node.attr in _RUNNER_STATE
+        and re.search(
+            r"(^|\.)(self|runner|_runner|model_runner|input_batch)$", ast.unparse(node.value)
+        )
+    ]
+
+
+def test_one_module_reads_the_state_of_vllms_runner() -> None:
+    folder = PACKAGE / "vllm_v1"
+    readers = {p.name: _reads_of_a_runner(p.read_text()) for p in folder.glob("*.py")}
+    assert readers.pop("runner_state.py")
+    # Objects of the package's own that have requests.
+    own = {"self.requests", "self.runner.requests"}
+    for name in ("step.py", "penalty_processor.py", "interpreted_backend.py", "cuda_backend.py"):
+        readers[name] = [read for read in readers[name] if read not in own]
+    assert {name: reads for name, reads in readers.items() if reads} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["self.input_batch.num_reqs", "self.model_runner._dummy_run(1)", "x = runner.requests['a']"],
+)
+def test_a_read_of_the_runners_state_is_noticed(code: str) -> None:
+    assert _reads_of_a_runner(code)

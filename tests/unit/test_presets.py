@@ -13,12 +13,20 @@ from vllm_specplug.presets import default_head, speculative_config
 from vllm_specplug.registry import get_method, method_names
 
 
-def test_every_method_ships_a_preset_that_json_can_hold() -> None:
-    for name in method_names():
+def test_presets_can_be_held_by_json() -> None:
+    shipped = [name for name in method_names() if get_method(name).presets]
+    # Heads of other trainers' formats are brought by users.
+    assert set(method_names()) - set(shipped) == {"dspark_tree", "eagle3_tree"}
+    for name in shipped:
         config = speculative_config("smollm2", name, num_speculative_tokens=32)
         assert config["method"] == name and config["num_speculative_tokens"] == 32
         assert ("model" in config) == get_method(name).needs_head
         json.dumps(config)
+
+
+def test_a_method_by_its_head_is_the_default_one() -> None:
+    config = speculative_config("smollm2", "tree")
+    assert config == {**speculative_config("smollm2", "jetspec"), "method": "tree"}
 
 
 def test_a_method_that_fuses_a_local_head_names_it() -> None:

@@ -11,8 +11,17 @@ from pathlib import Path
 import pytest
 
 import vllm_specplug.registry as registry
+from tests.unit.scripts import ROOT
+from vllm_specplug.drafting.head_files import HeadFiles
 from vllm_specplug.drafting.method import Method
-from vllm_specplug.registry import get_method, methods, owners_of, register
+from vllm_specplug.registry import (
+    find_method,
+    get_method,
+    methods,
+    owners_of,
+    recognise_head,
+    register,
+)
 
 STRANGER = Method(
     name="stranger",
@@ -56,6 +65,7 @@ def test_a_registered_method_is_known() -> None:
     [
         ({"api_version": 99}, "version 99 of the contract"),
         ({"name": "jetspec"}, "'jetspec' is taken by .*jetspec.drafter"),
+        ({"name": "tree"}, "'tree' stands for the method that a head needs"),
     ],
 )
 def test_impossible_declarations_are_refused(changes: dict[str, object], message: str) -> None:
@@ -65,5 +75,64 @@ def test_impossible_declarations_are_refused(changes: dict[str, object], message
 
 def test_options_have_owners() -> None:
     assert owners_of("window_size") == ["longspec"]
-    assert owners_of("causal") == ["ddtree", "dels", "jetspec"]
+    assert owners_of("causal") == ["ddtree", "dels", "dspark_tree", "jetspec"]
     assert owners_of("tree_width") == []
+
+
+def is_odd(head: HeadFiles) -> bool:
+    return head.architectures == ("OddHead",)
+
+
+def is_everything(head: HeadFiles) -> bool:
+    return True
+
+
+def is_broken(head: HeadFiles) -> bool:
+    raise RuntimeError("broken")
+
+
+def _odd_head(folder: Path) -> Path:
+    (folder / "config.json").write_text('{"architectures": ["OddHead"]}')
+    return folder
+
+
+@pytest.mark.parametrize("name", ["jetspec", "ddtree", "longspec", "tokenswift"])
+def test_shipped_heads_are_recognised(name: str) -> None:
+    folder = ROOT / str(get_method(name).presets["smollm2"]["model"])
+    assert recognise_head(folder).name == name
+    assert find_method("tree", str(folder)) is get_method(name)
+    assert find_method(name, None) is get_method(name)
+
+
+def test_an_unknown_kind_says_what_was_found_and_what_is_known(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model=.*no method knows") as error:
+        recognise_head(_odd_head(tmp_path))
+    for words in ("OddHead", "no tensors", "'jetspec': causal block head", "'longspec'"):
+        assert words in str(error.value)
+    assert "ngram_tree" not in str(error.value)
+
+
+def test_a_registered_method_recognises_its_own_heads(tmp_path: Path) -> None:
+    register(replace(STRANGER, recognises=f"{__name__}:is_odd"))
+    assert recognise_head(_odd_head(tmp_path)).name == "stranger"
+
+
+def test_heads_of_several_methods_need_a_name(tmp_path: Path) -> None:
+    register(replace(STRANGER, recognises=f"{__name__}:is_everything"))
+    register(replace(STRANGER, name="other", recognises=f"{__name__}:is_odd"))
+    with pytest.raises(ValueError, match="several methods .*'stranger'.*'other'.*Name one"):
+        recognise_head(_odd_head(tmp_path))
+
+
+def test_a_method_that_breaks_affects_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    register(replace(STRANGER, recognises=f"{__name__}:is_broken"))
+    register(replace(STRANGER, name="other", recognises=f"{__name__}:is_odd"))
+    assert recognise_head(_odd_head(tmp_path)).name == "other"
+
+
+def test_a_method_by_its_head_needs_a_head() -> None:
+    with pytest.raises(ValueError, match="model=None.*'tree' needs a draft head"):
+        find_method("tree", None)
+    assert find_method("ngram", None) is None and find_method(None, None) is None

@@ -24,3 +24,22 @@ def test_no_test_imports_another_test_module() -> None:
     for path in TESTS.rglob("*.py"):
         parts = [part for name in _imported(path) for part in name.split(".")[:-1]]
         assert not [part for part in parts if part.startswith("test_")], path
+
+
+def _starts_a_server(source: str) -> bool:
+    return "VllmServer(" in source and 'scope="module"' in source
+
+
+def test_tests_of_one_server_run_in_one_process() -> None:
+    """Otherwise each of pytest's workers starts the server for its share of the tests."""
+    paths = (TESTS / "e2e").glob("test_*.py")
+    modules = [path for path in paths if _starts_a_server(path.read_text())]
+    assert len(modules) >= 3
+    for path in modules:
+        tree = ast.parse(path.read_text())
+        marks = [ast.unparse(n.value) for n in tree.body if isinstance(n, ast.Assign)
+                 and ast.unparse(n.targets[0]) == "pytestmark"]  # fmt: skip
+        for test in (n for n in tree.body if isinstance(n, ast.FunctionDef)):
+            own = [ast.unparse(decorator) for decorator in test.decorator_list]
+            if test.name.startswith("test_"):
+                assert any("xdist_group" in mark for mark in marks + own), (path, test.name)

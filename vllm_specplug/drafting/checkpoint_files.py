@@ -27,6 +27,8 @@ MAX_JSON_BYTES = 16 << 20
 MAX_HEADER_BYTES = 16 << 20
 # Far beyond any head; a product of two of them is still a size that torch can state.
 MAX_SIZE = 1 << 24
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
 _INTEGER_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64", "I32")}
 _WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
 
@@ -122,6 +124,20 @@ def shard_files(index: Path) -> list[Path]:
             "fetch them"
         )
     return files
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors of a checkpoint: one file, an index and its shards, or all there are.
+
+    Raises:
+        ValueError: for an index that does not hold together.
+    """
+    single, index = directory / WEIGHTS_NAME, directory / INDEX_NAME
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        return shard_files(index)
+    return sorted(path for path in directory.glob("*.safetensors") if path.is_file())
 
 
 def read_safetensors(

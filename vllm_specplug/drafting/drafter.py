@@ -110,6 +110,8 @@ class DraftCacheSpec:
 
     num_kv_heads: int
     head_dim: int
+    window: int | None = None
+    """Sliding window: a row at position p sees positions p - window + 1 to p. None: all."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class CommittedTokens:
     slots: torch.Tensor
     # [B] int64, row of each request's last committed token, in batch order
     last_rows: torch.Tensor | None = None
+    # [M] int64, the token after each, the anchor after a request's last; of drafters that need it
+    next_token_ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -189,8 +193,27 @@ class DraftCache(Protocol):
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
 
-    def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> BlockAttention:
-        """Attention of `rows` block rows per request over its paged context and the block."""
+    def block_attention(
+        self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
+    ) -> BlockAttention:
+        """Attention of `rows` block rows per request over its paged context and the block.
+
+        Args:
+            causal: the mask inside the block, of all layers or of each.
+        """
+
+
+class BranchCache(DraftCache, Protocol):
+    """The cache on devices that draft branches on the host (`Capability.HOST_BRANCHES`)."""
+
+    def branch_attention(
+        self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]
+    ) -> BlockAttention:
+        """Attention of tree rows over the first `context_lens` [R] slots and their own branch.
+
+        The rows of each request lie together; the first is its root, the others have parents as in
+        `DraftTree.parent_indices`.
+        """
 
 
 class BlockAttention(Protocol):

@@ -19,6 +19,7 @@ from vllm_specplug.options import TreeBuilderName, option_error
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
+    from vllm_specplug.drafting.head_files import HeadFiles
 
 API_VERSION = 1
 """Version of the contract between methods and this package. It grows when something that a method
@@ -31,8 +32,13 @@ class Capability(StrEnum):
 
     HIDDEN_STATES = "hidden_states"
     """Outputs of chosen decoder layers for every committed token (`DraftPlan.hidden_layers`)."""
+    NEXT_TOKENS = "next_tokens"
+    """The token after every committed one (`CommittedTokens.next_token_ids`). The last block of a
+    prefix hit is computed again: another token may follow it than when it was cached."""
     CONTEXT_CACHE = "context_cache"
     """Keys and values of draft layers in vLLM's pages (`Drafter.cache_specs`)."""
+    CONTEXT_WINDOW = "context_window"
+    """Draft layers that see the last tokens of that context alone (`DraftCacheSpec.window`)."""
     WINDOW = "window"
     """Keys and values of each request's last tokens, in memory of constant size
     (`Drafter.window_spec`)."""
@@ -78,6 +84,8 @@ class DraftPlan:
     """Decoder layers of the target, from 0, whose outputs `Drafter.observe` is given."""
     target_forward_option: str | None = None
     """The option and its value, for messages, where drafts take forwards of the target itself."""
+    needs: frozenset[Capability] = frozenset()
+    """What this head needs beside what its method does."""
     settings: Any = None
     """The method's own options, resolved: `DrafterOptions.settings` of its drafter. Is pickled."""
 
@@ -117,6 +125,10 @@ class Method:
     needs: frozenset[Capability] = frozenset()
     needs_head: bool = True
     """Whether `model` must name a draft checkpoint."""
+    recognises: str | None = None
+    """Path of a function that takes `HeadFiles` and says whether the checkpoint is a head of this
+    method, for users who name the head alone. It need not say whether the head can be served:
+    `resolve` does. None: a head is never taken for one of this method's."""
     train_commands: tuple[str, ...] = ()
     """Modules with `register(train_app, data_app)`, which add commands to `specplug train` and
     `specplug data`."""
@@ -137,6 +149,10 @@ class Method:
     def load_drafter(self) -> type[Drafter]:
         """Imports the class of its drafter."""
         return _load(self.drafter)
+
+    def recognises_head(self, head: HeadFiles) -> bool:
+        """Whether a checkpoint is a head of this method, by its files alone."""
+        return self.recognises is not None and bool(_load(self.recognises)(head))
 
     def option_names(self) -> tuple[str, ...]:
         """Names of its own options."""

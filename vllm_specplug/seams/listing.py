@@ -192,6 +192,7 @@ CPU_RUNNER = Replace(
     make="vllm_specplug.vllm_v1.worker_cpu:tree_runner_class",
 )
 
+_WHY_STATE = "rows, tokens and caches of the step are in no argument that the runner hands over"
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
 CPU_BACKENDS = SeamSet(
@@ -249,6 +250,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "__post_init__",
         "__repr__",
         "compute_hash",
+        "use_eagle_block_drop",
     ),
     *uses(
         "metrics_bridge",
@@ -300,7 +302,6 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vllm.distributed:get_tp_group",
         "vllm.distributed:get_world_group",
         "vllm.distributed:tensor_model_parallel_all_gather",
-        "vllm.model_executor.models.utils:extract_layer_index",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     ),
     *uses(
@@ -360,11 +361,37 @@ _WORKER_USES: tuple[Seam, ...] = (
         "_get_eagle3_aux_layers_from_config",
         "initialize_kv_cache",
     ),
+    *(
+        InstanceAttribute("runner_state", f"{owner}.{name}", _WHY_STATE, HAS_TREES)
+        for owner, names in (
+            (
+                _RUNNER,
+                "vllm_config model_config parallel_config compilation_config device dtype "
+                "max_model_len max_num_reqs max_num_tokens kv_cache_config enable_prompt_embeds "
+                "model drafter sampler input_batch requests positions query_start_loc "
+                "discard_request_mask",
+            ),
+            (
+                "vllm.v1.worker.gpu_input_batch:InputBatch",
+                "num_computed_tokens_cpu num_tokens_no_spec token_ids_cpu is_token_ids "
+                "req_output_token_ids generators logitsprocs sampling_metadata block_table",
+            ),
+            (
+                "vllm.v1.worker.gpu_input_batch:CachedRequestState",
+                "req_id sampling_params output_token_ids",
+            ),
+        )
+        for name in names.split()
+    ),
     *uses(
-        "calibration",
-        "the adaptive budget needs to know what rows cost on this device before it serves",
-        "vLLM measures step times by rows and shares them",
+        "runner_state",
+        _WHY_STATE,
+        HAS_TREES,
         f"{_RUNNER}._sync_device",
+        f"{_RUNNER}.get_kv_cache_spec",
+        "vllm.model_executor.models.utils:extract_layer_index",
+        "vllm.forward_context:set_forward_context",
+        "vllm.v1.kv_cache_interface:FullAttentionSpec",
     ),
     *uses(
         "draft_kv_layer",
@@ -384,12 +411,6 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
         "get_attn_backend",
         "get_kv_cache_spec",
-    ),
-    *uses(
-        "self_draft",
-        "the target drafts for itself over a partial cache",
-        "vLLM lets a proposer run the target on a cache of its own",
-        "vllm.forward_context:set_forward_context",
     ),
     *uses(
         "packed_linear",

@@ -7,6 +7,7 @@ named by strings, so that a list can be read, checked and shown on any vLLM.
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib
 import inspect
@@ -125,19 +126,36 @@ class Overrides(Seam):
 
 
 class InstanceAttribute(Seam):
-    """An attribute that a vLLM class sets in its constructor and the package reads or sets."""
+    """An attribute that a method of a vLLM class sets and the package reads or sets."""
 
     kind = "reads"
 
     def verify(self) -> str | None:
         path, _, name = self.target.rpartition(".")
         try:
-            constructor = inspect.unwrap(resolve(path).__init__)
+            owner = resolve(path)
         except SeamError as error:
             return str(error)
-        if name not in constructor.__code__.co_names:
+        if name not in _attributes_set(owner):
             return f"{path.replace(':', '.')} sets no {name}"
         return None
+
+
+@functools.cache
+def _attributes_set(owner: type) -> frozenset[str]:
+    """Names of the attributes that methods of a class or of its bases store."""
+    functions = [
+        inspect.unwrap(member)
+        for base in owner.__mro__
+        for member in vars(base).values()
+        if inspect.isfunction(member)
+    ]
+    return frozenset(
+        instruction.argval
+        for function in functions
+        for instruction in dis.get_instructions(function)
+        if instruction.opname == "STORE_ATTR"
+    )
 
 
 # What seams have put in place, by identity: `functools.wraps` copies attributes, so a mark on a

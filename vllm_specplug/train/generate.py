@@ -52,7 +52,9 @@ class VllmGenerator:
             "max_num_seqs": max_num_seqs,
             "disable_log_stats": True,
             "max_model_len": max_prompt_tokens + max_tokens,
-            "max_num_batched_tokens": 2048,
+            # A seeded request whose prompt is cut into chunks ends vLLM's engine on CPU.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(2048, max_prompt_tokens + max_tokens),
             **(llm_options or {}),
         }
         self.llm = LLM(str(target), **options)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_specplug.options import check_v2_feature, tree_option_names
-from vllm_specplug.registry import get_method, method_names, owners_of
+from vllm_specplug.registry import find_method, get_method, legal_method_names, owners_of
 from vllm_specplug.vllm_process.spec_config import (
     SpecPlugSpeculativeConfig,
     option_names,
@@ -24,16 +24,19 @@ def _refuse(method: str, what: str, remedy: str) -> None:
     raise ValueError(f"Speculative method {method!r} cannot be used with {what}. {remedy}.")
 
 
-def check_option_names(spec_method: str | None, options: dict[str, Any] | None) -> None:
+def check_option_names(
+    spec_method: str | None, options: dict[str, Any] | None, spec_model: str | None = None
+) -> None:
     """Refuses unknown keys of one of our methods, with the nearest legal name.
 
     Raises:
         ValueError: naming the key, its value and every legal key.
     """
     options = options or {}
-    method = spec_method or options.get("method")
-    if method not in method_names():
+    found = find_method(spec_method or options.get("method"), spec_model or options.get("model"))
+    if found is None:
         return
+    method = found.name
     legal = option_names(method)
     for key, value in options.items():
         name = key.replace("-", "_")
@@ -61,7 +64,7 @@ def check_runner_options(
     from vllm import envs
 
     method = spec_method or (options or {}).get("method")
-    if method in method_names() and asynchronous and not envs.VLLM_USE_V2_MODEL_RUNNER:
+    if method in legal_method_names() and asynchronous and not envs.VLLM_USE_V2_MODEL_RUNNER:
         _refuse(method, "async_scheduling=True in vLLM's V1 model runner", _ASYNC_REMEDY)
 
 
@@ -245,8 +248,8 @@ def checked(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm import envs
 
         method = self.spec_method or (self.speculative_config or {}).get("method")
-        is_ours = method in method_names()
-        check_option_names(self.spec_method, self.speculative_config)
+        is_ours = method in legal_method_names()
+        check_option_names(self.spec_method, self.speculative_config, self.spec_model)
         check_runner_options(self.spec_method, self.speculative_config, self.async_scheduling)
         asked = self.async_scheduling
         if is_ours and envs.VLLM_USE_V2_MODEL_RUNNER:

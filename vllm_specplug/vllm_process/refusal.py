@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_specplug.registry import method_names
+from vllm_specplug.registry import legal_method_names
 from vllm_specplug.vllm_process.versions import SeamReport, check_vllm, refusal_text
 
 reason: SeamReport | None = None
@@ -19,7 +19,7 @@ def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         spec = self.speculative_config or {}
         method = getattr(self, "spec_method", None) or spec.get("method")
-        if method in method_names():
+        if method in legal_method_names():
             raise ValueError(refusal_text(method, reason or check_vllm()))
         return original(self, *args, **kwargs)
 

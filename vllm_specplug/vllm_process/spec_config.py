@@ -32,7 +32,13 @@ from vllm_specplug.options import (
     check_vllm_options,
     option_error,
 )
-from vllm_specplug.registry import get_method, method_names, methods, owners_of
+from vllm_specplug.registry import (
+    find_method,
+    get_method,
+    legal_method_names,
+    method_names,
+    owners_of,
+)
 
 logger = init_logger("vllm.specplug.config")
 
@@ -46,15 +52,11 @@ WORKERS = {
 # What the adapter of each device gives a drafter.
 CAPABILITIES = {
     "cpu": frozenset(Capability),
-    "cuda": frozenset({Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE}),
+    "cuda": frozenset({Capability.HIDDEN_STATES, Capability.NEXT_TOKENS, Capability.CONTEXT_CACHE}),
 }
 # The same for vLLM's V2 model runner.
 WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2"}
-CAPABILITIES_V2 = {
-    "cpu": frozenset(
-        {Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE, Capability.HOST_BRANCHES}
-    ),
-}
+CAPABILITIES_V2 = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
 # What is there on a single rank only: with tensor parallelism a rank has some of the KV heads.
 ONE_RANK = frozenset({Capability.TARGET_CACHE})
 
@@ -65,7 +67,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
     the method itself."""
 
     # Names that the command line offers; `_take_method` is what decides.
-    method: Literal[(SpeculativeMethod, *method_names())] | None = None  # type: ignore[valid-type]
+    method: Literal[(SpeculativeMethod, *legal_method_names())] | None = None  # type: ignore[valid-type]
     """The name of the speculative method to use; vLLM's own, or one of vllm-specplug's."""
     method_options: Any = None
     """`MethodOptions` of the method. Made from the method's own keys, never given as such."""
@@ -87,7 +89,12 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             if given.get(key) is not None:
                 raise option_error(key, given[key], "it is not an option", f"Leave {key} out")
         name = given.get("method")
-        method = methods().get(name) if isinstance(name, str) else None
+        method = find_method(name, given.get("model"))
+        if method is not None and method.name != name:
+            logger.info(
+                "Draft head %s is one of method %r: %s", given["model"], method.name, method.summary
+            )
+            name = method.name
         own = () if method is None else method.option_names()
         for key in given:
             owners = owners_of(key)
@@ -102,7 +109,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         if method is not None:
             taken = {key: given.pop(key) for key in own if key in given}
             given["method_options"] = method.parse_options(taken)
-            given["plugin_method"] = given["method"]
+            given["plugin_method"] = method.name
             given["method"] = "custom_class"
         return ArgsKwargs(values.args, given)
 
@@ -154,6 +161,17 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         layer i is i + 1)."""
         return () if self.plan is None else tuple(i + 1 for i in self.plan.hidden_layers)
 
+    @property
+    def reads_next_tokens(self) -> bool:
+        """Whether the draft's context of a token depends on the token after it."""
+        method = self.plugin_method
+        return method is not None and Capability.NEXT_TOKENS in get_method(method).needs
+
+    def use_eagle_block_drop(self) -> bool:
+        """Whether the scheduler takes the last block of a prefix hit as not cached."""
+        own = self.reads_next_tokens and not self.disable_eagle_block_drop
+        return own or super().use_eagle_block_drop()
+
     def _claim_worker(self) -> None:
         """Our worker builds the model runner with the tree mixin."""
         from vllm import envs
@@ -165,7 +183,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         self.uses_v2 = bool(envs.VLLM_USE_V2_MODEL_RUNNER)
         workers = WORKERS_V2 if self.uses_v2 else WORKERS
         given = (CAPABILITIES_V2 if self.uses_v2 else CAPABILITIES).get(device, frozenset())
-        missing = sorted(method.needs - given)
+        needs = method.needs | (self.plan.needs if self.plan else frozenset())
+        missing = sorted(needs - given)
         if self.uses_v2 and (device not in workers or missing):
             check_model_runner(method.name, device, missing)
         if device not in workers or missing:

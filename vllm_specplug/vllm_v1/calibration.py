@@ -6,8 +6,6 @@ where they start to cost. Their level need not be exact, real steps correct it w
 Where workers split the target, among tensor parallel ranks or replicas of a mixture-of-experts
 target, every forward is a collective and all must run the same ones: the first worker's clock and
 its cached file decide how many, and its times are what all use.
-
-Seam: calibration.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
@@ -31,9 +28,7 @@ from vllm_specplug import __version__
 from vllm_specplug.budget import Calibration
 from vllm_specplug.targets import cache_dir
 from vllm_specplug.vllm_v1.rehearsal import rehearsal
-
-if TYPE_CHECKING:
-    from vllm_specplug.drafting.drafter import Drafter
+from vllm_specplug.vllm_v1.runner_state import RunnerState
 
 logger = init_logger("vllm.specplug.calibration")
 
@@ -62,19 +57,19 @@ class Calibrator:
     that is busy for a second then spoils one time of each and not all times of one.
 
     Args:
-        runner: a tree runner, ready to serve, with no requests.
+        state: of a tree runner, ready to serve, with no requests.
         share: replaces values by those of the first worker.
         any_worker: whether a flag is set on any worker.
     """
 
     def __init__(
         self,
-        runner: Any,
+        state: RunnerState,
         share: Share,
         any_worker: Agree = bool,
         time_limit_s: float = TIME_LIMIT_S,
     ) -> None:
-        self.runner = runner
+        self.state = state
         self.share = share
         self.any_worker = any_worker
         self.time_limit_s = time_limit_s
@@ -95,11 +90,10 @@ class Calibrator:
         Raises:
             CalibrationError: on every worker, when a forward failed on any.
         """
-        runner = self.runner
-        longest = runner.max_model_len
+        longest = self.state.max_model_len
         context = max(1, min(_SHORT_CONTEXT, longest - 1))
         # The first forward of a process allocates; it is not counted.
-        self._together(lambda: runner._dummy_run(1, force_attention=True, profile_seq_lens=context))
+        self._together(lambda: self.state.dummy_forward(1, context))
         sizes: list[int] = []
         for rows in filter(self._fits, _ROWS):
             # Early enough for at least two more passes.
@@ -110,7 +104,7 @@ class Calibrator:
         rehearsals = self._rehearsals()
         most = min(longest, 2048)
         span = most - context if most - context >= _MIN_ATTENTION_SPAN else 0
-        probe_rows = min(_CONTEXT_ROWS, runner.max_num_tokens)
+        probe_rows = min(_CONTEXT_ROWS, self.state.max_rows)
         passes = 0
         # Never a single one: it may have been interrupted.
         while passes < 2 or (passes < _PASSES and not self._has_passed(1.0)):
@@ -128,9 +122,9 @@ class Calibrator:
     def _fits(self, rows: int) -> bool:
         """Whether vLLM's dummy batch of that many rows fits the block tables, which have room for
         the model's length: kernels would read past their end."""
-        requests = min(rows, self.runner.scheduler_config.max_num_seqs)
+        requests = min(rows, self.state.max_requests)
         longest = rows // requests + rows % requests
-        return rows <= self.runner.max_num_tokens and longest <= self.runner.max_model_len
+        return rows <= self.state.max_rows and longest <= self.state.max_model_len
 
     def _calibration(self, attended: int) -> Calibration:
         """Values broadcast from the first worker; "far" forwards attend `attended` tokens more."""
@@ -169,7 +163,7 @@ class Calibrator:
         failure: Exception | None = None
         try:
             call()
-            self.runner._sync_device()
+            self.state.wait_for_device()
         except Exception as error:
             failure = error
         elapsed_ms = 1e3 * (time.perf_counter() - start)
@@ -185,12 +179,10 @@ class Calibrator:
         hidden: list[torch.Tensor] = []
 
         def forward() -> None:
-            hidden[:] = [
-                self.runner._dummy_run(rows, force_attention=True, profile_seq_lens=context)[0]
-            ]
+            hidden[:] = [self.state.dummy_forward(rows, context)]
 
         def logits() -> None:
-            self.runner.model.compute_logits(hidden[0][:rows])
+            self.state.logits(hidden[0][:rows])
 
         self._time(part, float(rows), forward)
         if part == "rows":
@@ -198,29 +190,30 @@ class Calibrator:
 
     def _rehearsals(self) -> list[tuple[int, int]]:
         """Requests and depth of the draft forwards to time; empty when the method has none."""
-        depth = self.runner.drafter.drafter.forward_depth
+        depth = self.state.drafter.forward_depth
         if not depth:
             return []
-        most = self.runner.scheduler_config.max_num_seqs
+        most = self.state.max_requests
         found = [(count, depth) for count in sorted({1, min(4, most), min(16, most)})]
         return found if depth == 1 else [*found, (1, 1)]
 
     def _time_draft(self, count: int, reach: int) -> None:
         """One draft forward of `count` dummy requests."""
-        drafter: Drafter = self.runner.drafter.drafter
-        with rehearsal(self.runner, count, reach) as requests:
-            self._time("draft", float(count * (reach + 1)), lambda: drafter.propose(requests))
+        with rehearsal(self.state, count, reach) as requests:
+            self._time(
+                "draft", float(count * (reach + 1)), lambda: self.state.drafter.propose(requests)
+            )
 
 
 def calibrate(
-    runner: Any, share: Share, is_first_rank: bool, any_worker: Agree = bool
+    state: RunnerState, share: Share, is_first_rank: bool, any_worker: Agree = bool
 ) -> Calibration:
     """The calibration of this runner: the cached one, or a new one that is then cached.
 
     Raises:
         CalibrationError: on every worker, when a forward failed on any.
     """
-    path = cache_dir() / "calibration" / f"{_digest(runner)}.json"
+    path = cache_dir() / "calibration" / f"{_digest(state)}.json"
     cached = _read(path) if is_first_rank else None
     values = [0.0] if cached is None else [1.0, *_flat(cached)]
     # All take the first worker's file; theirs may be another machine's or missing.
@@ -231,7 +224,7 @@ def calibrate(
         logger.info("Tree budget: step costs from an earlier calibration (%s)", path)
         return calibration
     start = time.perf_counter()
-    calibrator = Calibrator(runner, share, any_worker)
+    calibrator = Calibrator(state, share, any_worker)
     calibration = calibrator.measure()
     if is_first_rank:
         if not calibrator.is_noisy:
@@ -251,9 +244,9 @@ def calibrate(
     return calibration
 
 
-def _digest(runner: Any) -> str:
+def _digest(state: RunnerState) -> str:
     """Everything that changes the times, as a file name."""
-    config = runner.vllm_config
+    config = state.vllm_config
     spec = config.speculative_config
     factors = [
         # How it is measured.
@@ -276,10 +269,10 @@ def _digest(runner: Any) -> str:
         spec.draft_depth,
         spec.tree_width,
         spec.tree_kernel,
-        runner.drafter.drafter.forward_depth,
+        state.drafter.forward_depth,
         torch.get_num_threads(),
         os.cpu_count(),
-        _device_name(runner.device),
+        _device_name(state.device),
     ]
     return hashlib.sha256(json.dumps(factors).encode()).hexdigest()[:20]
 

@@ -27,6 +27,7 @@ from vllm_specplug.vllm_attention.gpu import (
 )
 from vllm_specplug.vllm_attention.tree_rows import CacheViews, DeviceTreeRows, TreeRows
 from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
+from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
 from vllm_specplug.vllm_v1.tree_backend import BlockTable, StepLimits, TreeBackend, put_rows
 
@@ -270,7 +271,7 @@ class CudaTreeBackend(TreeBackend):
                 metadata.plan, metadata.parent_rows, metadata.mask_words, metadata.max_rows
             )
 
-    def compact(self, step: TreeStep, block_table: Any) -> None:
+    def compact(self, step: TreeStep, state: RunnerState) -> None:
         from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton
 
         moved = [
@@ -295,7 +296,7 @@ class CudaTreeBackend(TreeBackend):
             columns[0],
             columns[1],
             columns[2],
-            block_table.get_device_tensor(len(step.requests)),
+            state.block_table(),
         )
 
     def draft_cache(
@@ -400,9 +401,11 @@ class CudaDraftCache:
             self.write_layer(key, value, kv_cache, slots)
 
     def block_attention(
-        self, requests: DraftRequests, rows: int, causal: bool
+        self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Attention of `rows` block rows per request over its paged context and the block."""
+        # Masks differ only beside sliding windows, which this device's adapter does not give.
+        assert isinstance(causal, bool), causal
         block = np.arange(-1, rows - 1, dtype=np.int32)
         metadata = self.buffers.fill(
             requests.req_indices,

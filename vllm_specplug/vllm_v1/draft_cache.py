@@ -7,9 +7,10 @@ blocks: prefix caching, preemption and memory accounting work without extra code
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -17,9 +18,15 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
-from vllm_specplug.drafting.drafter import DraftCacheSpec, DraftRequests
-from vllm_specplug.kernels import block_metadata, tree_attn
+from vllm_specplug.drafting.drafter import BlockAttention, DraftCacheSpec, DraftRequests
+from vllm_specplug.kernels import (
+    TreeAttnMetadata,
+    block_metadata,
+    tree_attn,
+    tree_metadata,
+)
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
+from vllm_specplug.vllm_v1.windowed_blocks import WindowedBlocks
 
 
 class DraftKVLayer(AttentionLayerBase):
@@ -69,6 +76,7 @@ class PagedDraftCache:
         self.block_table = block_table
         self.scale = scale
         self.layout = cpu_kv_layout(layers[0].kv_cache)
+        self.windows = [layer.spec.window for layer in layers]
         self.caches = [self.layout.views(layer.kv_cache) for layer in layers]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -81,16 +89,55 @@ class PagedDraftCache:
             )
 
     def block_attention(
-        self, requests: DraftRequests, rows: int, causal: bool
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
+    ) -> BlockAttention:
         """Attention of `rows` block rows per request over its paged context and the block."""
-        metadata = block_metadata(
-            req_indices=requests.req_indices,
-            context_lens=requests.context_lens,
-            rows=rows,
-            causal=causal,
-            block_table=self.block_table(),
+        block_table = self.block_table()
+        masks = [causal] * len(self.caches) if isinstance(causal, bool) else list(causal)
+        metadata = {
+            mask: block_metadata(
+                req_indices=requests.req_indices,
+                context_lens=requests.context_lens,
+                rows=rows,
+                causal=mask,
+                block_table=block_table,
+            )
+            for mask in set(masks)
+        }
+        longest = max(requests.context_lens) + rows
+        windowed = {
+            (window, mask): WindowedBlocks(
+                requests, rows, mask, window, block_table, self.layout, self.scale
+            )
+            for window, mask in set(zip(self.windows, masks, strict=True))
+            if window is not None and longest > window
+        }
+        attend_all = [self._attention(metadata[mask]) for mask in masks]
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            window = self.windows[layer]
+            sliding = None if window is None else windowed.get((window, masks[layer]))
+            if sliding is None:
+                return attend_all[layer](layer, query, key, value)
+            key_cache, value_cache = self.caches[layer]
+            return sliding(query, key_cache, value_cache, key, value)
+
+        return attend
+
+    def branch_attention(
+        self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]
+    ) -> BlockAttention:
+        """Attention of tree rows over their paged context and their branch; see the protocol."""
+        starts = np.cumsum([0, *(len(p) + 1 for p in parents)])[:-1]
+        metadata = tree_metadata(
+            requests.req_indices, starts.tolist(), context_lens, parents, self.block_table()
         )
+        return self._attention(metadata)
+
+    def _attention(self, metadata: TreeAttnMetadata) -> BlockAttention:
+        """Rows whose own keys and values come as a dense tail."""
 
         def attend(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -9,6 +9,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
+    UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 
@@ -20,6 +21,9 @@ from vllm_specplug.vllm_v1.linear import packed_linear
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
+
+# Unit vectors that a quantised LM head scores at once.
+_UNIT_ROWS = 256
 
 
 class TreeProposer:
@@ -57,7 +61,7 @@ class TreeProposer:
         embed_tokens = lm_head = torch.empty(0)
         if self.drafter.reads_target_weights:
             embed_tokens, lm_head = (
-                _full_vocab_weight(table, model_config)
+                full_vocab_weight(table, model_config)
                 for table in vocabulary_tables(target_model, model_config, method)
             )
         self.drafter.load(
@@ -95,10 +99,11 @@ def _check_forward(model: torch.nn.Module, method: str) -> None:
 def vocabulary_tables(
     model: torch.nn.Module, model_config: Any, method: str
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The target's token embedding and LM head, both with `weight` [V, H], whatever their names.
+    """The target's token embedding and LM head, both of V tokens by H, whatever their names and
+    whether or not they are quantised.
 
     Raises:
-        ValueError: when there is none, or more than one, or they are quantised.
+        ValueError: when there is none, or more than one.
     """
     hidden = model_config.hf_text_config.hidden_size
     vocab_size = model_config.get_vocab_size()
@@ -107,25 +112,48 @@ def vocabulary_tables(
     for module in model.modules():
         if not isinstance(module, VocabParallelEmbedding) or module.org_vocab_size < vocab_size:
             continue
-        weight = getattr(module, "weight", None)
-        if weight is None or weight.dim() != 2 or weight.shape[1] != hidden:
-            continue
-        (outputs if isinstance(module, ParallelLMHead) else inputs).append(module)
+        # Not by the weight: a quantised layer has none of that shape, and a model whose LM head is
+        # overlooked would be taken for a tied one.
+        if module.embedding_dim == hidden:
+            (outputs if isinstance(module, ParallelLMHead) else inputs).append(module)
     # Tied models have no LM head of their own, or one that shares the embedding's weight.
     for what, found in (("token embedding", inputs), ("LM head", outputs or inputs)):
         if len(found) != 1:
             raise ValueError(
                 f"Speculative method {method!r} needs the target's {what}, and "
-                f"{type(model).__name__} has {len(found)} unquantised ones of {vocab_size} tokens "
+                f"{type(model).__name__} has {len(found)} of {vocab_size} tokens "
                 f"by hidden_size={hidden}; needed: exactly 1. Use another target, or a method "
                 f"without a head: {', '.join(headless_methods())}."
             )
     return inputs[0], (outputs or inputs)[0]
 
 
-def _full_vocab_weight(module: Any, model_config: Any) -> torch.Tensor:
+def full_vocab_weight(module: Any, model_config: Any) -> torch.Tensor:
     """[V, H] of a vocabulary-parallel embedding or head, gathered from all ranks."""
-    weight = module.weight.data
+    weight = dense_weight(module, model_config.dtype)
     if get_tensor_model_parallel_world_size() > 1:
         weight = tensor_model_parallel_all_gather(weight, dim=0)
     return weight[: model_config.get_vocab_size()]
+
+
+@torch.inference_mode()
+def dense_weight(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's rows [V, H] of an embedding or head.
+
+    Quantised ones are read through the layer's own computation, whatever its scheme: a head's
+    scores of the unit vectors are its columns, and an embedding's rows are what it looks up.
+    """
+    weight = getattr(module, "weight", None)
+    shape = (module.num_embeddings_per_partition, module.embedding_dim)
+    if weight is not None and weight.is_floating_point() and tuple(weight.shape) == shape:
+        plain = isinstance(module.quant_method, UnquantizedEmbeddingMethod)
+        # An fp8 weight has that shape, and scales beside it.
+        if plain or weight.dtype == dtype:
+            return weight.data
+    device = next(iter([*module.parameters(), *module.buffers()])).device
+    method = module.quant_method
+    if isinstance(module, ParallelLMHead):
+        # A part at a time: schemes that quantise their inputs keep copies of them.
+        units = torch.eye(module.embedding_dim, dtype=dtype, device=device).split(_UNIT_ROWS)
+        return torch.cat([method.apply(module, part) for part in units]).t().contiguous()
+    return method.embedding(module, torch.arange(shape[0], device=device)).to(dtype)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +16,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
 from vllm_specplug.registry import headless_methods
 from vllm_specplug.vllm_v1.ranks import any_worker
+from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_v1.target_sampler import MAX_ELEMENTS_AT_ONCE, TargetSampler
-
-if TYPE_CHECKING:
-    from vllm_specplug.drafting.drafter import Drafter
-
 
 SHORT_CONTEXT = 7
 # Long enough for a kernel to split it.
@@ -30,11 +27,11 @@ _FEW_ROWS = 256
 
 @contextmanager
 def rehearsal(
-    runner: Any, count: int, depth: int, context: int = SHORT_CONTEXT
+    state: RunnerState, count: int, depth: int, context: int = SHORT_CONTEXT
 ) -> Iterator[DraftRequests]:
     """`count` dummy requests of `context` tokens and an anchor, to draft `depth` levels for."""
     tokens = 1 + np.arange(context + 1) % 7  # ids that the smallest vocabularies have
-    options = runner.drafter.options
+    options = state.drafter_options
     requests = DraftRequests(
         req_ids=[f"specplug-rehearsal-{i}" for i in range(count)],
         token_ids=[tokens] * count,
@@ -45,15 +42,15 @@ def rehearsal(
         depths=[depth] * count,
         forward_depths=[depth] * count,
     )
-    runner.rehearsal_requests = count
+    state.rehearsal_requests = count
     try:
         yield requests
     finally:
-        runner.rehearsal_requests = 0
-        runner.drafter.drafter.forget(requests.req_ids)
+        state.rehearsal_requests = 0
+        state.drafter.forget(requests.req_ids)
 
 
-def warm_up_draft(runner: Any) -> None:
+def warm_up_draft(state: RunnerState) -> None:
     """Drafts every depth once after a short and a long context, so that what a draft forward
     compiles is compiled before serving.
 
@@ -62,8 +59,8 @@ def warm_up_draft(runner: Any) -> None:
     """
     failure: Exception | None = None
     try:
-        _draft_every_depth(runner)
-        runner._sync_device()
+        _draft_every_depth(state)
+        state.wait_for_device()
     except Exception as error:
         failure = error
     # What comes next is done together.
@@ -77,30 +74,28 @@ def warm_up_draft(runner: Any) -> None:
         ) from failure
 
 
-def _draft_every_depth(runner: Any) -> None:
-    drafter: Drafter = runner.drafter.drafter
-    deepest = drafter.forward_depth
-    longest = min(LONG_CONTEXT, runner.max_model_len - deepest - 1)
+def _draft_every_depth(state: RunnerState) -> None:
+    deepest = state.drafter.forward_depth
+    longest = min(LONG_CONTEXT, state.max_model_len - deepest - 1)
     for context in (SHORT_CONTEXT, longest) if longest > SHORT_CONTEXT else (SHORT_CONTEXT,):
         for depth in range(1, deepest + 1):
-            with rehearsal(runner, 1, depth, context) as requests:
-                drafter.propose(requests)
+            with rehearsal(state, 1, depth, context) as requests:
+                state.drafter.propose(requests)
 
 
-def warm_up_sampling(runner: Any, logits: torch.Tensor | None = None) -> None:
+def warm_up_sampling(state: RunnerState, logits: torch.Tensor | None = None) -> None:
     """Samples rows in each way that a walk may, so that what vLLM's sampler compiles is compiled.
 
     Args:
         logits: [rows, V] of the largest walk; edited. A few rows if not given.
     """
     if logits is None:
-        vocab_size = runner.model_config.get_vocab_size()
-        logits = torch.zeros((_FEW_ROWS, vocab_size), dtype=runner.dtype, device=runner.device)
+        logits = torch.zeros((_FEW_ROWS, state.vocab_size), dtype=state.dtype, device=state.device)
     most = max(1, MAX_ELEMENTS_AT_ONCE // logits.shape[1])
-    for rows in sorted({1, 2, min(len(logits), runner.max_num_reqs), min(len(logits), most)}):
+    for rows in sorted({1, 2, min(len(logits), state.max_requests), min(len(logits), most)}):
         for top_k, top_p in ((True, True), (True, False), (False, True), (False, False)):
             sampler = TargetSampler(
-                runner.sampler,
+                state.sampler,
                 logits[:rows],
                 _dummy_sampling(rows, logits, top_k, top_p),
                 [[] for _ in range(rows)],
@@ -142,36 +137,35 @@ class _NoCache:
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         pass
 
-    def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> Any:
+    def block_attention(self, requests: DraftRequests, rows: int, causal: Any) -> Any:
         return lambda layer, query, key, value: torch.zeros_like(
             query, memory_format=torch.contiguous_format
         )
 
 
 @torch.inference_mode()
-def profile_largest_step(runner: Any) -> None:
+def profile_largest_step(state: RunnerState, max_step_rows: int) -> None:
     """Allocates at once what the largest step with trees needs beside the target's forward, for
     vLLM's memory profile: logits of all rows, their samples, and a draft for every request.
 
     The hidden states stay for the draft, and vLLM holds the logits until the step is over.
+
+    Args:
+        max_step_rows: most rows with logits of one step.
     """
-    options = runner.tree_spec
-    tokens, num_reqs, device = runner.max_num_tokens, runner.max_num_reqs, runner.device
-    drafter: Drafter = runner.drafter.drafter
-    hidden = torch.zeros(
-        (tokens, runner.model_config.get_hidden_size()), dtype=runner.dtype, device=device
-    )
+    options = state.vllm_config.speculative_config
+    tokens, num_reqs, device = state.max_rows, state.max_requests, state.device
+    drafter = state.drafter
+    hidden = torch.zeros((tokens, state.hidden_size), dtype=state.dtype, device=device)
     aux = [torch.zeros_like(hidden) for _ in options.aux_layers or ()]
-    rows = min(
-        num_reqs * (1 + options.num_speculative_tokens), runner.planner.row_budget.max_step_rows
-    )
+    rows = min(num_reqs * (1 + options.num_speculative_tokens), max_step_rows)
     sample_hidden = hidden[:rows].clone()
-    logits = runner.model.compute_logits(sample_hidden)
-    warm_up_sampling(runner, logits)
+    logits = state.logits(sample_hidden)
+    warm_up_sampling(state, logits)
     if not drafter.forward_depth:
         return
     drafter.bind_cache(_NoCache())
     every = torch.arange(tokens, device=device)
-    drafter.observe(CommittedTokens(aux, every, every % runner.max_model_len, every))
-    with rehearsal(runner, num_reqs, drafter.forward_depth) as requests:
+    drafter.observe(CommittedTokens(aux, every, every % state.max_model_len, every))
+    with rehearsal(state, num_reqs, drafter.forward_depth) as requests:
         drafter.propose(requests)

@@ -8,6 +8,7 @@ below follow the order of a step. Seams: runner_*.
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,18 +16,15 @@ import torch
 from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_rank, get_world_group
 from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_specplug.budget import AdaptiveBudget, StepCostModel
-from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests, WindowSpec
+from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
 from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
 from vllm_specplug.seams import LOGITS_PROCESSORS, WORKER_SEAMS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
-from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_v1.calibration import CalibrationError, calibrate
-from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_v1.draft_planner import Batch, DraftPlanner
 from vllm_specplug.vllm_v1.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v1.proposer import TreeProposer
@@ -36,6 +34,7 @@ from vllm_specplug.vllm_v1.ranks import (
     first_rank_values,
     first_worker_values,
 )
+from vllm_specplug.vllm_v1.runner_state import RunnerState, ScheduledRows
 from vllm_specplug.vllm_v1.self_draft import SelfDraft
 from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
 from vllm_specplug.vllm_v1.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
@@ -80,10 +79,13 @@ class TreeRunnerMixin(_Runner):
             spec,
             max_step_rows=min(spec.max_step_rows or max_rows, max_rows),
             stats=self.tree_metrics.stats,
-            vocab_size=self.model_config.get_vocab_size(),
+            vocab_size=self.state.vocab_size,
         )
-        # Rows of the block table that a draft forward without requests may read.
-        self.rehearsal_requests = 0
+
+    @cached_property
+    def state(self) -> RunnerState:
+        """vLLM's side of this runner; whatever is not an override asks it."""
+        return RunnerState(self)
 
     # -- set-up ---------------------------------------------------------------------------
 
@@ -91,18 +93,13 @@ class TreeRunnerMixin(_Runner):
         """How this device verifies trees."""
         return CpuTreeBackend()
 
-    @property
-    def num_query_heads(self) -> int:
-        """Query heads of the target on this rank."""
-        return self.model_config.get_num_attention_heads(self.parallel_config)
-
     def step_limits(self) -> StepLimits:
         """The largest step there can be."""
         return StepLimits(
-            num_requests=self.scheduler_config.max_num_seqs,
-            num_rows=self.scheduler_config.max_num_batched_tokens,
+            num_requests=self.state.max_requests,
+            num_rows=self.state.max_rows,
             tree_rows=self.tree_spec.num_speculative_tokens + 1,
-            context=self.model_config.max_model_len,
+            context=self.state.max_model_len,
         )
 
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
@@ -113,57 +110,35 @@ class TreeRunnerMixin(_Runner):
         if kwargs.get("is_profiling"):
             # A small cache to measure graphs with, dropped right after: it must not be kept alive.
             return
-        groups = self.kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
+        groups = self.state.cache_groups()
+        if groups != 1:
             raise ValueError(
                 f"Speculative method {self.tree_spec.plugin_method!r} needs all attention layers "
-                f"in one KV cache group; this target makes {len(groups)}. Use a target whose "
+                f"in one KV cache group; this target makes {groups}. Use a target whose "
                 "layers all have full attention, and a head with the target's KV shape."
             )
-        context = self.compilation_config.static_forward_context
-        caches = {
-            name: context[name].kv_cache
-            for name in groups[0].layer_names
-            if not isinstance(context[name], DraftKVLayer)
-        }
-        check_cache_dtypes(caches, self.model_config.dtype, str(self.tree_spec.plugin_method))
-        self.target_kv_caches: list[torch.Tensor] = list(caches.values())
-        self.tree_backend.bind(self.target_kv_caches)
+        state, drafter = self.state, self.drafter.drafter
+        caches = state.target_caches()
+        check_cache_dtypes(caches, state.dtype, str(self.tree_spec.plugin_method))
+        self.tree_backend.bind(list(caches.values()))
         layers = self.drafter.cache_layers
         if layers:
-            self.drafter.drafter.bind_cache(
+            drafter.bind_cache(
                 self.tree_backend.draft_cache(
-                    layers,
-                    block_table=lambda: self.input_batch.block_table[0].get_device_tensor(
-                        self.input_batch.num_reqs or self.rehearsal_requests
-                    ),
-                    scale=layers[0].spec.head_dim ** -0.5,
+                    layers, state.block_table, scale=layers[0].spec.head_dim ** -0.5
                 )
             )
-        window = self.drafter.drafter.window_spec()
+        window = drafter.window_spec()
         if window is not None:
-            self._bind_window(window, groups[0].layer_names)
-        partial = self.drafter.drafter.partial_cache_spec()
-        if partial is not None:
-            layout = cpu_kv_layout(self.target_kv_caches[0])
-            self.drafter.drafter.bind_target_forward(
-                SelfDraft(self, list(caches), layout, partial), first_rank_values
-            )
-
-    def _bind_window(self, spec: WindowSpec, layer_names: list[str]) -> None:
-        """Gives the drafter its windows and the cache of the target's last layer."""
-        context = self.compilation_config.static_forward_context
-        last = max(layer_names, key=extract_layer_index)
-        self.drafter.drafter.bind_window(
-            WindowCache(spec, self.max_num_reqs, self.model_config.dtype),
-            PagedTargetCache(
-                context[last].kv_cache,
-                block_table=lambda: self.input_batch.block_table[0].get_device_tensor(
-                    self.input_batch.num_reqs or self.rehearsal_requests
+            drafter.bind_window(
+                WindowCache(window, state.max_requests, state.dtype),
+                PagedTargetCache(
+                    state.last_layer_cache(), state.block_table, scale=window.head_dim**-0.5
                 ),
-                scale=spec.head_dim**-0.5,
-            ),
-        )
+            )
+        partial = drafter.partial_cache_spec()
+        if partial is not None:
+            drafter.bind_target_forward(SelfDraft(state, partial), first_rank_values)
 
     def start_budget(self) -> None:
         """Measures step costs for an adaptive budget. Call once the model is ready to serve.
@@ -174,7 +149,7 @@ class TreeRunnerMixin(_Runner):
             return
         is_first = get_world_group().is_first_rank
         try:
-            calibration = calibrate(self, first_worker_values, is_first, any_worker)
+            calibration = calibrate(self.state, first_worker_values, is_first, any_worker)
         except CalibrationError as error:
             logger.warning(
                 "Tree budget: step costs could not be measured (%s); trees take a fixed budget of "
@@ -227,25 +202,25 @@ class TreeRunnerMixin(_Runner):
         self, scheduler_output: Any, num_scheduled_tokens: np.ndarray
     ) -> tuple[Any, ...]:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        drafts = scheduler_output.scheduled_spec_decode_tokens
         kept_nodes = getattr(scheduler_output, KEPT_NODES_ATTRIBUTE, {})
-        starts = self.query_start_loc.np
-        requests = []
-        for i, req_id in enumerate(self.input_batch.req_ids):
-            tokens = drafts.get(req_id, ())
-            first, end = int(starts[i]), int(starts[i + 1])
-            request = StepRequest(
-                first_row=first,
-                root_row=end - len(tokens) - 1,
-                end_row=end,
-                num_computed=int(self.input_batch.num_computed_tokens_cpu[i]),
-                tree=self._tree_for(req_id, tokens, kept_nodes.get(req_id)),
-            )
-            requests.append(request)
-        self.tree_step = TreeStep(requests)
+        self.tree_step = TreeStep(
+            [
+                self._step_request(rows, kept_nodes.get(rows.req_id))
+                for rows in self.state.scheduled_rows(scheduler_output)
+            ]
+        )
         # Slots stay linear (super computed them); only rotary positions follow depth.
-        self.tree_backend.set_positions(self.positions, self.tree_step)
+        self.tree_backend.set_positions(self.state.positions, self.tree_step)
         return prepared
+
+    def _step_request(self, rows: ScheduledRows, kept_nodes: list[int] | None) -> StepRequest:
+        return StepRequest(
+            first_row=rows.first_row,
+            root_row=rows.end_row - len(rows.draft_tokens) - 1,
+            end_row=rows.end_row,
+            num_computed=rows.num_computed,
+            tree=self._tree_for(rows.req_id, rows.draft_tokens, kept_nodes),
+        )
 
     def _tree_for(self, req_id: str, tokens: Any, kept_nodes: list[int] | None) -> DraftTree | None:
         """The tree behind scheduled draft tokens, cut to what was scheduled.
@@ -265,7 +240,7 @@ class TreeRunnerMixin(_Runner):
             is_inside = bool(nodes) and nodes[-1] < tree.num_nodes
             if is_inside and tree.token_ids[nodes].tolist() == list(tokens):
                 tree = tree.prefix(len(nodes)) if kept_nodes is None else tree.subset(nodes)
-                if kept_nodes is not None or tree.is_chain or not self._is_constrained(req_id):
+                if kept_nodes is not None or tree.is_chain or not self.state.is_constrained(req_id):
                     return tree
                 # vLLM took the drafts for a line: the masks of their rows are not those of nodes.
                 self.tree_metrics.stats.observe_plain("grammar")
@@ -300,40 +275,30 @@ class TreeRunnerMixin(_Runner):
         root_rows = [0] * len(num_drafts)
         for i in range(1, len(num_drafts)):
             root_rows[i] = root_rows[i - 1] + num_drafts[i - 1] + 1
-        num_reqs = self.input_batch.num_reqs
-        discarded = set(np.nonzero(self.discard_request_mask.np[:num_reqs])[0].tolist())
+        state = self.state
         sampler = TargetSampler(
-            self.sampler,
+            state.sampler,
             logits,
-            self.input_batch.sampling_metadata,
-            self.input_batch.req_output_token_ids,
-            discarded,
+            state.sampling_metadata,
+            state.outputs,
+            state.discarded(),
             at_once=logits.device.type != "cpu",
-            ends_request=self._ends_request,
+            ends_request=state.ends_request,
         )
         walk, output = sampler.walk([r.tree for r in self.tree_step.requests], root_rows)
         walked = time.perf_counter()
         for request, path in zip(self.tree_step.requests, walk.accepted_paths, strict=True):
             request.accepted_path = path
         # Before anything can read or hash their blocks.
-        self.tree_backend.compact(self.tree_step, self.input_batch.block_table[0])
+        self.tree_backend.compact(self.tree_step, state)
         self._record_verification(walked)
         return output
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM rewinds the generators of discarded samples, which a CPU generator cannot do, and
         # these were never advanced: hide them.
-        generators = self.input_batch.generators
-        num_reqs = self.input_batch.num_reqs
-        hidden = {
-            int(i): generators.pop(int(i))
-            for i in np.nonzero(self.discard_request_mask.np[:num_reqs])[0]
-            if int(i) in generators
-        }
-        try:
+        with self.state.discarded_generators_hidden():
             return super()._bookkeeping_sync(*args, **kwargs)
-        finally:
-            generators.update(hidden)
 
     # -- drafting -------------------------------------------------------------------------
 
@@ -365,16 +330,25 @@ class TreeRunnerMixin(_Runner):
                 positions=to_device(positions),
                 slots=slots,
                 last_rows=torch.from_numpy(self.tree_step.last_rows()),
+                next_token_ids=self._next_tokens(),
             )
         )
         requests, batch = self._draft_requests(sampled_token_ids)
-        drafts: list[list[int]] = [[] for _ in self.input_batch.req_ids]
+        req_ids = self.state.req_ids
+        drafts: list[list[int]] = [[] for _ in req_ids]
         trees = first_rank_trees(self.planner.draft(drafter, requests, batch), requests.budgets)
         for i, tree in zip(requests.req_indices, trees, strict=True):
             if tree.num_nodes:
-                self.proposed_trees[self.input_batch.req_ids[i]] = tree
+                self.proposed_trees[req_ids[i]] = tree
                 drafts[i] = tree.token_ids.tolist()
         return drafts
+
+    def _next_tokens(self) -> torch.Tensor | None:
+        """The token after each committed one, int64 [M], for drafters that read it."""
+        if not self.tree_spec.reads_next_tokens:
+            return None
+        known = [self.state.request(i).token_ids for i in range(len(self.tree_step.requests))]
+        return self.tree_backend.to_device(self.tree_step.next_tokens(known))
 
     def take_draft_token_ids(self) -> Any:
         """The drafts for the scheduler, with the parents of those that a grammar constrains."""
@@ -382,62 +356,45 @@ class TreeRunnerMixin(_Runner):
         if drafts is not None:
             parents = {}
             for req_id, tree in self.proposed_trees.items():
-                if self._is_constrained(req_id):
+                if self.state.is_constrained(req_id):
                     parents[req_id] = tree.parent_indices.tolist()
             setattr(drafts, PARENTS_ATTRIBUTE, parents)
         return drafts
-
-    def _is_constrained(self, req_id: str) -> bool:
-        """Whether a request's output must follow a grammar."""
-        state = self.requests.get(req_id)
-        params = None if state is None else state.sampling_params
-        return params is not None and params.structured_outputs is not None
-
-    def _ends_request(self, index: int, token_id: int) -> bool:
-        """Whether vLLM ends the request at `index` of the batch once it emits this token."""
-        params = self.requests[self.input_batch.req_ids[index]].sampling_params
-        if params is None:
-            return False
-        return token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
 
     def _draft_requests(self, sampled_token_ids: list[list[int]]) -> tuple[DraftRequests, Batch]:
         """Which requests are drafted for, from which anchors, how much each may draft, and what
         else the next step holds."""
         requests, batch = DraftRequests(), Batch()
         running = sum(1 for tokens in sampled_token_ids if tokens)
-        penalties = draft_penalties(self.input_batch.logitsprocs.non_argmax_invariant)
+        penalties = draft_penalties(self.state.logits_processors)
         for i, tokens in enumerate(sampled_token_ids):
-            state = self.requests[self.input_batch.req_ids[i]]
-            num_tokens = int(self.input_batch.num_tokens_no_spec[i])
+            request = self.state.request(i)
+            num_tokens = request.num_tokens
             if not tokens:
                 # A prompt that continues in the next step.
-                done = self.tree_step.requests[i].end_row - self.tree_step.requests[i].first_row
-                done += self.tree_step.requests[i].num_computed
-                rows = min(num_tokens - done, self.max_num_tokens - running)
+                step = self.tree_step.requests[i]
+                done = step.num_computed + step.end_row - step.first_row
+                rows = min(num_tokens - done, self.state.max_rows - running)
                 batch.other_rows += rows
                 batch.other_context += rows * (done + rows // 2)
                 continue
             batch.num_roots += 1
             batch.root_context += num_tokens
-            params = state.sampling_params
-            remaining = self.max_model_len - num_tokens - 1
-            if params is not None and params.max_tokens is not None:
-                # The step after this one always emits a token of its own.
-                remaining = min(remaining, params.max_tokens - len(state.output_token_ids) - 1)
-            own = self.input_batch.is_token_ids[i, :num_tokens]
-            if self.enable_prompt_embeds and not own.all():
+            if not request.is_text:
                 # Embeddings have no ids; in their places lie those of an earlier request.
                 self.tree_metrics.stats.observe_plain("embeds")
                 continue
-            extra_args = params.extra_args if params is not None else None
-            nodes, reason = self.planner.nodes_for(state.req_id, extra_args, num_tokens, running)
-            depth = min(remaining, nodes)
+            nodes, reason = self.planner.nodes_for(
+                request.req_id, request.extra_args, num_tokens, running
+            )
+            # The step after this one always emits a token of its own.
+            depth = min(request.tokens_left - 1, nodes)
             if depth < 1:
                 reason = reason if nodes < 1 else "near_max_len"
                 self.tree_metrics.stats.observe_plain(reason)
                 continue
-            requests.req_ids.append(state.req_id)
-            requests.token_ids.append(self.input_batch.token_ids_cpu[i, :num_tokens])
+            requests.req_ids.append(request.req_id)
+            requests.token_ids.append(request.token_ids)
             requests.context_lens.append(num_tokens - 1)
             requests.req_indices.append(i)
             requests.budgets.append(nodes)
@@ -453,7 +410,7 @@ class TreeRunnerMixin(_Runner):
             if r.tree is not None and r.tree.num_nodes:
                 stats.observe_draft(r.tree.num_nodes, len(r.accepted_path))
                 step_nodes += r.tree.num_nodes
-        self.planner.observe(self.tree_step, self.input_batch.req_ids, walked)
+        self.planner.observe(self.tree_step, self.state.req_ids, walked)
         if step_nodes:
             stats.observe_step_nodes(step_nodes)
             stats.observe_ms("verify", self.planner.verify_ms)

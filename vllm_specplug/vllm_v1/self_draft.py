@@ -5,8 +5,6 @@ vLLM's model is called once more under a forward context whose attention metadat
 `PartialAttention`: the tree backend hands it every layer's query, key and value. Nothing is
 written to the paged cache, because no slots are mapped. Any model that vLLM serves with plain
 attention layers works, eager or compiled.
-
-Seam: self_draft.
 """
 
 from __future__ import annotations
@@ -15,14 +13,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specplug.drafting.drafter import DraftRequests, PartialCacheSpec
-from vllm_specplug.kernels import CpuKvLayout, TreeAttnMetadata, causal_words, tree_attn
+from vllm_specplug.kernels import TreeAttnMetadata, causal_words, tree_attn
 from vllm_specplug.kvcache.partial_cache import PartialCache, PartialContext
+from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention
+from vllm_specplug.vllm_v1.runner_state import RunnerState
 
 logger = init_logger("vllm.specplug.self_draft")
 
@@ -107,23 +105,22 @@ class SelfDraft:
     """`drafting.drafter.TargetForward` over a vLLM model runner on CPU.
 
     Args:
-        runner: the model runner; its caches must be bound.
-        layer_names: the target's attention layers in order, as vLLM names them.
+        state: of the model runner; its caches must exist.
     """
 
-    def __init__(
-        self, runner: Any, layer_names: list[str], layout: CpuKvLayout, spec: PartialCacheSpec
-    ) -> None:
-        self.runner, self.spec = runner, spec
-        self.layer_index = {name: i for i, name in enumerate(layer_names)}
+    def __init__(self, state: RunnerState, spec: PartialCacheSpec) -> None:
+        self.state, self.spec = state, spec
+        caches = state.target_caches()
+        self.layer_index = {name: i for i, name in enumerate(caches)}
+        kv_caches = list(caches.values())
         self.pool = PartialCache(
-            runner.target_kv_caches,
-            layout,
+            kv_caches,
+            cpu_kv_layout(kv_caches[0]),
             spec.budget,
             spec.sink,
             spec.refresh,
             # No context grows past the budget: no request will need a region.
-            0 if runner.max_model_len <= spec.budget else spec.max_requests,
+            0 if state.max_model_len <= spec.budget else spec.max_requests,
         )
         logger.info(
             "Partial caches: %d requests with %d tokens each, %.1f MiB",
@@ -148,34 +145,24 @@ class SelfDraft:
 
     def __call__(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs each request's anchor; see the protocol."""
-        runner = self.runner
         count = len(requests)
-        table = runner.input_batch.block_table[0].get_device_tensor(runner.input_batch.num_reqs)
-        attention = PartialAttention(self.pool, self.layer_index, requests, table)
+        attention = PartialAttention(
+            self.pool, self.layer_index, requests, self.state.block_table()
+        )
         input_ids = torch.tensor(requests.anchors, dtype=torch.int32)
         positions = torch.tensor(requests.context_lens, dtype=torch.int64)
-        with set_forward_context(
-            dict.fromkeys(self.layer_index, attention),
-            runner.vllm_config,
-            num_tokens=count,
-            slot_mapping={},
-        ):
-            hidden, aux = runner.model(
-                input_ids=input_ids,
-                positions=positions,
-                intermediate_tensors=None,
-                inputs_embeds=None,
-            )
+        hidden, aux = self.state.forward(
+            input_ids, positions, dict.fromkeys(self.layer_index, attention)
+        )
         return hidden[:count], aux[0][:count]
 
 
-def partial_cache_bytes(runner: Any) -> int:
+def partial_cache_bytes(state: RunnerState) -> int:
     """Memory that the runner's partial caches will take, before they exist."""
-    spec = runner.drafter.drafter.partial_cache_spec()
-    if spec is None or runner.max_model_len <= spec.budget:
+    spec = state.drafter.partial_cache_spec()
+    if spec is None or state.max_model_len <= spec.budget:
         return 0
-    layers = [s for s in runner.get_kv_cache_spec().values() if isinstance(s, FullAttentionSpec)]
     return sum(
-        spec.max_requests * -(-spec.budget // layer.block_size) * layer.page_size_bytes
-        for layer in layers
+        spec.max_requests * -(-spec.budget // tokens) * num_bytes
+        for tokens, num_bytes in state.full_attention_pages()
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +58,21 @@ class TreeStep:
         rows = [r.root_row + 1 + r.accepted_path[-1] if r.accepted_path else r.root_row
                 for r in self.requests]  # fmt: skip
         return np.array(rows, dtype=np.int64)
+
+    def next_tokens(self, known: Sequence[np.ndarray]) -> np.ndarray:
+        """The token after each of `committed_rows`, int64 [M]; 0 where none is known.
+
+        Args:
+            known: [B] all tokens of each request, those of this step included.
+        """
+        parts = []
+        for r, tokens in zip(self.requests, known, strict=True):
+            count = r.root_row + 1 + len(r.accepted_path) - r.first_row
+            following = np.zeros(count, dtype=np.int64)
+            found = tokens[r.num_computed + 1 : r.num_computed + 1 + count]
+            following[: len(found)] = found
+            parts.append(following)
+        return np.concatenate(parts)
 
     def committed_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows whose tokens are committed once the accepted paths are known.

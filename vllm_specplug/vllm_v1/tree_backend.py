@@ -20,6 +20,7 @@ from vllm_specplug.kvcache import path_moves
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.tree_rows import CpuTreeRows, TreeRows, attach_tree_rows
 from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer, PagedDraftCache
+from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
 
 BlockTable = Callable[[], torch.Tensor]
@@ -55,8 +56,8 @@ class TreeBackend(ABC):
         """
 
     @abstractmethod
-    def compact(self, step: TreeStep, block_table: Any) -> None:
-        """Makes accepted paths contiguous in all layers; `block_table` is vLLM's."""
+    def compact(self, step: TreeStep, state: RunnerState) -> None:
+        """Makes accepted paths contiguous in all layers; `state` has the block tables."""
 
     @abstractmethod
     def draft_cache(
@@ -139,8 +140,8 @@ class CpuTreeBackend(TreeBackend):
         )
         return CpuTreeRows(metadata, self.layout, covers_batch)
 
-    def compact(self, step: TreeStep, block_table: Any) -> None:
-        block_ids = block_table.block_table.np
+    def compact(self, step: TreeStep, state: RunnerState) -> None:
+        block_ids = state.block_ids()
         sources, targets = path_moves(
             (
                 (r.accepted_path, r.context_len, block_ids[i])

@@ -56,7 +56,10 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):  # type: ignore[misc]
 
     def make_tree_backend(self) -> TreeBackend:
         return CudaTreeBackend(
-            self.tree_spec.tree_kernel, self.num_query_heads, self.step_limits(), self.device
+            self.tree_spec.tree_kernel,
+            self.state.num_query_heads,
+            self.step_limits(),
+            self.device,
         )
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
@@ -64,8 +67,8 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):  # type: ignore[misc]
         workspace = self.tree_backend.make_workspace()
         super().profile_run(*args, **kwargs)
         del workspace
-        profile_largest_step(self)
-        self._sync_device()
+        profile_largest_step(self.state, self.planner.row_budget.max_step_rows)
+        self.state.wait_for_device()
 
 
 class TreeGPUWorker(Worker):
@@ -94,7 +97,7 @@ class TreeGPUWorker(Worker):
         # which has also seeded its generators for the requests to come.
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            warm_up_sampling(self.model_runner)
-            warm_up_draft(self.model_runner)
+            warm_up_sampling(self.model_runner.state)
+            warm_up_draft(self.model_runner.state)
             self.model_runner.start_budget()
         super()._maybe_activate_jit_monitor()

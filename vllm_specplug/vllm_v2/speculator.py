@@ -8,6 +8,7 @@ device's memory is the host's, so they read what they need of it and nothing has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from vllm_specplug.vllm_v1.draft_planner import Batch, DraftPlanner
 from vllm_specplug.vllm_v1.proposer import TreeProposer
 from vllm_specplug.vllm_v1.ranks import first_rank_trees
 from vllm_specplug.vllm_v2.device_trees import Committed, TreeStore
-from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests
+from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests, next_tokens
 
 if TYPE_CHECKING:
     from vllm_specplug.metrics import StepStats
@@ -122,8 +123,12 @@ class TreeSpeculator(BaseSpeculator):
             shape = (input_batch.num_reqs, self.store.num_nodes)
             return torch.zeros(shape, dtype=torch.int64, device=self.device)
         drafter = self.proposer.drafter
-        drafter.observe(_committed_tokens(self.committed_rows(input_batch), aux_hidden_states))
+        committed = _committed_tokens(self.committed_rows(input_batch), aux_hidden_states)
         batch = host_requests(self.req_states, input_batch, num_sampled)
+        if self.spec.reads_next_tokens:
+            following = next_tokens(committed.positions.numpy(), batch)
+            committed = replace(committed, next_token_ids=torch.from_numpy(following))
+        drafter.observe(committed)
         most = self.store.num_nodes if num_speculative_tokens is None else num_speculative_tokens
         requests, others = self._draft_requests(batch, most)
         drafted = first_rank_trees(self.planner.draft(drafter, requests, others), requests.budgets)

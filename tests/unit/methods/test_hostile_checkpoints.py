@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
 import resource
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.methods.absurd import ABSURD, MEMORY_GROWTH_KIB
 from vllm_specplug.drafting.checkpoint_files import MAX_HEADER_BYTES, MAX_JSON_BYTES
+from vllm_specplug.drafting.head_files import HeadFiles
 from vllm_specplug.methods.block.checkpoint import (
     inspect_block_head,
     load_block_head,
@@ -26,6 +29,7 @@ from vllm_specplug.methods.block.checkpoint import (
 )
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.registry import methods
 
 TARGET = {"hidden_size": 16, "vocab_size": 20, "num_hidden_layers": 4}
 CONFIG = BlockHeadConfig(
@@ -313,13 +317,49 @@ def _tokenswift(folder: Path) -> tuple[dict[str, Any], Any]:
 
 def _local(folder: Path) -> tuple[dict[str, Any], Any]:
     from vllm_specplug.methods.dels.checkpoint import inspect_local_head, save_local_head
-    from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+    from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 
     save_local_head(folder, LocalHead(LocalHeadConfig("gru", 20, 16, 4, 6)))
     return TARGET, inspect_local_head
 
 
-@pytest.mark.parametrize("make", [_longspec, _tokenswift, _local])
+def _dspark(folder: Path) -> tuple[dict[str, Any], Any]:
+    from vllm_specplug.methods.dspark_tree.checkpoint import inspect_dspark_head, save_dspark_head
+
+    w1, w2 = torch.zeros(2, 20, 4)
+    save_dspark_head(folder, BlockHead(CONFIG), w1, w2, dtype=torch.float32)
+    return TARGET, inspect_dspark_head
+
+
+def _scaled(folder: Path) -> tuple[dict[str, Any], Any]:
+    """A block head with everything that its layers may have."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    config = replace(
+        CONFIG, windows=(8,), rope_scaling=scaling, partial_rotary_factor=0.5,
+        sample_from_anchor=True, max_position_embeddings=64,
+    )  # fmt: skip
+    save_block_head(folder, BlockHead(config), dtype=torch.float32)
+    raw = json.loads((folder / "config.json").read_text())
+    for part in (scaling, raw["dflash_config"]):
+        raw.update({f"{name}@": value for name, value in part.items()})
+    (folder / "config.json").write_text(json.dumps({**raw, "use_sliding_window": True}))
+    return TARGET, inspect_block_head
+
+
+def _moved_in(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields "NAME@" of `_scaled`, back where they belong."""
+    for name in [name for name in config if name.endswith("@")]:
+        value, name = config.pop(name), name.removesuffix("@")
+        inner = config.get("rope_scaling" if name in _SCALING_FIELDS else "dflash_config")
+        if isinstance(inner, dict):
+            inner[name] = value
+    return config
+
+
+_SCALING_FIELDS = ("rope_type", "factor", "original_max_position_embeddings")
+
+
+@pytest.mark.parametrize("make", [_longspec, _tokenswift, _local, _dspark, _scaled])
 def test_any_value_in_any_field_of_other_heads_is_taken_or_refused(
     make: Any, tmp_path_factory: Any
 ) -> None:
@@ -331,10 +371,12 @@ def test_any_value_in_any_field_of_other_heads_is_taken_or_refused(
     @settings(max_examples=250)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
-        config = dict(sound)
+        config = copy.deepcopy(sound)
         for name in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=2)):
             config[name] = data.draw(ABSURD)
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(_moved_in(config)))
+        for method in methods().values():
+            method.recognises_head(HeadFiles(folder, config))
         message = ""
         try:
             inspect(folder, target)

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 
 from tests.unit.methods.block.train.tiny_heads import make_head
 from vllm_specplug.methods.block.train.trainer import BlockTrainer, TrainOptions
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.dels.train.trainer import LocalOptions, LocalTrainer
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig
 from vllm_specplug.methods.tokenswift.train.trainer import (
     TokenSwiftRecipe,

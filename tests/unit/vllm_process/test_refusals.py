@@ -84,6 +84,37 @@ def test_spec_method_flag_is_accepted(target: Path, head: Path) -> None:
     assert config.speculative_config.num_speculative_tokens == 6
 
 
+def test_the_method_is_found_by_its_head(target: Path, head: Path, tmp_path: Path) -> None:
+    heads = {"jetspec": head, "ddtree": make_head(tmp_path / "dflash", VOCAB, causal=False)}
+    for name, folder in heads.items():
+        options = {"method": "tree", "model": str(folder), "tree_width": 3, "causal": True}
+        spec = _config(target, options).speculative_config
+        assert (spec.plugin_method, spec.method, spec.tree_width) == (name, "custom_class", 3)
+        assert spec.plan.settings.causal is True
+    flags = {"spec_method": "tree", "spec_model": str(head), "spec_tokens": 6}
+    assert _config(target, None, **flags).speculative_config.plugin_method == "jetspec"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "model=None.*'tree' needs a draft head"),
+        ({"model": "/nowhere"}, "model='/nowhere'.*no such folder"),
+        ({"model": "TARGET"}, "no method knows this kind of head.*LlamaForCausalLM"),
+        ({"model": "HEAD", "tree_widht": 3}, "no option 'tree_widht'.*'jetspec'"),
+        ({"model": "HEAD", "window_size": 3}, "window_size=3.*'jetspec' does not have it"),
+        ({"model": "HEAD", "async": True}, "no option 'async'"),
+    ],
+)
+def test_a_method_that_is_not_found(
+    target: Path, head: Path, options: dict[str, Any], message: str
+) -> None:
+    named = {"TARGET": str(target), "HEAD": str(head)}
+    options = {key: named.get(value, value) for key, value in options.items()}
+    with pytest.raises(ValueError, match=message):
+        _config(target, {"method": "tree", **options})
+
+
 def test_plain_and_foreign_methods_are_untouched(target: Path) -> None:
     assert _config(target, None).speculative_config is None
     config = _config(
@@ -112,6 +143,19 @@ def test_plain_and_foreign_methods_are_untouched(target: Path) -> None:
 def test_bad_options(target: Path, head: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _config(target, _jetspec(head, **options))
+
+
+def test_methods_leave_vllms_own_names_alone() -> None:
+    from typing import get_args
+
+    from vllm.config.speculative import SpeculativeMethod
+
+    from vllm_specplug.registry import legal_method_names
+
+    own = set(get_args(SpeculativeMethod))
+    nested = {name for part in own for name in get_args(part)} | own
+    assert {"ngram", "eagle3", "dspark"} <= nested
+    assert not nested & set(legal_method_names())
 
 
 def test_no_installed_method_takes_options_away_from_vllms_own(

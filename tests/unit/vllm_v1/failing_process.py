@@ -53,7 +53,7 @@ def main(rank: int, port: int, folder: Path, where: str) -> None:
             )
         refused = None
         try:
-            warm_up_draft(worker)
+            warm_up_draft(worker.state)
         except RuntimeError as error:
             refused = str(error)
         worker.start_budget()

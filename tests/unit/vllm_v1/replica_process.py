@@ -42,7 +42,7 @@ class Replica(TreeRunnerMixin, SleepingRunner):
 def main(rank: int, port: int, folder: Path) -> None:
     os.environ["SPECPLUG_CACHE"] = str(folder / f"cache{rank}")
     if rank == 1:
-        calibrate(SleepingRunner(), lambda values: values, is_first_rank=True)
+        calibrate(SleepingRunner().state, lambda values: values, is_first_rank=True)
     os.environ.update(VLLM_DP_SIZE="2", VLLM_DP_RANK=str(rank), VLLM_DP_MASTER_PORT=str(port))
     with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig())):
         init_distributed_environment(1, 0, "env://", 0, "gloo")

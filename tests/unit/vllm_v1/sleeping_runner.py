@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v1.runner_state import RunnerState
 
 
 class SleepingDrafter:
@@ -37,7 +38,7 @@ class SleepingRunner:
     def __init__(self, row_ms: float = 0.02) -> None:
         self.row_ms = row_ms
         self.rows: list[int] = []
-        self.rehearsal_requests = 0
+        self.state = RunnerState(self)
         self.model = SimpleNamespace(compute_logits=lambda hidden: time.sleep(1e-4))
         self.drafter = SimpleNamespace(
             drafter=SleepingDrafter(), options=SimpleNamespace(num_nodes=8, tree_width=4)
@@ -63,5 +64,9 @@ class SleepingRunner:
         context = kwargs["profile_seq_lens"]
         time.sleep(1e-3 * (1 + self.row_ms * rows + 2e-5 * rows * context))
         return torch.zeros(rows, 4), torch.zeros(1, 4)
+
+    @property
+    def max_num_reqs(self) -> int:
+        return self.scheduler_config.max_num_seqs
 
     def _sync_device(self) -> None: ...

@@ -30,7 +30,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_measures_rows_context_and_drafts() -> None:
     runner = SleepingRunner(row_ms=0.2)
-    measured = Calibrator(runner, _alone).measure()
+    measured = Calibrator(runner.state, _alone).measure()
     assert measured.rows[0] == 1 and measured.rows[-1] == 64
     assert measured.forward_ms[-1] > measured.forward_ms[0] + 5
     assert all(time_ms >= 0.1 for time_ms in measured.logits_ms)
@@ -38,12 +38,12 @@ def test_measures_rows_context_and_drafts() -> None:
     assert [(n, depths) for n, depths in runner.drafter.drafter.rehearsed[:1]] == [(1, [3])]
     assert measured.draft_rows == (2.0, 4.0, 16.0, 64.0)
     assert len(runner.drafter.drafter.forgotten) == 16
-    assert runner.rehearsal_requests == 0
+    assert runner.state.rehearsal_requests == 0
 
 
 def test_stops_in_time_with_what_it_has() -> None:
     runner = SleepingRunner(row_ms=20.0)
-    measured = Calibrator(runner, _alone, time_limit_s=0.3).measure()
+    measured = Calibrator(runner.state, _alone, time_limit_s=0.3).measure()
     assert 2 <= len(measured.rows) < 8
     assert measured.rows[0] == 1
 
@@ -57,30 +57,30 @@ def test_ranks_run_the_same_forwards_and_agree() -> None:
         return values
 
     first, second = SleepingRunner(), SleepingRunner(row_ms=0.4)
-    expected = calibrate(first, record, is_first_rank=True)
+    expected = calibrate(first.state, record, is_first_rank=True)
     replay = iter(script)
-    assert calibrate(second, lambda values: next(replay), is_first_rank=False) == expected
+    assert calibrate(second.state, lambda values: next(replay), is_first_rank=False) == expected
     assert second.rows == first.rows
 
 
 def test_is_measured_once_and_again_when_the_file_is_broken(cache_folder: Path) -> None:
     runner = SleepingRunner()
-    measured = calibrate(runner, _alone, is_first_rank=True)
+    measured = calibrate(runner.state, _alone, is_first_rank=True)
     again = SleepingRunner()
-    assert calibrate(again, _alone, is_first_rank=True) == measured
+    assert calibrate(again.state, _alone, is_first_rank=True) == measured
     assert not again.rows
     (file,) = (cache_folder / "calibration").iterdir()
     file.write_text("{")
-    calibrate(again, _alone, is_first_rank=True)
+    calibrate(again.state, _alone, is_first_rank=True)
     assert again.rows
     assert isinstance(module._read(file), Calibration)
 
 
 def test_other_options_are_another_calibration(cache_folder: Path) -> None:
-    calibrate(SleepingRunner(), _alone, is_first_rank=True)
+    calibrate(SleepingRunner().state, _alone, is_first_rank=True)
     other = SleepingRunner()
     other.vllm_config.model_config.dtype = torch.bfloat16
-    calibrate(other, _alone, is_first_rank=True)
+    calibrate(other.state, _alone, is_first_rank=True)
     assert other.rows
     assert len(list((cache_folder / "calibration").iterdir())) == 2
 
@@ -89,7 +89,7 @@ def test_times_of_a_busy_machine_are_used_but_not_kept(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MAX_NOISE", 0.5)
-    measured = calibrate(SleepingRunner(), _alone, is_first_rank=True)
+    measured = calibrate(SleepingRunner().state, _alone, is_first_rank=True)
     assert measured.rows
     assert not (cache_folder / "calibration").exists()
 
@@ -119,7 +119,7 @@ def test_a_machine_busy_for_a_second_spoils_no_size(
 ) -> None:
     monkeypatch.setattr(module, "_MAX_NOISE", 1.3)
     runner = _ClockedRunner(monkeypatch, (start, start + 1.0))
-    calibrator = Calibrator(runner, _alone)
+    calibrator = Calibrator(runner.state, _alone)
     measured = calibrator.measure()
     assert len(measured.rows) >= 6
     expected = [40.0 + rows for rows in measured.rows]
@@ -142,5 +142,5 @@ def test_no_dummy_batch_outgrows_its_block_tables(requests: int, length: int) ->
         return forward(rows, **kwargs)
 
     runner._dummy_run = dummy_run  # type: ignore[method-assign]
-    assert Calibrator(runner, _alone).measure().rows[0] == 1
+    assert Calibrator(runner.state, _alone).measure().rows[0] == 1
     assert all(0 < most_rows <= context <= length for most_rows, context in seen), seen

@@ -115,8 +115,10 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )  # fmt: skip
     made = object.__new__(TreeGPUModelRunner)
     made.__dict__.update(
-        tree_spec=SimpleNamespace(
-            num_speculative_tokens=NODES, aux_layers=drafter.config.target_layer_ids
+        vllm_config=SimpleNamespace(
+            speculative_config=SimpleNamespace(
+                num_speculative_tokens=NODES, aux_layers=drafter.config.target_layer_ids
+            )
         ),
         tree_backend=SimpleNamespace(make_workspace=lambda: None),
         drafter=SimpleNamespace(drafter=drafter, options=options),
@@ -126,7 +128,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: VOCAB
         ),
         sampler=Sampler(), device=CPU, dtype=torch.float32, max_num_tokens=TOKENS,
-        max_num_reqs=REQUESTS, max_model_len=64, rehearsal_requests=0,
+        max_num_reqs=REQUESTS, max_model_len=64,
     )  # fmt: skip
     return made
 
@@ -138,7 +140,7 @@ def _largest_step(runner: Any) -> None:
     drafter = runner.drafter.drafter
     rows = REQUESTS * (NODES + 1)
     hidden = torch.zeros(TOKENS, HIDDEN)
-    aux = [torch.zeros(TOKENS, HIDDEN) for _ in runner.tree_spec.aux_layers]
+    aux = [torch.zeros(TOKENS, HIDDEN) for _ in runner.vllm_config.speculative_config.aux_layers]
     sample_hidden = hidden[torch.arange(rows)]
     logits = runner.model.compute_logits(sample_hidden)
     sampler = TargetSampler(
@@ -172,7 +174,7 @@ def test_the_profile_run_takes_what_the_largest_step_takes(
     assert step.most > REQUESTS * (NODES + 1) * VOCAB * 4
     assert 1.0 <= profile.most / step.most < 1.2
     assert profile.now < VOCAB * 4
-    assert runner.rehearsal_requests == 0
+    assert runner.state.rehearsal_requests == 0
 
 
 def test_draft_logits_are_made_in_pieces(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

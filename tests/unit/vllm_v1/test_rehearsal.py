@@ -11,6 +11,7 @@ import torch
 
 from vllm_specplug.vllm_v1 import rehearsal as module
 from vllm_specplug.vllm_v1.rehearsal import rehearsal, warm_up_draft
+from vllm_specplug.vllm_v1.runner_state import RunnerState
 
 
 class _Drafter:
@@ -30,7 +31,7 @@ class _Drafter:
 
 
 def runner_of(drafter: _Drafter) -> int:
-    return drafter.runner.rehearsal_requests  # type: ignore[attr-defined]
+    return drafter.runner.state.rehearsal_requests  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -42,35 +43,35 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
             drafter=drafter, options=SimpleNamespace(num_nodes=8, tree_width=4)
         ),
         max_model_len=1000,
-        rehearsal_requests=0,
         synced=0,
     )
+    made.state = RunnerState(made)
     made._sync_device = lambda: setattr(made, "synced", made.synced + 1)
     drafter.runner = made  # type: ignore[attr-defined]
     return made
 
 
 def test_warm_up_drafts_every_depth(runner: Any) -> None:
-    warm_up_draft(runner)
+    warm_up_draft(runner.state)
     drafter = runner.drafter.drafter
     depths = (1, 2, 3)
     assert drafter.seen == [([context], [d], 1) for context in (7, 996) for d in depths]
     assert set(drafter.forgotten) == {"specplug-rehearsal-0"}
-    assert (runner.rehearsal_requests, runner.synced) == (0, 1)
+    assert (runner.state.rehearsal_requests, runner.synced) == (0, 1)
 
 
 def test_a_method_without_a_forward_has_nothing_to_warm_up(runner: Any) -> None:
     runner.drafter.drafter.forward_depth = 0
-    warm_up_draft(runner)
+    warm_up_draft(runner.state)
     assert not runner.drafter.drafter.seen
 
 
 def test_a_draft_that_fails_is_forgotten_too(runner: Any) -> None:
     runner.drafter.drafter.propose = lambda requests: 1 // 0
-    with pytest.raises(ZeroDivisionError), rehearsal(runner, 2, 3) as requests:
+    with pytest.raises(ZeroDivisionError), rehearsal(runner.state, 2, 3) as requests:
         runner.drafter.drafter.propose(requests)
     assert [len(tokens) for tokens in requests.token_ids] == [8, 8]
-    assert runner.rehearsal_requests == 0
+    assert runner.state.rehearsal_requests == 0
     assert runner.drafter.drafter.forgotten == ["specplug-rehearsal-0", "specplug-rehearsal-1"]
 
 
@@ -86,7 +87,7 @@ def test_every_way_to_sample_is_warmed_up(runner: Any) -> None:
 
     runner.sampler, runner.max_num_reqs, runner.device = sample, 5, torch.device("cpu")
     runner.dtype, runner.model_config = torch.float32, SimpleNamespace(get_vocab_size=lambda: 50)
-    module.warm_up_sampling(runner)
+    module.warm_up_sampling(runner.state)
     ways = [(k, p) for k in (True, False) for p in (True, False)]
     assert seen == {(rows, k, p) for rows in (1, 2, 5, 256) for k, p in ways}
 
@@ -100,7 +101,7 @@ def test_all_is_warm_before_vllm_watches_what_compiles(
     from vllm_specplug.vllm_v1 import worker_gpu
 
     done: list[str] = []
-    runner = SimpleNamespace(start_budget=lambda: done.append("budget"))
+    runner = SimpleNamespace(state=None, start_budget=lambda: done.append("budget"))
 
     def draft(given: Any) -> None:
         if fails:

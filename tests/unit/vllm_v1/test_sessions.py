@@ -33,7 +33,7 @@ def test_the_next_turn_computes_every_token_that_plain_decoding_would(drafts: li
     text = [21, STOP, 22, 23, 24]
     tree = DraftTree.chain(drafts)
     emitted = walk_trees(
-        [tree], [0], lambda rows, live: [text[row] for row in rows], runner._ends_request
+        [tree], [0], lambda rows, live: [text[row] for row in rows], runner.state.ends_request
     ).token_ids[0]
     # As `Scheduler.update_from_output` does: rows less rejected drafts, then the end is looked for.
     session.num_computed_tokens += 1 + len(drafts) - (1 + len(drafts) - len(emitted))

@@ -33,6 +33,18 @@ def test_committed_rows_of_a_mixed_step() -> None:
     assert positions.tolist() == [0, 1, 2, 3, 4, 20, 21, 22, 7, 8]
 
 
+def test_the_token_after_each_committed_one() -> None:
+    """A prompt's chunk ends before a prompt token, a decoding request before its anchor."""
+    chunk = StepRequest(0, 4, 5, num_computed=3, tree=DraftTree.empty())
+    branching = StepRequest(5, 5, 10, num_computed=20, tree=_tree([-1, -1, 1, 2]))
+    branching.accepted_path = [1, 2]
+    unknown = StepRequest(10, 11, 14, num_computed=7, tree=None)
+    known = [np.arange(100, 130), np.arange(200, 224), np.arange(300, 309)]
+    following = TreeStep([chunk, branching, unknown]).next_tokens(known)
+    assert following.tolist() == [104, 105, 106, 107, 108, 221, 222, 223, 308, 0]
+    assert following.dtype == np.int64
+
+
 def test_linear_requests_need_no_tree_path() -> None:
     chain = StepRequest(0, 0, 4, 9, _tree([-1, 0, 1]))
     padded = StepRequest(0, 0, 4, 9, None)

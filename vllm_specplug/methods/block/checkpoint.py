@@ -4,24 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import (
+    WEIGHTS_NAME,
     check_tensors,
     draft_token_ids,
     read_safetensors,
-    shard_files,
+    weight_files,
     write_checkpoint,
 )
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OPTIONAL = ("mask_embedding", "d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
 
@@ -32,6 +32,7 @@ class BlockHeadExtras:
 
     `d2t` int64 [draft_vocab]: target id of draft id i is i + d2t[i]; None for the full vocabulary.
     `lm_head` [draft_vocab, H] and `embed_tokens` [V, H] are None where the target's are used.
+    `beside` holds what the method asked for beyond a block head.
     `mask_from_embedding` says that the caller must copy the embedding row of
     `config.mask_token_id` into `head.mask_embedding`.
     """
@@ -40,6 +41,7 @@ class BlockHeadExtras:
     lm_head: torch.Tensor | None = None
     embed_tokens: torch.Tensor | None = None
     mask_from_embedding: bool = False
+    beside: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def target_ids(self, draft_vocab_size: int) -> torch.Tensor:
         """Target token id of every draft id, int64 [draft_vocab]."""
@@ -53,6 +55,8 @@ def load_block_head(
     *,
     causal: bool | None = None,
     dtype: torch.dtype | None = None,
+    config: BlockHeadConfig | None = None,
+    beside: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> tuple[BlockHead, BlockHeadExtras]:
     """Reads a z-lab/JetSpec or speculators head and checks it against its target.
 
@@ -62,6 +66,8 @@ def load_block_head(
             `vocab_size`, `num_hidden_layers`.
         causal: overrides the mask inside a block that the config states.
         dtype: of the returned parameters; the checkpoint's own if None.
+        config: what a method that reads config.json by itself made of it.
+        beside: shapes of the tensors that such a method has beside the block head's.
 
     Raises:
         ValueError: for a head that is not this target's, tensors that are missing, unexpected or
@@ -73,16 +79,12 @@ def load_block_head(
             f"draft head {str(directory)!r} is not a folder; give the path of a folder "
             "with config.json and model.safetensors"
         )
-    num_target_layers = int(_field(target_config, "num_hidden_layers"))
-    config = BlockHeadConfig.from_pretrained(
-        directory, num_target_layers=num_target_layers, causal=causal
-    )
     # Headers first: nothing is read of a checkpoint that does not fit.
-    headers = read_tensors(directory, headers_only=True)
-    config = _check_target(config, target_config, headers)
+    config = inspect_block_head(
+        directory, target_config, causal=causal, config=config, beside=beside
+    )
     with torch.device("meta"):
         head = BlockHead(config)
-    _check_tensors(directory, config, head, headers)
     tensors = read_tensors(directory)
 
     d2t = tensors.get("d2t")
@@ -100,6 +102,7 @@ def load_block_head(
         lm_head=_cast(tensors.get("lm_head.weight"), dtype),
         embed_tokens=_cast(tensors.get("embed_tokens.weight"), dtype),
         mask_from_embedding="mask_embedding" not in tensors,
+        beside={name: tensors[name] for name in beside if name in tensors},
     )
     state = {name: tensors[name] for name in head.state_dict() if name in tensors}
     if "mask_embedding" not in state:
@@ -116,23 +119,29 @@ def load_block_head(
 
 
 def inspect_block_head(
-    directory: str | Path, target_config: Any, *, causal: bool | None = None
+    directory: str | Path,
+    target_config: Any,
+    *,
+    causal: bool | None = None,
+    config: BlockHeadConfig | None = None,
+    beside: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> BlockHeadConfig:
     """Checks a head against its target from its config and tensor headers, reading no weights.
 
     Takes the arguments and raises the errors of `load_block_head`, before anything is started.
     """
     directory = Path(directory)
-    config = BlockHeadConfig.from_pretrained(
-        directory,
-        num_target_layers=int(_field(target_config, "num_hidden_layers")),
-        causal=causal,
-    )
+    if config is None:
+        config = BlockHeadConfig.from_pretrained(
+            directory,
+            num_target_layers=int(_field(target_config, "num_hidden_layers")),
+            causal=causal,
+        )
     shapes = read_tensors(directory, headers_only=True)
     config = _check_target(config, target_config, shapes)
     with torch.device("meta"):
         head = BlockHead(config)
-    _check_tensors(directory, config, head, shapes)
+    _check_tensors(directory, config, head, shapes, beside)
     return config
 
 
@@ -184,14 +193,7 @@ def read_tensors(
     With `headers_only` they are meta tensors: names and shapes, no data. `prefixes`: see
     `read_safetensors`.
     """
-    index = directory / INDEX_NAME
-    single = directory / WEIGHTS_NAME
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        files = shard_files(index)
-    else:
-        files = sorted(path for path in directory.glob("*.safetensors") if path.is_file())
+    files = weight_files(directory)
     pickles = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLE_SUFFIXES)
     if not files:
         if pickles:
@@ -253,9 +255,14 @@ def _check_target(
 
 
 def _check_tensors(
-    directory: Path, config: BlockHeadConfig, head: BlockHead, tensors: Mapping[str, torch.Tensor]
+    directory: Path,
+    config: BlockHeadConfig,
+    head: BlockHead,
+    tensors: Mapping[str, torch.Tensor],
+    beside: Mapping[str, tuple[int, ...]],
 ) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    expected.update(beside)
     optional = {
         "mask_embedding": (config.hidden_size,),
         "d2t": (config.draft_vocab_size,),

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from vllm_specplug.drafting.checkpoint_files import (
     MAX_SIZE,
     config_values,
     is_positive,
+    is_size,
     read_json_object,
 )
+from vllm_specplug.methods.block.layer_config import read_rotary, read_windows, require
+from vllm_specplug.methods.block.rotary import Rotary
 
 logger = logging.getLogger(__name__)
 
@@ -23,20 +27,23 @@ _MAX_VALUES = {"num_hidden_layers": 256, "block_size": 4096, "target_layer_ids":
 
 _CONTAINERS = ("jetspec_config", "dflash_config")
 _UNSUPPORTED_FLAGS = {
-    "sample_from_anchor": "slot j of a block must predict the token at j, not the one after it",
-    "shift_label": "slot j of a block must predict the token at j, not the one after it",
-    "markov_rank": "scores must be those of the block alone",
-    "enable_confidence_head": "confidence heads are not implemented",
+    "markov_rank": "scores are those of the block alone; method dspark_tree adds a Markov head's",
+    "enable_confidence_head": "heads with a confidence head are those of method dspark_tree",
     "final_logit_softcapping": "logits are those of the LM head as they are",
-    "use_swa": "draft layers attend the whole context",
     "attention_sink_bias": "attention sinks are not implemented",
     "attention_value_scale": "value scaling is not implemented",
 }
 # What trainers call heads that draft as this one does. Others share its tensors, names and shapes
-# alike, and mean other tokens by its slots: DeepSpec's Qwen3DSparkModel predicts from the anchor's
-# own slot on, so that each draft would be one place off.
-_ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
-_SPECULATORS_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
+# alike, and draft in another way.
+ARCHITECTURES = (
+    "DFlashDraftModel", "Qwen3DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel",
+)  # fmt: skip
+# Heads that predict from the anchor's own slot on, whether they say so or not: read as others, each
+# draft would be one place off. DeepSpec names its DFlash heads so too, which have no Markov head.
+_ANCHOR_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
+# Names of that flag: of speculators and vLLM, and of SpecForge.
+ANCHOR_FLAGS = ("sample_from_anchor", "shift_label")
+SPECULATORS_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
 # Head size of a config that states none, where the model type has one of its own.
 _HEAD_DIMS = {"qwen3": 128}
 _MASK_ID_NAMES = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
@@ -56,8 +63,13 @@ class BlockHeadConfig:
     """Shape of a JetSpec/DFlash head.
 
     `target_layer_ids` are zero-based: id i is the output of the target's decoder layer i.
-    `block_size` counts the anchor, so a block drafts `block_size - 1` tokens.
-    `causal` is the mask inside a block: JetSpec true, DFlash false.
+    `block_size` counts the anchor's slot. Slot j predicts the token at j, so that a block drafts
+    `block_size - 1` tokens; with `sample_from_anchor` it predicts the one after it, and the
+    anchor's slot drafts too.
+    `causal` is the mask inside a block: JetSpec true, DFlash false. `windows` has each layer's
+    sliding window, None for one that attends the whole context, and is empty where all do; a row at
+    position p sees positions p - window + 1 to p of the context, and the block by `sliding_causal`.
+    `rope_scaling` holds the settings of a rotary embedding that is not the plain one.
     """
 
     hidden_size: int
@@ -72,9 +84,15 @@ class BlockHeadConfig:
     target_layer_ids: tuple[int, ...]
     block_size: int = 16
     causal: bool = True
+    sample_from_anchor: bool = False
     mask_token_id: int | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    partial_rotary_factor: float = 1.0
+    max_position_embeddings: int = 0
+    windows: tuple[int | None, ...] = ()
+    sliding_causal: bool = True
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -88,59 +106,121 @@ class BlockHeadConfig:
             "vocab_size",
         ):
             most = _MAX_VALUES.get(name, MAX_SIZE)
-            _require(
+            require(
                 _is_integer(getattr(self, name)) and 1 <= getattr(self, name) <= most,
                 name,
                 getattr(self, name),
                 f"an integer from 1 to {most}",
             )
-        _require(
+        require(
             self.num_attention_heads % self.num_key_value_heads == 0,
             "num_key_value_heads",
             self.num_key_value_heads,
             f"a divisor of num_attention_heads = {self.num_attention_heads}",
         )
-        _require(
+        require(
             _is_integer(self.block_size) and 2 <= self.block_size <= _MAX_VALUES["block_size"],
             "block_size",
             self.block_size,
             "an integer >= 2 (the anchor and at least one drafted token), at most "
             f"{_MAX_VALUES['block_size']}",
         )
-        _require(
+        require(
             1 <= len(self.target_layer_ids) <= _MAX_VALUES["target_layer_ids"],
             "target_layer_ids",
             self.target_layer_ids,
             f"1 to {_MAX_VALUES['target_layer_ids']} layer ids",
         )
         for name in ("rms_norm_eps", "rope_theta"):
-            _require(
+            require(
                 is_positive(getattr(self, name)), name, getattr(self, name), "a positive number"
             )
-        _require(
+        require(
             self.mask_token_id is None or _is_integer(self.mask_token_id),
             "mask_token_id",
             self.mask_token_id,
             "an integer",
         )
-        _require(
+        require(
             _is_integer(self.target_hidden_size) and 1 <= self.target_hidden_size <= MAX_SIZE,
             "target_hidden_size",
             self.target_hidden_size,
             f"an integer from 1 to {MAX_SIZE}",
         )
-        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
-        _require(
+        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
+        self._check_rotary()
+        require(
+            len(self.windows) in (0, self.num_hidden_layers)
+            and all(window is None or is_size(window) for window in self.windows),
+            "sliding_window",
+            self.windows,
+            f"an integer from 1 to {MAX_SIZE}",
+        )
+        require(
             _is_integer(self.draft_vocab_size) and 1 <= self.draft_vocab_size <= self.vocab_size,
             "draft_vocab_size",
             self.draft_vocab_size,
             f"1..{self.vocab_size} (vocab_size)",
         )
 
+    def _check_rotary(self) -> None:
+        factor = self.partial_rotary_factor
+        require(
+            is_positive(factor)
+            and factor <= 1
+            and self.rotary.rotated >= 2
+            and self.rotary.rotated % 2 == 0,
+            "partial_rotary_factor",
+            factor,
+            f"a number up to 1 that turns an even number of {self.head_dim} dimensions",
+        )
+        if self.rope_scaling is None:
+            return
+        try:
+            self.rotary.frequencies()
+        except Exception as error:
+            # Whatever the settings make transformers raise.
+            problem = f"{dict(self.rope_scaling)}"[:200]
+            raise ValueError(
+                f"draft head config: rope_scaling = {problem}, legal: complete settings of its "
+                f"kind ({type(error).__name__}: {str(error)[:100]}); correct the head's "
+                "config.json or use another head"
+            ) from None
+
+    @property
+    def rotary(self) -> Rotary:
+        """Its rotary embedding."""
+        scaling = dict(self.rope_scaling or {})
+        return Rotary(
+            self.rope_theta,
+            self.head_dim,
+            int(self.head_dim * self.partial_rotary_factor),
+            scaling.pop("rope_type", "default"),
+            scaling or None,
+            self.max_position_embeddings,
+        )
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Each layer's sliding window, None for one that attends the whole context."""
+        return self.windows or (None,) * self.num_hidden_layers
+
+    @property
+    def layer_causal(self) -> tuple[bool, ...]:
+        """Each layer's mask inside the block."""
+        return tuple(
+            self.causal if window is None else self.sliding_causal for window in self.layer_windows
+        )
+
     @property
     def num_draft_tokens(self) -> int:
         """Drafted depth D of one block."""
-        return self.block_size - 1
+        return self.block_size - self.first_slot
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of a block that predicts the token after the anchor."""
+        return 0 if self.sample_from_anchor else 1
 
     @property
     def attention_scale(self) -> float:
@@ -156,14 +236,7 @@ class BlockHeadConfig:
         causal: bool | None = None,
     ) -> BlockHeadConfig:
         """Reads `directory/config.json`; see `from_dict`."""
-        path = Path(directory) / "config.json"
-        if not path.is_file():
-            raise ValueError(
-                f"draft head {str(directory)!r} has no config.json; give the folder "
-                "that holds config.json and model.safetensors"
-            )
-        raw = read_json_object(path, "a head's config")
-        with config_values(path):
+        with head_config(directory) as raw:
             return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
 
     @classmethod
@@ -203,9 +276,16 @@ class BlockHeadConfig:
             "draft_vocab_size": self.draft_vocab_size,
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
+            "rope_scaling": None if self.rope_scaling is None else dict(self.rope_scaling),
+            "partial_rotary_factor": self.partial_rotary_factor,
+            "max_position_embeddings": self.max_position_embeddings,
             "attention_bias": self.attention_bias,
             "hidden_act": "silu",
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
+            "layer_types": [
+                "full_attention" if window is None else "sliding_attention"
+                for window in self.layer_windows
+            ],
+            "sliding_window": next((w for w in self.windows if w is not None), None),
             "tie_word_embeddings": False,
             "block_size": self.block_size,
             "dtype": "bfloat16",
@@ -214,20 +294,31 @@ class BlockHeadConfig:
                 "target_layer_ids": list(self.target_layer_ids),
                 "target_hidden_size": self.target_hidden_size,
                 "causal_head": self.causal,
+                **({"sample_from_anchor": True} if self.sample_from_anchor else {}),
             },
         }
 
 
+@contextmanager
+def head_config(directory: str | Path) -> Iterator[dict[str, Any]]:
+    """The object in `directory/config.json`; what its values raise inside names the file.
+
+    Raises:
+        ValueError: when there is no such file, or no JSON object in it.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"draft head {str(directory)!r} has no config.json; give the folder "
+            "that holds config.json and model.safetensors"
+        )
+    raw = read_json_object(path, "a head's config")
+    with config_values(path):
+        yield raw
+
+
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _require(condition: bool, name: str, value: object, legal: str) -> None:
-    if not condition:
-        raise ValueError(
-            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the "
-            "head's config.json or use another head"
-        )
 
 
 def _need(raw: Mapping[str, Any], name: str) -> Any:
@@ -239,74 +330,38 @@ def _need(raw: Mapping[str, Any], name: str) -> Any:
     return raw[name]
 
 
+def _stated_names(raw: Mapping[str, Any]) -> list[str]:
+    stated = raw.get("architectures") or []
+    require(isinstance(stated, list), "architectures", stated, "a list of names")
+    return list(stated)
+
+
 def _check_architecture(raw: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Refuses heads that say what they are and are not known; tensors judge the others."""
-    stated = raw.get("architectures") or []
-    listed = isinstance(stated, list | tuple)
-    _require(listed and all(name in known for name in stated), "architectures", stated, (
+    stated = _stated_names(raw)
+    require(all(name in known for name in stated), "architectures", stated, (
         f"{', '.join(known)} (heads of other kinds draft in another way, even where their tensors "
         "look alike)"
     ))  # fmt: skip
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], num_layers: int) -> None:
-    types = raw.get("layer_types") or []
-    _require(
-        not types or len(types) >= num_layers,
-        "layer_types",
-        types,
-        f"one kind for each of the {num_layers} draft layers",
-    )
-    other = {i: kind for i, kind in enumerate(types[:num_layers]) if kind != "full_attention"}
-    _require(
-        not other,
-        "layer_types",
-        other,
-        "'full_attention' for every draft layer (sliding-window heads are not supported)",
-    )
-    if not types:
-        _require(
-            not raw.get("use_sliding_window"),
-            "use_sliding_window",
-            raw.get("use_sliding_window"),
-            "absent or false (sliding-window heads are not supported)",
-        )
-    _require(
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    require(
         raw.get("projector_type") in (None, "dflash"),
         "projector_type",
         raw.get("projector_type"),
         "absent or 'dflash' (others draft in another way)",
     )
     for name, reason in _UNSUPPORTED_FLAGS.items():
-        _require(not raw.get(name), name, raw.get(name), f"absent or false ({reason})")
-    _require(
+        require(not raw.get(name), name, raw.get(name), f"absent or false ({reason})")
+    require(
         raw.get("is_neox_style") in (None, True),
         "is_neox_style",
         raw.get("is_neox_style"),
         "absent or true (rotary embedding over halves)",
     )
-    _check_whole_rotary(raw, "")
-    _require(raw.get("logit_scale") in (None, 1, 1.0), "logit_scale", raw.get("logit_scale"), "1.0")
-    _require(raw.get("hidden_act") in (None, "silu"), "hidden_act", raw.get("hidden_act"), "'silu'")
-
-
-def _check_whole_rotary(raw: Mapping[str, Any], of: str) -> None:
-    factor = raw.get("partial_rotary_factor")
-    _require(factor in (None, 1, 1.0), f"{of}partial_rotary_factor", factor, "1.0")
-
-
-def _rope_theta(raw: Mapping[str, Any]) -> float:
-    theta = raw.get("rope_theta")
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(name) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        _require(kind in ("default", None), f"{name}.rope_type", kind, "'default' (plain rotary)")
-        nested = sorted(key for key, value in rope.items() if isinstance(value, Mapping))
-        _require(not nested, name, nested, "one rotary embedding for all layers")
-        _check_whole_rotary(rope, f"{name}.")
-        if rope.get("rope_theta") is not None:
-            theta = rope["rope_theta"]
-    return float(theta if theta is not None else 10000.0)
+    require(raw.get("logit_scale") in (None, 1, 1.0), "logit_scale", raw.get("logit_scale"), "1.0")
+    require(raw.get("hidden_act") in (None, "silu"), "hidden_act", raw.get("hidden_act"), "'silu'")
 
 
 def _default_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> int:
@@ -315,14 +370,14 @@ def _default_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> int:
     return known or hidden // heads
 
 
-def _layer_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _layer_shape(raw: Mapping[str, Any], container: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = _need(raw, "hidden_size"), _need(raw, "num_attention_heads")
     layers = _need(raw, "num_hidden_layers")
     # Before anything is made per layer.
     most = _MAX_VALUES["num_hidden_layers"]
     legal = _is_integer(layers) and 1 <= layers <= most
-    _require(legal, "num_hidden_layers", layers, f"an integer from 1 to {most}")
-    _refuse_unsupported(raw, layers)
+    require(legal, "num_hidden_layers", layers, f"an integer from 1 to {most}")
+    _refuse_unsupported(raw)
     return {
         "hidden_size": hidden,
         "intermediate_size": _need(raw, "intermediate_size"),
@@ -332,7 +387,8 @@ def _layer_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": raw.get("head_dim") or _default_head_dim(raw, hidden, heads),
         "vocab_size": _need(raw, "vocab_size"),
         "rms_norm_eps": 1e-6 if raw.get("rms_norm_eps") is None else raw["rms_norm_eps"],
-        "rope_theta": _rope_theta(raw),
+        **read_rotary(raw),
+        **read_windows(raw, container, layers),
         "attention_bias": bool(raw.get("attention_bias", False)),
     }
 
@@ -340,17 +396,17 @@ def _layer_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _from_zlab(
     raw: Mapping[str, Any], num_target_layers: int | None, causal: bool | None
 ) -> BlockHeadConfig:
-    # Both containers are accepted; where both are there the method's own one wins key by key.
-    container: dict[str, Any] = {}
-    for name in reversed(_CONTAINERS):
-        container.update(raw.get(name) or {})
-    _check_architecture(raw, _ARCHITECTURES)
-    shape = _layer_shape(raw)
-    _refuse_unsupported(container, 0)
+    container = block_containers(raw)
+    _check_architecture(raw, ARCHITECTURES)
+    shape = _layer_shape(raw, container)
+    _refuse_unsupported(container)
+    stated = stated_mask(raw, container) if causal is None else causal
+    if stated is not None and "windows" in shape:
+        shape["sliding_causal"] = stated
     if causal is None:
-        causal = _stated_mask(raw, container)
+        causal = _mask_of(stated)
     stated_layers = raw.get("num_target_layers")
-    _require(
+    require(
         None in (stated_layers, num_target_layers) or stated_layers == num_target_layers,
         "num_target_layers",
         stated_layers,
@@ -363,7 +419,7 @@ def _from_zlab(
         layer_ids = [i - 1 for i in _layer_ids(name, raw[name])]
     if layer_ids is None:
         num_target_layers = num_target_layers or raw.get("num_target_layers")
-        _require(
+        require(
             num_target_layers is not None,
             "target_layer_ids",
             None,
@@ -387,19 +443,42 @@ def _from_zlab(
         target_layer_ids=_layer_ids("target_layer_ids", layer_ids),
         block_size=block_size,
         causal=causal,
+        sample_from_anchor=_samples_from_anchor(
+            (container, raw), any(name in _ANCHOR_ARCHITECTURES for name in _stated_names(raw))
+        ),
         mask_token_id=mask,
     )
 
 
+def _samples_from_anchor(sources: Sequence[Mapping[str, Any]], default: bool) -> bool:
+    for name in ANCHOR_FLAGS:
+        for source in sources:
+            value = source.get(name)
+            if value is not None:
+                require(isinstance(value, bool), name, value, "true or false")
+                return bool(value)
+    return default
+
+
 def _layer_ids(name: str, value: object) -> tuple[int, ...]:
     listed = isinstance(value, list | tuple) and all(_is_integer(i) for i in value)
-    _require(listed, name, value, "a list of integers")
+    require(listed, name, value, "a list of integers")
     assert isinstance(value, list | tuple)
     return tuple(value)
 
 
-def _stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
-    """Whether the block is causal: as stated, else by the method that the config belongs to."""
+def block_containers(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The method's own part of a config. Both containers are accepted; where both are there
+    JetSpec's wins key by key."""
+    container: dict[str, Any] = {}
+    for name in reversed(_CONTAINERS):
+        container.update(raw.get(name) or {})
+    return container
+
+
+def stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool | None:
+    """Whether the block is causal, by the config or the method that it belongs to; None where
+    neither says so."""
     for name, source in (
         ("is_causal", raw),
         ("causal_head", container),
@@ -410,28 +489,34 @@ def _stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
     ):
         value = source.get(name)
         if value is not None:
-            _require(isinstance(value, bool), name, value, "true or false")
+            require(isinstance(value, bool), name, value, "true or false")
             return bool(value)
-    causal = raw.get("jetspec_config") is not None
-    logger.info(
-        "The head's config does not say whether its block is causal; taken as %s. Option `causal` "
-        "of the speculative config decides otherwise",
-        "causal, as JetSpec trains" if causal else "bidirectional, as DFlash trains",
-    )
-    return causal
+    return True if raw.get("jetspec_config") is not None else None
+
+
+def _mask_of(stated: bool | None) -> bool:
+    if stated is None:
+        logger.info(
+            "The head's config does not say whether its block is causal; taken as bidirectional, "
+            "as DFlash trains. Option `causal` of the speculative config decides otherwise"
+        )
+    return bool(stated)
 
 
 def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadConfig:
     kind = raw.get("speculators_model_type")
-    _require(kind == "dflash", "speculators_model_type", kind, "'dflash'")
-    _check_architecture(raw, _SPECULATORS_ARCHITECTURES)
-    shape = _layer_shape(_need(raw, "transformer_layer_config"))
-    _refuse_unsupported(raw, 0)
-    # `sliding_window_non_causal`, false by default, is about sliding-window layers alone, which are
-    # refused above: the library trains full attention bidirectionally whatever it says.
+    require(kind == "dflash", "speculators_model_type", kind, "'dflash'")
+    _check_architecture(raw, SPECULATORS_ARCHITECTURES)
+    shape = _layer_shape(_need(raw, "transformer_layer_config"), {})
+    _refuse_unsupported(raw)
+    # `sliding_window_non_causal`, false by default, is about sliding-window layers alone: the
+    # library trains full attention bidirectionally whatever it says.
+    if "windows" in shape:
+        stated = raw.get("sliding_window_non_causal") is not True
+        shape["sliding_causal"] = stated if causal is None else causal
     causal = bool(causal)
     aux = raw.get("aux_hidden_state_layer_ids")
-    _require(bool(aux), "aux_hidden_state_layer_ids", aux, "a list of layer ids, each >= 1")
+    require(bool(aux), "aux_hidden_state_layer_ids", aux, "a list of layer ids, each >= 1")
     assert aux is not None
     # An id there counts the embedding as 0, so decoder layer i is i + 1.
     layer_ids = tuple(i - 1 for i in _layer_ids("aux_hidden_state_layer_ids", aux))
@@ -442,5 +527,6 @@ def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadC
         target_layer_ids=layer_ids,
         block_size=8 if raw.get("block_size") is None else raw["block_size"],
         causal=causal,
+        sample_from_anchor=_samples_from_anchor((raw,), False),
         mask_token_id=raw.get("mask_token_id"),
     )

@@ -3,9 +3,9 @@
 
 The head sees the target's hidden states of all committed tokens (its context, cached in the
 target's pages) and one block per request: the anchor token's embedding and mask embeddings.
-Slot j gives the distribution of the token j positions after the anchor, shared by all
-branches of that depth; the builder turns these marginals into a tree. JetSpec (causal in the
-block) and DFlash with a tree (bidirectional) both draft this way.
+Slot j gives the distribution of the token j positions after the anchor (j + 1 in heads that sample
+from the anchor's slot), shared by all branches of that depth; the builder turns these marginals
+into a tree. JetSpec (causal in the block) and DFlash with a tree (bidirectional) both draft so.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from vllm_specplug.drafting.drafter import (
 )
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.kernels import build_best_first, can_build_best_first, top_candidates
-from vllm_specplug.methods.block.checkpoint import load_block_head
+from vllm_specplug.methods.block.checkpoint import BlockHeadExtras, load_block_head
 from vllm_specplug.methods.block.fused_head import FusedBlockHead
+from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.tree import DraftTree, build_tree
 
 # Draft logits that exist at once, most; in float32 that is 128 MiB.
@@ -37,10 +38,7 @@ class BlockHeadDrafter(Drafter):
 
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
-        assert self.options.head_path is not None
-        head, extras = load_block_head(
-            self.options.head_path, target.text_config, causal=self.options.settings.causal
-        )
+        head, extras = self.load_head(target)
         head = head.to(device=target.device, dtype=target.dtype)
         self.config = head.config
         embed = extras.embed_tokens if extras.embed_tokens is not None else target.embed_tokens
@@ -58,9 +56,19 @@ class BlockHeadDrafter(Drafter):
         self.head = FusedBlockHead(head, self.options.max_model_len, target.make_linear)
         self.ngrams = ngram_branches(self.options)
 
+    def load_head(self, target: TargetWeights) -> tuple[BlockHead, BlockHeadExtras]:
+        """Reads the checkpoint and checks it against its target."""
+        assert self.options.head_path is not None
+        return load_block_head(
+            self.options.head_path, target.text_config, causal=self.options.settings.causal
+        )
+
     def cache_specs(self) -> list[DraftCacheSpec]:
-        spec = DraftCacheSpec(self.config.num_key_value_heads, self.config.head_dim)
-        return [spec] * self.config.num_hidden_layers
+        config = self.config
+        return [
+            DraftCacheSpec(config.num_key_value_heads, config.head_dim, window)
+            for window in config.layer_windows
+        ]
 
     def observe(self, committed: CommittedTokens) -> None:
         rows = committed.rows
@@ -135,7 +143,9 @@ class BlockHeadDrafter(Drafter):
         """`candidates` by their ids in the draft vocabulary."""
         num_reqs = len(requests)
         # A bidirectional block was trained whole; a causal one may stop at the last depth read.
-        rows = depth + 1 if self.config.causal else self.config.block_size
+        first = self.config.first_slot
+        causal = self.config.layer_causal
+        rows = depth + first if all(causal) else self.config.block_size
         device = self.embed_tokens.device
         anchors, starts = device_tensor([requests.anchors, requests.context_lens], device)
         block = self.head.block_embeds(self.embed_tokens[anchors], rows)
@@ -143,9 +153,11 @@ class BlockHeadDrafter(Drafter):
         # Slots past the model's last position are never used: depths are capped before.
         positions = positions.clamp_(max=self.options.max_model_len - 1)
 
-        attend = self.cache.block_attention(requests, rows, self.config.causal)
+        attend = self.cache.block_attention(
+            requests, rows, causal[0] if len(set(causal)) == 1 else causal
+        )
         hidden = self.head(block.flatten(0, 1), positions.flatten(), attend)
-        hidden = hidden.unflatten(0, (num_reqs, rows))[:, 1 : depth + 1]
+        hidden = hidden.unflatten(0, (num_reqs, rows))[:, first : first + depth]
         # A piece at a time: logits of all requests would be the largest tensor of a step.
         pieces = hidden.flatten(0, 1).split(max(1, _MOST_LOGITS // self.vocab_size))
         found = [top_candidates(self.lm_head(piece), width) for piece in pieces]

@@ -74,9 +74,11 @@ class FusedBlockHead:
         # [num_layers, 1, 1, Dh]
         self.context_k_norm = torch.stack([a.k_norm.weight for a in attentions])[:, None, None]
         self.layers = [_FusedLayer(layer, make_linear) for layer in head.layers]
-        cos, sin = rotary_cos_sin(torch.arange(max_positions), self.head_dim, config.rope_theta)
+        cos, sin = rotary_cos_sin(torch.arange(max_positions), config.rotary)
         dtype, device = head.norm.weight.dtype, head.norm.weight.device
-        # [max_positions, 1, Dh]: both halves, so that rotating is two products and a sum
+        # Leading dimensions of a head that are turned
+        self.rotated = config.rotary.rotated
+        # [max_positions, 1, rotated]: both halves, so that rotating is two products and a sum
         self.cos = torch.cat((cos, cos), -1)[:, None].to(device, dtype)
         self.sin = torch.cat((-sin, sin), -1)[:, None].to(device, dtype)
 
@@ -123,7 +125,13 @@ class FusedBlockHead:
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotates the two halves of x [..., T, heads, Dh] by the angles of positions [T]."""
-        swapped = x.roll(self.head_dim // 2, dims=-1)
+        if self.rotated < self.head_dim:
+            turned, rest = x.split((self.rotated, self.head_dim - self.rotated), dim=-1)
+            return torch.cat((self._turn(turned, positions), rest), dim=-1)
+        return self._turn(x, positions)
+
+    def _turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        swapped = x.roll(self.rotated // 2, dims=-1)
         return x * self.cos[positions] + swapped * self.sin[positions]
 
 

@@ -6,9 +6,10 @@ size, Hq/Hkv query/key heads, Dh head size, I MLP width.
 
 One draft round feeds a block: slot 0 is the embedding of the anchor (the newest token, sampled but
 not yet in the target's cache), slots 1.. are the mask embedding. The output at slot j predicts the
-token *at* slot j. Each layer attends the context features of every committed position before the
-anchor, then the block itself. Context features are the same for every layer and are never updated
-by it, so a context K/V pair is final once its position is committed.
+token *at* slot j, or the one after it in heads that sample from the anchor's slot. Each layer
+attends the context features of every committed position before the anchor, then the block itself.
+Context features are the same for every layer and are never updated by it, so a context K/V pair is
+final once its position is committed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vllm_specplug.methods.block.config import BlockHeadConfig
+from vllm_specplug.methods.block.rotary import Rotary
 
 __all__ = ["Attend", "BlockHead", "BlockHeadConfig"]
 
@@ -40,20 +42,22 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
-def rotary_cos_sin(
-    positions: torch.Tensor, head_dim: int, theta: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of the rotary angles of `positions` [T], each float32 [T, Dh/2]."""
-    inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = positions.to(torch.float32).unsqueeze(-1) * inverse.to(positions.device)
-    return angles.cos(), angles.sin()
+def rotary_cos_sin(positions: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of the rotary angles of `positions` [T], each float32 [T, Dh/2]; fewer columns
+    where only a part of a head is turned."""
+    frequencies, factor = rotary.frequencies()
+    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies.to(positions.device)
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the two halves of x [T, heads, Dh] by angles [T, Dh/2] (neox layout)."""
+    """Rotates the two halves of x [T, heads, Dh] by angles [T, Dh/2] (neox layout); with fewer
+    angles those of its first dimensions."""
     cos, sin = cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = 2 * cos.shape[-1]
+    first, second = x[..., :turned].chunk(2, dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*rotated, x[..., turned:]), dim=-1)
 
 
 class BlockAttention(nn.Module):
@@ -146,7 +150,7 @@ class BlockHead(nn.Module):
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin [T, Dh/2] of absolute positions [T]."""
-        return rotary_cos_sin(positions, self.config.head_dim, self.config.rope_theta)
+        return rotary_cos_sin(positions, self.config.rotary)
 
     def context_features(self, aux: torch.Tensor) -> torch.Tensor:
         """Outputs of `target_layer_ids` concatenated in that order, [T, L*Ht] -> [T, H]."""
@@ -183,7 +187,8 @@ class BlockHead(nn.Module):
                 and returns [T, Hq, Dh]. Scale is `config.attention_scale`.
 
         Returns:
-            [T, H]; the LM head on slot j gives the distribution of the token at slot j.
+            [T, H]; the LM head on slot j gives the distribution of the token at slot j, or of the
+            one after it.
         """
         cos, sin = self.rotary(positions)
         x = input_embeds

@@ -17,6 +17,8 @@ from vllm_specplug.drafting.method import (
 from vllm_specplug.options import check_tree_depth
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vllm_specplug.methods.block.config import BlockHeadConfig
 
 BLOCK_NEEDS = frozenset({Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE})
@@ -38,18 +40,23 @@ class BlockOptions(MethodOptions):
     checkpoint says (`causal_head`), bidirectional when it says nothing."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
-        # Imported here: reading a head needs torch, which declarations must not import.
-        from vllm_specplug.methods.block.checkpoint import inspect_block_head
-
         path = resolve_head_path(shared.model, method)
-        head = inspect_block_head(path, target.text_config, causal=self.causal)
-        depth = check_tree_depth(shared.tree_depth, head.block_size)
+        head = self.inspect(path, target)
+        depth = check_tree_depth(shared.tree_depth, head.block_size, head.num_draft_tokens)
         return DraftPlan(
             depth=min(depth, shared.num_speculative_tokens),
             head_path=str(path),
             hidden_layers=tuple(head.target_layer_ids),
             settings=self.settings(method, shared, target, head),
+            needs=frozenset({Capability.CONTEXT_WINDOW} if any(head.windows) else ()),
         )
+
+    def inspect(self, path: Path, target: TargetInfo) -> BlockHeadConfig:
+        """Checks the head in folder `path` against its target, reading no weights."""
+        # Imported here: reading a head needs torch, which declarations must not import.
+        from vllm_specplug.methods.block.checkpoint import inspect_block_head
+
+        return inspect_block_head(path, target.text_config, causal=self.causal)
 
     def settings(
         self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig

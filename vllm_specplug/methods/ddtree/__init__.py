@@ -10,6 +10,7 @@ METHOD = Method(
     options="vllm_specplug.methods.block.options:BlockOptions",
     drafter="vllm_specplug.methods.ddtree.drafter:DDTreeDrafter",
     needs=BLOCK_NEEDS,
+    recognises="vllm_specplug.methods.block.recognise:is_bidirectional_block_head",
     train_commands=("vllm_specplug.methods.block.train.cli",),
     presets={"smollm2": {"model": "heads/smollm2-135m-dflash", "num_speculative_tokens": 16}},
     plot_colors={"ddtree": "#0b8296"},

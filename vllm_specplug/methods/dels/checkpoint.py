@@ -2,7 +2,7 @@
 """Reading and writing local heads: a folder written here, or a file released with DeLS-Spec.
 
 It holds `config.json` beside `model.safetensors`. A released `.pt` file is a pickle: it is read in
-weights-only mode (see `released`), checked, and written once as `<name>.safetensors` and
+weights-only mode, checked, and written once as `<name>.safetensors` and
 `<name>.json` beside itself where that folder can be written to.
 """
 
@@ -26,8 +26,8 @@ from vllm_specplug.drafting.checkpoint_files import (
     read_safetensors,
     write_checkpoint,
 )
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
-from vllm_specplug.methods.dels.released import check_plain, load_pickle
+from vllm_specplug.drafting.pickle_files import check_plain, load_pickle
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import torch
 from vllm_specplug.drafting.drafter import DraftRequests, TargetWeights
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.dels.checkpoint import load_local_head
-from vllm_specplug.methods.dels.local_tree import LocalTreeBuilder
 from vllm_specplug.methods.dels.unigram import load_unigram
+from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import DraftTree
 
 

@@ -18,12 +18,8 @@ import torch
 from safetensors import safe_open
 
 from vllm_specplug.drafting.checkpoint_files import check_header_length, write_safetensors
-from vllm_specplug.methods.dels.released import (
-    MAX_COUNTS_BYTES,
-    check_plain,
-    load_counts_archive,
-    load_pickle,
-)
+from vllm_specplug.drafting.pickle_files import check_plain, load_pickle
+from vllm_specplug.methods.dels.released import MAX_COUNTS_BYTES, load_counts_archive
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ METHOD = Method(
     options="vllm_specplug.methods.block.options:BlockOptions",
     drafter="vllm_specplug.methods.jetspec.drafter:JetSpecDrafter",
     needs=BLOCK_NEEDS,
+    recognises="vllm_specplug.methods.block.recognise:is_causal_block_head",
     train_commands=(
         "vllm_specplug.methods.block.train.cli",
         "vllm_specplug.methods.block.train.evaluate_cli",

@@ -9,6 +9,7 @@ METHOD = Method(
     options="vllm_specplug.methods.longspec.options:LongSpecOptions",
     drafter="vllm_specplug.methods.longspec.drafter:LongSpecDrafter",
     needs=frozenset({Capability.WINDOW, Capability.TARGET_CACHE, Capability.HOST_BRANCHES}),
+    recognises="vllm_specplug.methods.longspec.recognise:is_longspec_head",
     train_commands=("vllm_specplug.methods.longspec.train.cli",),
     presets={"smollm2": {"model": "heads/smollm2-135m-longspec", "num_speculative_tokens": 16}},
     plot_colors={

@@ -10,8 +10,13 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.drafting.checkpoint_files import check_tensors, draft_token_ids, write_checkpoint
-from vllm_specplug.methods.block.checkpoint import WEIGHTS_NAME, read_tensors
+from vllm_specplug.drafting.checkpoint_files import (
+    WEIGHTS_NAME,
+    check_tensors,
+    draft_token_ids,
+    write_checkpoint,
+)
+from vllm_specplug.methods.block.checkpoint import read_tensors
 from vllm_specplug.methods.longspec.config import LongSpecConfig
 from vllm_specplug.methods.longspec.head import LongSpecHead
 

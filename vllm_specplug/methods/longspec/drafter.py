@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
     DraftCacheSpec,
-    Drafter,
     DraftRequests,
     LinearFactory,
     TargetWeights,
     WindowSpec,
 )
+from vllm_specplug.drafting.head_drafter import HeadDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.block.fused_head import plain_linear
@@ -109,7 +109,7 @@ class FusedLongSpecHead:
         return x * self.cos[positions] + swapped * self.sin[positions]
 
 
-class LongSpecDrafter(Drafter):
+class LongSpecDrafter(HeadDrafter):
     """Windowed self-attention and cross-attention over the target's last layer."""
 
     @torch.inference_mode()
@@ -141,27 +141,9 @@ class LongSpecDrafter(Drafter):
     def forget(self, req_ids: Iterable[str]) -> None:
         req_ids = list(req_ids)
         self.window.forget(req_ids)
-        if self.ngrams is not None:
-            self.ngrams.forget(req_ids)
+        super().forget(req_ids)
 
-    @property
-    def forward_depth(self) -> int:
-        return self.options.tree_depth
-
-    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
-        if self.ngrams is None:
-            return super().look_up(requests)
-        return self.ngrams.look_up(requests)
-
-    def propose(self, requests: DraftRequests) -> list[DraftTree]:
-        trees = [DraftTree.empty()] * len(requests)
-        chosen, drafted = requests.for_forward()
-        if chosen:
-            for r, tree in zip(chosen, self._draft(drafted), strict=True):
-                trees[r] = tree
-        return trees if self.ngrams is None else self.ngrams.added_to(trees, requests)
-
-    def _draft(self, requests: DraftRequests) -> list[DraftTree]:
+    def draft(self, requests: DraftRequests) -> list[DraftTree]:
         self._fill_windows(requests)
         return draft_level_by_level(
             requests.anchors,

@@ -9,6 +9,7 @@ METHOD = Method(
     options="vllm_specplug.methods.tokenswift.options:TokenSwiftOptions",
     drafter="vllm_specplug.methods.tokenswift.drafter:TokenSwiftDrafter",
     needs=frozenset({Capability.HIDDEN_STATES, Capability.TARGET_FORWARD}),
+    recognises="vllm_specplug.methods.tokenswift.recognise:is_tokenswift_head",
     train_commands=("vllm_specplug.methods.tokenswift.train.cli",),
     presets={"smollm2": {"model": "heads/smollm2-135m-tokenswift", "num_speculative_tokens": 16}},
     plot_colors={

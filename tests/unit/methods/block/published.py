@@ -69,6 +69,14 @@ DEEPSPEC_DFLASH_QWEN3_4B = changed(
     dflash_config=None,
     auto_map=None,
 )
+# The same with the values of config/dspark/dspark_qwen3_4b.py: deepseek-ai's dspark_*_block7.
+DEEPSPEC_DSPARK_QWEN3_4B = changed(
+    DEEPSPEC_DFLASH_QWEN3_4B,
+    enable_confidence_head=True,
+    confidence_head_with_markov=True,
+    markov_rank=256,
+    markov_head_type="vanilla",
+)
 # sgl-project/SpecForge 832263f configs/qwen3-4b-dspark.json
 SPECFORGE_DSPARK_QWEN3_4B = changed(
     ZLAB_QWEN3_8B,
@@ -83,6 +91,68 @@ SPECFORGE_DSPARK_QWEN3_4B = changed(
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     },
+)
+# sgl-project/SpecForge 4e3f455 configs/qwen3-8b-dspark.json
+SPECFORGE_DSPARK_QWEN3_8B = changed(
+    ZLAB_QWEN3_8B,
+    architectures=["DSparkDraftModel"],
+    auto_map={"AutoModel": "dspark.DSparkDraftModel"},
+    dflash_config={
+        "projector_type": "dspark",
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "confidence_head_alpha": 1.0,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+)
+# sgl-project/SpecForge 925f116 configs/qwen3-8b-dspark-causal-noconf-b16.json
+SPECFORGE_DSPARK_CAUSAL = changed(
+    SPECFORGE_DSPARK_QWEN3_8B,
+    is_causal=True,
+    dflash_config={
+        "attention_mode": "gqa",
+        "confidence_head_alpha": 0.0,
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+    },
+)
+# sgl-project/SpecForge 74716df configs/qwen3.6-27b-dspark.json: the Markov head's part has a
+# container of its own.
+SPECFORGE_DSPARK_QWEN36_27B = changed(
+    ZLAB_QWEN3_8B,
+    architectures=["DSparkDraftModel"],
+    auto_map={"AutoModel": "dspark.DSparkDraftModel"},
+    dflash_config={
+        "attention_mode": "gqa",
+        "mask_token_id": 248070,
+        "projector_type": "dspark",
+        "target_layer_ids": [2, 17, 32, 47, 62],
+    },
+    dspark_config={
+        "confidence_head_with_markov": True,
+        "enable_confidence_head": True,
+        "markov_head_type": "vanilla",
+        "markov_rank": 256,
+    },
+    target_hidden_size=None,
+    bos_token_id=None,
+    eos_token_id=248044,
+    hidden_size=5120,
+    intermediate_size=17408,
+    max_position_embeddings=262144,
+    max_window_layers=28,
+    num_target_layers=64,
+    pad_token_id=248044,
+    rope_theta=10000000,
+    vocab_size=248320,
+)
+# sgl-project/SpecForge 134669b configs/qwen3-8b-dspark-draftvocab32k.json
+SPECFORGE_DSPARK_DRAFT_VOCAB = changed(
+    SPECFORGE_DSPARK_QWEN3_8B,
+    block_size=7,
+    draft_vocab_size=32000,
+    dflash_config={"attention_mode": "gqa"},
 )
 # sgl-project/SpecForge 70e241a configs/qwen3-8b-domino.json
 SPECFORGE_DOMINO_QWEN3_8B = changed(
@@ -102,6 +172,57 @@ SPECFORGE_DSPINE_QWEN3_8B = changed(
     architectures=["DSpineDraftModel"],
     is_causal=True,
     dspine_config={"transfer_rank": 1024, "message_size": 512, "top_k": 16},
+)
+# sgl-project/SpecForge 47344ea configs/kimi-k2.7-code-dflash.json
+SPECFORGE_DFLASH_KIMI = changed(
+    ZLAB_QWEN3_8B,
+    auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+    block_size=8,
+    dflash_config={"mask_token_id": 163838, "target_layer_ids": [1, 12, 24, 35, 47, 58]},
+    hidden_size=7168,
+    intermediate_size=18432,
+    layer_types=["full_attention"] * 6,
+    mask_token_id=163838,
+    max_position_embeddings=262144,
+    max_window_layers=6,
+    num_attention_heads=64,
+    num_hidden_layers=6,
+    num_target_layers=61,
+    rms_norm_eps=1e-05,
+    rope_scaling={
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 64.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "type": "yarn",
+    },
+    rope_theta=50000.0,
+    vocab_size=163840,
+)
+# Layers as vLLM 0.32 describes z-lab's gemma-4-31B head (model_executor/models/qwen3_dflash.py):
+# sliding ones, causal in the block, before one that sees all; the window is that of SpecForge's
+# configs/qwen3.6-27b-dflash2.json at 5943b2f.
+ZLAB_MIXED = changed(
+    ZLAB_QWEN3_8B,
+    layer_types=["sliding_attention"] * 4 + ["full_attention"],
+    sliding_window=2048,
+    use_sliding_window=True,
+)
+# sgl-project/SpecForge 5943b2f configs/qwen3.6-27b-dflash2.json
+SPECFORGE_DFLASH2_QWEN36_27B = changed(
+    ZLAB_MIXED,
+    architectures=["DFlash2DraftModel"],
+    block_size=None,
+    dflash_config={
+        "block_size": 8,
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+    },
 )
 # vllm-project/speculators c05b95b: fields and defaults of src/speculators/models/dflash/config.py,
 # the layer config of scripts/train.py. attention.py masks full attention bidirectionally whatever
@@ -153,10 +274,48 @@ SPECULATORS_JETSPEC = changed(
     kd_temperature=1.0,
     mask_token_id=None,
 )
-# vllm-project/speculators c05b95b src/speculators/models/dspark: sample_from_anchor by default.
+# vllm-project/speculators c05b95b src/speculators/models/dspark: sample_from_anchor by default, and
+# the values of its training arguments for the two heads.
 SPECULATORS_DSPARK = changed(
     SPECULATORS_QWEN3_8B,
     architectures=["DSparkSpeculator"],
     speculators_model_type="dspark",
     sample_from_anchor=True,
+    markov_rank=256,
+    markov_head_type="vanilla",
+    enable_confidence_head=True,
+    confidence_head_with_markov=True,
 )
+
+# Sizes of a target and a head that tests can compute, for any of the configs above.
+TINY_TARGET = {"hidden_size": 16, "vocab_size": 30, "num_hidden_layers": 4}
+_TINY_LAYER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 30,
+}
+
+
+def tiny(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A published config with everything but its sizes, ids and numbers of layers."""
+    if "transformer_layer_config" in config:
+        layers = config["transformer_layer_config"]
+        layers = changed(layers, **_TINY_LAYER, num_hidden_layers=2)
+        layers["layer_types"] = layers["layer_types"][-2:]
+        small = changed(config, draft_vocab_size=20, aux_hidden_state_layer_ids=[2, 4])
+        small = {**small, "transformer_layer_config": layers, "mask_token_id": 29}
+    else:
+        small = changed(config, **_TINY_LAYER, num_hidden_layers=2, num_target_layers=4)
+        small["layer_types"] = small["layer_types"][-2:]
+        if small.get("draft_vocab_size"):
+            small["draft_vocab_size"] = 20
+        ids = {"mask_token_id": 29, "target_layer_ids": [1, 3]}
+        inner = small.get("dflash_config")
+        small = changed(small, **(ids if inner is None else {"dflash_config": ids}))
+    for part in (small, small.get("dflash_config") or {}, small.get("dspark_config") or {}):
+        if part.get("markov_rank"):
+            part["markov_rank"] = 6
+    return changed(small, block_size=5, **changes)

@@ -227,15 +227,14 @@ def test_head_of_another_target_names_field_and_legal_values(
     [
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
-            ["layer_types", "sliding_attention"],
+            ["sliding_window = None", "an integer from 1"],
         ),
-        (
-            {"dflash_config": {"sample_from_anchor": True, "target_layer_ids": [1]}},
-            ["sample_from_anchor"],
-        ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, ["rope_scaling.rope_type", "yarn"]),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, ["layer_types", "chunked"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, ["rope_type", "dynamic"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, ["rope_scaling", "low_freq"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["rope_scaling", "factor"]),
         ({"layer_types": None, "use_sliding_window": True}, ["use_sliding_window", "sliding"]),
-        ({"dflash_config": {"use_swa": True, "target_layer_ids": [1]}}, ["use_swa"]),
+        ({"dflash_config": {"use_swa": True, "target_layer_ids": [1]}}, ["sliding_window = None"]),
         ({"is_neox_style": False}, ["is_neox_style = False"]),
         ({"logit_scale": 0.5}, ["logit_scale = 0.5"]),
         ({"architectures": ["DFlash2DraftModel"]}, ["architectures", "DFlash2DraftModel"]),

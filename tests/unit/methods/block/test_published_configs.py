@@ -38,9 +38,10 @@ def test_full_attention_of_speculators_heads_is_bidirectional(flag, why):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("DEEPSPEC_DFLASH_QWEN3_4B", ["architectures", "Qwen3DSparkModel", "DFlashDraftModel"]),
+        ("DEEPSPEC_DSPARK_QWEN3_4B", ["markov_rank", "256", "method dspark_tree"]),
         ("SPECFORGE_DSPARK_QWEN3_4B", ["projector_type", "dspark"]),
         ("SPECFORGE_DOMINO_QWEN3_8B", ["projector_type", "domino"]),
+        ("SPECFORGE_DFLASH2_QWEN36_27B", ["architectures", "DFlash2DraftModel"]),
         ("SPECFORGE_DSPINE_QWEN3_8B", ["architectures", "DSpineDraftModel"]),
         ("SPECULATORS_JETSPEC", ["speculators_model_type", "jetspec", "'dflash'"]),
         ("SPECULATORS_DSPARK", ["speculators_model_type", "dspark", "'dflash'"]),
@@ -66,15 +67,13 @@ def test_known_architectures(architecture):
 @pytest.mark.parametrize(
     ("raw", "changes", "words"),
     [
-        # Slot k predicts token k + 1: every draft would be one place off.
-        (ZLAB_QWEN3_8B, {"dflash_config": {"shift_label": True}}, ["shift_label"]),
-        (ZLAB_QWEN3_8B, {"dflash_config": {"sample_from_anchor": True}}, ["sample_from_anchor"]),
-        (SPECULATORS_QWEN3_8B, {"sample_from_anchor": True}, ["sample_from_anchor"]),
+        (ZLAB_QWEN3_8B, {"dflash_config": {"shift_label": "no"}}, ["shift_label"]),
         # Heads whose distributions need more than the block's.
         (ZLAB_QWEN3_8B, {"markov_rank": 256}, ["markov_rank"]),
         (ZLAB_QWEN3_8B, {"enable_confidence_head": True}, ["enable_confidence_head"]),
         # Rotary embeddings of another kind.
-        (ZLAB_QWEN3_8B, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        (ZLAB_QWEN3_8B, {"partial_rotary_factor": 0.008}, ["partial_rotary_factor", "0.008"]),
+        (ZLAB_QWEN3_8B, {"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
         (
             SPECULATORS_QWEN3_8B,
             {"transformer_layer_config": {"rope_parameters": {"full_attention": {}}}},
@@ -82,7 +81,7 @@ def test_known_architectures(architecture):
         ),
         (
             SPECULATORS_QWEN3_8B,
-            {"transformer_layer_config": {"rope_parameters": {"partial_rotary_factor": 0.25}}},
+            {"transformer_layer_config": {"rope_parameters": {"partial_rotary_factor": "a"}}},
             ["partial_rotary_factor"],
         ),
         # Fields that say less than they must.
@@ -98,6 +97,24 @@ def test_other_meanings_are_refused(raw, changes, words):
     with pytest.raises(ValueError, match="draft head config") as error:
         BlockHeadConfig.from_dict(changed(raw, **changes), num_target_layers=36)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "samples"),
+    [
+        (ZLAB_QWEN3_8B, {"dflash_config": {"shift_label": True}}, True),
+        (ZLAB_QWEN3_8B, {"dflash_config": {"sample_from_anchor": True}}, True),
+        (SPECULATORS_QWEN3_8B, {"sample_from_anchor": True}, True),
+        (published.DEEPSPEC_DFLASH_QWEN3_4B, {}, True),
+        (ZLAB_QWEN3_8B, {}, False),
+        (SPECULATORS_QWEN3_8B, {}, False),
+    ],
+)
+def test_where_the_first_draft_is_read(raw, changes, samples):
+    config = BlockHeadConfig.from_dict(changed(raw, **changes), num_target_layers=36)
+    assert config.sample_from_anchor is samples
+    assert config.num_draft_tokens == config.block_size - (not samples)
+    assert BlockHeadConfig.from_dict(config.to_dict()).sample_from_anchor is samples
 
 
 def test_an_absent_head_size_is_that_of_the_model_type():

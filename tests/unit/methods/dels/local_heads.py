@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 
 V, H, S, R = 23, 12, 10, 6
 TARGET = {"vocab_size": V, "hidden_size": H, "num_hidden_layers": 2}

@@ -14,7 +14,7 @@ from tests.unit.methods.dels.dels_drafters import load_drafter
 from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
 from vllm_specplug.methods.dels.checkpoint import save_local_head
 from vllm_specplug.methods.dels.drafter import DelsDrafter
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 from vllm_specplug.tree import build_tree
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.methods.dels.local_heads import KINDS, H, R, S, V, make
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 
 
 @pytest.mark.parametrize("name", KINDS)

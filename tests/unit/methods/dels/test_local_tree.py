@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.unit.methods.dels.local_heads import KINDS, H, V, make
-from vllm_specplug.methods.dels.head import LocalHead
-from vllm_specplug.methods.dels.local_tree import LocalTreeBuilder
 from vllm_specplug.methods.dels.options import DelsSettings
+from vllm_specplug.methods.local.head import LocalHead
+from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import build_tree
 from vllm_specplug.tree.beam import Frontier
 

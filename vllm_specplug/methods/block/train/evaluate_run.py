@@ -18,6 +18,7 @@ from vllm_specplug.methods.block.train.evaluate import (
     draft_sequences,
     tree_policy,
 )
+from vllm_specplug.methods.block.train.start import check_trainable
 from vllm_specplug.methods.dels.checkpoint import load_local_head
 from vllm_specplug.methods.dels.train.evaluate import (
     Fusion,
@@ -58,6 +59,7 @@ class Evaluation:
         self.target_config = weights.config
         tables = weights.tables()
         module, extras = load_block_head(head, weights.config, dtype=torch.bfloat16)
+        check_trainable("--head", head, module)
         store = FeatureStore(features)
         if store.target_layer_ids != module.config.target_layer_ids:
             raise ValueError(

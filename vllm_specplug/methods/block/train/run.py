@@ -16,7 +16,11 @@ from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_h
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.evaluate import AcceptanceReport, evaluate_head
-from vllm_specplug.methods.block.train.start import head_config_for, init_from_target
+from vllm_specplug.methods.block.train.start import (
+    check_trainable,
+    head_config_for,
+    init_from_target,
+)
 from vllm_specplug.methods.block.train.trainer import BlockTrainer, TrainOptions
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.loop import (
@@ -196,6 +200,7 @@ def load_initial(
     if not run.init_from:
         return None, None
     head, extras = load_block_head(run.init_from, weights.config, causal=run.causal)
+    check_trainable("init_from", run.init_from, head)
     if extras.lm_head is not None or extras.embed_tokens is not None:
         raise ValueError(
             f"init_from = {run.init_from!r} ships its own LM head or embeddings, legal: a "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,21 @@ def head_config_for(
         rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10000.0),
     )
+
+
+def check_trainable(option: str, path: str | Path, head: BlockHead) -> None:
+    """Raises ValueError for heads that training and estimates do not compute: there slot j predicts
+    the token at j, and every layer attends the whole context."""
+    if head.config.windows:
+        raise ValueError(
+            f"{option} = {str(path)!r} has sliding-window layers, legal: full attention in all "
+            "layers; such heads are served, and trained by their own trainers"
+        )
+    if head.config.sample_from_anchor:
+        raise ValueError(
+            f"{option} = {str(path)!r} samples from the anchor's slot, legal: a head whose slot j "
+            "predicts the token at j; such heads are served, and trained by their own trainers"
+        )
 
 
 @torch.no_grad()

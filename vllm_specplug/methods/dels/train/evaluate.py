@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specplug.methods.block.train.evaluate import DraftTables
-from vllm_specplug.methods.dels.head import LocalHead
+from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.train.walk import (
     AcceptanceReport,
     DraftedSequence,

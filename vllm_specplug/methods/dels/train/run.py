@@ -16,11 +16,11 @@ from accelerate import Accelerator
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.block.train.evaluate_run import Evaluation
 from vllm_specplug.methods.dels.checkpoint import save_local_head
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.dels.train.batch import pack_local
 from vllm_specplug.methods.dels.train.evaluate import Fusion, LocalTables, evaluate_local_chains
 from vllm_specplug.methods.dels.train.trainer import LocalOptions, LocalTrainer
 from vllm_specplug.methods.dels.unigram import UnigramCounts
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 from vllm_specplug.train.loop import (
     Log,
     LoopOptions,

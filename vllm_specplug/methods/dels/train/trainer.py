@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from vllm_specplug.methods.dels.head import LocalHead
 from vllm_specplug.methods.dels.train.batch import LocalBatch, local_anchors, pack_local
+from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.train.losses import LOSSES, head_loss
 from vllm_specplug.train.order import DataOrder, random_subset
 from vllm_specplug.train.recipe import Recipe

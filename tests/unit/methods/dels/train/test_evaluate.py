@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from vllm_specplug.methods.block.train.evaluate import DraftTables, chain_policy, tree_policy
-from vllm_specplug.methods.dels.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.dels.train.evaluate import (
     FusedTrees,
     Fusion,
@@ -19,6 +18,7 @@ from vllm_specplug.methods.dels.train.evaluate import (
     local_chain_policy,
     local_tree_policy,
 )
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 from vllm_specplug.train.walk import AcceptanceReport, DraftedSequence, Slots, rounds_at, walk
 
 VOCAB, DRAFT, HIDDEN, DEPTH, PROMPT = 12, 9, 6, 4, 2

@@ -14,10 +14,10 @@ from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.block.train.run import RunOptions, train_block_head
 from vllm_specplug.methods.block.train.trainer import TrainOptions
 from vllm_specplug.methods.dels.checkpoint import load_local_head
-from vllm_specplug.methods.dels.head import LocalHead
 from vllm_specplug.methods.dels.train.batch import local_anchors, pack_local
 from vllm_specplug.methods.dels.train.run import LocalRunOptions, local_config, train_local_head
 from vllm_specplug.methods.dels.train.trainer import LocalOptions, LocalTrainer
+from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.train.target import TargetWeights
 from vllm_specplug.train.text import TextSequence, TextStore
 

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads with published configs and names, random weights, ready to draft without an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from tests.unit.methods.block.dense_cache import DenseCache, committed
+from tests.unit.methods.block.published import TINY_TARGET
+from tests.unit.methods.block.reference import block_hidden, layer_config
+from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.drafting.method import Method, TargetInfo
+from vllm_specplug.methods.block.fused_head import plain_linear
+
+CONTEXT = 9
+ANCHOR = 7
+
+
+class Shared:
+    """Options that every method has."""
+
+    def __init__(self, model: Path, nodes: int, width: int) -> None:
+        self.model, self.num_speculative_tokens, self.tree_width = str(model), nodes, width
+        self.tree_depth, self.tree_builder, self.ngram_topk = None, "best_first", 0
+
+
+class PublishedHead:
+    """A head in the layout of a published `config`, its target's tables, and a context."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], *, tables: bool = False) -> None:
+        self.folder, self.raw = folder, config
+        layer = layer_config(config)
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        hidden, width, vocab = (
+            layer[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
+        )
+        size = layer["head_dim"]
+        heads, kv_heads = layer["num_attention_heads"] * size, layer["num_key_value_heads"] * size
+        inner = config.get("dflash_config") or {}
+        self.layers = len(
+            inner.get("target_layer_ids")
+            or config.get("target_layer_ids")
+            or config["aux_hidden_state_layer_ids"]
+        )
+        self.tensors = {
+            "fc.weight": random(hidden, self.layers * hidden) * 0.2,
+            "hidden_norm.weight": random(hidden),
+            "norm.weight": random(hidden),
+        }
+        for i in range(layer["num_hidden_layers"]):
+            shapes = {
+                "self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (kv_heads, hidden),
+                "self_attn.v_proj": (kv_heads, hidden), "self_attn.o_proj": (hidden, heads),
+                "self_attn.q_norm": (size,), "self_attn.k_norm": (size,),
+                "mlp.gate_proj": (width, hidden), "mlp.up_proj": (width, hidden),
+                "mlp.down_proj": (hidden, width), "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
+            }  # fmt: skip
+            for name, shape in shapes.items():
+                self.tensors[f"layers.{i}.{name}.weight"] = random(*shape) * 0.5
+        self.draft_vocab = config.get("draft_vocab_size") or vocab
+        own = {**config, **inner, **(config.get("dspark_config") or {})}
+        rank = own.get("markov_rank") or 0
+        if rank:
+            self.tensors["markov_head.markov_w1.weight"] = random(vocab, rank)
+            self.tensors["markov_head.markov_w2.weight"] = random(self.draft_vocab, rank)
+        if own.get("enable_confidence_head"):
+            inputs = hidden + (rank if own["confidence_head_with_markov"] else 0)
+            self.tensors["confidence_head.proj.weight"] = random(1, inputs)
+            self.tensors["confidence_head.proj.bias"] = random(1)
+        self.target_ids = torch.arange(vocab)
+        if self.draft_vocab < vocab:
+            self.target_ids = torch.randperm(vocab, generator=generator)[: self.draft_vocab]
+            self.target_ids = self.target_ids.sort().values
+            self.tensors["d2t"] = self.target_ids - torch.arange(self.draft_vocab)
+        self.embed, self.lm_head = random(vocab, hidden), random(vocab, hidden)
+        if tables:
+            self.tensors["embed_tokens.weight"] = self.embed
+            self.tensors["lm_head.weight"] = self.lm_head[self.target_ids]
+        self.mask = inner.get("mask_token_id", config.get("mask_token_id"))
+        self.context = random(CONTEXT, self.layers * hidden)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(self.tensors, folder / "model.safetensors")
+
+    def logits(self, *, first: int, causal: bool, **masks: Any) -> torch.Tensor:
+        """The block's scores [D, V'] by the published equations; slot `first` gives depth 1."""
+        slots = torch.stack([self.embed[ANCHOR]] + [self.embed[self.mask]] * 4)
+        hidden = block_hidden(self.raw, self.tensors, self.context, slots, causal=causal, **masks)
+        return hidden[first:] @ self.lm_head[self.target_ids].double().T
+
+    def drafter(self, method: Method, **options: Any) -> tuple[Any, DraftRequests]:
+        """The method's drafter after its own checks, with the context observed, and a request."""
+        shared = Shared(self.folder, 24, 4)
+        plan = method.parse_options(options).resolve(
+            method.name, shared, TargetInfo(TINY_TARGET, 64, None)
+        )
+        assert len(plan.hidden_layers) == self.layers
+        drafter = method.load_drafter()(
+            DrafterOptions(
+                head_path=plan.head_path, num_nodes=24, tree_depth=plan.depth, max_depth=24,
+                tree_width=4, tree_builder="best_first", hybrid_lambda=0.1, ngram_topk=0,
+                max_model_len=64, settings=plan.settings,
+            )
+        )  # fmt: skip
+        drafter.load(
+            TargetWeights(
+                embed_tokens=self.embed, lm_head=self.lm_head, dtype=torch.float32,
+                device=torch.device("cpu"), text_config=TINY_TARGET, make_linear=plain_linear,
+            )
+        )  # fmt: skip
+        drafter.bind_cache(DenseCache([spec.window for spec in drafter.cache_specs()]))
+        drafter.observe(committed(self.context, self.layers))
+        return drafter, DraftRequests(
+            req_ids=["a"],
+            token_ids=[np.array([1] * CONTEXT + [ANCHOR])],
+            context_lens=[CONTEXT],
+            req_indices=[0],
+            budgets=[24],
+            widths=[4],
+            depths=[plan.depth],
+        )

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block heads from their published equations, one block at a time in float64.
+
+Nothing of the package is used: configs are read as the trainers write them, and tensors by their
+published names. L selected layers, Ht target hidden size, n context tokens, B slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+def layer_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where the sizes of the layers stand: in speculators' format one level down."""
+    return raw.get("transformer_layer_config", raw)
+
+
+def _rotated(x: torch.Tensor, positions: torch.Tensor, raw: Mapping[str, Any]) -> torch.Tensor:
+    """x [heads, n, Dh] at `positions` [n]; frequencies and scale are those of transformers."""
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    names = ("hidden_size", "num_attention_heads", "head_dim", "rope_theta", "rope_scaling",
+             "rope_parameters", "max_position_embeddings", "partial_rotary_factor")  # fmt: skip
+    stated = {name: raw[name] for name in names if raw.get(name) is not None}
+    config = Qwen3Config(**stated)
+    rope = config.rope_parameters
+    kind = rope["rope_type"]
+    if kind == "default":
+        width = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
+        frequencies = rope["rope_theta"] ** -(torch.arange(0, width, 2).double() / width)
+        scale = 1.0
+    else:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    angles = positions.double()[:, None] * frequencies.double()
+    cos, sin = (torch.cat((f(angles), f(angles)), -1) * scale for f in (torch.cos, torch.sin))
+    width = cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, -1)
+    return torch.cat((turned * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+
+
+def block_hidden(
+    raw: Mapping[str, Any],
+    tensors: Tensors,
+    # [n, L * Ht] selected layer outputs of the tokens before the anchor
+    context: torch.Tensor,
+    # [B, H] embeddings of the anchor and the masks
+    slots: torch.Tensor,
+    *,
+    causal: bool,
+    windows: list[int | None] | None = None,
+    causal_layers: list[bool] | None = None,
+) -> torch.Tensor:
+    """Normed states [B, H] of all slots of a block.
+
+    `windows` holds each layer's sliding window, None for full attention; `causal_layers` each
+    layer's mask inside the block, where they differ.
+    """
+    layer = layer_config(raw)
+    t = {name.removeprefix("model."): tensor.double() for name, tensor in tensors.items()}
+    eps, size = layer["rms_norm_eps"], layer["head_dim"]
+    heads, kv_heads = layer["num_attention_heads"], layer["num_key_value_heads"]
+    n, count = len(context), len(slots)
+    features = _norm(context.double() @ t["fc.weight"].T, t["hidden_norm.weight"], eps)
+    positions = torch.arange(n + count)
+    x = slots.double()
+    for i in range(layer["num_hidden_layers"]):
+        prefix = f"layers.{i}."
+        normed = _norm(x, t[prefix + "input_layernorm.weight"], eps)
+        q, k, v = (
+            (source @ t[f"{prefix}self_attn.{name}_proj.weight"].T)
+            .unflatten(-1, (-1, size))
+            .transpose(0, 1)
+            for name, source in (
+                ("q", normed),
+                ("k", torch.cat((features, normed))),
+                ("v", torch.cat((features, normed))),
+            )
+        )
+        q = _norm(q, t[prefix + "self_attn.q_norm.weight"], eps)
+        k = _norm(k, t[prefix + "self_attn.k_norm.weight"], eps)
+        q, k = _rotated(q, positions[n:], layer), _rotated(k, positions, layer)
+        k, v = (y.repeat_interleave(heads // kv_heads, 0) for y in (k, v))
+        scores = q @ k.transpose(1, 2) / size**0.5
+        distance = positions[n:, None] - positions
+        seen = torch.ones(count, n + count, dtype=torch.bool)
+        if causal if causal_layers is None else causal_layers[i]:
+            seen &= distance >= 0
+        window = None if windows is None else windows[i]
+        if window is not None:
+            seen &= distance < window
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        mixed = (weights @ v).transpose(0, 1).flatten(1)
+        x = x + mixed @ t[prefix + "self_attn.o_proj.weight"].T
+        normed = _norm(x, t[prefix + "post_attention_layernorm.weight"], eps)
+        gate = torch.nn.functional.silu(normed @ t[prefix + "mlp.gate_proj.weight"].T)
+        x = (
+            x
+            + (gate * (normed @ t[prefix + "mlp.up_proj.weight"].T))
+            @ t[prefix + "mlp.down_proj.weight"].T
+        )
+    return _norm(x, t["norm.weight"], eps)
+
+
+def markov_log_probs(
+    # [D, V'] the block's scores of each depth
+    logits: torch.Tensor,
+    tensors: Tensors,
+    # target tokens of a branch, the anchor first
+    branch: list[int],
+) -> torch.Tensor:
+    """Log-probabilities [V'] of the token after `branch`."""
+    w1, w2 = (tensors[f"markov_head.markov_w{i}.weight"].double() for i in (1, 2))
+    return (logits[len(branch) - 1] + w2 @ w1[branch[-1]]).log_softmax(-1)

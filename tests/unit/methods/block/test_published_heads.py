@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published DFlash formats mean what their trainers meant, against the equations in plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.methods.block.published import (
+    SPECFORGE_DFLASH_KIMI,
+    SPECULATORS_QWEN3_8B,
+    TINY_TARGET,
+    ZLAB_MIXED,
+    ZLAB_QWEN3_8B,
+    changed,
+    tiny,
+)
+from tests.unit.methods.block.published_heads import PublishedHead, Shared
+from vllm_specplug.drafting.method import Capability, TargetInfo
+from vllm_specplug.registry import get_method, recognise_head
+
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_QUARTER = {"partial_rotary_factor": 0.25}
+_LAYER = "transformer_layer_config"
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6,
+            "use_sliding_window": True}  # fmt: skip
+
+# Name: config, the masks inside the block of both layers, and their windows.
+HEADS: dict[str, tuple[dict[str, Any], list[bool], list[int | None]]] = {
+    "zlab": (tiny(ZLAB_QWEN3_8B), [False, False], [None, None]),
+    "zlab causal": (tiny(ZLAB_QWEN3_8B, is_causal=True), [True, True], [None, None]),
+    "speculators": (tiny(SPECULATORS_QWEN3_8B), [False, False], [None, None]),
+    # As Qwen3.6-27B's and gemma-4-31B's heads: sliding layers, and one that sees all.
+    "mixed": (tiny(ZLAB_MIXED, sliding_window=6), [True, False], [6, None]),
+    "mixed, stated": (
+        tiny(ZLAB_MIXED, sliding_window=6, is_causal=False), [False, False], [6, None],
+    ),
+    "every layer by use_swa": (
+        tiny(ZLAB_QWEN3_8B, dflash_config={"use_swa": True, "swa_window_size": 4}),
+        [False, False],
+        [4, 4],
+    ),
+    "speculators, sliding": (
+        tiny(SPECULATORS_QWEN3_8B, **{_LAYER: _SLIDING}), [True, False], [6, None],
+    ),
+    "speculators, sliding, non-causal": (
+        tiny(SPECULATORS_QWEN3_8B, sliding_window_non_causal=True, **{_LAYER: _SLIDING}),
+        [False, False],
+        [6, None],
+    ),
+    "linear": (
+        tiny(ZLAB_QWEN3_8B, rope_scaling={"type": "linear", "factor": 4.0}),
+        [False, False],
+        [None, None],
+    ),
+    "llama3": (tiny(ZLAB_QWEN3_8B, rope_scaling=_LLAMA3), [False, False], [None, None]),
+    "yarn": (tiny(ZLAB_QWEN3_8B, rope_scaling=_YARN), [False, False], [None, None]),
+    "yarn of kimi": (tiny(SPECFORGE_DFLASH_KIMI), [False, False], [None, None]),
+    "yarn in parameters": (
+        tiny(SPECULATORS_QWEN3_8B, **{_LAYER: {"rope_parameters": {**_YARN, "rope_theta": 1e4}}}),
+        [False, False],
+        [None, None],
+    ),
+    "partial": (tiny(ZLAB_QWEN3_8B, partial_rotary_factor=0.5), [False, False], [None, None]),
+    "partial in parameters": (
+        tiny(SPECULATORS_QWEN3_8B, **{_LAYER: {"rope_parameters": _QUARTER}}),
+        [False, False],
+        [None, None],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_candidates_are_those_of_the_equations(name: str, tmp_path: Path) -> None:
+    raw, causal, windows = HEADS[name]
+    head = PublishedHead(tmp_path / "head", raw)
+    kind = recognise_head(head.folder)
+    assert kind.name == ("jetspec" if name == "zlab causal" else "ddtree")
+    drafter, requests = head.drafter(kind)
+    assert [spec.window for spec in drafter.cache_specs()] == windows
+    ids, scores = drafter.candidates(requests, 4, 5)
+    logits = head.logits(first=1, causal=False, causal_layers=causal, windows=windows)
+    expected = logits.log_softmax(-1).topk(5)
+    assert torch.equal(ids[0], head.target_ids[expected.indices])
+    torch.testing.assert_close(scores[0].double(), expected.values, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["mixed", "yarn", "linear", "partial"])
+def test_what_a_config_adds_changes_the_draft(name: str, tmp_path: Path) -> None:
+    """The checks above would miss a setting that neither side computes."""
+    raw, causal, windows = HEADS[name]
+    plain, *_ = HEADS["zlab"]
+    head = PublishedHead(tmp_path / "head", raw)
+    base = PublishedHead(tmp_path / "plain", changed(plain, sliding_window=None))
+    ours = head.logits(first=1, causal=False, causal_layers=causal, windows=windows)
+    assert not torch.allclose(ours, base.logits(first=1, causal=False), atol=1e-2)
+
+
+def test_windows_are_asked_of_the_device(tmp_path: Path) -> None:
+    from vllm_specplug.vllm_process.spec_config import CAPABILITIES
+
+    target = TargetInfo(TINY_TARGET, 64, None)
+    for name, needs in (("mixed", {Capability.CONTEXT_WINDOW}), ("zlab", set())):
+        head = PublishedHead(tmp_path / name, HEADS[name][0])
+        options = get_method("ddtree").parse_options({})
+        assert options.resolve("ddtree", Shared(head.folder, 8, 4), target).needs == needs
+    assert Capability.CONTEXT_WINDOW in CAPABILITIES["cpu"] - CAPABILITIES["cuda"]
+
+
+def test_the_users_mask_is_that_of_all_layers(tmp_path: Path) -> None:
+    head = PublishedHead(tmp_path / "head", HEADS["mixed"][0])
+    for causal in (True, False):
+        drafter, _ = head.drafter(get_method("ddtree"), causal=causal)
+        assert drafter.config.layer_causal == (causal, causal)

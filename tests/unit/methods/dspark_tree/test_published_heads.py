@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published DSpark formats mean what their trainers meant: every branch is the head as a chain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.methods.block import published
+from tests.unit.methods.block.published import changed, tiny
+from tests.unit.methods.block.published_heads import ANCHOR, PublishedHead
+from tests.unit.methods.block.reference import markov_log_probs
+from vllm_specplug.registry import get_method, recognise_head
+
+# Format: the slot that drafts depth 1, and the mask inside the block.
+FORMATS = {
+    "DEEPSPEC_DSPARK_QWEN3_4B": (0, False),
+    "SPECFORGE_DSPARK_QWEN3_4B": (0, False),
+    "SPECFORGE_DSPARK_QWEN3_8B": (0, False),
+    "SPECFORGE_DSPARK_CAUSAL": (0, True),
+    "SPECFORGE_DSPARK_QWEN36_27B": (0, False),
+    "SPECFORGE_DSPARK_DRAFT_VOCAB": (0, False),
+    "SPECULATORS_DSPARK": (0, False),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_branch_is_the_head_run_as_a_chain_along_it(name: str, tmp_path: Path) -> None:
+    first, causal = FORMATS[name]
+    head = PublishedHead(
+        tmp_path / "head", tiny(getattr(published, name)), tables=name.startswith("DEEPSPEC")
+    )
+    assert recognise_head(head.folder).name == "dspark_tree"
+    drafter, requests = head.drafter(get_method("dspark_tree"))
+    (tree,) = drafter.propose(requests)
+    tree.validate()
+    assert tree.num_nodes == 24 and tree.max_depth > 1
+    logits = head.logits(first=first, causal=causal)
+    assert len(logits) == requests.depths[0] == 5 - first
+    draft_of = {int(token): i for i, token in enumerate(head.target_ids)}
+    children: dict[int, list[int]] = {}
+    for node in range(tree.num_nodes):
+        path, at = [], node
+        while at >= 0:
+            path.append(int(tree.token_ids[at]))
+            at = int(tree.parent_indices[at])
+        path = [ANCHOR, *reversed(path)]
+        score = sum(
+            markov_log_probs(logits, head.tensors, path[:i])[draft_of[path[i]]]
+            for i in range(1, len(path))
+        )
+        assert tree.scores[node] == pytest.approx(float(score), abs=1e-4), path
+        children.setdefault(int(tree.parent_indices[node]), []).append(path[-1])
+    # The likeliest child of the root comes first.
+    best = head.target_ids[markov_log_probs(logits, head.tensors, [ANCHOR]).argmax()]
+    assert children[-1][0] == int(best)
+
+
+def test_a_chain_takes_the_likeliest_token_of_each_step(tmp_path: Path) -> None:
+    head = PublishedHead(tmp_path / "head", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
+    drafter, requests = head.drafter(get_method("dspark_tree"))
+    requests.widths[0] = 1
+    (tree,) = drafter.propose(requests)
+    logits, chain = head.logits(first=0, causal=False), [ANCHOR]
+    while len(chain) <= 5:
+        chain.append(int(markov_log_probs(logits, head.tensors, chain).argmax()))
+    assert tree.token_ids.tolist() == chain[1:]
+
+
+@pytest.mark.parametrize("flag", ["sample_from_anchor", "shift_label"])
+def test_a_stated_layout_wins(flag: str, tmp_path: Path) -> None:
+    raw = tiny(published.SPECFORGE_DSPARK_QWEN3_8B, dflash_config={flag: False})
+    head = PublishedHead(tmp_path / "head", raw)
+    drafter, requests = head.drafter(get_method("dspark_tree"))
+    assert requests.depths == [4] and drafter.config.first_slot == 1
+    (tree,) = drafter.propose(requests)
+    scores = markov_log_probs(head.logits(first=1, causal=False), head.tensors, [ANCHOR])
+    assert tree.scores[0] == pytest.approx(float(scores.max()), abs=1e-4)
+
+
+def test_speculators_heads_that_do_not_say_fill_their_slots_in(tmp_path: Path) -> None:
+    """Older versions of that library have no such field."""
+    raw = tiny(published.SPECULATORS_DSPARK)
+    del raw["sample_from_anchor"]
+    drafter, requests = PublishedHead(tmp_path / "head", raw).drafter(get_method("dspark_tree"))
+    assert requests.depths == [4] and drafter.config.first_slot == 1
+
+
+def test_few_candidates_keep_the_likeliest_of_the_block(tmp_path: Path) -> None:
+    head = PublishedHead(tmp_path / "head", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
+    drafter, requests = head.drafter(get_method("dspark_tree"), local_candidates=1)
+    assert drafter.options.settings.num_candidates == 4  # never fewer than tree_width
+    (tree,) = drafter.propose(requests)
+    likeliest = head.logits(first=0, causal=False).topk(4).indices
+    for token, depth in zip(tree.token_ids.tolist(), tree.depths.tolist(), strict=True):
+        assert token in likeliest[depth - 1].tolist()
+
+
+def test_heads_without_a_markov_head_draft_by_the_block_alone(tmp_path: Path) -> None:
+    """deepseek-ai's dflash_*_block7: the architecture is DSpark's, the kind is DFlash's."""
+    head = PublishedHead(tmp_path / "head", tiny(published.DEEPSPEC_DFLASH_QWEN3_4B), tables=True)
+    assert recognise_head(head.folder).name == "ddtree"
+    log_probs = head.logits(first=0, causal=False).log_softmax(-1)
+    for method in ("ddtree", "dspark_tree"):
+        drafter, requests = head.drafter(get_method(method))
+        assert requests.depths == [5]
+        ids, scores = drafter.candidates(requests, 5, 3)
+        assert torch.equal(ids[0], log_probs.topk(3).indices)
+        torch.testing.assert_close(scores[0].double(), log_probs.topk(3).values, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "words"),
+    [
+        ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_head_type": "gated"}, ["markov_head_type", "gated"]),
+        ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_head_type": "rnn"}, ["markov_head_type", "rnn"]),
+        ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_rank": -1}, ["markov_rank", "-1"]),
+        ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_rank": "6"}, ["markov_rank", "'6'"]),
+        ("DEEPSPEC_DSPARK_QWEN3_4B", {"architectures": ["Gemma4DSparkModel"]}, ["Gemma4"]),
+        ("SPECULATORS_DSPARK", {"architectures": ["Other"]}, ["architectures", "Other"]),
+        ("SPECULATORS_DSPARK", {"sample_from_anchor": "yes"}, ["sample_from_anchor", "'yes'"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {}, ["projector_type", "'domino'"]),
+    ],
+)  # fmt: skip
+def test_other_heads_are_refused_by_name(
+    raw: str, changes: dict[str, object], words: list[str], tmp_path: Path
+) -> None:
+    head = PublishedHead(tmp_path / "head", tiny(getattr(published, raw)))
+    (head.folder / "config.json").write_text(
+        json.dumps(changed(tiny(getattr(published, raw)), **changes))
+    )
+    with pytest.raises(ValueError, match="draft head config") as error:
+        head.drafter(get_method("dspark_tree"))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_block_methods_point_to_dspark(tmp_path: Path) -> None:
+    head = PublishedHead(tmp_path / "head", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
+    with pytest.raises(ValueError, match="markov_rank = 6.*method dspark_tree"):
+        head.drafter(get_method("ddtree"))
+
+
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+    head = PublishedHead(tmp_path / "head", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
+    (head.folder / "config.json").write_text(json.dumps(changed(head.raw, markov_rank=7)))
+    with pytest.raises(ValueError, match=r"misshapen markov_head.markov_w1.*\[30, 7\]"):
+        head.drafter(get_method("dspark_tree"))

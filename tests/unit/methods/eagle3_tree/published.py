@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`config.json`s of EAGLE-3 heads as public repositories have them, and their tensors.
+
+Where a whole file is public it is here unchanged, under the repository and commit it was read from.
+No weight file of these heads was read: names and shapes are those of the public modelling code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+# SafeAILab/EAGLE (Apache-2.0), eagle/traineagle3/config.json,
+# 9666a8182d9bed8b5b637fd4a126c90d9b9c3db2: the trainer of the yuhuili heads, which are
+# pytorch_model.bin files.
+EAGLE_LLAMA3_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 2048,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.28.1",
+    "use_cache": True,
+    "vocab_size": 128256,
+    "draft_vocab_size": 32000,
+}
+
+# sgl-project/SpecForge (Apache-2.0), configs/qwen3-4b-eagle3.json,
+# 7c83c0a20aad7eae06fef5e3b3a7663f29f52c24
+SPECFORGE_QWEN3_4B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 80,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "initializer_range": 0.02,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+    "draft_vocab_size": 32000,
+}
+
+# sgl-project/SpecForge (Apache-2.0), configs/qwen3-30B-A3B-eagle3.1.json,
+# 581664ac7ae4a034c5d0327f321d47cecb0051f0
+SPECFORGE_QWEN3_30B_EAGLE31: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "fc_norm": True,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 2048,
+    "max_window_layers": 48,
+    "model_type": "llama",
+    "norm_output": True,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.53.2",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+    "draft_vocab_size": 32000,
+}
+
+# sgl-project/SpecForge (Apache-2.0), configs/qwen3-8b-peagle.json,
+# a6a07bc47470fcee6441562726b0576cf10b8fe1
+SPECFORGE_QWEN3_8B_PEAGLE: dict[str, Any] = {
+    "architectures": ["PEagleDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+    "draft_vocab_size": 151936,
+}
+
+# In the form of RedHatAI/gemma-4-31B-it-speculator.eagle3, the fields a public reader's test quotes
+# of it. Not the whole file.
+SPECULATORS_GEMMA4_31B: dict[str, Any] = {
+    "architectures": ["Eagle3DraftModel"],
+    "draft_vocab_size": 32000,
+    "dtype": "bfloat16",
+    "eagle_aux_hidden_state_layer_ids": [2, 30, 57],
+    "embed_requires_grad": False,
+    "norm_before_fc": False,
+    "norm_before_residual": True,
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "accept_tolerance": 0.0,
+                "proposal_type": "greedy",
+                "speculative_tokens": 3,
+                "verifier_accept_k": 1,
+            }
+        ],
+        "verifier": {"architectures": [], "name_or_path": "google/gemma-4-31B-it"},
+    },
+    "speculators_model_type": "eagle3",
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "transformer_layer_config": {
+        "attention_bias": False,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "max_position_embeddings": 262144,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "vocab_size": 262144,
+    },
+}
+
+# The template that NVIDIA/Model-Optimizer (Apache-2.0) fills when it exports a head, with the
+# values of a Llama-3.1-8B target. Not the file of a published head.
+MODELOPT_LLAMA31_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+    "draft_vocab_size": 32000,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "mlp_bias": False,
+    "rope_theta": 500000.0,
+    "eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": [1, 15, 28],
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": None,
+    },
+}
+
+SMALL = {"hidden_size": 16, "vocab_size": 40, "num_hidden_layers": 8}
+
+
+def small(raw: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """The config with a layer that fits `SMALL`, everything else as it is; `changes` last."""
+    shape = {
+        "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40,
+    }  # fmt: skip
+    made = {**raw, "draft_vocab_size": 12, "rms_norm_eps": 1e-5}
+    if "transformer_layer_config" in raw:
+        made["transformer_layer_config"] = {**raw["transformer_layer_config"], **shape}
+        made["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
+    else:
+        made.update(shape)
+        if "eagle_config" in raw:
+            ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+            made["eagle_config"] = {**raw["eagle_config"], **ids}
+    return {**made, **changes}
+
+
+def tensors_of(raw: Mapping[str, Any], *, prefix: str = "midlayer.") -> dict[str, torch.Tensor]:
+    """Random tensors of a head with config `raw`, by the names of its trainer."""
+    c = {**raw, **raw.get("transformer_layer_config", {})}
+    h, dim = c["hidden_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
+    joined = 3 * (raw.get("target_hidden_size") or h)
+    shapes = {
+        "fc.weight": (h, joined),
+        f"{prefix}input_layernorm.weight": (h,),
+        f"{prefix}hidden_norm.weight": (h,),
+        f"{prefix}self_attn.q_proj.weight": (q, 2 * h),
+        f"{prefix}self_attn.k_proj.weight": (kv, 2 * h),
+        f"{prefix}self_attn.v_proj.weight": (kv, 2 * h),
+        f"{prefix}self_attn.o_proj.weight": (h, q),
+        f"{prefix}post_attention_layernorm.weight": (h,),
+        f"{prefix}mlp.gate_proj.weight": (c["intermediate_size"], h),
+        f"{prefix}mlp.up_proj.weight": (c["intermediate_size"], h),
+        f"{prefix}mlp.down_proj.weight": (h, c["intermediate_size"]),
+        "norm.weight": (h,),
+        "lm_head.weight": (c["draft_vocab_size"], h),
+    }
+    if raw.get("fc_norm"):
+        shapes.update({f"fc_norm.{i}.weight": (joined // 3,) for i in range(3)})
+    if raw.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (joined,)
+    torch.manual_seed(5)
+    made = {name: torch.randn(shape) * 0.4 for name, shape in shapes.items()}
+    for name in made:
+        if "norm" in name:
+            made[name] = 1 + 0.3 * made[name]
+    ids = torch.randperm(c["vocab_size"])[: c["draft_vocab_size"]].sort().values
+    made["d2t"] = ids - torch.arange(len(ids))
+    made["t2d"] = torch.zeros(c["vocab_size"], dtype=torch.bool)
+    made["t2d"][ids] = True
+    return made

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An EAGLE-3 head in plain torch, from the public equations, on tensors by their public names.
+
+It knows nothing of the package: whole sequences, no cache, a softmax written out. For a sequence
+of tokens t_0 .. t_n with states g_0 .. g_(n-1), row i reads the embedding of t_(i+1) and g_i at
+rotary position i, and attends rows 0 .. i.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """x [T, heads, Dh]; pairs (i, i + Dh / 2) turn by position * theta^(-2 i / Dh)."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None].double() * theta ** (-torch.arange(half).double() / half)
+    cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+class ReferenceHead:
+    """`tensors` have the names of the checkpoint, 'midlayer.' or 'layers.0.'."""
+
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        self.config = config
+        self.w = {k.replace("midlayer.", "layers.0."): v for k, v in tensors.items()}
+        self.eps = config["rms_norm_eps"]
+
+    def fuse(self, aux: list[torch.Tensor]) -> torch.Tensor:
+        """Target states of L layers, [T, Ht] each -> g [T, H]."""
+        if self.config.get("fc_norm"):
+            aux = [rms(a, self.w[f"fc_norm.{i}.weight"], self.eps) for i, a in enumerate(aux)]
+        joined = torch.cat(aux, -1)
+        if self.config.get("norm_before_fc"):
+            joined = rms(joined, self.w["input_norm.weight"], self.eps)
+        return joined @ self.w["fc.weight"].T
+
+    def run(
+        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All rows of one sequence, [T, H] twice: what the LM head reads and the next states."""
+        c, w = self.config, {k[9:]: v for k, v in self.w.items() if k.startswith("layers.0.")}
+        heads, kv, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        normed = rms(states, w["hidden_norm.weight"], self.eps)
+        residual = normed if c.get("norm_before_residual") else states
+        x = torch.cat((rms(embeds, w["input_layernorm.weight"], self.eps), normed), -1)
+
+        def project(name: str, count: int) -> torch.Tensor:
+            out = x @ w[f"self_attn.{name}_proj.weight"].T
+            out = out + w.get(f"self_attn.{name}_proj.bias", torch.zeros(1))
+            out = out.view(len(x), count, dim)
+            if f"self_attn.{name}_norm.weight" in w:
+                out = rms(out, w[f"self_attn.{name}_norm.weight"], self.eps)
+            return out
+
+        theta = c.get("rope_theta", 10000.0)
+        q = rotate(project("q", heads), positions, theta)
+        k = rotate(project("k", kv), positions, theta).repeat_interleave(heads // kv, 1)
+        v = project("v", kv).repeat_interleave(heads // kv, 1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(dim)
+        later = torch.ones(len(x), len(x)).triu(1).bool()
+        mixed = torch.einsum("hij,jhd->ihd", scores.masked_fill(later, -math.inf).softmax(-1), v)
+        h = residual + mixed.reshape(len(x), -1) @ w["self_attn.o_proj.weight"].T
+        h = h + w.get("self_attn.o_proj.bias", torch.zeros(1))
+        y = rms(h, w["post_attention_layernorm.weight"], self.eps)
+        gate = torch.nn.functional.silu(y @ w["mlp.gate_proj.weight"].T)
+        h = h + (gate * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+        out = rms(h, self.w["norm.weight"], self.eps)
+        return out, out if c.get("norm_output") else h
+
+    def along(
+        self, tokens: torch.Tensor, branch: list[int], aux: list[torch.Tensor], embed: torch.Tensor
+    ) -> torch.Tensor:
+        """[H] for the LM head after the tokens of a branch, drafted one by one as a chain.
+
+        Args:
+            tokens: [n + 1] committed tokens, the anchor last; aux: states of the first n.
+        """
+        states = self.fuse([a[: len(tokens) - 1] for a in aux])
+        inputs = tokens[1:].tolist()
+        out = following = torch.empty(0)
+        for token in [None, *branch]:
+            if token is not None:
+                inputs.append(token)
+                states = torch.cat((states, following[-1:]))
+            rows = torch.arange(len(inputs))
+            out, following = self.run(embed[torch.tensor(inputs)], states, rows)
+        return out[-1]

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-3 checkpoints of every layout load; what is none of them is refused kindly."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.unit.methods.eagle3_tree.heads import LAYOUTS, write_head
+from tests.unit.methods.eagle3_tree.published import SMALL
+from vllm_specplug.drafting.head_files import HeadFiles, read_head_files
+from vllm_specplug.methods.eagle3_tree.checkpoint import (
+    inspect_eagle3_head,
+    load_eagle3_head,
+    save_eagle3_head,
+)
+from vllm_specplug.registry import get_method, methods
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_loads(layout: str, tmp_path: Path) -> None:
+    raw, tensors = write_head(tmp_path, layout)
+    head, extras = load_eagle3_head(tmp_path, SMALL)
+    assert head.config == inspect_eagle3_head(tmp_path, SMALL)
+    assert head.config.target_layer_ids == ((1, 3, 4))
+    assert extras.target_ids is not None and extras.lm_head is not None
+    assert torch.equal(extras.target_ids, tensors["d2t"] + torch.arange(12))
+    assert torch.equal(extras.lm_head, tensors["lm_head.weight"])
+    for name, tensor in head.state_dict().items():
+        public = name if name in tensors else name.replace("layers.0.", "midlayer.")
+        assert torch.equal(tensor, tensors[public]), name
+
+
+def test_a_round_trip_keeps_every_tensor(tmp_path: Path) -> None:
+    _, tensors = write_head(tmp_path / "a", "specforge_eagle31")
+    head, extras = load_eagle3_head(tmp_path / "a", SMALL)
+    save_eagle3_head(
+        tmp_path / "b", head, target_ids=extras.target_ids, lm_head=extras.lm_head,
+        dtype=torch.float32,
+    )  # fmt: skip
+    written = load_file(tmp_path / "b" / "model.safetensors")
+    assert set(written) == set(tensors)
+    assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+    assert load_eagle3_head(tmp_path / "b", SMALL)[0].config == head.config
+
+
+def test_tables_are_optional_where_the_targets_fit(tmp_path: Path) -> None:
+    _, tensors = write_head(tmp_path, "specforge")
+    del tensors["lm_head.weight"], tensors["t2d"]
+    tensors["embed_tokens.weight"] = torch.randn(40, 16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    _, extras = load_eagle3_head(tmp_path, SMALL, dtype=torch.bfloat16)
+    assert extras.lm_head is None
+    assert extras.embed_tokens is not None and extras.embed_tokens.dtype == torch.bfloat16
+
+
+def test_layers_of_the_target_can_be_named(tmp_path: Path) -> None:
+    write_head(tmp_path, "specforge")
+    config = inspect_eagle3_head(tmp_path, SMALL, target_layers=[2, 4, 7])
+    assert config.target_layer_ids == (2, 4, 7)
+    for bad, word in (([2, 4], "3 layers"), ([2, 4, 8], "0..7"), ([4, 2, 7], "ascending")):
+        with pytest.raises(ValueError, match=word):
+            inspect_eagle3_head(tmp_path, SMALL, target_layers=bad)
+
+
+def test_biases_and_head_norms_are_read_off_the_tensors(tmp_path: Path) -> None:
+    extra = {f"midlayer.self_attn.{n}_norm.weight": torch.ones(8) for n in "qk"}
+    extra |= {"midlayer.self_attn.q_proj.bias": torch.randn(32)}
+    extra |= {f"midlayer.self_attn.{n}_proj.bias": torch.randn(16) for n in "kv"}
+    write_head(tmp_path, "specforge", extra=extra)
+    head, _ = load_eagle3_head(tmp_path, SMALL)
+    assert head.config.qk_norm and head.config.attention_bias
+    assert not head.layers[0].self_attn.o_proj.bias.any()
+
+
+def _refused(folder: Path, target: Any = SMALL) -> str:
+    with pytest.raises(ValueError) as error:
+        load_eagle3_head(folder, target)
+    with pytest.raises(ValueError):
+        inspect_eagle3_head(folder, target)
+    assert len(str(error.value)) < 4000
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "words"),
+    [
+        ({}, {"mask_hidden": torch.zeros(1, 48)}, ["mask_hidden", "P-EAGLE"]),
+        ({}, {"layers.1.mlp.up_proj.weight": torch.zeros(24, 16)}, ["several layers"]),
+        ({}, {"layers.0.hidden_norm.weight": torch.zeros(16)}, ["twice"]),
+        ({}, {"midlayer.mlp.experts.0.up.weight": torch.zeros(2, 2)}, ["unexpected", "experts"]),
+        ({}, {"fc.weight": torch.zeros(16, 80)}, ["5 layers", "states 3"]),
+        ({}, {"norm.weight": torch.zeros(17)}, ["misshapen norm.weight"]),
+        ({}, {"d2t": torch.zeros(12, dtype=torch.int64) + 39}, ["d2t"]),
+        ({"fc_norm": True}, {f"fc_norm.{i}.weight": torch.ones(5) for i in range(3)},
+         ["misshapen fc_norm.0.weight"]),
+    ],
+)  # fmt: skip
+def test_what_is_no_head_of_one_layer_is_refused(
+    changes: Any, extra: Any, words: list[str], tmp_path: Path
+) -> None:
+    write_head(tmp_path, "specforge", extra=extra, **changes)
+    if "d2t" in extra:
+        with pytest.raises(ValueError, match="d2t"):
+            load_eagle3_head(tmp_path, SMALL)
+        return
+    message = _refused(tmp_path)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("target", "word"),
+    [({"hidden_size": 32}, "target_hidden_size"), ({"vocab_size": 41}, "vocab_size"),
+     ({"num_hidden_layers": 4}, "layers")],
+)  # fmt: skip
+def test_heads_of_other_targets_are_refused(target: Any, word: str, tmp_path: Path) -> None:
+    write_head(tmp_path, "speculators")
+    assert word in _refused(tmp_path, {**SMALL, **target})
+
+
+def test_a_head_of_another_width_needs_its_own_tables(tmp_path: Path) -> None:
+    write_head(tmp_path, "specforge", target_hidden_size=24)
+    target = {**SMALL, "hidden_size": 24}
+    assert "missing embed_tokens.weight [40, 16]" in _refused(tmp_path, target)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("layout", ["yuhuili", "specforge"])
+def test_values_that_are_not_finite(layout: str, value: float, tmp_path: Path) -> None:
+    write_head(tmp_path, layout, extra={"norm.weight": torch.full((16,), value)})
+    with pytest.raises(ValueError, match="norm.weight.*not finite"):
+        load_eagle3_head(tmp_path, SMALL)
+
+
+def test_a_pickle_can_run_nothing(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    write_head(tmp_path, "yuhuili")
+    torch.save({"fc.weight": Bomb()}, tmp_path / "pytorch_model.bin")
+    assert "weights-only" in _refused(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    assert "weights-only" in _refused(tmp_path)
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("entry", [3, "x", [1], torch.zeros(2, 2).to_sparse()])
+def test_a_pickle_of_other_things_than_tensors(entry: Any, tmp_path: Path) -> None:
+    _, tensors = write_head(tmp_path, "yuhuili")
+    torch.save({**tensors, "norm.weight": entry}, tmp_path / "pytorch_model.bin")
+    assert "norm.weight" in _refused(tmp_path)
+
+
+def test_quantised_pickles_are_refused(tmp_path: Path) -> None:
+    write_head(tmp_path, "yuhuili", extra={"fc.weight": torch.zeros(16, 48, dtype=torch.complex64)})
+    assert "complex64" in _refused(tmp_path)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    assert "not a folder" in _refused(tmp_path / "absent")
+    write_head(tmp_path, "specforge")
+    (tmp_path / "model.safetensors").unlink()
+    assert "safetensors" in _refused(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert "config.json" in _refused(tmp_path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_is_recognised_and_by_no_other_method(layout: str, tmp_path: Path) -> None:
+    write_head(tmp_path, layout)
+    files = read_head_files(tmp_path)
+    assert [name for name, m in methods().items() if m.recognises_head(files)] == ["eagle3_tree"]
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "expected"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},
+         ["layers.0.input_layernorm.weight", "lm_head.weight"], False),
+        ({"architectures": ["DFlashDraftModel"]}, ["fc.weight", "norm.weight"], False),
+        ({"speculators_model_type": "dflash"}, ["fc.weight"], False),
+        ({"architectures": 3}, [], False),
+        # Refused later, with the reason.
+        ({"speculators_model_type": "peagle"}, [], True),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, [], True),
+    ],
+)  # fmt: skip
+def test_other_checkpoints(config: Any, tensors: list[str], expected: bool, tmp_path: Path) -> None:
+    files = HeadFiles(tmp_path, config, dict.fromkeys(tensors))
+    assert get_method("eagle3_tree").recognises_head(files) == expected

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-3 configs mean what their trainers meant, or are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.methods.absurd import ABSURD
+from tests.unit.methods.eagle3_tree import published
+from tests.unit.methods.eagle3_tree.published import SPECULATORS_GEMMA4_31B, small
+from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
+
+
+def read(raw: dict[str, Any], layers: int = 36) -> Eagle3Config:
+    return Eagle3Config.from_dict(raw, num_target_layers=layers)
+
+
+def test_the_trainer_of_the_first_heads() -> None:
+    config = read(published.EAGLE_LLAMA3_8B, 32)
+    assert config.target_layer_ids == (1, 15, 28)
+    assert (config.head_dim, config.draft_vocab_size) == (128, 32000)
+    assert (config.rope_theta, config.rope_scaling) == (10000.0, None)
+    assert not (config.norm_before_residual or config.fc_norm or config.norm_output)
+
+
+def test_specforge() -> None:
+    config = read(published.SPECFORGE_QWEN3_4B)
+    assert config.target_layer_ids == (1, 17, 32)
+    assert (config.head_dim, config.rope_theta) == (80, 1e6)
+    eagle31 = read(published.SPECFORGE_QWEN3_30B_EAGLE31, 48)
+    assert eagle31.fc_norm and eagle31.norm_output and not eagle31.norm_before_fc
+
+
+def test_speculators_count_the_embedding_and_norm_the_residual() -> None:
+    config = read(SPECULATORS_GEMMA4_31B, 60)
+    assert config.target_layer_ids == (1, 29, 56)
+    assert config.norm_before_residual and config.target_hidden_size == 5376
+    unsaid = {k: v for k, v in SPECULATORS_GEMMA4_31B.items() if k != "norm_before_residual"}
+    assert read(unsaid, 60).norm_before_residual
+
+
+def test_model_optimizer_counts_layers_from_zero_and_scales_its_rotary_embedding() -> None:
+    config = read(published.MODELOPT_LLAMA31_8B, 32)
+    assert config.target_layer_ids == (1, 15, 28)
+    assert config.rope_scaling is not None and config.rope_scaling["rope_type"] == "llama3"
+
+
+@pytest.mark.parametrize("place", ["top", "eagle_config"])
+@pytest.mark.parametrize(
+    ("ids", "layers"), [([2, 18, 33], (1, 17, 32)), ([1, 17, 32], (1, 17, 32)),
+                        ([24, 30, 36], (23, 29, 35))],
+)  # fmt: skip
+def test_both_ways_of_numbering_layers(place: str, ids: list[int], layers: tuple[int]) -> None:
+    stated = {"eagle_aux_hidden_state_layer_ids": ids}
+    raw = {**published.SPECFORGE_QWEN3_4B, **(stated if place == "top" else {place: stated})}
+    assert read(raw).target_layer_ids == layers
+
+
+def test_a_config_written_here_reads_back() -> None:
+    for name in ("EAGLE_LLAMA3_8B", "SPECFORGE_QWEN3_30B_EAGLE31", "MODELOPT_LLAMA31_8B"):
+        config = read(getattr(published, name), 32)
+        assert read(config.to_dict(), 32) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 2}, ["num_hidden_layers", "2", "several layers"]),
+        ({"architectures": ["PEagleDraftModel"]}, ["PEagleDraftModel", "P-EAGLE"]),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, ["MLA"]),
+        ({"pard_token": 7}, ["pard_token", "P-EAGLE"]),
+        ({"speculators_model_type": "peagle"}, ["speculators_model_type", "peagle", "eagle3"]),
+        ({"layer_types": ["sliding_attention"]}, ["layer_types", "sliding"]),
+        ({"sliding_window": 512, "use_sliding_window": None}, ["sliding_window", "512"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.rope_type", "longrope"]),
+        ({"rope_scaling": {"mrope_section": [1, 2]}}, ["mrope"]),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state"]),
+        ({"eagle_config": {"parallel_draft_step": 4}}, ["parallel_draft_step", "P-EAGLE"]),
+        ({"eagle_aux_hidden_state_layer_ids": [30, 2, 18]}, ["ascending"]),
+        ({"eagle_aux_hidden_state_layer_ids": ["a"]}, ["eagle_aux_hidden_state_layer_ids"]),
+        ({"draft_vocab_size": 200000}, ["draft_vocab_size", "151936"]),
+        ({"norm_output": "yes"}, ["norm_output", "true or false"]),
+        ({"hidden_size": None}, ["hidden_size"]),
+    ],
+)  # fmt: skip
+def test_other_heads_are_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match="draft head config") as error:
+        read({**published.SPECFORGE_QWEN3_4B, **changes})
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_the_public_parallel_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="PEagleDraftModel.*P-EAGLE"):
+        read(published.SPECFORGE_QWEN3_8B_PEAGLE)
+
+
+_KEYS = sorted({*published.SPECFORGE_QWEN3_4B, "eagle_config", "eagle_aux_hidden_state_layer_ids",
+                "transformer_layer_config", "rope_parameters", "target_hidden_size"})  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(_KEYS), ABSURD, min_size=1, max_size=3))
+def test_whatever_a_config_holds_is_taken_or_refused(tmp_path_factory, changes) -> None:
+    import json
+
+    folder = tmp_path_factory.mktemp("head")
+    raw = {**small(published.SPECFORGE_QWEN3_4B), **changes}
+    (folder / "config.json").write_text(json.dumps(raw))
+    message = ""
+    try:
+        Eagle3Config.from_pretrained(folder, num_target_layers=8)
+    except ValueError as error:
+        message = str(error)
+    assert len(message) < 4000

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The head computes what the public equations say, for the weights of every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.methods.eagle3_tree.heads import LAYOUTS, write_head
+from tests.unit.methods.eagle3_tree.published import SMALL
+from tests.unit.methods.eagle3_tree.reference import ReferenceHead
+from vllm_specplug.kernels.reference import dense_attention
+from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
+from vllm_specplug.methods.eagle3_tree.head import Eagle3Head, FusedEagle3Head
+
+ROWS = 9
+NORMS = {f"midlayer.self_attn.{n}_norm.weight": 1 + torch.rand(8) for n in "qk"}
+BIASES = {"midlayer.self_attn.q_proj.bias": torch.randn(32)} | {
+    f"midlayer.self_attn.{n}_proj.bias": torch.randn(16) for n in "kvo"
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{layout: (layout, {}) for layout in LAYOUTS if layout != "modelopt"},
+    "norm_before_fc": ("speculators", {"norm_before_fc": True}),
+    "norm_before_residual": ("specforge", {"norm_before_residual": True}),
+    "norm_output": ("specforge", {"norm_output": True}),
+    "qk_norm": ("specforge", {"extra": NORMS}),
+    "biases": ("specforge", {"extra": BIASES}),
+}
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(len(q), len(k)).tril().bool()
+    return dense_attention(q, k, v, q.shape[-1] ** -0.5, q.shape[1] // k.shape[1], mask)[0]
+
+
+@pytest.mark.parametrize("form", [lambda head: head, lambda head: FusedEagle3Head(head, 64)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_are_those_of_the_equations(variant: str, form: Any, tmp_path: Path) -> None:
+    layout, changes = VARIANTS[variant]
+    raw, tensors = write_head(tmp_path, layout, **changes)
+    if raw.get("norm_before_fc"):
+        assert "input_norm.weight" in tensors
+    config = {**raw, **raw.get("transformer_layer_config", {})}
+    config["rope_theta"] = (config.get("rope_parameters") or config).get("rope_theta", 10000.0)
+    reference = ReferenceHead(config, tensors)
+    head = form(load_eagle3_head(tmp_path, SMALL)[0])
+    torch.manual_seed(1)
+    embeds, aux = torch.randn(ROWS, 16), [torch.randn(ROWS, 16) for _ in range(3)]
+    positions = torch.arange(ROWS)
+    states = head.features(torch.cat(aux, -1))
+    torch.testing.assert_close(states, reference.fuse(aux), atol=1e-4, rtol=1e-4)
+    ours = head.forward(embeds, states, positions, causal)
+    for a, b in zip(ours, reference.run(embeds, states, positions), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    # What is written for the context is what the rows bring themselves.
+    seen: list[torch.Tensor] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.extend((k, v))
+        return causal(q, k, v)
+
+    head.forward(embeds, states, positions, attend)
+    for a, b in zip(head.context_kv(embeds, states, positions), seen, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 64},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64,
+         "beta_fast": 32.0, "beta_slow": 1.0},
+    ],
+)  # fmt: skip
+def test_scaled_rotary_embeddings_are_vllms(scaling: dict[str, Any], tmp_path: Path) -> None:
+    """Against the module that the target and vLLM's own method rotate with."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    write_head(tmp_path, "specforge", rope_scaling=scaling, rope_theta=500000.0)
+    head = load_eagle3_head(tmp_path, SMALL)[0]
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(
+            8, max_position=256, dtype=torch.float32,
+            rope_parameters={**scaling, "rope_theta": 500000.0},
+        )  # fmt: skip
+    cos, sin = head.rotary(torch.arange(256))
+    expected = rope.cos_sin_cache[:256].float()
+    torch.testing.assert_close(torch.cat((cos, sin), -1), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_incomplete_rotary_scaling_is_refused(tmp_path: Path) -> None:
+    write_head(tmp_path, "specforge", rope_scaling={"rope_type": "llama3", "factor": 8.0})
+    with pytest.raises(ValueError, match="rope_scaling.*llama3"):
+        load_eagle3_head(tmp_path, SMALL)
+
+
+def test_a_head_on_the_meta_device_has_its_angles(tmp_path: Path) -> None:
+    write_head(tmp_path, "modelopt")
+    head = load_eagle3_head(tmp_path, SMALL)[0]
+    assert isinstance(head, Eagle3Head) and not head.frequencies.is_meta

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specplug inspect`: what a head is, and what serving would say of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.tiny import make_dspark_head, make_head, make_target, make_tokenswift_heads
+from vllm_specplug.vllm_process.inspect_head import inspect_head
+
+VOCAB = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("heads")
+    make_target(folder / "target", VOCAB)
+    make_target(folder / "other", VOCAB + 8)
+    make_head(folder / "jetspec", VOCAB)
+    make_head(folder / "ddtree", VOCAB, causal=False)
+    make_dspark_head(folder / "dspark_tree", VOCAB)
+    make_tokenswift_heads(folder / "tokenswift", VOCAB)
+    return folder
+
+
+def _target(folder: Path, name: str = "target") -> str:
+    if not (folder / name / "tokenizer.json").exists():
+        from tests.e2e.tiny import make_tokenizer
+
+        make_tokenizer(folder / name)
+    return str(folder / name)
+
+
+@pytest.mark.parametrize("name", ["jetspec", "ddtree", "dspark_tree", "tokenswift"])
+def test_kinds_and_needs_are_told_without_a_target(folder: Path, name: str) -> None:
+    report = inspect_head(str(folder / name))
+    assert list(report["kind"]) == [name]
+    assert report["speculative_config"] == {"method": name, "model": str(folder / name)}
+    assert report["served"] is None and "--target" in report["reason"]
+    assert report["needs"]["devices"][0] == "cpu"
+    assert report["files"]["parameters"] > 0 and report["files"]["dtypes"] == ["F32"]
+
+
+def test_what_an_engine_makes_of_it(folder: Path) -> None:
+    report = inspect_head(str(folder / "dspark_tree"), _target(folder))
+    assert (report["served"], report["reason"]) == (True, None)
+    assert (report["depth"], report["target_layers"]) == (5, [0, 1])
+
+
+def test_refusals_are_those_of_serving(folder: Path) -> None:
+    report = inspect_head(str(folder / "jetspec"), _target(folder, "other"))
+    assert report["served"] is False
+    assert report["reason"].startswith("draft head config: vocab_size = 12, legal: 20")
+    named = inspect_head(str(folder / "dspark_tree"), _target(folder), method="jetspec")
+    assert named["served"] is False and "method dspark_tree" in named["reason"]
+    assert list(named["kind"]) == ["dspark_tree"]
+    missing = inspect_head(str(folder / "jetspec"), str(folder / "nowhere"))
+    assert missing["served"] is False and "nowhere" in missing["reason"]
+
+
+def test_an_unknown_kind_is_not_served(folder: Path) -> None:
+    report = inspect_head(_target(folder))
+    assert (report["kind"], report["served"]) == ({}, False)
+    assert "no method knows this kind of head" in report["reason"]
+
+
+def test_the_target_that_a_head_names(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"speculators_config": {"verifier": {"name_or_path": "Qwen/Qwen3-8B"}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert inspect_head(str(tmp_path))["made_for"] == "Qwen/Qwen3-8B"
+    (tmp_path / "config.json").write_text(json.dumps({"speculators_config": {"verifier": 3}}))
+    assert "made_for" not in inspect_head(str(tmp_path))
+
+
+def test_the_command_prints_one_object_and_its_exit_code(folder: Path) -> None:
+    command = [sys.executable, "-m", "vllm_specplug.cli", "inspect", str(folder / "jetspec")]
+    run = subprocess.run(
+        [*command, "--target", _target(folder, "other"), "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert run.returncode == 1, run.stderr
+    assert json.loads(run.stdout)["served"] is False

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a block head's config says of each layer's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size
+from vllm_specplug.methods.block.rotary import KINDS
+
+_NOT_SCALING = ("rope_theta", "type", "rope_type", "partial_rotary_factor")
+
+
+def require(condition: bool, name: str, value: object, legal: str) -> None:
+    """Raises ValueError with field, value, legal values and remedy unless `condition`."""
+    if not condition:
+        raise ValueError(
+            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the "
+            "head's config.json or use another head"
+        )
+
+
+def read_windows(
+    raw: Mapping[str, Any], container: Mapping[str, Any], num_layers: int
+) -> dict[str, Any]:
+    """Each layer's sliding window, and the mask inside the block of such layers by default."""
+    types = raw.get("layer_types") or []
+    kinds = ("full_attention", "sliding_attention")
+    require(
+        isinstance(types, list) and (not types or len(types) >= num_layers),
+        "layer_types",
+        types,
+        f"one kind for each of the {num_layers} draft layers",
+    )
+    other = {i: kind for i, kind in enumerate(types[:num_layers]) if kind not in kinds}
+    require(not other, "layer_types", other, f"{' or '.join(kinds)} for every draft layer")
+    sliding = [kind == "sliding_attention" for kind in types[:num_layers]]
+    everywhere = bool(container.get("use_swa")) and not any(sliding)
+    if not everywhere and not any(sliding):
+        flag = raw.get("use_sliding_window")
+        legal = "absent or false where layer_types names no sliding layer"
+        require(not flag, "use_sliding_window", flag, legal)
+        return {}
+    flag = raw.get("use_sliding_window")
+    require(
+        flag in (None, True) or everywhere,
+        "use_sliding_window",
+        flag,
+        "absent or true where layer_types names sliding layers",
+    )
+    window = container.get("swa_window_size") or raw.get("sliding_window")
+    require(is_size(window), "sliding_window", window, f"an integer from 1 to {MAX_SIZE}")
+    return {
+        "windows": tuple(window if everywhere or slides else None for slides in sliding)
+        or (window,) * num_layers,
+        "sliding_causal": not everywhere,
+    }
+
+
+def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Base, kind and settings of the rotary embedding, wherever they stand."""
+    theta, partial = raw.get("rope_theta"), raw.get("partial_rotary_factor")
+    scaling: dict[str, Any] | None = None
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(name) or {}
+        require(isinstance(rope, Mapping), name, rope, "an object")
+        nested = sorted(key for key, value in rope.items() if isinstance(value, Mapping))
+        require(not nested, name, nested, "one rotary embedding for all layers")
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        require(
+            kind in KINDS and rope.get("mrope_section") is None,
+            f"{name}.rope_type",
+            kind if rope.get("mrope_section") is None else "mrope",
+            f"{', '.join(KINDS)} (angles that do not change with the length)",
+        )
+        if rope.get("rope_theta") is not None:
+            theta = rope["rope_theta"]
+        if rope.get("partial_rotary_factor") is not None:
+            partial = rope["partial_rotary_factor"]
+        if kind != "default":
+            scaling = {k: v for k, v in rope.items() if k not in _NOT_SCALING}
+            scaling["rope_type"] = kind
+    return {
+        "rope_theta": float(theta if theta is not None else 10000.0),
+        "rope_scaling": scaling,
+        "partial_rotary_factor": 1.0 if partial is None else partial,
+        "max_position_embeddings": raw.get("max_position_embeddings") or 0,
+    }

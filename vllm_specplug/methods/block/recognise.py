@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints are block heads, and of which kind, by their files alone.
+
+Kinds that a reader refuses later are recognised too, so that the refusal can say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_specplug.drafting.head_files import HeadFiles
+from vllm_specplug.methods.block.config import (
+    ARCHITECTURES,
+    SPECULATORS_ARCHITECTURES,
+    block_containers,
+    stated_mask,
+)
+
+# Tensors that every block head has. Other kinds have `fc.weight` too, but norm features per layer.
+_TENSORS = ("fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_norm.weight")
+# What a config says of a Markov head behind the block, and where.
+MARKOV_KEYS = (
+    "markov_rank", "markov_head_type", "enable_confidence_head", "use_confidence_head",
+    "confidence_head_with_markov", "confidence_head_alpha", "projector_type",
+)  # fmt: skip
+_MARKOV_CONTAINERS = ("dflash_config", "dspark_config")
+_MARKOV_TENSORS = ("markov_head.", "confidence_head.")
+
+
+def is_causal_block_head(head: HeadFiles) -> bool:
+    """Whether a checkpoint is a JetSpec head."""
+    return _is_block_head(head) and _is_causal(head)
+
+
+def is_bidirectional_block_head(head: HeadFiles) -> bool:
+    """Whether a checkpoint is a DFlash head."""
+    return _is_block_head(head) and not _is_causal(head)
+
+
+def is_markov_block_head(head: HeadFiles) -> bool:
+    """Whether a checkpoint is a DSpark head: a block head with a Markov or confidence head."""
+    if head.speculators_type is not None:
+        return head.speculators_type == "dspark"
+    return _has_block(head) and _has_markov(head)
+
+
+def _has_markov(head: HeadFiles) -> bool:
+    own = markov_values(head.config)
+    said = own.get("markov_rank") or own.get("projector_type") == "dspark"
+    return bool(said) or any(name.startswith(_MARKOV_TENSORS) for name in head.tensors)
+
+
+def markov_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of a Markov head, from wherever a trainer puts it."""
+    values: dict[str, Any] = {}
+    for source in (config, *(config.get(name) for name in _MARKOV_CONTAINERS)):
+        if isinstance(source, Mapping):
+            values.update({k: source[k] for k in MARKOV_KEYS if source.get(k) is not None})
+    return values
+
+
+def _is_block_head(head: HeadFiles) -> bool:
+    if head.speculators_type is not None:
+        # The latter is not served, and the method's reader says why.
+        return head.speculators_type in ("dflash", "jetspec")
+    return _has_block(head) and not _has_markov(head)
+
+
+def _has_block(head: HeadFiles) -> bool:
+    if head.architectures:
+        return bool({*ARCHITECTURES, *SPECULATORS_ARCHITECTURES} & set(head.architectures))
+    return head.has_tensors(_TENSORS)
+
+
+def _is_causal(head: HeadFiles) -> bool:
+    if head.speculators_type is not None:
+        return head.speculators_type == "jetspec"
+    try:
+        return stated_mask(head.config, block_containers(head.config)) is True
+    except (ValueError, TypeError, AttributeError):
+        return False  # whoever reads the head refuses the value

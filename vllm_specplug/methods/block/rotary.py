@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embeddings of block heads: the kinds whose angles do not change with the length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# "dynamic" and "longrope" change all angles once a sequence grows, and with them keys that are
+# cached already.
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A head's rotary embedding.
+
+    `scaling` holds the settings of a kind other than "default" under their published names;
+    `rotated` is the number of leading dimensions of a head that are turned, the rest pass through.
+    """
+
+    theta: float
+    head_dim: int
+    rotated: int
+    kind: str = "default"
+    scaling: Mapping[str, Any] | None = None
+    max_positions: int = 0
+
+    def frequencies(self) -> tuple[torch.Tensor, float]:
+        """Angles per position float32 [rotated / 2], and the factor on cosines and sines.
+
+        Raises:
+            ValueError: for settings that give no finite numbers.
+        """
+        # On the CPU also where a module is built on the meta device.
+        pairs = torch.arange(0, self.rotated, 2, dtype=torch.float32, device="cpu")
+        plain = self.theta ** -(pairs / self.rotated)
+        if self.kind == "default":
+            return plain, 1.0
+        frequencies, factor = self._scaled()
+        if frequencies.shape != plain.shape or not torch.isfinite(frequencies).all():
+            raise ValueError("frequencies that are not finite")
+        if not math.isfinite(factor) or factor <= 0:
+            raise ValueError(f"an attention factor of {factor}")
+        return frequencies, factor
+
+    def _scaled(self) -> tuple[torch.Tensor, float]:
+        """As transformers computes them, whose classes the trainers use."""
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        source = LlamaConfig(
+            hidden_size=self.head_dim,
+            num_attention_heads=1,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_positions or 2048,
+            rope_parameters={
+                **(self.scaling or {}),
+                "rope_type": self.kind,
+                "rope_theta": self.theta,
+                "partial_rotary_factor": self.rotated / self.head_dim,
+            },
+        )
+        frequencies, factor = ROPE_INIT_FUNCTIONS[self.kind](source, torch.device("cpu"))
+        return frequencies.float(), float(factor)

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DSpark heads as trees: a low-rank Markov head corrects the block's scores, branch by branch. The
+name `dspark` is vLLM's own method, which drafts chains with the same heads."""
+
+from vllm_specplug.drafting.method import Capability, Method
+from vllm_specplug.methods.block.options import BLOCK_NEEDS
+
+METHOD = Method(
+    name="dspark_tree",
+    summary="block head that drafts from the anchor's slot on, with its own Markov head",
+    options="vllm_specplug.methods.dspark_tree.options:DSparkOptions",
+    drafter="vllm_specplug.methods.dspark_tree.drafter:DSparkDrafter",
+    needs=BLOCK_NEEDS | {Capability.HOST_BRANCHES},
+    recognises="vllm_specplug.methods.block.recognise:is_markov_block_head",
+    plot_colors={"dspark_tree": "#b8860b"},
+)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading and writing DSpark heads (safetensors only), with the block head's strict checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_specplug.drafting.checkpoint_files import WEIGHTS_NAME, write_checkpoint
+from vllm_specplug.methods.block.checkpoint import (
+    BlockHeadExtras,
+    inspect_block_head,
+    load_block_head,
+)
+from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.methods.dspark_tree.config import MARKOV_INPUT, MARKOV_OUTPUT, DSparkConfig
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
+
+
+def inspect_dspark_head(
+    directory: str | Path, target_config: Any, *, causal: bool | None = None
+) -> DSparkConfig:
+    """Checks a head against its target from its config and tensor headers, reading no weights.
+
+    Takes the arguments and raises the errors of `load_block_head`.
+    """
+    config = _read_config(directory, target_config, causal)
+    inspect_block_head(directory, target_config, config=config.block, beside=config.tensors)
+    return config
+
+
+def load_dspark_head(
+    directory: str | Path, target_config: Any, *, causal: bool | None = None
+) -> tuple[BlockHead, BlockHeadExtras, LocalHead | None]:
+    """Reads a head of DeepSpec, SpecForge or speculators and checks it against its target.
+
+    Takes the arguments and raises the errors of `load_block_head`.
+
+    Returns:
+        The block head, what it ships beside its layers, and the Markov head; None without one.
+    """
+    config = _read_config(directory, target_config, causal)
+    head, extras = load_block_head(
+        directory, target_config, config=config.block, beside=config.tensors
+    )
+    if not config.markov_rank:
+        return head, extras, None
+    return head, extras, markov_head(extras.beside[MARKOV_INPUT], extras.beside[MARKOV_OUTPUT])
+
+
+def markov_head(w1: torch.Tensor, w2: torch.Tensor) -> LocalHead:
+    """The local head that adds W_2 W_1[y] to the scores after token y.
+
+    Args:
+        w1: [V, r] by target token.
+        w2: [V', r] by draft id.
+    """
+    with torch.device("meta"):
+        local = LocalHead(
+            LocalHeadConfig(
+                kind="markov",
+                vocab_size=w1.shape[0],
+                # Of no meaning here: neither the target's embedding nor its LM head is read.
+                target_hidden_size=w1.shape[1],
+                rank=w1.shape[1],
+                draft_vocab_size=w2.shape[0],
+                parameterization="direct_vocab",
+                anchor_input=True,
+            )
+        )
+    state = {"embed_tokens.weight": w1, "low_rank_lm_head.weight": w2}
+    local.load_state_dict(state, assign=True)
+    return local.requires_grad_(False).eval()
+
+
+def save_dspark_head(
+    directory: str | Path,
+    head: BlockHead,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Writes config.json and model.safetensors under DeepSpec's names, without the target's tables.
+
+    Both files are replaced atomically. Returns the weights' path.
+    """
+    directory = Path(directory)
+    state = {**head.state_dict(), MARKOV_INPUT: w1, MARKOV_OUTPUT: w2}
+    config = {
+        **head.config.to_dict(),
+        "architectures": ["Qwen3DSparkModel"],
+        "markov_rank": w1.shape[1],
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+    }
+    tensors = {
+        name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()
+    }
+    return write_checkpoint(
+        directory / WEIGHTS_NAME, directory / "config.json", tensors, config, metadata
+    )
+
+
+def _read_config(directory: str | Path, target: Any, causal: bool | None) -> DSparkConfig:
+    layers = (
+        target["num_hidden_layers"] if isinstance(target, Mapping) else target.num_hidden_layers
+    )
+    return DSparkConfig.from_pretrained(directory, num_target_layers=int(layers), causal=causal)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of a DSpark head: a block head's, and what its Markov head adds.
+
+Read from `config.json` as DeepSpec, SpecForge and speculators write it. The block head's part goes
+through `methods.block.config`; what is refused there is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size
+from vllm_specplug.methods.block.config import ANCHOR_FLAGS, BlockHeadConfig, head_config
+from vllm_specplug.methods.block.recognise import MARKOV_KEYS, markov_values
+
+MARKOV_INPUT = "markov_head.markov_w1.weight"
+MARKOV_OUTPUT = "markov_head.markov_w2.weight"
+CONFIDENCE_WEIGHT, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
+
+_ARCHITECTURES = ("DSparkSpeculator", "DSparkDraftModel")
+
+
+@dataclass(frozen=True)
+class DSparkConfig:
+    """Shape of a DSpark head.
+
+    `markov_rank` is r of the Markov head, 0 without one. `confidence_size` is the number of inputs
+    of the confidence head, 0 without one.
+    """
+
+    block: BlockHeadConfig
+    markov_rank: int
+    confidence_size: int = 0
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | Path, *, num_target_layers: int, causal: bool | None = None
+    ) -> DSparkConfig:
+        """Reads `directory/config.json`; see `BlockHeadConfig.from_dict` for arguments.
+
+        Raises:
+            ValueError: field, value, legal values and remedy.
+        """
+        with head_config(directory) as raw:
+            return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
+
+    @classmethod
+    def from_dict(
+        cls, raw: Mapping[str, Any], *, num_target_layers: int, causal: bool | None = None
+    ) -> DSparkConfig:
+        """From a parsed `config.json`."""
+        own = markov_values(raw)
+        block = BlockHeadConfig.from_dict(
+            _block_part(raw, own), num_target_layers=num_target_layers, causal=causal
+        )
+        rank = own.get("markov_rank") or 0
+        _require(
+            rank == 0 or is_size(rank), "markov_rank", rank, f"an integer from 0 to {MAX_SIZE}"
+        )
+        kind = own.get("markov_head_type") or "vanilla"
+        _require(
+            rank == 0 or kind == "vanilla",
+            "markov_head_type",
+            kind,
+            "'vanilla' (others read the block's hidden states at every node of a tree)",
+        )
+        confidence = 0
+        if own.get("enable_confidence_head") or own.get("use_confidence_head"):
+            confidence = block.hidden_size
+            confidence += rank if own.get("confidence_head_with_markov") else 0
+        return cls(block, rank, confidence)
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors beside the block head's. W_1 is looked up by target tokens, W_2
+        scores the draft vocabulary."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.markov_rank:
+            shapes[MARKOV_INPUT] = (self.block.vocab_size, self.markov_rank)
+            shapes[MARKOV_OUTPUT] = (self.block.draft_vocab_size, self.markov_rank)
+        if self.confidence_size:
+            shapes[CONFIDENCE_WEIGHT] = (1, self.confidence_size)
+            shapes[CONFIDENCE_BIAS] = (1,)
+        return shapes
+
+
+def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the block head alone, as its own method would find it."""
+    part = {key: value for key, value in raw.items() if key not in (*MARKOV_KEYS, "dspark_config")}
+    inner = raw.get("dflash_config")
+    if isinstance(inner, Mapping):
+        part["dflash_config"] = {
+            key: value for key, value in inner.items() if key not in MARKOV_KEYS
+        }
+    if raw.get("speculators_model_type") == "dspark":
+        part["speculators_model_type"] = "dflash"
+        _rename(part, "DFlashSpeculator")
+        return part
+    projector = own.get("projector_type")
+    _require(
+        projector in (None, "dspark", "dflash"),
+        "projector_type",
+        projector,
+        "'dspark' (others draft in another way)",
+    )
+    stated = [
+        source.get(flag)
+        for source in (raw, part.get("dflash_config") or {})
+        for flag in ANCHOR_FLAGS
+    ]
+    if projector == "dspark" and all(flag is None for flag in stated):
+        # SpecForge trains every DSpark head so; its early configs name the architecture DFlash's.
+        part["sample_from_anchor"] = True
+    return part
+
+
+def _rename(part: dict[str, Any], name: str) -> None:
+    stated = part.get("architectures") or []
+    for architecture in stated:
+        _require(
+            architecture in _ARCHITECTURES,
+            "architectures",
+            stated,
+            f"{', '.join(_ARCHITECTURES)} in speculators' format",
+        )
+    part["architectures"] = [name]
+
+
+def _require(condition: bool, name: str, value: object, legal: str) -> None:
+    if not condition:
+        raise ValueError(
+            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the "
+            "head's config.json or use another head"
+        )

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DSpark: the block's scores of each depth plus a Markov head's, which reads the token before.
+
+With l_k the block's scores at depth k and y the token of the branch at depth k - 1 (the anchor at
+depth 0), a node's children have the distribution softmax(l_k + W_2 W_1[y]). That is a local head
+with weight 1 and no prior, so trees are built as DeLS builds them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_specplug.drafting.drafter import DraftRequests, TargetWeights
+from vllm_specplug.methods.block.checkpoint import BlockHeadExtras
+from vllm_specplug.methods.block.drafter import BlockHeadDrafter
+from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head
+from vllm_specplug.methods.local.head import LocalHead
+from vllm_specplug.methods.local.tree import LocalTreeBuilder
+from vllm_specplug.tree import DraftTree
+
+
+class DSparkDrafter(BlockHeadDrafter):
+    """Block head and Markov head of one checkpoint; without the latter, the block head alone."""
+
+    markov: LocalHead | None = None
+    local_tree: LocalTreeBuilder | None = None
+
+    def load_head(self, target: TargetWeights) -> tuple[BlockHead, BlockHeadExtras]:
+        assert self.options.head_path is not None
+        head, extras, self.markov = load_dspark_head(
+            self.options.head_path, target.text_config, causal=self.options.settings.causal
+        )
+        return head, extras
+
+    @torch.inference_mode()
+    def load(self, target: TargetWeights) -> None:
+        super().load(target)
+        if self.markov is None:
+            return
+        draft_ids = self.target_ids
+        if draft_ids is None:
+            draft_ids = torch.arange(self.config.vocab_size)
+        self.local_tree = LocalTreeBuilder(
+            self.markov,
+            draft_ids.cpu(),
+            draft_ids,
+            None,
+            self.options.settings,
+            embed_tokens=self.embed_tokens,
+            lm_head=target.lm_head,
+            dtype=target.dtype,
+        )
+
+    def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
+        if self.local_tree is None:
+            return super()._build(requests, depths)
+        candidates = min(self.options.settings.num_candidates, self.vocab_size)
+        ids, log_probs = self.draft_candidates(requests, max(depths), candidates)
+        return self.local_tree.build(
+            ids, log_probs, requests.anchors, requests.budgets, depths, requests.widths
+        )

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-3 heads as trees: one decoder layer, run level by level. The name `eagle3` is vLLM's own
+method, which drafts chains with the same heads."""
+
+from vllm_specplug.drafting.method import Capability, Method
+
+METHOD = Method(
+    name="eagle3_tree",
+    summary="EAGLE-3 head over target features and its own states, level by level",
+    options="vllm_specplug.methods.eagle3_tree.options:Eagle3Options",
+    drafter="vllm_specplug.methods.eagle3_tree.drafter:Eagle3Drafter",
+    needs=frozenset(
+        {
+            Capability.HIDDEN_STATES,
+            Capability.NEXT_TOKENS,
+            Capability.CONTEXT_CACHE,
+            Capability.HOST_BRANCHES,
+        }
+    ),
+    recognises="vllm_specplug.methods.eagle3_tree.recognise:is_eagle3_head",
+    train_commands=("vllm_specplug.methods.eagle3_tree.train.cli",),
+    plot_colors={"eagle3_tree": "#b0387f", "eagle3_tree + n-grams": "#dc8fbb"},
+)

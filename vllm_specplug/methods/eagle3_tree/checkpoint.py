@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading and writing EAGLE-3 heads in every layout of their trainers, with strict checks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_specplug.drafting.checkpoint_files import (
+    check_finite,
+    check_tensors,
+    draft_token_ids,
+    write_checkpoint,
+)
+from vllm_specplug.drafting.pickle_files import check_plain, load_pickle
+from vllm_specplug.methods.block.checkpoint import WEIGHTS_NAME, read_tensors
+from vllm_specplug.methods.eagle3_tree.config import AUX_LAYERS_KEY, Eagle3Config
+from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
+
+PICKLE_NAME = "pytorch_model.bin"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_INTEGERS = (torch.int64, torch.int32)
+# Some trainers have the other biases without it.
+_OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
+# Tables that some trainers save along and nobody needs: they follow from the config.
+_IGNORED = re.compile(r"(layers\.0\.self_attn\.)?rotary_emb\..*|t2d")
+
+
+@dataclass(frozen=True)
+class Eagle3Extras:
+    """What a checkpoint ships beside the layer: `target_ids` int64 [V'] of a reduced vocabulary,
+    `lm_head` [V', H], `embed_tokens` [V, H]; None where the target's are used."""
+
+    target_ids: torch.Tensor | None = None
+    lm_head: torch.Tensor | None = None
+    embed_tokens: torch.Tensor | None = None
+
+
+def load_eagle3_head(
+    directory: str | Path,
+    target_config: Any,
+    *,
+    target_layers: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Eagle3Head, Eagle3Extras]:
+    """Reads a head and checks it against its target.
+
+    Args:
+        directory: folder with config.json and safetensors, or pytorch_model.bin, which is read in
+            weights-only mode.
+        target_config: the target's text config.
+        target_layers: zero-based layers of the target, instead of those the config states.
+        dtype: of the returned tensors; the checkpoint's own if None.
+
+    Raises:
+        ValueError: for a head that is not this target's or no EAGLE-3 head of one layer, tensors
+            that are missing, unexpected or misshapen (all in one message), missing files.
+    """
+    directory = Path(directory)
+    # Headers first: nothing is read of a checkpoint that does not fit.
+    config = inspect_eagle3_head(directory, target_config, target_layers=target_layers)
+    tensors = _read(directory, headers_only=False)
+    if dtype is not None:
+        tensors = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
+    with torch.device("meta"):
+        head = Eagle3Head(config)
+    if config.attention_bias and _OUTPUT_BIAS not in tensors:
+        tensors[_OUTPUT_BIAS] = torch.zeros_like(tensors["norm.weight"])
+    head.load_state_dict({name: tensors[name] for name in head.state_dict()}, assign=True)
+    head.requires_grad_(False)
+    d2t = tensors.get("d2t")
+    return head.eval(), Eagle3Extras(
+        target_ids=None if d2t is None else draft_token_ids(d2t, config.vocab_size),
+        lm_head=tensors.get("lm_head.weight"),
+        embed_tokens=tensors.get("embed_tokens.weight"),
+    )
+
+
+def inspect_eagle3_head(
+    directory: str | Path, target_config: Any, *, target_layers: Sequence[int] | None = None
+) -> Eagle3Config:
+    """Checks a head from its config and the names and shapes of its tensors; takes the arguments
+    and raises the errors of `load_eagle3_head`."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(
+            f"draft head {str(directory)!r} is not a folder; give the path of a folder with "
+            "config.json and model.safetensors"
+        )
+    layers = target_config
+    layers = (
+        layers["num_hidden_layers"] if isinstance(layers, Mapping) else layers.num_hidden_layers
+    )
+    config = Eagle3Config.from_pretrained(directory, num_target_layers=int(layers))
+    if target_layers is not None:
+        if len(target_layers) != len(config.target_layer_ids):
+            raise ValueError(
+                f"speculative_config.aux_layers = {list(target_layers)}, legal: "
+                f"{len(config.target_layer_ids)} layers, as the head has; leave it out or name as "
+                "many"
+            )
+        config = replace(config, target_layer_ids=tuple(target_layers))
+    tensors = _read(directory, headers_only=True)
+    _refuse_other_heads(directory, tensors)
+    # What the checkpoint holds decides where a config does not say.
+    config = replace(
+        config,
+        qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
+        attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
+    )
+    config.check_target(target_config)
+    _check_tensors(directory, config, tensors, target_config)
+    return config
+
+
+def save_eagle3_head(
+    directory: str | Path,
+    head: Eagle3Head,
+    *,
+    target_ids: torch.Tensor | None = None,
+    lm_head: torch.Tensor | None = None,
+    embed_tokens: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Writes config.json and model.safetensors as the public trainers name them, each replaced
+    atomically; returns the latter.
+
+    With `lm_head` [V', H] the checkpoint is whole, and vLLM's own method reads it too.
+    """
+    directory, config = Path(directory), head.config
+    tensors = {_published_name(name): tensor for name, tensor in head.state_dict().items()}
+    if lm_head is not None:
+        tensors["lm_head.weight"] = lm_head
+    if embed_tokens is not None:
+        tensors["embed_tokens.weight"] = embed_tokens
+    tensors = {
+        name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()
+    }
+    if target_ids is not None:
+        d2t = target_ids.to("cpu", torch.int64) - torch.arange(len(target_ids))
+        draft_token_ids(d2t, config.vocab_size)
+        tensors["d2t"] = d2t
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
+        tensors["t2d"][target_ids.cpu()] = True
+    return write_checkpoint(
+        directory / WEIGHTS_NAME, directory / "config.json", tensors, config.to_dict()
+    )
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"^midlayer\.", "layers.0.", name)
+
+
+def _published_name(name: str) -> str:
+    return re.sub(r"^layers\.0\.", "midlayer.", name)
+
+
+def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:
+    """All tensors by the names of `Eagle3Head`; without data with `headers_only`."""
+    has_safetensors = any(directory.glob("*.safetensors*"))
+    if has_safetensors or not (directory / PICKLE_NAME).is_file():
+        found = read_tensors(directory, headers_only=headers_only)
+    else:
+        found = _read_pickle(directory / PICKLE_NAME, headers_only)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in found.items():
+        plain = _plain_name(name)
+        if plain in tensors:
+            raise ValueError(
+                f"draft head {str(directory)!r}: tensor {name!r} is given twice, as 'midlayer.' "
+                "and as 'layers.0.'; fetch the head again"
+            )
+        tensors[plain] = tensor
+    return tensors
+
+
+def _read_pickle(path: Path, headers_only: bool) -> dict[str, torch.Tensor]:
+    """Tensors of a `.bin` file, which stay on disk until they are used."""
+    what = f"draft head {str(path)!r}"
+    found: dict[str, torch.Tensor] = dict(load_pickle(path, what, mapped=True))
+    check_plain(path, what, found)
+    for name, tensor in found.items():
+        legal = _INTEGERS if name == "d2t" else (*_DTYPES, *_INTEGERS, torch.bool, torch.uint8)
+        if tensor.dtype not in legal:
+            raise ValueError(
+                f"{what}: tensor {name!r} has dtype {tensor.dtype}, legal: "
+                f"{', '.join(str(dtype) for dtype in legal)}; use the head's original weights"
+            )
+    if headers_only:
+        return {
+            name.removeprefix("model."): torch.empty(tensor.shape, device="meta")
+            for name, tensor in found.items()
+        }
+    check_finite(found)
+    # A copy: nothing may change below a server when the file does.
+    return {name.removeprefix("model."): tensor.clone() for name, tensor in found.items()}
+
+
+def _refuse_other_heads(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Names the heads whose tensors tell that they draft in another way."""
+    what = f"draft head {str(directory)!r}"
+    if "mask_hidden" in tensors:
+        raise ValueError(
+            f"{what} holds the tensor 'mask_hidden': a P-EAGLE head, which drafts in parallel; "
+            "legal: EAGLE-3 heads that draft token by token. Use vLLM's own method for it"
+        )
+    if any(re.match(r"layers\.[1-9]", name) for name in tensors):
+        raise ValueError(
+            f"{what} holds several layers, legal: 1 (EAGLE-3 heads of several layers are not "
+            "served); use a head of one layer, or vLLM's own method"
+        )
+
+
+def _check_tensors(
+    directory: Path, config: Eagle3Config, tensors: Mapping[str, torch.Tensor], target: Any
+) -> None:
+    with torch.device("meta"):
+        expected = {k: tuple(v.shape) for k, v in Eagle3Head(config).state_dict().items()}
+    columns = tensors.get("fc.weight", torch.empty(0, 0)).shape[-1]
+    if columns != config.feature_size and columns % config.target_hidden_size == 0:
+        raise ValueError(
+            f"draft head {str(directory)!r} reads {columns // config.target_hidden_size} layers of "
+            f"the target ('fc.weight' has {columns} columns), and its config states "
+            f"{len(config.target_layer_ids)}: {AUX_LAYERS_KEY}; correct the head's config.json"
+        )
+    optional: dict[str, tuple[int, ...]] = {
+        "lm_head.weight": (config.draft_vocab_size, config.hidden_size),
+        "embed_tokens.weight": (config.vocab_size, config.hidden_size),
+    }
+    reduced = config.draft_vocab_size < config.vocab_size
+    (expected if reduced else optional)["d2t"] = (config.draft_vocab_size,)
+    if config.hidden_size != config.target_hidden_size:
+        # The target's tables do not fit such a head.
+        expected.update(optional)
+        optional = {}
+    check_tensors(
+        f"draft head {str(directory)!r}",
+        {**expected, **optional},
+        tensors,
+        optional=(*optional, _OUTPUT_BIAS),
+        ignored=[name for name in tensors if _IGNORED.fullmatch(name)],
+    )

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of an EAGLE-3 head, read from the `config.json` of any of its trainers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specplug.drafting.checkpoint_files import (
+    MAX_SIZE,
+    config_values,
+    is_positive,
+    is_size,
+    read_json_object,
+)
+
+logger = logging.getLogger(__name__)
+
+_MOST_AUX_LAYERS = 16
+AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
+# Zero-based, in heads that were written here: the other key's numbering is not always clear.
+_OWN_LAYERS_KEY = "target_layer_ids"
+# Rotary embeddings whose angles depend on the position alone, not on the length of the context.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# What the public trainers call a head of one Llama-like layer. Some write the architecture of the
+# layer's own family; their tensors say the rest.
+_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+    "LlamaForCausalLM",
+    "Eagle3LlamaModel",
+)
+_PARALLEL_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
+# Of `eagle_config`: what the head computes only where they have these values.
+_EAGLE_FLAGS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_aux_hidden_state": ((None, True), "true (the head reads several layers of the target)"),
+    "use_input_layernorm_in_first_layer": ((None, True), "true (embeddings are normed)"),
+    "use_last_layernorm": ((None, True), "true (a norm stands before the LM head)"),
+    "use_mtp_layernorm": ((None, False), "false"),
+    "parallel_draft_step": ((None, 0, 1), "1 (P-EAGLE heads draft in parallel)"),
+}
+
+
+def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
+    """Zero-based layers read by a head whose config names none: an early, the middle and a late
+    one, as all trainers choose them."""
+    return (1, num_target_layers // 2 - 1, num_target_layers - 4)
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Shape of an EAGLE-3 head of one layer.
+
+    `target_layer_ids` are zero-based and ascending: id i is the output of the target's decoder
+    layer i. `rope_scaling` is None for the plain rotary embedding. `norm_before_fc` is one norm
+    over the joined target states, `fc_norm` one for each of them; `norm_output` says that a
+    drafted token's state is fed to the next one after the final norm, not before it. `qk_norm` and
+    `attention_bias` are read from the tensors.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    target_layer_ids: tuple[int, ...]
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "draft_vocab_size",
+            "target_hidden_size",
+        ):
+            value = getattr(self, name)
+            _require(is_size(value), name, value, f"an integer from 1 to {MAX_SIZE}")
+        _require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            "num_key_value_heads",
+            self.num_key_value_heads,
+            f"a divisor of num_attention_heads = {self.num_attention_heads}",
+        )
+        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
+        _require(
+            self.draft_vocab_size <= self.vocab_size,
+            "draft_vocab_size",
+            self.draft_vocab_size,
+            f"1..{self.vocab_size} (vocab_size)",
+        )
+        for name in ("rope_theta", "rms_norm_eps"):
+            value = getattr(self, name)
+            _require(is_positive(value), name, value, "a number > 0")
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+            _require(
+                isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
+            )
+        layers = self.target_layer_ids
+        _require(
+            1 <= len(layers) <= _MOST_AUX_LAYERS and tuple(sorted(set(layers))) == tuple(layers),
+            AUX_LAYERS_KEY,
+            list(layers),
+            f"1 to {_MOST_AUX_LAYERS} different layers in ascending order, as the target gives "
+            "their outputs",
+        )
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on q.k before the softmax."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the joined target states, L * Ht."""
+        return len(self.target_layer_ids) * self.target_hidden_size
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, *, num_target_layers: int) -> Eagle3Config:
+        """Reads `directory/config.json`; see `from_dict`."""
+        path = Path(directory) / "config.json"
+        if not path.is_file():
+            raise ValueError(
+                f"draft head {str(directory)!r} has no config.json; give the folder that holds "
+                "config.json and the weights"
+            )
+        raw = read_json_object(path, "a head's config")
+        with config_values(path):
+            return cls.from_dict(raw, num_target_layers=num_target_layers)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], *, num_target_layers: int) -> Eagle3Config:
+        """From a parsed `config.json`: the trainers' flat form, or speculators'.
+
+        Args:
+            raw: the JSON object.
+            num_target_layers: decoder layers of the target.
+
+        Raises:
+            ValueError: field, value, legal values and remedy.
+        """
+        nested = raw.get("transformer_layer_config")
+        is_speculators = raw.get("speculators_model_type") is not None or nested is not None
+        kind = raw.get("speculators_model_type")
+        _require(
+            kind in (None, "eagle3"),
+            "speculators_model_type",
+            kind,
+            "'eagle3' (P-EAGLE and other heads draft in another way)",
+        )
+        layer = nested if is_speculators else raw
+        _require(isinstance(layer, Mapping), "transformer_layer_config", layer, "an object")
+        assert isinstance(layer, Mapping)
+        eagle = raw.get("eagle_config") or {}
+        _require(isinstance(eagle, Mapping), "eagle_config", eagle, "an object")
+        _refuse_other_heads(raw, layer, eagle)
+
+        def flag(name: str, default: bool) -> Any:
+            for source in (eagle, raw):
+                if source.get(name) is not None:
+                    return source[name]
+            return default
+
+        hidden = _need(layer, "hidden_size")
+        heads = _need(layer, "num_attention_heads")
+        vocab = _need(layer, "vocab_size")
+        _require(is_size(heads), "num_attention_heads", heads, f"an integer from 1 to {MAX_SIZE}")
+        theta, scaling = _rotary_of(layer)
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=_need(layer, "intermediate_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=layer.get("num_key_value_heads") or heads,
+            head_dim=layer.get("head_dim") or hidden // heads,
+            vocab_size=vocab,
+            draft_vocab_size=raw.get("draft_vocab_size")
+            or raw.get("truncated_vocab_size")
+            or vocab,
+            target_hidden_size=raw.get("target_hidden_size") or hidden,
+            target_layer_ids=_target_layers(
+                raw.get(_OWN_LAYERS_KEY),
+                eagle.get(AUX_LAYERS_KEY) or raw.get(AUX_LAYERS_KEY),
+                num_target_layers,
+            ),
+            rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            # Heads of that format norm it unless they say otherwise, all others do not.
+            norm_before_residual=flag("norm_before_residual", is_speculators),
+            norm_before_fc=flag("norm_before_fc", False),
+            fc_norm=flag("fc_norm", False),
+            norm_output=flag("norm_output", False),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """A `config.json` object in the trainers' flat form, which vLLM's own method reads too."""
+        raw = {k: v for k, v in asdict(self).items() if k not in ("target_layer_ids", "qk_norm")}
+        raw["rope_scaling"] = dict(self.rope_scaling) if self.rope_scaling else None
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 131072,
+            "dtype": "bfloat16",
+            **raw,
+            _OWN_LAYERS_KEY: list(self.target_layer_ids),
+            # For vLLM's own method, which counts the embedding as 0.
+            "num_aux_hidden_states": len(self.target_layer_ids),
+            AUX_LAYERS_KEY: [i + 1 for i in self.target_layer_ids],
+        }
+
+    def check_target(self, target: Any) -> None:
+        """Raises ValueError unless the head reads this target's states and tokens."""
+        remedy = "this head was trained for another target; use the head made for this model"
+        expected = {
+            "target_hidden_size": int(config_field(target, "hidden_size")),
+            "vocab_size": int(config_field(target, "vocab_size")),
+        }
+        for name, legal in expected.items():
+            if getattr(self, name) != legal:
+                raise ValueError(
+                    f"draft head config: {name} = {getattr(self, name)}, legal: {legal} (the "
+                    f"target's); {remedy}"
+                )
+        layers = int(config_field(target, "num_hidden_layers"))
+        outside = [i for i in self.target_layer_ids if not 0 <= i < layers]
+        if outside:
+            raise ValueError(
+                f"draft head config: the head reads the target's layers "
+                f"{list(self.target_layer_ids)} (zero-based), {outside} outside the legal "
+                f"0..{layers - 1}; {remedy}, or name the layers with option aux_layers"
+            )
+
+
+def config_field(config: Any, name: str) -> Any:
+    """A field of a config that is an object or a mapping."""
+    return config[name] if isinstance(config, Mapping) else getattr(config, name)
+
+
+def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, ...]:
+    """Zero-based layers: `own`, else from `stated`, which trainers number in two ways.
+
+    An id counts the embedding as 0, as for vLLM, or it counts the first layer as 0. Heads of both
+    kinds begin with the output of layer 1, hence with 2 or with 1.
+    """
+    if own:
+        _require(_are_layers(own), _OWN_LAYERS_KEY, own, "a list of layer numbers")
+        return tuple(own)
+    if not stated:
+        return default_target_layers(num_target_layers)
+    _require(_are_layers(stated), AUX_LAYERS_KEY, stated, "a list of layer numbers")
+    first_layer_is_zero = min(stated) == 1
+    layers = tuple(i if first_layer_is_zero else i - 1 for i in stated)
+    logger.info(
+        "The head's %s = %s are taken as outputs of the target's layers %s, counted from 0; option "
+        "aux_layers decides otherwise",
+        AUX_LAYERS_KEY,
+        list(stated),
+        list(layers),
+    )
+    return layers
+
+
+def _are_layers(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= MAX_SIZE for i in value
+    )
+
+
+def _refuse_other_heads(
+    raw: Mapping[str, Any], layer: Mapping[str, Any], eagle: Mapping[str, Any]
+) -> None:
+    """Refuses heads that this one layer would misread, by what they call themselves."""
+    stated = raw.get("architectures") or []
+    _require(
+        isinstance(stated, list | tuple) and all(name in _ARCHITECTURES for name in stated),
+        "architectures",
+        stated,
+        f"{', '.join(_ARCHITECTURES)} (P-EAGLE, MLA and mixture-of-experts heads are not served)",
+    )
+    layers = layer.get("num_hidden_layers", 1)
+    _require(
+        layers == 1 and not isinstance(layers, bool),
+        "num_hidden_layers",
+        layers,
+        "1 (EAGLE-3 heads of several layers are not served)",
+    )
+    for name in _PARALLEL_KEYS:
+        _require(
+            raw.get(name) is None,
+            name,
+            raw.get(name),
+            "absent (P-EAGLE heads, which draft in parallel, are not served)",
+        )
+    for name, (legal, why) in _EAGLE_FLAGS.items():
+        for source in (eagle, raw):
+            _require(source.get(name) in legal, name, source.get(name), why)
+    types = layer.get("layer_types") or []
+    _require(
+        isinstance(types, list | tuple) and all(t == "full_attention" for t in types[:1]),
+        "layer_types",
+        types,
+        "'full_attention' (sliding-window heads are not served)",
+    )
+    window = layer.get("sliding_window")
+    _require(
+        not window or layer.get("use_sliding_window") is False or bool(types),
+        "sliding_window",
+        window,
+        "absent (sliding-window heads are not served)",
+    )
+    for name, legal in {
+        "hidden_act": (None, "silu"),
+        "mlp_bias": (None, False),
+        "logit_scale": (None, 1, 1.0),
+        "partial_rotary_factor": (None, 1, 1.0),
+        "is_neox_style": (None, True),
+    }.items():
+        _require(layer.get(name) in legal, name, layer.get(name), f"absent or {legal[1]!r}")
+
+
+def _rotary_of(layer: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
+    """Base and scaling (None for the plain kind) of the rotary embedding."""
+    theta = layer.get("rope_theta")
+    scaling: dict[str, Any] | None = None
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = layer.get(name)
+        if not rope:
+            continue
+        _require(isinstance(rope, Mapping), name, rope, "an object")
+        if rope.get("rope_theta") is not None:
+            theta = rope["rope_theta"]
+        kind = rope.get("rope_type", rope.get("type")) or "default"
+        _require(
+            kind in _ROPE_TYPES and rope.get("mrope_section") is None,
+            f"{name}.rope_type",
+            "mrope" if rope.get("mrope_section") is not None else kind,
+            f"{', '.join(_ROPE_TYPES)} (angles that follow from the position alone)",
+        )
+        partial = rope.get("partial_rotary_factor")
+        _require(partial in (None, 1, 1.0), f"{name}.partial_rotary_factor", partial, "1.0")
+        if kind != "default":
+            scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")}
+            scaling["rope_type"] = kind
+            if kind == "yarn":
+                # What a length-free reader needs where the config leaves it out.
+                scaling.setdefault(
+                    "original_max_position_embeddings", layer.get("max_position_embeddings")
+                )
+    theta = 10000.0 if theta is None else theta
+    _require(is_positive(theta), "rope_theta", theta, "a number > 0")
+    return float(theta), scaling
+
+
+def _need(raw: Mapping[str, Any], name: str) -> Any:
+    _require(is_size(raw.get(name)), name, raw.get(name), f"an integer from 1 to {MAX_SIZE}")
+    return raw[name]
+
+
+def _require(condition: bool, name: str, value: object, legal: str) -> None:
+    if not condition:
+        raise ValueError(
+            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the head's "
+            "config.json or use another head"
+        )

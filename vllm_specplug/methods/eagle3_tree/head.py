@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The EAGLE-3 head: one decoder layer over a token's embedding and the state before it.
+
+Shapes: T tokens or tree nodes, L target layers, Ht target hidden size, H hidden size of the head,
+Hq/Hkv query/key heads, Dh head size.
+
+Row i takes the token at position i + 1 and a state of position i, and predicts the token at
+i + 2 (arXiv 2503.01840). The state of a committed position is made of the target's outputs at L
+layers; that of a drafted token is the head's own output for it. So the keys and values of position
+i depend on the token after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vllm_specplug.drafting.drafter import LinearFactory
+from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.block.head import GatedMLP, RMSNorm, apply_rotary
+from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
+
+# (q [T, Hq, Dh], k [T, Hkv, Dh], v [T, Hkv, Dh]) -> [T, Hq, Dh]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def rotary_angles(config: Eagle3Config) -> tuple[torch.Tensor, float]:
+    """Angles per position of each rotary pair, float32 [Dh / 2], and a factor on cos and sin."""
+    if config.rope_scaling is None:
+        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+        return config.rope_theta ** -(pairs / config.head_dim), 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = dict(config.rope_scaling)
+    try:
+        source = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=1 << 20,
+            rope_parameters={**scaling, "rope_theta": config.rope_theta},
+        )
+        # Heads are made on the meta device first, which some of these functions would follow.
+        with torch.device("cpu"):
+            make = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
+            frequencies, factor = make(source, torch.device("cpu"))
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(
+            f"draft head config: rope_scaling = {repr(scaling)[:200]} is incomplete "
+            f"({str(error)[:200]}), legal: all fields of its rope_type; correct the head's "
+            "config.json"
+        ) from None
+    return frequencies.float(), float(factor)
+
+
+class Eagle3Attention(nn.Module):
+    """Projections of the layer; the attention itself is the caller's."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        inner = config.num_attention_heads * dim
+        self.q_proj = nn.Linear(2 * hidden, inner, bias=bias)
+        self.k_proj = nn.Linear(2 * hidden, config.num_key_value_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(2 * hidden, config.num_key_value_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(inner, hidden, bias=bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+
+
+class Eagle3Layer(nn.Module):
+    """The head's decoder layer."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        norm = (config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(*norm)
+        self.hidden_norm = RMSNorm(*norm)
+        self.self_attn = Eagle3Attention(config)
+        self.post_attention_layernorm = RMSNorm(*norm)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+
+class Eagle3Head(nn.Module):
+    """Everything but token embeddings and LM head, which stay outside."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.config = config
+        eps = config.rms_norm_eps
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(config.feature_size, eps)
+        if config.fc_norm:
+            # Any: torch types what a list holds as plain modules.
+            self.fc_norm: Any = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, eps) for _ in config.target_layer_ids
+            )
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.layers: Any = nn.ModuleList([Eagle3Layer(config)])
+        self.norm = RMSNorm(config.hidden_size, eps)
+        # No buffer: a head made on the meta device still has it.
+        self.frequencies, self.rotary_factor = rotary_angles(config)
+
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin [T, Dh/2] of positions [T], float32."""
+        angles = positions.float().unsqueeze(-1) * self.frequencies.to(positions.device)
+        return angles.cos() * self.rotary_factor, angles.sin() * self.rotary_factor
+
+    def features(self, aux: torch.Tensor) -> torch.Tensor:
+        """Target states of committed positions, joined [T, L*Ht] -> states [T, H]."""
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
+        if self.config.fc_norm:
+            parts = aux.chunk(len(self.fc_norm), dim=-1)
+            aux = torch.cat([n(p) for n, p in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(aux)
+
+    def _inputs(
+        self, embeds: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the attention reads [T, 2H], and the residual [T, H]."""
+        layer = self.layers[0]
+        normed = layer.hidden_norm(states)
+        joined = torch.cat((layer.input_layernorm(embeds), normed), dim=-1)
+        return joined, normed if self.config.norm_before_residual else states
+
+    def _key_value(
+        self, joined: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        attn = self.layers[0].self_attn
+        shape = (self.config.num_key_value_heads, self.config.head_dim)
+        key, value = (p(joined).unflatten(-1, shape) for p in (attn.k_proj, attn.v_proj))
+        return apply_rotary(attn.k_norm(key) if self.config.qk_norm else key, *rotary), value
+
+    def context_kv(
+        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (rotated) and values of rows.
+
+        Args:
+            embeds: [T, H], of the token after each position.
+            states: [T, H]; positions: [T].
+
+        Returns:
+            Two tensors [T, Hkv, Dh].
+        """
+        return self._key_value(self._inputs(embeds, states)[0], self.rotary(positions))
+
+    def forward(
+        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs rows; arguments as in `context_kv`, and attention over context and branch.
+
+        Returns:
+            [T, H] for the LM head, and [T, H] the states of the tokens, for their children.
+        """
+        layer, rotary = self.layers[0], self.rotary(positions)
+        attn = layer.self_attn
+        joined, residual = self._inputs(embeds, states)
+        query = attn.q_proj(joined).unflatten(-1, (-1, self.config.head_dim))
+        if self.config.qk_norm:
+            query = attn.q_norm(query)
+        mixed = attend(apply_rotary(query, *rotary), *self._key_value(joined, rotary))
+        x = residual + attn.o_proj(mixed.flatten(-2))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        normed = self.norm(x)
+        return normed, normed if self.config.norm_output else x
+
+
+class FusedEagle3Head:
+    """Serving form of an `Eagle3Head`: the same sums in fewer, larger matrix products; see there
+    for shapes and meaning of each method.
+
+    Args:
+        head: the loaded head, on its device and in its dtype.
+        max_positions: positions the rotary tables cover.
+        make_linear: how a matrix product is made.
+    """
+
+    def __init__(
+        self, head: Eagle3Head, max_positions: int, make_linear: LinearFactory = plain_linear
+    ) -> None:
+        config, layer = head.config, head.layers[0]
+        attn, mlp = layer.self_attn, layer.mlp
+        self.config, self.eps = config, config.rms_norm_eps
+        self.fc = make_linear(head.fc.weight, None)
+        self.joined_norm = head.input_norm.weight if config.norm_before_fc else None
+        # [L * Ht]
+        self.fc_norm = torch.cat([n.weight for n in head.fc_norm]) if config.fc_norm else None
+        self.key_value = make_linear(*_joined(attn.k_proj, attn.v_proj))
+        self.qkv = make_linear(*_joined(attn.q_proj, attn.k_proj, attn.v_proj))
+        self.output = make_linear(attn.o_proj.weight, attn.o_proj.bias)
+        self.gate_up = make_linear(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), None)
+        self.down = make_linear(mlp.down_proj.weight, None)
+        self.embed_norm, self.hidden_norm = layer.input_layernorm.weight, layer.hidden_norm.weight
+        self.mlp_norm, self.norm = layer.post_attention_layernorm.weight, head.norm.weight
+        # [Hq + Hkv, Dh], or None
+        self.qk_norm = None
+        if config.qk_norm:
+            self.qk_norm = torch.cat(
+                (
+                    attn.q_norm.weight.expand(config.num_attention_heads, -1),
+                    attn.k_norm.weight.expand(config.num_key_value_heads, -1),
+                )
+            )
+        cos, sin = head.rotary(torch.arange(max_positions))
+        weight = head.norm.weight
+        # [max_positions, 1, Dh]: both halves, so that rotating is two products and a sum
+        self.cos = torch.cat((cos, cos), -1)[:, None].to(weight.device, weight.dtype)
+        self.sin = torch.cat((-sin, sin), -1)[:, None].to(weight.device, weight.dtype)
+
+    def features(self, aux: torch.Tensor) -> torch.Tensor:
+        """[T, L*Ht] -> [T, H]."""
+        if self.joined_norm is not None:
+            aux = self._rms_norm(aux, self.joined_norm)
+        if self.fc_norm is not None:
+            size = self.config.target_hidden_size
+            normed = F.rms_norm(aux.unflatten(-1, (-1, size)), (size,), eps=self.eps)
+            aux = normed.flatten(-2) * self.fc_norm
+        return self.fc(aux)
+
+    def context_kv(
+        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] twice, [T] -> keys (rotated) and values [T, Hkv, Dh]."""
+        shape = (2, self.config.num_key_value_heads, self.config.head_dim)
+        joined, _ = self._inputs(embeds, states)
+        key, value = self.key_value(joined).unflatten(-1, shape).unbind(1)
+        if self.qk_norm is not None:
+            key = self._head_norm(key, self.qk_norm[self.config.num_attention_heads :])
+        return self._rotate(key, positions), value.contiguous()
+
+    def forward(
+        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] twice, [T] -> [T, H] for the LM head, and states [T, H]."""
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        joined, residual = self._inputs(embeds, states)
+        qkv = self.qkv(joined).unflatten(-1, (-1, self.config.head_dim))
+        qk = qkv[:, : heads + kv_heads]
+        if self.qk_norm is not None:
+            qk = self._head_norm(qk, self.qk_norm)
+        qk = self._rotate(qk, positions)
+        mixed = attend(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
+        x = residual + self.output(mixed.flatten(-2))
+        gate, up = self.gate_up(self._rms_norm(x, self.mlp_norm)).chunk(2, dim=-1)
+        x = x + self.down(F.silu(gate) * up)
+        normed = self._rms_norm(x, self.norm)
+        return normed, normed if self.config.norm_output else x
+
+    __call__ = forward
+
+    def _inputs(
+        self, embeds: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = self._rms_norm(states, self.hidden_norm)
+        joined = torch.cat((self._rms_norm(embeds, self.embed_norm), normed), dim=-1)
+        return joined, normed if self.config.norm_before_residual else states
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+
+    def _head_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [T, heads, Dh], weight [heads, Dh]."""
+        return F.rms_norm(x, (x.shape[-1],), eps=self.eps) * weight
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T]."""
+        swapped = x.roll(self.config.head_dim // 2, dims=-1)
+        return x * self.cos[positions] + swapped * self.sin[positions]
+
+
+def _joined(*linears: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight = torch.cat([linear.weight for linear in linears])
+    if linears[0].bias is None:
+        return weight, None
+    return weight, torch.cat([linear.bias for linear in linears])

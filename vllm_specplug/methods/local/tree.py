@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees over the product of a block head and a local head.
+
+Shapes: R requests, D depths, M candidates of a depth, F nodes of a frontier, W children of a node,
+V' draft vocabulary, r rank of the local head.
+
+For the branch b that reaches depth i - 1, and every candidate y of depth i,
+
+    f(y | b) = l_i(y) + alpha_i s(y | b) - beta_i log p_uni(y)
+
+with l_i the block head's scores, s the local head's after reading b, and p_uni how common y is,
+which both already contain (DeLS-Spec's fusion). Its log-softmax is the branch's distribution.
+
+Only the M likeliest tokens of the block head are scored: what it ranks lower cannot win back
+enough. Their fused probabilities share the mass that the block head gave these M together, so that
+scores stay log-probabilities over the whole draft vocabulary, and weights of 0 give back the block
+head's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from vllm_specplug.kernels import (
+    LocalTreeWeights,
+    build_local_trees,
+    can_build_local_trees,
+    gru_weights,
+    markov_weights,
+)
+from vllm_specplug.methods.local.head import LocalHead
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.beam import Expand, Frontier, draft_level_by_level
+
+
+class LocalTreeOptions(Protocol):
+    """How a local head is fused with a block head."""
+
+    @property
+    def alpha(self) -> tuple[float, ...]:
+        """Weight of the local score at depths 1, 2, ..."""
+
+    @property
+    def beta(self) -> tuple[float, ...]:
+        """Weight of the unigram log-probability that is subtracted; same form."""
+
+    @property
+    def anchor_input(self) -> bool:
+        """Whether the local head reads the anchor before the drafted tokens, and so corrects depth
+        1 too."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens of each depth that the local head scores."""
+
+    @property
+    def gate_table_bytes(self) -> int:
+        """Most memory for the precomputed input gates of a GRU."""
+
+
+class LocalTreeBuilder:
+    """A local head made ready for one target, draft vocabulary and pair of weights.
+
+    Args:
+        head: the local head.
+        local_ids: int64, target id of each row of its output; None for the whole vocabulary.
+        draft_ids: int64 [V'], target id of each draft id.
+        log_prior: float32 [V] over the target's vocabulary; None where every beta is 0.
+        options: weights and limits.
+        embed_tokens: [V, H] of the target.
+        lm_head: [V, H] of the target.
+        dtype: of the products.
+
+    Raises:
+        ValueError: when the local head scores only a part of the draft vocabulary.
+    """
+
+    def __init__(
+        self,
+        head: LocalHead,
+        local_ids: torch.Tensor | None,
+        draft_ids: torch.Tensor,
+        log_prior: torch.Tensor | None,
+        options: LocalTreeOptions,
+        *,
+        embed_tokens: torch.Tensor,
+        lm_head: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        device = embed_tokens.device
+        self.options = options
+        self.draft_ids = draft_ids = draft_ids.to(device)
+        self.embed_tokens = embed_tokens
+        head = head.to(device)
+        if head.config.lm_head_mode == "target_lm_head":
+            table = head.output_table(lm_head[draft_ids])
+        else:
+            rows = _rows_of(draft_ids.cpu(), local_ids, head.config.vocab_size)
+            table = head.output_table()[rows.to(device)]
+        # [V', r]
+        self.output_table = table.to(dtype).contiguous()
+        self.head = head.to(dtype)
+        # [V']
+        self.log_prior = None
+        if log_prior is not None:
+            self.log_prior = log_prior.to(device)[draft_ids].contiguous()
+        # [D]
+        self.alpha, self.beta = torch.tensor(options.alpha), torch.tensor(options.beta)
+        self.weights: LocalTreeWeights | None = None
+        if embed_tokens.device.type == "cpu" and can_build_local_trees(dtype):
+            self.weights = self._compiled_weights()
+        # [V', 3 S] input gates and [V] their rows, for the fused step on a GPU
+        self.gates: torch.Tensor | None = None
+        if device.type == "cuda":
+            self._make_gates()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all weights are 0, so that nothing is corrected."""
+        return not any(self.options.alpha) and not any(self.options.beta)
+
+    def build(
+        self,
+        # [R, D, M] draft ids, best first, and their log-probabilities under the block head
+        ids: torch.Tensor,
+        log_probs: torch.Tensor,
+        anchors: Sequence[int],
+        budgets: Sequence[int],
+        depths: Sequence[int],
+        widths: Sequence[int],
+        *,
+        compiled: bool = True,
+    ) -> list[DraftTree]:
+        """One tree per request, exactly best-first over the fused distributions.
+
+        Without `compiled` kernels (none for this device, or not wanted) one request at a time;
+        that is their oracle.
+        """
+        if self.weights is None or not compiled:
+            trees = []
+            for r, anchor in enumerate(anchors):
+                expand = self.expander(ids[r], log_probs[r], widths[r])
+                trees += draft_level_by_level(
+                    [anchor], [budgets[r]], [depths[r]], [widths[r]], expand, frontier_width=None
+                )
+            return trees
+        roots = None
+        if self.options.anchor_input:
+            # [R, 3 S] or [R, r]
+            roots = self._root_inputs(torch.tensor(anchors))
+        tokens, parents, node_depths, scores, counts = build_local_trees(
+            self.weights,
+            ids,
+            log_probs,
+            *(torch.tensor(values, dtype=torch.int32) for values in (budgets, depths, widths)),
+            self.alpha,
+            self.beta,
+            self.log_prior,
+            roots,
+        )
+        token_ids = self.draft_ids[tokens.clamp_(0, len(self.draft_ids) - 1)].numpy()
+        arrays = (parents, node_depths, scores, counts)
+        return DraftTree.split(token_ids, *(array.numpy() for array in arrays))
+
+    def _make_gates(self) -> None:
+        """The table the fused step reads, where there is a GRU and the table fits."""
+        if self.head.config.kind != "gru":
+            return
+        w_ih = self.head.prefix_gru.weight_ih_l0
+        size = len(self.draft_ids) * w_ih.shape[0] * w_ih.element_size()
+        if size > self.options.gate_table_bytes:
+            return
+        x = self.head.input_features(self.draft_ids, self.embed_tokens)
+        self.gates = F.linear(x.to(w_ih.dtype), w_ih)
+        self.gate_rows = torch.zeros(
+            self.head.config.vocab_size, dtype=torch.int64, device=self.draft_ids.device
+        )
+        self.gate_rows[self.draft_ids] = torch.arange(
+            len(self.draft_ids), device=self.draft_ids.device
+        )
+
+    def _step(
+        self, tokens: torch.Tensor, parents: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafted tokens [F] after rows `parents` [F] of `states`: rank vectors and new states."""
+        if self.gates is None:
+            states = states[parents.to(states.device)]
+            return self.head.step(tokens, states, self.embed_tokens)
+        from vllm_specplug.kernels.gru_step_triton import gru_step_triton
+
+        states = gru_step_triton(
+            self.gate_rows[tokens],
+            parents.int().to(states.device),
+            states,
+            self.gates,
+            self.head.prefix_gru.weight_hh_l0,
+        )
+        return self.head.rank_of(states), states
+
+    def _compiled_weights(self) -> LocalTreeWeights:
+        head, config = self.head, self.head.config
+        if config.kind == "markov":
+            return markov_weights(
+                self.output_table, head.input_features(self.draft_ids, self.embed_tokens)
+            )
+        # A matrix in front of the GRU is folded into its input weights.
+        features: torch.Tensor = self.embed_tokens
+        w_ih = head.prefix_gru.weight_ih_l0
+        if config.parameterization == "direct_vocab":
+            features = head.embed_tokens.weight
+        elif config.projects_input:
+            w_ih = w_ih @ head.input_proj.weight
+        return gru_weights(
+            self.output_table,
+            w_ih,
+            head.prefix_gru.weight_hh_l0,
+            head.rank_proj.weight,
+            silu=config.rank_activation == "silu",
+            features=features,
+            feature_rows=self.draft_ids,
+            gate_table_bytes=self.options.gate_table_bytes,
+        )
+
+    def _root_inputs(self, anchors: torch.Tensor) -> torch.Tensor:
+        """What the kernel reads of the anchors, float32 and padded as its weights are."""
+        assert self.weights is not None
+        x = self.head.input_features(anchors, self.embed_tokens)
+        if self.weights.state_size == 0:
+            return F.pad(x.float(), (0, self.weights.rank - x.shape[-1]))
+        w_ih = self.head.prefix_gru.weight_ih_l0
+        gates = F.linear(x.to(w_ih.dtype), w_ih).float().unflatten(-1, (3, -1))
+        return F.pad(gates, (0, self.weights.state_size - gates.shape[-1])).flatten(1)
+
+    def expander(self, ids: torch.Tensor, log_probs: torch.Tensor, width: int) -> Expand:
+        """Children by the fused distributions, of frontiers of one request.
+
+        ids and log_probs [D, M] of the block head; `width` children of each node are wanted.
+        """
+        head, options = self.head, self.options
+        # Of the frontier that was expanded last, one row per node.
+        states = ranks = torch.empty(0)
+
+        def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+            nonlocal states, ranks
+            depth = frontier.depth
+            if depth == 0:
+                states = head.initial_state(1)
+            read = torch.from_numpy(frontier.token_ids).to(states.device)
+            if depth:
+                ranks, states = self._step(read, torch.from_numpy(frontier.parent_rows), states)
+            elif options.anchor_input:
+                ranks, states = head.step(read, states, self.embed_tokens)
+            candidates, own = ids[depth], log_probs[depth].float()
+            fused = own.expand(len(frontier), -1)
+            alpha, beta = options.alpha[depth], options.beta[depth]
+            if alpha:
+                fused = fused + alpha * (ranks @ self.output_table[candidates].T).float()
+            if beta:
+                assert self.log_prior is not None
+                fused = fused - beta * self.log_prior[candidates]
+            if alpha or beta:
+                # Of a confident head, rounding can sum probabilities to more than 1.
+                fused = fused.log_softmax(-1) + own.logsumexp(-1).clamp(max=0)
+            # A stable order: equal scores keep the block head's.
+            order = fused.argsort(dim=-1, descending=True, stable=True)[:, :width]
+            children = self.draft_ids[candidates[order]]
+            return children.cpu().numpy(), fused.gather(1, order).cpu().numpy()
+
+        return torch.inference_mode()(expand)
+
+
+def _rows_of(
+    draft_ids: torch.Tensor, local_ids: torch.Tensor | None, vocab_size: int
+) -> torch.Tensor:
+    """Row of the local head's output for every draft id."""
+    if local_ids is None:
+        return draft_ids
+    row_of = torch.full((vocab_size,), -1, dtype=torch.int64)
+    row_of[local_ids] = torch.arange(len(local_ids))
+    rows = row_of[draft_ids]
+    missing = int((rows < 0).sum())
+    if missing:
+        raise ValueError(
+            f"local head: it scores {len(local_ids)} tokens, and {missing} of the "
+            f"{len(draft_ids)} the block head drafts are not among them; use a local head trained "
+            "for this draft vocabulary or for the whole one"
+        )
+    return rows

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints are LongSpec layers, by their files alone."""
+
+from __future__ import annotations
+
+from vllm_specplug.drafting.head_files import HeadFiles
+
+
+def is_longspec_head(head: HeadFiles) -> bool:
+    """By its tensors: published configs are those of the target. Prefixes vary."""
+    return any(name.endswith("cross_attn.q_proj.weight") for name in head.tensors)
