@@ -91,6 +91,16 @@ def check_host_branches() -> None:
     _compare("dels", ahead=True)
 
 
+def check_windows() -> None:
+    """Kept beside the pages, dropped with a request, computed again when it returns."""
+    for ahead in (False, True):
+        _compare("longspec", ahead)
+    made = engines("longspec", num_gpu_blocks_override=9)
+    with preemptions(made.tree) as preempted:
+        made.compare(LONG[:3], greedy(max_tokens=70))
+    assert preempted
+
+
 def check_heads_that_read_the_next_token() -> None:
     for ahead in (False, True):
         _compare("eagle3_tree", ahead)

@@ -56,17 +56,7 @@ CAPABILITIES = {
 }
 # The same for vLLM's V2 model runner.
 WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2"}
-CAPABILITIES_V2 = {
-    "cpu": frozenset(
-        {
-            Capability.HIDDEN_STATES,
-            Capability.NEXT_TOKENS,
-            Capability.CONTEXT_CACHE,
-            Capability.CONTEXT_WINDOW,
-            Capability.HOST_BRANCHES,
-        }
-    ),
-}
+CAPABILITIES_V2 = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
 # What is there on a single rank only: with tensor parallelism a rank has some of the KV heads.
 ONE_RANK = frozenset({Capability.TARGET_CACHE})
 

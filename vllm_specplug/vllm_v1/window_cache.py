@@ -22,8 +22,8 @@ from vllm_specplug.kernels import (
     tree_attn,
     tree_metadata,
 )
+from vllm_specplug.options import option_error
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
-from vllm_specplug.vllm_v1.runner_state import RunnerState
 
 _BLOCK = 32
 
@@ -35,12 +35,26 @@ def window_bytes(spec: WindowSpec, num_requests: int, dtype: torch.dtype) -> int
     return num_requests * blocks * _BLOCK * per_slot
 
 
-def window_cache_bytes(state: RunnerState) -> int:
-    """Bytes of the windows a runner's drafter keeps; 0 where it keeps none."""
-    spec = state.drafter.window_spec()
+def without_windows(
+    spec: WindowSpec | None, num_requests: int, dtype: torch.dtype, available: int
+) -> int:
+    """Bytes that are left of `available` once a drafter has its windows.
+
+    Raises:
+        ValueError: when nothing would be left.
+    """
     if spec is None:
-        return 0
-    return window_bytes(spec, state.max_requests, state.dtype)
+        return available
+    windows = window_bytes(spec, num_requests, dtype)
+    if windows >= available:
+        raise option_error(
+            spec.option,
+            spec.size,
+            f"windows for {num_requests} requests take {windows / 2**20:.0f} MiB, all of the "
+            f"{available / 2**20:.0f} MiB for caches",
+            f"Lower {spec.option} or --max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE",
+        )
+    return available - windows
 
 
 class WindowCache:

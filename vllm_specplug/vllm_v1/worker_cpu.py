@@ -20,7 +20,7 @@ from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin, require_seams
 from vllm_specplug.vllm_v1.self_draft import partial_cache_bytes
 from vllm_specplug.vllm_v1.tree_backend import TreeBackend
-from vllm_specplug.vllm_v1.window_cache import window_cache_bytes
+from vllm_specplug.vllm_v1.window_cache import without_windows
 
 logger = init_logger("vllm.specplug.worker")
 
@@ -92,17 +92,8 @@ class TreeCPUWorker(CPUWorker):
                 f"{partial / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
                 f"Lower {requests} or {budget}, or raise VLLM_CPU_KVCACHE_SPACE",
             )
-        windows = window_cache_bytes(state)
-        if windows >= available:
-            window = drafter.window_spec()
-            raise option_error(
-                window.option,
-                window.size,
-                f"windows for {state.max_requests} requests take "
-                f"{windows / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
-                f"Lower {window.option} or --max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE",
-            )
-        return available - partial - windows
+        spec = drafter.window_spec()
+        return without_windows(spec, state.max_requests, state.dtype, available) - partial
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

@@ -15,6 +15,7 @@ import torch
 from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
@@ -22,7 +23,9 @@ from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows
 from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer, PagedDraftCache
 from vllm_specplug.vllm_v1.draft_planner import DraftPlanner
+from vllm_specplug.vllm_v1.proposer import TreeProposer
 from vllm_specplug.vllm_v1.runner import max_scheduled_rows
+from vllm_specplug.vllm_v1.window_cache import PagedTargetCache, WindowCache
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.device_trees import (
     Committed,
@@ -96,7 +99,7 @@ class TreeRunnerV2Mixin(_Runner):
         if self.tree_spec.aux_layers:
             # vLLM has set the layers of one of its own heads.
             self.model.set_aux_hidden_state_layers(self.tree_spec.aux_layers)
-        self.speculator.proposer.load_model(self.model)
+        self.drafter.load_model(self.model)
         self.tree_params = TreeParams(
             self.sampler, lambda: self.tree_step, self.num_speculative_steps
         )
@@ -135,12 +138,27 @@ class TreeRunnerV2Mixin(_Runner):
         }
         check_cache_dtypes(caches, self.model_config.dtype, str(self.tree_spec.plugin_method))
         self.tree_backend.bind(list(caches.values()))
-        layers = self.speculator.proposer.cache_layers
+        layers = self.drafter.cache_layers
         if layers:
             scale = layers[0].spec.head_dim ** -0.5
-            self.speculator.proposer.drafter.bind_cache(
+            self.drafter.drafter.bind_cache(
                 PagedDraftCache(layers, lambda: block_table(self), scale)
             )
+
+        window = self.drafter.drafter.window_spec()
+        if window is not None:
+            last = max(caches, key=extract_layer_index)
+            self.drafter.drafter.bind_window(
+                WindowCache(window, self.max_num_reqs, self.model_config.dtype),
+                PagedTargetCache(
+                    caches[last], lambda: block_table(self), scale=window.head_dim**-0.5
+                ),
+            )
+
+    @property
+    def drafter(self) -> TreeProposer:
+        """The method's drafter and its layers."""
+        return self.speculator.proposer
 
     # -- before the forward -----------------------------------------------------------------
 

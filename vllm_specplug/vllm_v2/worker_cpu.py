@@ -14,6 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specplug.options import option_error
 from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER_V2, SPECULATOR, V2_CPU_KERNELS
 from vllm_specplug.vllm_v1.runner import require_seams
+from vllm_specplug.vllm_v1.window_cache import without_windows
 from vllm_specplug.vllm_v1.worker_cpu import choose_kernel
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 
@@ -33,7 +34,18 @@ class TreeCPUWorkerV2(CPUWorker):
     Seams: cpu_runner_v2, speculator, cpu_backend, v2_cpu_kernels.
     """
 
+    model_runner: Any  # a TreeCPUModelRunnerV2
     model_config: Any
+
+    def determine_available_memory(self) -> int:
+        """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""
+        runner = self.model_runner
+        return without_windows(
+            runner.drafter.drafter.window_spec(),
+            runner.max_num_reqs,
+            self.model_config.dtype,
+            super().determine_available_memory(),
+        )
 
     def init_device(self) -> None:
         spec: Any = self.vllm_config.speculative_config
