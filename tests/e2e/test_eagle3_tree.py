@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.e2e import eagle3_checks
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine
+from tests.e2e.pair import assert_check, check_names
 from tests.e2e.tiny import make_eagle3_head, make_target
 from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("eagle3_tree")]
 
-DEPTH = 3
 LONG = [(7 * i * i + 3 * i) % 9 + 2 for i in range(101)]
 CALLS = [
     {"prompts": PROMPTS, "params": PARAMS},
@@ -61,24 +62,6 @@ def test_output_equals_plain_decoding(models: tuple[Path, Path]) -> None:
     assert_drafted(tree, least_acceptance=0.0)
 
 
-def _chains(models: tuple[Path, Path], engine: dict[str, Any], **speculative: Any) -> EngineResult:
-    return _run(models, engine, num_speculative_tokens=DEPTH, **speculative)
-
-
-@pytest.mark.parametrize("engine", [{}, {"enable_prefix_caching": True}])
-def test_chains_are_those_of_vllms_own_method(
-    models: tuple[Path, Path], engine: dict[str, Any]
-) -> None:
-    """The same weights, layers, positions and shifted tokens: as many drafts are accepted, call by
-    call. Blocks that are hit leave the same context behind."""
-    own = _chains(models, engine, method="eagle3")
-    ours = _chains(models, engine, method="eagle3_tree", tree_width=1, tree_budget=DEPTH)
-    for call in range(len(CALLS)):
-        assert ours.token_ids(call) == own.token_ids(call)
-        for name in ("num_accepted_tokens", "num_drafts"):
-            counter = f"vllm:spec_decode_{name}"
-            assert ours.call_counter(call, counter) == own.call_counter(call, counter), (call, name)
-        if engine:
-            hits = "vllm:prefix_cache_hits"
-            assert ours.call_counter(call, hits) == own.call_counter(call, hits)
-    assert own.accepted > 0
+@pytest.mark.parametrize("name", check_names(eagle3_checks))
+def test_chains_are_those_of_vllms_own_method(name: str) -> None:
+    assert_check("tests.e2e.eagle3_checks", name)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-3 heads under vLLM's own method and as trees of one branch: the same drafts, token for
+token. Run by tests/e2e/test_eagle3_tree.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.e2e.pair import (
+    core_of,
+    generate,
+    head_options,
+    make_engine,
+    sequences_of,
+    watch_prefix_hits,
+)
+
+DEPTH = 3
+CHAIN = {"num_speculative_tokens": DEPTH, "tree_budget": DEPTH, "tree_width": 1}
+PROMPTS = [[3 + (5 * i * i + k) % 60 for i in range(8 + 9 * k)] for k in range(4)]
+LONG = [3 + (7 * i * i + 3 * i) % 60 for i in range(101)]
+
+
+def _drafts(llm: Any, prompts: list[list[int]]) -> tuple[dict[Any, list[int]], list[Any]]:
+    """Drafts of each step by the tokens before them, as they are scheduled, and the outputs."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    scheduler = core_of(llm).scheduler
+    seen: dict[Any, list[int]] = {}
+    original = scheduler.schedule
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        for req_id, tokens in output.scheduled_spec_decode_tokens.items():
+            request = scheduler.requests[req_id]
+            known = tuple(request.all_token_ids)
+            seen[known] = list(tokens)
+        return output
+
+    scheduler.schedule = schedule
+    try:
+        outputs = generate(llm, prompts, params)
+    finally:
+        scheduler.schedule = original
+    return seen, outputs
+
+
+def _engines(**engine: Any) -> tuple[Any, Any]:
+    own = {"method": "eagle3", "num_speculative_tokens": DEPTH, **head_options("eagle3_tree")}
+    engine = {"async_scheduling": False, **engine}
+    chains = make_engine(None, speculative_config=own, **engine)
+    return chains, make_engine("eagle3_tree", speculative=CHAIN, **engine)
+
+
+def _compare(engines: tuple[Any, Any], prompts: list[list[int]]) -> int:
+    """Fails unless the drafts are the same at every place; returns how many there were."""
+    (own, plain), (ours, drafted) = (_drafts(llm, prompts) for llm in engines)
+    assert sequences_of(plain) == sequences_of(drafted)
+    common = set(own) & set(ours)
+    assert len(common) > len(ours) / 2, (len(common), len(own), len(ours))
+    # Near the end of a request fewer are drafted here than can be.
+    other = {
+        known: (ours[known], own[known])
+        for known in common
+        if ours[known] != own[known][: len(ours[known])]
+    }
+    assert not other, (len(common), {len(known): pair for known, pair in other.items()})
+    return len(common)
+
+
+def check_the_same_drafts_in_a_batch_and_after_prefix_hits() -> None:
+    """The last block that is hit was followed by another token before."""
+    engines = _engines(enable_prefix_caching=True)
+    assert _compare(engines, PROMPTS) > 20
+    assert _compare(engines, [LONG]) > 5
+    hits = watch_prefix_hits(engines[1])
+    assert _compare(engines, [[*LONG[:96], 62, 3]]) > 5
+    # Three blocks are there, and the last one is computed again.
+    assert list(hits.values()) == [64]
+
+
+def check_chunks_and_preemption_leave_the_drafts() -> None:
+    """Drafts depend on the tokens before them alone. (With vLLM's own method they also depend on
+    where a prompt was cut, so this compares with prompts that were not.)"""
+    # Chains: the order of a tree's nodes follows rounding where their scores are close.
+    llm = make_engine(
+        "eagle3_tree", speculative=CHAIN, max_num_batched_tokens=40, num_gpu_blocks_override=9
+    )
+    alone: dict[Any, list[int]] = {}
+    for prompt in PROMPTS:
+        alone.update(_drafts(llm, [prompt])[0])
+    scheduler = core_of(llm).scheduler
+    preempted = []
+    original = scheduler._preempt_request
+    scheduler._preempt_request = lambda *args, **kwargs: (
+        preempted.append(args[0].request_id),
+        original(*args, **kwargs),
+    )[1]
+    mixed, _ = _drafts(llm, [LONG, *PROMPTS])
+    assert preempted
+    common = set(alone) & set(mixed)
+    assert len(common) > 10, (len(common), len(alone), len(mixed))
+    for known in common:
+        count = min(len(alone[known]), len(mixed[known]))
+        assert alone[known][:count] == mixed[known][:count], len(known)
