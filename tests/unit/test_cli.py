@@ -96,7 +96,7 @@ def test_config_prints_ready_json(prepared: Path) -> None:
 def test_config_refuses_unknown_names() -> None:
     result = runner.invoke(cli.app, ["config", "smollm2", "medusa"])
     assert result.exit_code == 2
-    assert "known: ddtree, dels, dspark_tree, jetspec" in result.stderr
+    assert "known: ddtree, dels, dspark_tree" in result.stderr
 
 
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
