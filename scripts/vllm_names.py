@@ -63,7 +63,7 @@ def _read(path: Path) -> _Module:
             own.add(node.name)
         elif isinstance(node, ast.Constant) and _NAMED.fullmatch(str(node.value)):
             # Named instead of imported.
-            if path.name != "listing.py":
+            if not path.name.startswith("listing"):
                 imports[f"'{node.value}'"] = str(node.value)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             own.add(node.id)

@@ -27,6 +27,7 @@ _EXPORTS = {
     "describe": "dispatch",
     "full_words": "masks",
     "gru_weights": "local_tree",
+    "gumbel_argmax": "gumbel_argmax",
     "gather_kv": "kv_gather",
     "key_scores": "kv_gather",
     "make_ngram_index": "ngram_index",

@@ -20,6 +20,7 @@ if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
 
 import pytest
 import torch
+import vllm.config.vllm
 from vllm.triton_utils import HAS_TRITON
 
 from tests.e2e.event_checks import LONG
@@ -33,12 +34,15 @@ from tests.e2e.pair import (
     sequences_of,
     watch_prefix_hits,
 )
-from vllm_specplug.seams import V2_CPU_ADMISSION, V2_CPU_KERNELS
+from vllm_specplug.seams import V2_CPU_KERNELS
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+# Many engines in one process: small caches.
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+CACHE = {"kv_cache_memory_bytes": 1 << 24}
 if not HAS_TRITON:
-    # Plain engines, too.
-    V2_CPU_ADMISSION.apply()
+    # For plain engines, which nobody admits.
+    vllm.config.vllm.HAS_TRITON = True  # type: ignore[attr-defined]
     V2_CPU_KERNELS.apply()
 MIXED = [greedy(max_tokens=24), *(seeded(i, max_tokens=24) for i in range(3))]
 
@@ -46,7 +50,7 @@ MIXED = [greedy(max_tokens=24), *(seeded(i, max_tokens=24) for i in range(3))]
 def engines(method: str = "oracle", *, ahead: bool = True, **tree: Any) -> Pair:
     """A pair whose tree engine schedules ahead or does not; six nodes per tree."""
     options = {"num_speculative_tokens": 6, "tree_budget": 6}
-    made = pair(method, speculative=options, tree={"async_scheduling": ahead, **tree})
+    made = pair(method, speculative=options, tree={"async_scheduling": ahead, **tree}, **CACHE)
     core = core_of(made.tree)
     assert type(core.scheduler).__name__ == ("AsyncScheduler" if ahead else "Scheduler")
     assert type(made.runner).__mro__[2].__module__ == "vllm.v1.worker.cpu.model_runner"
@@ -87,6 +91,11 @@ def check_host_branches() -> None:
     _compare("dels", ahead=True)
 
 
+def check_heads_that_read_the_next_token() -> None:
+    for ahead in (False, True):
+        _compare("eagle3_tree", ahead)
+
+
 def check_chunked_prompts_beside_decoding() -> None:
     made = engines(max_num_batched_tokens=40)
     made.compare(LONG[:4] + PROMPTS[:3], [*(greedy(max_tokens=16) for _ in range(4)), *MIXED[:3]])
@@ -111,9 +120,9 @@ def preemptions(llm: Any) -> Iterator[list[str]]:
 
 def check_preemption() -> None:
     for method, ahead in (("oracle", False), ("jetspec", True)):
-        made = engines(method, ahead=ahead, num_gpu_blocks_override=8)
+        made = engines(method, ahead=ahead, num_gpu_blocks_override=9)
         with preemptions(made.tree) as preempted:
-            made.compare(LONG[:4], greedy(max_tokens=40))
+            made.compare(LONG[:3], greedy(max_tokens=70))
         assert preempted
 
 
@@ -192,6 +201,17 @@ def check_budgets_of_requests() -> None:
     alone = [greedy(max_tokens=12, extra_args={"specplug_tree_budget": 0})]
     generate(made.tree, PROMPTS[:1], alone)
     assert made.take_counts().nodes == 0
+
+
+def check_rows_that_run_out() -> None:
+    """Eight requests leave a request two nodes, then one, then the requests that are left more."""
+    made = pair(
+        "oracle",
+        speculative={"num_speculative_tokens": 6, "tree_budget": 6, "max_step_rows": 20},
+        tree={"async_scheduling": True},
+        **CACHE,
+    )
+    made.compare(PROMPTS * 2, [greedy(max_tokens=6 + 4 * i) for i in range(8)])
 
 
 def check_the_end_of_the_context() -> None:

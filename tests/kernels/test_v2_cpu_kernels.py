@@ -407,3 +407,71 @@ def test_rows_of_accepted_drafts(seed: int) -> None:
         return flat
 
     same(*run_both("spec_decode.rejection_sampler", call))
+
+
+@few
+@given(seeds, st.integers(1, 3), st.booleans())
+def test_sampling_masks(seed: int, rows_per_request: int, wide: bool) -> None:
+    b = Batch(seed)
+    starts = torch.arange(b.num_reqs + 1, dtype=torch.int32) * rows_per_request
+    logits = b.logits(b.num_reqs * rows_per_request)
+    logits[:, 3:700] = float("-inf")
+    num_sampled = b.ints(b.rng.integers(0, rows_per_request + 1, b.num_reqs))
+    most = 500 if wide else 7
+    stock, ours = run_both(
+        "sample.output",
+        lambda module: module.SamplingMaskTensors.from_logits(
+            logits, starts, num_sampled, most, rows_per_request
+        ),
+    )
+    assert torch.equal(stock.counts, ours.counts)
+    for row, count in enumerate(stock.counts.tolist()):
+        assert torch.equal(stock.token_ids[row, : min(count, most)],
+                           ours.token_ids[row, : min(count, most)])  # fmt: skip
+        assert not count or torch.equal(stock.packed_mask[row], ours.packed_mask[row])
+
+
+@few
+@given(seeds)
+def test_replayed_traces(seed: int) -> None:
+    b = Batch(seed)
+    b.idx_mapping[-1] = -1
+    check(
+        "sample.trace_replay", "apply_trace_tokens", torch.arange(b.num_reqs), b.idx_mapping,
+        b.tokens, b.ints(b.rng.integers(0, 12, SLOTS)), b.total_len, b.prompt_len,
+    )  # fmt: skip
+
+
+@few
+@given(seeds)
+def test_prompts_of_embeddings(seed: int) -> None:
+    b = Batch(seed)
+    hidden = 24
+    embeds = [torch.randn(int(n), hidden) for n in b.rng.integers(1, 20, SLOTS)]
+    masks = [torch.from_numpy(b.rng.integers(0, 2, len(e))).to(torch.int8) for e in embeds]
+    lens = b.ints([len(e) if b.rng.random() < 0.7 else 0 for e in embeds])
+    addresses = torch.tensor([e.data_ptr() for e in embeds], dtype=torch.uint64)
+    mask_addresses = torch.tensor(
+        [m.data_ptr() if b.rng.random() < 0.5 else 0 for m in masks], dtype=torch.uint64
+    )
+
+    def call(module):
+        inputs = torch.zeros(b.num_tokens, hidden)
+        module._apply_prompt_embeds_kernel[(b.num_reqs, 5)](
+            inputs, inputs.stride(0), addresses, mask_addresses, lens, b.idx_mapping,
+            b.query_start_loc, b.computed, hidden, TOKEN_BLOCK=4, BLOCK_SIZE=1024,
+        )  # fmt: skip
+        return inputs
+
+    same(*run_both("model_states.prompt_embeds", call))
+
+
+def test_numbers_that_are_none() -> None:
+    """Counted by torch: the interpreter has no libdevice."""
+    from vllm_specplug.vllm_v2.cpu_kernels.sampling import num_nans
+
+    logits = torch.zeros(3, VOCAB)
+    logits[0, :7], logits[2, -1] = float("nan"), float("nan")
+    counts = torch.full((3,), 9, dtype=torch.int32)
+    num_nans[(3,)](logits, VOCAB, counts, VOCAB, BLOCK_SIZE=8192)
+    assert counts.tolist() == [7, 0, 1]

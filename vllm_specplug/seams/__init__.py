@@ -6,14 +6,16 @@ from vllm_specplug.seams.listing import (
     ATTENTION_BACKENDS,
     CPU_BACKENDS,
     CPU_RUNNER,
-    CPU_RUNNER_V2,
     LOGITS_PROCESSORS,
     PROCESS_SEAMS,
     REFUSAL,
+    WORKER_SEAMS,
+)
+from vllm_specplug.seams.listing_v2 import (
+    CPU_RUNNER_V2,
     SPECULATOR,
     V2_CPU_ADMISSION,
     V2_CPU_KERNELS,
-    WORKER_SEAMS,
 )
 from vllm_specplug.seams.seam import Seam, SeamError, SeamSet
 

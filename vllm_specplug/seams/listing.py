@@ -8,24 +8,34 @@ that every start checks them. `scripts/vllm_names.py` reads from the code what b
 
 from __future__ import annotations
 
+from vllm_specplug.seams.listing_v2 import (
+    CPU_RUNNER_V2,
+    SPECULATOR,
+    V2_CPU_ADMISSION,
+    V2_CPU_KERNELS,
+    V2_USES,
+)
+from vllm_specplug.seams.reasons import (
+    HAS_CPU_KERNELS,
+    HAS_REGISTRY,
+    HAS_TREES,
+    REGISTRY,
+    TREE,
+    overrides,
+    uses,
+)
 from vllm_specplug.seams.seam import (
-    Add,
     Append,
     InstanceAttribute,
     Overrides,
     Register,
     Replace,
-    ReplaceKernel,
     Retype,
     Seam,
     SeamSet,
     Wrap,
 )
 
-_REGISTRY = "https://github.com/vllm-project/vllm/issues/36219"
-_TREE = "https://github.com/vllm-project/vllm/issues/40809"
-_HAS_REGISTRY = f"vLLM has a proposer registry with typed options ({_REGISTRY})"
-_HAS_TREES = f"vLLM takes per-node positions and masks ({_TREE})"
 _PUBLIC = "never: it is public"
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -35,9 +45,6 @@ _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BACKENDS = "vllm.v1.attention.backends"
 _PROCESSORS = "vllm.v1.sample.logits_processor"
-_V2 = "vllm.v1.worker.gpu"
-_RUNNER_V2 = f"{_V2}.model_runner:GPUModelRunner"
-
 # -- changes ------------------------------------------------------------------------------------
 
 _WHY_STATS = "statistics are made in a worker and scraped in the API server"
@@ -46,20 +53,12 @@ _WHY_GRAMMAR = (
     "vLLM walks a grammar along a flat draft list, where siblings get each other's masks; acts on "
     "drafts that carry parents"
 )
-_HAS_PARENTS = f"drafts carry their parents to the scheduler ({_TREE})"
+_HAS_PARENTS = f"drafts carry their parents to the scheduler ({TREE})"
 _WHY_PENALTY = (
     "the contextual penalty must hold with and without speculation; vLLM's entry point for "
     "processors loads one class into two incompatible runners"
 )
 _HAS_PROCESSORS = "the entry point distinguishes the model runners"
-
-_WHY_KERNELS = (
-    "without Triton the V2 runner has no kernels on a CPU; in place in workers of tree methods"
-)
-_HAS_CPU_KERNELS = (
-    "the CPU build of vLLM brings kernels of its own "
-    "(https://github.com/vllm-project/vllm/pull/55847)"
-)
 
 PROCESS_SEAMS = SeamSet(
     (
@@ -67,7 +66,7 @@ PROCESS_SEAMS = SeamSet(
             "spec_config",
             "vllm.engine.arg_utils:SpeculativeConfig",
             "vLLM's list of methods is closed and unknown keys are refused",
-            _HAS_REGISTRY,
+            HAS_REGISTRY,
             make="vllm_specplug.vllm_process.spec_config:speculative_config_class",
         ),
         Wrap(
@@ -75,7 +74,7 @@ PROCESS_SEAMS = SeamSet(
             "vllm.engine.arg_utils:EngineArgs.create_engine_config",
             "combinations such as LoRA or a quantised cache only show in the whole config, and "
             "must stop before a process starts",
-            f"a registered method may validate the engine config ({_REGISTRY})",
+            f"a registered method may validate the engine config ({REGISTRY})",
             make="vllm_specplug.vllm_process.engine_args:checked",
         ),
         Retype(
@@ -135,14 +134,14 @@ PROCESS_SEAMS = SeamSet(
             "model_runner_v2",
             "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
             "V2 names the methods that it does not run, ours by the name they share with others",
-            _HAS_REGISTRY,
+            HAS_REGISTRY,
             make="vllm_specplug.vllm_process.model_runner:admitting_trees",
         ),
         Wrap(
             "model_runner_v2",
             "vllm.config.vllm:VllmConfig._validate_v2_model_runner",
             "on a CPU without Triton our methods bring the kernels that V2 needs",
-            _HAS_CPU_KERNELS,
+            HAS_CPU_KERNELS,
             make="vllm_specplug.vllm_process.model_runner:not_asking_for_triton",
         ),
         Append(
@@ -194,23 +193,6 @@ CPU_RUNNER = Replace(
 )
 
 _WHY_STATE = "rows, tokens and caches of the step are in no argument that the runner hands over"
-
-CPU_RUNNER_V2 = Replace(
-    "cpu_runner_v2",
-    "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
-    "CPUWorker names its V2 runner class in its code; in place during init_device",
-    "CPUWorker gains the _make_model_runner seam that the GPU worker has",
-    make="vllm_specplug.vllm_v2.worker_cpu:tree_runner_class",
-)
-
-SPECULATOR = Replace(
-    "speculator",
-    f"{_V2}.model_runner:init_speculator",
-    "V2's list of speculators is closed; in place while a tree runner is built",
-    _HAS_REGISTRY,
-    make="vllm_specplug.vllm_v2.runner:make_speculator",
-)
-
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
 CPU_BACKENDS = SeamSet(
@@ -219,7 +201,7 @@ CPU_BACKENDS = SeamSet(
             "cpu_backend",
             f"{_BACKENDS}.registry:AttentionBackendEnum.CPU_ATTN",
             _WHY_BACKEND,
-            f"vLLM takes a mask per request ({_TREE})",
+            f"vLLM takes a mask per request ({TREE})",
             path="vllm_specplug.vllm_attention.cpu.TreeCPUAttentionBackend",
         ),
     )
@@ -230,7 +212,7 @@ ATTENTION_BACKENDS = SeamSet(
         "gpu_backend",
         f"{_BACKENDS}.registry:AttentionBackendEnum.{name}",
         _WHY_BACKEND,
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
         path=f"vllm_specplug.vllm_attention.gpu.{path}",
     )
     for name, path in (
@@ -239,82 +221,15 @@ ATTENTION_BACKENDS = SeamSet(
     )
 )
 
-_CPU_KERNELS = "vllm_specplug.vllm_v2.cpu_kernels"
-
-V2_CPU_ADMISSION = Replace(
-    "v2_cpu_admission",
-    "vllm.config.vllm:HAS_TRITON",
-    "vLLM refuses the V2 runner without Triton; in place while the config of a tree method is "
-    "checked",
-    _HAS_CPU_KERNELS,
-    make=f"{_CPU_KERNELS}.launch:triton_stands_in",
-)
-
-V2_CPU_KERNELS = SeamSet(
-    (
-        *(
-            ReplaceKernel(
-                "v2_cpu_kernels",
-                f"{_V2}.{module}:_{name}_kernel",
-                _WHY_KERNELS,
-                _HAS_CPU_KERNELS,
-                make=f"{_CPU_KERNELS}.{ours}:{name}",
-            )
-            for ours, module, names in (
-                (
-                    "inputs",
-                    "input_batch",
-                    "prepare_prefill_inputs prepare_pos_seq_lens combine_sampled_and_draft_tokens "
-                    "get_num_sampled_and_rejected post_update post_update_num_computed_tokens "
-                    "expand_idx_mapping",
-                ),
-                ("inputs", "block_table", "gather_block_tables compute_slot_mappings"),
-                ("inputs", "buffer_utils", "apply_write"),
-                ("sampling", "sample.gumbel", "temperature gumbel_sample"),
-                ("sampling", "sample.min_p", "min_p"),
-                ("sampling", "sample.logprob", "topk_log_softmax ranks fill_logprob_token_ids"),
-                ("sampling", "sample.prompt_logprob", "prompt_logprobs_token_ids"),
-                ("sampling", "metrics.logits", "num_nans"),
-                ("logits", "sample.penalties", "penalties bincount"),
-                ("logits", "sample.bad_words", "bad_words"),
-                ("logits", "sample.logit_bias", "bias"),
-                (
-                    "logits",
-                    "sample.thinking_budget",
-                    "update_committed_marker_cache thinking_budget",
-                ),
-                ("logits", "structured_outputs", "apply_grammar_bitmask"),
-                ("logits", "spec_decode.rejection_sampler", "flatten_sampled gather_draft_sampled"),
-            )
-            for name in names.split()
-        ),
-        Add(
-            "v2_cpu_kernels",
-            "vllm.triton_utils:triton.next_power_of_2",
-            _WHY_KERNELS,
-            _HAS_CPU_KERNELS,
-            make=f"{_CPU_KERNELS}.launch:make_next_power_of_2",
-        ),
-    )
-)
-
 # -- what is called or overridden ---------------------------------------------------------------
-
-
-def _uses(key: str, why: str, remove_when: str, *targets: str) -> list[Seam]:
-    return [Seam(key, target, why, remove_when) for target in targets]
-
-
-def _overrides(key: str, why: str, remove_when: str, owner: str, *names: str) -> list[Seam]:
-    return [Overrides(key, f"{owner}.{name}", why, remove_when) for name in names]
 
 
 # Checked with PROCESS_SEAMS, wherever the plugin is loaded.
 _PROCESS_USES: tuple[Seam, ...] = (
-    *_uses(
+    *uses(
         "config",
         "options of our methods are a subclass of vLLM's",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         "vllm:__version__",
         "vllm.config.speculative:SpeculativeConfig",
         "vllm.config.speculative:SpeculativeMethod",
@@ -327,17 +242,17 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "vllm.model_executor.models.registry:ModelRegistry",
         "vllm.v1.executor.abstract:Executor",
     ),
-    *_overrides(
+    *overrides(
         "config",
         "our methods resolve their options and the compiled graph's hash",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         "vllm.config.speculative:SpeculativeConfig",
         "__post_init__",
         "__repr__",
         "compute_hash",
         "use_eagle_block_drop",
     ),
-    *_uses(
+    *uses(
         "metrics_bridge",
         _WHY_STATS,
         _HAS_STATS,
@@ -345,7 +260,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "vllm.v1.metrics.loggers:AggregateStatLoggerBase",
         "vllm.v1.metrics.stats:SchedulerStats",
     ),
-    *_overrides(
+    *overrides(
         "metrics_bridge",
         "the receiving end of the statistics",
         _PUBLIC,
@@ -354,7 +269,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "record",
         "log_engine_initialized",
     ),
-    *_uses(
+    *uses(
         "structured_output",
         _WHY_GRAMMAR,
         _HAS_PARENTS,
@@ -364,10 +279,10 @@ _PROCESS_USES: tuple[Seam, ...] = (
         InstanceAttribute("structured_output", f"{_GRAMMARS}.{name}", _WHY_GRAMMAR, _HAS_PARENTS)
         for name in ("_grammar_bitmask", "_full_mask")
     ),
-    *_uses(
+    *uses(
         "attention_registry",
         "workers register attention backends that can hand over tree rows",
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
         f"{_BACKENDS}.registry:register_backend",
         f"{_BACKENDS}.registry:AttentionBackendEnum",
         f"{_BACKENDS}.registry:AttentionBackendEnum.CPU_ATTN",
@@ -376,10 +291,10 @@ _PROCESS_USES: tuple[Seam, ...] = (
 
 # Checked when a worker starts that verifies trees.
 _WORKER_USES: tuple[Seam, ...] = (
-    *_uses(
+    *uses(
         "runner",
         "the runner mixin and what it reads of vLLM's set-up",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         "vllm.config:VllmConfig",
         "vllm:envs",
         "vllm.distributed:get_tensor_model_parallel_rank",
@@ -389,39 +304,39 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vllm.distributed:tensor_model_parallel_all_gather",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     ),
-    *_uses(
+    *uses(
         "layer_support",
         "whether tree rows can be computed is decided by the target's layers as they were built",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         "vllm.model_executor.layers.attention:Attention",
         "vllm.v1.attention.backend:AttentionType",
         "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
         "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
     ),
-    *_overrides(
+    *overrides(
         "runner_step",
         "a step is timed, its statistics leave with its output, and drafts that constrain a "
         "grammar leave with their parents",
-        _HAS_TREES,
+        HAS_TREES,
         _RUNNER,
         "__init__",
         "execute_model",
         "sample_tokens",
         "take_draft_token_ids",
     ),
-    *_overrides(
+    *overrides(
         "runner_inputs",
         "state of requests that ended is dropped in every step, the empty ones too; rotary "
         "positions follow depth; tree rows are attached to the attention metadata, but not to that "
         "of dummy batches",
-        _HAS_TREES,
+        HAS_TREES,
         _RUNNER,
         "_update_states",
         "_prepare_inputs",
         "_build_attention_metadata",
         "_dummy_run",
     ),
-    *_overrides(
+    *overrides(
         "runner_sample",
         "acceptance is a walk; compaction must end before blocks are hashed; vLLM rewinds CPU "
         "generators of prompt chunks, which raises",
@@ -430,7 +345,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         "_sample",
         "_bookkeeping_sync",
     ),
-    *_overrides(
+    *overrides(
         "runner_draft",
         "custom proposers get neither hidden states nor per-request limits",
         "https://github.com/vllm-project/vllm/pull/39487 passes hidden states",
@@ -438,16 +353,16 @@ _WORKER_USES: tuple[Seam, ...] = (
         "propose_draft_token_ids",
         "_input_fits_in_drafter",
     ),
-    *_overrides(
+    *overrides(
         "runner_setup",
         "drafters read the target's hidden states; caches are known only after allocation",
-        _HAS_REGISTRY,
+        HAS_REGISTRY,
         _RUNNER,
         "_get_eagle3_aux_layers_from_config",
         "initialize_kv_cache",
     ),
     *(
-        InstanceAttribute("runner_state", f"{owner}.{name}", _WHY_STATE, _HAS_TREES)
+        InstanceAttribute("runner_state", f"{owner}.{name}", _WHY_STATE, HAS_TREES)
         for owner, names in (
             (
                 _RUNNER,
@@ -468,17 +383,17 @@ _WORKER_USES: tuple[Seam, ...] = (
         )
         for name in names.split()
     ),
-    *_uses(
+    *uses(
         "runner_state",
         _WHY_STATE,
-        _HAS_TREES,
+        HAS_TREES,
         f"{_RUNNER}._sync_device",
         f"{_RUNNER}.get_kv_cache_spec",
         "vllm.model_executor.models.utils:extract_layer_index",
         "vllm.forward_context:set_forward_context",
         "vllm.v1.kv_cache_interface:FullAttentionSpec",
     ),
-    *_uses(
+    *uses(
         "draft_kv_layer",
         "draft context lives in vLLM's pages, so prefix hits and preemption hold",
         "vLLM offers cache-only layers to proposers",
@@ -489,7 +404,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vllm.v1.kv_cache_interface:KVCacheSpec",
         "vllm:_custom_ops",
     ),
-    *_overrides(
+    *overrides(
         "draft_kv_layer",
         "draft context lives in vLLM's pages, so prefix hits and preemption hold",
         "vLLM offers cache-only layers to proposers",
@@ -497,13 +412,13 @@ _WORKER_USES: tuple[Seam, ...] = (
         "get_attn_backend",
         "get_kv_cache_spec",
     ),
-    *_uses(
+    *uses(
         "packed_linear",
         "unpacked bf16 products on CPU reorder their weights at every call",
         "torch packs weights by itself",
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     ),
-    *_uses(
+    *uses(
         "target_sampler",
         "each visited node is sampled as plain decoding would sample it",
         "vLLM's sampler takes (request, depth) rows",
@@ -526,7 +441,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         )
         for name in ("_state", "in_spec_mode")
     ),
-    *_uses(
+    *uses(
         "penalty_processor",
         _WHY_PENALTY,
         _HAS_PROCESSORS,
@@ -534,7 +449,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         f"{_PROCESSORS}.interface:BatchUpdate",
         f"{_PROCESSORS}.interface:LogitsProcessor",
     ),
-    *_overrides(
+    *overrides(
         "penalty_processor",
         _WHY_PENALTY,
         _PUBLIC,
@@ -544,19 +459,19 @@ _WORKER_USES: tuple[Seam, ...] = (
         "is_argmax_invariant",
         "update_state",
     ),
-    *_uses(
+    *uses(
         "attention_choice",
         "vLLM remembers which backend it chose; an earlier choice must be forgotten",
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
         "vllm.v1.attention.selector:_cached_get_attn_backend",
     ),
 )
 
 _CPU_USES: tuple[Seam, ...] = (
-    *_uses(
+    *uses(
         "cpu_backend",
         _WHY_BACKEND,
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
         "vllm.v1.worker.cpu_worker:CPUWorker",
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
         f"{_BACKENDS}.cpu_attn:CPUAttentionBackend",
@@ -567,19 +482,19 @@ _CPU_USES: tuple[Seam, ...] = (
         "cpu_backend",
         f"{_BACKENDS}.cpu_attn:CPUAttentionBackend.get_impl_cls",
         _WHY_BACKEND,
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
     ),
     Overrides(
         "cpu_backend",
         f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl.forward",
         _WHY_BACKEND,
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
     ),
-    *_overrides(
+    *overrides(
         "cpu_worker",
         "our backend and runner are chosen before the device is set up, drafters' memory is taken "
         "out of the caches', and step costs are measured once the model is ready",
-        f"a method may name its runner ({_REGISTRY})",
+        f"a method may name its runner ({REGISTRY})",
         _CPU_WORKER,
         "init_device",
         "determine_available_memory",
@@ -587,99 +502,11 @@ _CPU_USES: tuple[Seam, ...] = (
     ),
 )
 
-_V2_USES: tuple[Seam, ...] = (
-    *_uses(
-        "tree_params",
-        "penalties, bad words and thinking budgets read the rows before a row, which are not its "
-        "ancestors",
-        _HAS_TREES,
-        f"{_V2}.sample.bad_words:BadWordsState",
-        f"{_V2}.sample.logit_bias:LogitBiasState",
-    ),
-    *_overrides(
-        "runner_v2_step",
-        "a step is timed, its statistics leave with its output, and a scheduler that waits for "
-        "drafts is told how many there are",
-        _HAS_TREES,
-        _RUNNER_V2,
-        "__init__",
-        "execute_model",
-        "sample_tokens",
-        "take_draft_token_ids",
-    ),
-    *_overrides(
-        "runner_v2_inputs",
-        "trees are kept by request slot; rotary positions follow depth",
-        _HAS_TREES,
-        _RUNNER_V2,
-        "finish_requests",
-        "add_requests",
-        "prepare_attn",
-    ),
-    Overrides(
-        "runner_v2_inputs",
-        f"{_V2}.model_states.interface:ModelState.prepare_attn",
-        "tree rows are attached to the attention metadata",
-        _HAS_TREES,
-    ),
-    *_overrides(
-        "runner_v2_sample",
-        "compaction must end before blocks are hashed",
-        "a registered method may bring its own acceptance",
-        _RUNNER_V2,
-        "sample",
-    ),
-    *_uses(
-        "runner_v2_sample",
-        "acceptance is a walk over the samples of all rows",
-        "a registered method may bring its own acceptance",
-        "vllm.config.model:PROCESSED_LOGPROBS_MODES",
-        f"{_V2}.input_batch:get_num_sampled_and_rejected",
-        f"{_V2}.metrics.logits:get_num_nans",
-        f"{_V2}.sample.logprob:compute_topk_scores",
-        f"{_V2}.sample.output:SamplerOutput",
-        f"{_V2}.sample.output:SamplingMaskTensors",
-        f"{_V2}.sample.sampler:Sampler.get_logprobs_dims",
-        f"{_V2}.sample.sampler:Sampler.sample",
-    ),
-    *_overrides(
-        "runner_v2_setup",
-        "drafters read the target's hidden states; caches are known only after allocation",
-        _HAS_REGISTRY,
-        _RUNNER_V2,
-        "load_model",
-        "initialize_kv_cache",
-    ),
-    *_uses(
-        "runner_v2_setup",
-        "drafters read the target's hidden states; caches are known only after allocation",
-        _HAS_REGISTRY,
-        "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
-        "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
-        "vllm.triton_utils:HAS_TRITON",
-    ),
-    *_uses(
-        "speculator",
-        "V2 asks a speculator for the next drafts",
-        _HAS_REGISTRY,
-        f"{_V2}.spec_decode.speculator:BaseSpeculator",
-    ),
-    *_overrides(
-        "speculator",
-        "V2 asks a speculator for the next drafts",
-        _HAS_REGISTRY,
-        f"{_V2}.spec_decode.speculator:BaseSpeculator",
-        "init_cudagraph_manager",
-        "capture",
-        "propose",
-    ),
-)
-
 _GPU_USES: tuple[Seam, ...] = (
-    *_uses(
+    *uses(
         "gpu_backend",
         _WHY_BACKEND,
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
         _GPU_WORKER,
         "vllm.v1.attention.backend:AttentionCGSupport",
         f"{_BACKENDS}.flash_attn:FlashAttentionBackend",
@@ -698,22 +525,22 @@ _GPU_USES: tuple[Seam, ...] = (
             ("AttentionImpl", ("forward",)),
             ("AttentionMetadataBuilder", ("get_cudagraph_support",)),
         )
-        for seam in _overrides(
+        for seam in overrides(
             "gpu_backend",
             f"{_WHY_BACKEND}, and a full graph captured without them would leave them out",
-            f"vLLM takes a mask per request ({_TREE})",
+            f"vLLM takes a mask per request ({TREE})",
             f"{_BACKENDS}.{module}:{name}{owner}",
             *methods,
         )
     ),
-    *_overrides(
+    *overrides(
         "gpu_backend",
         "fused output quantisation would skip the tree rows",
-        f"vLLM takes a mask per request ({_TREE})",
+        f"vLLM takes a mask per request ({TREE})",
         f"{_BACKENDS}.triton_attn:TritonAttentionImpl",
         "fused_output_quant_supported",
     ),
-    *_overrides(
+    *overrides(
         "gpu_worker",
         "the documented seam for a runner of one's own, and the two moments for warming up: before "
         "graphs are captured, and before vLLM watches for kernels that still compile",
@@ -724,10 +551,10 @@ _GPU_USES: tuple[Seam, ...] = (
         "compile_or_warm_up_model",
         "_maybe_activate_jit_monitor",
     ),
-    *_overrides(
+    *overrides(
         "gpu_worker",
         "drafts and the logits of all rows are memory that the KV cache must not get",
-        f"a method may take part in the memory profile ({_REGISTRY})",
+        f"a method may take part in the memory profile ({REGISTRY})",
         _RUNNER,
         "profile_run",
     ),
@@ -744,7 +571,7 @@ WORKER_SEAMS = {
             *V2_CPU_KERNELS.seams,
             *CPU_BACKENDS.seams,
             *_CPU_USES,
-            *_V2_USES,
+            *V2_USES,
         )
     ),
     "cuda": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, *ATTENTION_BACKENDS.seams, *_GPU_USES)),
@@ -764,7 +591,7 @@ ALL_SEAMS: tuple[Seam, ...] = (
     *_CPU_USES,
     V2_CPU_ADMISSION,
     *V2_CPU_KERNELS.seams,
-    *_V2_USES,
+    *V2_USES,
     *ATTENTION_BACKENDS.seams,
     *_GPU_USES,
 )

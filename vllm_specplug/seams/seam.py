@@ -230,6 +230,9 @@ class ReplaceKernel(Replace):
         if problem is not None:
             return problem
         stock, new = resolve(self.target), resolve(self.make)
+        if stock is new:
+            # In place already, for an engine that this process built before.
+            return None
         own = tuple(inspect.signature(getattr(stock, "fn", stock)).parameters)
         if own != new.parameters:
             return f"its parameters are {', '.join(own)} instead of {', '.join(new.parameters)}"

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_specplug.seams import V2_CPU_ADMISSION
+from vllm_specplug.seams.seam import resolve
 from vllm_specplug.vllm_process.spec_config import tree_config
 
 
@@ -39,7 +40,8 @@ def not_asking_for_triton(original: Callable[[Any], None]) -> Callable[[Any], No
         from vllm.platforms import current_platform
 
         spec = tree_config(self)
-        if spec is None or not spec.uses_v2 or not current_platform.is_cpu():
+        is_ours = spec is not None and spec.uses_v2
+        if not is_ours or not current_platform.is_cpu() or resolve(V2_CPU_ADMISSION.target):
             return original(self)
         with V2_CPU_ADMISSION.applied():
             return original(self)

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resumed and prefix-hit requests come without placeholder drafts.
+"""Resumed and prefix-hit requests come without placeholder drafts; on V2, no request has more rows
+than a tree may have nodes.
 
 Seam: placeholders.
 
 What: `Scheduler.__init__` is wrapped; for our methods `dynamic_sd_lookup`, unset otherwise, is
-set to a table that says `num_speculative_tokens` for every batch size.
+set to a table of drafts per request by batch size.
 
 Why: where it is unset, the scheduler pads a request that starts with a single row to
 1 + num_speculative_tokens rows of drafts -1, so that all requests of a step have as many rows and
 full CUDA graphs fit. Trees differ in size anyway, none of those drafts can be accepted, and every
-row costs a forward's share. The table changes nothing else: it gives the number that the scheduler
-would use without it.
+row costs a forward's share. On V1 the table changes nothing else: it gives the number that the
+scheduler would use without it. On V2 a scheduler that works ahead reserves that many rows before
+it knows the trees, so the table has what the budget leaves a request of such a batch.
 
-Remove when: a proposer can say that it does not want the padding.
+Remove when: a proposer can say that it does not want the padding, and how many rows it wants.
 """
 
 from __future__ import annotations
@@ -20,7 +22,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm_specplug.options import request_budget_limit
 from vllm_specplug.vllm_process.spec_config import tree_config
+
+
+def drafts_by_batch_size(spec: Any, scheduler_config: Any, nodes: int) -> list[int]:
+    """Most drafts of a request, up to `nodes`, in a step of 0, 1, ... requests."""
+    sizes = range(scheduler_config.max_num_seqs + 1)
+    if not spec.uses_v2:
+        return [nodes for _ in sizes]
+    if spec.tree_budget != "auto":
+        nodes = min(nodes, max(int(spec.tree_budget), request_budget_limit(spec)))
+    rows = scheduler_config.max_num_batched_tokens
+    rows = min(rows, scheduler_config.max_num_scheduled_tokens or rows, spec.max_step_rows or rows)
+    return [min(nodes, max(0, rows // max(1, size) - 1)) for size in sizes]
 
 
 def without_placeholders(original: Callable[..., None]) -> Callable[..., None]:
@@ -28,8 +43,10 @@ def without_placeholders(original: Callable[..., None]) -> Callable[..., None]:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if tree_config(self.vllm_config) is not None and self.dynamic_sd_lookup is None:
-            batch_sizes = self.scheduler_config.max_num_seqs + 1
-            self.dynamic_sd_lookup = [self.num_spec_tokens] * batch_sizes
+        spec = tree_config(self.vllm_config)
+        if spec is not None and self.dynamic_sd_lookup is None:
+            self.dynamic_sd_lookup = drafts_by_batch_size(
+                spec, self.scheduler_config, self.num_spec_tokens
+            )
 
     return init

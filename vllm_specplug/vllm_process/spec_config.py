@@ -60,6 +60,7 @@ CAPABILITIES_V2 = {
     "cpu": frozenset(
         {
             Capability.HIDDEN_STATES,
+            Capability.NEXT_TOKENS,
             Capability.CONTEXT_CACHE,
             Capability.CONTEXT_WINDOW,
             Capability.HOST_BRANCHES,

@@ -206,7 +206,7 @@ class TreeRunnerV2Mixin(_Runner):
 
     def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
         output = super().sample(hidden_states, input_batch, grammar_output)
-        if self.tree_walk is not None:
+        if self.tree_walk is not None and self.tree_slots is not None:
             walked = time.perf_counter()
             # Before anything can read or hash their blocks.
             self.tree_backend.compact(self._running_trees(), self.tree_walk, self.tree_slots)

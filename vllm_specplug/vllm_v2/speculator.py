@@ -8,6 +8,7 @@ device's memory is the host's, so they read what they need of it and nothing has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from vllm_specplug.vllm_v1.draft_planner import Batch, DraftPlanner
 from vllm_specplug.vllm_v1.proposer import TreeProposer
 from vllm_specplug.vllm_v1.ranks import first_rank_trees
 from vllm_specplug.vllm_v2.device_trees import Committed, TreeStore
-from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests
+from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests, next_tokens
 
 if TYPE_CHECKING:
     from vllm_specplug.metrics import StepStats
@@ -101,7 +102,7 @@ class TreeSpeculator(BaseSpeculator):
     def capture(self) -> None:
         """Draft forwards are not captured."""
 
-    def propose(  # type: ignore[override]  # by position, as vLLM calls it
+    def propose(
         self,
         input_batch: Any,
         attn_metadata: Any,
@@ -111,16 +112,25 @@ class TreeSpeculator(BaseSpeculator):
         num_sampled: torch.Tensor,
         *args: Any,
         dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Token ids int64 [R, N] of the next trees; their parents are kept in the store."""
+        """Token ids int64 [R, N] of the next trees; their parents are kept in the store.
+
+        `num_speculative_tokens` is what the next step has rows for.
+        """
         if dummy_run:
             shape = (input_batch.num_reqs, self.store.num_nodes)
             return torch.zeros(shape, dtype=torch.int64, device=self.device)
         drafter = self.proposer.drafter
-        drafter.observe(_committed_tokens(self.committed_rows(input_batch), aux_hidden_states))
+        committed = _committed_tokens(self.committed_rows(input_batch), aux_hidden_states)
         batch = host_requests(self.req_states, input_batch, num_sampled)
-        requests, others = self._draft_requests(batch)
+        if self.spec.reads_next_tokens:
+            following = next_tokens(committed.positions.numpy(), batch)
+            committed = replace(committed, next_token_ids=torch.from_numpy(following))
+        drafter.observe(committed)
+        most = self.store.num_nodes if num_speculative_tokens is None else num_speculative_tokens
+        requests, others = self._draft_requests(batch, most)
         drafted = first_rank_trees(self.planner.draft(drafter, requests, others), requests.budgets)
         trees = [DraftTree.empty()] * len(batch)
         for i, tree in zip(requests.req_indices, drafted, strict=True):
@@ -147,9 +157,9 @@ class TreeSpeculator(BaseSpeculator):
         tensors = (torch.from_numpy(array).to(self.device) for array in arrays)
         return self.store.put(input_batch.idx_mapping, *tensors)
 
-    def _draft_requests(self, batch: list[HostRequest]) -> tuple[DraftRequests, Batch]:
-        """Which requests are drafted for, how much each may draft, and what else the next step
-        holds."""
+    def _draft_requests(self, batch: list[HostRequest], most: int) -> tuple[DraftRequests, Batch]:
+        """Which requests are drafted for, how much each may draft, `most` nodes at most, and what
+        else the next step holds."""
         requests, others = DraftRequests(), Batch()
         running = sum(1 for request in batch if request.is_decoding)
         for request in batch:
@@ -168,6 +178,8 @@ class TreeSpeculator(BaseSpeculator):
             nodes, reason = self.planner.nodes_for(
                 request.req_id, self.extra_args.get(request.req_id), num_tokens, running
             )
+            if nodes > most:
+                nodes, reason = most, "batch"
             # The step after this one always emits a token of its own.
             longest = min(self.max_model_len, request.max_len)
             depth = min(longest - num_tokens - 1, nodes)

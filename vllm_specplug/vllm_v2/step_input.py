@@ -7,6 +7,7 @@ of the forward that have logits, `cu_num_logits` where each request's begin.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,25 @@ def host_requests(
         )
         for i, req_id in enumerate(input_batch.req_ids)
     ]
+
+
+def next_tokens(
+    # [M] int64 positions of committed tokens, request by request
+    positions: np.ndarray,
+    batch: Sequence[HostRequest],
+) -> np.ndarray:
+    """The token after each of them, int64 [M]; 0 where none is known."""
+    following = np.zeros(len(positions), np.int64)
+    start = 0
+    for request in batch:
+        if start == len(positions):
+            break
+        first = int(positions[start])
+        end = start + request.num_computed - first
+        found = request.token_ids[first + 1 : first + 1 + end - start]
+        following[start : start + len(found)] = found[: len(following) - start]
+        start = end
+    return following
 
 
 def block_table(runner: Any) -> torch.Tensor:

@@ -28,10 +28,13 @@ _INF = float("inf")
 class StepParents(Protocol):
     """A step's logits rows as trees."""
 
-    # [M] int32 logits row of each row's parent; negative for roots and for what is no tree node
-    parent_rows: torch.Tensor
-    # [M] int32 distance to the root
-    depths: torch.Tensor
+    @property
+    def parent_rows(self) -> torch.Tensor:
+        """[M] int32 logits row of each row's parent; negative for roots and for what is no node."""
+
+    @property
+    def depths(self) -> torch.Tensor:
+        """[M] int32 distance to the root."""
 
 
 @dataclass(frozen=True)

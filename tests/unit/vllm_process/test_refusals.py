@@ -223,22 +223,69 @@ def test_microbatching(target: Path, field: str, value: Any) -> None:
         check_engine_config(config)
 
 
-@pytest.mark.parametrize("engine", [{}, {"async_scheduling": True}, {"async_scheduling": False}])
-def test_the_v2_model_runner_is_refused_by_name(
-    target: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any]
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_the_v2_model_runner_is_taken_where_it_is_asked_for(
+    target: Path, monkeypatch: pytest.MonkeyPatch, asked: bool | None
 ) -> None:
-    """Also where vLLM itself would take it, as on CUDA."""
-    import vllm.config.vllm as vllm_config
+    """Also on a CPU without Triton, and ahead of the host where that is asked for, too."""
+    options = {"method": "ngram_tree"}
+    for value, worker in (("1", "vllm_v2"), ("0", "vllm_v1")):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+        engine = {"async_scheduling": asked} if value == "1" else {}
+        config = _config(target, options, **engine)
+        assert f".{worker}." in config.parallel_config.worker_cls
+        assert config.use_v2_model_runner == (value == "1")
+        assert config.scheduler_config.async_scheduling == bool(engine and asked)
+        is_async = config.scheduler_config.get_scheduler_cls().__name__ == "AsyncScheduler"
+        assert is_async == config.scheduler_config.async_scheduling
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    assert not _config(target, options).use_v2_model_runner
+
+
+def test_what_v2_does_not_give_is_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_specplug.vllm_process import spec_config
+    from vllm_specplug.vllm_process.engine_args import check_engine_config
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr(vllm_config.VllmConfig, "_validate_v2_model_runner", lambda self: None)
-    with pytest.raises(ValueError, match="'ngram_tree' .*VLLM_USE_V2_MODEL_RUNNER=1"):
-        _config(target, {"method": "ngram_tree"}, **engine)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert _config(target, {"method": "ngram_tree"}).parallel_config.worker_cls != "auto"
+    config = _config(target, {"method": "ngram_tree"})
+    with monkeypatch.context() as patch:
+        patch.setattr(config, "watermark_config", object())
+        with pytest.raises(ValueError, match="'ngram_tree' .*watermarking"):
+            check_engine_config(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(config.parallel_config, "enable_batch_sharded_sampling", True)
+        with pytest.raises(ValueError, match="'ngram_tree' .*enable_batch_sharded_sampling=True"):
+            check_engine_config(config)
+    monkeypatch.setattr(spec_config, "WORKERS_V2", {})
+    with pytest.raises(ValueError, match="'ngram_tree' .*V2.*on cpu.*VLLM_USE_V2_MODEL_RUNNER"):
+        _config(target, {"method": "ngram_tree"})
 
 
-def test_a_worker_told_to_use_the_v2_runner_starts_nothing(
+def test_rows_that_are_reserved_ahead_follow_the_budget(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_specplug.vllm_process.placeholders import drafts_by_batch_size
+
+    def table(**options: Any) -> list[int]:
+        config = _config(target, {"method": "ngram_tree", **options}, max_num_seqs=4)
+        spec = config.speculative_config
+        return drafts_by_batch_size(spec, config.scheduler_config, spec.num_speculative_tokens)
+
+    options = {"num_speculative_tokens": 16, "max_step_rows": 24}
+    assert table(**options) == [16] * 5
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert table(**options) == [16, 16, 11, 7, 5]
+    assert table(**options, tree_budget=4) == [8, 8, 8, 7, 5]
+    assert table(**options, tree_budget=4, max_request_budget=0) == [4, 4, 4, 4, 4]
+    assert table(num_speculative_tokens=16, max_step_rows=6) == [5, 5, 2, 1, 0]
+
+
+def test_asynchronous_scheduling_needs_v2(target: Path) -> None:
+    with pytest.raises(ValueError, match="async_scheduling=True.*VLLM_USE_V2_MODEL_RUNNER=1"):
+        _config(target, {"method": "ngram_tree"}, async_scheduling=True)
+
+
+def test_a_worker_told_to_use_another_runner_starts_nothing(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A config may reach a worker without `EngineArgs`."""
@@ -246,12 +293,13 @@ def test_a_worker_told_to_use_the_v2_runner_starts_nothing(
 
     from vllm_specplug.vllm_v1.worker_cpu import TreeCPUWorker
     from vllm_specplug.vllm_v1.worker_gpu import TreeGPUWorker
+    from vllm_specplug.vllm_v2.worker_cpu import TreeCPUWorkerV2
 
     config = _config(target, {"method": "ngram_tree"})
-    for worker_class in (TreeCPUWorker, TreeGPUWorker):
+    for worker_class in (TreeCPUWorker, TreeGPUWorker, TreeCPUWorkerV2):
         worker = worker_class.__new__(worker_class)
         WorkerBase.__init__(worker, config, 0, 0, "tcp://127.0.0.1:0")
-        worker.use_v2_model_runner = True
+        worker.use_v2_model_runner = worker_class is not TreeCPUWorkerV2
         with pytest.raises(ValueError, match="'ngram_tree' .*VLLM_USE_V2_MODEL_RUNNER"):
             worker.init_device()
 

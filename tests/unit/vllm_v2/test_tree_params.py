@@ -17,6 +17,7 @@ import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from vllm_specplug.seams import V2_CPU_KERNELS
 from vllm_specplug.vllm_v2.tree_params import TreeParams, tree_paths
@@ -347,3 +348,45 @@ def test_requests_of_unknown_processors_are_told() -> None:
     assert [params.follows(slot) for slot in slots] == [False, True]
     plain = TreeParams(make_sampler(requests), lambda: None, NODES)
     assert plain.follows(0)
+
+
+def on_pretended_device(state: Any) -> None:
+    """Moves what a processor keeps on the device to one whose tensors have no values."""
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            setattr(state, name, value.to("meta"))
+        elif hasattr(value, "gpu"):
+            value.gpu = value.gpu.to("meta")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_is_read_on_the_host(name: str) -> None:
+    """On tensors without values, whoever asks for one fails."""
+    requests, logits = batch(1, **OPTIONS[name])
+    sampler = make_sampler(requests)
+    parents = step_parents(requests)
+    parents.parent_rows, parents.depths = parents.parent_rows.to("meta"), parents.depths.to("meta")
+    TreeParams(sampler, lambda: parents, NODES)
+    slots = np.array(begin(sampler, requests), dtype=np.int32)
+    counts = torch.tensor([request.rows for request in requests])
+    on_pretended_device(sampler.req_states)
+    changed = 0
+    for processor in (*sampler.logits_processors, sampler.thinking_budget_state):
+        if not hasattr(processor, "is_used") or not processor.is_used(slots):
+            continue
+        on_pretended_device(processor.stock)
+        # vLLM's kernels run where there are values.
+        processor.stock.apply = lambda logits, ctx: logits
+        ctx = LogitsContext(
+            expanded_idx_mapping=torch.from_numpy(slots).repeat_interleave(counts).to("meta"),
+            idx_mapping=torch.from_numpy(slots).to("meta"),
+            idx_mapping_np=slots,
+            expanded_local_pos=torch.empty(len(logits), dtype=torch.int32, device="meta"),
+            input_ids=torch.empty(len(logits), dtype=torch.int32, device="meta"),
+            pos=torch.empty(len(logits), dtype=torch.int64, device="meta"),
+            seq_lens_upper_bound_np=slots,
+        )
+        result = processor.apply(logits.to("meta"), ctx)
+        assert result is not None and result.is_meta
+        changed += 1
+    assert changed

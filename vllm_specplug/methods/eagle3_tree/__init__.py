@@ -17,6 +17,7 @@ METHOD = Method(
             Capability.HOST_BRANCHES,
         }
     ),
+    recognises="vllm_specplug.methods.eagle3_tree.recognise:is_eagle3_head",
     train_commands=("vllm_specplug.methods.eagle3_tree.train.cli",),
     plot_colors={"eagle3_tree": "#b0387f", "eagle3_tree + n-grams": "#dc8fbb"},
 )

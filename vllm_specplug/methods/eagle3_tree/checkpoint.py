@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,22 +39,6 @@ class Eagle3Extras:
     target_ids: torch.Tensor | None = None
     lm_head: torch.Tensor | None = None
     embed_tokens: torch.Tensor | None = None
-
-
-def recognises(config: Mapping[str, Any], tensor_names: Collection[str]) -> bool:
-    """Whether a checkpoint is an EAGLE-3 head, served or not: by what its config calls it, else by
-    the tensors that no other head has."""
-    kind = config.get("speculators_model_type")
-    if kind is not None:
-        return bool(kind == "eagle3")
-    names = {_plain_name(name.removeprefix("model.")) for name in tensor_names}
-    if names:
-        return {"fc.weight", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"} <= (
-            names
-        )
-    stated = config.get("architectures")
-    listed = isinstance(stated, list | tuple) and all(isinstance(name, str) for name in stated)
-    return listed and any("eagle3" in name.lower() for name in stated or ())
 
 
 def load_eagle3_head(

@@ -43,7 +43,9 @@ def inverse_frequencies(config: LongSpecConfig) -> torch.Tensor:
         head_dim=config.head_dim,
         rope_parameters={**config.rope_scaling, "rope_theta": config.rope_theta},
     )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](source, torch.device("cpu"))
+    # Heads are made on the meta device first, which some of these functions would follow.
+    with torch.device("cpu"):
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](source, torch.device("cpu"))
     assert factor == 1.0, (kind, factor)
     return frequencies.float()
 

@@ -6,6 +6,7 @@ Letters as in vLLM: B requests of the batch, slots index persistent request stat
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -294,3 +295,34 @@ def apply_write(
             target = output_ptr.numpy().reshape(len(output_ptr), -1)[row]
         target[start : start + end - begin] = contents[begin:end]
         begin = end
+
+
+@CpuKernel
+def apply_prompt_embeds(
+    grid: Grid,
+    inputs_embeds_ptr: Tensor,
+    inputs_embeds_stride: int,
+    embeds_ptrs_ptr: Tensor,
+    mask_ptrs_ptr: Tensor,
+    embeds_lens_ptr: Tensor,
+    idx_mapping_ptr: Tensor,
+    query_start_loc_ptr: Tensor,
+    num_computed_tokens_ptr: Tensor,
+    hidden_size: int,
+    TOKEN_BLOCK: int,
+    BLOCK_SIZE: int,
+) -> None:
+    starts, width = query_start_loc_ptr.tolist(), inputs_embeds_ptr.element_size()
+    for i, slot in enumerate(idx_mapping_ptr.tolist()):
+        computed = int(num_computed_tokens_ptr[slot])
+        rows = min(starts[i + 1] - starts[i], int(embeds_lens_ptr[slot]) - computed)
+        source, mask = int(embeds_ptrs_ptr[slot]), int(mask_ptrs_ptr[slot])
+        for row in range(rows):
+            if mask and ctypes.c_int8.from_address(mask + computed + row).value:
+                # The prompt has a token here.
+                continue
+            ctypes.memmove(
+                inputs_embeds_ptr[starts[i] + row].data_ptr(),
+                source + (computed + row) * hidden_size * width,
+                hidden_size * width,
+            )

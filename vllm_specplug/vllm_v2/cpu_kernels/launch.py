@@ -40,7 +40,7 @@ def array_at(address: int, *shape: int) -> NDArray[np.int32]:
     """int32 numbers in memory; vLLM hands over some tensors as addresses of tensors."""
     count = int(np.prod(shape))
     buffer = (ctypes.c_int32 * count).from_address(address)
-    return np.frombuffer(buffer, dtype=np.int32).reshape(shape)
+    return np.frombuffer(memoryview(buffer), dtype=np.int32).reshape(shape)
 
 
 def next_power_of_2(number: int) -> int:

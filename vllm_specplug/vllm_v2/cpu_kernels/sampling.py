@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_specplug.kernels import row_argmax
+from vllm_specplug.kernels import gumbel_argmax, row_argmax
+from vllm_specplug.kernels.gumbel_argmax import UNDECIDED
 from vllm_specplug.vllm_v2.cpu_kernels.launch import CpuKernel, Grid
 
 Tensor = torch.Tensor
@@ -101,25 +102,45 @@ def gumbel_sample(
         real = slots >= 0
         columns = logits_cache_col_ptr.long().expand(len(slots))
         logits_cache_ptr[slots[real], columns[real], :vocab_size] = logits_cache_source_ptr[real]
-    temperature = torch.where(slots >= 0, temp_ptr[slots], 0.0).tolist()
+    temperature = torch.where(slots >= 0, temp_ptr[slots], 0.0)
+    # The first block wins ties; no other has a winner.
     local_argmax_ptr.zero_()
     local_max_ptr.fill_(float("-inf"))
-    winners = local_argmax_ptr[:, 0]
-    if not any(temperature):
-        # Greedy rows need no maximum: all other blocks are -inf, and the first block wins ties.
-        winners.copy_(row_argmax(logits))
-        return
-    rows, seeds, positions = logits.float(), seeds_ptr.tolist(), pos_ptr.tolist()
-    tokens = np.arange(vocab_size, dtype=np.uint32)
-    noise = _noise64 if USE_FP64 else _noise32
-    for i, slot in enumerate(slots.tolist()):
-        row: Any = rows[i].numpy()
-        if temperature[i]:
-            if APPLY_TEMPERATURE:
-                row = row / np.float32(temperature[i])
-            pos = positions[i] + (_DRAFT_NOISE_SALT if IS_DRAFTING else 0)
-            row = row + noise(seeds[slot], pos, tokens)
-        winners[i] = int(row.argmax())
+    drawn = row_argmax(logits)
+    if temperature.any():
+        seeds, positions = seeds_ptr[slots], pos_ptr.long()
+        if IS_DRAFTING:
+            positions = positions + _DRAFT_NOISE_SALT
+        # A row of temperature 0 is left out.
+        divisors = temperature if APPLY_TEMPERATURE else (temperature != 0).float()
+        _draw(logits.float(), divisors, seeds, positions, USE_FP64, drawn)
+    local_argmax_ptr[:, 0] = drawn
+
+
+def _draw(
+    # [L, V] float32
+    logits: Tensor,
+    # [L] float32; 0 for rows that keep their token
+    divisors: Tensor,
+    # [L] int64
+    seeds: Tensor,
+    # [L] int64
+    positions: Tensor,
+    use_fp64: bool,
+    # [L] int64
+    drawn: Tensor,
+) -> None:
+    """Puts sampled tokens into `drawn`."""
+    if use_fp64:
+        drawn.masked_fill_(divisors != 0, UNDECIDED)
+    else:
+        gumbel_argmax(logits, divisors, seeds, positions, drawn)
+    tokens = np.arange(logits.shape[1], dtype=np.uint32)
+    noise = _noise64 if use_fp64 else _noise32
+    for i in np.flatnonzero(drawn.numpy() == UNDECIDED):
+        row: Any = logits[i].numpy() / np.float32(divisors[i])
+        row = row + noise(int(seeds[i]), int(positions[i]), tokens)
+        drawn[i] = int(row.argmax())
 
 
 @CpuKernel
@@ -246,3 +267,53 @@ def num_nans(
     BLOCK_SIZE: int,
 ) -> None:
     num_nans_ptr.copy_(logits_ptr[:, :vocab_size].isnan().sum(dim=-1))
+
+
+@CpuKernel
+def compact_sampling_mask(
+    grid: Grid,
+    logits_ptr: Tensor,
+    logits_row_stride: int,
+    logits_col_stride: int,
+    cu_num_logits_ptr: Tensor,
+    num_sampled_tokens_ptr: Tensor,
+    token_ids_ptr: Tensor,
+    token_ids_row_stride: int,
+    packed_mask_ptr: Tensor,
+    packed_mask_row_stride: int,
+    counts_ptr: Tensor,
+    vocab_size: int,
+    max_num_kept: int,
+    ROWS_PER_REQUEST: int,
+    BLOCK_SIZE: int,
+) -> None:
+    starts, sampled = cu_num_logits_ptr.tolist(), num_sampled_tokens_ptr.tolist()
+    for row in range(grid[0]):
+        request, place = divmod(row, ROWS_PER_REQUEST)
+        counts_ptr[row] = 0
+        if place >= sampled[request]:
+            continue
+        kept = logits_ptr[starts[request] + place, :vocab_size].isfinite()
+        tokens = kept.nonzero()[:max_num_kept, 0]
+        token_ids_ptr[row, : len(tokens)] = tokens.to(token_ids_ptr.dtype)
+        bits = np.packbits(kept.numpy(), bitorder="little")
+        packed_mask_ptr[row, : len(bits)] = torch.from_numpy(bits)
+        counts_ptr[row] = kept.sum()
+
+
+@CpuKernel
+def trace_replay(
+    grid: Grid,
+    sampled_ptr: Tensor,
+    idx_mapping_ptr: Tensor,
+    trace_token_ids_ptr: Tensor,
+    trace_token_ids_stride: int,
+    trace_len_ptr: Tensor,
+    total_len_ptr: Tensor,
+    prompt_len_ptr: Tensor,
+) -> None:
+    for i, slot in enumerate(idx_mapping_ptr.tolist()):
+        if slot >= 0:
+            step = int(total_len_ptr[slot]) - int(prompt_len_ptr[slot])
+            if 0 <= step < int(trace_len_ptr[slot]):
+                sampled_ptr[i] = trace_token_ids_ptr[slot, step].long()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from pathlib import Path
@@ -14,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.methods.eagle3_tree.heads import LAYOUTS, write_head
-from tests.unit.methods.eagle3_tree.published import SMALL, SPECFORGE_QWEN3_8B_PEAGLE
+from tests.unit.methods.eagle3_tree.published import SMALL
+from vllm_specplug.drafting.head_files import HeadFiles, read_head_files
 from vllm_specplug.methods.eagle3_tree.checkpoint import (
     inspect_eagle3_head,
     load_eagle3_head,
-    recognises,
     save_eagle3_head,
 )
+from vllm_specplug.registry import get_method, methods
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -173,17 +173,25 @@ def test_missing_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_head_is_recognised(layout: str, tmp_path: Path) -> None:
-    raw, tensors = write_head(tmp_path, layout)
-    assert recognises(raw, set(tensors))
-    assert recognises(json.loads(json.dumps(raw)), {f"model.{name}" for name in tensors})
+def test_a_head_is_recognised_and_by_no_other_method(layout: str, tmp_path: Path) -> None:
+    write_head(tmp_path, layout)
+    files = read_head_files(tmp_path)
+    assert [name for name, m in methods().items() if m.recognises_head(files)] == ["eagle3_tree"]
 
 
-def test_other_checkpoints_are_not_recognised() -> None:
-    llama = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
-    assert not recognises(llama, {"model.layers.0.input_layernorm.weight", "lm_head.weight"})
-    assert not recognises({"architectures": ["DFlashDraftModel"]}, {"fc.weight", "norm.weight"})
-    assert not recognises({"speculators_model_type": "dflash"}, {"fc.weight"})
-    assert not recognises({"architectures": 3}, set())
-    assert not recognises(SPECFORGE_QWEN3_8B_PEAGLE, set())
-    assert recognises({"architectures": ["LlamaForCausalLMEagle3"]}, set())
+@pytest.mark.parametrize(
+    ("config", "tensors", "expected"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},
+         ["layers.0.input_layernorm.weight", "lm_head.weight"], False),
+        ({"architectures": ["DFlashDraftModel"]}, ["fc.weight", "norm.weight"], False),
+        ({"speculators_model_type": "dflash"}, ["fc.weight"], False),
+        ({"architectures": 3}, [], False),
+        # Refused later, with the reason.
+        ({"speculators_model_type": "peagle"}, [], True),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, [], True),
+    ],
+)  # fmt: skip
+def test_other_checkpoints(config: Any, tensors: list[str], expected: bool, tmp_path: Path) -> None:
+    files = HeadFiles(tmp_path, config, dict.fromkeys(tensors))
+    assert get_method("eagle3_tree").recognises_head(files) == expected

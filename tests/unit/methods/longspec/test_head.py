@@ -151,3 +151,16 @@ def test_window_keys_are_those_of_the_forward() -> None:
     head(embeds, positions, self_attend, lambda q: q)
     for ours, theirs in zip(head.window_kv(embeds, positions), seen, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_head_for_a_target_with_scaled_angles_loads(tmp_path: Path) -> None:
+    """Its angles are made while the head is on the meta device."""
+    rope = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    target = {**TARGET, "rope_parameters": rope}
+    config = LongSpecConfig.for_target(target, window_size=16)
+    save_longspec_head(tmp_path, LongSpecHead(config), dtype=torch.float32)
+    head, _ = load_longspec_head(tmp_path, target)
+    assert torch.equal(head.inverse_frequencies, inverse_frequencies(config))

@@ -35,6 +35,8 @@ from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.provenance import write_provenance
 from vllm_specplug.train.target import TargetWeights
 
+# Of each held-out answer: a round costs a forward per level.
+EVAL_ROUNDS = 24
 VOCABULARY_NAME = "draft_ids.pt"
 
 
@@ -166,7 +168,12 @@ def train_eagle3(
     def export() -> None:
         averaged = trainer.averaged_head()
         report = evaluate_eagle3(
-            averaged, held, tables.embed_tokens.float(), trainer.lm_head.float().cpu(), ids
+            averaged,
+            held,
+            tables.embed_tokens.float(),
+            trainer.lm_head.float().cpu(),
+            ids,
+            max_rounds=EVAL_ROUNDS,
         )
         facts.update(
             {

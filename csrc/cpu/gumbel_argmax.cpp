@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gumbel-max sampling of rows whose noise is a hash of (seed, position, token), as vLLM's V2 runner
+// keys it.
+//
+// The noise of a token is -log(-log(1 - u)), which falls with u. A token with logit l can beat the
+// best value m found so far only if u <= exp(l - m): one exponential and a comparison rule out
+// nearly all tokens, and logarithms are taken of a few dozen per row. Who wins by a hair depends on
+// how logarithms are rounded; such rows are left to the caller.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "lanes.h"
+
+namespace specplug {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+// Tokens that are ruled out are at least log(kSlack) below the best one, more than kClose.
+constexpr float kSlack = 1.001f;
+constexpr double kClose = 1e-4;
+constexpr int64_t kUndecided = -1;
+
+// One round of MurmurHash3.
+template <class T>
+LANES_INLINE void mix(T& state, T key) {
+  key *= 0xCC9E2D51u;
+  key = (key << 15) | (key >> 17);
+  key *= 0x1B873593u;
+  state ^= key;
+  state = (state << 13) | (state >> 19);
+  state = state * 5u + 0xE6546B64u;
+}
+
+// The hash of a row's seed and position, into which tokens are mixed.
+LANES_INLINE uint32_t prefix_of(int64_t seed, int64_t pos) {
+  uint32_t state = 0;
+  mix(state, static_cast<uint32_t>(seed));
+  mix(state, static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32));
+  mix(state, static_cast<uint32_t>(pos));
+  return state;
+}
+
+// Uniform numbers in (0, 1] of 16 tokens. Both products are exact, so that the sum is rounded once
+// whether it is fused or not.
+LANES_INLINE void uniforms(Lanes& u, uint32_t prefix, const LanesUint& tokens) {
+  LanesUint h = tokens ^ tokens;
+  h += prefix;
+  mix(h, tokens);
+  h ^= 16u;
+  h ^= h >> 16;
+  h *= 0x85EBCA6Bu;
+  h ^= h >> 13;
+  h *= 0xC2B2AE35u;
+  h ^= h >> 16;
+  const LanesUint high = h >> 16, low = h & 0xFFFFu;
+  LanesInt high_int, low_int;
+  std::memcpy(&high_int, &high, sizeof(high));
+  std::memcpy(&low_int, &low, sizeof(low));
+  u = __builtin_convertvector(high_int, Lanes) * 1.52587890625e-05f +
+      (__builtin_convertvector(low_int, Lanes) + 0.5f) * 2.3283064365386963e-10f;
+}
+
+LANES_INLINE double noise_of(float u) {
+  const float rest = std::max(1.0f - u, 5.960464477539063e-08f);
+  return -std::log(u < 0.25f ? -std::log1p(-static_cast<double>(u))
+                             : -std::log(static_cast<double>(rest)));
+}
+
+struct Best {
+  double value = -std::numeric_limits<double>::infinity();
+  double second = -std::numeric_limits<double>::infinity();
+  int64_t token = 0;
+
+  void add(double candidate, int64_t index) {
+    if (candidate > value) {
+      second = value;
+      value = candidate;
+      token = index;
+    } else if (candidate > second) {
+      second = candidate;
+    }
+  }
+};
+
+CLONED int64_t sample_row(const float* row, int64_t n, float divisor, int64_t seed, int64_t pos) {
+  const uint32_t prefix = prefix_of(seed, pos);
+  LanesUint tokens;
+  for (int i = 0; i < kLanes; ++i) tokens[i] = static_cast<uint32_t>(i);
+  const Lanes none = Lanes{} - std::numeric_limits<float>::infinity();
+  LanesInt nan = {};
+  Best best;
+  for (int64_t begin = 0; begin < n; begin += kLanes, tokens += static_cast<uint32_t>(kLanes)) {
+    Lanes x = none;
+    if (begin + kLanes <= n) {
+      load_lanes(x, row + begin);
+    } else {
+      for (int64_t i = begin; i < n; ++i) x[i - begin] = row[i];
+    }
+    nan |= x != x;
+    x /= divisor;
+    Lanes u;
+    uniforms(u, prefix, tokens);
+    Lanes most = x - static_cast<float>(best.value);
+    exp_lanes(most);
+    const LanesInt may_win = u <= most * kSlack;
+    int any = 0;
+    for (int i = 0; i < kLanes; ++i) any |= may_win[i];
+    if (!any) continue;
+    for (int i = 0; i < kLanes; ++i)
+      if (may_win[i]) best.add(x[i] + noise_of(u[i]), begin + i);
+  }
+  for (int i = 0; i < kLanes; ++i)
+    if (nan[i]) return kUndecided;
+  // Rows of -inf alone: the first token, as nothing beats it.
+  const bool is_empty = std::isinf(best.value) && best.value < 0;
+  return is_empty || best.value - best.second > kClose ? best.token : kUndecided;
+}
+
+void gumbel_argmax(const Tensor& logits, const Tensor& divisors, const Tensor& seeds,
+                   const Tensor& positions, Tensor& winners) {
+  STD_TORCH_CHECK(
+      logits.dim() == 2 && logits.is_contiguous() && logits.scalar_type() == ScalarType::Float,
+      "gumbel_argmax: logits must be contiguous float32 [L, V]");
+  const int64_t count = logits.size(0), n = logits.size(1);
+  const auto fits = [&](const Tensor& t, ScalarType type) {
+    return t.dim() == 1 && t.size(0) == count && t.is_contiguous() && t.scalar_type() == type;
+  };
+  STD_TORCH_CHECK(fits(divisors, ScalarType::Float) && fits(seeds, ScalarType::Long) &&
+                      fits(positions, ScalarType::Long) && fits(winners, ScalarType::Long),
+                  "gumbel_argmax: divisors float32, seeds, positions and winners int64, all [L]");
+  const float* in = static_cast<const float*>(logits.data_ptr());
+  const float* divisor = static_cast<const float*>(divisors.data_ptr());
+  const int64_t* seed = static_cast<const int64_t*>(seeds.data_ptr());
+  const int64_t* pos = static_cast<const int64_t*>(positions.data_ptr());
+  int64_t* out = static_cast<int64_t*>(winners.data_ptr());
+  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      if (divisor[r] != 0.0f) out[r] = sample_row(in + r * n, n, divisor[r], seed[r], pos[r]);
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
+  m.def(
+      "gumbel_argmax(Tensor logits, Tensor divisors, Tensor seeds, Tensor positions, "
+      "Tensor(a!) winners) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("gumbel_argmax", TORCH_BOX(&gumbel_argmax)); }
+
+}  // namespace specplug

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampled tokens of many rows of logits, with noise keyed by seed and position."""
+
+from __future__ import annotations
+
+import torch
+
+from .extension import has_cpu_extension
+
+UNDECIDED = -1
+
+
+def gumbel_argmax(
+    # [L, V] float32
+    logits: torch.Tensor,
+    # [L] float32 what the logits are divided by; 0 leaves a row out
+    divisors: torch.Tensor,
+    # [L] int64
+    seeds: torch.Tensor,
+    # [L] int64
+    positions: torch.Tensor,
+    # [L] int64
+    winners: torch.Tensor,
+) -> None:
+    """Puts each row's token with the largest sum of logit and Gumbel noise into `winners`.
+
+    UNDECIDED where two tokens are so close that rounding tells them apart, where a logit is NaN,
+    and everywhere without compiled kernels. The noise is -log(-log(1 - u)) of a 32-bit
+    MurmurHash3 of (seed, position, token).
+    """
+    if logits.is_contiguous() and has_cpu_extension():
+        torch.ops.specplug.gumbel_argmax.default(logits, divisors, seeds, positions, winners)
+    else:
+        winners.masked_fill_(divisors != 0, UNDECIDED)

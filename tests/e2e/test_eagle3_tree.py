@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-3 heads as trees: lossless on a small target, and the heads are those of vLLM's own
+method: as chains they draft what it drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import EngineResult, assert_drafted, run_engine
+from tests.e2e.tiny import make_eagle3_head, make_target
+from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("eagle3_tree")]
+
+DEPTH = 3
+LONG = [(7 * i * i + 3 * i) % 9 + 2 for i in range(101)]
+CALLS = [
+    {"prompts": PROMPTS, "params": PARAMS},
+    {"prompts": [[*p, *([5, 6, 7, 8] * 16)] for p in PROMPTS], "params": PARAMS},
+    # The last block that the second of these hits was followed by another token before.
+    {"prompts": [LONG], "params": PARAMS},
+    {"prompts": [[*LONG[:96], 10, 3]], "params": PARAMS},
+]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("eagle3")
+    # The head's draft vocabulary lacks a token.
+    head = make_eagle3_head(folder / "head", VOCAB, draft_vocab_size=VOCAB - 1)
+    return make_target(folder / "target", VOCAB), head
+
+
+def _run(models: tuple[Path, Path], engine: dict[str, Any], **speculative: Any) -> EngineResult:
+    target, head = models
+    spec = {"model": str(head), **speculative} if speculative else None
+    return run_engine({**tiny_engine(target), **engine}, CALLS, speculative=spec)
+
+
+CROWDED = {
+    # Prompts come in chunks, requests preempt each other, blocks are found again.
+    "max_num_batched_tokens": 48,
+    "enable_prefix_caching": True,
+    "num_gpu_blocks_override": 13,
+}
+
+
+def test_output_equals_plain_decoding(models: tuple[Path, Path]) -> None:
+    plain = _run(models, {})
+    tree = _run(
+        models, CROWDED, method="eagle3_tree", num_speculative_tokens=12, tree_budget=12,
+        tree_width=4, tree_depth=4, expand_width=5,
+    )  # fmt: skip
+    for call in range(len(CALLS)):
+        assert tree.token_ids(call) == plain.token_ids(call)
+    assert tree.preemptions > 0
+    assert tree.counters["vllm:prefix_cache_hits"] > 0
+    assert_drafted(tree, least_acceptance=0.0)
+
+
+def _chains(models: tuple[Path, Path], engine: dict[str, Any], **speculative: Any) -> EngineResult:
+    return _run(models, engine, num_speculative_tokens=DEPTH, **speculative)
+
+
+@pytest.mark.parametrize("engine", [{}, {"enable_prefix_caching": True}])
+def test_chains_are_those_of_vllms_own_method(
+    models: tuple[Path, Path], engine: dict[str, Any]
+) -> None:
+    """The same weights, layers, positions and shifted tokens: as many drafts are accepted, call by
+    call. Blocks that are hit leave the same context behind."""
+    own = _chains(models, engine, method="eagle3")
+    ours = _chains(models, engine, method="eagle3_tree", tree_width=1, tree_budget=DEPTH)
+    for call in range(len(CALLS)):
+        assert ours.token_ids(call) == own.token_ids(call)
+        for name in ("num_accepted_tokens", "num_drafts"):
+            counter = f"vllm:spec_decode_{name}"
+            assert ours.call_counter(call, counter) == own.call_counter(call, counter), (call, name)
+        if engine:
+            hits = "vllm:prefix_cache_hits"
+            assert ours.call_counter(call, hits) == own.call_counter(call, hits)
+    assert own.accepted > 0

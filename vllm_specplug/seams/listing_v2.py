@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the list that concerns vLLM's V2 model runner; `listing` has the whole."""
+
+from __future__ import annotations
+
+from vllm_specplug.seams.reasons import (
+    HAS_CPU_KERNELS,
+    HAS_REGISTRY,
+    HAS_TREES,
+    overrides,
+    uses,
+)
+from vllm_specplug.seams.seam import Add, Overrides, Replace, ReplaceKernel, Seam, SeamSet
+
+_V2 = "vllm.v1.worker.gpu"
+_RUNNER_V2 = f"{_V2}.model_runner:GPUModelRunner"
+_CPU_KERNELS = "vllm_specplug.vllm_v2.cpu_kernels"
+_WHY_KERNELS = (
+    "without Triton the V2 runner has no kernels on a CPU; in place in workers of tree methods"
+)
+
+CPU_RUNNER_V2 = Replace(
+    "cpu_runner_v2",
+    "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
+    "CPUWorker names its V2 runner class in its code; in place during init_device",
+    "CPUWorker gains the _make_model_runner seam that the GPU worker has",
+    make="vllm_specplug.vllm_v2.worker_cpu:tree_runner_class",
+)
+
+SPECULATOR = Replace(
+    "speculator",
+    f"{_V2}.model_runner:init_speculator",
+    "V2's list of speculators is closed; in place while a tree runner is built",
+    HAS_REGISTRY,
+    make="vllm_specplug.vllm_v2.runner:make_speculator",
+)
+
+
+V2_CPU_ADMISSION = Replace(
+    "v2_cpu_admission",
+    "vllm.config.vllm:HAS_TRITON",
+    "vLLM refuses the V2 runner without Triton; in place while the config of a tree method is "
+    "checked",
+    HAS_CPU_KERNELS,
+    make=f"{_CPU_KERNELS}.launch:triton_stands_in",
+)
+
+V2_CPU_KERNELS = SeamSet(
+    (
+        *(
+            ReplaceKernel(
+                "v2_cpu_kernels",
+                f"{_V2}.{module}:_{name}_kernel",
+                _WHY_KERNELS,
+                HAS_CPU_KERNELS,
+                make=f"{_CPU_KERNELS}.{ours}:{name}",
+            )
+            for ours, module, names in (
+                (
+                    "inputs",
+                    "input_batch",
+                    "prepare_prefill_inputs prepare_pos_seq_lens combine_sampled_and_draft_tokens "
+                    "get_num_sampled_and_rejected post_update post_update_num_computed_tokens "
+                    "expand_idx_mapping",
+                ),
+                ("inputs", "block_table", "gather_block_tables compute_slot_mappings"),
+                ("inputs", "buffer_utils", "apply_write"),
+                ("inputs", "model_states.prompt_embeds", "apply_prompt_embeds"),
+                ("sampling", "sample.gumbel", "temperature gumbel_sample"),
+                ("sampling", "sample.min_p", "min_p"),
+                ("sampling", "sample.logprob", "topk_log_softmax ranks fill_logprob_token_ids"),
+                ("sampling", "sample.prompt_logprob", "prompt_logprobs_token_ids"),
+                ("sampling", "metrics.logits", "num_nans"),
+                ("sampling", "sample.output", "compact_sampling_mask"),
+                ("sampling", "sample.trace_replay", "trace_replay"),
+                ("logits", "sample.penalties", "penalties bincount"),
+                ("logits", "sample.bad_words", "bad_words"),
+                ("logits", "sample.logit_bias", "bias"),
+                (
+                    "logits",
+                    "sample.thinking_budget",
+                    "update_committed_marker_cache thinking_budget",
+                ),
+                ("logits", "structured_outputs", "apply_grammar_bitmask"),
+                ("logits", "spec_decode.rejection_sampler", "flatten_sampled gather_draft_sampled"),
+            )
+            for name in names.split()
+        ),
+        Add(
+            "v2_cpu_kernels",
+            "vllm.triton_utils:triton.next_power_of_2",
+            _WHY_KERNELS,
+            HAS_CPU_KERNELS,
+            make=f"{_CPU_KERNELS}.launch:make_next_power_of_2",
+        ),
+    )
+)
+
+V2_USES: tuple[Seam, ...] = (
+    *uses(
+        "tree_params",
+        "penalties, bad words and thinking budgets read the rows before a row, which are not its "
+        "ancestors",
+        HAS_TREES,
+        f"{_V2}.sample.bad_words:BadWordsState",
+        f"{_V2}.sample.logit_bias:LogitBiasState",
+    ),
+    *overrides(
+        "runner_v2_step",
+        "a step is timed, its statistics leave with its output, and a scheduler that waits for "
+        "drafts is told how many there are",
+        HAS_TREES,
+        _RUNNER_V2,
+        "__init__",
+        "execute_model",
+        "sample_tokens",
+        "take_draft_token_ids",
+    ),
+    *overrides(
+        "runner_v2_inputs",
+        "trees are kept by request slot; rotary positions follow depth",
+        HAS_TREES,
+        _RUNNER_V2,
+        "finish_requests",
+        "add_requests",
+        "prepare_attn",
+    ),
+    Overrides(
+        "runner_v2_inputs",
+        f"{_V2}.model_states.interface:ModelState.prepare_attn",
+        "tree rows are attached to the attention metadata",
+        HAS_TREES,
+    ),
+    *overrides(
+        "runner_v2_sample",
+        "compaction must end before blocks are hashed",
+        "a registered method may bring its own acceptance",
+        _RUNNER_V2,
+        "sample",
+    ),
+    *uses(
+        "runner_v2_sample",
+        "acceptance is a walk over the samples of all rows",
+        "a registered method may bring its own acceptance",
+        "vllm.config.model:PROCESSED_LOGPROBS_MODES",
+        f"{_V2}.input_batch:get_num_sampled_and_rejected",
+        f"{_V2}.metrics.logits:get_num_nans",
+        f"{_V2}.sample.bad_words:BadWordsState",
+        f"{_V2}.sample.logit_bias:LogitBiasState",
+        f"{_V2}.sample.logprob:compute_topk_scores",
+        f"{_V2}.sample.output:SamplerOutput",
+        f"{_V2}.sample.output:SamplingMaskTensors",
+        f"{_V2}.sample.sampler:Sampler.get_logprobs_dims",
+        f"{_V2}.sample.sampler:Sampler.sample",
+    ),
+    *overrides(
+        "runner_v2_setup",
+        "drafters read the target's hidden states; caches are known only after allocation",
+        HAS_REGISTRY,
+        _RUNNER_V2,
+        "load_model",
+        "initialize_kv_cache",
+    ),
+    *uses(
+        "runner_v2_setup",
+        "drafters read the target's hidden states; caches are known only after allocation",
+        HAS_REGISTRY,
+        "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
+        "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
+        "vllm.triton_utils:HAS_TRITON",
+    ),
+    *uses(
+        "speculator",
+        "V2 asks a speculator for the next drafts",
+        HAS_REGISTRY,
+        f"{_V2}.spec_decode.speculator:BaseSpeculator",
+    ),
+    *overrides(
+        "speculator",
+        "V2 asks a speculator for the next drafts",
+        HAS_REGISTRY,
+        f"{_V2}.spec_decode.speculator:BaseSpeculator",
+        "init_cudagraph_manager",
+        "capture",
+        "propose",
+    ),
+)
