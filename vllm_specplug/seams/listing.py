@@ -311,6 +311,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vllm.model_executor.layers.attention:Attention",
         "vllm.v1.attention.backend:AttentionType",
         "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
+        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
         "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
     ),
     *overrides(
