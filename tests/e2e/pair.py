@@ -339,7 +339,9 @@ def main(module: str, result: str, *only: str) -> None:
             check: Callable[[], None] = getattr(checks, name)
             check()
             failures[name] = None
-        except Exception:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # what pytest.raises fails with is no Exception
             failures[name] = traceback.format_exc()[-6000:]
         seconds = time.perf_counter() - start
         print(f"{name}: {'ok' if failures[name] is None else failures[name]} ({seconds:.1f} s)")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.unit.methods.eagle3_tree.test_drafter import LENGTHS, World
+from tests.unit.methods.eagle3_tree.world import LENGTHS, World
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
 from vllm_specplug.methods.eagle3_tree.train.evaluate import (
     SequenceDrafter,

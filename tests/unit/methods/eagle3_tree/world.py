@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with random target states, an EAGLE-3 head and its drafter over a dense cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.methods.eagle3_tree.heads import write_head
+from tests.unit.methods.eagle3_tree.published import SMALL
+from tests.unit.methods.eagle3_tree.reference import ReferenceHead
+from vllm_specplug.drafting.drafter import (
+    CommittedTokens,
+    DrafterOptions,
+    DraftRequests,
+    TargetWeights,
+)
+from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
+from vllm_specplug.kernels.reference import dense_attention
+from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
+from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
+from vllm_specplug.tree import DraftTree
+
+VOCAB, HIDDEN, HEADS, KV_HEADS, DIM = 40, 16, 4, 2, 8
+# Tokens of each request, the anchor last; the shortest has one before it.
+LENGTHS = [2, 7, 20, 33]
+LAYERS = (1, 3, 4)
+
+
+class DenseCache:
+    """Pages as one table of slots; request r owns the slots from 100 * r on."""
+
+    def __init__(self) -> None:
+        self.key = torch.full((1000, KV_HEADS, DIM), float("nan"))
+        self.value = self.key.clone()
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        self.key[slots], self.value[slots] = keys[0], values[0]
+
+    def branch_attention(
+        self, requests: DraftRequests, context_lens: Any, parents: list[np.ndarray]
+    ) -> Any:
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out, start = torch.empty_like(q), 0
+            for index, length, up in zip(requests.req_indices, context_lens, parents, strict=True):
+                rows = slice(start, start + len(up) + 1)
+                start = rows.stop
+                slots = slice(100 * index, 100 * index + length)
+                mask = torch.ones(len(up) + 1, length + len(up) + 1, dtype=torch.bool)
+                mask[:, length:] = words_to_bool(ancestor_words([up]), len(up) + 1)
+                out[rows], _ = dense_attention(
+                    q[rows], torch.cat([self.key[slots], k[rows]]),
+                    torch.cat([self.value[slots], v[rows]]), DIM**-0.5, HEADS // KV_HEADS, mask,
+                )  # fmt: skip
+            assert start == len(q)
+            return out
+
+        return attend
+
+
+class World:
+    """A head, its drafter, and requests whose target states are random."""
+
+    def __init__(self, folder: Path, layout: str = "specforge", expand: int = 16, **options: Any):
+        raw, tensors = write_head(folder, layout)
+        config = {**raw, **raw.get("transformer_layer_config", {})}
+        config["rope_theta"] = (config.get("rope_parameters") or config).get("rope_theta", 1e4)
+        self.reference = ReferenceHead(config, tensors)
+        self.ids = tensors["d2t"] + torch.arange(12)
+        # Peaked, so that trees become deep.
+        self.lm_head = 1.5 * tensors["lm_head.weight"]
+        torch.manual_seed(3)
+        self.embed = torch.randn(VOCAB, HIDDEN)
+        self.drafter = Eagle3Drafter(
+            DrafterOptions(
+                **{
+                    "head_path": str(folder), "num_nodes": 16, "tree_depth": 4, "max_depth": 16,
+                    "tree_width": 8, "tree_builder": "best_first", "hybrid_lambda": 0.1,
+                    "ngram_topk": 0, "max_model_len": 64,
+                    "settings": Eagle3Settings(expand, LAYERS), **options,
+                }
+            )
+        )  # fmt: skip
+        self.drafter.load(
+            TargetWeights(
+                embed_tokens=self.embed, lm_head=torch.zeros(VOCAB, HIDDEN), dtype=torch.float32,
+                device=torch.device("cpu"), make_linear=plain_linear,
+                text_config=SimpleNamespace(**SMALL),
+            )
+        )  # fmt: skip
+        self.drafter.lm_head = plain_linear(self.lm_head, None)
+        self.cache = DenseCache()
+        self.drafter.bind_cache(self.cache)  # type: ignore[arg-type]
+        self.tokens = [torch.randint(0, VOCAB, (n,)) for n in LENGTHS]
+        self.aux = [[torch.randn(n, HIDDEN) for _ in range(3)] for n in LENGTHS]
+
+    def commit(self, spans: list[tuple[int, int, int]]) -> None:
+        """One step: of each request (index, first, end), its tokens first..end are committed."""
+        joined = [torch.cat([self.aux[r][i][a:b] for r, a, b in spans]) for i in range(3)]
+        counts = np.cumsum([b - a for _, a, b in spans])
+        self.drafter.observe(
+            CommittedTokens(
+                joined,
+                rows=torch.arange(int(counts[-1])),
+                positions=torch.cat([torch.arange(a, b) for _, a, b in spans]),
+                slots=torch.cat([100 * r + torch.arange(a, b) for r, a, b in spans]),
+                last_rows=torch.from_numpy(counts - 1),
+                next_token_ids=torch.cat([self.tokens[r][a + 1 : b + 1] for r, a, b in spans]),
+            )
+        )
+
+    def commit_all(self) -> None:
+        self.commit([(r, 0, n - 1) for r, n in enumerate(LENGTHS)])
+
+    def requests(self, budgets: list[int], widths: list[int]) -> DraftRequests:
+        return DraftRequests(
+            req_ids=[f"r{i}" for i in range(len(LENGTHS))],
+            token_ids=[t.numpy() for t in self.tokens],
+            context_lens=[n - 1 for n in LENGTHS],
+            req_indices=list(range(len(LENGTHS))),
+            budgets=budgets,
+            widths=widths,
+            depths=[16] * len(LENGTHS),
+        )
+
+    def scores_along(self, r: int, branch: list[int]) -> torch.Tensor:
+        """Log-probabilities [V'] after the tokens of a branch, from the equations alone."""
+        out = self.reference.along(self.tokens[r], branch, self.aux[r], self.embed)
+        return (out @ self.lm_head.T).log_softmax(-1)
+
+    def check(self, r: int, tree: DraftTree) -> None:
+        """Every node has the score that its branch has when it is drafted as a chain."""
+        branches: list[list[int]] = []
+        for i, token in enumerate(tree.token_ids.tolist()):
+            parent = int(tree.parent_indices[i])
+            before = [] if parent < 0 else branches[parent]
+            branches.append([*before, token])
+            draft_id = int((self.ids == token).nonzero()[0, 0])
+            expected = float(self.scores_along(r, before)[draft_id])
+            above = 0.0 if parent < 0 else float(tree.scores[parent])
+            assert tree.scores[i] - above == pytest.approx(expected, abs=2e-4)
