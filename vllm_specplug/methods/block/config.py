@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # Far beyond any head; a config beyond it would cost memory before a tensor is looked at.
 _MAX_VALUES = {"num_hidden_layers": 256, "block_size": 4096, "target_layer_ids": 1024}
 
-_CONTAINERS = ("jetspec_config", "dflash_config")
+_CONTAINERS = ("jetspec_config", "dflash_config", "dspark_config")
 _UNSUPPORTED_FLAGS = {
     "markov_rank": "scores are those of the block alone; method dspark_tree adds a Markov head's",
     "enable_confidence_head": "heads with a confidence head are those of method dspark_tree",
@@ -46,6 +46,8 @@ ANCHOR_FLAGS = ("sample_from_anchor", "shift_label")
 SPECULATORS_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
 # Head size of a config that states none, where the model type has one of its own.
 _HEAD_DIMS = {"qwen3": 128}
+_AUX_LAYERS_NAME = "eagle_aux_hidden_state_layer_ids"
+_LAYER_NAMES = ("target_layer_ids", "dspark_target_layer_ids", _AUX_LAYERS_NAME)
 _MASK_ID_NAMES = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 
@@ -412,11 +414,7 @@ def _from_zlab(
         stated_layers,
         f"{num_target_layers} (the target's layers)",
     )
-    layer_ids = container.get("target_layer_ids", raw.get("target_layer_ids"))
-    if layer_ids is None and raw.get("eagle_aux_hidden_state_layer_ids"):
-        # These count the embedding as 0.
-        name = "eagle_aux_hidden_state_layer_ids"
-        layer_ids = [i - 1 for i in _layer_ids(name, raw[name])]
+    layer_ids = _stated_layers(raw, container)
     if layer_ids is None:
         num_target_layers = num_target_layers or raw.get("num_target_layers")
         require(
@@ -440,7 +438,7 @@ def _from_zlab(
         target_hidden_size=container.get("target_hidden_size")
         or raw.get("target_hidden_size")
         or shape["hidden_size"],
-        target_layer_ids=_layer_ids("target_layer_ids", layer_ids),
+        target_layer_ids=layer_ids,
         block_size=block_size,
         causal=causal,
         sample_from_anchor=_samples_from_anchor(
@@ -460,6 +458,23 @@ def _samples_from_anchor(sources: Sequence[Mapping[str, Any]], default: bool) ->
     return default
 
 
+def _stated_layers(raw: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Zero-based target layers, under any of their names; None where none states them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for source in (container, raw):
+        for name in _LAYER_NAMES:
+            # An empty list states no layers in vLLM's names, and is wrong in the trainers' own.
+            if source.get(name) is not None and (source[name] != [] or name == _LAYER_NAMES[0]):
+                ids = _layer_ids(name, source[name])
+                if name == _AUX_LAYERS_NAME:
+                    ids = tuple(i - 1 for i in ids)  # it counts the embedding as 0
+                for other, known in found.items():
+                    legal = f"absent, or the same layers as {other} = {list(known)} (zero-based)"
+                    require(ids == known, name, source[name], legal)
+                found[name] = ids
+    return next(iter(found.values()), None)
+
+
 def _layer_ids(name: str, value: object) -> tuple[int, ...]:
     listed = isinstance(value, list | tuple) and all(_is_integer(i) for i in value)
     require(listed, name, value, "a list of integers")
@@ -468,11 +483,19 @@ def _layer_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def block_containers(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The method's own part of a config. Both containers are accepted; where both are there
-    JetSpec's wins key by key."""
+    """The method's own part of a config, of all containers. JetSpec's wins key by key; the others
+    may not disagree."""
     container: dict[str, Any] = {}
-    for name in reversed(_CONTAINERS):
-        container.update(raw.get(name) or {})
+    for name in _CONTAINERS:
+        part = raw.get(name) or {}
+        require(isinstance(part, Mapping), name, part, "an object")
+        for key, value in part.items():
+            if value is None:
+                continue
+            known = container.setdefault(key, value)
+            agreed = known == value or (raw.get("jetspec_config") or {}).get(key) is not None
+            legal = f"absent, or {repr(known)[:100]} as in another part of the config"
+            require(agreed, f"{name}.{key}", value, legal)
     return container
 
 

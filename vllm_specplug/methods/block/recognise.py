@@ -24,7 +24,7 @@ MARKOV_KEYS = (
     "markov_rank", "markov_head_type", "enable_confidence_head", "use_confidence_head",
     "confidence_head_with_markov", "confidence_head_alpha", "projector_type",
 )  # fmt: skip
-_MARKOV_CONTAINERS = ("dflash_config", "dspark_config")
+MARKOV_CONTAINERS = ("dflash_config", "dspark_config")
 _MARKOV_TENSORS = ("markov_head.", "confidence_head.")
 
 
@@ -54,7 +54,7 @@ def _has_markov(head: HeadFiles) -> bool:
 def markov_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a config says of a Markov head, from wherever a trainer puts it."""
     values: dict[str, Any] = {}
-    for source in (config, *(config.get(name) for name in _MARKOV_CONTAINERS)):
+    for source in (config, *(config.get(name) for name in MARKOV_CONTAINERS)):
         if isinstance(source, Mapping):
             values.update({k: source[k] for k in MARKOV_KEYS if source.get(k) is not None})
     return values

@@ -13,14 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size
-from vllm_specplug.methods.block.config import ANCHOR_FLAGS, BlockHeadConfig, head_config
-from vllm_specplug.methods.block.recognise import MARKOV_KEYS, markov_values
+from vllm_specplug.methods.block.config import (
+    ANCHOR_FLAGS,
+    BlockHeadConfig,
+    block_containers,
+    head_config,
+)
+from vllm_specplug.methods.block.recognise import MARKOV_CONTAINERS, MARKOV_KEYS, markov_values
 
 MARKOV_INPUT = "markov_head.markov_w1.weight"
 MARKOV_OUTPUT = "markov_head.markov_w2.weight"
 CONFIDENCE_WEIGHT, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 
-_ARCHITECTURES = ("DSparkSpeculator", "DSparkDraftModel")
+# The last is vLLM's name of both formats.
+_ARCHITECTURES = ("DSparkSpeculator", "DSparkDraftModel", "Qwen3DSparkModel")
 
 
 @dataclass(frozen=True)
@@ -89,12 +95,11 @@ class DSparkConfig:
 
 def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the block head alone, as its own method would find it."""
-    part = {key: value for key, value in raw.items() if key not in (*MARKOV_KEYS, "dspark_config")}
-    inner = raw.get("dflash_config")
-    if isinstance(inner, Mapping):
-        part["dflash_config"] = {
-            key: value for key, value in inner.items() if key not in MARKOV_KEYS
-        }
+    part = {key: value for key, value in raw.items() if key not in MARKOV_KEYS}
+    for name in MARKOV_CONTAINERS:
+        inner = raw.get(name)
+        if isinstance(inner, Mapping):
+            part[name] = {key: value for key, value in inner.items() if key not in MARKOV_KEYS}
     if raw.get("speculators_model_type") == "dspark":
         part["speculators_model_type"] = "dflash"
         _rename(part, "DFlashSpeculator")
@@ -106,13 +111,11 @@ def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
         projector,
         "'dspark' (others draft in another way)",
     )
-    stated = [
-        source.get(flag)
-        for source in (raw, part.get("dflash_config") or {})
-        for flag in ANCHOR_FLAGS
-    ]
-    if projector == "dspark" and all(flag is None for flag in stated):
-        # SpecForge trains every DSpark head so; its early configs name the architecture DFlash's.
+    stated = [source.get(flag) for source in (raw, block_containers(raw)) for flag in ANCHOR_FLAGS]
+    is_dspark = projector == "dspark" or own.get("markov_rank")
+    if is_dspark and all(flag is None for flag in stated):
+        # SpecForge and DeepSpec train every DSpark head so, vLLM drafts so, and the architecture
+        # may be DFlash's.
         part["sample_from_anchor"] = True
     return part
 
