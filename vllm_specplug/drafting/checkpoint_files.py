@@ -8,8 +8,8 @@ names the file; nothing is allocated by a claim that the file's own size does no
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,10 +39,11 @@ def is_size(value: object) -> bool:
 
 
 def is_positive(value: object) -> bool:
-    """Whether a config's value is a finite number above zero."""
+    """Whether a config's value is a finite number above zero, as a float too."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return 0 < value < math.inf
+    # An integer may be larger than any float.
+    return 0 < value <= sys.float_info.max
 
 
 @contextmanager

@@ -176,18 +176,8 @@ class BlockHeadConfig:
             factor,
             f"a number up to 1 that turns an even number of {self.head_dim} dimensions",
         )
-        if self.rope_scaling is None:
-            return
-        try:
-            self.rotary.frequencies()
-        except Exception as error:
-            # Whatever the settings make transformers raise.
-            problem = f"{dict(self.rope_scaling)}"[:200]
-            raise ValueError(
-                f"draft head config: rope_scaling = {problem}, legal: complete settings of its "
-                f"kind ({type(error).__name__}: {str(error)[:100]}); correct the head's "
-                "config.json or use another head"
-            ) from None
+        if self.rope_scaling is not None:
+            self.rotary.check()
 
     @property
     def rotary(self) -> Rotary:
@@ -366,7 +356,8 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     require(raw.get("hidden_act") in (None, "silu"), "hidden_act", raw.get("hidden_act"), "'silu'")
 
 
-def _default_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> int:
+def default_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> int:
+    """Head size of a layer whose config states none."""
     model_type = raw.get("model_type")
     known = _HEAD_DIMS.get(model_type) if isinstance(model_type, str) else None
     return known or hidden // heads
@@ -386,7 +377,7 @@ def _layer_shape(raw: Mapping[str, Any], container: Mapping[str, Any]) -> dict[s
         "num_hidden_layers": raw["num_hidden_layers"],
         "num_attention_heads": heads,
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or _default_head_dim(raw, hidden, heads),
+        "head_dim": raw.get("head_dim") or default_head_dim(raw, hidden, heads),
         "vocab_size": _need(raw, "vocab_size"),
         "rms_norm_eps": 1e-6 if raw.get("rms_norm_eps") is None else raw["rms_norm_eps"],
         **read_rotary(raw),

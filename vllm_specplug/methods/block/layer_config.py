@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_positive, is_size
 from vllm_specplug.methods.block.rotary import KINDS
 
 _NOT_SCALING = ("rope_theta", "type", "rope_type", "partial_rotary_factor")
@@ -81,8 +81,10 @@ def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
         if kind != "default":
             scaling = {k: v for k, v in rope.items() if k not in _NOT_SCALING}
             scaling["rope_type"] = kind
+    theta = 10000.0 if theta is None else theta
+    require(is_positive(theta), "rope_theta", theta, "a positive number")
     return {
-        "rope_theta": float(theta if theta is not None else 10000.0),
+        "rope_theta": float(theta),
         "rope_scaling": scaling,
         "partial_rotary_factor": 1.0 if partial is None else partial,
         "max_position_embeddings": raw.get("max_position_embeddings") or 0,

@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 
+from vllm_specplug.drafting.checkpoint_files import is_positive
+
 # "dynamic" and "longrope" change all angles once a sequence grows, and with them keys that are
 # cached already.
+# Of a layer whose config does not say.
+DEFAULT_MAX_POSITIONS = 2048
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -41,12 +45,28 @@ class Rotary:
         plain = self.theta ** -(pairs / self.rotated)
         if self.kind == "default":
             return plain, 1.0
+        stretch = (self.scaling or {}).get("factor")
+        if not is_positive(stretch):
+            raise ValueError(f"factor {stretch!r} is no positive number")
         frequencies, factor = self._scaled()
         if frequencies.shape != plain.shape or not torch.isfinite(frequencies).all():
             raise ValueError("frequencies that are not finite")
         if not math.isfinite(factor) or factor <= 0:
             raise ValueError(f"an attention factor of {factor}")
         return frequencies, factor
+
+    def check(self) -> None:
+        """Raises ValueError, naming the config's field, for settings without finite angles."""
+        try:
+            self.frequencies()
+        except Exception as error:
+            # Whatever the settings make transformers raise.
+            problem = f"{ {**(self.scaling or {}), 'rope_type': self.kind} }"[:200]
+            raise ValueError(
+                f"draft head config: rope_scaling = {problem}, legal: complete settings of its "
+                f"kind ({type(error).__name__}: {str(error)[:100]}); correct the head's "
+                "config.json or use another head"
+            ) from None
 
     def _scaled(self) -> tuple[torch.Tensor, float]:
         """As transformers computes them, whose classes the trainers use."""
@@ -57,7 +77,7 @@ class Rotary:
             hidden_size=self.head_dim,
             num_attention_heads=1,
             head_dim=self.head_dim,
-            max_position_embeddings=self.max_positions or 2048,
+            max_position_embeddings=self.max_positions or DEFAULT_MAX_POSITIONS,
             rope_parameters={
                 **(self.scaling or {}),
                 "rope_type": self.kind,
@@ -65,5 +85,7 @@ class Rotary:
                 "partial_rotary_factor": self.rotated / self.head_dim,
             },
         )
-        frequencies, factor = ROPE_INIT_FUNCTIONS[self.kind](source, torch.device("cpu"))
+        # Modules are made on the meta device first, which some of these functions would follow.
+        with torch.device("cpu"):
+            frequencies, factor = ROPE_INIT_FUNCTIONS[self.kind](source, torch.device("cpu"))
         return frequencies.float(), float(factor)

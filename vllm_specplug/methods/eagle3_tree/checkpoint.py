@@ -21,6 +21,7 @@ from vllm_specplug.drafting.pickle_files import check_plain, load_pickle
 from vllm_specplug.methods.block.checkpoint import WEIGHTS_NAME, read_tensors
 from vllm_specplug.methods.eagle3_tree.config import AUX_LAYERS_KEY, Eagle3Config
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
+from vllm_specplug.options import option_error
 
 PICKLE_NAME = "pytorch_model.bin"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -99,15 +100,9 @@ def inspect_eagle3_head(
     layers = (
         layers["num_hidden_layers"] if isinstance(layers, Mapping) else layers.num_hidden_layers
     )
-    config = Eagle3Config.from_pretrained(directory, num_target_layers=int(layers))
-    if target_layers is not None:
-        if len(target_layers) != len(config.target_layer_ids):
-            raise ValueError(
-                f"speculative_config.aux_layers = {list(target_layers)}, legal: "
-                f"{len(config.target_layer_ids)} layers, as the head has; leave it out or name as "
-                "many"
-            )
-        config = replace(config, target_layer_ids=tuple(target_layers))
+    config = Eagle3Config.from_pretrained(
+        directory, num_target_layers=int(layers), target_layers=target_layers
+    )
     tensors = _read(directory, headers_only=True)
     _refuse_other_heads(directory, tensors)
     # What the checkpoint holds decides where a config does not say.
@@ -117,7 +112,8 @@ def inspect_eagle3_head(
         attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
     )
     config.check_target(target_config)
-    _check_tensors(directory, config, tensors, target_config)
+    _check_columns(directory, config, tensors, is_named=target_layers is not None)
+    _check_tensors(directory, config, tensors)
     return config
 
 
@@ -185,23 +181,30 @@ def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:
 def _read_pickle(path: Path, headers_only: bool) -> dict[str, torch.Tensor]:
     """Tensors of a `.bin` file, which stay on disk until they are used."""
     what = f"draft head {str(path)!r}"
-    found: dict[str, torch.Tensor] = dict(load_pickle(path, what, mapped=True))
-    check_plain(path, what, found)
-    for name, tensor in found.items():
-        legal = _INTEGERS if name == "d2t" else (*_DTYPES, *_INTEGERS, torch.bool, torch.uint8)
+    read = load_pickle(path, what, mapped=True)
+    check_plain(path, what, read)
+    found: dict[str, torch.Tensor] = {}
+    for full_name, tensor in read.items():
+        name = full_name.removeprefix("model.")
+        if name in found:
+            raise ValueError(
+                f"{what}: tensor {name!r} is given twice, with 'model.' and without; fetch the "
+                "head again"
+            )
+        found[name] = tensor
+        legal: tuple[torch.dtype, ...] = _INTEGERS if name == "d2t" else _DTYPES
+        if _IGNORED.fullmatch(name):
+            legal = (*_DTYPES, *_INTEGERS, torch.bool, torch.uint8)
         if tensor.dtype not in legal:
             raise ValueError(
                 f"{what}: tensor {name!r} has dtype {tensor.dtype}, legal: "
                 f"{', '.join(str(dtype) for dtype in legal)}; use the head's original weights"
             )
     if headers_only:
-        return {
-            name.removeprefix("model."): torch.empty(tensor.shape, device="meta")
-            for name, tensor in found.items()
-        }
+        return {n: torch.empty(tensor.shape, device="meta") for n, tensor in found.items()}
     check_finite(found)
     # A copy: nothing may change below a server when the file does.
-    return {name.removeprefix("model."): tensor.clone() for name, tensor in found.items()}
+    return {name: tensor.clone() for name, tensor in found.items()}
 
 
 def _refuse_other_heads(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -219,18 +222,34 @@ def _refuse_other_heads(directory: Path, tensors: Mapping[str, torch.Tensor]) ->
         )
 
 
+def _check_columns(
+    directory: Path, config: Eagle3Config, tensors: Mapping[str, torch.Tensor], is_named: bool
+) -> None:
+    """Refuses another number of layers than the head reads, whoever named them."""
+    shape = tensors["fc.weight"].shape if "fc.weight" in tensors else ()
+    if len(shape) != 2 or shape[1] == config.feature_size or shape[1] % config.target_hidden_size:
+        return
+    reads = shape[1] // config.target_hidden_size
+    if is_named:
+        raise option_error(
+            "aux_layers",
+            list(config.target_layer_ids),
+            f"the head reads {reads} layers ('fc.weight' has {shape[1]} columns)",
+            f"Name {reads} layers, or leave it out",
+        )
+    raise ValueError(
+        f"draft head {str(directory)!r} reads {reads} layers of the target ('fc.weight' has "
+        f"{shape[1]} columns), and its config states {len(config.target_layer_ids)}: "
+        f"{AUX_LAYERS_KEY}; correct the head's config.json, or name the layers with option "
+        "aux_layers"
+    )
+
+
 def _check_tensors(
-    directory: Path, config: Eagle3Config, tensors: Mapping[str, torch.Tensor], target: Any
+    directory: Path, config: Eagle3Config, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     with torch.device("meta"):
         expected = {k: tuple(v.shape) for k, v in Eagle3Head(config).state_dict().items()}
-    columns = tensors.get("fc.weight", torch.empty(0, 0)).shape[-1]
-    if columns != config.feature_size and columns % config.target_hidden_size == 0:
-        raise ValueError(
-            f"draft head {str(directory)!r} reads {columns // config.target_hidden_size} layers of "
-            f"the target ('fc.weight' has {columns} columns), and its config states "
-            f"{len(config.target_layer_ids)}: {AUX_LAYERS_KEY}; correct the head's config.json"
-        )
     optional: dict[str, tuple[int, ...]] = {
         "lm_head.weight": (config.draft_vocab_size, config.hidden_size),
         "embed_tokens.weight": (config.vocab_size, config.hidden_size),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,10 @@ from vllm_specplug.drafting.checkpoint_files import (
     is_size,
     read_json_object,
 )
+from vllm_specplug.methods.block.config import default_head_dim
+from vllm_specplug.methods.block.layer_config import read_rotary
+from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
+from vllm_specplug.options import option_error
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +27,6 @@ _MOST_AUX_LAYERS = 16
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 # Zero-based, in heads that were written here: the other key's numbering is not always clear.
 _OWN_LAYERS_KEY = "target_layer_ids"
-# Rotary embeddings whose angles depend on the position alone, not on the length of the context.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # What the public trainers call a head of one Llama-like layer. Some write the architecture of the
 # layer's own family; their tensors say the rest.
 _ARCHITECTURES = (
@@ -76,6 +78,7 @@ class Eagle3Config:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None
+    max_position_embeddings: int = 131072
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -112,13 +115,15 @@ class Eagle3Config:
         for name in ("rope_theta", "rms_norm_eps"):
             value = getattr(self, name)
             _require(is_positive(value), name, value, "a number > 0")
+        if self.rope_scaling is not None:
+            self.rotary.check()
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             _require(
                 isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
             )
         layers = self.target_layer_ids
         _require(
-            1 <= len(layers) <= _MOST_AUX_LAYERS and tuple(sorted(set(layers))) == tuple(layers),
+            _are_ascending(layers),
             AUX_LAYERS_KEY,
             list(layers),
             f"1 to {_MOST_AUX_LAYERS} different layers in ascending order, as the target gives "
@@ -131,12 +136,31 @@ class Eagle3Config:
         return float(self.head_dim**-0.5)
 
     @property
+    def rotary(self) -> Rotary:
+        """Its rotary embedding."""
+        scaling = dict(self.rope_scaling or {})
+        return Rotary(
+            self.rope_theta,
+            self.head_dim,
+            self.head_dim,
+            scaling.pop("rope_type", "default"),
+            scaling or None,
+            self.max_position_embeddings,
+        )
+
+    @property
     def feature_size(self) -> int:
         """Width of the joined target states, L * Ht."""
         return len(self.target_layer_ids) * self.target_hidden_size
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, *, num_target_layers: int) -> Eagle3Config:
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        num_target_layers: int,
+        target_layers: Sequence[int] | None = None,
+    ) -> Eagle3Config:
         """Reads `directory/config.json`; see `from_dict`."""
         path = Path(directory) / "config.json"
         if not path.is_file():
@@ -146,15 +170,25 @@ class Eagle3Config:
             )
         raw = read_json_object(path, "a head's config")
         with config_values(path):
-            return cls.from_dict(raw, num_target_layers=num_target_layers)
+            return cls.from_dict(
+                raw, num_target_layers=num_target_layers, target_layers=target_layers
+            )
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], *, num_target_layers: int) -> Eagle3Config:
+    def from_dict(
+        cls,
+        raw: Mapping[str, Any],
+        *,
+        num_target_layers: int,
+        target_layers: Sequence[int] | None = None,
+    ) -> Eagle3Config:
         """From a parsed `config.json`: the trainers' flat form, or speculators'.
 
         Args:
             raw: the JSON object.
             num_target_layers: decoder layers of the target.
+            target_layers: zero-based layers that option aux_layers names; the config's own are not
+                looked at.
 
         Raises:
             ValueError: field, value, legal values and remedy.
@@ -185,13 +219,15 @@ class Eagle3Config:
         heads = _need(layer, "num_attention_heads")
         vocab = _need(layer, "vocab_size")
         _require(is_size(heads), "num_attention_heads", heads, f"an integer from 1 to {MAX_SIZE}")
-        theta, scaling = _rotary_of(layer)
+        rotary = read_rotary(layer)
+        partial = rotary.pop("partial_rotary_factor")
+        _require(partial == 1, "partial_rotary_factor", partial, "1.0")
         return cls(
             hidden_size=hidden,
             intermediate_size=_need(layer, "intermediate_size"),
             num_attention_heads=heads,
             num_key_value_heads=layer.get("num_key_value_heads") or heads,
-            head_dim=layer.get("head_dim") or hidden // heads,
+            head_dim=layer.get("head_dim") or default_head_dim(layer, hidden, heads),
             vocab_size=vocab,
             draft_vocab_size=raw.get("draft_vocab_size")
             or raw.get("truncated_vocab_size")
@@ -201,10 +237,13 @@ class Eagle3Config:
                 raw.get(_OWN_LAYERS_KEY),
                 eagle.get(AUX_LAYERS_KEY) or raw.get(AUX_LAYERS_KEY),
                 num_target_layers,
-            ),
+            )
+            if target_layers is None
+            else _named_layers(target_layers, num_target_layers),
             rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            rope_theta=rotary["rope_theta"],
+            rope_scaling=rotary["rope_scaling"],
+            max_position_embeddings=rotary["max_position_embeddings"] or DEFAULT_MAX_POSITIONS,
             # Heads of that format norm it unless they say otherwise, all others do not.
             norm_before_residual=flag("norm_before_residual", is_speculators),
             norm_before_fc=flag("norm_before_fc", False),
@@ -222,7 +261,6 @@ class Eagle3Config:
             "num_hidden_layers": 1,
             "hidden_act": "silu",
             "tie_word_embeddings": False,
-            "max_position_embeddings": 131072,
             "dtype": "bfloat16",
             **raw,
             _OWN_LAYERS_KEY: list(self.target_layer_ids),
@@ -267,10 +305,18 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
     """
     if own:
         _require(_are_layers(own), _OWN_LAYERS_KEY, own, "a list of layer numbers")
+    if stated:
+        _require(_are_layers(stated), AUX_LAYERS_KEY, stated, "a list of layer numbers")
+    if own:
+        agreed = not stated or list(stated) in (list(own), [i + 1 for i in own])
+        legal = f"absent, or the same layers as {_OWN_LAYERS_KEY} = {list(own)} (zero-based)"
+        _require(agreed, AUX_LAYERS_KEY, stated, legal)
         return tuple(own)
     if not stated:
-        return default_target_layers(num_target_layers)
-    _require(_are_layers(stated), AUX_LAYERS_KEY, stated, "a list of layer numbers")
+        layers = default_target_layers(num_target_layers)
+        legal = f"a list; of {num_target_layers} layers none are read by default: name them with "
+        _require(_are_ascending(layers), AUX_LAYERS_KEY, None, f"{legal}option aux_layers")
+        return layers
     first_layer_is_zero = min(stated) == 1
     layers = tuple(i if first_layer_is_zero else i - 1 for i in stated)
     logger.info(
@@ -281,6 +327,22 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
         list(layers),
     )
     return layers
+
+
+def _named_layers(layers: Sequence[int], num_target_layers: int) -> tuple[int, ...]:
+    if not _are_ascending(layers) or not 0 <= min(layers) <= max(layers) < num_target_layers:
+        raise option_error(
+            "aux_layers",
+            list(layers),
+            f"legal are 1 to {_MOST_AUX_LAYERS} different layers of the target's "
+            f"0..{num_target_layers - 1} in ascending order, as the target gives their outputs",
+            "Name such layers, or leave it out",
+        )
+    return tuple(layers)
+
+
+def _are_ascending(layers: Sequence[int]) -> bool:
+    return 1 <= len(layers) <= _MOST_AUX_LAYERS and list(layers) == sorted(set(layers))
 
 
 def _are_layers(value: object) -> bool:
@@ -339,39 +401,6 @@ def _refuse_other_heads(
         "is_neox_style": (None, True),
     }.items():
         _require(layer.get(name) in legal, name, layer.get(name), f"absent or {legal[1]!r}")
-
-
-def _rotary_of(layer: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
-    """Base and scaling (None for the plain kind) of the rotary embedding."""
-    theta = layer.get("rope_theta")
-    scaling: dict[str, Any] | None = None
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = layer.get(name)
-        if not rope:
-            continue
-        _require(isinstance(rope, Mapping), name, rope, "an object")
-        if rope.get("rope_theta") is not None:
-            theta = rope["rope_theta"]
-        kind = rope.get("rope_type", rope.get("type")) or "default"
-        _require(
-            kind in _ROPE_TYPES and rope.get("mrope_section") is None,
-            f"{name}.rope_type",
-            "mrope" if rope.get("mrope_section") is not None else kind,
-            f"{', '.join(_ROPE_TYPES)} (angles that follow from the position alone)",
-        )
-        partial = rope.get("partial_rotary_factor")
-        _require(partial in (None, 1, 1.0), f"{name}.partial_rotary_factor", partial, "1.0")
-        if kind != "default":
-            scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")}
-            scaling["rope_type"] = kind
-            if kind == "yarn":
-                # What a length-free reader needs where the config leaves it out.
-                scaling.setdefault(
-                    "original_max_position_embeddings", layer.get("max_position_embeddings")
-                )
-    theta = 10000.0 if theta is None else theta
-    _require(is_positive(theta), "rope_theta", theta, "a number > 0")
-    return float(theta), scaling
 
 
 def _need(raw: Mapping[str, Any], name: str) -> Any:

@@ -28,36 +28,6 @@ from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def rotary_angles(config: Eagle3Config) -> tuple[torch.Tensor, float]:
-    """Angles per position of each rotary pair, float32 [Dh / 2], and a factor on cos and sin."""
-    if config.rope_scaling is None:
-        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
-        return config.rope_theta ** -(pairs / config.head_dim), 1.0
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaling = dict(config.rope_scaling)
-    try:
-        source = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=1 << 20,
-            rope_parameters={**scaling, "rope_theta": config.rope_theta},
-        )
-        # Heads are made on the meta device first, which some of these functions would follow.
-        with torch.device("cpu"):
-            make = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
-            frequencies, factor = make(source, torch.device("cpu"))
-    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(
-            f"draft head config: rope_scaling = {repr(scaling)[:200]} is incomplete "
-            f"({str(error)[:200]}), legal: all fields of its rope_type; correct the head's "
-            "config.json"
-        ) from None
-    return frequencies.float(), float(factor)
-
-
 class Eagle3Attention(nn.Module):
     """Projections of the layer; the attention itself is the caller's."""
 
@@ -105,7 +75,7 @@ class Eagle3Head(nn.Module):
         self.layers: Any = nn.ModuleList([Eagle3Layer(config)])
         self.norm = RMSNorm(config.hidden_size, eps)
         # No buffer: a head made on the meta device still has it.
-        self.frequencies, self.rotary_factor = rotary_angles(config)
+        self.frequencies, self.rotary_factor = config.rotary.frequencies()
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin [T, Dh/2] of positions [T], float32."""

@@ -233,6 +233,8 @@ def test_head_of_another_target_names_field_and_legal_values(
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, ["rope_type", "dynamic"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, ["rope_scaling", "low_freq"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["rope_scaling", "factor"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e999}}, ["rope_scaling", "inf"]),
+        ({"rope_theta": 10**400}, ["rope_theta"]),
         ({"layer_types": None, "use_sliding_window": True}, ["use_sliding_window", "sliding"]),
         ({"dflash_config": {"use_swa": True, "target_layer_ids": [1]}}, ["sliding_window = None"]),
         ({"is_neox_style": False}, ["is_neox_style = False"]),

@@ -64,9 +64,29 @@ def test_layers_of_the_target_can_be_named(tmp_path: Path) -> None:
     write_head(tmp_path, "specforge")
     config = inspect_eagle3_head(tmp_path, SMALL, target_layers=[2, 4, 7])
     assert config.target_layer_ids == (2, 4, 7)
-    for bad, word in (([2, 4], "3 layers"), ([2, 4, 8], "0..7"), ([4, 2, 7], "ascending")):
-        with pytest.raises(ValueError, match=word):
+    for bad, word in (
+        ([2, 4], "3 layers"), ([2, 4, 8], "0..7"), ([4, 2, 7], "ascending"), ([], "ascending")
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"speculative_config\.aux_layers=.*{word}"):
             inspect_eagle3_head(tmp_path, SMALL, target_layers=bad)
+
+
+@pytest.mark.parametrize("layers", [4, 5, 6])
+def test_short_targets_have_their_layers_named(layers: int, tmp_path: Path) -> None:
+    write_head(tmp_path, "specforge")
+    target = {**SMALL, "num_hidden_layers": layers}
+    with pytest.raises(ValueError, match="option aux_layers"):
+        inspect_eagle3_head(tmp_path, target)
+    config = inspect_eagle3_head(tmp_path, target, target_layers=[0, 1, 3])
+    assert config.target_layer_ids == (0, 1, 3)
+
+
+def test_named_layers_replace_a_list_that_is_wrong(tmp_path: Path) -> None:
+    write_head(tmp_path, "specforge", eagle_aux_hidden_state_layer_ids=[2, 5])
+    with pytest.raises(ValueError, match="reads 3 layers.*option aux_layers"):
+        inspect_eagle3_head(tmp_path, SMALL)
+    config = inspect_eagle3_head(tmp_path, SMALL, target_layers=[1, 3, 4])
+    assert config.target_layer_ids == (1, 3, 4)
 
 
 def test_biases_and_head_norms_are_read_off_the_tensors(tmp_path: Path) -> None:
@@ -97,6 +117,7 @@ def _refused(folder: Path, target: Any = SMALL) -> str:
         ({}, {"midlayer.mlp.experts.0.up.weight": torch.zeros(2, 2)}, ["unexpected", "experts"]),
         ({}, {"fc.weight": torch.zeros(16, 80)}, ["5 layers", "states 3"]),
         ({}, {"norm.weight": torch.zeros(17)}, ["misshapen norm.weight"]),
+        ({}, {"fc.weight": torch.zeros(())}, ["misshapen fc.weight"]),
         ({}, {"d2t": torch.zeros(12, dtype=torch.int64) + 39}, ["d2t"]),
         ({"fc_norm": True}, {f"fc_norm.{i}.weight": torch.ones(5) for i in range(3)},
          ["misshapen fc_norm.0.weight"]),
@@ -161,6 +182,18 @@ def test_a_pickle_of_other_things_than_tensors(entry: Any, tmp_path: Path) -> No
 def test_quantised_pickles_are_refused(tmp_path: Path) -> None:
     write_head(tmp_path, "yuhuili", extra={"fc.weight": torch.zeros(16, 48, dtype=torch.complex64)})
     assert "complex64" in _refused(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_weights_of_a_pickle_are_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    write_head(tmp_path, "yuhuili", extra={"norm.weight": torch.ones(16, dtype=dtype)})
+    message = _refused(tmp_path)
+    assert "'norm.weight' has dtype" in message and str(dtype) in message
+
+
+def test_a_pickle_holds_each_tensor_once(tmp_path: Path) -> None:
+    write_head(tmp_path, "yuhuili", extra={"model.norm.weight": torch.ones(16)})
+    assert "'norm.weight' is given twice" in _refused(tmp_path)
 
 
 def test_missing_files(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,6 +87,12 @@ def test_a_config_written_here_reads_back() -> None:
         ({"draft_vocab_size": 200000}, ["draft_vocab_size", "151936"]),
         ({"norm_output": "yes"}, ["norm_output", "true or false"]),
         ({"hidden_size": None}, ["hidden_size"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["rope_scaling", "factor"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e999}}, ["rope_scaling", "inf"]),
+        ({"rope_theta": 10**400}, ["rope_theta"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps"]),
+        ({"target_layer_ids": [1, 17, 32], "eagle_aux_hidden_state_layer_ids": [3, 18, 33]},
+         ["eagle_aux_hidden_state_layer_ids", "target_layer_ids = [1, 17, 32]"]),
     ],
 )  # fmt: skip
 def test_other_heads_are_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
@@ -117,3 +124,30 @@ def test_whatever_a_config_holds_is_taken_or_refused(tmp_path_factory, changes) 
     except ValueError as error:
         message = str(error)
     assert len(message) < 4000
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+     {"rope_type": "yarn", "factor": 4.0}],
+)  # fmt: skip
+def test_rotary_settings_that_are_left_out_are_the_trainers(scaling: dict[str, Any]) -> None:
+    """Trainers build the layer from the config, whose longest position then is the original."""
+    stated = {**scaling, "original_max_position_embeddings": 2048}
+    raw = {**published.SPECFORGE_QWEN3_4B, "max_position_embeddings": 2048}
+    left_out, said = (read({**raw, "rope_scaling": s}).rotary for s in (scaling, stated))
+    assert torch.equal(left_out.frequencies()[0], said.frequencies()[0])
+    again = read(read({**raw, "rope_scaling": scaling}).to_dict()).rotary
+    assert torch.equal(again.frequencies()[0], said.frequencies()[0])
+
+
+def test_the_head_size_that_a_model_type_has_by_default() -> None:
+    raw = {k: v for k, v in published.SPECFORGE_QWEN3_4B.items() if k != "head_dim"}
+    assert read({**raw, "model_type": "qwen3"}).head_dim == 128
+    assert read({**raw, "model_type": "llama"}).head_dim == 80
+
+
+@pytest.mark.parametrize("aux", [[2, 18, 33], [1, 17, 32]])
+def test_layers_stated_twice_may_agree_in_either_numbering(aux: list[int]) -> None:
+    stated = {"target_layer_ids": [1, 17, 32], "eagle_aux_hidden_state_layer_ids": aux}
+    assert read({**published.SPECFORGE_QWEN3_4B, **stated}).target_layer_ids == (1, 17, 32)

@@ -79,6 +79,7 @@ def eagle3_config(
         "rms_norm_eps": target["rms_norm_eps"],
         "rope_theta": target.get("rope_theta"),
         "rope_parameters": rope,
+        "max_position_embeddings": target.get("max_position_embeddings"),
         "draft_vocab_size": draft_vocab_size,
         "norm_output": norm_output,
         "target_layer_ids": list(layers),
