@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_specplug.drafting.head_path import resolve_head_path
+from vllm_specplug.drafting.head_path import check_model_value, resolve_head_path
 from vllm_specplug.drafting.method import API_VERSION, Method
 from vllm_specplug.options import option_error, tree_option_names
 
@@ -96,11 +96,15 @@ def find_method(name: object, model: str | None) -> Method | None:
     """The method that a user's "method" and "model" mean; None where it is none of ours.
 
     Raises:
-        ValueError: for `BY_HEAD` and a head that no method, or more than one, takes for its own.
+        ValueError: for `BY_HEAD` and a head that no method, or more than one, takes for its own,
+            and for a model that is no text.
     """
     if name == BY_HEAD:
         return recognise_head(resolve_head_path(model, BY_HEAD))
-    return methods().get(name) if isinstance(name, str) else None
+    method = methods().get(name) if isinstance(name, str) else None
+    if method is not None:
+        check_model_value(model)
+    return method
 
 
 def recognise_head(path: Path) -> Method:

@@ -80,7 +80,8 @@ def read_head_files(path: Path) -> HeadFiles:
             dtypes.add(entry["dtype"])
     if not tensors:
         for file in sorted(path.glob("*.bin")):
-            tensors.update(dict.fromkeys(_pickled_names(file)))
+            if file.is_file():  # whoever opens a pipe waits for its writer
+                tensors.update(dict.fromkeys(_pickled_names(file)))
     return HeadFiles(path, config, tensors, frozenset(dtypes))
 
 
@@ -112,8 +113,10 @@ def _pickled_names(file: Path) -> list[str]:
             if entry.file_size > _MAX_PICKLE_BYTES:
                 return []
             words = [arg for _, arg, _ in pickletools.genops(archive.read(entry))]
-    except (OSError, ValueError, StopIteration, zipfile.BadZipFile, RuntimeError):
-        return []  # not an archive that torch wrote: the method's own reader says what is wrong
+    except Exception:
+        # Not an archive that torch wrote, and each way of packing fails with errors of its own: the
+        # method's reader says what is wrong.
+        return []
     names = [word for word in words if isinstance(word, str) and " " not in word]
     return [
         name.removeprefix("model.")

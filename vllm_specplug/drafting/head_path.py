@@ -8,6 +8,18 @@ from pathlib import Path
 from vllm_specplug.options import option_error
 
 
+def check_model_value(model: object) -> None:
+    """Raises ValueError for a "model" that is neither absent nor text."""
+    if model is not None and not isinstance(model, str):
+        shown = model if isinstance(model, bool | int | float) else repr(model)[:200]
+        raise option_error(
+            "model",
+            shown,
+            "legal is a text: a folder, or a hub id that is in the local cache",
+            'Give the head\'s folder in quotes, e.g. "model": "/path/to/head"',
+        )
+
+
 def resolve_head_path(model: str | None, method: str) -> Path:
     """Folder of the draft head: a local path, or a hub id that is in the local cache.
 
@@ -16,17 +28,23 @@ def resolve_head_path(model: str | None, method: str) -> Path:
     Raises:
         ValueError: when there is no such folder and no cached copy.
     """
-    if not model:
+    if model is None or model == "":
         raise option_error(
             "model",
             model,
             f"method {method!r} needs a draft head",
             'Give its folder, e.g. "model": "/path/to/head"',
         )
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path.resolve()
+    check_model_value(model)
     remedy = "Give the folder that holds config.json and model.safetensors"
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        # A name that is too long, a user or a link that leads nowhere, a folder that is not ours.
+        reason = f"it cannot be looked up ({type(error).__name__}: {str(error)[:100]})"
+        raise option_error("model", model[:200], reason, remedy) from None
     if model.count("/") == 1 and not path.is_absolute():
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_specplug.drafting.head_files import HeadFiles, read_head_files
 from vllm_specplug.drafting.head_path import resolve_head_path
-from vllm_specplug.drafting.method import Method
+from vllm_specplug.drafting.method import Capability, Method
 from vllm_specplug.registry import BY_HEAD, get_method, head_owners, recognise_head
 
 
@@ -44,13 +44,14 @@ def inspect_head(
         chosen = recognise_head(path) if method is None else get_method(method)
     except ValueError as error:
         return {**report, "served": False, "reason": str(error)}
-    report["needs"] = _needs(chosen)
+    report["needs"] = _needs(chosen.needs)
     config = {"method": chosen.name, "model": str(path)}
     report["speculative_config"] = config
     if target is None:
-        reason = "name the target with --target to have it checked"
+        reason = "name the target with --target to have it checked; the head may need more"
         return {**report, "served": None, "reason": reason}
-    return {**report, "target": target, **_served(target, config)}
+    # Last: what is needed by this very head takes the place of what its method needs.
+    return {**report, "target": target, **_served(target, config, chosen)}
 
 
 def _files(head: HeadFiles) -> dict[str, Any]:
@@ -73,16 +74,16 @@ def _made_for(config: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _needs(method: Method) -> dict[str, Any]:
-    from vllm_specplug.vllm_process.spec_config import CAPABILITIES
+def _needs(needs: frozenset[Capability]) -> dict[str, Any]:
+    from vllm_specplug.vllm_process.spec_config import device_capabilities
 
     return {
-        "capabilities": sorted(method.needs),
-        "devices": [name for name, given in CAPABILITIES.items() if method.needs <= given],
+        "capabilities": sorted(needs),
+        "devices": [name for name, given in device_capabilities().items() if needs <= given],
     }
 
 
-def _served(target: str, config: dict[str, Any]) -> dict[str, Any]:
+def _served(target: str, config: dict[str, Any], method: Method) -> dict[str, Any]:
     """Whether an engine on `target` takes the head, and what it would make of it."""
     from vllm_specplug.vllm_process import install
 
@@ -99,6 +100,7 @@ def _served(target: str, config: dict[str, Any]) -> dict[str, Any]:
     spec = tree_config(engine)
     assert spec is not None and spec.plan is not None
     return {
+        "needs": _needs(method.needs | spec.plan.needs),
         "served": True,
         "reason": None,
         "depth": spec.draft_depth,

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import ArgsKwargs
+from vllm import envs
 from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
 from vllm.config.utils import config
 from vllm.logger import init_logger
@@ -57,6 +58,14 @@ CAPABILITIES = {
 # The same for vLLM's V2 model runner.
 WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2"}
 CAPABILITIES_V2 = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
+
+
+def device_capabilities() -> dict[str, frozenset[Capability]]:
+    """What a drafter is given on each device that trees run on, by the model runner in use."""
+    # V1 wherever nobody asked for V2.
+    return CAPABILITIES_V2 if envs.VLLM_USE_V2_MODEL_RUNNER else CAPABILITIES
+
+
 # What is there on a single rank only: with tensor parallelism a rank has some of the KV heads.
 ONE_RANK = frozenset({Capability.TARGET_CACHE})
 
@@ -174,15 +183,13 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
     def _claim_worker(self) -> None:
         """Our worker builds the model runner with the tree mixin."""
-        from vllm import envs
         from vllm.platforms import current_platform
 
         device = "cuda" if current_platform.is_cuda() else current_platform.device_type
         method = get_method(str(self.plugin_method))
-        # V1 wherever nobody asked for V2.
         self.uses_v2 = bool(envs.VLLM_USE_V2_MODEL_RUNNER)
         workers = WORKERS_V2 if self.uses_v2 else WORKERS
-        given = (CAPABILITIES_V2 if self.uses_v2 else CAPABILITIES).get(device, frozenset())
+        given = device_capabilities().get(device, frozenset())
         needs = method.needs | (self.plan.needs if self.plan else frozenset())
         missing = sorted(needs - given)
         if self.uses_v2 and (device not in workers or missing):

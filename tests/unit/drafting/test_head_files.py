@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,28 @@ def test_damaged_headers_are_refused(tmp_path: Path, header: bytes) -> None:
 def test_a_damaged_pickle_has_no_names(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 nothing")
     assert read_head_files(tmp_path).tensors == {}
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("garbage", [b"\xff", b"\0"])
+def test_a_damaged_archive_has_no_names(tmp_path: Path, method: int, garbage: bytes) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(file, "w", method) as archive:
+        archive.writestr("x/data.pkl", bytes(range(256)) * 8)
+    start = 30 + len("x/data.pkl")
+    whole = file.read_bytes()
+    for length in (1, 8, 40):
+        file.write_bytes(whole[:start] + garbage * length + whole[start + length :])
+        assert read_head_files(tmp_path).tensors == {}
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    """Whoever opens a pipe waits for its writer."""
+    pipe = tmp_path / "pytorch_model.bin"
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=read_head_files, args=(tmp_path,), daemon=True)
+    reader.start()
+    reader.join(5)
+    waits = reader.is_alive()
+    os.close(os.open(pipe, os.O_RDWR))
+    assert not waits

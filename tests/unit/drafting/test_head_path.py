@@ -51,3 +51,14 @@ def test_the_fixture_notices_a_download(attempts: list[Any]) -> None:
     with pytest.raises(httpx.ConnectError):
         httpx.get(constants.ENDPOINT, trust_env=False)
     assert attempts
+
+
+@pytest.mark.parametrize("method", ["tree", "jetspec"])
+@pytest.mark.parametrize("model", [5, True, ["x"], {"a": 1}, "x" * 5000, "~nosuchuser/x", "a\0b"])
+def test_a_model_that_can_be_no_folder_is_refused(
+    attempts: list[Any], model: Any, method: str
+) -> None:
+    with pytest.raises(ValueError, match=r"speculative_config\.model=.* is not usable") as error:
+        resolve_head_path(model, method)
+    assert len(str(error.value)) < 500 and "Give " in str(error.value)
+    assert attempts == []

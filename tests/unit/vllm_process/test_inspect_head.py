@@ -89,3 +89,21 @@ def test_the_command_prints_one_object_and_its_exit_code(folder: Path) -> None:
     )
     assert run.returncode == 1, run.stderr
     assert json.loads(run.stdout)["served"] is False
+
+
+def test_needs_are_those_of_the_head_where_the_target_is_known(folder: Path) -> None:
+    """One layer of the head has a window, which not every device serves."""
+    alone = inspect_head(str(folder / "dspark_tree"))
+    assert "context_window" not in alone["needs"]["capabilities"]
+    assert "may need more" in alone["reason"]
+    needs = inspect_head(str(folder / "dspark_tree"), _target(folder))["needs"]
+    assert "context_window" in needs["capabilities"] and needs["devices"] == ["cpu"]
+
+
+def test_devices_are_those_of_the_model_runner(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = str(folder / "tokenswift")
+    assert "cpu" in inspect_head(head)["needs"]["devices"]
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert inspect_head(head)["needs"]["devices"] == []
