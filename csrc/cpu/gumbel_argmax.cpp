@@ -24,9 +24,18 @@ using torch::stable::Tensor;
 
 namespace {
 
-// Tokens that are ruled out are at least log(kSlack) below the best one, more than kClose.
+// Sums this close may be ordered otherwise by the caller, who adds in float32: an absolute bound for
+// the noise, and half an ulp each for the logit, the sum and the other token's, with room to spare.
+double close_to(double value) {
+  return std::max(1e-4, 4.0 * std::numeric_limits<float>::epsilon() * std::abs(value));
+}
+// Tokens that are ruled out are more than `close_to` below the best one: by log of the slack,
+// beyond what float32 loses when the best value is subtracted.
 constexpr float kSlack = 1.001f;
-constexpr double kClose = 1e-4;
+float slack_of(double value) {
+  if (!std::isfinite(value)) return kSlack;
+  return kSlack * static_cast<float>(std::exp(std::min(2.0 * close_to(value) - 2e-4, 80.0)));
+}
 constexpr int64_t kUndecided = -1;
 
 // One round of MurmurHash3.
@@ -98,6 +107,7 @@ CLONED int64_t sample_row(const float* row, int64_t n, float divisor, int64_t se
   const Lanes none = Lanes{} - std::numeric_limits<float>::infinity();
   LanesInt nan = {};
   Best best;
+  float slack = kSlack;
   for (int64_t begin = 0; begin < n; begin += kLanes, tokens += static_cast<uint32_t>(kLanes)) {
     Lanes x = none;
     if (begin + kLanes <= n) {
@@ -111,18 +121,20 @@ CLONED int64_t sample_row(const float* row, int64_t n, float divisor, int64_t se
     uniforms(u, prefix, tokens);
     Lanes most = x - static_cast<float>(best.value);
     exp_lanes(most);
-    const LanesInt may_win = u <= most * kSlack;
+    const LanesInt may_win = u <= most * slack;
     int any = 0;
     for (int i = 0; i < kLanes; ++i) any |= may_win[i];
     if (!any) continue;
     for (int i = 0; i < kLanes; ++i)
       if (may_win[i]) best.add(x[i] + noise_of(u[i]), begin + i);
+    slack = slack_of(best.value);
   }
   for (int i = 0; i < kLanes; ++i)
     if (nan[i]) return kUndecided;
   // Rows of -inf alone: the first token, as nothing beats it.
   const bool is_empty = std::isinf(best.value) && best.value < 0;
-  return is_empty || best.value - best.second > kClose ? best.token : kUndecided;
+  if (is_empty || (std::isinf(best.value) && best.second < best.value)) return best.token;
+  return best.value - best.second > close_to(best.value) ? best.token : kUndecided;
 }
 
 void gumbel_argmax(const Tensor& logits, const Tensor& divisors, const Tensor& seeds,

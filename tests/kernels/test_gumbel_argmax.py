@@ -67,6 +67,26 @@ def test_what_rounding_decides_is_left_to_the_caller() -> None:
 
 
 @pytest.mark.skipif(not has_cpu_extension(), reason="the kernels are not compiled")
+@pytest.mark.parametrize("size", [4000.0, -4000.0, 60000.0])
+def test_rounding_decides_more_among_large_logits(size: float) -> None:
+    """The sums of 4000 and noise are multiples of 2**-12 in float32."""
+    noise = noise_of(5, 1, np.arange(40, dtype=np.uint32)).astype(np.float64)
+    for first, second in ((3, 20), (20, 3), (4, 5), (20, 21)):
+        for gap, is_decided in ((0.0, False), (4e-8, False), (3e-7, False), (1e-5, True)):
+            row = np.full(40, -math.inf)
+            row[first], row[second] = size, size + noise[first] - noise[second]
+            logits = torch.from_numpy(row)[None].float()
+            ulps = np.spacing(np.float32(abs(size)))
+            logits[0, second] += gap * abs(size)
+            sums = logits[0].double().numpy() + noise
+            winner = draw(logits, torch.ones(1), torch.tensor([5])).item()
+            if abs(sums[first] - sums[second]) <= ulps:
+                assert winner == UNDECIDED, (first, second, gap)
+            elif is_decided:
+                assert winner == second
+
+
+@pytest.mark.skipif(not has_cpu_extension(), reason="the kernels are not compiled")
 def test_infinities_are_ordered() -> None:
     logits = torch.full((3, 40), -math.inf)
     logits[1, 33] = math.inf

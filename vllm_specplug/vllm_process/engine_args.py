@@ -188,6 +188,8 @@ def _check_v2(method: str, vllm_config: Any) -> None:
             "enable_batch_sharded_sampling=True",
             "Leave it out: every rank walks all trees",
         )
+    if vllm_config.model_config.enable_trace_replay:
+        _refuse(method, "enable_trace_replay=True", "Replay traces without speculation")
 
 
 def _check_cache_dtype(method: str, vllm_config: Any) -> None:

@@ -27,15 +27,22 @@ from vllm_specplug.vllm_process.spec_config import tree_config
 
 
 def drafts_by_batch_size(spec: Any, scheduler_config: Any, nodes: int) -> list[int]:
-    """Most drafts of a request, up to `nodes`, in a step of 0, 1, ... requests."""
-    sizes = range(scheduler_config.max_num_seqs + 1)
+    """Most drafts of a request, up to `nodes`, in a step of 0, 1, ... requests.
+
+    What they reserve leaves an equal share for one request more: requests that fill the scheduler's
+    budget would keep every other one out until one of them ends.
+    """
+    most = scheduler_config.max_num_seqs
+    sizes = range(most + 1)
     if not spec.uses_v2:
         return [nodes for _ in sizes]
     if spec.tree_budget != "auto":
         nodes = min(nodes, max(int(spec.tree_budget), request_budget_limit(spec)))
     rows = scheduler_config.max_num_batched_tokens
-    rows = min(rows, scheduler_config.max_num_scheduled_tokens or rows, spec.max_step_rows or rows)
-    return [min(nodes, max(0, rows // max(1, size) - 1)) for size in sizes]
+    rows = min(rows, scheduler_config.max_num_scheduled_tokens or rows)
+    wanted = min(rows, spec.max_step_rows or rows)
+    shares = [min(wanted // max(1, size), rows // min(size + 1, most)) for size in sizes]
+    return [min(nodes, max(0, share - 1)) for share in shares]
 
 
 def without_placeholders(original: Callable[..., None]) -> Callable[..., None]:

@@ -40,7 +40,8 @@ from vllm_specplug.tree.grammar import (
 # On the manager, while drafts are validated: their parents, by request id; whether all stay.
 _DRAFTED = "specplug_parents"
 _STAYS = "specplug_stays"
-# On the manager: whether the last drafts of any constrained request were a tree.
+# On the manager: whether a constrained request ever drafted a tree. It stays set: the scheduler
+# keeps a request's drafts over steps that leave it out.
 _HAS_TREES = "specplug_has_trees"
 # On a request's structured output state: its last validated tree.
 _VALIDATED = "specplug_tree"
@@ -121,7 +122,8 @@ def update_draft_token_ids(original: Any) -> Any:
             original(self, draft_token_ids, *args)
         finally:
             setattr(manager, _DRAFTED, None)
-            setattr(manager, _HAS_TREES, bool(parents))
+            if parents:
+                setattr(manager, _HAS_TREES, True)
 
     return wrapped
 
@@ -131,10 +133,13 @@ def validate_tokens(original: Any) -> Any:
 
     def wrapped(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
         drafted = getattr(self, _DRAFTED, None)
-        if drafted is None or not request.use_structured_output:
+        if not request.use_structured_output:
             return original(self, request, spec_tokens)
         state = request.structured_output_request
+        # Also without parents: a chain may have the tokens of the tree before it.
         setattr(state, _VALIDATED, None)
+        if drafted is None:
+            return original(self, request, spec_tokens)
         parents = drafted.get(request.request_id)
         if parents is None:
             return original(self, request, spec_tokens)

@@ -256,6 +256,10 @@ def test_what_v2_does_not_give_is_named(target: Path, monkeypatch: pytest.Monkey
         patch.setattr(config.parallel_config, "enable_batch_sharded_sampling", True)
         with pytest.raises(ValueError, match="'ngram_tree' .*enable_batch_sharded_sampling=True"):
             check_engine_config(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(config.model_config, "enable_trace_replay", True)
+        with pytest.raises(ValueError, match="'ngram_tree' .*enable_trace_replay=True"):
+            check_engine_config(config)
     monkeypatch.setattr(spec_config, "WORKERS_V2", {})
     with pytest.raises(ValueError, match="'ngram_tree' .*V2.*on cpu.*VLLM_USE_V2_MODEL_RUNNER"):
         _config(target, {"method": "ngram_tree"})
@@ -278,6 +282,21 @@ def test_rows_that_are_reserved_ahead_follow_the_budget(
     assert table(**options, tree_budget=4) == [8, 8, 8, 7, 5]
     assert table(**options, tree_budget=4, max_request_budget=0) == [4, 4, 4, 4, 4]
     assert table(num_speculative_tokens=16, max_step_rows=6) == [5, 5, 2, 1, 0]
+
+
+def test_rows_reserved_ahead_leave_some_for_one_more_request(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else requests that fill the step keep all others out until one of them ends."""
+    from vllm_specplug.vllm_process.placeholders import drafts_by_batch_size
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    options = {"method": "ngram_tree", "num_speculative_tokens": 63}
+    config = _config(target, options, max_num_seqs=6, max_num_batched_tokens=64)
+    table = drafts_by_batch_size(config.speculative_config, config.scheduler_config, 63)
+    for size in range(1, 6):
+        assert size * (1 + table[size]) < 64, size
+    assert 6 * (1 + table[6]) <= 64 and min(table) > 0
 
 
 def test_asynchronous_scheduling_needs_v2(target: Path) -> None:

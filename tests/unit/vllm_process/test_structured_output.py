@@ -234,7 +234,7 @@ def test_without_parents_vllms_own_code_runs() -> None:
     drafts = SimpleNamespace(req_ids=["line"], draft_token_ids=[[5, 6, 8, 1]])
     scheduler.update_draft_token_ids(drafts)
     assert request.spec_token_ids == [5, 6]  # a line: 5 + 6 + 8 is too much
-    assert not hasattr(request.structured_output_request, "specplug_tree")
+    assert request.structured_output_request.specplug_tree is None
 
 
 def masks_on_the_device(
@@ -314,3 +314,42 @@ def test_without_parents_the_masks_of_such_drafts_are_others() -> None:
         with_tree, _ = masks_on_the_device(tokens, parents, [], 4, ahead)
         as_chain, _ = masks_on_the_device(tokens, None, [], 4, ahead)
         assert with_tree.tolist() != as_chain.tolist()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_tree_outlives_steps_that_leave_its_request_out(stays: bool) -> None:
+    """Its drafts wait in the scheduler while others, drafted without parents, take the budget."""
+    waits, runs = make_request("waits", []), make_request("runs", [])
+    manager = make_manager()
+    scheduler = make_scheduler(manager, [waits, runs])
+    tokens, parents = [5, 6, 8, 8], [-1, -1, 0, 1]
+    drafts = SimpleNamespace(req_ids=["waits"], draft_token_ids=[list(tokens)])
+    setattr(drafts, PARENTS_ATTRIBUTE, {"waits": parents})
+    setattr(drafts, STAYS_ATTRIBUTE, stays)
+    scheduler.update_draft_token_ids(drafts)
+    at_once = manager.grammar_bitmask(scheduler.requests, ["waits"], {"waits": tokens}).tolist()
+
+    others = SimpleNamespace(req_ids=["runs"], draft_token_ids=[[3]])
+    scheduler.update_draft_token_ids(others)
+    assert waits.spec_token_ids == tokens
+    later = manager.grammar_bitmask(scheduler.requests, ["waits"], {"waits": tokens}).tolist()
+    assert later == at_once
+    output = SimpleNamespace(scheduled_spec_decode_tokens={"waits": tokens})
+    schedule = structured_output.schedule(lambda self: output)
+    assert getattr(schedule(scheduler), KEPT_NODES_ATTRIBUTE) == {"waits": [0, 1, 2, 3]}
+
+
+def test_a_chain_of_the_same_tokens_is_not_taken_for_the_tree_before_it() -> None:
+    request = make_request("both", [])
+    manager = make_manager()
+    scheduler = make_scheduler(manager, [request])
+    drafts = SimpleNamespace(req_ids=["both"], draft_token_ids=[[5, 6]])
+    scheduler.update_draft_token_ids(drafts)
+    as_chain = manager.grammar_bitmask(scheduler.requests, ["both"], {"both": [5, 6]}).tolist()
+    setattr(drafts, PARENTS_ATTRIBUTE, {"both": [-1, -1]})
+    scheduler.update_draft_token_ids(drafts)
+    as_tree = manager.grammar_bitmask(scheduler.requests, ["both"], {"both": [5, 6]}).tolist()
+    delattr(drafts, PARENTS_ATTRIBUTE)
+    scheduler.update_draft_token_ids(drafts)
+    again = manager.grammar_bitmask(scheduler.requests, ["both"], {"both": [5, 6]}).tolist()
+    assert again == as_chain != as_tree
