@@ -321,9 +321,9 @@ def run_checks(module: str, timeout_s: float = TIMEOUT_S) -> dict[str, str | Non
         return json.loads(result.read_text())
 
 
-def assert_check(module: str, name: str, timeout_s: float = TIMEOUT_S, fresh: bool = False) -> None:
+def assert_check(module: str, name: str, timeout_s: float = TIMEOUT_S) -> None:
     """Fails with the message of a check that failed."""
-    failures = run_checks(module, timeout_s, fresh)
+    failures = run_checks(module, timeout_s)
     assert name in failures, f"{name} did not run: {failures}"
     assert failures[name] is None, failures[name]
 

@@ -46,11 +46,7 @@ def test_every_script_describes_its_flags(
     assert ("--eager" in shown) == (name not in ("acceptance", "longspec_heads"))
 
 
-@pytest.mark.parametrize(
-    ("name", "page"),
-    [("check_budget_targets", "budget"), ("context_length", "context_length"),
-     ("lookups", "lookups")],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "page"), [("lookups", "lookups")])
 def test_published_pages_are_what_the_script_makes_of_their_cells(
     name: str, page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

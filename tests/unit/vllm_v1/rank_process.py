@@ -86,6 +86,7 @@ class Runner(TreeRunnerMixin):
         self.drafter = SimpleNamespace(  # type: ignore[assignment]
             drafter=drafter, options=SimpleNamespace(tree_width=4)
         )
+        self.tree_spec = SimpleNamespace(reads_next_tokens=False)
         self.tree_backend = CpuTreeBackend()
         self.tree_step = TreeStep(
             [StepRequest(r, r, r + 1, 10, DraftTree.empty()) for r in range(NUM_REQUESTS)]

@@ -30,7 +30,10 @@ def vllm_kernels() -> None:
 def test_branches_attend_their_pages_and_their_ancestors() -> None:
     torch.manual_seed(0)
     layers = [
-        SimpleNamespace(kv_cache=torch.full((8, HEADS, BLOCK, 2 * DIM), float("nan")))
+        SimpleNamespace(
+            kv_cache=torch.full((8, HEADS, BLOCK, 2 * DIM), float("nan")),
+            spec=SimpleNamespace(window=None),
+        )
         for _ in range(2)
     ]
     table = torch.tensor(PAGES, dtype=torch.int32)
