@@ -155,6 +155,7 @@ def test_a_head_is_continued_and_refused_for_other_layers(run: Eagle3Run, tmp_pa
     assert facts["shape"]["draft_vocab_size"] == 48
     config = tmp_path / "a" / "head" / "config.json"
     assert FeatureStore(run.features).target_layer_ids == (0, 2)
-    config.write_text(json.dumps({**json.loads(config.read_text()), "target_layer_ids": [0, 1]}))
+    other = {"target_layer_ids": [0, 1], "eagle_aux_hidden_state_layer_ids": None}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **other}))
     with pytest.raises(ValueError, match="--init-from"):
         train_eagle3(again, RECIPE, loop_in(tmp_path / "c"), lambda text: None)
