@@ -24,8 +24,9 @@ using torch::stable::Tensor;
 
 namespace {
 
-// Sums this close may be ordered otherwise by the caller, who adds in float32: an absolute bound for
-// the noise, and half an ulp each for the logit, the sum and the other token's, with room to spare.
+// Sums this close may be ordered otherwise by the caller, who adds in float32: an absolute bound
+// for the noise, and half an ulp each for the logit, the sum and the other token's, with room to
+// spare.
 double close_to(double value) {
   return std::max(1e-4, 4.0 * std::numeric_limits<float>::epsilon() * std::abs(value));
 }
