@@ -93,7 +93,7 @@ def legal_method_names() -> tuple[str, ...]:
 
 
 def find_method(name: object, model: str | None) -> Method | None:
-    """The method that a user's "method" and "model" mean; None where it is none of ours.
+    """The method that a user's "method" and "model" mean; None for vLLM's own methods.
 
     Raises:
         ValueError: for `BY_HEAD` and a head that no method, or more than one, takes for its own,

@@ -34,7 +34,7 @@ def admitting_trees(original: Callable[[Any], list[str]]) -> Callable[[Any], lis
 
 
 def not_asking_for_triton(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The check of a V2 config, which on a CPU may lack Triton when the config is one of ours."""
+    """The check of a V2 config. With a method of this package it passes on a CPU without Triton."""
 
     def validate(self: Any) -> None:
         from vllm.platforms import current_platform

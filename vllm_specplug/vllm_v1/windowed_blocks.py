@@ -33,8 +33,8 @@ class WindowedBlocks:
         self.rows, self.layout, self.scale = rows, layout, scale
         size = layout.block_size
         tables, contexts = [], []
-        # Per request: slots of the context tokens that not every row sees, int64 [E], and which of
-        # them and of the block's own rows a row sees, bool [rows, E + rows].
+        # Per request: slots of the context tokens that some rows do not attend, int64 [E], and a
+        # mask over them and the block, bool [rows, E + rows]: what each row attends.
         self.edges: list[tuple[torch.Tensor, torch.Tensor]] = []
         own = torch.ones(rows, rows, dtype=torch.bool)
         own = own.tril() if causal else own
