@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from vllm_specplug.budget import AdaptiveBudget, NextStep, RowBudget
+from vllm_specplug.metrics import SpecPlugMetrics
 from vllm_specplug.options import RequestBudget, parse_request_budget
 from vllm_specplug.tree import DraftTree
 
@@ -82,6 +85,19 @@ class DraftPlanner:
         self._draft_rows = 0
         self._rest_ms: float | None = None
         self._last_ids: set[str] = set()
+
+    @classmethod
+    def for_engine(cls, vllm_config: Any, stats: StepStats) -> DraftPlanner:
+        """The planner of an engine's runner."""
+        options = vllm_config.speculative_config
+        # Beyond the scheduler's own limit the last requests of a batch would starve.
+        max_rows = max_scheduled_rows(vllm_config.scheduler_config)
+        return cls(
+            options,
+            max_step_rows=min(options.max_step_rows or max_rows, max_rows),
+            stats=stats,
+            vocab_size=vllm_config.model_config.get_vocab_size(),
+        )
 
     # -- limits of one request -------------------------------------------------------------
 
@@ -237,3 +253,18 @@ class DraftPlanner:
             ids, trees, paths = zip(*verified, strict=True)
             expected = budget.observe(ids, trees, paths)
             self.stats.observe_prediction(expected, sum(len(path) for path in paths))
+
+
+def max_scheduled_rows(scheduler_config: Any) -> int:
+    """Most rows that vLLM's scheduler puts into one step."""
+    rows = scheduler_config.max_num_batched_tokens
+    return min(rows, scheduler_config.max_num_scheduled_tokens or rows)
+
+
+def step_metrics(options: Any) -> SpecPlugMetrics:
+    """The metrics of a runner with this speculative config; the first rank reports."""
+    return SpecPlugMetrics(
+        head=options.head_path or str(options.plugin_method),
+        log_interval_s=envs.VLLM_LOG_STATS_INTERVAL,
+        is_reporting=get_tensor_model_parallel_rank() == 0,
+    )

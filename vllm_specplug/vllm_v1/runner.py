@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_rank, get_world_group
 from vllm.logger import init_logger
 
 from vllm_specplug.budget import AdaptiveBudget, StepCostModel
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
-from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
+from vllm_specplug.metrics import STATS_ATTRIBUTE
 from vllm_specplug.seams import LOGITS_PROCESSORS, WORKER_SEAMS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_v1.calibration import CalibrationError, calibrate
-from vllm_specplug.vllm_v1.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_v1.draft_planner import Batch, DraftPlanner, step_metrics
 from vllm_specplug.vllm_v1.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v1.proposer import TreeProposer
 from vllm_specplug.vllm_v1.ranks import (
@@ -68,19 +67,8 @@ class TreeRunnerMixin(_Runner):
         # of a step keeps its drafts, and so its tree.
         self.proposed_trees: dict[str, DraftTree] = {}
         self.tree_step = TreeStep([])
-        self.tree_metrics = SpecPlugMetrics(
-            head=spec.head_path or str(spec.plugin_method),
-            log_interval_s=envs.VLLM_LOG_STATS_INTERVAL,
-            is_reporting=get_tensor_model_parallel_rank() == 0,
-        )
-        # Beyond the scheduler's own limit the last requests of a batch would starve.
-        max_rows = max_scheduled_rows(vllm_config.scheduler_config)
-        self.planner = DraftPlanner(
-            spec,
-            max_step_rows=min(spec.max_step_rows or max_rows, max_rows),
-            stats=self.tree_metrics.stats,
-            vocab_size=self.state.vocab_size,
-        )
+        self.tree_metrics = step_metrics(spec)
+        self.planner = DraftPlanner.for_engine(vllm_config, self.tree_metrics.stats)
 
     @cached_property
     def state(self) -> RunnerState:
@@ -415,12 +403,6 @@ class TreeRunnerMixin(_Runner):
             stats.observe_step_nodes(step_nodes)
             stats.observe_ms("verify", self.planner.verify_ms)
             stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))
-
-
-def max_scheduled_rows(scheduler_config: Any) -> int:
-    """Most rows that vLLM's scheduler puts into one step."""
-    rows = scheduler_config.max_num_batched_tokens
-    return min(rows, scheduler_config.max_num_scheduled_tokens or rows)
 
 
 def require_seams(device: str) -> None:

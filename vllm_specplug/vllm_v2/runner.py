@@ -12,19 +12,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm import envs
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_specplug.metrics import STATS_ATTRIBUTE, SpecPlugMetrics
+from vllm_specplug.metrics import STATS_ATTRIBUTE
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows
 from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer, PagedDraftCache
-from vllm_specplug.vllm_v1.draft_planner import DraftPlanner
+from vllm_specplug.vllm_v1.draft_planner import DraftPlanner, step_metrics
 from vllm_specplug.vllm_v1.proposer import TreeProposer
-from vllm_specplug.vllm_v1.runner import max_scheduled_rows
 from vllm_specplug.vllm_v1.window_cache import PagedTargetCache, WindowCache
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.device_trees import (
@@ -66,19 +63,8 @@ class TreeRunnerV2Mixin(_Runner):
         if spec.aux_layers:
             self.use_aux_hidden_state_outputs = True
         self.tree_backend = self.make_tree_backend()
-        self.tree_metrics = SpecPlugMetrics(
-            head=spec.head_path or str(spec.plugin_method),
-            log_interval_s=envs.VLLM_LOG_STATS_INTERVAL,
-            is_reporting=get_tensor_model_parallel_rank() == 0,
-        )
-        # Beyond the scheduler's own limit the last requests of a batch would starve.
-        max_rows = max_scheduled_rows(vllm_config.scheduler_config)
-        self.planner = DraftPlanner(
-            spec,
-            max_step_rows=min(spec.max_step_rows or max_rows, max_rows),
-            stats=self.tree_metrics.stats,
-            vocab_size=self.model_config.get_vocab_size(),
-        )
+        self.tree_metrics = step_metrics(spec)
+        self.planner = DraftPlanner.for_engine(vllm_config, self.tree_metrics.stats)
         self.speculator.begin(self.planner, self.tree_metrics.stats, self._committed_rows)
         # Of the running step; None where it has no drafts, and for dummies.
         self.tree_step: StepTrees | None = None

@@ -16,7 +16,8 @@ from vllm_specplug.metrics import StepStats
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.tree_rows import TREE_ROWS_ATTRIBUTE
 from vllm_specplug.vllm_v1 import runner as runner_module
-from vllm_specplug.vllm_v1.runner import TreeRunnerMixin, max_scheduled_rows
+from vllm_specplug.vllm_v1.draft_planner import max_scheduled_rows
+from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend
 
