@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
-from vllm_specplug.drafting.checkpoint_files import read_safetensors, weight_files
 from vllm_specplug.train.features import FeatureStore
 
 
@@ -56,7 +56,11 @@ def vocabulary_of(folder: str) -> torch.Tensor:
     Raises:
         ValueError: when the head drafts over the whole vocabulary, or cannot be read.
     """
-    d2t = read_safetensors(weight_files(Path(folder)), prefixes=("d2t",)).get("d2t")
+    d2t: torch.Tensor | None = None
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            if "d2t" in handle.keys():  # noqa: SIM118 - not a mapping
+                d2t = handle.get_tensor("d2t")
     if d2t is None:
         raise ValueError(
             f"--vocab-from {folder!r} has no reduced draft vocabulary (tensor 'd2t'); leave it out "
