@@ -27,7 +27,7 @@ from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, Target
 from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
 from vllm_specplug.methods.dels.options import DelsSettings
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
-from vllm_specplug.vllm_v1.linear import packed_linear
+from vllm_specplug.vllm_worker.linear import packed_linear
 
 VOCAB, HIDDEN = 49152, 576
 

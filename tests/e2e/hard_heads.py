@@ -61,7 +61,7 @@ def change_head(drafter: Any, kind: str) -> None:
 
 @contextmanager
 def _changed(kind: str) -> Iterator[None]:
-    import vllm_specplug.vllm_v1.proposer as proposer
+    import vllm_specplug.vllm_worker.proposer as proposer
 
     original = proposer.get_method
 

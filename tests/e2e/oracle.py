@@ -108,7 +108,7 @@ class _Nodes:
 @contextmanager
 def oracle_drafts() -> Iterator[None]:
     """Tree engines built while entered draft with the oracle, whatever their method."""
-    import vllm_specplug.vllm_v1.proposer as proposer
+    import vllm_specplug.vllm_worker.proposer as proposer
 
     original = proposer.get_method
     proposer.get_method = lambda name: SimpleNamespace(load_drafter=lambda: OracleDrafter)  # type: ignore[assignment,return-value]

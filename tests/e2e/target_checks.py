@@ -79,7 +79,7 @@ def _is_refused(family: str, message: str) -> None:
 
 def check_a_quantised_target_and_its_lm_head() -> None:
     """The head drafts with the numbers that the target itself computes with."""
-    from vllm_specplug.vllm_v1.proposer import full_vocab_weight, vocabulary_tables
+    from vllm_specplug.vllm_worker.proposer import full_vocab_weight, vocabulary_tables
 
     folder = Path(tempfile.mkdtemp(prefix="specplug-quantised-"))
     target = make_quantised_target(folder / "target", QUANTISED_VOCAB)

@@ -35,8 +35,8 @@ from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v1 import rehearsal
 from vllm_specplug.vllm_v1.cuda_backend import CudaTreeBackend
 from vllm_specplug.vllm_v1.runner_state import RunnerState
-from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
 from vllm_specplug.vllm_v1.tree_backend import StepLimits
+from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -44,7 +44,7 @@ from vllm_specplug.registry import (
 logger = init_logger("vllm.specplug.config")
 
 # What `custom_class` instantiates; the worker replaces it by the method's drafter.
-PROPOSER_PATH = "vllm_specplug.vllm_v1.proposer.TreeProposer"
+PROPOSER_PATH = "vllm_specplug.vllm_worker.proposer.TreeProposer"
 
 WORKERS = {
     "cpu": "vllm_specplug.vllm_v1.worker_cpu.TreeCPUWorker",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers, and the one place that calls the other packages in order."""
+"""Trees on vLLM's V1 model runner, in the order of a step."""

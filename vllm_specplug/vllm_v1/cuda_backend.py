@@ -26,10 +26,10 @@ from vllm_specplug.vllm_attention.gpu import (
     wants_full_graphs,
 )
 from vllm_specplug.vllm_attention.tree_rows import CacheViews, DeviceTreeRows, TreeRows
-from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_v1.runner_state import RunnerState
-from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
 from vllm_specplug.vllm_v1.tree_backend import BlockTable, StepLimits, TreeBackend, put_rows
+from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
+from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 logger = init_logger("vllm.specplug.cuda")
 

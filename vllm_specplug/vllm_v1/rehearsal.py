@@ -15,9 +15,9 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
 from vllm_specplug.registry import headless_methods
-from vllm_specplug.vllm_v1.ranks import any_worker
 from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_v1.target_sampler import MAX_ELEMENTS_AT_ONCE, TargetSampler
+from vllm_specplug.vllm_worker.ranks import any_worker
 
 SHORT_CONTEXT = 7
 # Long enough for a kernel to split it.

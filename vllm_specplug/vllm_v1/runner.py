@@ -19,26 +19,26 @@ from vllm.logger import init_logger
 from vllm_specplug.budget import AdaptiveBudget, StepCostModel
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
 from vllm_specplug.metrics import STATS_ATTRIBUTE
-from vllm_specplug.seams import LOGITS_PROCESSORS, WORKER_SEAMS
+from vllm_specplug.seams import LOGITS_PROCESSORS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_v1.calibration import CalibrationError, calibrate
-from vllm_specplug.vllm_v1.draft_planner import Batch, DraftPlanner, step_metrics
 from vllm_specplug.vllm_v1.penalty_processor import draft_penalties
-from vllm_specplug.vllm_v1.proposer import TreeProposer
-from vllm_specplug.vllm_v1.ranks import (
+from vllm_specplug.vllm_v1.runner_state import RunnerState, ScheduledRows
+from vllm_specplug.vllm_v1.self_draft import SelfDraft
+from vllm_specplug.vllm_v1.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
+from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
+from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner, step_metrics
+from vllm_specplug.vllm_worker.proposer import TreeProposer
+from vllm_specplug.vllm_worker.ranks import (
     any_worker,
     first_rank_trees,
     first_rank_values,
     first_worker_values,
 )
-from vllm_specplug.vllm_v1.runner_state import RunnerState, ScheduledRows
-from vllm_specplug.vllm_v1.self_draft import SelfDraft
-from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
-from vllm_specplug.vllm_v1.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
-from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
-from vllm_specplug.vllm_v1.window_cache import PagedTargetCache, WindowCache
+from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
+from vllm_specplug.vllm_worker.window_cache import PagedTargetCache, WindowCache
 
 logger = init_logger("vllm.specplug.runner")
 
@@ -403,17 +403,3 @@ class TreeRunnerMixin(_Runner):
             stats.observe_step_nodes(step_nodes)
             stats.observe_ms("verify", self.planner.verify_ms)
             stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))
-
-
-def require_seams(device: str) -> None:
-    """Checks, when a worker starts, everything of vLLM that it will call or override.
-
-    Raises:
-        RuntimeError: naming what is missing.
-    """
-    missing = WORKER_SEAMS[device].verify()
-    if missing:
-        raise RuntimeError(
-            f"This vLLM lacks what vllm-specplug builds on: {'; '.join(missing)}. Install a "
-            "supported release (`specplug doctor` names it) or choose another speculative method."
-        )

@@ -21,7 +21,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specplug.drafting.drafter import DrafterOptions
-from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
+from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter

@@ -19,9 +19,9 @@ from vllm_specplug.kernels import compact_kv, tree_metadata
 from vllm_specplug.kvcache import path_moves
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.tree_rows import CpuTreeRows, TreeRows, attach_tree_rows
-from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer, PagedDraftCache
 from vllm_specplug.vllm_v1.runner_state import RunnerState
-from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
+from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer, PagedDraftCache
+from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 BlockTable = Callable[[], torch.Tensor]
 

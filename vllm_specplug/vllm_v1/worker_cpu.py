@@ -5,7 +5,6 @@ from __future__ import annotations
 
 # Must come first: it sets up shared memory before torch's threads start.
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
-import os
 from typing import Any
 
 import torch
@@ -13,42 +12,17 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_specplug.kernels import describe
-from vllm_specplug.kernels.extension import ISA_VARIABLE
 from vllm_specplug.options import check_v2_feature, option_error
 from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER
-from vllm_specplug.vllm_v1.runner import TreeRunnerMixin, require_seams
+from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v1.self_draft import partial_cache_bytes
 from vllm_specplug.vllm_v1.tree_backend import TreeBackend
-from vllm_specplug.vllm_v1.window_cache import without_windows
+from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams
+from vllm_specplug.vllm_worker.window_cache import without_windows
 
 logger = init_logger("vllm.specplug.worker")
 
 CPU = torch.device("cpu")
-
-
-def choose_kernel(name: str, dtype: torch.dtype) -> None:
-    """Applies option `tree_kernel` and says which kernel serves.
-
-    Raises:
-        ValueError: when "cpp" is asked for and there is no compiled kernel.
-    """
-    if name == "triton":
-        logger.warning("Tree attention: Triton kernels run in the interpreter, for tests only")
-        return
-    if name == "reference":
-        os.environ[ISA_VARIABLE] = "reference"
-    chosen = describe(dtype)
-    if name == "cpp" and chosen["kernel"] != "cpp":
-        raise option_error(
-            "tree_kernel",
-            name,
-            f"the compiled kernels are not available here ({chosen['reason']})",
-            'Reinstall with a C++17 compiler, or use "auto"',
-        )
-    logger.info(
-        "Tree attention: %s kernel, %s (%s)", chosen["kernel"], chosen["isa"], chosen["reason"]
-    )
 
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]  # overrides

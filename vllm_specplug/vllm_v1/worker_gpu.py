@@ -18,8 +18,9 @@ from vllm_specplug.vllm_v1.rehearsal import (
     warm_up_draft,
     warm_up_sampling,
 )
-from vllm_specplug.vllm_v1.runner import TreeRunnerMixin, require_seams
+from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v1.tree_backend import TreeBackend
+from vllm_specplug.vllm_worker.start_up import require_seams
 
 # vLLM's attention backends that can hand tree rows over.
 TREE_BACKENDS = (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN)

@@ -19,10 +19,6 @@ from vllm_specplug.metrics import STATS_ATTRIBUTE
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows
-from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer, PagedDraftCache
-from vllm_specplug.vllm_v1.draft_planner import DraftPlanner, step_metrics
-from vllm_specplug.vllm_v1.proposer import TreeProposer
-from vllm_specplug.vllm_v1.window_cache import PagedTargetCache, WindowCache
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.device_trees import (
     Committed,
@@ -36,6 +32,10 @@ from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.step_input import block_table, step_rows
 from vllm_specplug.vllm_v2.tree_params import TreeParams
+from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer, PagedDraftCache
+from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
+from vllm_specplug.vllm_worker.proposer import TreeProposer
+from vllm_specplug.vllm_worker.window_cache import PagedTargetCache, WindowCache
 
 logger = init_logger("vllm.specplug.runner")
 

@@ -17,11 +17,11 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v1.draft_planner import Batch, DraftPlanner
-from vllm_specplug.vllm_v1.proposer import TreeProposer
-from vllm_specplug.vllm_v1.ranks import first_rank_trees
 from vllm_specplug.vllm_v2.device_trees import Committed, TreeStore
 from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests, next_tokens
+from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_worker.proposer import TreeProposer
+from vllm_specplug.vllm_worker.ranks import first_rank_trees
 
 if TYPE_CHECKING:
     from vllm_specplug.metrics import StepStats

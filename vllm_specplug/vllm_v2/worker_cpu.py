@@ -13,10 +13,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.options import option_error
 from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER_V2, SPECULATOR, V2_CPU_KERNELS
-from vllm_specplug.vllm_v1.runner import require_seams
-from vllm_specplug.vllm_v1.window_cache import without_windows
-from vllm_specplug.vllm_v1.worker_cpu import choose_kernel
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
+from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams
+from vllm_specplug.vllm_worker.window_cache import without_windows
 
 
 class TreeCPUModelRunnerV2(TreeRunnerV2Mixin, CPUModelRunner):  # type: ignore[misc]  # overrides

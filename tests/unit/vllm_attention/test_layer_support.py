@@ -156,7 +156,7 @@ def test_caches_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
 
 
 def test_a_forward_that_reads_the_tokens_before_a_row_is_refused() -> None:
-    from vllm_specplug.vllm_v1.proposer import _check_forward
+    from vllm_specplug.vllm_worker.proposer import _check_forward
 
     _check_forward(torch.nn.Identity(), "jetspec")
     with pytest.raises(ValueError, match="'jetspec' .*token_lookback_depth=2"):

@@ -28,10 +28,10 @@ from vllm_specplug.kernels import top_candidates
 from vllm_specplug.metrics import SpecPlugMetrics
 from vllm_specplug.options import parse_request_budget
 from vllm_specplug.tree import DraftTree, build_tree
-from vllm_specplug.vllm_v1.draft_planner import DraftPlanner
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
-from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend
+from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
+from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 NUM_REQUESTS, NODES, DEPTH, HIDDEN, VOCAB = 8, 12, 4, 64, 32
 

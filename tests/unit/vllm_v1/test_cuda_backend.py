@@ -26,8 +26,8 @@ from vllm_specplug.vllm_v1.cuda_backend import (
     TreeBuffers,
     request_parent_rows,
 )
-from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
 from vllm_specplug.vllm_v1.tree_backend import StepLimits
+from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(num_requests=4, num_rows=64, tree_rows=5, context=512)

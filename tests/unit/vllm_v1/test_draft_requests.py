@@ -12,8 +12,8 @@ from vllm import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from vllm_specplug.metrics import StepStats
-from vllm_specplug.vllm_v1.draft_planner import DraftPlanner
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
+from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
 
 STRANGER = [60, 61, 62, 63, 60, 61, 62, 63]
 

@@ -15,8 +15,8 @@ import pytest
 
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v1 import runner as runner_module
-from vllm_specplug.vllm_v1.ranks import _packed, _unpacked
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
+from vllm_specplug.vllm_worker.ranks import _packed, _unpacked
 
 FOLDER = Path(__file__).parent
 REPO = Path(__file__).resolve().parents[3]

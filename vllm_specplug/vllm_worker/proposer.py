@@ -16,8 +16,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.registry import get_method, headless_methods
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
-from vllm_specplug.vllm_v1.draft_cache import DraftKVLayer
-from vllm_specplug.vllm_v1.linear import packed_linear
+from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
+from vllm_specplug.vllm_worker.linear import packed_linear
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter

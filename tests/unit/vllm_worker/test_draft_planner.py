@@ -19,8 +19,8 @@ from vllm_specplug.options import (
     request_budget_limit,
 )
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v1.draft_planner import Batch, DraftPlanner
-from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
+from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 MAX_NODES = 8
 

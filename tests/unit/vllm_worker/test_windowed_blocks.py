@@ -11,8 +11,8 @@ import torch
 
 from tests.kernels.paged import layout_of, write_slots
 from vllm_specplug.drafting.drafter import DraftRequests
-from vllm_specplug.vllm_v1.draft_cache import PagedDraftCache
-from vllm_specplug.vllm_v1.windowed_blocks import WindowedBlocks
+from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache
+from vllm_specplug.vllm_worker.windowed_blocks import WindowedBlocks
 
 SIZE, HEADS, KV_HEADS, DIM, ROWS, SCALE = 16, 4, 2, 16, 5, 0.4
 CONTEXTS = [0, 3, 16, 37, 200, 79]
@@ -87,7 +87,7 @@ def test_bfloat16_is_as_near_as_its_numbers() -> None:
 def test_each_layer_has_its_own_window_and_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = Pages()
     monkeypatch.setattr(
-        "vllm_specplug.vllm_v1.draft_cache.cpu_kv_layout", lambda cache: pages.layout
+        "vllm_specplug.vllm_worker.draft_cache.cpu_kv_layout", lambda cache: pages.layout
     )
     windows, masks = [None, 33, 33, 1000], [False, True, False, True]
     layers: list[Any] = [

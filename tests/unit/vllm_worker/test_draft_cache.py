@@ -12,7 +12,7 @@ import torch
 from vllm_specplug.drafting.drafter import DraftRequests
 from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
 from vllm_specplug.kernels.reference import dense_attention
-from vllm_specplug.vllm_v1.draft_cache import PagedDraftCache
+from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache
 
 HEADS, DIM, BLOCK = 2, 32, 32
 # Of each request: slots of its context, and the pages that hold them.

@@ -10,7 +10,7 @@ import torch
 from vllm_specplug.drafting.drafter import DraftRequests, WindowSpec
 from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
 from vllm_specplug.kernels.reference import dense_attention
-from vllm_specplug.vllm_v1.window_cache import WindowCache, window_bytes
+from vllm_specplug.vllm_worker.window_cache import WindowCache, window_bytes
 
 HEADS, DIM = 2, 32
 SIZE = 40

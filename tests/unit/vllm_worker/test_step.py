@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v1.step import StepRequest, TreeStep
+from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 
 def _tree(parents: list[int]) -> DraftTree:

@@ -26,7 +26,7 @@ from vllm_specplug.kernels import (
     tree_metadata,
 )
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
-from vllm_specplug.vllm_v1.windowed_blocks import WindowedBlocks
+from vllm_specplug.vllm_worker.windowed_blocks import WindowedBlocks
 
 
 class DraftKVLayer(AttentionLayerBase):

@@ -21,7 +21,7 @@ from vllm_specplug.tree import DraftTree
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter, DraftRequests
     from vllm_specplug.metrics import StepStats
-    from vllm_specplug.vllm_v1.step import TreeStep
+    from vllm_specplug.vllm_worker.step import TreeStep
 
 # Below "vllm", so that vLLM's handler, format and level apply.
 _logger = logging.getLogger("vllm.specplug")
