@@ -118,8 +118,8 @@ def _reads_of_a_runner(source: str) -> list[str]:
 
 
 def test_one_module_reads_the_state_of_vllms_runner() -> None:
-    folder = PACKAGE / "vllm_v1"
-    readers = {p.name: _reads_of_a_runner(p.read_text()) for p in folder.glob("*.py")}
+    paths = [path for name in ("vllm_v1", "vllm_worker") for path in (PACKAGE / name).glob("*.py")]
+    readers = {path.name: _reads_of_a_runner(path.read_text()) for path in paths}
     assert readers.pop("runner_state.py")
     # Objects of the package's own that have requests.
     own = {"self.requests", "self.runner.requests"}
