@@ -115,7 +115,9 @@ def check_a_head_of_other_heads_than_the_targets() -> None:
         target().parent / "eagle3_other",
         json.loads((target() / "config.json").read_text())["vocab_size"],
     )
-    head = make_eagle3_head(folder, vocab, num_heads=8, num_kv_heads=4, head_dim=16)
+    head = make_eagle3_head(
+        folder, vocab, draft_vocab_size=vocab - 40, num_heads=8, num_kv_heads=4, head_dim=16
+    )
     options = {"model": str(head)}
     engine = {"async_scheduling": False, "enable_prefix_caching": True}
     own = {"method": "eagle3", "num_speculative_tokens": DEPTH, **options}
