@@ -174,6 +174,27 @@ def check_a_prefix_hit_that_leaves_one_token() -> None:
     made.compare([prompt, *PROMPTS[:2]], greedy(max_tokens=8))
 
 
+def check_full_prefix_hits_of_prompts_in_pieces() -> None:
+    """Prompts of whole blocks, cached but for the last token or block, that are cut into pieces
+    beside requests that decode."""
+    for method, ahead in (("oracle", False), ("oracle", True), ("jetspec", True),
+                          ("eagle3_tree", False), ("longspec", True)):  # fmt: skip
+        made = engines(
+            method, ahead=ahead, enable_prefix_caching=True, max_num_batched_tokens=64,
+            long_prefill_token_threshold=10, num_gpu_blocks_override=24,
+        )  # fmt: skip
+        text = [6 + i % 50 for i in range(129)]
+        prompts = [text[:128], text, text[:97], *PROMPTS[:3]]
+        hits = watch_prefix_hits(made.tree)
+        made.compare(prompts, greedy(max_tokens=12))
+        assert not any(hits.values()), hits
+        # All of them again, and a second time with seeds.
+        for params in (greedy(max_tokens=12), seeded(4, max_tokens=12)):
+            hits.clear()
+            made.compare([*prompts, text[:65]], params)
+            assert sorted(hits.values())[-4:] == [64, 96, 96, 128], hits
+
+
 def check_sampling_options() -> None:
     made = engines()
     options: list[dict[str, Any]] = [
