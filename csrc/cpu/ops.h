@@ -18,7 +18,9 @@ void tree_attn(const torch::stable::Tensor& query, const torch::stable::Tensor& 
                int64_t block_size, const std::optional<torch::stable::Tensor>& tables,
                const std::optional<torch::stable::Tensor>& tail_key,
                const std::optional<torch::stable::Tensor>& tail_value, bool context_only,
-               const std::optional<torch::stable::Tensor>& lse);
+               const std::optional<torch::stable::Tensor>& lse, int64_t window, double soft_cap,
+               const std::optional<torch::stable::Tensor>& alibi_slopes,
+               const std::optional<torch::stable::Tensor>& sinks);
 
 void compact_kv(const std::vector<torch::stable::Tensor>& kv_caches,
                 const torch::stable::Tensor& src_slots, const torch::stable::Tensor& dst_slots,

@@ -30,6 +30,7 @@ namespace {
 constexpr int kMaxItemRows = 512;
 // Below this much work (rows x groups, in units of 16 rows) waking other threads costs more.
 constexpr int64_t kParallelCost = 24;
+constexpr float kLog2E = 1.4426950408889634f;
 
 // Growing 64-byte aligned scratch; contents are not kept.
 class Scratch {
@@ -73,9 +74,15 @@ struct Problem {
   const int32_t *k_table, *v_table;
   const char *tail_key, *tail_value;  // null: the tail is in the cache
   int64_t tail_k_row, tail_k_head, tail_v_row, tail_v_head;
-  bool context_only;   // rows attend their context and nothing else
-  bool separate_tail;  // the context ends at context_len: the tail is dense or there is none
-  float* lse;          // [T, Hq] natural log of the sum of exp(scores), or null
+  bool context_only;          // rows attend their context and nothing else
+  bool separate_tail;         // the context ends at context_len: the tail is dense or there is none
+  const int32_t* first_slot;  // [M] first context slot of a row, or null: rows attend from slot 0
+  const int32_t* depth;       // [M] position of a row behind its root; null where nobody reads it
+  const float* alibi_slopes;  // [Hq] or null
+  const float* sinks;         // [Hq] or null
+  float scale, soft_cap;      // read where scores are reshaped before the softmax
+  bool reshaped;              // there is a soft cap, or ALiBi
+  float* lse;                 // [T, Hq] natural log of the sum of exp(scores), or null
   int64_t lse_row, lse_head;
   int element;  // bytes
 };
@@ -83,7 +90,8 @@ struct Problem {
 // Rows [first_row, first_row + rows) of the packed (query row, query head) rows of one KV head.
 struct Item {
   int req, head, first_row, rows;
-  int context_groups, groups;
+  int context_groups, first_group, groups;
+  int last_start;  // context slots from here on are seen by all rows
   int num_pieces, first_piece;
 };
 
@@ -123,9 +131,18 @@ int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) 
     const int per_chunk = ceil_div(ceil_div(rows, chunks), kRowBlock) * kRowBlock;
     for (int h = 0; h < p.num_kv_heads; ++h)
       for (int first = 0; first < rows; first += per_chunk) {
-        plan.items.push_back(
-            {r, h, first, std::min(per_chunk, rows - first), context_groups, groups, 0, 0});
-        total += group_cost(plan.items.back()) * groups;
+        Item item = {r, h, first, std::min(per_chunk, rows - first), context_groups, 0, groups,
+                     0, 0, 0};
+        if (p.first_slot != nullptr) {
+          const int32_t* starts = p.first_slot + p.mask_start[r];
+          const auto [low, high] = std::minmax_element(
+              starts + first / p.group_size, starts + ceil_div(first + item.rows, p.group_size));
+          // Blocks below belong to nobody, or to another request.
+          item.first_group = std::min(*low / kGroup, groups - 1);
+          item.last_start = *high;
+        }
+        plan.items.push_back(item);
+        total += group_cost(item) * (groups - item.first_group);
       }
   }
   const int64_t threads =
@@ -141,7 +158,7 @@ int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) 
     Item& item = plan.items[i];
     const int64_t cost = group_cost(item);
     item.first_piece = static_cast<int>(plan.pieces.size());
-    int g = 0;
+    int g = item.first_group;
     while (g < item.groups) {
       int end = item.groups;
       if (thread + 1 < threads) {
@@ -170,6 +187,60 @@ int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) 
   while (static_cast<int64_t>(plan.thread_begin.size()) <= threads)
     plan.thread_begin.push_back(static_cast<int>(plan.pieces.size()));
   return partial;
+}
+
+// Position of a row behind its root: the rows before it that it attends.
+int row_depth(const int64_t* words, int64_t words_per_row) {
+  int count = 0;
+  for (int64_t w = 0; w < words_per_row; ++w)
+    count += __builtin_popcountll(static_cast<unsigned long long>(words[w]));
+  return count - 1;
+}
+
+// Keeps the last `window` rows that a row attends: ancestors come in the order of their positions.
+void cut_to_window(int64_t* words, int64_t words_per_row, int window) {
+  int left = window;
+  for (int64_t w = words_per_row - 1; w >= 0; --w) {
+    uint64_t bits = static_cast<uint64_t>(words[w]);
+    int count = __builtin_popcountll(bits);
+    for (; count > left; --count) bits &= bits - 1;
+    left -= count;
+    words[w] = static_cast<int64_t>(bits);
+  }
+}
+
+// What follows from the positions of rows.
+struct RowPositions {
+  std::vector<int32_t> depth, first_slot;
+  std::vector<int64_t> words;
+};
+
+void fill_depths(Problem& p, int64_t num_rows, RowPositions& rows) {
+  rows.depth.resize(static_cast<size_t>(num_rows));
+  for (int64_t row = 0; row < num_rows; ++row)
+    rows.depth[row] = row_depth(p.words + row * p.words_per_row, p.words_per_row);
+  p.depth = rows.depth.data();
+}
+
+// A row at depth d attends positions from context + d - window + 1 on: what that leaves of the
+// context, and of the words where a tree is deeper than the window.
+void apply_window(Problem& p, int num_reqs, int64_t num_rows, int window, RowPositions& rows) {
+  rows.first_slot.assign(static_cast<size_t>(num_rows), 0);
+  bool cuts_trees = false;
+  for (int r = 0; r < num_reqs; ++r)
+    for (int i = 0; i < p.row_count[r]; ++i) {
+      const int64_t row = p.mask_start[r] + i;
+      cuts_trees |= p.depth[row] >= window;
+      const int64_t start = int64_t{p.context_len[r]} + p.depth[row] - window + 1;
+      rows.first_slot[row] =
+          static_cast<int32_t>(std::max<int64_t>(0, std::min<int64_t>(start, p.context_len[r])));
+    }
+  p.first_slot = rows.first_slot.data();
+  if (!cuts_trees) return;
+  rows.words.assign(p.words, p.words + num_rows * p.words_per_row);
+  for (int64_t row = 0; row < num_rows; ++row)
+    cut_to_window(rows.words.data() + row * p.words_per_row, p.words_per_row, window);
+  p.words = rows.words.data();
 }
 
 // 32 mask bits of one row starting at tail column j0 (negative: context, always attended).
@@ -260,6 +331,11 @@ class Worker {
                 static_cast<size_t>(padded - item.rows) * p_.padded_words * 4);
   }
 
+  // First slot that any row of the item's tree attends.
+  int first_used(const Item& item) const {
+    return p_.first_slot == nullptr ? 0 : p_.first_slot[p_.mask_start[item.req]];
+  }
+
   const char* cache_at(const char* base, int64_t block_stride, int64_t head_stride,
                        const Item& item, int slot) const {
     const int64_t block =
@@ -310,15 +386,18 @@ class Worker {
       return;
     }
     packed_group(index, group);
+    const int below = first_used(item) - slot;  // slots that are behind the window
     for (int half = 0; half < 2; ++half) {
-      const int left = std::max(0, std::min(kPanel, valid - half * kPanel));
+      const int left =
+          below >= (half + 1) * kPanel ? 0 : std::max(0, std::min(kPanel, valid - half * kPanel));
       PackSource src = {};
       src.kind = p_.layout == LayoutKind::kVec ? PackSource::kVec : PackSource::kTable;
-      // A half without valid slots may lie past the end of the block table.
-      const int at = left > 0 ? slot + half * kPanel : slot;
-      src.k = cache_at(p_.key_cache, p_.k_block, p_.k_head, item, at);
-      src.v = cache_at(p_.value_cache, p_.v_block, p_.v_head, item, at);
-      src.first = at % p_.block_size;
+      // A half without valid slots is not read: it may lie past the end of the block table, or in
+      // a block that left the window and is another request's.
+      const int at = slot + half * kPanel;
+      src.k = left > 0 ? cache_at(p_.key_cache, p_.k_block, p_.k_head, item, at) : p_.key_cache;
+      src.v = left > 0 ? cache_at(p_.value_cache, p_.v_block, p_.v_head, item, at) : p_.value_cache;
+      src.first = left > 0 ? at % p_.block_size : 0;
       src.valid = left;
       src.block_size = p_.block_size;
       src.k_table = p_.k_table;
@@ -412,7 +491,10 @@ class Worker {
     int g = piece.begin;
     for (int tile = 0; tile < tiles; ++tile) {
       const int n = (piece.end - g + tiles - tile - 1) / (tiles - tile);
-      run_tile(item, g, n, tile == 0, m, l, o);
+      const bool starts = tile == 0;
+      const bool has_sinks = starts && p_.sinks != nullptr && piece.begin == item.first_group;
+      if (has_sinks) start_with_sinks(item, m, l, o);
+      run_tile(item, g, n, starts && !has_sinks, m, l, o);
       g += n;
     }
     RowTarget target;
@@ -464,7 +546,11 @@ class Worker {
   void run_tile(const Item& item, int g, int n, bool first, float* m, float* l, float* o) {
     KvGroup groups[kTileGroups];
     int columns[kTileGroups];
-    for (int i = 0; i < n; ++i) columns[i] = prepare_group(item, g + i, i, groups[i]);
+    bool masked[kTileGroups];
+    for (int i = 0; i < n; ++i) {
+      columns[i] = prepare_group(item, g + i, i, groups[i]);
+      masked[i] = columns[i] != kNoMask || (g + i) * kGroup < item.last_start;
+    }
     const AttnVariant& v = *p_.variant;
     for (int r = 0; r < item.rows; r += kRowBlock) {
       const int rows = std::min(kRowBlock, item.rows - r);
@@ -472,7 +558,7 @@ class Worker {
       // Descendants come after their ancestors, so early rows attend nothing in late groups.
       uint32_t bits[kTileGroups][kRowBlock];
       int used = n;
-      while (used > 0 && columns[used - 1] != kNoMask &&
+      while (used > 0 && masked[used - 1] &&
              !row_bits(item, g + used - 1, columns[used - 1], r, rows, bits[used - 1]))
         --used;
       if (used == 0) {
@@ -481,7 +567,13 @@ class Worker {
       }
       v.scores(b_.q + static_cast<int64_t>(r) * p_.padded_words, p_.padded_words, rows,
                p_.padded_words, groups, used, b_.s, kPackedLd);
-      for (int i = used - 1; i >= 0 && columns[i] != kNoMask; --i) {
+      if (p_.reshaped) {
+        v.reshape(b_.s, kPackedLd, rows, used * kGroup, p_.scale, p_.soft_cap);
+        if (p_.alibi_slopes != nullptr)
+          for (int i = 0; i < used; ++i) add_alibi(item, g + i, r, rows, b_.s + i * kGroup);
+      }
+      for (int i = used - 1; i >= 0; --i) {
+        if (!masked[i]) continue;
         if (i < used - 1) row_bits(item, g + i, columns[i], r, rows, bits[i]);
         v.mask(b_.s + i * kGroup, kPackedLd, rows, bits[i]);
       }
@@ -502,25 +594,68 @@ class Worker {
 
   // Mask bits of a group for some packed rows; false when none is set.
   bool row_bits(const Item& item, int g, int column, int first, int rows, uint32_t* bits) const {
-    if (p_.separate_tail && g < item.context_groups) {
-      const uint32_t valid = (1u << column) - 1u;
-      for (int i = 0; i < rows; ++i) bits[i] = valid;
-      return valid != 0;
-    }
+    const bool in_context = p_.separate_tail && g < item.context_groups;
     const int64_t* words = p_.words + p_.mask_start[item.req] * p_.words_per_row;
+    const int32_t* starts =
+        p_.first_slot == nullptr ? nullptr : p_.first_slot + p_.mask_start[item.req];
     // Bits past the last row of the tree are ignored, whatever the words hold.
-    const int left = p_.row_count[item.req] - column;
+    const int left = column == kNoMask || in_context ? kGroup : p_.row_count[item.req] - column;
     const uint32_t exists = left >= kGroup ? 0xffffffffu : (1u << left) - 1u;
     int row = (item.first_row + first) / p_.group_size;
     int head = (item.first_row + first) % p_.group_size;
     uint32_t any = 0;
     for (int i = 0; i < rows; ++row, head = 0) {
-      const uint32_t value =
-          mask_bits(words + row * p_.words_per_row, p_.words_per_row, column) & exists;
+      uint32_t value = 0xffffffffu;
+      if (in_context)
+        value = column == kNoMask ? value : (1u << column) - 1u;
+      else if (column != kNoMask)
+        value = mask_bits(words + row * p_.words_per_row, p_.words_per_row, column) & exists;
+      if (starts != nullptr) {
+        const int behind = starts[row] - g * kGroup;
+        if (behind > 0) value &= behind >= kGroup ? 0u : ~((1u << behind) - 1u);
+      }
       any |= value;
       for (; head < p_.group_size && i < rows; ++head) bits[i++] = value;
     }
     return any != 0;
+  }
+
+  // The softmax begins with the sink: a score without a value.
+  void start_with_sinks(const Item& item, float* m, float* l, float* o) const {
+    clear_state(item.rows, m, l, o);
+    for (int i = 0; i < item.rows; ++i) {
+      const int head = item.head * p_.group_size + (item.first_row + i) % p_.group_size;
+      m[i] = std::max(p_.sinks[head] * kLog2E, kNoScore);
+      l[i] = 1.0f;
+    }
+  }
+
+  // Adds slope x (position of the key - position of the row) to the scores of one group.
+  void add_alibi(const Item& item, int g, int first, int rows, float* s) const {
+    const int context = p_.context_len[item.req];
+    const int32_t* depth = p_.depth + p_.mask_start[item.req];
+    const bool in_context = p_.separate_tail && g < item.context_groups;
+    // Column of the tree, negative in the context.
+    const int first_column = in_context         ? g * kGroup - context
+                             : p_.separate_tail ? (g - item.context_groups) * kGroup
+                                                : g * kGroup - context;
+    float position[kGroup];
+    for (int j = 0; j < kGroup; ++j) {
+      const int column = first_column + j;
+      if (column < 0)
+        position[j] = static_cast<float>(context + column);
+      else if (!in_context && column < p_.row_count[item.req])
+        position[j] = static_cast<float>(context + depth[column]);
+      else
+        position[j] = 0.0f;
+    }
+    for (int i = 0; i < rows; ++i) {
+      const int packed = item.first_row + first + i;
+      const int row = packed / p_.group_size;
+      const float slope = p_.alibi_slopes[item.head * p_.group_size + packed % p_.group_size];
+      const float own = static_cast<float>(context + depth[row]);
+      for (int j = 0; j < kGroup; ++j) s[i * kPackedLd + j] += slope * (position[j] - own);
+    }
   }
 
   const Problem& p_;
@@ -553,7 +688,8 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
                const Tensor& block_table, double scale, int64_t layout, int64_t block_size,
                const std::optional<Tensor>& tables, const std::optional<Tensor>& tail_key,
                const std::optional<Tensor>& tail_value, bool context_only,
-               const std::optional<Tensor>& lse) {
+               const std::optional<Tensor>& lse, int64_t window, double soft_cap,
+               const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks) {
   const ScalarType dtype = query.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Float,
                   "tree_attn: query must be float32 or bfloat16");
@@ -605,7 +741,23 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
   p.direct = block_size % kGroup == 0 &&
              (p.variant->bf16_dot ? p.layout == LayoutKind::kVnni && p.head_size % kGroup == 0
                                   : p.layout == LayoutKind::kVec && !p.bf16);
-  p.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
+  STD_TORCH_CHECK(soft_cap >= 0 && window >= 0,
+                  "tree_attn: soft_cap and window are positive, or 0 "
+                  "for none; got ",
+                  soft_cap, " and ", window);
+  p.soft_cap = static_cast<float>(soft_cap);
+  p.scale = static_cast<float>(scale);
+  p.reshaped = soft_cap > 0 || alibi_slopes.has_value();
+  p.scale_log2 = p.reshaped ? kLog2E : static_cast<float>(scale * 1.4426950408889634);
+  const auto per_head = [&](const std::optional<Tensor>& t, const char* name) -> const float* {
+    if (!t.has_value()) return nullptr;
+    check(*t, name, ScalarType::Float, 1);
+    STD_TORCH_CHECK(t->size(0) == num_heads && t->is_contiguous(), "tree_attn: ", name,
+                    " must be [Hq]");
+    return static_cast<const float*>(t->data_ptr());
+  };
+  p.alibi_slopes = per_head(alibi_slopes, "alibi_slopes");
+  p.sinks = per_head(sinks, "sinks");
   p.query = static_cast<const char*>(query.data_ptr());
   p.q_row = query.stride(0);
   p.q_head = query.stride(1);
@@ -670,6 +822,10 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
     p.lse_head = lse->stride(1);
   }
 
+  STD_TORCH_CHECK(!context_only || (window == 0 && !p.reshaped && p.sinks == nullptr),
+                  "tree_attn: context_only serves plain attention");
+  STD_TORCH_CHECK(!lse.has_value() || p.sinks == nullptr, "tree_attn: lse leaves sinks out");
+
   // Wrong metadata would read foreign memory: check all of it before any thread starts.
   for (int r = 0; r < num_reqs; ++r) {
     const int64_t slots = p.context_len[r] + (p.separate_tail ? 0 : int64_t{p.row_count[r]});
@@ -683,8 +839,19 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
             slots <= block_table.size(1) * block_size,
         "tree_attn: tree ", r, " does not fit: rows ", p.row_start[r], "+", p.row_count[r],
         ", context ", p.context_len[r], ", block table row ", p.req_index[r]);
+  }
+  static thread_local RowPositions positions;
+  if (window > 0 || p.alibi_slopes != nullptr) fill_depths(p, mask_words.size(0), positions);
+  if (window > 0)
+    apply_window(p, num_reqs, mask_words.size(0),
+                 static_cast<int>(std::min<int64_t>(window, std::numeric_limits<int>::max())),
+                 positions);
+  for (int r = 0; r < num_reqs; ++r) {
+    const int64_t slots = p.context_len[r] + (p.separate_tail ? 0 : int64_t{p.row_count[r]});
     const int32_t* blocks = p.block_table + p.req_index[r] * p.table_row;
-    for (int64_t i = 0; i * block_size < slots; ++i)
+    // Entries of blocks that are behind the window are not followed.
+    const int64_t first = p.first_slot == nullptr ? 0 : p.first_slot[p.mask_start[r]];
+    for (int64_t i = first / block_size; i * block_size < slots; ++i)
       STD_TORCH_CHECK(blocks[i] >= 0 && blocks[i] < key_cache.size(0), "tree_attn: block ",
                       blocks[i], " of tree ", r, " is outside the cache of ", key_cache.size(0),
                       " blocks");

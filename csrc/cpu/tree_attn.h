@@ -70,6 +70,8 @@ struct AttnVariant {
   // s[rows, 32*groups] = q[rows, words] . K; ld in elements of 4 bytes.
   void (*scores)(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
                  int num_groups, float* s, int64_t ld_s);
+  // Scaled scores s * scale, bent to cap * tanh(s * scale / cap) where cap > 0.
+  void (*reshape)(float* s, int64_t ld_s, int rows, int cols, float scale, float cap);
   // Columns of one group whose bit is clear become -inf. bits[rows].
   void (*mask)(float* s, int64_t ld_s, int rows, const uint32_t* bits);
   // Online softmax of s into p (same operand type as the variant), updating m, l and scaling o.

@@ -31,32 +31,33 @@ INLINE VecF dot_word(VecF acc, uint32_t a, VecU b) {
 #define DOT dot_word
 #endif
 
+template <bool COARSE>
 INLINE VecF exp2_fraction(VecF x) {
   const VecF zero = {};
-#if BF16_DOT
-  // The weights are rounded to bf16: a cubic (7.5e-5) is far below that rounding.
-  VecF p = zero + 0.0551716685295105f;
-  p = p * x + 0.2426111251115799f;
-  p = p * x + 0.6932609677314758f;
-  return p * x + 0.9999280571937561f;
-#else
+  if constexpr (COARSE) {
+    // The weights are rounded to bf16: a cubic (7.5e-5) is far below that rounding.
+    VecF p = zero + 0.0551716685295105f;
+    p = p * x + 0.2426111251115799f;
+    p = p * x + 0.6932609677314758f;
+    return p * x + 0.9999280571937561f;
+  }
   VecF p = zero + 0.0013276472454890609f;
   p = p * x + 0.009675540961325169f;
   p = p * x + 0.05550713092088699f;
   p = p * x + 0.24022120237350464f;
   p = p * x + 0.6931469440460205f;
   return p * x + 1.0000001192092896f;
-#endif
 }
 
 // 2^x for x <= ~100; exactly 0 for -inf.
+template <bool COARSE = BF16_DOT>
 INLINE VecF exp2_vec(VecF x) {
 #if VEC_WORDS == 16
   // Scaling into the denormal range costs a microcode assist a vector, so such lanes are masked.
   const __m512 at = reinterpret_cast<__m512>(x);
   const __mmask16 normal = _mm512_cmp_ps_mask(at, _mm512_set1_ps(-125.0f), _CMP_GE_OQ);
   const __m512 whole = _mm512_maskz_roundscale_ps(normal, at, 8);
-  const VecF p = exp2_fraction(reinterpret_cast<VecF>(_mm512_sub_ps(at, whole)));
+  const VecF p = exp2_fraction<COARSE>(reinterpret_cast<VecF>(_mm512_sub_ps(at, whole)));
   return reinterpret_cast<VecF>(_mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), whole));
 #else
   const VecF zero = {};
@@ -64,7 +65,7 @@ INLINE VecF exp2_vec(VecF x) {
   const VecF clamped = x < low ? low : x;
   const VecF magic = zero + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits
   const VecF shifted = clamped + magic;
-  const VecF p = exp2_fraction(clamped - (shifted - magic));
+  const VecF p = exp2_fraction<COARSE>(clamped - (shifted - magic));
   const VecI scaled = reinterpret_cast<VecI>(p) + (reinterpret_cast<VecI>(shifted) << 23);
   return x < low ? zero : reinterpret_cast<VecF>(scaled);
 #endif
@@ -225,6 +226,32 @@ INLINE void for_row_blocks(int rows, const F& f) {
 }
 
 // ---- softmax ---------------------------------------------------------------
+
+INLINE VecF tanh_vec(VecF x) {
+  const VecF zero = {};
+  const VecF size = x < zero ? -x : x;
+  const VecF square = x * x;
+  // Below 1/4, where 1 - e would cancel, the first terms of the series.
+  VecF series = zero - 1382.0f / 155925.0f;
+  series = series * square + 62.0f / 2835.0f;
+  series = series * square - 17.0f / 315.0f;
+  series = series * square + 2.0f / 15.0f;
+  series = series * square - 1.0f / 3.0f;
+  series = x + x * square * series;
+  const VecF e = exp2_vec<false>(size * -2.8853900817779268f);
+  const VecF far = (1.0f - e) / (1.0f + e);
+  return size < zero + 0.25f ? series : x < zero ? -far : far;
+}
+
+void reshape(float* s, int64_t ld_s, int rows, int cols, float scale, float cap) {
+  const float inner = scale / (cap > 0.0f ? cap : 1.0f);
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < cols; c += VEC_WORDS) {
+      float* at = s + r * ld_s + c;
+      const VecF x = load_f(at) * inner;
+      store_f(at, cap > 0.0f ? tanh_vec(x) * cap : x);
+    }
+}
 
 void mask(float* s, int64_t ld_s, int rows, const uint32_t* bits) {
   VecU lane;

@@ -243,9 +243,8 @@ void tile_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* group
 }  // namespace
 
 const AttnVariant* variant_amx() {
-  static const AttnVariant variant = {"amx",       true,  begin_tiles, end_tiles,
-                                      tile_scores, mask,  softmax,     tile_values,
-                                      pack,        write, combine};
+  static const AttnVariant variant = {"amx", true,    begin_tiles, end_tiles, tile_scores, reshape,
+                                      mask,  softmax, tile_values, pack,      write,       combine};
   return &variant;
 }
 }  // namespace specplug

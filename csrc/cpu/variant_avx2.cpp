@@ -15,8 +15,8 @@ namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_avx2() {
-  static const AttnVariant variant = {"avx2",  false,  no_state, no_state, scores, mask,
-                                      softmax, values, pack,     write,    combine};
+  static const AttnVariant variant = {"avx2", false,   no_state, no_state, scores, reshape,
+                                      mask,   softmax, values,   pack,     write,  combine};
   return &variant;
 }
 }  // namespace specplug

@@ -19,8 +19,8 @@ namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_avx512() {
-  static const AttnVariant variant = {"avx512", false,  no_state, no_state, scores, mask,
-                                      softmax,  values, pack,     write,    combine};
+  static const AttnVariant variant = {"avx512", false,   no_state, no_state, scores, reshape,
+                                      mask,     softmax, values,   pack,     write,  combine};
   return &variant;
 }
 }  // namespace specplug

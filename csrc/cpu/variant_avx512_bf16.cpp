@@ -28,8 +28,8 @@ namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_avx512_bf16() {
-  static const AttnVariant variant = {"avx512_bf16", true,   no_state, no_state, scores, mask,
-                                      softmax,       values, pack,     write,    combine};
+  static const AttnVariant variant = {"avx512_bf16", true,    no_state, no_state, scores, reshape,
+                                      mask,          softmax, values,   pack,     write,  combine};
   return &variant;
 }
 }  // namespace specplug

@@ -13,8 +13,8 @@ namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_plain() {
-  static const AttnVariant variant = {"plain", false,  no_state, no_state, scores, mask,
-                                      softmax, values, pack,     write,    combine};
+  static const AttnVariant variant = {"plain", false,   no_state, no_state, scores, reshape,
+                                      mask,    softmax, values,   pack,     write,  combine};
   return &variant;
 }
 }  // namespace specplug

@@ -12,6 +12,7 @@ import importlib
 from typing import Any
 
 _EXPORTS = {
+    "AttnFeatures": "features",
     "CpuKvLayout": "cpu_layout",
     "NgramIndex": "ngram_index",
     "TreeAttnMetadata": "metadata",

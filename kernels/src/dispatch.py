@@ -13,6 +13,7 @@ import torch
 from . import reference
 from .cpu_layout import CpuKvLayout
 from .extension import cpu_extension_error, has_cpu_extension, supported_isas
+from .features import PLAIN, AttnFeatures
 from .metadata import TreeAttnMetadata
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
@@ -32,6 +33,8 @@ def tree_attn(
     # [M, Hkv, Dh]
     tail_key: torch.Tensor | None = None,
     tail_value: torch.Tensor | None = None,
+    *,
+    features: AttnFeatures = PLAIN,
 ) -> None:
     """Attention of tree rows over their request's paged context and their own tree.
 
@@ -39,6 +42,10 @@ def tree_attn(
     whose mask bit is set. K/V of row j lie in the cache at slot context_len + j, or, when
     `tail_key` and `tail_value` are given, at row mask_start + j of these; then nothing past the
     context is read from the cache. Rows of `output` that belong to no tree are not touched.
+
+    `features` needs masks of trees or chains, whose rows attend as many rows as they are deep. With
+    a window, pages that lie wholly before it are not read, and their entries of the block table are
+    not followed.
 
     Raises:
         RuntimeError: if shapes disagree or the metadata points outside a tensor.
@@ -58,11 +65,18 @@ def tree_attn(
             layout.tables,
             tail_key,
             tail_value,
+            False,
+            None,
+            features.window,
+            features.soft_cap,
+            features.alibi_slopes,
+            features.sinks,
         )
         return
     reference.tree_attn_reference(
-        query, key_cache, value_cache, output, meta, scale, layout, tail_key, tail_value
-    )
+        query, key_cache, value_cache, output, meta, scale, layout, tail_key, tail_value,
+        features=features,
+    )  # fmt: skip
 
 
 def prefix_attn(

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from .cpu_layout import CpuKvLayout
+from .features import PLAIN, AttnFeatures
 from .masks import ancestor_mask, words_to_bool
 from .metadata import TreeAttnMetadata
 
@@ -55,20 +56,39 @@ def tree_attn_reference(
     # [M, Hkv, Dh]
     tail_key: torch.Tensor | None = None,
     tail_value: torch.Tensor | None = None,
+    *,
+    features: AttnFeatures = PLAIN,
 ) -> None:
     """See `dispatch.tree_attn`. Sums in float32, or float64 for a float64 query."""
     for request, start, rows, context, first in meta.plan.t().tolist():
         if rows == 0:
             continue
         cached = context if tail_key is not None else context + rows
-        k, v = _cached(meta, request, cached, key_cache, value_cache, layout)
+        # The root sees furthest back; what lies before may be gone.
+        begin = max(0, context - features.window + 1) if features.window else 0
+        k, v = _cached(meta, request, range(begin, cached), key_cache, value_cache, layout)
         if tail_key is not None and tail_value is not None:
             k = torch.cat([k, tail_key[first : first + rows]])
             v = torch.cat([v, tail_value[first : first + rows]])
         attended = torch.ones(rows, context + rows, dtype=torch.bool, device=query.device)
         attended[:, context:] = _own_rows(meta, first, rows)
+        distance = None
+        if features.window or features.alibi_slopes is not None:
+            own = context - 1 + attended[:, context:].sum(1)
+            positions = torch.cat([torch.arange(context, device=own.device), own])
+            distance = own[:, None] - positions
+            if features.window:
+                attended &= distance < features.window
+            distance = distance[:, begin:]
         out, _ = dense_attention(
-            query[start : start + rows], k, v, scale, query.shape[1] // k.shape[1], attended
+            query[start : start + rows],
+            k,
+            v,
+            scale,
+            query.shape[1] // k.shape[1],
+            attended[:, begin:],
+            features=features,
+            distance=distance,
         )
         output[start : start + rows] = out.to(output.dtype)
 
@@ -86,12 +106,15 @@ def tree_attn_cuda_reference(
     # [M, Hkv, Dh]
     tail_key: torch.Tensor | None = None,
     tail_value: torch.Tensor | None = None,
+    *,
+    features: AttnFeatures = PLAIN,
 ) -> None:
     """`tree_attn_reference` as the call of `cuda_contract`."""
     layout = PagedKvLayout(key_cache.shape[1])
     tree_attn_reference(
-        query, key_cache, value_cache, output, meta, scale, layout, tail_key, tail_value
-    )
+        query, key_cache, value_cache, output, meta, scale, layout, tail_key, tail_value,
+        features=features,
+    )  # fmt: skip
 
 
 def prefix_attn_reference(
@@ -110,7 +133,7 @@ def prefix_attn_reference(
 ) -> None:
     """See `dispatch.prefix_attn`."""
     for request, start, rows, context, _ in meta.plan.t().tolist():
-        k, v = _cached(meta, request, context, key_cache, value_cache, layout)
+        k, v = _cached(meta, request, range(context), key_cache, value_cache, layout)
         out, part = dense_attention(
             query[start : start + rows], k, v, scale, query.shape[1] // k.shape[1], None
         )
@@ -129,17 +152,29 @@ def dense_attention(
     group_size: int,
     # bool [n, L]
     mask: torch.Tensor | None,
+    *,
+    features: AttnFeatures = PLAIN,
+    # [n, L] positions between row and key; read for ALiBi
+    distance: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention and its log-sum-exp: float32 [n, Hq, Dh] and [n, Hq]; rows without keys are zero
-    with a log-sum-exp of -inf. float64 for a float64 query."""
+    with a log-sum-exp of -inf. float64 for a float64 query. The window is left to the mask."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     k = key.to(wide).repeat_interleave(group_size, dim=1)
     v = value.to(wide).repeat_interleave(group_size, dim=1)
     scores = torch.einsum("ihd,jhd->hij", query.to(wide), k) * scale
+    if features.soft_cap:
+        scores = features.soft_cap * (scores / features.soft_cap).tanh()
+    if features.alibi_slopes is not None:
+        assert distance is not None
+        scores -= features.alibi_slopes.to(wide)[:, None, None] * distance
     if mask is not None:
         scores.masked_fill_(~mask, float("-inf"))
+    if features.sinks is not None:
+        sink = features.sinks.to(wide)[:, None, None].expand(*scores.shape[:2], 1)
+        scores = torch.cat([scores, sink], dim=-1)
     lse = scores.logsumexp(dim=-1)  # [Hq, n]
-    weights = scores.softmax(dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(key)]
     weights.masked_fill_(lse.isneginf().unsqueeze(-1), 0.0)
     return torch.einsum("hij,jhd->ihd", weights, v), lse.t()
 
@@ -147,14 +182,14 @@ def dense_attention(
 def _cached(
     meta: TreeAttnMetadata,
     request: int,
-    count: int,
+    slots: range,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     layout: KvLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a request's first `count` slots, each [count, Hkv, Dh]."""
+    """K and V of a request's `slots`, each [len(slots), Hkv, Dh]."""
     size = layout.block_size
-    positions = torch.arange(count, device=meta.block_table.device)
+    positions = torch.arange(slots.start, slots.stop, device=meta.block_table.device)
     blocks = meta.block_table[request].long()[positions // size]
     return layout.gather(key_cache, value_cache, blocks * size + positions % size)
 

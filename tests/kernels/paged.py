@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.cpu_layout import CpuKvLayout, make_layout, standard_tables
 from vllm_specplug.kernels.metadata import TreeAttnMetadata
 
@@ -60,12 +61,29 @@ def path_of(parents: np.ndarray, row: int) -> list[int]:
     return path[::-1]
 
 
-def chain_attention(query, key, value, scale: float) -> torch.Tensor:
-    """Dense attention of one query [Hq, Dh] over all of key and value [L, Hkv, Dh], in float64."""
+def chain_attention(
+    query, key, value, scale: float, features: AttnFeatures | None = None, wide=torch.float64
+) -> torch.Tensor:
+    """Dense attention of one query [Hq, Dh] over all of key and value [L, Hkv, Dh]: a chain, of
+    which it is the last token. In dtype `wide`; below float64, weights have the query's dtype.
+    """
+    features = features or AttnFeatures()
     group_size = query.shape[0] // key.shape[1]
-    k = key.double().repeat_interleave(group_size, dim=1)
-    v = value.double().repeat_interleave(group_size, dim=1)
-    weights = (torch.einsum("hd,lhd->hl", query.double(), k) * scale).softmax(-1)
+    if features.window:
+        key, value = key[-features.window :], value[-features.window :]
+    k = key.to(wide).repeat_interleave(group_size, dim=1)
+    v = value.to(wide).repeat_interleave(group_size, dim=1)
+    scores = torch.einsum("hd,lhd->hl", query.to(wide), k) * scale
+    if features.soft_cap:
+        scores = features.soft_cap * torch.tanh(scores / features.soft_cap)
+    if features.alibi_slopes is not None:
+        behind = torch.arange(len(key)).flip(0)
+        scores -= features.alibi_slopes.to(wide)[:, None] * behind
+    if features.sinks is not None:
+        scores = torch.cat([scores, features.sinks.to(wide)[:, None]], dim=1)
+    weights = scores.softmax(-1)[:, : len(key)]
+    if wide != torch.float64:
+        weights = weights.to(query.dtype).to(wide)
     return torch.einsum("hl,lhd->hd", weights, v)
 
 
@@ -84,6 +102,7 @@ class PagedTrees:
     gap: int = 2
     # for dense blocks: rows attended by row i of n (None: the tree's ancestors)
     dense_mask: str | None = None
+    features: AttnFeatures = field(default_factory=AttnFeatures)
     cache: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,11 +139,21 @@ class PagedTrees:
             )
             self.keys.append(key)
             self.values.append(value)
+        if self.features.window:
+            self._lose_what_left_the_window()
         self.query = normal(start + self.gap, self.num_kv_heads * self.group_size, size)
         self.rows = rows
         if self.dense:
             self.tail_key = torch.cat([k[-n:] for k, n in zip(self.keys, rows, strict=True)])
             self.tail_value = torch.cat([v[-n:] for v, n in zip(self.values, rows, strict=True)])
+
+    def _lose_what_left_the_window(self) -> None:
+        """Blocks that no row attends are somebody else's: NaN here, and out of the table."""
+        block = self.layout.block_size
+        for r, (context, _) in enumerate(self.trees):
+            gone = max(0, context - self.features.window + 1) // block
+            self.cache[self.block_table[r + 1, :gone].long()] = float("nan")
+            self.block_table[r + 1, :gone] = 10**9
 
     def slots(self, r: int, count: int) -> torch.Tensor:
         positions = torch.arange(count)
@@ -148,20 +177,22 @@ class PagedTrees:
             self.block_table,
         )
 
-    def expected(self) -> torch.Tensor:
-        """Oracle for the tree rows, [M, Hq, Dh] float64: every branch as a chain of its own."""
+    def expected(self, wide: torch.dtype = torch.float64) -> torch.Tensor:
+        """Oracle for the tree rows, [M, Hq, Dh]: every branch as a chain of its own."""
         out = []
         for r, (context, _) in enumerate(self.trees):
             for row in range(self.rows[r]):
                 chain = [*range(context), *(context + j for j in self.attended(r, row))]
                 query = self.query[self.row_start[r] + row]
-                out.append(
-                    chain_attention(query, self.keys[r][chain], self.values[r][chain], self.scale)
-                )
+                key, value = self.keys[r][chain], self.values[r][chain]
+                out.append(chain_attention(query, key, value, self.scale, self.features, wide))
         return torch.stack(out)
 
     def same_precision(self) -> torch.Tensor:
-        """The tree rows by torch's own attention in the cache's dtype, [M, Hq, Dh]."""
+        """The tree rows by torch's own attention in the cache's dtype, [M, Hq, Dh]; with features
+        torch's does not have, by sums in float32."""
+        if not self.features.is_plain:
+            return self.expected(torch.float32).to(self.layout.dtype)
         out = []
         for r, (context, _) in enumerate(self.trees):
             n = self.rows[r]
@@ -197,6 +228,8 @@ class PagedTrees:
             tail = {"tail_key": self.tail_key, "tail_value": self.tail_value}
         key_cache, value_cache = self.layout.views(self.cache)
         meta = self.metadata(words)
+        if not self.features.is_plain:
+            tail["features"] = self.features
         args = (self.query, key_cache, value_cache, output, meta, self.scale, self.layout)
         with num_threads(threads):
             run(*args, **tail)

@@ -53,7 +53,14 @@ WORKERS = {
 # What the adapter of each device gives a drafter.
 CAPABILITIES = {
     "cpu": frozenset(Capability),
-    "cuda": frozenset({Capability.HIDDEN_STATES, Capability.NEXT_TOKENS, Capability.CONTEXT_CACHE}),
+    "cuda": frozenset(
+        {
+            Capability.HIDDEN_STATES,
+            Capability.OUTPUT_STATES,
+            Capability.NEXT_TOKENS,
+            Capability.CONTEXT_CACHE,
+        }
+    ),
 }
 # The same for vLLM's V2 model runner.
 WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2"}

@@ -283,6 +283,7 @@ class TreeRunnerMixin(_Runner):
                 slots=slots,
                 last_rows=torch.from_numpy(self.tree_step.last_rows()),
                 next_token_ids=self._next_tokens(),
+                output_states=hidden_states,
             )
         )
         requests, batch = self._draft_requests(sampled_token_ids)

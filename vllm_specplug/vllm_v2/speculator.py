@@ -134,7 +134,7 @@ class TreeSpeculator(BaseSpeculator):
         if self.spec.reads_next_tokens:
             following = next_tokens(committed.positions.numpy(), batch)
             committed = replace(committed, next_token_ids=torch.from_numpy(following))
-        drafter.observe(committed)
+        drafter.observe(replace(committed, output_states=last_hidden_states))
         most = self.store.num_nodes if num_speculative_tokens is None else num_speculative_tokens
         requests, others = self._draft_requests(batch, most)
         drafted = self.planner.draft(drafter, requests, others, self._room(requests))
