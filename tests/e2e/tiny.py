@@ -31,9 +31,14 @@ _CORPUS = (
 
 
 def make_other_target(
-    folder: Path, family: str, vocab_size: int, *, seed: int = 0, **sizes: Any
+    folder: Path, family: str, vocab_size: int, *, seed: int = 0, sharp: float = 1.0, **sizes: Any
 ) -> Path:
-    """A random float32 target of another family of transformers, e.g. "GPT2"; peaked likewise."""
+    """A random float32 target of another family of transformers, e.g. "GPT2"; peaked likewise.
+
+    Args:
+        sharp: factor for queries and keys: scores far apart, so that what attention does to them
+            shows in the output. Sinks are then of the scores' size, too.
+    """
     import transformers
 
     torch.manual_seed(seed)
@@ -43,8 +48,13 @@ def make_other_target(
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 parameter.mul_(2.5)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.mul_(sharp)
+            if name.endswith("sinks"):
+                parameter.normal_(std=2.0)
     model.save_pretrained(folder)
     return folder
 

@@ -131,9 +131,3 @@ def next_tokens(
         following[start : start + len(found)] = found[: len(following) - start]
         start = end
     return following
-
-
-def block_table(runner: Any) -> torch.Tensor:
-    """int32 [requests, blocks] of the running batch, in its order."""
-    table: torch.Tensor = runner.block_tables.input_block_tables[0]
-    return table
