@@ -30,7 +30,7 @@ from vllm_specplug.vllm_v1.self_draft import SelfDraft
 from vllm_specplug.vllm_v1.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
 from vllm_specplug.vllm_worker.cache_groups import (
-    check_partial_caches,
+    check_plain_attention,
     draft_group,
     last_layer,
 )
@@ -108,6 +108,13 @@ class TreeRunnerMixin(_Runner):
         state, drafter, method = self.state, self.drafter.drafter, str(self.tree_spec.plugin_method)
         caches, groups = state.target_caches(), state.target_groups()
         check_cache_dtypes(caches, state.dtype, method)
+        if not self.tree_backend.serves_features:
+            check_plain_attention(
+                state.layers,
+                method,
+                f"tree_kernel={self.tree_spec.tree_kernel!r}",
+                'Use tree_kernel="auto" on a CPU',
+            )
         self.tree_backend.bind(groups)
         self.draft_group = draft_group(state.kv_cache_config, state.layers, method)
         layers = self.drafter.cache_layers
@@ -130,7 +137,12 @@ class TreeRunnerMixin(_Runner):
             )
         partial_spec = drafter.partial_cache_spec()
         if partial_spec is not None:
-            check_partial_caches(state.layers, method)
+            check_plain_attention(
+                state.layers,
+                method,
+                "drafts with the target's own layers over partial caches",
+                "Use another method, or other settings of this one",
+            )
             drafter.bind_target_forward(SelfDraft(state, partial_spec), first_rank_values)
 
     def start_budget(self) -> None:
