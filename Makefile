@@ -52,7 +52,7 @@ test: setup
 test-full:
 	@$(MAKE) test TIER=full
 
-# A thousand runs of the fuzzed state machine; `make test` has a few for each method.
+# Thousands of runs of the fuzzed state machine; `make test` has a few for each method.
 fuzz: export SPECPLUG_FUZZ_EXAMPLES ?= 150
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz $(ARGS)

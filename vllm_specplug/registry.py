@@ -161,8 +161,8 @@ def default_method() -> Method:
 
 
 def headless_methods() -> list[str]:
-    """Names of the methods that need no draft head."""
-    return [name for name, method in methods().items() if not method.needs_head]
+    """Names of the methods that read neither a draft head nor the target's states."""
+    return [n for n, method in methods().items() if not method.needs_head and not method.needs]
 
 
 def owners_of(option: str) -> list[str]:

@@ -41,13 +41,18 @@ def _engines(
     costs: tuple[tuple[float, ...], tuple[float, ...]], method: str = "oracle", **options: Any
 ) -> Pair:
     engines = pair(method, speculative={**AUTO, **options})
+    freeze_costs(engines, costs)
+    return engines
+
+
+def freeze_costs(engines: Pair, costs: tuple[tuple[float, ...], tuple[float, ...]]) -> None:
+    """A budget that has learnt nothing, with costs that stay as they are."""
     planner = engines.runner.planner
     planner.adaptive = AdaptiveBudget(
         _FrozenCosts(*costs),
         planner.row_budget.max_step_rows,
         engines.runner.drafter.drafter.forward_depth,
     )
-    return engines
 
 
 def _prompts(count: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ token. Run by tests/e2e/test_eagle3_tree.py."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tests.e2e.pair import (
@@ -12,8 +13,10 @@ from tests.e2e.pair import (
     head_options,
     make_engine,
     sequences_of,
+    target,
     watch_prefix_hits,
 )
+from tests.e2e.tiny import make_eagle3_head
 
 DEPTH = 3
 CHAIN = {"num_speculative_tokens": DEPTH, "tree_budget": DEPTH, "tree_width": 1}
@@ -21,7 +24,7 @@ PROMPTS = [[3 + (5 * i * i + k) % 60 for i in range(8 + 9 * k)] for k in range(4
 LONG = [3 + (7 * i * i + 3 * i) % 60 for i in range(101)]
 
 
-def _drafts(llm: Any, prompts: list[list[int]]) -> tuple[dict[Any, list[int]], list[Any]]:
+def drafts_of(llm: Any, prompts: list[list[int]]) -> tuple[dict[Any, list[int]], list[Any]]:
     """Drafts of each step by the tokens before them, as they are scheduled, and the outputs."""
     from vllm import SamplingParams
 
@@ -53,9 +56,9 @@ def _engines(**engine: Any) -> tuple[Any, Any]:
     return chains, make_engine("eagle3_tree", speculative=CHAIN, **engine)
 
 
-def _compare(engines: tuple[Any, Any], prompts: list[list[int]]) -> int:
+def compare_drafts(engines: tuple[Any, Any], prompts: list[list[int]]) -> int:
     """Fails unless the drafts are the same at every place; returns how many there were."""
-    (own, plain), (ours, drafted) = (_drafts(llm, prompts) for llm in engines)
+    (own, plain), (ours, drafted) = (drafts_of(llm, prompts) for llm in engines)
     assert sequences_of(plain) == sequences_of(drafted)
     common = set(own) & set(ours)
     assert len(common) > len(ours) / 2, (len(common), len(own), len(ours))
@@ -72,10 +75,10 @@ def _compare(engines: tuple[Any, Any], prompts: list[list[int]]) -> int:
 def check_the_same_drafts_in_a_batch_and_after_prefix_hits() -> None:
     """The last block that is hit was followed by another token before."""
     engines = _engines(enable_prefix_caching=True)
-    assert _compare(engines, PROMPTS) > 20
-    assert _compare(engines, [LONG]) > 5
+    assert compare_drafts(engines, PROMPTS) > 20
+    assert compare_drafts(engines, [LONG]) > 5
     hits = watch_prefix_hits(engines[1])
-    assert _compare(engines, [[*LONG[:96], 62, 3]]) > 5
+    assert compare_drafts(engines, [[*LONG[:96], 62, 3]]) > 5
     # Three blocks are there, and the last one is computed again.
     assert list(hits.values()) == [64]
 
@@ -89,7 +92,7 @@ def check_chunks_and_preemption_leave_the_drafts() -> None:
     )
     alone: dict[Any, list[int]] = {}
     for prompt in PROMPTS:
-        alone.update(_drafts(llm, [prompt])[0])
+        alone.update(drafts_of(llm, [prompt])[0])
     scheduler = core_of(llm).scheduler
     preempted = []
     original = scheduler._preempt_request
@@ -97,10 +100,30 @@ def check_chunks_and_preemption_leave_the_drafts() -> None:
         preempted.append(args[0].request_id),
         original(*args, **kwargs),
     )[1]
-    mixed, _ = _drafts(llm, [LONG, *PROMPTS])
+    mixed, _ = drafts_of(llm, [LONG, *PROMPTS])
     assert preempted
     common = set(alone) & set(mixed)
     assert len(common) > 10, (len(common), len(alone), len(mixed))
     for known in common:
         count = min(len(alone[known]), len(mixed[known]))
         assert alone[known][:count] == mixed[known][:count], len(known)
+
+
+def check_a_head_of_other_heads_than_the_targets() -> None:
+    """Its keys and values have pages of their own shape: the same drafts, and plain outputs."""
+    folder, vocab = (
+        target().parent / "eagle3_other",
+        json.loads((target() / "config.json").read_text())["vocab_size"],
+    )
+    head = make_eagle3_head(
+        folder, vocab, draft_vocab_size=vocab - 40, num_heads=8, num_kv_heads=4, head_dim=16
+    )
+    options = {"model": str(head)}
+    engine = {"async_scheduling": False, "enable_prefix_caching": True}
+    own = {"method": "eagle3", "num_speculative_tokens": DEPTH, **options}
+    engines = (
+        make_engine(None, speculative_config=own, **engine),
+        make_engine("eagle3_tree", speculative={**CHAIN, **options}, **engine),
+    )
+    assert compare_drafts(engines, PROMPTS) > 20
+    assert compare_drafts(engines, [LONG]) > 5

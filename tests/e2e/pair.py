@@ -52,6 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 40,
                    "sink_size": 4, "kv_refresh": 7},
     "eagle3_tree": {"method": "eagle3_tree", **_FIXED},
+    "mtp_tree": {"method": "mtp_tree", **_FIXED},
     "ngram_tree": {"method": "ngram_tree", **_FIXED},
 }  # fmt: skip
 
@@ -119,10 +120,13 @@ class Pair:
 
         def recorded(input_batch: Any, *args: Any) -> None:
             record(input_batch, *args)
+            if runner.tree_walk is None:
+                return
             slots, counts = input_batch.idx_mapping_np, self.counts
             starts, parents = input_batch.cu_num_logits_np.tolist(), runner.tree_step.parent_rows
-            for i, nodes in enumerate(runner.speculator.node_counts[slots].tolist()):
-                nodes = min(nodes, starts[i + 1] - starts[i] - 1)
+            for i, req_id in enumerate(input_batch.req_ids):
+                tree = runner.speculator.trees.get(req_id)
+                nodes = 0 if tree is None else min(tree.num_nodes, starts[i + 1] - starts[i] - 1)
                 length = int(runner.tree_walk.lengths[i])
                 path = runner.tree_walk.path_rows[i, : length + 1] - starts[i]
                 rows = parents[starts[i] + 1 : starts[i] + nodes + 1] - starts[i]

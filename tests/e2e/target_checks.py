@@ -22,7 +22,12 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.event_checks import LONG
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
 from tests.e2e.pair import Counts, Pair, core_of, make_engine, pair, sequences_of, watch_prefix_hits
-from tests.e2e.tiny import make_head, make_other_target, make_quantised_target
+from tests.e2e.tiny import (
+    make_head,
+    make_other_target,
+    make_quantised_target,
+    make_weight_only_target,
+)
 
 _ROPED: dict[str, Any] = {
     "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
@@ -410,3 +415,19 @@ def check_a_quantised_target_and_its_lm_head() -> None:
     torch.testing.assert_close(
         full_vocab_weight(embedding, config), stored["model.embed_tokens.weight"]
     )
+
+
+def check_four_bit_weights() -> None:
+    """GPTQ and AWQ run on the CPU in bfloat16 alone, where rounding may decide between tokens that
+    are equally likely; the target's choices here are clear."""
+    for kind in ("gptq", "awq"):
+        folder = Path(tempfile.mkdtemp(prefix="specplug-quantised-"))
+        target = make_weight_only_target(folder / "target", QUANTISED_VOCAB, kind)
+        head = make_head(folder / "head", QUANTISED_VOCAB)
+        engine = {"model": str(target), "skip_tokenizer_init": True, "dtype": "bfloat16"}
+        prompts = [[p % QUANTISED_VOCAB for p in prompt] for prompt in PROMPTS]
+        for method, options in (("oracle", {}), ("jetspec", {"model": str(head)})):
+            engines = pair(method, **engine, speculative=options)
+            linear = engines.runner.model.model.layers[0].mlp.down_proj
+            assert linear.qweight.dtype == torch.int32
+            engines.compare(prompts, greedy(detokenize=False), branching=method == "oracle")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import eagle3_checks
+from tests.e2e import eagle3_checks, mtp_checks
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine
 from tests.e2e.pair import assert_check, check_names
 from tests.e2e.tiny import make_eagle3_head, make_target
@@ -65,3 +65,8 @@ def test_output_equals_plain_decoding(models: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("name", check_names(eagle3_checks))
 def test_chains_are_those_of_vllms_own_method(name: str) -> None:
     assert_check("tests.e2e.eagle3_checks", name)
+
+
+@pytest.mark.parametrize("name", check_names(mtp_checks))
+def test_a_targets_own_module(name: str) -> None:
+    assert_check("tests.e2e.mtp_checks", name)

@@ -23,11 +23,13 @@ import torch
 import vllm.config.vllm
 from vllm.triton_utils import HAS_TRITON
 
+from tests.e2e.budget_checks import FLAT, STEEP, freeze_costs
 from tests.e2e.event_checks import LONG
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
 from tests.e2e.pair import (
     Counts,
     Pair,
+    assert_same_output,
     core_of,
     generate,
     pair,
@@ -42,6 +44,8 @@ from tests.e2e.target_checks import (
     windows_from_slots,
 )
 from vllm_specplug.seams import V2_CPU_KERNELS
+from vllm_specplug.vllm_v2.runner_state import RunnerState
+from vllm_specplug.vllm_worker.calibration import start_budget
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 # Many engines in one process: small caches.
@@ -54,9 +58,16 @@ if not HAS_TRITON:
 MIXED = [greedy(max_tokens=24), *(seeded(i, max_tokens=24) for i in range(3))]
 
 
-def engines(method: str = "oracle", *, ahead: bool = True, **tree: Any) -> Pair:
-    """A pair whose tree engine schedules ahead or does not; six nodes per tree."""
-    options = {"num_speculative_tokens": 6, "tree_budget": 6}
+def engines(
+    method: str = "oracle",
+    *,
+    ahead: bool = True,
+    budget: int | str = 6,
+    ngram_topk: int = 3,
+    **tree: Any,
+) -> Pair:
+    """A pair whose tree engine schedules ahead or does not; six nodes per tree at most."""
+    options = {"num_speculative_tokens": 6, "tree_budget": budget, "ngram_topk": ngram_topk}
     made = pair(method, speculative=options, tree={"async_scheduling": ahead, **tree}, **CACHE)
     core = core_of(made.tree)
     assert type(core.scheduler).__name__ == ("AsyncScheduler" if ahead else "Scheduler")
@@ -163,6 +174,27 @@ def check_a_prefix_hit_that_leaves_one_token() -> None:
     made.compare([prompt, *PROMPTS[:2]], greedy(max_tokens=8))
 
 
+def check_full_prefix_hits_of_prompts_in_pieces() -> None:
+    """Prompts of whole blocks, cached but for the last token or block, that are cut into pieces
+    beside requests that decode."""
+    for method, ahead in (("oracle", False), ("oracle", True), ("jetspec", True),
+                          ("eagle3_tree", False), ("longspec", True)):  # fmt: skip
+        made = engines(
+            method, ahead=ahead, enable_prefix_caching=True, max_num_batched_tokens=64,
+            long_prefill_token_threshold=10, num_gpu_blocks_override=24,
+        )  # fmt: skip
+        text = [6 + i % 50 for i in range(129)]
+        prompts = [text[:128], text, text[:97], *PROMPTS[:3]]
+        hits = watch_prefix_hits(made.tree)
+        made.compare(prompts, greedy(max_tokens=12))
+        assert not any(hits.values()), hits
+        # All of them again, and a second time with seeds.
+        for params in (greedy(max_tokens=12), seeded(4, max_tokens=12)):
+            hits.clear()
+            made.compare([*prompts, text[:65]], params)
+            assert sorted(hits.values())[-4:] == [64, 96, 96, 128], hits
+
+
 def check_sampling_options() -> None:
     made = engines()
     options: list[dict[str, Any]] = [
@@ -245,6 +277,130 @@ def check_budgets_of_requests() -> None:
     alone = [greedy(max_tokens=12, extra_args={"specplug_tree_budget": 0})]
     generate(made.tree, PROMPTS[:1], alone)
     assert made.take_counts().nodes == 0
+
+
+def adaptive_engines(costs: Any, method: str = "oracle", **options: Any) -> Pair:
+    made = engines(method, budget="auto", **options)
+    # Measured at start, or read from what an engine before it measured.
+    assert made.runner.planner.adaptive is not None
+    freeze_costs(made, costs)
+    return made
+
+
+@contextmanager
+def verified_steps(made: Pair) -> Iterator[list[dict[str, tuple[int, int]]]]:
+    """Of each step, the rows of its requests and the nodes of their trees."""
+    planner = made.runner.planner
+    steps: list[dict[str, tuple[int, int]]] = []
+    original = planner.observe
+
+    def noted(step: Any, req_ids: list[str], *args: Any) -> None:
+        found = [(r.end_row - r.root_row, r.tree.num_nodes) for r in step.requests]
+        steps.append(dict(zip(req_ids, found, strict=True)))
+        original(step, req_ids, *args)
+
+    planner.observe = noted
+    try:
+        yield steps
+    finally:
+        del planner.observe
+
+
+def _full_steps(made: Pair) -> list[dict[str, tuple[int, int]]]:
+    """Compares four requests; the steps with all of them, but for the first three. Where steps are
+    prepared ahead, those are before anything was decided."""
+    with verified_steps(made) as steps:
+        _, counts = made.compare(PROMPTS[:4], MIXED)
+    assert counts.skipping > 3, counts
+    return [step for step in steps if len(step) == 4][3:]
+
+
+def _most_rows(steps: list[dict[str, tuple[int, int]]]) -> int:
+    return max(sum(rows for rows, _ in step.values()) for step in steps)
+
+
+def check_adaptive_budgets() -> None:
+    """Costs allow twelve rows, of 28 that four requests could have."""
+    for ahead in (False, True):
+        steps = _full_steps(adaptive_engines(STEEP, ahead=ahead))
+        nodes = [tuple(nodes for _, nodes in step.values()) for step in steps]
+        assert any(len(set(of_requests)) > 1 for of_requests in nodes), nodes
+        assert len(set(nodes)) > 2, nodes
+        assert 4 < _most_rows(steps) <= 12, steps
+
+
+def check_it_would_notice_rows_that_stay_reserved() -> None:
+    import vllm_specplug.vllm_process.metrics_bridge as bridge
+
+    stock = bridge.keep_reserved_rows
+    bridge.keep_reserved_rows = lambda *args: None
+    try:
+        assert _most_rows(_full_steps(adaptive_engines(STEEP, ahead=True))) == 28
+    finally:
+        bridge.keep_reserved_rows = stock
+
+
+def check_adaptive_budgets_of_a_head() -> None:
+    for ahead in (False, True):
+        made = adaptive_engines(FLAT, "jetspec", ahead=ahead)
+        with verified_steps(made) as steps:
+            made.compare(PROMPTS[:4], MIXED)
+        nodes = {tuple(nodes for _, nodes in step.values()) for step in steps}
+        assert len(nodes) > 2, steps
+
+
+def check_a_heads_random_drafts_are_given_up() -> None:
+    """And with them the rows that a scheduler reserves ahead."""
+    made = adaptive_engines(((1.0, 500.0), (30.0, 2000.0)), "jetspec", ngram_topk=0)
+    params = greedy(max_tokens=60, ignore_eos=True)
+    expected = generate(made.plain, PROMPTS[:4], params)
+    for _ in range(2):
+        with verified_steps(made) as steps:
+            actual = generate(made.tree, PROMPTS[:4], params)
+        for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
+            assert_same_output(a, b, f"request {i}")
+    rows = [sum(rows for rows, _ in step.values()) for step in steps if len(step) == 4]
+    assert len(rows) > 40 and sum(rows[5:]) < 4.5 * len(rows), rows
+
+
+def check_requests_that_fix_their_budget_among_adaptive_ones() -> None:
+    for ahead in (False, True):
+        made = adaptive_engines(STEEP, ahead=ahead)
+        params = [
+            greedy(max_tokens=20, extra_args={"specplug_tree_budget": budget})
+            for budget in (0, 2, 5, "auto")
+        ]
+        with verified_steps(made) as steps:
+            made.compare(PROMPTS[:4], params)
+        full = [step for step in steps if len(step) == 4][3:]
+        most = {name: max(step[name][1] for step in full) for name in full[0]}
+        assert sorted(most.values())[0] == 0 and {2, 5} <= set(most.values()), full
+
+
+def check_step_costs_are_measured_and_learnt() -> None:
+    for ahead in (False, True):
+        made = engines(ahead=ahead, budget="auto")
+        planner = made.runner.planner
+        start_budget(planner, RunnerState(made.runner))
+        seen = _observed(planner.adaptive.costs)
+        generate(made.tree, PROMPTS[:4], greedy(max_tokens=12, ignore_eos=True))
+        # Steps of decoding rows alone: rows, logits, tokens attended, milliseconds.
+        assert len(seen) >= 3
+        for rows, sampled, context, milliseconds in seen:
+            assert 1 <= rows == sampled <= 28 and context > rows * 4 and 0 < milliseconds < 1e4
+
+
+def _observed(costs: Any) -> list[tuple[Any, ...]]:
+    """What a cost model is taught from here on."""
+    seen: list[tuple[Any, ...]] = []
+    observe = costs.observe_verify
+
+    def noted(*args: Any) -> None:
+        seen.append(args)
+        observe(*args)
+
+    costs.observe_verify = noted
+    return seen
 
 
 def check_rows_that_run_out() -> None:

@@ -8,7 +8,8 @@ what the plain engine gives that request alone. When all is done no block may be
 nothing may be kept of any request.
 
 Both engines live as long as the process and each plain answer is computed once, so that an
-example costs fractions of a second.
+example costs fractions of a second. The tree engine's model runner is a parameter: V1's, or V2's
+with a scheduler that waits for every step or works ahead of it.
 
 Examples repeat: grammars, which compile in threads, are ready after a number of looks at their
 request instead of when the clock says so. Without that, an engine that has nothing else to do
@@ -24,6 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -39,11 +41,9 @@ from tests.e2e.pair import (
 from tests.kept_state import RequestNames, engine_roots, places_of
 
 VOCABULARY = range(6, 340)
-ENGINE = {
-    # A pool this small preempts; blocks of 32 tokens.
-    "tree": {"enable_prefix_caching": True, "num_gpu_blocks_override": 12, "max_num_seqs": 6,
-             "max_num_batched_tokens": 96},
-}  # fmt: skip
+# A pool this small preempts; blocks of 32 tokens.
+TREE_ENGINE = {"enable_prefix_caching": True, "num_gpu_blocks_override": 12, "max_num_seqs": 6,
+               "max_num_batched_tokens": 96}  # fmt: skip
 PROMPTS = (
     [9],
     [7, 40, 41],
@@ -89,6 +89,17 @@ def sampling_params(index: int, budget: int | None = None, **changes: Any) -> An
     if budget is not None:
         options["extra_args"] = {"specplug_tree_budget": budget}
     return SamplingParams(**options)
+
+
+def machine_pair(method: str, ahead: bool | None) -> Pair:
+    """The engines of a machine."""
+    # Counting ranks is the only thing compiled here, and takes longer than all examples.
+    torch.compiler.set_stance("force_eager")
+    made = pair(method, tree=TREE_ENGINE | ({} if ahead is None else {"async_scheduling": ahead}))
+    scheduler, runner = type(core_of(made.tree).scheduler).__name__, type(made.runner).__name__
+    assert scheduler == ("AsyncScheduler" if ahead else "Scheduler"), scheduler
+    assert runner == ("TreeCPUModelRunner" if ahead is None else "TreeCPUModelRunnerV2"), runner
+    return made
 
 
 _answers: dict[tuple[tuple[int, ...], int], Any] = {}
@@ -164,7 +175,8 @@ class Watch:
         self.scheduler._handle_blocked_waiting_request = is_ready
 
 
-_watches: dict[str, Watch] = {}
+# By the engine core watched, all of which live on.
+_watches: dict[int, Watch] = {}
 _request_numbers = itertools.count()
 
 
@@ -172,6 +184,8 @@ class EngineMachine(RuleBasedStateMachine):
     """One example; the engine is shared by all."""
 
     method = "oracle"
+    ahead: ClassVar[bool | None] = None
+    """On V2, whether the scheduler works ahead; None on V1."""
     totals: ClassVar[Counter[str]] = Counter()
     """What all examples of a method did; one of its own for each."""
 
@@ -183,12 +197,12 @@ class EngineMachine(RuleBasedStateMachine):
         )
     )
     def begin(self, first: list[tuple[list[int], int]]) -> None:
-        self.engines = pair(self.method, **ENGINE)
+        self.engines = machine_pair(self.method, self.ahead)
         self.core = core_of(self.engines.tree)
         self.engine = self.engines.tree.llm_engine
-        if self.method not in _watches:
-            _watches[self.method] = Watch(self.engines)
-        self.watch = _watches[self.method]
+        if id(self.core) not in _watches:
+            _watches[id(self.core)] = Watch(self.engines)
+        self.watch = _watches[id(self.core)]
         self.watch.restart()
         self.waiting: dict[str, Expected] = {}
         self.texts: list[list[int]] = []
@@ -277,7 +291,8 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.engine.has_unfinished_requests():
                 break
             self._step()
-        self.engine.step()
+        while self.engine.step() or self.core.batch_queue:
+            pass  # what was scheduled ahead for requests that ended, and that they ended
         self.totals["idle"] += 1
         self._nothing_is_kept()
 
@@ -317,7 +332,8 @@ class EngineMachine(RuleBasedStateMachine):
         except BaseException:
             # The engine is shared: the next example must not start from this one's remains.
             self.engine.abort_request(list(self.waiting))
-            self.engine.step()
+            while self.engine.step() or self.core.batch_queue:
+                pass
             raise
         finally:
             counts = self.engines.take_counts()
@@ -325,6 +341,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.totals["verified"] += counts.nodes
             self.totals["accepted"] += counts.accepted
             self.totals["pruned"] += counts.pruned
+            self.totals["stale"] += counts.stale
             self.totals["preempted"] += self.watch.preempted
             self.totals["cached"] += sum(self.watch.prefix_hits.values())
             self.engines.runner.planner.row_budget.max_step_rows = 512
@@ -336,8 +353,12 @@ class EngineMachine(RuleBasedStateMachine):
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
         assert not scheduler.requests and not scheduler.running and not scheduler.waiting
-        assert not self.engines.runner.requests and not self.engines.runner.proposed_trees
-        places = places_of(engine_roots(self.core, self.engines.runner), self.watch.names.seen)
-        assert not places, places
+        runner = self.engines.runner
+        if self.ahead is None:
+            assert not runner.requests and not runner.proposed_trees
+        else:
+            assert not runner.req_states.req_id_to_index
+        places = places_of(engine_roots(self.core, runner), self.watch.names.seen)
+        assert not places, f"requests are kept in {places}"
         # Builders make valid trees of whatever a head computes: none was dropped.
         assert not self.engines.runner.planner._has_warned

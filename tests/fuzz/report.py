@@ -74,8 +74,14 @@ def page(rows: dict[str, Any]) -> str:
 def command_line(method: str, variables: dict[str, str]) -> str:
     """The command that runs one method's check again."""
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-    name, _, kind = method.partition("-")
-    module, check = "machine_checks", f"check_{name}"
-    if kind:
-        module, check = "hard_head_checks", f"check_{kind}_{name}"
+    if method.startswith("v2-"):
+        name = method.replace("-", "_")
+        module, check = "v2_machine_checks", f"check_{name}"
+        if "oracle" not in name:
+            module = "v2_method_checks"
+    else:
+        name, _, kind = method.partition("-")
+        module, check = "machine_checks", f"check_{name}"
+        if kind:
+            module, check = "hard_head_checks", f"check_{kind}_{name}"
     return f"{settings} python -m tests.e2e.pair tests.fuzz.{module} out/failures.json {check}"

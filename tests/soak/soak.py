@@ -131,11 +131,11 @@ def acceptance(samples: list[Sample]) -> float:
 
 def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any]]:
     from tests.e2e.pair import Pair, core_of, make_engine, watch_prefix_hits
-    from tests.fuzz.engine_machine import ENGINE
+    from tests.fuzz.engine_machine import TREE_ENGINE
     from tests.kept_state import RequestNames, engine_roots, places_of
 
     trees = method != "none"
-    arguments = {**ENGINE["tree"], **CACHE}
+    arguments = {**TREE_ENGINE, **CACHE}
     if not trees:
         # A seeded prompt that is cut into chunks ends plain vLLM on CPU: room for whole ones.
         arguments["max_num_batched_tokens"] = 2048

@@ -6,6 +6,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -43,3 +45,12 @@ def test_tests_of_one_server_run_in_one_process() -> None:
             own = [ast.unparse(decorator) for decorator in test.decorator_list]
             if test.name.startswith("test_"):
                 assert any("xdist_group" in mark for mark in marks + own), (path, test.name)
+
+
+@pytest.mark.xdist_group("groups")
+def test_groups_stay_together(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist schedules by the suffix it gives to node ids; without one, groups are torn
+    apart and each worker starts their engines."""
+    if not hasattr(request.config, "workerinput") or not request.config.getvalue("loadgroup"):
+        pytest.skip("runs in one process, or without --dist loadgroup")
+    assert request.node.nodeid.endswith("@groups")

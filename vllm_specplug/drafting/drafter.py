@@ -130,6 +130,8 @@ class CommittedTokens:
     last_rows: torch.Tensor | None = None
     # [M] int64, the token after each, the anchor after a request's last; of drafters that need it
     next_token_ids: torch.Tensor | None = None
+    # [T, H], what the target's forward returned; of drafters that need it
+    output_states: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

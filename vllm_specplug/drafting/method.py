@@ -32,6 +32,9 @@ class Capability(StrEnum):
 
     HIDDEN_STATES = "hidden_states"
     """Outputs of chosen decoder layers for every committed token (`DraftPlan.hidden_layers`)."""
+    OUTPUT_STATES = "output_states"
+    """What the target's forward returns for every committed token, from which its LM head's scores
+    are computed (`CommittedTokens.output_states`)."""
     NEXT_TOKENS = "next_tokens"
     """The token after every committed one (`CommittedTokens.next_token_ids`). The last block of a
     prefix hit is computed again: another token may follow it than when it was cached."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries a step's statistics from the runner's output to /metrics.
+"""Carries a step's statistics from the runner's output to /metrics, and to the scheduler what the
+worker wants reserved (`placeholders.keep_reserved_rows`).
 
 Seam: metrics_bridge.
 
@@ -32,6 +33,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_specplug.metrics import STATS_ATTRIBUTE, PrometheusExporter
+from vllm_specplug.vllm_process.placeholders import keep_reserved_rows
 
 
 @dataclass
@@ -79,10 +81,12 @@ def attach_stats(outputs: dict[int, EngineCoreOutputs], payload: dict[str, Any])
 
 
 def with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Scheduler.update_from_output`, and the payload on what it returns."""
+    """`Scheduler.update_from_output`, the payload on what it returns, and the rows that the worker
+    wants."""
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = original(self, scheduler_output, model_runner_output)
+        keep_reserved_rows(self, model_runner_output)
         payload = getattr(model_runner_output, STATS_ATTRIBUTE, None)
         if payload is not None:
             attach_stats(outputs, payload)

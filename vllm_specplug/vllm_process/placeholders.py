@@ -12,7 +12,9 @@ Why: where it is unset, the scheduler pads a request that starts with a single r
 full CUDA graphs fit. Trees differ in size anyway, none of those drafts can be accepted, and every
 row costs a forward's share. On V1 the table changes nothing else: it gives the number that the
 scheduler would use without it. On V2 a scheduler that works ahead reserves that many rows before
-it knows the trees, so the table has what the budget leaves a request of such a batch.
+it knows the trees, so the table has what the budget leaves a request of such a batch. Under an
+adaptive budget a request only starts with that: `keep_reserved_rows` then cuts the reservation to
+what the worker asked for, which arrives with each step's output.
 
 Remove when: a proposer can say that it does not want the padding, and how many rows it wants.
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE, ReservedRows
 from vllm_specplug.options import request_budget_limit
 from vllm_specplug.vllm_process.spec_config import tree_config
 
@@ -34,7 +37,8 @@ def drafts_by_batch_size(spec: Any, scheduler_config: Any, nodes: int) -> list[i
     """
     most = scheduler_config.max_num_seqs
     sizes = range(most + 1)
-    if not spec.uses_v2:
+    if not spec.uses_v2 or (spec.tree_budget == "auto" and not scheduler_config.async_scheduling):
+        # The scheduler gets the trees themselves, of the sizes that the worker chose.
         return [nodes for _ in sizes]
     if spec.tree_budget != "auto":
         nodes = min(nodes, max(int(spec.tree_budget), request_budget_limit(spec)))
@@ -43,6 +47,21 @@ def drafts_by_batch_size(spec: Any, scheduler_config: Any, nodes: int) -> list[i
     wanted = min(rows, spec.max_step_rows or rows)
     shares = [min(wanted // max(1, size), rows // min(size + 1, most)) for size in sizes]
     return [min(nodes, max(0, share - 1)) for share in shares]
+
+
+def keep_reserved_rows(scheduler: Any, model_runner_output: Any) -> None:
+    """Cuts the reservations of a scheduler that works ahead to what its worker asked for.
+
+    Call when the output's step is accounted for: the step behind it is scheduled already, the one
+    after that is not.
+    """
+    reserved: ReservedRows | None = getattr(model_runner_output, RESERVED_ROWS_ATTRIBUTE, None)
+    if reserved is None:
+        return
+    for request in scheduler.running:
+        # A new list: vLLM shares its placeholders between requests.
+        if len(request.spec_token_ids) > (nodes := reserved.nodes(request.request_id)):
+            request.spec_token_ids = request.spec_token_ids[:nodes]
 
 
 def without_placeholders(original: Callable[..., None]) -> Callable[..., None]:

@@ -4,11 +4,8 @@ the memory they take while vLLM measures it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -18,36 +15,11 @@ from vllm_specplug.registry import headless_methods
 from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_v1.target_sampler import MAX_ELEMENTS_AT_ONCE, TargetSampler
 from vllm_specplug.vllm_worker.ranks import any_worker
+from vllm_specplug.vllm_worker.rehearsal import SHORT_CONTEXT, rehearsal
 
-SHORT_CONTEXT = 7
 # Long enough for a kernel to split it.
 LONG_CONTEXT = 8192
 _FEW_ROWS = 256
-
-
-@contextmanager
-def rehearsal(
-    state: RunnerState, count: int, depth: int, context: int = SHORT_CONTEXT
-) -> Iterator[DraftRequests]:
-    """`count` dummy requests of `context` tokens and an anchor, to draft `depth` levels for."""
-    tokens = 1 + np.arange(context + 1) % 7  # ids that the smallest vocabularies have
-    options = state.drafter_options
-    requests = DraftRequests(
-        req_ids=[f"specplug-rehearsal-{i}" for i in range(count)],
-        token_ids=[tokens] * count,
-        context_lens=[len(tokens) - 1] * count,
-        req_indices=list(range(count)),
-        budgets=[options.num_nodes] * count,
-        widths=[options.tree_width] * count,
-        depths=[depth] * count,
-        forward_depths=[depth] * count,
-    )
-    state.rehearsal_requests = count
-    try:
-        yield requests
-    finally:
-        state.rehearsal_requests = 0
-        state.drafter.forget(requests.req_ids)
 
 
 def warm_up_draft(state: RunnerState) -> None:

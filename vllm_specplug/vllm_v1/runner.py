@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank, get_world_group
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
-from vllm_specplug.budget import AdaptiveBudget, StepCostModel
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
 from vllm_specplug.metrics import STATS_ATTRIBUTE
 from vllm_specplug.seams import LOGITS_PROCESSORS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
-from vllm_specplug.vllm_v1.calibration import CalibrationError, calibrate
 from vllm_specplug.vllm_v1.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v1.runner_state import RunnerState, ScheduledRows
 from vllm_specplug.vllm_v1.self_draft import SelfDraft
@@ -34,14 +32,10 @@ from vllm_specplug.vllm_worker.cache_groups import (
     draft_group,
     last_layer,
 )
+from vllm_specplug.vllm_worker.calibration import start_budget
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.proposer import TreeProposer
-from vllm_specplug.vllm_worker.ranks import (
-    any_worker,
-    first_rank_trees,
-    first_rank_values,
-    first_worker_values,
-)
+from vllm_specplug.vllm_worker.ranks import first_rank_trees, first_rank_values
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 from vllm_specplug.vllm_worker.window_cache import PagedTargetCache, WindowCache
 
@@ -146,27 +140,8 @@ class TreeRunnerMixin(_Runner):
             drafter.bind_target_forward(SelfDraft(state, partial_spec), first_rank_values)
 
     def start_budget(self) -> None:
-        """Measures step costs for an adaptive budget. Call once the model is ready to serve.
-
-        Where they cannot be measured on some worker, the budget is fixed on all.
-        """
-        if not self.planner.is_adaptive:
-            return
-        is_first = get_world_group().is_first_rank
-        try:
-            calibration = calibrate(self.state, first_worker_values, is_first, any_worker)
-        except CalibrationError as error:
-            logger.warning(
-                "Tree budget: step costs could not be measured (%s); trees take a fixed budget of "
-                "num_speculative_tokens nodes",
-                error,
-            )
-            return
-        self.planner.adaptive = AdaptiveBudget(
-            StepCostModel(calibration),
-            self.planner.row_budget.max_step_rows,
-            self.drafter.drafter.forward_depth,
-        )
+        """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
+        start_budget(self.planner, self.state)
 
     # -- the step ------------------------------------------------------------------------
 
@@ -336,6 +311,7 @@ class TreeRunnerMixin(_Runner):
                 slots=slots,
                 last_rows=torch.from_numpy(self.tree_step.last_rows()),
                 next_token_ids=self._next_tokens(),
+                output_states=hidden_states,
             )
         )
         requests, batch = self._draft_requests(sampled_token_ids)
@@ -418,5 +394,4 @@ class TreeRunnerMixin(_Runner):
         self.planner.observe(self.tree_step, self.state.req_ids, walked)
         if step_nodes:
             stats.observe_step_nodes(step_nodes)
-            stats.observe_ms("verify", self.planner.verify_ms)
             stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))

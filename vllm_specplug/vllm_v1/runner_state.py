@@ -73,6 +73,10 @@ class RunnerState:
     # -- the engine -----------------------------------------------------------------------
 
     @property
+    def name(self) -> str:
+        return "V1"
+
+    @property
     def vllm_config(self) -> Any:
         return self._runner.vllm_config
 

@@ -15,10 +15,15 @@ from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.tree_rows import CpuTreeRows, TreeRows
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, path_moves
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
+from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
 
 class TreeBackend(ABC):
     """One device's way of verifying trees."""
+
+    @abstractmethod
+    def step_clock(self) -> StepClock:
+        """What times the steps of this device."""
 
     @abstractmethod
     def bind(self, groups: list[CacheGroup]) -> None:
@@ -51,6 +56,9 @@ def step_plan(trees: StepTrees) -> torch.Tensor:
 
 class CpuTreeBackend(TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache."""
+
+    def step_clock(self) -> StepClock:
+        return HostClock()
 
     def bind(self, groups: list[CacheGroup]) -> None:
         self.groups = [(group.index, list(group.caches.values())) for group in groups]

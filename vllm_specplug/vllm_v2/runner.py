@@ -8,13 +8,13 @@ overrides below follow the order of a step. Seams: runner_v2_*.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
 
+from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics import STATS_ATTRIBUTE
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
@@ -28,11 +28,13 @@ from vllm_specplug.vllm_v2.device_trees import (
     committed_rows,
     set_positions,
 )
+from vllm_specplug.vllm_v2.runner_state import RunnerState
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
-from vllm_specplug.vllm_v2.step_input import block_table, step_rows
+from vllm_specplug.vllm_v2.step_input import block_table, step_rows, verified_step
 from vllm_specplug.vllm_v2.tree_params import TreeParams
 from vllm_specplug.vllm_worker.cache_groups import draft_group, last_layer, target_groups
+from vllm_specplug.vllm_worker.calibration import start_budget
 from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.proposer import TreeProposer
@@ -65,7 +67,9 @@ class TreeRunnerV2Mixin(_Runner):
             self.use_aux_hidden_state_outputs = True
         self.tree_backend = self.make_tree_backend()
         self.tree_metrics = step_metrics(spec)
-        self.planner = DraftPlanner.for_engine(vllm_config, self.tree_metrics.stats)
+        self.planner = DraftPlanner.for_engine(
+            vllm_config, self.tree_metrics.stats, self.tree_backend.step_clock()
+        )
         self.speculator.begin(self.planner, self.tree_metrics.stats, self._committed_rows)
         # Of the running step; None where it has no drafts, and for dummies.
         self.tree_step: StepTrees | None = None
@@ -136,6 +140,10 @@ class TreeRunnerV2Mixin(_Runner):
                 ),
             )
 
+    def start_budget(self) -> None:
+        """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
+        start_budget(self.planner, RunnerState(self))
+
     @property
     def drafter(self) -> TreeProposer:
         """The method's drafter and its layers."""
@@ -144,8 +152,9 @@ class TreeRunnerV2Mixin(_Runner):
     # -- before the forward -----------------------------------------------------------------
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        self.planner.begin_step()
         # A dummy step has no trees, and may come between any two others.
+        if not kwargs.get("dummy_run"):
+            self.planner.begin_step()
         self.tree_step = self.tree_walk = None
         return super().execute_model(*args, **kwargs)
 
@@ -205,11 +214,11 @@ class TreeRunnerV2Mixin(_Runner):
 
     def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
         output = super().sample(hidden_states, input_batch, grammar_output)
+        walked = self.planner.clock.mark()
         if self.tree_walk is not None and self.tree_slots is not None:
-            walked = time.perf_counter()
             # Before anything can read or hash their blocks.
             self.tree_backend.compact(self._running_trees(), self.tree_walk, self.tree_slots)
-            self._record_verification(input_batch, walked)
+        self._record_verification(input_batch, walked)
         return output
 
     def _committed_rows(self, input_batch: Any) -> Committed:
@@ -225,9 +234,13 @@ class TreeRunnerV2Mixin(_Runner):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
         payload = self.tree_metrics.end_step()
-        if payload is not None and output is not None:
+        if output is not None:
             # What goes to the scheduler once the tokens are on the host.
-            setattr(output.model_runner_output, STATS_ATTRIBUTE, payload)
+            if payload is not None:
+                setattr(output.model_runner_output, STATS_ATTRIBUTE, payload)
+            if self.speculator.reserved is not None:
+                attribute = RESERVED_ROWS_ATTRIBUTE
+                setattr(output.model_runner_output, attribute, self.speculator.reserved)
         return output
 
     def take_draft_token_ids(self) -> Any:
@@ -237,30 +250,28 @@ class TreeRunnerV2Mixin(_Runner):
         if drafts is not None:
             parents = {}
             for req_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
-                slot = self.req_states.req_id_to_index.get(req_id)
-                count = 0 if slot is None else int(self.speculator.node_counts[slot])
+                tree = self.speculator.trees.get(req_id)
+                count = 0 if tree is None else tree.num_nodes
                 del token_ids[count:]
-                if count and req_id in self.tree_constrained:
-                    # Reads the device, in steps with grammars only.
-                    parents[req_id] = self.speculator.store.parents[slot, :count].tolist()
+                if tree is not None and count and req_id in self.tree_constrained:
+                    parents[req_id] = tree.parent_indices.tolist()
             if parents:
                 setattr(drafts, PARENTS_ATTRIBUTE, parents)
                 setattr(drafts, STAYS_ATTRIBUTE, True)
         return drafts
 
-    def _record_verification(self, input_batch: Any, walked: float) -> None:
-        """Counts the step's trees. Reads the device: on a CPU its memory is the host's."""
-        assert self.tree_walk is not None
+    def _record_verification(self, input_batch: Any, walked: Any) -> None:
+        """Counts the step's trees and learns from them and from its time. Reads the device: on a
+        CPU its memory is the host's."""
+        compacted = self.planner.clock.mark()
+        step = verified_step(input_batch, self.speculator.trees, self.tree_walk)
         stats = self.tree_metrics.stats
-        counts = self.speculator.node_counts[input_batch.idx_mapping_np]
-        scheduled = input_batch.num_draft_tokens_per_req
         step_nodes = 0
-        for nodes, rows, accepted in zip(
-            counts.tolist(), scheduled.tolist(), self.tree_walk.lengths.tolist(), strict=True
-        ):
-            if min(nodes, rows):
-                stats.observe_draft(min(nodes, rows), accepted)
-                step_nodes += min(nodes, rows)
+        for r in step.requests:
+            if r.tree is not None and r.tree.num_nodes:
+                stats.observe_draft(r.tree.num_nodes, len(r.accepted_path))
+                step_nodes += r.tree.num_nodes
+        self.planner.observe(step, input_batch.req_ids, walked)
         if step_nodes:
             stats.observe_step_nodes(step_nodes)
-            stats.observe_ms("compact", 1e3 * (time.perf_counter() - walked))
+            self.planner.clock.measure(walked, compacted, partial(stats.observe_ms, "compact"))

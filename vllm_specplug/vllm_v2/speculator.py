@@ -16,6 +16,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
+from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.device_trees import Committed, TreeStore
 from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests, next_tokens
@@ -59,8 +60,12 @@ class TreeSpeculator(BaseSpeculator):
             model.get_vocab_size(),
             device,
         )
-        # Nodes of each stored tree, by slot.
-        self.node_counts = np.zeros(vllm_config.scheduler_config.max_num_seqs, np.int32)
+        # The same trees on the host, by running request.
+        self.trees: dict[str, DraftTree] = {}
+        # What a scheduler that works ahead was asked to reserve for the step after the next one;
+        # None where it is not asked.
+        self.reserved: ReservedRows | None = None
+        self.schedules_ahead = bool(vllm_config.scheduler_config.async_scheduling)
         # Of running requests: their own arguments, and why they may not have drafts.
         self.extra_args: dict[str, dict[str, Any] | None] = {}
         self.plain: dict[str, str] = {}
@@ -93,6 +98,7 @@ class TreeSpeculator(BaseSpeculator):
         for req_id in gone:
             self.extra_args.pop(req_id, None)
             self.plain.pop(req_id, None)
+            self.trees.pop(req_id, None)
 
     # -- V2's interface ------------------------------------------------------------------------
 
@@ -128,15 +134,39 @@ class TreeSpeculator(BaseSpeculator):
         if self.spec.reads_next_tokens:
             following = next_tokens(committed.positions.numpy(), batch)
             committed = replace(committed, next_token_ids=torch.from_numpy(following))
-        drafter.observe(committed)
+        drafter.observe(replace(committed, output_states=last_hidden_states))
         most = self.store.num_nodes if num_speculative_tokens is None else num_speculative_tokens
         requests, others = self._draft_requests(batch, most)
-        drafted = first_rank_trees(self.planner.draft(drafter, requests, others), requests.budgets)
+        drafted = self.planner.draft(drafter, requests, others, self._room(requests))
+        drafted = first_rank_trees(drafted, requests.budgets)
         trees = [DraftTree.empty()] * len(batch)
         for i, tree in zip(requests.req_indices, drafted, strict=True):
             trees[i] = tree
-        self.node_counts[input_batch.idx_mapping_np] = [tree.num_nodes for tree in trees]
+        for request, tree in zip(batch, trees, strict=True):
+            self.trees[request.req_id] = tree
+        self._reserve(requests, batch)
         return self._store(input_batch, batch, trees)
+
+    def _room(self, requests: DraftRequests) -> list[int] | None:
+        """Nodes that the next step has rows for, by request, where that was decided before."""
+        if self.reserved is None:
+            return None
+        return [
+            min(most, self.reserved.nodes(req_id))
+            for req_id, most in zip(requests.req_ids, requests.budgets, strict=True)
+        ]
+
+    def _reserve(self, requests: DraftRequests, batch: list[HostRequest]) -> None:
+        """Keeps what the step after the next one should have rows for.
+
+        Ranks may decide differently; vLLM's scheduler gets the output of the first one, whose trees
+        are everybody's.
+        """
+        if self.planner.adaptive is None or not self.schedules_ahead:
+            return
+        nodes = {request.req_id: 0 for request in batch if request.is_decoding}
+        nodes.update(zip(requests.req_ids, self.planner.wanted, strict=True))
+        self.reserved = ReservedRows.of(nodes)
 
     def _store(
         self, input_batch: Any, batch: list[HostRequest], trees: list[DraftTree]

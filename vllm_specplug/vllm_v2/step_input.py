@@ -7,14 +7,16 @@ of the forward that have logits, `cu_num_logits` where each request's begin.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_specplug.vllm_v2.device_trees import StepRows
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v2.device_trees import StepRows, Walk
+from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 
 def step_rows(input_batch: Any, max_nodes: int) -> StepRows:
@@ -38,6 +40,38 @@ def step_rows(input_batch: Any, max_nodes: int) -> StepRows:
         covers_batch=num_rows == input_batch.num_tokens_after_padding,
         max_context=int(input_batch.seq_lens_cpu_upper_bound.max()),
     )
+
+
+def verified_step(input_batch: Any, trees: Mapping[str, DraftTree], walk: Walk | None) -> TreeStep:
+    """A step's trees, cut to what was scheduled, and their accepted paths; call before vLLM updates
+    its request states. Reads the device: on a CPU its memory is the host's.
+
+    Args:
+        trees: of running requests that have one.
+        walk: None in a step without drafts.
+    """
+    empty = DraftTree.empty()
+    ends = input_batch.query_start_loc_np.tolist()
+    roots = input_batch.cu_num_logits_np.tolist()
+    seq_lens = input_batch.seq_lens.tolist()
+    lengths = [0] * len(input_batch.req_ids) if walk is None else walk.lengths.tolist()
+    requests = []
+    for i, req_id in enumerate(input_batch.req_ids):
+        scheduled = roots[i + 1] - roots[i] - 1
+        path: list[int] = []
+        if walk is not None and lengths[i]:
+            path = (walk.path_rows[i, 1 : lengths[i] + 1] - roots[i] - 1).tolist()
+        requests.append(
+            StepRequest(
+                first_row=ends[i],
+                root_row=ends[i + 1] - scheduled - 1,
+                end_row=ends[i + 1],
+                num_computed=seq_lens[i] - (ends[i + 1] - ends[i]),
+                tree=trees.get(req_id, empty).prefix(scheduled),
+                accepted_path=path,
+            )
+        )
+    return TreeStep(requests)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def tree_runner_class(stock: type) -> type:
 class TreeCPUWorkerV2(CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
-    Seams: cpu_runner_v2, speculator, cpu_backend, v2_cpu_kernels.
+    Seams: cpu_runner_v2, speculator, cpu_backend, v2_cpu_kernels, cpu_worker.
     """
 
     model_runner: Any  # a TreeCPUModelRunnerV2
@@ -45,6 +45,11 @@ class TreeCPUWorkerV2(CPUWorker):
             self.model_config.dtype,
             super().determine_available_memory(),
         )
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.start_budget()
+        return times
 
     def init_device(self) -> None:
         spec: Any = self.vllm_config.speculative_config

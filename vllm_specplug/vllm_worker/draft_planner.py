@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
@@ -17,6 +18,7 @@ from vllm_specplug.budget import AdaptiveBudget, NextStep, RowBudget
 from vllm_specplug.metrics import SpecPlugMetrics
 from vllm_specplug.options import RequestBudget, parse_request_budget
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter, DraftRequests
@@ -45,6 +47,26 @@ class Batch:
     other_context: int = 0
 
 
+@dataclass
+class _Step:
+    """One step's times in milliseconds, as far as they are known, and what took them."""
+
+    began: Any
+    """A mark of the clock."""
+    verify_ms: float = 0.0
+    draft_ms: float = 0.0
+    """Of the draft forward and what followed from it; lookups alone belong to the rest."""
+    rest_ms: float | None = None
+    req_ids: set[str] = field(default_factory=set)
+    # Rows and the tokens they attended; None where not all of them were roots and their trees.
+    shape: tuple[int, int] | None = None
+    has_trees: bool = False
+    is_warm: bool = False
+    """Whether its times mean something."""
+    goes_on: bool = False
+    """Whether the next step has requests of this one; else the engine may have been idle."""
+
+
 class DraftPlanner:
     """Applies the tree budget, fixed or adaptive, to one batch after the other.
 
@@ -53,8 +75,9 @@ class DraftPlanner:
         max_step_rows: most rows of one step.
         stats: where decisions are counted.
         vocab_size: of the target; a tree with any other token is dropped.
+        clock: of what computes the steps.
 
-    It decides by the clock of its own process. Ranks of a tensor parallel group may decide
+    It decides by its own clock. Ranks of a tensor parallel group may decide
     differently: the first one's trees count.
     """
 
@@ -64,9 +87,11 @@ class DraftPlanner:
         max_step_rows: int,
         stats: StepStats,
         vocab_size: int,
+        clock: StepClock | None = None,
     ) -> None:
         self.options = options
         self.stats = stats
+        self.clock = HostClock() if clock is None else clock
         self.max_nodes: int = options.num_speculative_tokens
         self.is_adaptive = options.tree_budget == "auto"
         nodes = self.max_nodes if self.is_adaptive else int(options.tree_budget)
@@ -77,17 +102,17 @@ class DraftPlanner:
         self._dropped: set[int] = set()
         self._has_warned = False
         self._by_request: dict[str, RequestBudget] = {}
+        self.wanted: list[int] = []
+        """Nodes that were worth their cost when `draft` last decided under an adaptive budget, by
+        request; of requests that fixed their budget, all of it."""
         self._steps = 0
-        self._step_start = 0.0
-        self.verify_ms = 0.0
-        self._draft_ms = 0.0
-        """Of the draft forward and what followed from it; lookups alone belong to the rest."""
-        self._draft_rows = 0
-        self._rest_ms: float | None = None
-        self._last_ids: set[str] = set()
+        self._now: _Step | None = None
+        self._before: _Step | None = None
 
     @classmethod
-    def for_engine(cls, vllm_config: Any, stats: StepStats) -> DraftPlanner:
+    def for_engine(
+        cls, vllm_config: Any, stats: StepStats, clock: StepClock | None = None
+    ) -> DraftPlanner:
         """The planner of an engine's runner."""
         options = vllm_config.speculative_config
         # Beyond the scheduler's own limit the last requests of a batch would starve.
@@ -97,6 +122,7 @@ class DraftPlanner:
             max_step_rows=min(options.max_step_rows or max_rows, max_rows),
             stats=stats,
             vocab_size=vllm_config.model_config.get_vocab_size(),
+            clock=clock,
         )
 
     # -- limits of one request -------------------------------------------------------------
@@ -129,37 +155,57 @@ class DraftPlanner:
         """Drops requests that ended."""
         for req_id in req_ids:
             self._by_request.pop(req_id, None)
-            self._last_ids.discard(req_id)
+        for step in (self._before, self._now):
+            if step is not None:
+                step.req_ids.difference_update(req_ids)
         if self.adaptive is not None:
             self.adaptive.forget(req_ids)
 
     # -- drafting --------------------------------------------------------------------------
 
-    def draft(self, drafter: Drafter, requests: DraftRequests, batch: Batch) -> list[DraftTree]:
-        """One valid tree per request, of the nodes that should be verified."""
-        start = time.perf_counter()
-        self._draft_rows = 0
+    def draft(
+        self,
+        drafter: Drafter,
+        requests: DraftRequests,
+        batch: Batch,
+        room: Sequence[int] | None = None,
+    ) -> list[DraftTree]:
+        """One valid tree per request, of the nodes that should be verified.
+
+        Args:
+            room: where the next step was scheduled ahead, the nodes of each request that it has
+                rows for. They are filled, for they cost what they cost; `wanted` says what would
+                have paid, for a step that is not scheduled yet.
+        """
+        start = self.clock.mark()
         self._dropped.clear()
         budget = self.adaptive
+        forward_rows = 0
         if budget is None or not len(requests):
             trees = self._valid(drafter.propose(requests)) if len(requests) else []
+            self.wanted = []
         else:
-            trees = self._draft_adaptively(budget, drafter, requests, batch)
+            trees, forward_rows = self._draft_adaptively(budget, drafter, requests, batch, room)
         # vLLM has room for the budgets, in masks and statistics, and for no node more.
         trees = [t.prefix(most) for t, most in zip(trees, requests.budgets, strict=True)]
-        elapsed_ms = 1e3 * (time.perf_counter() - start)
-        self._draft_ms = elapsed_ms if self._draft_rows else 0.0
         dropped = sum(1 for r in self._dropped if not trees[r].num_nodes)
         self.stats.observe_plain("invalid_tree", dropped)
         if len(requests):
-            self.stats.observe_ms("draft", elapsed_ms)
+            drafted = partial(self._learn_draft, self._now, forward_rows)
+            self.clock.measure(start, self.clock.mark(), drafted)
             largest = max(tree.num_nodes for tree in trees)
             self.stats.tree_budget = max(requests.budgets) if budget is None else largest
         return trees
 
     def _draft_adaptively(
-        self, budget: AdaptiveBudget, drafter: Drafter, requests: DraftRequests, batch: Batch
-    ) -> list[DraftTree]:
+        self,
+        budget: AdaptiveBudget,
+        drafter: Drafter,
+        requests: DraftRequests,
+        batch: Batch,
+        room: Sequence[int] | None,
+    ) -> tuple[list[DraftTree], int]:
+        """The trees, and the rows of the draft forward that they needed."""
         deepest = drafter.forward_depth
         fixed = [self._by_request[req_id].nodes is not None for req_id in requests.req_ids]
         found = self._valid(drafter.look_up(requests))
@@ -178,16 +224,23 @@ class DraftPlanner:
             found,
         )
         drafted = found
+        forward_rows = 0
         if any(depths):
             requests.forward_depths[:] = depths
-            self._draft_rows = sum(depth + 1 for depth in depths if depth)
+            forward_rows = sum(depth + 1 for depth in depths if depth)
         if any(depths) or not deepest:
             drafted = self._valid(drafter.propose(requests))
         trees = budget.trim(drafted)
+        self.wanted = [
+            most if is_fixed else min(tree.num_nodes, most)
+            for tree, most, is_fixed in zip(trees, requests.budgets, fixed, strict=True)
+        ]
+        if room is not None:
+            trees = [best_nodes(tree, most) for tree, most in zip(drafted, room, strict=True)]
         for r, (had, tree) in enumerate(zip(drafted, trees, strict=True)):
             if not tree.num_nodes and r not in self._dropped:
                 self.stats.observe_plain("budget" if had.num_nodes or deepest else "no_draft")
-        return trees
+        return trees, forward_rows
 
     def _valid(self, trees: list[DraftTree]) -> list[DraftTree]:
         """The trees, empty ones in place of those that break a rule of trees.
@@ -219,31 +272,33 @@ class DraftPlanner:
 
     def begin_step(self) -> None:
         """Call when a step starts."""
-        now = time.perf_counter()
-        if self._step_start:
-            elapsed = 1e3 * (now - self._step_start)
-            self._rest_ms = elapsed - self.verify_ms - self._draft_ms
-        self._step_start = now
+        began = self.clock.mark()
+        if self._now is not None:
+            self.clock.measure(self._now.began, began, partial(self._learn_whole, self._now))
+        self._before, self._now = self._now, _Step(began)
+        self.clock.poll()
 
-    def observe(self, step: TreeStep, req_ids: Sequence[str], walked: float) -> None:
-        """Call once a step's trees are walked, at time `walked` of `perf_counter`."""
-        self.verify_ms = 1e3 * (walked - self._step_start)
+    def observe(self, step: TreeStep, req_ids: Sequence[str], walked: Any) -> None:
+        """Call once a step's trees are walked, at `walked`, a mark of the clock."""
+        now, before = self._now, self._before
+        assert now is not None
+        now.req_ids = set(req_ids)
+        now.has_trees = any(r.tree is not None and r.tree.num_nodes for r in step.requests)
+        self._steps += 1
+        now.is_warm = self._steps > _WARM_UP_STEPS
+        if all(r.first_row == r.root_row for r in step.requests):
+            rows = [(r.end_row - r.first_row, r.context_len + 1) for r in step.requests]
+            now.shape = (
+                sum(count for count, _ in rows),
+                sum(count * length for count, length in rows),
+            )
+        if before is not None:
+            before.goes_on = now.is_warm and not before.req_ids.isdisjoint(req_ids)
+            self._learn_rest(before)
+        self.clock.measure(now.began, walked, partial(self._learn_verify, now))
         budget = self.adaptive
         if budget is None:
             return
-        self._steps += 1
-        if self._steps > _WARM_UP_STEPS:
-            if self._draft_rows:
-                budget.costs.draft.observe(self._draft_rows, self._draft_ms)
-            # Between steps without a common request the engine may have been idle.
-            if not self._last_ids.isdisjoint(req_ids):
-                budget.costs.observe_rest(-1.0 if self._rest_ms is None else self._rest_ms)
-            if all(r.first_row == r.root_row for r in step.requests):
-                rows = [(r.end_row - r.first_row, r.context_len + 1) for r in step.requests]
-                total = sum(count for count, _ in rows)
-                context = sum(count * length for count, length in rows)
-                budget.costs.observe_verify(total, total, context, self.verify_ms)
-        self._last_ids = set(req_ids)
         verified = [
             (req_id, r.tree, r.accepted_path)
             for req_id, r in zip(req_ids, step.requests, strict=True)
@@ -253,6 +308,41 @@ class DraftPlanner:
             ids, trees, paths = zip(*verified, strict=True)
             expected = budget.observe(ids, trees, paths)
             self.stats.observe_prediction(expected, sum(len(path) for path in paths))
+
+    # Times arrive in the order of the clock: a step's verification, its drafting, the whole step.
+
+    def _learn_verify(self, step: _Step, milliseconds: float) -> None:
+        step.verify_ms = milliseconds
+        if step.has_trees:
+            self.stats.observe_ms("verify", milliseconds)
+        if self.adaptive is not None and step.is_warm and step.shape is not None:
+            rows, context = step.shape
+            self.adaptive.costs.observe_verify(rows, rows, context, milliseconds)
+
+    def _learn_draft(self, step: _Step | None, forward_rows: int, milliseconds: float) -> None:
+        self.stats.observe_ms("draft", milliseconds)
+        if step is None or not forward_rows:
+            return
+        step.draft_ms = milliseconds
+        if self.adaptive is not None and step.is_warm:
+            self.adaptive.costs.draft.observe(forward_rows, milliseconds)
+
+    def _learn_whole(self, step: _Step, milliseconds: float) -> None:
+        step.rest_ms = milliseconds - step.verify_ms - step.draft_ms
+        self._learn_rest(step)
+
+    def _learn_rest(self, step: _Step) -> None:
+        """Once it is known how long the step took and whether another one followed at once."""
+        if self.adaptive is not None and step.goes_on and step.rest_ms is not None:
+            self.adaptive.costs.observe_rest(step.rest_ms)
+
+
+def best_nodes(tree: DraftTree, most: int) -> DraftTree:
+    """The `most` nodes of highest score, in their old order: no node scores more than its parent,
+    and of equals the first are taken."""
+    if tree.num_nodes <= most:
+        return tree
+    return tree.subset(np.sort(np.argsort(-tree.scores, kind="stable")[:most]).tolist())
 
 
 def max_scheduled_rows(scheduler_config: Any) -> int:

@@ -282,15 +282,19 @@ def test_rows_that_are_reserved_ahead_follow_the_budget(
 ) -> None:
     from vllm_specplug.vllm_process.placeholders import drafts_by_batch_size
 
-    def table(**options: Any) -> list[int]:
-        config = _config(target, {"method": "ngram_tree", **options}, max_num_seqs=4)
+    def table(ahead: bool = True, **options: Any) -> list[int]:
+        method = {"method": "ngram_tree", **options}
+        config = _config(target, method, max_num_seqs=4, async_scheduling=ahead)
         spec = config.speculative_config
         return drafts_by_batch_size(spec, config.scheduler_config, spec.num_speculative_tokens)
 
     options = {"num_speculative_tokens": 16, "max_step_rows": 24}
-    assert table(**options) == [16] * 5
+    assert table(False, **options) == [16] * 5
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert table(**options) == [16, 16, 11, 7, 5]
+    # A scheduler that waits is told what the adaptive budget decided.
+    assert table(False, **options) == [16] * 5
+    assert table(False, **options, tree_budget=4) == table(**options, tree_budget=4)
     assert table(**options, tree_budget=4) == [8, 8, 8, 7, 5]
     assert table(**options, tree_budget=4, max_request_budget=0) == [4, 4, 4, 4, 4]
     assert table(num_speculative_tokens=16, max_step_rows=6) == [5, 5, 2, 1, 0]
@@ -304,7 +308,8 @@ def test_rows_reserved_ahead_leave_some_for_one_more_request(
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     options = {"method": "ngram_tree", "num_speculative_tokens": 63}
-    config = _config(target, options, max_num_seqs=6, max_num_batched_tokens=64)
+    engine = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "async_scheduling": True}
+    config = _config(target, options, **engine)
     table = drafts_by_batch_size(config.speculative_config, config.scheduler_config, 63)
     for size in range(1, 6):
         assert size * (1 + table[size]) < 64, size

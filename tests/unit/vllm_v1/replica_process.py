@@ -21,8 +21,8 @@ from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
 from tests.unit.vllm_v1.sleeping_runner import SleepingRunner
-from vllm_specplug.vllm_v1.calibration import calibrate
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
+from vllm_specplug.vllm_worker.calibration import calibrate
 
 TIMEOUT = timedelta(seconds=30)
 

@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from vllm_specplug.vllm_v2.step_input import HostRequest, next_tokens
+import numpy as np
+import torch
+
+from tests.unit.vllm_v2.steps import SLOTS, VOCAB, input_batch, stored
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v2.device_trees import TreeStore, attach_trees, walk_trees
+from vllm_specplug.vllm_v2.step_input import HostRequest, next_tokens, step_rows, verified_step
 
 
 def _request(tokens: np.ndarray, num_computed: int) -> HostRequest:
@@ -23,3 +29,40 @@ def test_the_token_after_each_committed_one() -> None:
     following = next_tokens(positions, batch)
     assert following.tolist() == [104, 105, 106, 107, 108, 221, 222, 223, 308, 0]
     assert following.dtype == np.int64
+
+
+def _batch(prompt_rows: list[int]) -> Any:
+    """Three requests with 3, 0 and 2 scheduled drafts behind contexts of 40, 60 and 80 tokens."""
+    batch = input_batch([1, 4, 2], [40, 60, 80], [3, 0, 2], prompt_rows)
+    batch.req_ids = ["a", "b", "c"]
+    rows = [before + drafts + 1 for before, drafts in zip(prompt_rows, (3, 0, 2), strict=True)]
+    batch.query_start_loc_np = np.concatenate([[0], np.cumsum(rows)])
+    return batch
+
+
+def test_a_verified_step_is_what_was_scheduled_and_what_was_accepted() -> None:
+    tree = DraftTree(
+        np.array([5, 3, 4, 2]), np.array([-1, -1, 0, 2], np.int32),
+        np.array([1, 1, 2, 3], np.int32), np.zeros(4, np.float32),
+    )  # fmt: skip
+    batch = _batch([0, 0, 0])
+    store = TreeStore(SLOTS, 4, VOCAB, torch.device("cpu"))
+    tokens = stored(store, [tree, DraftTree.empty(), DraftTree.empty()], [1, 4, 2], [40, 60, 80])
+    trees = attach_trees(store, step_rows(batch, 4))
+    rows = torch.cat([torch.tensor([0]), tokens[0, :3], torch.tensor([0, 0]), tokens[2, :2]])
+    # The target says 5, then 4 below it, and nothing of what fills unused rows.
+    samples = torch.tensor([5, 4, 0, 1, 1, 1, 1, 1])
+    step = verified_step(batch, {"a": tree}, walk_trees(trees, samples, rows))
+    found = [
+        (r.first_row, r.root_row, r.end_row, r.context_len, r.tree.num_nodes, r.accepted_path)
+        for r in step.requests
+    ]
+    # The tree had a node more than rows.
+    assert found == [(0, 0, 4, 40, 3, [0, 2]), (4, 4, 5, 60, 0, []), (5, 5, 8, 80, 0, [])]
+
+
+def test_rows_before_a_root_are_no_drafts() -> None:
+    batch = _batch([0, 6, 0])
+    request = verified_step(batch, {}, None).requests[1]
+    assert (request.first_row, request.root_row, request.end_row) == (4, 10, 11)
+    assert (request.num_computed, request.context_len) == (54, 60)

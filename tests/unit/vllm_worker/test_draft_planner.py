@@ -19,7 +19,7 @@ from vllm_specplug.options import (
     request_budget_limit,
 )
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner, best_nodes
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 MAX_NODES = 8
@@ -184,6 +184,40 @@ def test_a_fixed_request_among_adaptive_ones_always_drafts() -> None:
     trees = planner.draft(drafter, *requests)
     assert drafter.asked == [[3, 0]]
     assert [tree.num_nodes for tree in trees] == [3, 0]
+
+
+def test_rows_reserved_ahead_are_filled_and_the_decision_holds_for_the_step_after() -> None:
+    """Whatever was reserved: what would pay does not depend on it, or it could never grow."""
+    wanted = []
+    for room in ([0, 0, 0], [1, 2, 8], [8, 8, 8]):
+        planner = _planner()
+        requests, batch = _requests(planner, [None] * 3)
+        drafter = _Drafter()
+        trees = planner.draft(drafter, requests, batch, room)
+        expected = [min(depth, most) for depth, most in zip(drafter.asked[0], room, strict=True)]
+        assert [tree.num_nodes for tree in trees] == expected
+        wanted.append(planner.wanted)
+    planner = _planner()
+    trees = planner.draft(_Drafter(), *_requests(planner, [None] * 3))
+    assert wanted == [planner.wanted] * 3 == [[tree.num_nodes for tree in trees]] * 3
+    assert sum(planner.wanted) > 0
+
+
+def test_nothing_is_reserved_where_drafts_do_not_pay_but_for_whom_fixed_it() -> None:
+    planner = _planner(draft_ms=60.0)
+    requests, batch = _requests(planner, [None, {"specplug_tree_budget": 3}, None])
+    planner.draft(_Drafter(), requests, batch, [8, 0, 8])
+    assert planner.wanted == [0, 3, 0]
+
+
+def test_the_best_nodes_of_a_tree_are_one() -> None:
+    tree = _tree([1, 2, 3, 4, 5], [-1, -1, 0, 1, 3], [1, 1, 2, 2, 3], [-1.0, -0.2, -3.0, -0.2, -2])
+    assert best_nodes(tree, 0).num_nodes == 0
+    assert best_nodes(tree, 1).token_ids.tolist() == [2]
+    three = best_nodes(tree, 3)
+    assert three.token_ids.tolist() == [1, 2, 4] and three.parent_indices.tolist() == [-1, -1, 1]
+    assert best_nodes(tree, 4).token_ids.tolist() == [1, 2, 4, 5]
+    assert best_nodes(tree, 5) is tree
 
 
 def test_nobody_to_draft_for_is_no_work() -> None:

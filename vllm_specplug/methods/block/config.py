@@ -17,7 +17,8 @@ from vllm_specplug.drafting.checkpoint_files import (
     is_size,
     read_json_object,
 )
-from vllm_specplug.methods.block.layer_config import read_rotary, read_windows, require
+from vllm_specplug.drafting.head_config import check_layer_shape, require, require_size
+from vllm_specplug.methods.block.layer_config import read_rotary, read_windows
 from vllm_specplug.methods.block.rotary import Rotary
 
 logger = logging.getLogger(__name__)
@@ -98,28 +99,8 @@ class BlockHeadConfig:
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "head_dim",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "vocab_size",
-        ):
-            most = _MAX_VALUES.get(name, MAX_SIZE)
-            require(
-                _is_integer(getattr(self, name)) and 1 <= getattr(self, name) <= most,
-                name,
-                getattr(self, name),
-                f"an integer from 1 to {most}",
-            )
-        require(
-            self.num_attention_heads % self.num_key_value_heads == 0,
-            "num_key_value_heads",
-            self.num_key_value_heads,
-            f"a divisor of num_attention_heads = {self.num_attention_heads}",
-        )
+        require_size("num_hidden_layers", self.num_hidden_layers, _MAX_VALUES["num_hidden_layers"])
+        check_layer_shape(self)
         require(
             _is_integer(self.block_size) and 2 <= self.block_size <= _MAX_VALUES["block_size"],
             "block_size",
@@ -133,23 +114,12 @@ class BlockHeadConfig:
             self.target_layer_ids,
             f"1 to {_MAX_VALUES['target_layer_ids']} layer ids",
         )
-        for name in ("rms_norm_eps", "rope_theta"):
-            require(
-                is_positive(getattr(self, name)), name, getattr(self, name), "a positive number"
-            )
         require(
             self.mask_token_id is None or _is_integer(self.mask_token_id),
             "mask_token_id",
             self.mask_token_id,
             "an integer",
         )
-        require(
-            _is_integer(self.target_hidden_size) and 1 <= self.target_hidden_size <= MAX_SIZE,
-            "target_hidden_size",
-            self.target_hidden_size,
-            f"an integer from 1 to {MAX_SIZE}",
-        )
-        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
         self._check_rotary()
         require(
             len(self.windows) in (0, self.num_hidden_layers)
@@ -157,12 +127,6 @@ class BlockHeadConfig:
             "sliding_window",
             self.windows,
             f"an integer from 1 to {MAX_SIZE}",
-        )
-        require(
-            _is_integer(self.draft_vocab_size) and 1 <= self.draft_vocab_size <= self.vocab_size,
-            "draft_vocab_size",
-            self.draft_vocab_size,
-            f"1..{self.vocab_size} (vocab_size)",
         )
 
     def _check_rotary(self) -> None:

@@ -7,18 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_positive, is_size
+from vllm_specplug.drafting.head_config import require
 from vllm_specplug.methods.block.rotary import KINDS
 
 _NOT_SCALING = ("rope_theta", "type", "rope_type", "partial_rotary_factor")
-
-
-def require(condition: bool, name: str, value: object, legal: str) -> None:
-    """Raises ValueError with field, value, legal values and remedy unless `condition`."""
-    if not condition:
-        raise ValueError(
-            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the "
-            "head's config.json or use another head"
-        )
 
 
 def read_windows(

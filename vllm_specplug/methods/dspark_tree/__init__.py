@@ -12,5 +12,6 @@ METHOD = Method(
     drafter="vllm_specplug.methods.dspark_tree.drafter:DSparkDrafter",
     needs=BLOCK_NEEDS | {Capability.HOST_BRANCHES},
     recognises="vllm_specplug.methods.block.recognise:is_markov_block_head",
+    train_commands=("vllm_specplug.methods.dspark_tree.train.cli",),
     plot_colors={"dspark_tree": "#b8860b"},
 )

@@ -9,14 +9,24 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.drafting.checkpoint_files import WEIGHTS_NAME, write_checkpoint
+from vllm_specplug.drafting.checkpoint_files import (
+    WEIGHTS_NAME,
+    draft_token_ids,
+    write_checkpoint,
+)
 from vllm_specplug.methods.block.checkpoint import (
     BlockHeadExtras,
     inspect_block_head,
     load_block_head,
 )
 from vllm_specplug.methods.block.head import BlockHead
-from vllm_specplug.methods.dspark_tree.config import MARKOV_INPUT, MARKOV_OUTPUT, DSparkConfig
+from vllm_specplug.methods.dspark_tree.config import (
+    CONFIDENCE_BIAS,
+    CONFIDENCE_WEIGHT,
+    MARKOV_INPUT,
+    MARKOV_OUTPUT,
+    DSparkConfig,
+)
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 
 
@@ -82,25 +92,42 @@ def save_dspark_head(
     w1: torch.Tensor,
     w2: torch.Tensor,
     *,
+    confidence: tuple[torch.Tensor, torch.Tensor] | None = None,
+    d2t: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes config.json and model.safetensors under DeepSpec's names, without the target's tables.
 
     Both files are replaced atomically. Returns the weights' path.
+
+    Args:
+        confidence: weight [1, H + r] and bias [1] of the confidence head, which reads the state and
+            W_1 of the token before; without W_1 the weight is [1, H].
+        d2t: int64 [V'] of a reduced draft vocabulary: id i stands for token i + d2t[i].
     """
     directory = Path(directory)
     state = {**head.state_dict(), MARKOV_INPUT: w1, MARKOV_OUTPUT: w2}
+    if confidence is not None:
+        state[CONFIDENCE_WEIGHT], state[CONFIDENCE_BIAS] = confidence
+    block = head.config.to_dict()
+    # Where nothing is said, a head with a Markov head samples from the anchor's slot.
+    block["dflash_config"]["sample_from_anchor"] = head.config.sample_from_anchor
     config = {
-        **head.config.to_dict(),
+        **block,
         "architectures": ["Qwen3DSparkModel"],
         "markov_rank": w1.shape[1],
         "markov_head_type": "vanilla",
-        "enable_confidence_head": False,
+        "enable_confidence_head": confidence is not None,
     }
+    if confidence is not None:
+        config["confidence_head_with_markov"] = confidence[0].shape[1] > head.config.hidden_size
     tensors = {
         name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()
     }
+    if d2t is not None:
+        draft_token_ids(d2t.cpu(), head.config.vocab_size)
+        tensors["d2t"] = d2t.to("cpu", torch.int64).contiguous()
     return write_checkpoint(
         directory / WEIGHTS_NAME, directory / "config.json", tensors, config, metadata
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size
+from vllm_specplug.drafting.head_config import require
 from vllm_specplug.methods.block.config import (
     ANCHOR_FLAGS,
     BlockHeadConfig,
@@ -63,11 +64,9 @@ class DSparkConfig:
             _block_part(raw, own), num_target_layers=num_target_layers, causal=causal
         )
         rank = own.get("markov_rank") or 0
-        _require(
-            rank == 0 or is_size(rank), "markov_rank", rank, f"an integer from 0 to {MAX_SIZE}"
-        )
+        require(rank == 0 or is_size(rank), "markov_rank", rank, f"an integer from 0 to {MAX_SIZE}")
         kind = own.get("markov_head_type") or "vanilla"
-        _require(
+        require(
             rank == 0 or kind == "vanilla",
             "markov_head_type",
             kind,
@@ -105,7 +104,7 @@ def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
         _rename(part, "DFlashSpeculator")
         return part
     projector = own.get("projector_type")
-    _require(
+    require(
         projector in (None, "dspark", "dflash"),
         "projector_type",
         projector,
@@ -123,18 +122,10 @@ def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 def _rename(part: dict[str, Any], name: str) -> None:
     stated = part.get("architectures") or []
     for architecture in stated:
-        _require(
+        require(
             architecture in _ARCHITECTURES,
             "architectures",
             stated,
             f"{', '.join(_ARCHITECTURES)} in speculators' format",
         )
     part["architectures"] = [name]
-
-
-def _require(condition: bool, name: str, value: object, legal: str) -> None:
-    if not condition:
-        raise ValueError(
-            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the "
-            "head's config.json or use another head"
-        )

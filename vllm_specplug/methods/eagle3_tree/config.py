@@ -12,9 +12,13 @@ from typing import Any
 from vllm_specplug.drafting.checkpoint_files import (
     MAX_SIZE,
     config_values,
-    is_positive,
-    is_size,
     read_json_object,
+)
+from vllm_specplug.drafting.head_config import (
+    check_layer_shape,
+    config_field,
+    require,
+    require_size,
 )
 from vllm_specplug.methods.block.config import default_head_dim
 from vllm_specplug.methods.block.layer_config import read_rotary
@@ -87,42 +91,15 @@ class Eagle3Config:
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
-            "draft_vocab_size",
-            "target_hidden_size",
-        ):
-            value = getattr(self, name)
-            _require(is_size(value), name, value, f"an integer from 1 to {MAX_SIZE}")
-        _require(
-            self.num_attention_heads % self.num_key_value_heads == 0,
-            "num_key_value_heads",
-            self.num_key_value_heads,
-            f"a divisor of num_attention_heads = {self.num_attention_heads}",
-        )
-        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
-        _require(
-            self.draft_vocab_size <= self.vocab_size,
-            "draft_vocab_size",
-            self.draft_vocab_size,
-            f"1..{self.vocab_size} (vocab_size)",
-        )
-        for name in ("rope_theta", "rms_norm_eps"):
-            value = getattr(self, name)
-            _require(is_positive(value), name, value, "a number > 0")
+        check_layer_shape(self)
         if self.rope_scaling is not None:
             self.rotary.check()
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-            _require(
+            require(
                 isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
             )
         layers = self.target_layer_ids
-        _require(
+        require(
             _are_ascending(layers),
             AUX_LAYERS_KEY,
             list(layers),
@@ -196,17 +173,17 @@ class Eagle3Config:
         nested = raw.get("transformer_layer_config")
         is_speculators = raw.get("speculators_model_type") is not None or nested is not None
         kind = raw.get("speculators_model_type")
-        _require(
+        require(
             kind in (None, "eagle3"),
             "speculators_model_type",
             kind,
             "'eagle3' (P-EAGLE and other heads draft in another way)",
         )
         layer = nested if is_speculators else raw
-        _require(isinstance(layer, Mapping), "transformer_layer_config", layer, "an object")
+        require(isinstance(layer, Mapping), "transformer_layer_config", layer, "an object")
         assert isinstance(layer, Mapping)
         eagle = raw.get("eagle_config") or {}
-        _require(isinstance(eagle, Mapping), "eagle_config", eagle, "an object")
+        require(isinstance(eagle, Mapping), "eagle_config", eagle, "an object")
         _refuse_other_heads(raw, layer, eagle)
 
         def flag(name: str, default: bool) -> Any:
@@ -218,10 +195,9 @@ class Eagle3Config:
         hidden = _need(layer, "hidden_size")
         heads = _need(layer, "num_attention_heads")
         vocab = _need(layer, "vocab_size")
-        _require(is_size(heads), "num_attention_heads", heads, f"an integer from 1 to {MAX_SIZE}")
         rotary = read_rotary(layer)
         partial = rotary.pop("partial_rotary_factor")
-        _require(partial == 1, "partial_rotary_factor", partial, "1.0")
+        require(partial == 1, "partial_rotary_factor", partial, "1.0")
         return cls(
             hidden_size=hidden,
             intermediate_size=_need(layer, "intermediate_size"),
@@ -292,11 +268,6 @@ class Eagle3Config:
             )
 
 
-def config_field(config: Any, name: str) -> Any:
-    """A field of a config that is an object or a mapping."""
-    return config[name] if isinstance(config, Mapping) else getattr(config, name)
-
-
 def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, ...]:
     """Zero-based layers: `own`, else from `stated`, which trainers number in two ways.
 
@@ -304,18 +275,18 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
     kinds begin with the output of layer 1, hence with 2 or with 1.
     """
     if own:
-        _require(_are_layers(own), _OWN_LAYERS_KEY, own, "a list of layer numbers")
+        require(_are_layers(own), _OWN_LAYERS_KEY, own, "a list of layer numbers")
     if stated:
-        _require(_are_layers(stated), AUX_LAYERS_KEY, stated, "a list of layer numbers")
+        require(_are_layers(stated), AUX_LAYERS_KEY, stated, "a list of layer numbers")
     if own:
         agreed = not stated or list(stated) in (list(own), [i + 1 for i in own])
         legal = f"absent, or the same layers as {_OWN_LAYERS_KEY} = {list(own)} (zero-based)"
-        _require(agreed, AUX_LAYERS_KEY, stated, legal)
+        require(agreed, AUX_LAYERS_KEY, stated, legal)
         return tuple(own)
     if not stated:
         layers = default_target_layers(num_target_layers)
         legal = f"a list; of {num_target_layers} layers none are read by default: name them with "
-        _require(_are_ascending(layers), AUX_LAYERS_KEY, None, f"{legal}option aux_layers")
+        require(_are_ascending(layers), AUX_LAYERS_KEY, None, f"{legal}option aux_layers")
         return layers
     first_layer_is_zero = min(stated) == 1
     layers = tuple(i if first_layer_is_zero else i - 1 for i in stated)
@@ -356,21 +327,21 @@ def _refuse_other_heads(
 ) -> None:
     """Refuses heads that this one layer would misread, by what they call themselves."""
     stated = raw.get("architectures") or []
-    _require(
+    require(
         isinstance(stated, list | tuple) and all(name in _ARCHITECTURES for name in stated),
         "architectures",
         stated,
         f"{', '.join(_ARCHITECTURES)} (P-EAGLE, MLA and mixture-of-experts heads are not served)",
     )
     layers = layer.get("num_hidden_layers", 1)
-    _require(
+    require(
         layers == 1 and not isinstance(layers, bool),
         "num_hidden_layers",
         layers,
         "1 (EAGLE-3 heads of several layers are not served)",
     )
     for name in _PARALLEL_KEYS:
-        _require(
+        require(
             raw.get(name) is None,
             name,
             raw.get(name),
@@ -378,16 +349,16 @@ def _refuse_other_heads(
         )
     for name, (legal, why) in _EAGLE_FLAGS.items():
         for source in (eagle, raw):
-            _require(source.get(name) in legal, name, source.get(name), why)
+            require(source.get(name) in legal, name, source.get(name), why)
     types = layer.get("layer_types") or []
-    _require(
+    require(
         isinstance(types, list | tuple) and all(t == "full_attention" for t in types[:1]),
         "layer_types",
         types,
         "'full_attention' (sliding-window heads are not served)",
     )
     window = layer.get("sliding_window")
-    _require(
+    require(
         not window or layer.get("use_sliding_window") is False or bool(types),
         "sliding_window",
         window,
@@ -400,17 +371,9 @@ def _refuse_other_heads(
         "partial_rotary_factor": (None, 1, 1.0),
         "is_neox_style": (None, True),
     }.items():
-        _require(layer.get(name) in legal, name, layer.get(name), f"absent or {legal[1]!r}")
+        require(layer.get(name) in legal, name, layer.get(name), f"absent or {legal[1]!r}")
 
 
 def _need(raw: Mapping[str, Any], name: str) -> Any:
-    _require(is_size(raw.get(name)), name, raw.get(name), f"an integer from 1 to {MAX_SIZE}")
+    require_size(name, raw.get(name))
     return raw[name]
-
-
-def _require(condition: bool, name: str, value: object, legal: str) -> None:
-    if not condition:
-        raise ValueError(
-            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the head's "
-            "config.json or use another head"
-        )

@@ -12,8 +12,9 @@ i depend on the token after it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch import nn
 from vllm_specplug.drafting.drafter import LinearFactory
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.head import GatedMLP, RMSNorm, apply_rotary
+from vllm_specplug.methods.block.rotary import Rotary
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 
 # (q [T, Hq, Dh], k [T, Hkv, Dh], v [T, Hkv, Dh]) -> [T, Hq, Dh]
@@ -143,33 +145,59 @@ class Eagle3Head(nn.Module):
         return normed, normed if self.config.norm_output else x
 
 
-class FusedEagle3Head:
-    """Serving form of an `Eagle3Head`: the same sums in fewer, larger matrix products; see there
-    for shapes and meaning of each method.
+class LayerShape(Protocol):
+    """What the serving form of a draft layer reads of its config."""
+
+    @property
+    def num_attention_heads(self) -> int: ...
+
+    @property
+    def num_key_value_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+    @property
+    def qk_norm(self) -> bool: ...
+
+    @property
+    def norm_output(self) -> bool: ...
+
+    @property
+    def rotary(self) -> Rotary: ...
+
+
+class FusedDraftLayer(ABC):
+    """Serving form of one decoder layer over a token's embedding and the state before it: the same
+    sums in fewer, larger matrix products. See `Eagle3Head` for shapes and meaning.
 
     Args:
-        head: the loaded head, on its device and in its dtype.
+        layer: its `self_attn`, `mlp` and `post_attention_layernorm`, on their device and in their
+            dtype.
+        norm: the norm before the LM head.
         max_positions: positions the rotary tables cover.
         make_linear: how a matrix product is made.
     """
 
     def __init__(
-        self, head: Eagle3Head, max_positions: int, make_linear: LinearFactory = plain_linear
+        self,
+        config: LayerShape,
+        layer: Any,
+        norm: RMSNorm,
+        max_positions: int,
+        make_linear: LinearFactory,
     ) -> None:
-        config, layer = head.config, head.layers[0]
         attn, mlp = layer.self_attn, layer.mlp
-        self.config, self.eps = config, config.rms_norm_eps
-        self.fc = make_linear(head.fc.weight, None)
-        self.joined_norm = head.input_norm.weight if config.norm_before_fc else None
-        # [L * Ht]
-        self.fc_norm = torch.cat([n.weight for n in head.fc_norm]) if config.fc_norm else None
+        self.shape, self.eps = config, config.rms_norm_eps
         self.key_value = make_linear(*_joined(attn.k_proj, attn.v_proj))
         self.qkv = make_linear(*_joined(attn.q_proj, attn.k_proj, attn.v_proj))
         self.output = make_linear(attn.o_proj.weight, attn.o_proj.bias)
         self.gate_up = make_linear(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), None)
         self.down = make_linear(mlp.down_proj.weight, None)
-        self.embed_norm, self.hidden_norm = layer.input_layernorm.weight, layer.hidden_norm.weight
-        self.mlp_norm, self.norm = layer.post_attention_layernorm.weight, head.norm.weight
+        self.mlp_norm, self.norm = layer.post_attention_layernorm.weight, norm.weight
         # [Hq + Hkv, Dh], or None
         self.qk_norm = None
         if config.qk_norm:
@@ -179,11 +207,77 @@ class FusedEagle3Head:
                     attn.k_norm.weight.expand(config.num_key_value_heads, -1),
                 )
             )
-        cos, sin = head.rotary(torch.arange(max_positions))
-        weight = head.norm.weight
+        frequencies, factor = config.rotary.frequencies()
+        angles = torch.arange(max_positions).float().unsqueeze(-1) * frequencies
+        cos, sin = angles.cos() * factor, angles.sin() * factor
         # [max_positions, 1, Dh]: both halves, so that rotating is two products and a sum
-        self.cos = torch.cat((cos, cos), -1)[:, None].to(weight.device, weight.dtype)
-        self.sin = torch.cat((-sin, sin), -1)[:, None].to(weight.device, weight.dtype)
+        self.cos = torch.cat((cos, cos), -1)[:, None].to(norm.weight.device, norm.weight.dtype)
+        self.sin = torch.cat((-sin, sin), -1)[:, None].to(norm.weight.device, norm.weight.dtype)
+
+    @abstractmethod
+    def _inputs(
+        self, embeds: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the projections read, and the residual [T, H], of embeddings and states [T, H]."""
+
+    def context_kv(
+        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] twice, [T] -> keys (rotated) and values [T, Hkv, Dh]."""
+        shape = (2, self.shape.num_key_value_heads, self.shape.head_dim)
+        joined, _ = self._inputs(embeds, states)
+        key, value = self.key_value(joined).unflatten(-1, shape).unbind(1)
+        if self.qk_norm is not None:
+            key = self._head_norm(key, self.qk_norm[self.shape.num_attention_heads :])
+        return self._rotate(key, positions), value.contiguous()
+
+    def forward(
+        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] twice, [T] -> [T, H] for the LM head, and states [T, H]."""
+        heads, kv_heads = self.shape.num_attention_heads, self.shape.num_key_value_heads
+        joined, residual = self._inputs(embeds, states)
+        qkv = self.qkv(joined).unflatten(-1, (-1, self.shape.head_dim))
+        qk = qkv[:, : heads + kv_heads]
+        if self.qk_norm is not None:
+            qk = self._head_norm(qk, self.qk_norm)
+        qk = self._rotate(qk, positions)
+        mixed = attend(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
+        x = residual + self.output(mixed.flatten(-2))
+        gate, up = self.gate_up(self._rms_norm(x, self.mlp_norm)).chunk(2, dim=-1)
+        x = x + self.down(F.silu(gate) * up)
+        normed = self._rms_norm(x, self.norm)
+        return normed, normed if self.shape.norm_output else x
+
+    __call__ = forward
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+
+    def _head_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [T, heads, Dh], weight [heads, Dh]."""
+        return F.rms_norm(x, (x.shape[-1],), eps=self.eps) * weight
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T]."""
+        swapped = x.roll(self.shape.head_dim // 2, dims=-1)
+        return x * self.cos[positions] + swapped * self.sin[positions]
+
+
+class FusedEagle3Head(FusedDraftLayer):
+    """Serving form of an `Eagle3Head` on its device and in its dtype."""
+
+    def __init__(
+        self, head: Eagle3Head, max_positions: int, make_linear: LinearFactory = plain_linear
+    ) -> None:
+        config, layer = head.config, head.layers[0]
+        super().__init__(config, layer, head.norm, max_positions, make_linear)
+        self.config = config
+        self.fc = make_linear(head.fc.weight, None)
+        self.joined_norm = head.input_norm.weight if config.norm_before_fc else None
+        # [L * Ht]
+        self.fc_norm = torch.cat([n.weight for n in head.fc_norm]) if config.fc_norm else None
+        self.embed_norm, self.hidden_norm = layer.input_layernorm.weight, layer.hidden_norm.weight
 
     def features(self, aux: torch.Tensor) -> torch.Tensor:
         """[T, L*Ht] -> [T, H]."""
@@ -195,55 +289,12 @@ class FusedEagle3Head:
             aux = normed.flatten(-2) * self.fc_norm
         return self.fc(aux)
 
-    def context_kv(
-        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, H] twice, [T] -> keys (rotated) and values [T, Hkv, Dh]."""
-        shape = (2, self.config.num_key_value_heads, self.config.head_dim)
-        joined, _ = self._inputs(embeds, states)
-        key, value = self.key_value(joined).unflatten(-1, shape).unbind(1)
-        if self.qk_norm is not None:
-            key = self._head_norm(key, self.qk_norm[self.config.num_attention_heads :])
-        return self._rotate(key, positions), value.contiguous()
-
-    def forward(
-        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, H] twice, [T] -> [T, H] for the LM head, and states [T, H]."""
-        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        joined, residual = self._inputs(embeds, states)
-        qkv = self.qkv(joined).unflatten(-1, (-1, self.config.head_dim))
-        qk = qkv[:, : heads + kv_heads]
-        if self.qk_norm is not None:
-            qk = self._head_norm(qk, self.qk_norm)
-        qk = self._rotate(qk, positions)
-        mixed = attend(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
-        x = residual + self.output(mixed.flatten(-2))
-        gate, up = self.gate_up(self._rms_norm(x, self.mlp_norm)).chunk(2, dim=-1)
-        x = x + self.down(F.silu(gate) * up)
-        normed = self._rms_norm(x, self.norm)
-        return normed, normed if self.config.norm_output else x
-
-    __call__ = forward
-
     def _inputs(
         self, embeds: torch.Tensor, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed = self._rms_norm(states, self.hidden_norm)
         joined = torch.cat((self._rms_norm(embeds, self.embed_norm), normed), dim=-1)
         return joined, normed if self.config.norm_before_residual else states
-
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
-
-    def _head_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, heads, Dh], weight [heads, Dh]."""
-        return F.rms_norm(x, (x.shape[-1],), eps=self.eps) * weight
-
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T]."""
-        swapped = x.roll(self.config.head_dim // 2, dims=-1)
-        return x * self.cos[positions] + swapped * self.sin[positions]
 
 
 def _joined(*linears: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -8,13 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import (
-    MAX_SIZE,
-    config_values,
-    is_positive,
-    is_size,
-    read_json_object,
-)
+from vllm_specplug.drafting.checkpoint_files import config_values, read_json_object
+from vllm_specplug.drafting.head_config import check_layer_shape, require
 
 DEFAULT_WINDOW = 512
 MAX_WINDOW = 65536
@@ -46,34 +41,8 @@ class LongSpecConfig:
     final_norm: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
-            "draft_vocab_size",
-        ):
-            value = getattr(self, name)
-            _require(is_size(value), name, value, f"an integer from 1 to {MAX_SIZE}")
+        check_layer_shape(self)
         check_window("draft head config: window_size", self.window_size)
-        _require(
-            self.num_attention_heads % self.num_key_value_heads == 0,
-            "num_key_value_heads",
-            self.num_key_value_heads,
-            f"a divisor of num_attention_heads = {self.num_attention_heads}",
-        )
-        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
-        _require(
-            self.draft_vocab_size <= self.vocab_size,
-            "draft_vocab_size",
-            self.draft_vocab_size,
-            f"1..{self.vocab_size} (vocab_size)",
-        )
-        for name in ("rope_theta", "rms_norm_eps"):
-            value = getattr(self, name)
-            _require(is_positive(value), name, value, "a number > 0")
 
     @property
     def attention_scale(self) -> float:
@@ -129,9 +98,9 @@ class LongSpecConfig:
             )
         raw = read_json_object(path, "a config")
         for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-            _require(isinstance(raw.get(name), int), name, raw.get(name), "an integer")
+            require(isinstance(raw.get(name), int), name, raw.get(name), "an integer")
         layers = raw.get("num_hidden_layers", 1)
-        _require(layers == 1, "num_hidden_layers", layers, "1 (LongSpec drafts with one layer)")
+        require(layers == 1, "num_hidden_layers", layers, "1 (LongSpec drafts with one layer)")
         with config_values(path):
             return cls.for_target(
                 raw,
@@ -211,7 +180,7 @@ def rotary_of(config: Any) -> tuple[float, Mapping[str, Any] | None]:
             theta = rope["rope_theta"]
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in (None, "default"):
-            _require(
+            require(
                 kind in ("linear", "llama3"),
                 f"{name}.rope_type",
                 kind,
@@ -220,16 +189,8 @@ def rotary_of(config: Any) -> tuple[float, Mapping[str, Any] | None]:
             scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")}
             scaling = {**scaling, "rope_type": kind}
     partial = _get(config, "partial_rotary_factor", None)
-    _require(partial in (None, 1, 1.0), "partial_rotary_factor", partial, "1.0")
+    require(partial in (None, 1, 1.0), "partial_rotary_factor", partial, "1.0")
     return float(theta if theta is not None else 10000.0), scaling
-
-
-def _require(condition: bool, name: str, value: object, legal: str) -> None:
-    if not condition:
-        raise ValueError(
-            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the head's "
-            "config.json or use another head"
-        )
 
 
 _MISSING = object()

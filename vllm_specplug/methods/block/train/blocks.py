@@ -36,8 +36,8 @@ class BlockBatch:
     """Blocks of several sequences, b slots each (A anchors in all, T context tokens).
 
     anchor_tokens int64 [A]; positions int64 [A*b]; aux [T, L*Ht]; context_positions int64 [T];
-    teacher [A*(b-1), Ht] and labels int64 [A*(b-1)] of slots 1.. (target token ids);
-    valid bool [A*(b-1)]: the slot's token exists.
+    teacher [A*D, Ht] and labels int64 [A*D] of the D tokens after each anchor (target token ids);
+    valid bool [A*D]: the token exists.
     """
 
     block_size: int
@@ -101,11 +101,12 @@ def pack_blocks(
     anchors: Sequence[torch.Tensor],
     block_size: int,
     context_multiple: int = 1,
+    first_slot: int = 1,
 ) -> BlockBatch:
     """One batch from sequences and their anchors (ascending, at least one each).
 
-    Context behind the last anchor is left out; what remains is padded to `context_multiple` with
-    rows that no block sees.
+    The slots from `first_slot` on predict the tokens after the anchor. Context behind the last
+    anchor is left out; what remains is padded to `context_multiple` with rows that no block sees.
     """
     offsets = torch.arange(block_size)
     names = ("anchor", "position", "aux", "context", "teacher", "label", "valid")
@@ -115,8 +116,9 @@ def pack_blocks(
         seen = int(at[-1])
         padding = -seen % context_multiple
         slots = at[:, None] + offsets
-        inside = slots[:, 1:] < len(sequence.tokens)
-        safe = slots[:, 1:].clamp_max(len(sequence.tokens) - 1)
+        drafted = at[:, None] + 1 + offsets[: block_size - first_slot]
+        inside = drafted < len(sequence.tokens)
+        safe = drafted.clamp_max(len(sequence.tokens) - 1)
         parts["anchor"].append(sequence.tokens[at])
         parts["position"].append(slots.flatten())
         parts["aux"].append(F.pad(sequence.aux[:seen], (0, 0, 0, padding)))
@@ -185,7 +187,8 @@ def block_attention(
 
 
 def run_blocks(head: BlockHead, batch: BlockBatch, embed_tokens: torch.Tensor) -> torch.Tensor:
-    """Final normed hidden states of slots 1.., [A*(b-1), H]; `embed_tokens` [V, H] is frozen."""
+    """Final normed hidden states of the slots that draft, [A*D, H]; `embed_tokens` [V, H] is
+    frozen."""
     config, size = head.config, batch.block_size
     features = head.context_features(batch.aux)
     keys, values = (kv.unbind() for kv in head.context_kv(features, batch.context_positions))
@@ -219,4 +222,4 @@ def run_blocks(head: BlockHead, batch: BlockBatch, embed_tokens: torch.Tensor) -
 
     embeds = head.block_embeds(embed_tokens[batch.anchor_tokens].to(features.dtype), size)
     hidden = head(embeds.flatten(0, 1), batch.positions, attend)
-    return hidden.view(-1, size, config.hidden_size)[:, 1:].flatten(0, 1)
+    return hidden.view(-1, size, config.hidden_size)[:, config.first_slot :].flatten(0, 1)

@@ -73,7 +73,9 @@ def draft_sequences(
         anchors = torch.tensor(list(anchor_range(sequence)), dtype=torch.int64)
         if not len(anchors):
             continue
-        batch = pack_blocks([sequence], [anchors], head.config.block_size, 64).to(device)
+        batch = pack_blocks(
+            [sequence], [anchors], head.config.block_size, 64, head.config.first_slot
+        ).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             hidden = run_blocks(head, batch, tables.embed_tokens)
         slots = tables.slots(hidden.view(len(anchors), depth, -1), candidates)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from accelerate import Accelerator
 from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_head
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
-from vllm_specplug.methods.block.train.evaluate import AcceptanceReport, evaluate_head
+from vllm_specplug.methods.block.train.evaluate import evaluate_head
 from vllm_specplug.methods.block.train.start import (
     check_trainable,
     head_config_for,
@@ -23,18 +21,11 @@ from vllm_specplug.methods.block.train.start import (
 )
 from vllm_specplug.methods.block.train.trainer import BlockTrainer, TrainOptions
 from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.loop import (
-    Log,
-    LoopOptions,
-    OnStep,
-    head_identity,
-    progress_facts,
-    rounded,
-    run_loop,
-)
+from vllm_specplug.train.loop import Log, LoopOptions, OnStep
 from vllm_specplug.train.order import evenly_spread
-from vllm_specplug.train.provenance import write_provenance
+from vllm_specplug.train.run import data_facts, layer_scales, open_features, origin, run_head
 from vllm_specplug.train.target import TargetTables, TargetWeights
+from vllm_specplug.train.vocabulary import draft_vocabulary, vocabulary_coverage
 
 SETUP_NAME = "draft_ids.pt"
 TARGET_LAYERS = "target layers"
@@ -61,50 +52,6 @@ class RunOptions(LoopOptions):
     eval_sequences: int = 64
 
 
-def draft_vocabulary(
-    store: FeatureStore, size: int, vocab_size: int, always: Sequence[int] = ()
-) -> tuple[torch.Tensor, float]:
-    """The `size` most frequent answer tokens, and `always` (end-of-turn ids).
-
-    Returns:
-        their ids, int64 [size] ascending, and the share of answer tokens they cover.
-    """
-    counts = answer_token_counts(store)
-    total = sum(counts.values())
-    ranked = [t for t in always] + [t for t, _ in counts.most_common() if t not in always]
-    # Unseen tokens fill up a small corpus: low ids are the frequent merges of a BPE vocabulary.
-    seen = set(ranked)
-    fill = (t for t in range(vocab_size) if t not in seen)
-    while len(ranked) < size:
-        ranked.append(next(fill))
-    ids = sorted(ranked[:size])
-    covered = sum(counts[t] for t in ids) / max(total, 1)
-    return torch.tensor(ids, dtype=torch.int64), covered
-
-
-def answer_token_counts(store: FeatureStore) -> Counter[int]:
-    """How often each token stands in an answer."""
-    counts: Counter[int] = Counter()
-    for shard in store.shards:
-        for i in range(len(shard)):
-            start = int(shard.offsets[i]) + int(shard.prompt_lens[i])
-            counts.update(shard.tokens[start : int(shard.offsets[i + 1])].tolist())
-    return counts
-
-
-def vocabulary_coverage(store: FeatureStore, ids: torch.Tensor) -> float:
-    """Share of the answer tokens that are among `ids`."""
-    counts = answer_token_counts(store)
-    return sum(counts[t] for t in ids.tolist()) / max(sum(counts.values()), 1)
-
-
-def layer_scales(store: FeatureStore, layers: int, sequences: int = 32) -> list[float]:
-    """Root mean square of every selected layer's output over a sample. The first token is left out:
-    language models keep an outlier state there."""
-    rows = torch.cat([sample.aux[1:].float() for sample in evenly_spread(store, sequences)])
-    return [float(part.pow(2).mean().sqrt()) for part in rows.chunk(layers, dim=-1)]
-
-
 def train_block_head(
     run: RunOptions,
     options: TrainOptions,
@@ -118,12 +65,7 @@ def train_block_head(
     """
     out = Path(run.out)
     accelerator = Accelerator(mixed_precision="bf16")
-    store, heldout = FeatureStore(run.features), FeatureStore(run.heldout)
-    if store.target_layer_ids != heldout.target_layer_ids:
-        raise ValueError(
-            f"features hold layers {store.target_layer_ids}, held-out features "
-            f"{heldout.target_layer_ids}; make both with the same layers"
-        )
+    store, heldout = open_features(run.features, run.heldout)
     weights = TargetWeights(run.target)
     tables = weights.tables()
     run.refuse_overwriting()
@@ -138,7 +80,7 @@ def train_block_head(
         initial, initial_ids = load_initial(run, weights, tables, store)
         shape = None if initial is None else initial.config
         ids, coverage = _draft_ids(run, store, weights, initial_ids)
-        init_facts = head_identity(run.init_from) if run.init_from else TARGET_LAYERS
+        init_facts = origin(run.init_from) or TARGET_LAYERS
     config = wanted_config(run, weights.config, store, len(ids), shape)
     if not run.resume and accelerator.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
@@ -165,29 +107,30 @@ def train_block_head(
         target_ids=ids,
         accelerator=accelerator,
     )
-    if run.resume:
-        trainer.resume(out)
-    count = sum(p.numel() for p in head.parameters())
-    log(
-        f"{len(store)} sequences, {store.num_answer_tokens} answer tokens, "
-        f"{count / 1e6:.1f}M parameters, draft vocabulary {len(ids)} covers {coverage:.2%}, "
-        f"from step {trainer.step}"
-    )
     held = evenly_spread(heldout, run.eval_sequences)
-    facts: dict[str, Any] = {}
-
-    def export() -> None:
-        averaged = trainer.averaged_head()
-        report = evaluate_head(averaged, held, trainer.drafting_embeds(), trainer.lm_head, ids)
-        facts.update(run_facts(run, trainer, init_facts, coverage, len(held), report))
-        lengths = "  ".join(f"{k} {v:.3f}" for k, v in report.lengths().items())
-        slots = " ".join(f"{v:.2f}" for v in report.slot_accuracy())
-        log(f"step {trainer.step}: mean acceptance length {lengths}; slot accuracy {slots}")
-        save_block_head(out / "head", averaged, d2t=ids - torch.arange(len(ids)))
-        write_provenance(out / "head", facts)
-
-    run_loop(trainer, run, export, log, on_step)
-    return facts
+    return run_head(
+        trainer,
+        run,
+        target=run.target,
+        shape={
+            "num_layers": config.num_hidden_layers,
+            "block_size": config.block_size,
+            "target_layer_ids": list(config.target_layer_ids),
+            "draft_vocab_size": len(ids),
+            "causal": config.causal,
+        },
+        data=data_facts(store, coverage),
+        init_from=init_facts,
+        heldout=len(held),
+        evaluate=lambda: evaluate_head(
+            trainer.averaged_head(), held, trainer.drafting_embeds(), trainer.lm_head, ids
+        ),
+        save=lambda folder: save_block_head(
+            folder, trainer.averaged_head(), d2t=ids - torch.arange(len(ids))
+        ),
+        log=log,
+        on_step=on_step,
+    )
 
 
 def load_initial(
@@ -265,46 +208,3 @@ def _draft_ids(
         return initial, vocabulary_coverage(store, initial)
     size = min(run.draft_vocab_size or DEFAULT_DRAFT_VOCAB_SIZE, vocab_size)
     return draft_vocabulary(store, size, vocab_size, target.end_token_ids)
-
-
-def run_facts(
-    run: RunOptions,
-    trainer: BlockTrainer,
-    init_facts: Any,
-    coverage: float,
-    held: int,
-    report: AcceptanceReport,
-) -> dict[str, Any]:
-    """The run's part of provenance.json."""
-    config = trainer.head.config
-    return {
-        "target": Path(run.target).name,
-        "shape": {
-            "num_layers": config.num_hidden_layers,
-            "block_size": config.block_size,
-            "target_layer_ids": list(config.target_layer_ids),
-            "draft_vocab_size": len(trainer.lm_head),
-            "causal": config.causal,
-        },
-        "init_from": init_facts,
-        "data": {
-            "sequences": len(trainer.store),
-            "by_source": trainer.store.sources(),
-            "answer_tokens": trainer.store.num_answer_tokens,
-            "draft_vocabulary_coverage": round(coverage, 5),
-        },
-        **progress_facts(trainer),
-        "heldout": heldout_facts(report, held),
-    }
-
-
-def heldout_facts(report: AcceptanceReport, sequences: int) -> dict[str, Any]:
-    """Reached acceptance, for provenance.json."""
-    return {
-        "sequences": sequences,
-        "mean_acceptance_length": rounded(report.lengths()),
-        "mean_acceptance_length_by_source": {
-            source: rounded(values) for source, values in report.lengths_by_source().items()
-        },
-        "slot_accuracy": [round(v, 3) for v in report.slot_accuracy()],
-    }

@@ -81,8 +81,33 @@ class Drafting(nn.Module):
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
 
     def forward(self, batch: BlockBatch) -> torch.Tensor:
-        """[A*(b-1), H], final normed states of slots 1.."""
+        """[A*D, H], final normed states of the slots that draft."""
         return run_blocks(self.head, batch, self.embed_tokens)
+
+
+def draw_blocks(
+    trainer: Trainer,
+    store: FeatureStore,
+    config: BlockHeadConfig,
+    block_size: int,
+    wanted: int,
+    anchor_stride: int,
+    generator: torch.Generator,
+) -> BlockBatch:
+    """`wanted` blocks of the next sequences of a trainer, one per `anchor_stride` tokens."""
+    sequences: list[FeatureSequence] = []
+    anchors: list[torch.Tensor] = []
+    count = 0
+    while count < wanted:
+        sequence = store[trainer.next_index()]
+        at = sample_anchors(sequence, anchor_stride, generator)
+        at = thin_anchors(at, _ANCHOR_MULTIPLE, generator)
+        at = random_subset(at, wanted - count, generator)
+        if len(at):
+            sequences.append(sequence)
+            anchors.append(at)
+            count += len(at)
+    return pack_blocks(sequences, anchors, block_size, _CONTEXT_MULTIPLE, config.first_slot)
 
 
 class BlockTrainer(Trainer):
@@ -133,19 +158,9 @@ class BlockTrainer(Trainer):
         if short and options.short_block_size >= 2:
             size = options.short_block_size
         wanted = options.anchors_per_step * self.head.config.block_size // size
-        sequences: list[FeatureSequence] = []
-        anchors: list[torch.Tensor] = []
-        count = 0
-        while count < wanted:
-            sequence = self.store[self.next_index()]
-            at = sample_anchors(sequence, options.anchor_stride, generator)
-            at = thin_anchors(at, _ANCHOR_MULTIPLE, generator)
-            at = random_subset(at, wanted - count, generator)
-            if len(at):
-                sequences.append(sequence)
-                anchors.append(at)
-                count += len(at)
-        return pack_blocks(sequences, anchors, size, _CONTEXT_MULTIPLE)
+        return draw_blocks(
+            self, self.store, self.head.config, size, wanted, options.anchor_stride, generator
+        )
 
     def step_loss(self) -> StepLoss:
         options = self.options

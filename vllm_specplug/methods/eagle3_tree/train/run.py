@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from vllm_specplug.methods.block.train.run import draft_vocabulary, layer_scales
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head, save_eagle3_head
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
@@ -20,20 +19,11 @@ from vllm_specplug.methods.eagle3_tree.train.trainer import (
     Eagle3Trainer,
     init_eagle3_from_target,
 )
-from vllm_specplug.methods.longspec.train.run import vocabulary_of
-from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.loop import (
-    Log,
-    LoopOptions,
-    OnStep,
-    head_identity,
-    progress_facts,
-    rounded,
-    run_loop,
-)
+from vllm_specplug.train.loop import Log, LoopOptions, OnStep
 from vllm_specplug.train.order import evenly_spread
-from vllm_specplug.train.provenance import write_provenance
+from vllm_specplug.train.run import data_facts, layer_scales, open_features, origin, run_head
 from vllm_specplug.train.target import TargetWeights
+from vllm_specplug.train.vocabulary import saved_vocabulary, vocabulary_coverage
 
 # Of each held-out answer: a round costs a forward per level.
 EVAL_ROUNDS = 24
@@ -98,18 +88,12 @@ def train_eagle3(
     (config.json, model.safetensors, provenance.json). Returns the provenance facts."""
     loop.refuse_overwriting()
     accelerator = Accelerator(mixed_precision="bf16")
-    store, heldout = FeatureStore(run.features), FeatureStore(run.heldout)
+    store, heldout = open_features(run.features, run.heldout)
     layers = store.target_layer_ids
-    if layers != heldout.target_layer_ids:
-        raise ValueError(
-            f"features hold layers {layers}, held-out features {heldout.target_layer_ids}; make "
-            "both with the same layers"
-        )
     weights = TargetWeights(run.target)
     tables = weights.tables()
     torch.manual_seed(options.seed)
     vocab_size = int(weights.config["vocab_size"])
-    ids_path = Path(loop.out) / VOCABULARY_NAME
     lm_head: torch.Tensor | None = None
     if run.init_from:
         head, extras = load_eagle3_head(run.init_from, weights.config, dtype=torch.float32)
@@ -121,17 +105,15 @@ def train_eagle3(
         ids = torch.arange(vocab_size) if extras.target_ids is None else extras.target_ids
         lm_head = extras.lm_head
     else:
-        size = min(run.draft_vocab_size, vocab_size)
-        if loop.resume and ids_path.is_file():
-            # Data may have grown since, and with it the counts.
-            ids = torch.load(ids_path, weights_only=True)
-        elif run.vocab_from:
-            ids = vocabulary_of(run.vocab_from)
-        else:
-            ids, coverage = draft_vocabulary(store, size, vocab_size, weights.end_token_ids)
-            log(f"draft vocabulary {len(ids)} covers {coverage:.2%}")
-        ids_path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(ids, ids_path)
+        ids = saved_vocabulary(
+            Path(loop.out) / VOCABULARY_NAME,
+            loop.resume,
+            run.vocab_from,
+            store,
+            run.draft_vocab_size,
+            vocab_size,
+            weights.end_token_ids,
+        )
         config = eagle3_config(
             weights.config,
             layers,
@@ -156,61 +138,30 @@ def train_eagle3(
         target_ids=ids,
         accelerator=accelerator,
     )
-    if loop.resume:
-        trainer.resume(loop.out)
-    count = sum(p.numel() for p in head.parameters())
-    log(
-        f"{len(store)} sequences, {store.num_answer_tokens} answer tokens, "
-        f"{count / 1e6:.1f}M parameters, draft vocabulary {len(ids)}, from step {trainer.step}"
-    )
     held = evenly_spread(heldout, run.eval_sequences)
-    facts: dict[str, Any] = {}
-
-    def export() -> None:
-        averaged = trainer.averaged_head()
-        report = evaluate_eagle3(
-            averaged,
-            held,
-            tables.embed_tokens.float(),
-            trainer.lm_head.float().cpu(),
-            ids,
-            max_rounds=EVAL_ROUNDS,
-        )
-        facts.update(
-            {
-                "target": Path(run.target).name,
-                "shape": {
-                    "draft_vocab_size": len(ids),
-                    "intermediate_size": head.config.intermediate_size,
-                    "target_layer_ids": list(layers),
-                    "norm_output": head.config.norm_output,
-                },
-                **progress_facts(trainer),
-                "init_from": head_identity(run.init_from) if run.init_from else None,
-                "data": {
-                    "sequences": len(store),
-                    "by_source": store.sources(),
-                    "answer_tokens": store.num_answer_tokens,
-                },
-                "heldout": {
-                    "sequences": len(held),
-                    "mean_acceptance_length": rounded(report.lengths()),
-                    "mean_acceptance_length_by_source": {
-                        source: rounded(lengths)
-                        for source, lengths in report.lengths_by_source().items()
-                    },
-                },
-            }
-        )
-        lengths = "  ".join(f"{k} {v:.3f}" for k, v in report.lengths().items())
-        log(f"step {trainer.step}: mean acceptance length {lengths}")
-        save_eagle3_head(
-            Path(loop.out) / "head",
-            averaged,
+    embed_tokens, draft_lm_head = tables.embed_tokens.float(), trainer.lm_head.float().cpu()
+    return run_head(
+        trainer,
+        loop,
+        target=run.target,
+        shape={
+            "draft_vocab_size": len(ids),
+            "intermediate_size": head.config.intermediate_size,
+            "target_layer_ids": list(layers),
+            "norm_output": head.config.norm_output,
+        },
+        data=data_facts(store, vocabulary_coverage(store, ids)),
+        init_from=origin(run.init_from),
+        heldout=len(held),
+        evaluate=lambda: evaluate_eagle3(
+            trainer.averaged_head(), held, embed_tokens, draft_lm_head, ids, max_rounds=EVAL_ROUNDS
+        ),
+        save=lambda folder: save_eagle3_head(
+            folder,
+            trainer.averaged_head(),
             target_ids=ids,
             lm_head=trainer.lm_head if run.save_lm_head else None,
-        )
-        write_provenance(Path(loop.out) / "head", facts)
-
-    run_loop(trainer, loop, export, log, on_step)
-    return facts
+        ),
+        log=log,
+        on_step=on_step,
+    )

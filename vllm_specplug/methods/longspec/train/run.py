@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from vllm_specplug.methods.block.checkpoint import read_tensors
-from vllm_specplug.methods.block.train.run import draft_vocabulary
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head, save_longspec_head
 from vllm_specplug.methods.longspec.config import DEFAULT_WINDOW, LongSpecConfig, check_window
 from vllm_specplug.methods.longspec.head import LongSpecHead
@@ -22,18 +19,11 @@ from vllm_specplug.methods.longspec.train.trainer import (
     LongSpecTrainer,
     init_longspec_from_target,
 )
-from vllm_specplug.train.loop import (
-    Log,
-    LoopOptions,
-    OnStep,
-    head_identity,
-    progress_facts,
-    rounded,
-    run_loop,
-)
+from vllm_specplug.train.loop import Log, LoopOptions, OnStep
 from vllm_specplug.train.order import evenly_spread
-from vllm_specplug.train.provenance import write_provenance
+from vllm_specplug.train.run import data_facts, origin, run_head
 from vllm_specplug.train.target import TargetWeights
+from vllm_specplug.train.vocabulary import draft_vocabulary, vocabulary_of
 
 
 @dataclass(frozen=True)
@@ -51,21 +41,6 @@ class LongSpecRun:
     intermediate_size: int = 0
     init_from: str = ""
     eval_sequences: int = 24
-
-
-def vocabulary_of(folder: str) -> torch.Tensor:
-    """Target token of each draft id of a head, int64 [V'].
-
-    Raises:
-        ValueError: when the head drafts over the whole vocabulary, or cannot be read.
-    """
-    d2t = read_tensors(Path(folder)).get("d2t")
-    if d2t is None:
-        raise ValueError(
-            f"--vocab-from {folder!r} has no reduced draft vocabulary (tensor 'd2t'); leave it out "
-            "or name another head"
-        )
-    return d2t.to(torch.int64) + torch.arange(len(d2t))
 
 
 def train_longspec(
@@ -113,50 +88,28 @@ def train_longspec(
         target_ids=ids,
         accelerator=accelerator,
     )
-    if loop.resume:
-        trainer.resume(loop.out)
-    count = sum(p.numel() for p in head.parameters())
-    log(
-        f"{len(store)} sequences, {store.num_answer_tokens} supervised tokens, "
-        f"{count / 1e6:.1f}M parameters, draft vocabulary {len(ids)}, from step {trainer.step}"
-    )
     held = evenly_spread(heldout, run.eval_sequences)
-    facts: dict[str, Any] = {}
-
-    def export() -> None:
-        averaged = trainer.averaged_head()
-        report = evaluate_longspec(
-            averaged, held, tables.embed_tokens.float(), trainer.lm_head.cpu(), ids
-        )
-        facts.update(
-            {
-                "target": Path(run.target).name,
-                "shape": {
-                    "window_size": head.config.window_size,
-                    "draft_vocab_size": len(ids),
-                    "intermediate_size": head.config.intermediate_size,
-                },
-                **progress_facts(trainer),
-                "init_from": head_identity(run.init_from) if run.init_from else None,
-                "data": {
-                    "sequences": len(store),
-                    "by_source": store.sources(),
-                    "supervised_tokens": store.num_answer_tokens,
-                    "draft_vocabulary_coverage": coverage,
-                },
-                "heldout": {
-                    "sequences": len(held),
-                    "mean_acceptance_length": rounded(report.lengths()),
-                },
-            }
-        )
-        lengths = "  ".join(f"{k} {v:.3f}" for k, v in report.lengths().items())
-        log(f"step {trainer.step}: mean acceptance length {lengths}")
-        # A draft vocabulary that is the whole one needs no map.
-        whole = len(ids) == vocab_size
-        folder = Path(loop.out) / "head"
-        save_longspec_head(folder, averaged, target_ids=None if whole else ids)
-        write_provenance(folder, facts)
-
-    run_loop(trainer, loop, export, log, on_step)
-    return facts
+    embed_tokens = tables.embed_tokens.float()
+    # A draft vocabulary that is the whole one needs no map.
+    target_ids = None if len(ids) == vocab_size else ids
+    return run_head(
+        trainer,
+        loop,
+        target=run.target,
+        shape={
+            "window_size": head.config.window_size,
+            "draft_vocab_size": len(ids),
+            "intermediate_size": head.config.intermediate_size,
+        },
+        data=data_facts(store, coverage),
+        init_from=origin(run.init_from),
+        heldout=len(held),
+        evaluate=lambda: evaluate_longspec(
+            trainer.averaged_head(), held, embed_tokens, trainer.lm_head.cpu(), ids
+        ),
+        save=lambda folder: save_longspec_head(
+            folder, trainer.averaged_head(), target_ids=target_ids
+        ),
+        log=log,
+        on_step=on_step,
+    )

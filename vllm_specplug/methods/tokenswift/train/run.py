@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from vllm_specplug.methods.block.train.run import draft_vocabulary
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads, save_heads
 from vllm_specplug.methods.tokenswift.train.trainer import (
     TokenSwiftRecipe,
@@ -24,6 +23,7 @@ from vllm_specplug.train.loop import Log, LoopOptions, OnStep, progress_facts, r
 from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.provenance import write_provenance
 from vllm_specplug.train.target import TargetWeights
+from vllm_specplug.train.vocabulary import draft_vocabulary
 
 
 @dataclass(frozen=True)

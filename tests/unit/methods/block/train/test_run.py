@@ -11,15 +11,12 @@ import pytest
 import torch
 
 from vllm_specplug.methods.block.checkpoint import load_block_head
-from vllm_specplug.methods.block.train.run import (
-    RunOptions,
-    draft_vocabulary,
-    layer_scales,
-    train_block_head,
-)
+from vllm_specplug.methods.block.train.run import RunOptions, train_block_head
 from vllm_specplug.methods.block.train.trainer import TrainOptions, default_gamma
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.order import DataOrder
+from vllm_specplug.train.run import layer_scales
+from vllm_specplug.train.vocabulary import draft_vocabulary
 
 OPTIONS = TrainOptions(
     total_steps=12, warmup_steps=2, anchors_per_step=24, anchor_stride=2, learning_rate=5e-3

@@ -15,12 +15,12 @@ from tests.unit.methods.eagle3_tree.world import LENGTHS, World
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
 from vllm_specplug.methods.eagle3_tree.train.evaluate import (
     SequenceDrafter,
-    TreePolicy,
     evaluate_eagle3,
 )
 from vllm_specplug.methods.eagle3_tree.train.run import Eagle3Run, train_eagle3
 from vllm_specplug.methods.eagle3_tree.train.trainer import Eagle3Recipe, pack, run_anchors
 from vllm_specplug.train.features import FeatureSequence, FeatureStore
+from vllm_specplug.train.level_trees import TreePolicy
 from vllm_specplug.train.loop import LoopOptions
 from vllm_specplug.train.target import TargetWeights
 

@@ -15,7 +15,6 @@ from vllm_specplug.methods.longspec.config import LongSpecConfig
 from vllm_specplug.methods.longspec.head import LongSpecHead
 from vllm_specplug.methods.longspec.train.evaluate import (
     SequenceDrafter,
-    TreePolicy,
     evaluate_longspec,
 )
 from vllm_specplug.methods.longspec.train.features import (
@@ -35,6 +34,7 @@ from vllm_specplug.methods.longspec.train.trainer import (
     window_attention,
 )
 from vllm_specplug.train.features import TokenSequence
+from vllm_specplug.train.level_trees import TreePolicy
 from vllm_specplug.train.loop import LoopOptions
 
 VOCAB = 40

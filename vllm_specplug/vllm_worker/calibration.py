@@ -19,16 +19,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any, Protocol
 
 import torch
 import vllm
+from vllm.distributed import get_world_group
 from vllm.logger import init_logger
 
 from vllm_specplug import __version__
-from vllm_specplug.budget import Calibration
+from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel
 from vllm_specplug.targets import cache_dir
-from vllm_specplug.vllm_v1.rehearsal import rehearsal
-from vllm_specplug.vllm_v1.runner_state import RunnerState
+from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
+from vllm_specplug.vllm_worker.ranks import any_worker as any_of_all
+from vllm_specplug.vllm_worker.ranks import first_worker_values
+from vllm_specplug.vllm_worker.rehearsal import DraftingRunner, rehearsal
 
 logger = init_logger("vllm.specplug.calibration")
 
@@ -46,6 +50,41 @@ _CONTEXT_ROWS = 8
 _MIN_ATTENTION_SPAN = 256
 
 
+class MeasuredRunner(DraftingRunner, Protocol):
+    """What is asked of a runner whose forwards are timed: one that is ready to serve and has no
+    requests."""
+
+    @property
+    def name(self) -> str:
+        """Which of vLLM's runners it is: their forwards take different times."""
+
+    @property
+    def vllm_config(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def max_requests(self) -> int:
+        """Most requests of a batch."""
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a forward."""
+
+    def dummy_forward(self, rows: int, context: int) -> torch.Tensor:
+        """A forward of `rows` rows that attend `context` tokens; hidden states [>= rows, H]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's logits [rows, V] of hidden states [rows, H]."""
+
+    def wait_for_device(self) -> None:
+        """Returns when the device is idle."""
+
+
 class CalibrationError(RuntimeError):
     """Step costs could not be measured on some worker; raised on all of them."""
 
@@ -57,14 +96,14 @@ class Calibrator:
     that is busy for a second then spoils one time of each and not all times of one.
 
     Args:
-        state: of a tree runner, ready to serve, with no requests.
+        state: of the runner.
         share: replaces values by those of the first worker.
         any_worker: whether a flag is set on any worker.
     """
 
     def __init__(
         self,
-        state: RunnerState,
+        state: MeasuredRunner,
         share: Share,
         any_worker: Agree = bool,
         time_limit_s: float = TIME_LIMIT_S,
@@ -206,7 +245,7 @@ class Calibrator:
 
 
 def calibrate(
-    state: RunnerState, share: Share, is_first_rank: bool, any_worker: Agree = bool
+    state: MeasuredRunner, share: Share, is_first_rank: bool, any_worker: Agree = bool
 ) -> Calibration:
     """The calibration of this runner: the cached one, or a new one that is then cached.
 
@@ -244,12 +283,36 @@ def calibrate(
     return calibration
 
 
-def _digest(state: RunnerState) -> str:
+def start_budget(planner: DraftPlanner, state: MeasuredRunner) -> None:
+    """Measures step costs for an adaptive budget; nothing where it is fixed. Call once the model is
+    ready to serve.
+
+    Where they cannot be measured on some worker, the budget is fixed on all.
+    """
+    if not planner.is_adaptive:
+        return
+    is_first = get_world_group().is_first_rank
+    try:
+        calibration = calibrate(state, first_worker_values, is_first, any_of_all)
+    except CalibrationError as error:
+        logger.warning(
+            "Tree budget: step costs could not be measured (%s); trees take a fixed budget of "
+            "num_speculative_tokens nodes",
+            error,
+        )
+        return
+    planner.adaptive = AdaptiveBudget(
+        StepCostModel(calibration), planner.row_budget.max_step_rows, state.drafter.forward_depth
+    )
+
+
+def _digest(state: MeasuredRunner) -> str:
     """Everything that changes the times, as a file name."""
     config = state.vllm_config
     spec = config.speculative_config
     factors = [
         # How it is measured.
+        state.name,
         _ROWS,
         _PASSES,
         __version__,

@@ -12,8 +12,9 @@ import torch
 
 from tests.unit.vllm_v1.sleeping_runner import SleepingRunner
 from vllm_specplug.budget import Calibration
-from vllm_specplug.vllm_v1 import calibration as module
-from vllm_specplug.vllm_v1.calibration import Calibrator, calibrate
+from vllm_specplug.vllm_v2.runner_state import RunnerState as RunnerStateV2
+from vllm_specplug.vllm_worker import calibration as module
+from vllm_specplug.vllm_worker.calibration import Calibrator, calibrate
 
 
 def _alone(values: list[float]) -> list[float]:
@@ -83,6 +84,37 @@ def test_other_options_are_another_calibration(cache_folder: Path) -> None:
     calibrate(other.state, _alone, is_first_rank=True)
     assert other.rows
     assert len(list((cache_folder / "calibration").iterdir())) == 2
+
+
+def test_runners_do_not_share_a_calibration(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(SleepingRunner().state, _alone, is_first_rank=True)
+    other = SleepingRunner()
+    monkeypatch.setattr(type(other.state), "name", RunnerStateV2.name)
+    calibrate(other.state, _alone, is_first_rank=True)
+    assert other.rows
+    assert len(list((cache_folder / "calibration").iterdir())) == 2
+
+
+@pytest.mark.parametrize(("requests", "length"), [(16, 1024), (3, 40), (1, 24), (64, 9)])
+def test_v2s_dummy_batches_attend_what_v1s_do(requests: int, length: int) -> None:
+    """vLLM's dummies of V2 hold their own rows behind a context; V1's are of a whole length."""
+    runner, seen = SleepingRunner(), []
+    runner.scheduler_config.max_num_seqs, runner.max_model_len = requests, length
+
+    def dummy_run(rows: int, context_len: int) -> Any:
+        count = min(rows, requests)
+        # Rows are spread evenly, one more on the last ones.
+        seen.append((rows, context_len + -(-rows // count)))
+        return torch.zeros(rows, 4), None
+
+    runner._dummy_run = dummy_run  # type: ignore[method-assign, assignment]
+    state = RunnerStateV2(runner)
+    Calibrator(state, _alone).measure()
+    short = min(64, length - 1)
+    assert {attended for rows, attended in seen if rows <= short} >= {short}
+    assert all(0 < attended <= length for _, attended in seen), seen
 
 
 def test_times_of_a_busy_machine_are_used_but_not_kept(

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A target's own module under vLLM's method and as trees. Run by tests/e2e/test_eagle3_tree.py."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.eagle3_checks import CHAIN, DEPTH, compare_drafts
+from tests.e2e.mimo import make_mimo_target
+from tests.e2e.option_checks import greedy, seeded
+from tests.e2e.pair import make_engine, pair
+
+VOCAB = 24
+PROMPTS = [[3 + (5 * i * i + k) % 20 for i in range(8 + 9 * k)] for k in range(4)]
+LONG = [3 + (7 * i * i + 3 * i) % 20 for i in range(101)]
+
+
+@cache
+def _engine() -> dict[str, Any]:
+    target = make_mimo_target(Path(tempfile.mkdtemp(prefix="specplug-mimo-")) / "target", VOCAB)
+    return {"model": str(target), "skip_tokenizer_init": True, "trust_remote_code": True}
+
+
+def check_chains_are_those_of_vllms_own_method() -> None:
+    """Found by the target itself, with prompts in a batch and after prefix hits."""
+    engine = {**_engine(), "enable_prefix_caching": True, "async_scheduling": False}
+    own = {"method": "mtp", "num_speculative_tokens": DEPTH}
+    ours = {**CHAIN, "method": "tree", "model": engine["model"]}
+    engines = (
+        make_engine(None, speculative_config=own, **engine),
+        make_engine("mtp_tree", speculative=ours, **engine),
+    )
+    assert compare_drafts(engines, PROMPTS) > 20
+    assert compare_drafts(engines, [LONG]) > 5
+    assert compare_drafts(engines, [[*LONG[:96], 12, 3]]) > 5
+
+
+def check_trees_are_lossless_and_branch() -> None:
+    """The module is the target's own where no model is named."""
+    engines = pair("mtp_tree", **_engine())
+    params = [greedy(detokenize=False), seeded(3, detokenize=False)]
+    prompts = [p for p in PROMPTS for _ in params]
+    engines.compare(prompts, [p.clone() for _ in PROMPTS for p in params], least_accepted=8)

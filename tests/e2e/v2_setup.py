@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model Runner V2 for all engines of a process."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+
+@cache
+def use_v2() -> None:
+    """Engines that this process builds from here on run on V2, plain ones included: nobody else
+    admits those on a CPU without Triton, or gives them kernels."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    from vllm.triton_utils import HAS_TRITON
+
+    from vllm_specplug.seams import V2_CPU_ADMISSION, V2_CPU_KERNELS
+
+    if not HAS_TRITON:
+        V2_CPU_ADMISSION.apply()
+        V2_CPU_KERNELS.apply()

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The published losses; a run learns, resumes bit for bit and leaves a head that is recognised."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from tests.e2e.tiny import make_block_head
+from tests.unit.methods.block import published
+from tests.unit.methods.block.published import tiny
+from tests.unit.methods.block.published_heads import PublishedHead
+from vllm_specplug.methods.block.train.blocks import pack_blocks
+from vllm_specplug.methods.block.train.run import RunOptions, train_block_head
+from vllm_specplug.methods.block.train.trainer import TrainOptions
+from vllm_specplug.methods.dspark_tree.checkpoint import (
+    inspect_dspark_head,
+    load_dspark_head,
+    save_dspark_head,
+)
+from vllm_specplug.methods.dspark_tree.config import DSparkConfig
+from vllm_specplug.methods.dspark_tree.train.loss import markov_loss
+from vllm_specplug.methods.dspark_tree.train.run import DSparkRun, train_dspark
+from vllm_specplug.methods.dspark_tree.train.trainer import DSparkRecipe, tokens_before
+from vllm_specplug.registry import recognise_head
+from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.loop import LoopOptions
+from vllm_specplug.train.target import TargetWeights
+
+RECIPE = DSparkRecipe(
+    total_steps=8, warmup_steps=2, anchors_per_step=24, anchor_stride=2, learning_rate=5e-3
+)
+
+
+def test_the_loss_is_the_published_one() -> None:
+    torch.manual_seed(0)
+    rows, vocab, hidden, rank = 23, 11, 6, 3
+    parts = [torch.randn(rows, hidden), torch.randn(rows, rank), torch.randn(vocab, rank)]
+    lm_head, teacher = torch.randn(vocab, hidden), torch.randn(rows, hidden)
+    labels, weights = torch.randint(-1, vocab, (rows,)), torch.rand(rows)
+    assert (labels < 0).any()
+    for ce, l1 in ((0.1, 0.9), (1.0, 0.0), (0.0, 1.0)):
+        own = [p.clone().requires_grad_() for p in parts]
+        total, accepted = markov_loss(
+            *own, lm_head, teacher, labels, weights, ce=ce, l1=l1, chunk=7
+        )
+        (3 * total).backward()
+        plain = [p.clone().requires_grad_() for p in parts]
+        logits = plain[0] @ lm_head.T + plain[1] @ plain[2].T
+        p, q = logits.softmax(-1), (teacher @ lm_head.T).softmax(-1)
+        distance = (p - q).abs().sum(-1)
+        entropy = F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
+        expected = ((ce * entropy + l1 * distance) * weights * (labels >= 0)).sum()
+        (3 * expected).backward()
+        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(accepted, torch.minimum(p, q).sum(-1))
+        for a, b in zip(own, plain, strict=True):
+            torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_slots_predict_what_follows_and_read_what_precedes(
+    feature_folders: tuple[Path, Path],
+) -> None:
+    sequence = FeatureStore(feature_folders[0])[2]
+    last = len(sequence.tokens) - 2
+    batch = pack_blocks([sequence], [torch.tensor([10, last])], 4, first_slot=0)
+    assert batch.positions.tolist() == [*range(10, 14), *range(last, last + 4)]
+    assert batch.labels[:4].tolist() == sequence.tokens[11:15].tolist()
+    assert torch.equal(batch.teacher[:4], sequence.hidden[10:14])
+    assert batch.valid.tolist() == [True] * 4 + [True, False, False, False]
+    assert tokens_before(batch)[:4].tolist() == sequence.tokens[10:14].tolist()
+
+
+@pytest.fixture
+def run(target_folder: Path, feature_folders: tuple[Path, Path]) -> DSparkRun:
+    train, held = feature_folders
+    return DSparkRun(
+        str(target_folder), str(train), str(held), num_layers=1, block_size=4, markov_rank=8,
+        draft_vocab_size=48,
+    )  # fmt: skip
+
+
+def loop_in(folder: Path, **changes: bool) -> LoopOptions:
+    return LoopOptions(out=str(folder), eval_every=1000, save_every=1000, **changes)
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def test_the_loss_falls_and_the_head_has_the_published_layout(
+    run: DSparkRun, tmp_path: Path
+) -> None:
+    losses: list[float] = []
+    facts = train_dspark(
+        run, replace(RECIPE, total_steps=24), loop_in(tmp_path), quiet,
+        lambda step, numbers: losses.append(numbers["loss"]),
+    )  # fmt: skip
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+    folder, target = tmp_path / "head", TargetWeights(run.target).config
+    assert recognise_head(folder).name == "dspark_tree"
+    config = inspect_dspark_head(folder, target)
+    assert config.block.sample_from_anchor and config.block.num_draft_tokens == 4
+    _, extras, markov = load_dspark_head(folder, target)
+    assert markov is not None and markov.low_rank_lm_head.weight.shape == (48, 8)
+    assert markov.low_rank_lm_head.weight.abs().max() > 0
+    assert len(set(extras.target_ids(48).tolist())) == 48
+    assert facts["heldout"]["mean_acceptance_length"]["best_first/8"] >= 1.0
+    # The trained mask and the map of a reduced vocabulary are this project's additions.
+    head = PublishedHead(tmp_path / "published", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
+    theirs = {name.replace("layers.1.", "layers.0.") for name in head.tensors}
+    assert set(load_file(folder / "model.safetensors")) - {"mask_embedding", "d2t"} == theirs - {
+        "embed_tokens.weight", "lm_head.weight",
+    }  # fmt: skip
+
+
+def test_a_resumed_run_continues_bit_for_bit(run: DSparkRun, tmp_path: Path) -> None:
+    train_dspark(run, RECIPE, loop_in(tmp_path / "whole"), quiet)
+    flat = replace(RECIPE, decay_share=0.0)
+    train_dspark(run, replace(flat, total_steps=4), loop_in(tmp_path / "cut"), quiet)
+    with pytest.raises(ValueError, match="--resume"):
+        train_dspark(run, RECIPE, loop_in(tmp_path / "cut"), quiet)
+    train_dspark(run, RECIPE, loop_in(tmp_path / "cut", resume=True), quiet)
+    whole, cut = (load_file(tmp_path / n / "head" / "model.safetensors") for n in ("whole", "cut"))
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, cut[name]), name
+
+
+@pytest.mark.parametrize("anchor", [True, False])
+def test_a_written_head_says_which_slot_drafts_first(anchor: bool, tmp_path: Path) -> None:
+    block = make_block_head(30, causal=False, anchor=anchor)
+    save_dspark_head(tmp_path, block, torch.randn(30, 4), torch.randn(30, 4))
+    config = DSparkConfig.from_pretrained(tmp_path, num_target_layers=2)
+    assert config.block.sample_from_anchor == anchor
+
+
+@pytest.mark.full
+def test_a_run_starts_from_a_block_head_or_its_own_kind(run: DSparkRun, tmp_path: Path) -> None:
+    block = RunOptions(
+        target=run.target, features=run.features, heldout=run.heldout, out=str(tmp_path / "block"),
+        causal=False, block_size=4, draft_vocab_size=48, num_layers=1,
+    )  # fmt: skip
+    train_block_head(block, TrainOptions(total_steps=1, anchors_per_step=8), quiet)
+    once = replace(RECIPE, total_steps=1)
+    first = replace(run, init_from=str(tmp_path / "block" / "head"), draft_vocab_size=8)
+    facts = train_dspark(first, once, loop_in(tmp_path / "a"), quiet)
+    assert facts["init_from"]["progress"]["step"] == 1
+    assert facts["shape"]["draft_vocab_size"] == 48
+    again = replace(run, init_from=str(tmp_path / "a" / "head"), markov_rank=5)
+    facts = train_dspark(again, once, loop_in(tmp_path / "b"), quiet)
+    assert facts["shape"]["markov_rank"] == 8
+    config = tmp_path / "a" / "head" / "config.json"
+    raw = json.loads(config.read_text())
+    raw["dflash_config"]["target_layer_ids"] = [0, 1]
+    config.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="--init-from .* reads target layers"):
+        train_dspark(again, once, loop_in(tmp_path / "c"), quiet)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every branch of a tree is what the module drafts as a chain along it; what is served, and what is
+refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.e2e.mimo import PREFIX, module_tensors
+from tests.unit.methods.eagle3_tree.reference import rms, rotate
+from tests.unit.methods.eagle3_tree.world import HIDDEN, LENGTHS, VOCAB, DenseCache
+from vllm_specplug.drafting.drafter import (
+    CommittedTokens,
+    DrafterOptions,
+    DraftRequests,
+    TargetWeights,
+)
+from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module
+from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
+from vllm_specplug.methods.mtp_tree.options import MtpSettings
+from vllm_specplug.registry import recognise_head
+
+# XiaomiMiMo/MiMo-7B's config in small.
+CONFIG: dict[str, Any] = {
+    "architectures": ["MiMoForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}, "hidden_act": "silu",
+    "hidden_size": HIDDEN, "intermediate_size": 24, "max_position_embeddings": 64,
+    "max_window_layers": 36, "model_type": "mimo", "num_attention_heads": 4, "head_dim": 8,
+    "num_hidden_layers": 4, "num_key_value_heads": 2, "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 640000, "sliding_window": 32768,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_mrope": False,
+    "use_sliding_window": False, "vocab_size": VOCAB,
+}  # fmt: skip
+TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=4)
+
+
+def write_target(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    folder.mkdir(exist_ok=True)
+    config = {**CONFIG, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = module_tensors(CONFIG)
+    # Quantised tensors of the target itself are none of the reader's business.
+    other = {"model.layers.0.self_attn.q_proj.weight": torch.ones(2, 2, dtype=torch.int8)}
+    save_file({**tensors, **other}, folder / "model.safetensors")
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+class Module:
+    """The equations in plain torch: whole sequences, no cache."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.w = tensors
+
+    def run(self, embeds: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """All rows [T, H] of one sequence -> outputs [T, H]."""
+        w, eps, count = self.w, CONFIG["rms_norm_eps"], len(embeds)
+        embeds = embeds.clone()
+        embeds[0] = 0.0
+        normed = rms(states, w["hidden_layernorm.weight"], eps)
+        tokens = rms(embeds, w["token_layernorm.weight"], eps)
+        x = torch.cat((normed, tokens), -1) @ w["input_proj.weight"].T
+        y = rms(x, w["input_layernorm.weight"], eps)
+
+        def project(name: str, heads: int) -> torch.Tensor:
+            part = y @ w[f"self_attn.{name}_proj.weight"].T + w[f"self_attn.{name}_proj.bias"]
+            return part.view(count, heads, 8)
+
+        at = torch.arange(count)
+        q = rotate(project("q", 4), at, 640000.0)
+        k = rotate(project("k", 2), at, 640000.0).repeat_interleave(2, 1)
+        v = project("v", 2).repeat_interleave(2, 1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) / 8**0.5
+        later = torch.ones(count, count).triu(1).bool()
+        mixed = torch.einsum("hij,jhd->ihd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
+        x = x + mixed.reshape(count, -1) @ w["self_attn.o_proj.weight"].T
+        y = rms(x, w["post_attention_layernorm.weight"], eps)
+        gate = torch.nn.functional.silu(y @ w["mlp.gate_proj.weight"].T)
+        x = x + (gate * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+        return rms(x, w["final_layernorm.weight"], eps)
+
+    def along(
+        self, tokens: torch.Tensor, branch: list[int], states: torch.Tensor, embed: torch.Tensor
+    ) -> torch.Tensor:
+        """[H] for the LM head after the tokens of a branch, drafted one by one as a chain."""
+        inputs, out = tokens[1:].tolist(), torch.empty(0)
+        for token in [None, *branch]:
+            if token is not None:
+                inputs.append(token)
+                states = torch.cat((states, out[-1:]))
+            out = self.run(embed[torch.tensor(inputs)], states)
+        return out[-1]
+
+
+def test_each_branch_equals_the_chain_along_it(tmp_path: Path) -> None:
+    reference = Module(write_target(tmp_path))
+    torch.manual_seed(4)
+    embed, lm_head = torch.randn(VOCAB, HIDDEN), 1.5 * torch.randn(VOCAB, HIDDEN)
+    options: dict[str, Any] = {
+        "head_path": str(tmp_path), "num_nodes": 16, "tree_depth": 4, "max_depth": 16,
+        "tree_width": 8, "tree_builder": "best_first", "hybrid_lambda": 0.1, "ngram_topk": 0,
+        "max_model_len": 64, "settings": MtpSettings(16),
+    }  # fmt: skip
+    drafter = MtpDrafter(DrafterOptions(**options))
+    drafter.load(
+        TargetWeights(
+            embed_tokens=embed, lm_head=lm_head, dtype=torch.float32, device=torch.device("cpu"),
+            make_linear=plain_linear, text_config=TARGET,
+        )
+    )  # fmt: skip
+    (spec,) = drafter.cache_specs()
+    assert (spec.num_kv_heads, spec.head_dim) == (2, 8)
+    drafter.bind_cache(DenseCache())  # type: ignore[arg-type]
+    tokens = [torch.randint(0, VOCAB, (n,)) for n in LENGTHS]
+    states = [torch.randn(n, HIDDEN) for n in LENGTHS]
+    counts = np.cumsum([n - 1 for n in LENGTHS])
+    drafter.observe(
+        CommittedTokens(
+            [],
+            rows=torch.arange(int(counts[-1])),
+            positions=torch.cat([torch.arange(n - 1) for n in LENGTHS]),
+            slots=torch.cat([100 * r + torch.arange(n - 1) for r, n in enumerate(LENGTHS)]),
+            last_rows=torch.from_numpy(counts - 1),
+            next_token_ids=torch.cat([t[1:] for t in tokens]),
+            output_states=torch.cat([s[:-1] for s in states]),
+        )
+    )
+    count = len(LENGTHS)
+    trees = drafter.propose(
+        DraftRequests(
+            req_ids=[f"r{i}" for i in range(count)],
+            token_ids=[t.numpy() for t in tokens],
+            context_lens=[n - 1 for n in LENGTHS],
+            req_indices=list(range(count)),
+            budgets=[16, 9, 16, 12],
+            widths=[8, 8, 1, 3],
+            depths=[16] * count,
+        )
+    )
+    assert [tree.num_nodes for tree in trees] == [16, 9, 4, 12]
+    assert max(tree.max_depth for tree in trees) > 2
+    for r, tree in enumerate(trees):
+        tree.validate(VOCAB)
+        branches: list[list[int]] = []
+        for i, token in enumerate(tree.token_ids.tolist()):
+            parent = int(tree.parent_indices[i])
+            before = [] if parent < 0 else branches[parent]
+            branches.append([*before, token])
+            out = reference.along(tokens[r], before, states[r][:-1], embed)
+            expected = float((out @ lm_head.T).log_softmax(-1)[token])
+            above = 0.0 if parent < 0 else float(tree.scores[parent])
+            assert tree.scores[i] - above == pytest.approx(expected, abs=5e-4)
+
+
+def test_a_target_is_found_by_its_module(tmp_path: Path) -> None:
+    write_target(tmp_path / "a")
+    assert recognise_head(tmp_path / "a").name == "mtp_tree"
+    assert inspect_mtp_module(tmp_path / "a", TARGET).rotary.theta == 640000
+    write_target(tmp_path / "b", num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match="no method knows this kind of head"):
+        recognise_head(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "deepseek_v3"}, "model_type = 'deepseek_v3', legal: mimo .*method mtp"),
+        ({"model_type": "qwen3_next"}, "model_type = 'qwen3_next'"),
+        ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0, legal: 1 or more"),
+        ({"use_sliding_window": True}, "use_sliding_window = True"),
+        ({"hidden_size": 2 * HIDDEN}, "hidden_size = 32, legal: 16 .*leave model out"),
+        ({"intermediate_size": 25}, r"misshapen mlp.down_proj.weight"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3, legal: a divisor"),
+        ({"head_dim": "8"}, "head_dim = '8'"),
+    ],
+)
+def test_other_modules_are_refused_by_name(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_target(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        inspect_mtp_module(tmp_path, TARGET)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What readers of a draft's `config.json` share: checks of values, and their one wording."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_positive, is_size
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "target_hidden_size",
+)
+
+
+def require(condition: bool, name: str, value: object, legal: str) -> None:
+    """Raises ValueError with field, value, legal values and remedy unless `condition`."""
+    if not condition:
+        raise ValueError(
+            f"draft head config: {name} = {repr(value)[:200]}, legal: {legal}; correct the "
+            "head's config.json or use another head"
+        )
+
+
+def require_size(name: str, value: object, most: int = MAX_SIZE) -> None:
+    """Raises ValueError unless a value is an integer from 1 to `most`."""
+    legal = is_size(value) and isinstance(value, int) and value <= most
+    require(legal, name, value, f"an integer from 1 to {most}")
+
+
+def check_layer_shape(config: Any) -> None:
+    """Checks what any decoder layer's config holds: its sizes, whole groups of heads, an even head
+    size, a draft vocabulary within the target's, a norm's epsilon and a rotary base.
+
+    Raises:
+        ValueError: for the first value that is not legal.
+    """
+    for name in _SIZES:
+        if hasattr(config, name):
+            require_size(name, getattr(config, name))
+    require(
+        config.num_attention_heads % config.num_key_value_heads == 0,
+        "num_key_value_heads",
+        config.num_key_value_heads,
+        f"a divisor of num_attention_heads = {config.num_attention_heads}",
+    )
+    require(config.head_dim % 2 == 0, "head_dim", config.head_dim, "an even number")
+    require(
+        config.draft_vocab_size <= config.vocab_size,
+        "draft_vocab_size",
+        config.draft_vocab_size,
+        f"1..{config.vocab_size} (vocab_size)",
+    )
+    for name in ("rope_theta", "rms_norm_eps"):
+        if hasattr(config, name):
+            value = getattr(config, name)
+            require(is_positive(value), name, value, "a positive number")
+
+
+def config_field(config: Any, name: str) -> Any:
+    """A field of a config that is an object or a mapping."""
+    return config[name] if isinstance(config, Mapping) else getattr(config, name)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specplug train dspark`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_specplug.train import cli_common as common
+
+
+@common.with_shared_options(compile=False)
+def train(
+    target: common.Target,
+    features: Annotated[Path, typer.Option(help="Folder made by `specplug data features`.")],
+    heldout: Annotated[Path, typer.Option(help="Held-out features, made with the same layers.")],
+    out: common.Out,
+    init_from: Annotated[
+        str,
+        typer.Option(
+            help="Folder of a DSpark, DFlash or JetSpec head for this target to start from."
+        ),
+    ] = "",
+    num_layers: Annotated[int, typer.Option(min=1, help="Draft layers; not with --init-from.")] = 2,
+    intermediate_size: Annotated[
+        int, typer.Option(min=0, help="MLP width; 0: the target's. Not with --init-from.")
+    ] = 0,
+    block_size: Annotated[
+        int, typer.Option(min=2, help="Tokens drafted at once; the anchor's slot drafts too.")
+    ] = 7,
+    markov_rank: Annotated[
+        int, typer.Option(min=1, help="Rank of the Markov head; published: 256.")
+    ] = 64,
+    confidence: Annotated[
+        bool,
+        typer.Option(
+            "--confidence/--no-confidence",
+            help="Train the confidence head too. vLLM's own method can use it; trees do not.",
+        ),
+    ] = True,
+    draft_vocab_size: Annotated[
+        int, typer.Option(min=1, help="Most frequent answer tokens; not with --init-from.")
+    ] = 8192,
+    vocab_from: Annotated[
+        str, typer.Option(help="Folder of a head for this target whose draft vocabulary to use.")
+    ] = "",
+    ce_weight: Annotated[
+        float, typer.Option(min=0, help="Weight of the cross-entropy of the answer.")
+    ] = 0.1,
+    l1_weight: Annotated[
+        float, typer.Option(min=0, help="Weight of the L1 distance to the target's distribution.")
+    ] = 0.9,
+    confidence_weight: Annotated[
+        float, typer.Option(min=0, help="Weight of the confidence head's cross-entropy.")
+    ] = 1.0,
+    position_gamma: Annotated[
+        float, typer.Option(min=0, help="Slot k has weight exp(-k/gamma); 0: equal weights.")
+    ] = 4.0,
+    anchors_per_step: Annotated[
+        int, typer.Option(min=1, help="Blocks per step and process.")
+    ] = 640,
+    anchor_stride: Annotated[int, typer.Option(min=1, help="One anchor per this many tokens.")] = 3,
+    **shared: Any,
+) -> None:
+    """Trains a DSpark head: a block head with a Markov and a confidence head."""
+    given: dict[str, Any] = {**locals(), **shared}
+    from vllm_specplug.methods.dspark_tree.train.run import DSparkRun, train_dspark
+    from vllm_specplug.methods.dspark_tree.train.trainer import DSparkRecipe
+    from vllm_specplug.train.loop import LoopOptions
+
+    with common.friendly_errors():
+        run = common.from_options(DSparkRun, given)
+        options = common.from_options(DSparkRecipe, given)
+        loop = common.from_options(LoopOptions, given)
+        common.train_with_progress(
+            options.total_steps, lambda log, on_step: train_dspark(run, options, loop, log, on_step)
+        )
+
+
+def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
+    """Adds the command."""
+    train_app.command("dspark")(train)

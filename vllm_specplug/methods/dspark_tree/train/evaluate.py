@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out acceptance of a DSpark head (see `train.walk`), by the tree builder that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_specplug.methods.block.train.evaluate import DraftTables, draft_sequences
+from vllm_specplug.methods.dspark_tree.checkpoint import markov_head
+from vllm_specplug.methods.dspark_tree.options import DSparkSettings
+from vllm_specplug.methods.dspark_tree.train.trainer import DSparkModel
+from vllm_specplug.methods.local.tree import LocalTreeBuilder
+from vllm_specplug.train.features import FeatureSequence
+from vllm_specplug.train.level_trees import accepted_nodes
+from vllm_specplug.train.walk import AcceptanceReport, Policy, Rounds, walk
+
+# Nodes and most children of a node of each policy.
+POLICIES = {
+    "chain": (0, 1),
+    "best_first/8": (8, 8),
+    "best_first/16": (16, 8),
+    "best_first/32": (32, 8),
+}
+CANDIDATES = 128
+
+
+def tree_policy(
+    builder: LocalTreeBuilder, tables: DraftTables, budget: int, width: int, depth: int
+) -> Policy:
+    """The best tree of `budget` nodes; 0 stands for a chain of the head's depth."""
+
+    def accepted(rounds: Rounds) -> torch.Tensor:
+        count = len(rounds.anchors)
+        trees = builder.build(
+            rounds.slots.rows,
+            rounds.slots.log_probs,
+            rounds.anchors.tolist(),
+            [budget or depth] * count,
+            [depth] * count,
+            [width] * count,
+        )
+        pairs = zip(trees, rounds.truth.tolist(), strict=True)
+        return torch.tensor([accepted_nodes(tree, truth) for tree, truth in pairs])
+
+    return accepted
+
+
+@torch.no_grad()
+def evaluate_dspark(
+    model: DSparkModel,
+    sequences: Sequence[FeatureSequence],
+    embed_tokens: torch.Tensor,
+    lm_head: torch.Tensor,
+    target_ids: torch.Tensor,
+    autocast: bool = True,
+) -> AcceptanceReport:
+    """Acceptance of chains and trees on the target's own (greedy) answers.
+
+    Args:
+        embed_tokens: [V, H] of the target. lm_head: [V', H] draft rows of the target's LM head.
+        target_ids: int64 [V'], the target token of each draft id.
+    """
+    tables = DraftTables(embed_tokens, lm_head, target_ids.cpu())
+    depth = model.config.block.num_draft_tokens
+    markov = model.markov_head
+    builder = LocalTreeBuilder(
+        markov_head(markov.markov_w1.weight.detach().cpu(), markov.markov_w2.weight.detach().cpu()),
+        tables.target_ids,
+        tables.target_ids,
+        None,
+        DSparkSettings(CANDIDATES, (1.0,) * depth, (0.0,) * depth),
+        embed_tokens=embed_tokens.cpu(),
+        lm_head=lm_head.cpu(),
+        dtype=torch.float32,
+    )
+    drafted = list(draft_sequences(model.block, sequences, tables, CANDIDATES, autocast))
+    report = AcceptanceReport()
+    for name, (budget, width) in POLICIES.items():
+        walk(drafted, name, tree_policy(builder, tables, budget, width, depth), report)
+    return report

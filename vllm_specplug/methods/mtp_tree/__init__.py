@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The multi-token-prediction module that a target ships, as trees. The name `mtp` is vLLM's own
+method, which drafts chains with the same modules."""
+
+from vllm_specplug.drafting.method import Capability, Method
+
+METHOD = Method(
+    name="mtp_tree",
+    summary="the target's own multi-token-prediction module, level by level",
+    options="vllm_specplug.methods.mtp_tree.options:MtpOptions",
+    drafter="vllm_specplug.methods.mtp_tree.drafter:MtpDrafter",
+    needs=frozenset(
+        {
+            Capability.OUTPUT_STATES,
+            Capability.NEXT_TOKENS,
+            Capability.CONTEXT_CACHE,
+            Capability.HOST_BRANCHES,
+        }
+    ),
+    # The module is in the target's own checkpoint.
+    needs_head=False,
+    recognises="vllm_specplug.methods.mtp_tree.recognise:ships_mtp_module",
+    plot_colors={"mtp_tree": "#4f7f2a"},
+)

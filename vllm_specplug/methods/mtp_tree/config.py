@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shape of a target's multi-token-prediction module, read from the target's `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specplug.drafting.checkpoint_files import config_values, read_json_object
+from vllm_specplug.drafting.head_config import check_layer_shape, config_field, require
+from vllm_specplug.methods.block.layer_config import read_rotary
+from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
+from vllm_specplug.methods.mtp_tree.recognise import module_count
+
+# Model types whose module is one dense layer of full attention over the target's last state.
+MODEL_TYPES = ("mimo",)
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """Shape of a module: that of one layer of its target."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rotary: Rotary
+    attention_bias: bool = True
+    # A drafted token's state is the module's output, which has been normed.
+    norm_output: bool = True
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        check_layer_shape(self)
+        self.rotary.check()
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """The whole vocabulary."""
+        return self.vocab_size
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> MtpConfig:
+        """Reads `directory/config.json`.
+
+        Raises:
+            ValueError: for a target without a module, or with one of another kind.
+        """
+        path = Path(directory) / "config.json"
+        if not path.is_file():
+            raise ValueError(
+                f"target {str(directory)!r} has no config.json; give the folder that holds "
+                "config.json and the weights"
+            )
+        raw = read_json_object(path, "a target's config")
+        with config_values(path):
+            return cls.from_dict(raw)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> MtpConfig:
+        """From a parsed `config.json`."""
+        name, count = module_count(raw)
+        kind = raw.get("model_type")
+        require(
+            kind in MODEL_TYPES,
+            "model_type",
+            kind,
+            f"{', '.join(MODEL_TYPES)} (modules of other targets are mixtures of experts, MLA, "
+            "linear or sliding-window layers, and run in vLLM's own method mtp alone)",
+        )
+        require(count > 0, name, raw.get(name), "1 or more (the target ships no module)")
+        for key, legal in {
+            "hidden_act": (None, "silu"),
+            "qk_norm": (None, False),
+            "use_sliding_window": (None, False),
+        }.items():
+            require(raw.get(key) in legal, key, raw.get(key), f"absent or {legal[1]!r}")
+        hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
+        rope = read_rotary(raw)
+        partial = rope["partial_rotary_factor"]
+        require(partial == 1, "partial_rotary_factor", partial, "1.0")
+        scaling = dict(rope["rope_scaling"] or {})
+        dim = raw.get("head_dim")
+        if dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            dim = hidden // heads
+        require(isinstance(dim, int), "head_dim", dim, "an integer")
+        assert isinstance(dim, int)
+        return cls(
+            hidden_size=hidden,  # type: ignore[arg-type]  # checked with all sizes
+            intermediate_size=raw.get("intermediate_size"),  # type: ignore[arg-type]
+            num_attention_heads=heads,  # type: ignore[arg-type]
+            num_key_value_heads=raw.get("num_key_value_heads") or heads,  # type: ignore[arg-type]
+            head_dim=dim,
+            vocab_size=raw.get("vocab_size"),  # type: ignore[arg-type]
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rotary=Rotary(
+                rope["rope_theta"],
+                dim,
+                dim,
+                scaling.pop("rope_type", "default"),
+                scaling or None,
+                rope["max_position_embeddings"] or DEFAULT_MAX_POSITIONS,
+            ),
+            attention_bias=raw.get("attention_bias", True) is not False,
+        )
+
+    def check_target(self, target: Any) -> None:
+        """Raises ValueError unless the module reads this target's states and tokens."""
+        for name in ("hidden_size", "vocab_size"):
+            legal = int(config_field(target, name))
+            if getattr(self, name) != legal:
+                raise ValueError(
+                    f"draft head config: {name} = {getattr(self, name)}, legal: {legal} (the "
+                    "target's); this module belongs to another target: leave model out to use "
+                    "the target's own"
+                )

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token-prediction trees: the module runs once per level, over the frontier of all trees."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_specplug.drafting.drafter import CommittedTokens, TargetWeights
+from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.methods.eagle3_tree.drafter import StateDrafter
+from vllm_specplug.methods.mtp_tree.checkpoint import load_mtp_module
+from vllm_specplug.methods.mtp_tree.head import FusedMtpModule
+
+
+class MtpDrafter(StateDrafter):
+    """The module of one layer that a target ships."""
+
+    @torch.inference_mode()
+    def load(self, target: TargetWeights) -> None:
+        assert self.options.head_path is not None
+        module = load_mtp_module(self.options.head_path, target.text_config)
+        module = module.to(device=target.device, dtype=target.dtype)
+        self.embed_tokens = target.embed_tokens.to(device=target.device, dtype=target.dtype)
+        self.target_ids = None
+        self.draft_vocab_size = module.config.vocab_size
+        self.lm_head = target.make_lm_head(None)
+        self.head = FusedMtpModule(module, self.options.max_model_len, target.make_linear)
+        self.ngrams = ngram_branches(self.options)
+        self._roots = self.embed_tokens.new_zeros(0, module.config.hidden_size)
+
+    def target_states(self, committed: CommittedTokens) -> torch.Tensor:
+        assert committed.output_states is not None
+        return committed.output_states[committed.rows]
+
+    def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        # Modules are trained without the token after a text's first one.
+        embeds = super()._embed(token_ids, positions)
+        return embeds.masked_fill((positions == 0).unsqueeze(-1), 0.0)

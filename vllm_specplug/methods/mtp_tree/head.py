@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A target's multi-token-prediction module: one of its decoder layers behind a projection.
+
+Row i takes the token at position i + 1 and a state of position i, and predicts the token at i + 2.
+The state of a committed position is what the target's last layer put out, before the final norm;
+that of a drafted token is the module's own output. Both are normed, joined with the state first and
+projected to the layer's input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm_specplug.drafting.drafter import LinearFactory
+from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.block.head import GatedMLP, RMSNorm
+from vllm_specplug.methods.eagle3_tree.head import FusedDraftLayer
+from vllm_specplug.methods.mtp_tree.config import MtpConfig
+
+
+class MtpAttention(nn.Module):
+    """Projections of the layer; the attention itself is the caller's."""
+
+    def __init__(self, config: MtpConfig):
+        super().__init__()
+        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, hidden, bias=False)
+
+
+class MtpModule(nn.Module):
+    """The module's tensors under their names in the checkpoint."""
+
+    def __init__(self, config: MtpConfig):
+        super().__init__()
+        self.config = config
+        norm = (config.hidden_size, config.rms_norm_eps)
+        self.token_layernorm = RMSNorm(*norm)
+        self.hidden_layernorm = RMSNorm(*norm)
+        self.input_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.input_layernorm = RMSNorm(*norm)
+        self.self_attn = MtpAttention(config)
+        self.post_attention_layernorm = RMSNorm(*norm)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.final_layernorm = RMSNorm(*norm)
+
+
+class FusedMtpModule(FusedDraftLayer):
+    """Serving form of an `MtpModule` on its device and in its dtype."""
+
+    def __init__(
+        self, module: MtpModule, max_positions: int, make_linear: LinearFactory = plain_linear
+    ) -> None:
+        super().__init__(module.config, module, module.final_layernorm, max_positions, make_linear)
+        self.input = make_linear(module.input_proj.weight, None)
+        self.token_norm = module.token_layernorm.weight
+        self.state_norm = module.hidden_layernorm.weight
+        self.input_norm = module.input_layernorm.weight
+
+    def _inputs(
+        self, embeds: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = (self._rms_norm(states, self.state_norm), self._rms_norm(embeds, self.token_norm))
+        x = self.input(torch.cat(parts, dim=-1))
+        return self._rms_norm(x, self.input_norm), x

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out acceptance of heads that draft level by level, without a server.
+
+The walk is that of `walk`: from committed position to committed position of the target's own
+answer, each round accepted as far as the answer follows the draft tree.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from vllm_specplug.train.walk import AcceptanceReport
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.beam import Expand, draft_level_by_level
+
+
+class AnsweredSequence(Protocol):
+    """A sequence of any kind of features: tokens int64 [S], the first `prompt_len` a prompt's."""
+
+    @property
+    def tokens(self) -> torch.Tensor: ...
+
+    @property
+    def prompt_len(self) -> int: ...
+
+    @property
+    def source(self) -> str: ...
+
+
+SequenceT = TypeVar("SequenceT", bound=AnsweredSequence)
+
+
+@dataclass(frozen=True)
+class TreePolicy:
+    """How a round drafts: best-first under `budget`, or the beam of `beam_widths`."""
+
+    budget: int
+    depth: int = 5
+    width: int = 8
+    beam_widths: tuple[int, ...] | None = None
+    expand_width: int | None = 16
+    """Most nodes expanded per level, without `beam_widths`."""
+
+
+class SequenceDrafter(ABC, Generic[SequenceT]):
+    """Drafts from any position of one sequence.
+
+    Args:
+        lm_head: [V', H] draft rows of the LM head.
+        target_ids: int64 [V'], the target token of each draft id.
+    """
+
+    def __init__(
+        self, sequence: SequenceT, lm_head: torch.Tensor, target_ids: torch.Tensor
+    ) -> None:
+        self.sequence, self.tokens = sequence, sequence.tokens
+        self.lm_head, self.target_ids = lm_head, target_ids
+
+    @abstractmethod
+    def expander(self, anchor: int, width: int) -> Expand:
+        """Drafts `width` children per node below the token at index `anchor`."""
+
+    def draft(self, anchor: int, policy: TreePolicy) -> DraftTree:
+        """The tree below the token at index `anchor`, which is not in the caches yet."""
+        return draft_level_by_level(
+            [int(self.tokens[anchor])],
+            [policy.budget],
+            [policy.depth],
+            [policy.width],
+            self.expander(anchor, policy.width),
+            beam_widths=policy.beam_widths,
+            frontier_width=policy.expand_width,
+        )[0]
+
+    def children(self, hidden: torch.Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Likeliest tokens and their log-probabilities [n, width] from states [n, H]."""
+        logits = (hidden.to(self.lm_head.dtype) @ self.lm_head.t()).float()
+        top = logits.topk(width, dim=-1)
+        log_probs = top.values - logits.logsumexp(-1, keepdim=True)
+        return self.target_ids[top.indices].numpy(), log_probs.numpy()
+
+
+def branch_mask(parents: Sequence[int], rows: int, context: int) -> torch.Tensor:
+    """bool [rows, context + n]: what the last `rows` of n tree rows attend: the context and their
+    own branch. Row 0 is the root; `parents` are those of the others, -1 for the root."""
+    tree = torch.eye(len(parents) + 1, dtype=torch.bool)
+    for row, parent in enumerate(parents, start=1):
+        tree[row] |= tree[parent + 1]
+    mask = torch.ones(rows, context + len(tree), dtype=torch.bool)
+    mask[:, context:] = tree[-rows:]
+    return mask
+
+
+def evaluate_trees(
+    make_drafter: Callable[[SequenceT], SequenceDrafter[SequenceT]],
+    sequences: Sequence[SequenceT],
+    policies: Mapping[str, TreePolicy],
+    max_rounds: int = 1 << 30,
+) -> AcceptanceReport:
+    """Acceptance by policy, over at most `max_rounds` rounds per sequence."""
+    report = AcceptanceReport()
+    for sequence in sequences:
+        drafter = make_drafter(sequence)
+        tokens = sequence.tokens.tolist()
+        for name, policy in policies.items():
+            anchor, rounds = max(sequence.prompt_len, 1), 0
+            while anchor + 1 < len(tokens) and rounds < max_rounds:
+                accepted = accepted_nodes(drafter.draft(anchor, policy), tokens[anchor + 1 :])
+                report.total[name].add(accepted)
+                report.by_source[sequence.source][name].add(accepted)
+                rounds += 1
+                anchor += accepted + 1
+    return report
+
+
+def accepted_nodes(tree: DraftTree, truth: Sequence[int]) -> int:
+    """How far the target's next tokens follow a path of the tree."""
+    parent, count = -1, 0
+    for token in truth:
+        child = tree.child_of(parent, token)
+        if child is None:
+            break
+        parent, count = child, count + 1
+    return count

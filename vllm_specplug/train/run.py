@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What whole training runs share: opening the data, the loop with its exports, the facts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.loop import (
+    Log,
+    LoopOptions,
+    OnStep,
+    head_identity,
+    progress_facts,
+    rounded,
+    run_loop,
+)
+from vllm_specplug.train.order import evenly_spread
+from vllm_specplug.train.provenance import write_provenance
+from vllm_specplug.train.trainer import Trainer
+from vllm_specplug.train.walk import AcceptanceReport
+
+
+class Store(Protocol):
+    """Features of any kind."""
+
+    @property
+    def num_answer_tokens(self) -> int: ...
+
+    def sources(self) -> dict[str, int]: ...
+
+    def __len__(self) -> int: ...
+
+
+def open_features(features: str, heldout: str) -> tuple[FeatureStore, FeatureStore]:
+    """Training and held-out features.
+
+    Raises:
+        ValueError: when they do not hold the same layers.
+    """
+    store, held = FeatureStore(features), FeatureStore(heldout)
+    if store.target_layer_ids != held.target_layer_ids:
+        raise ValueError(
+            f"features hold layers {store.target_layer_ids}, held-out features "
+            f"{held.target_layer_ids}; make both with the same layers"
+        )
+    return store, held
+
+
+def layer_scales(store: FeatureStore, layers: int, sequences: int = 32) -> list[float]:
+    """Root mean square of every selected layer's output over a sample. The first token is left out:
+    language models keep an outlier state there."""
+    rows = torch.cat([sample.aux[1:].float() for sample in evenly_spread(store, sequences)])
+    return [float(part.pow(2).mean().sqrt()) for part in rows.chunk(layers, dim=-1)]
+
+
+def origin(init_from: str) -> dict[str, Any] | None:
+    """The head that a run started from, for provenance.json; None where it started without."""
+    return head_identity(init_from) if init_from else None
+
+
+def data_facts(store: Store, coverage: float | None = None) -> dict[str, Any]:
+    """What was trained on, for provenance.json."""
+    covered = {} if coverage is None else {"draft_vocabulary_coverage": round(coverage, 5)}
+    return {
+        "sequences": len(store),
+        "by_source": store.sources(),
+        "answer_tokens": store.num_answer_tokens,
+        **covered,
+    }
+
+
+def heldout_facts(report: AcceptanceReport, sequences: int) -> dict[str, Any]:
+    """Reached acceptance, for provenance.json."""
+    slots = {"slot_accuracy": [round(v, 3) for v in report.slot_accuracy()]}
+    return {
+        "sequences": sequences,
+        "mean_acceptance_length": rounded(report.lengths()),
+        "mean_acceptance_length_by_source": {
+            source: rounded(values) for source, values in report.lengths_by_source().items()
+        },
+        **(slots if len(report.hits) else {}),
+    }
+
+
+def run_head(
+    trainer: Trainer,
+    loop: LoopOptions,
+    *,
+    target: str,
+    shape: dict[str, Any],
+    data: dict[str, Any],
+    init_from: Any,
+    heldout: int,
+    evaluate: Callable[[], AcceptanceReport],
+    save: Callable[[Path], Any],
+    log: Log = print,
+    on_step: OnStep | None = None,
+) -> dict[str, Any]:
+    """Resumes if asked to, trains, and exports the head into `loop.out`/head on the way and at the
+    end; returns the facts in its provenance.json.
+
+    Args:
+        data: `data_facts`. init_from: what the run started from (`origin`).
+        heldout: sequences of the evaluation.
+        evaluate: held-out acceptance of the averaged weights.
+        save: writes their checkpoint into a folder.
+    """
+    if loop.resume:
+        trainer.resume(loop.out)
+    count = sum(p.numel() for p in trainer.module.parameters())
+    coverage = data.get("draft_vocabulary_coverage")
+    log(
+        f"{data['sequences']} sequences, {data['answer_tokens']} answer tokens, "
+        f"{count / 1e6:.1f}M parameters, draft vocabulary {shape['draft_vocab_size']}"
+        f"{'' if coverage is None else f' covers {coverage:.2%}'}, from step {trainer.step}"
+    )
+    facts: dict[str, Any] = {}
+
+    def export() -> None:
+        report = evaluate()
+        facts.update(
+            {
+                "target": Path(target).name,
+                "shape": shape,
+                "init_from": init_from,
+                "data": data,
+                **progress_facts(trainer),
+                "heldout": heldout_facts(report, heldout),
+            }
+        )
+        lengths = "  ".join(f"{k} {v:.3f}" for k, v in report.lengths().items())
+        slots = " ".join(f"{v:.2f}" for v in report.slot_accuracy())
+        log(
+            f"step {trainer.step}: mean acceptance length {lengths}"
+            f"{f'; slot accuracy {slots}' if slots else ''}"
+        )
+        folder = Path(loop.out) / "head"
+        save(folder)
+        write_provenance(folder, facts)
+
+    run_loop(trainer, loop, export, log, on_step)
+    return facts
