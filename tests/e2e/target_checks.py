@@ -6,6 +6,7 @@ See test_targets.py.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from tests.e2e.event_checks import LONG
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
 from tests.e2e.pair import Counts, Pair, core_of, make_engine, pair, sequences_of, watch_prefix_hits
 from tests.e2e.tiny import (
@@ -166,7 +168,7 @@ def check_compaction_needs_each_groups_block_table() -> None:
     made = pair("oracle", **engine_of("Gemma3Text"))
     state = made.runner.state
     stock = state.block_ids
-    state.block_ids = lambda group: stock(num_groups(made) - 1 - group)
+    state.block_ids = lambda group: stock(0)
     try:
         diverges(made)
     finally:
@@ -204,12 +206,12 @@ def check_prefix_hits_at_window_borders() -> None:
         hits.clear()
         longer = [tokens[: len(tokens) - cut] for tokens in sequences_of(first)]
         made.compare(longer, greedy(max_tokens=12, detokenize=False))
-        assert len(hits) == len(longer) and max(hits.values()) >= 160, hits
-        assert sum(hits.values()) > 0.5 * sum(map(len, longer)) - 32 * len(longer), hits
+        assert len(hits) == len(longer) and max(hits.values()) >= 128, hits
+        assert min(hits.values()) >= 32, hits
 
 
 def check_preemption_with_several_groups() -> None:
-    made = pair("oracle", **engine_of("Gemma3Text"), num_gpu_blocks_override=24)
+    made = pair("oracle", **engine_of("Gemma3Text"), num_gpu_blocks_override=28)
     scheduler = core_of(made.tree).scheduler
     preempted, original = [], scheduler._preempt_request
 
@@ -218,7 +220,7 @@ def check_preemption_with_several_groups() -> None:
         return original(request, *args, **kwargs)
 
     scheduler._preempt_request = noted
-    made.compare(WINDOW_PROMPTS[3:7], greedy(max_tokens=70, detokenize=False))
+    made.compare(WINDOW_PROMPTS[3:], greedy(max_tokens=70, detokenize=False))
     assert preempted
 
 
@@ -302,6 +304,73 @@ def _is_lossless(family: str) -> None:
     for method in ("oracle", "ngram_tree"):
         engines = pair(method, **engine_of(family))
         engines.compare(prompts, each, branching=method == "oracle")
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter of `make_target`'s model that changes most of its answers."""
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none",
+              "target_modules": ["q_proj", "v_proj", "down_proj"]}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    draw, tensors = torch.Generator().manual_seed(seed), {}
+    for i in range(2):
+        for name, rows, columns in (("self_attn.q_proj", 64, 64), ("self_attn.v_proj", 32, 64),
+                                    ("mlp.down_proj", 64, 128)):  # fmt: skip
+            key = f"base_model.model.model.layers.{i}.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(8, columns, generator=draw) / 8
+            tensors[f"{key}.lora_B.weight"] = torch.randn(rows, 8, generator=draw) / 4
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def check_adapters_of_requests() -> None:
+    """Two LoRA adapters and the bare target in one batch, from the same prompts."""
+    from vllm.lora.request import LoRARequest
+
+    from tests.e2e.oracle import OracleDrafter
+
+    folder = Path(tempfile.mkdtemp(prefix="specplug-adapters-"))
+    adapters = [None, *(LoRARequest(f"a{i}", i, str(make_adapter(folder / f"a{i}", i)))
+                        for i in (1, 2))]  # fmt: skip
+    made = pair("oracle", enable_lora=True, max_loras=2, max_lora_rank=8,
+                tree={"enable_prefix_caching": True})  # fmt: skip
+    # From LONG prompts, whole blocks are cached: keys and values of one adapter each.
+    prompts = [prompt for prompt in (*PROMPTS[:2], *LONG[:2]) for _ in adapters]
+    each = [adapter for _ in range(4) for adapter in adapters]
+    params = [greedy() if i % 2 else seeded(i) for i in range(len(prompts))]
+
+    def answers(llm: Any, requests: list[Any]) -> list[Any]:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return llm.generate(inputs, params, lora_request=requests, use_tqdm=False)
+
+    expected = answers(made.plain, each)
+    sequences = sequences_of(expected)
+    assert all(len({tuple(s) for s in sequences[i : i + 3]}) == 3 for i in range(0, 12, 3))
+    OracleDrafter.sequences = sequences
+    hits = watch_prefix_hits(made.tree)
+    for _ in range(2):
+        made.take_counts()
+        hits.clear()
+        assert sequences_of(answers(made.tree, each)) == sequences
+        counts = made.take_counts()
+        assert counts.accepted > 40 and counts.branching > 0, counts
+    # The second time each found what its own adapter had computed.
+    assert sum(found >= 64 for found in hits.values()) == 6, hits
+    assert sequences_of(answers(made.tree, each[1:] + each[:1])) != sequences
+    stock = made.runner.set_active_loras
+
+    def by_request(batch: Any, scheduled: Any, sampled: Any) -> None:
+        """Every row after a request's first carries the next request's adapter."""
+        shifted = scheduled.copy()
+        shifted[0] -= scheduled[0] > 1
+        shifted[-1] += scheduled[0] > 1
+        stock(batch, shifted, sampled)
+
+    made.runner.set_active_loras = by_request
+    try:
+        assert sequences_of(answers(made.tree, each)) != sequences
+    finally:
+        del made.runner.set_active_loras
 
 
 def check_learned_positions_and_a_tied_head() -> None:

@@ -43,6 +43,9 @@ class StepLimits:
 class TreeBackend(ABC):
     """One device's way of verifying trees."""
 
+    serves_features = False
+    """Whether its kernels take `AttnFeatures` other than plain ones."""
+
     @abstractmethod
     def bind(self, groups: list[CacheGroup]) -> None:
         """Takes the target's caches."""
@@ -124,6 +127,8 @@ def put_rows(attn_metadata: Any, rows: TreeRows) -> None:
 
 class CpuTreeBackend(TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache."""
+
+    serves_features = True
 
     def bind(self, groups: list[CacheGroup]) -> None:
         self.groups = [(group.index, list(group.caches.values())) for group in groups]

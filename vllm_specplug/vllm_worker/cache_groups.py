@@ -81,17 +81,17 @@ def last_layer(groups: list[CacheGroup], layers: Mapping[str, Any], method: str)
     return next(group.index for group in groups if name in group.caches), name
 
 
-def check_partial_caches(layers: Mapping[str, Any], method: str) -> None:
-    """Refuses targets whose own layers cannot draft over partial caches.
+def check_plain_attention(layers: Mapping[str, Any], method: str, what: str, remedy: str) -> None:
+    """Refuses targets with more than plain full attention, as `what` serves nothing else.
 
     Raises:
-        ValueError: naming the first layer that does more than plain full attention.
+        ValueError: naming the first layer that has more.
     """
     for name, layer in layers.items():
         impl = getattr(layer, "impl", None)
         if isinstance(impl, TreeAttentionMixin) and not impl.tree_features().is_plain:
             raise ValueError(
-                f"Speculative method {method!r} drafts with the target's own layers over partial "
-                f"caches, and {name!r} has more than plain full attention (sliding window, soft "
-                "cap, sinks or ALiBi). Use another method, or other settings of this one."
+                f"Speculative method {method!r} cannot use {what} here: attention layer {name!r} "
+                "has more than plain full attention (a sliding window, soft cap, sinks or ALiBi). "
+                f"{remedy}."
             )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from vllm_specplug.options import option_error
-from vllm_specplug.vllm_worker.cache_groups import check_partial_caches, last_layer
+from vllm_specplug.vllm_worker.cache_groups import check_plain_attention, last_layer
 from vllm_specplug.vllm_worker.ranks import first_rank_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.self_draft import SelfDraft, partial_cache_bytes
@@ -56,5 +56,10 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
         )
     spec = drafter.partial_cache_spec()
     if spec is not None:
-        check_partial_caches(state.layers, method)
+        check_plain_attention(
+            state.layers,
+            method,
+            "the target's own layers over partial caches",
+            "Use another method, or other settings of this one",
+        )
         drafter.bind_target_forward(SelfDraft(state, spec), first_rank_values)

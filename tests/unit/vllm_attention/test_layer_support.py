@@ -35,7 +35,7 @@ from vllm_specplug.vllm_attention.layer_support import (
 )
 from vllm_specplug.vllm_worker.cache_groups import (
     CacheGroup,
-    check_partial_caches,
+    check_plain_attention,
     draft_group,
     last_layer,
 )
@@ -143,13 +143,15 @@ def test_drafters_that_need_more_than_a_window_are_refused(config: VllmConfig) -
     layer(config, 0)
     groups = [CacheGroup(3, {"model.layers.0.attn": torch.zeros(1)})]
     assert last_layer(groups, layers, "longspec") == (3, "model.layers.0.attn")
-    check_partial_caches(layers, "tokenswift")
+    check_plain_attention(layers, "tokenswift", "drafts", "Leave them out")
     layer(config, 1, per_layer_sliding_window=64)
     groups.append(CacheGroup(0, {"model.layers.1.attn": torch.zeros(1)}))
     with pytest.raises(ValueError, match=r"'longspec' .*'model.layers.1.attn' .*window of 64"):
         last_layer(groups, layers, "longspec")
-    with pytest.raises(ValueError, match=r"'tokenswift' .*'model.layers.1.attn' has more than"):
-        check_partial_caches(layers, "tokenswift")
+    with pytest.raises(
+        ValueError, match=r"use drafts here: .*'model.layers.1.attn' has more.*out\."
+    ):
+        check_plain_attention(layers, "tokenswift", "drafts", "Leave them out")
 
 
 def test_draft_layers_in_several_groups_are_refused(config: VllmConfig) -> None:
