@@ -20,8 +20,6 @@ if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
 
 import pytest
 import torch
-import vllm.config.vllm
-from vllm.triton_utils import HAS_TRITON
 
 from tests.e2e.budget_checks import FLAT, STEEP, freeze_costs
 from tests.e2e.event_checks import LONG
@@ -36,18 +34,14 @@ from tests.e2e.pair import (
     sequences_of,
     watch_prefix_hits,
 )
-from vllm_specplug.seams import V2_CPU_KERNELS
+from tests.e2e.v2_setup import use_v2
 from vllm_specplug.vllm_v2.runner_state import RunnerState
 from vllm_specplug.vllm_worker.calibration import start_budget
 
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+use_v2()
 # Many engines in one process: small caches.
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 CACHE = {"kv_cache_memory_bytes": 1 << 24}
-if not HAS_TRITON:
-    # For plain engines, which nobody admits.
-    vllm.config.vllm.HAS_TRITON = True  # type: ignore[attr-defined]
-    V2_CPU_KERNELS.apply()
 MIXED = [greedy(max_tokens=24), *(seeded(i, max_tokens=24) for i in range(3))]
 
 
