@@ -34,6 +34,13 @@ from tests.e2e.pair import (
     sequences_of,
     watch_prefix_hits,
 )
+from tests.e2e.target_checks import (
+    WINDOW_PROMPTS,
+    around_windows,
+    diverges,
+    engine_of,
+    windows_from_slots,
+)
 from tests.e2e.v2_setup import use_v2
 from vllm_specplug.vllm_v2.runner_state import RunnerState
 from vllm_specplug.vllm_worker.calibration import start_budget
@@ -228,6 +235,27 @@ def check_a_grammar() -> None:
             greedy(max_tokens=12),
         ]  # fmt: skip
         made.compare(PROMPTS[:2], params)
+
+
+def check_windows_in_several_groups() -> None:
+    """Compaction moves each group's slots by its own block table."""
+    for family, ahead in (("Gemma3Text", False), ("Gemma3Text", True), ("Mistral", True)):
+        made = engines(ahead=ahead, **engine_of(family))
+        assert around_windows(made).skipping > 10
+        with windows_from_slots():
+            diverges(made)
+
+
+def check_prefix_hits_and_preemption_with_windows() -> None:
+    made = engines(ahead=True, enable_prefix_caching=True, **engine_of("Gemma3Text"))
+    first, _ = made.compare(WINDOW_PROMPTS[3:], greedy(max_tokens=50, detokenize=False))
+    hits = watch_prefix_hits(made.tree)
+    made.compare(sequences_of(first), greedy(max_tokens=12, detokenize=False))
+    assert max(hits.values()) >= 160, hits
+    made = engines(ahead=True, num_gpu_blocks_override=24, **engine_of("Gemma3Text"))
+    with preemptions(made.tree) as preempted:
+        made.compare(WINDOW_PROMPTS[3:7], greedy(max_tokens=70, detokenize=False))
+    assert preempted
 
 
 def check_budgets_of_requests() -> None:

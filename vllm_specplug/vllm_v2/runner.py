@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics import STATS_ATTRIBUTE
@@ -34,8 +33,9 @@ from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.step_input import block_table, step_rows, verified_step
 from vllm_specplug.vllm_v2.tree_params import TreeParams
+from vllm_specplug.vllm_worker.cache_groups import draft_group, last_layer, target_groups
 from vllm_specplug.vllm_worker.calibration import start_budget
-from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer, PagedDraftCache
+from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.proposer import TreeProposer
 from vllm_specplug.vllm_worker.window_cache import PagedTargetCache, WindowCache
@@ -76,7 +76,9 @@ class TreeRunnerV2Mixin(_Runner):
         self.tree_walk: Walk | None = None
         # Running requests with a grammar.
         self.tree_constrained: set[str] = set()
-        # [T] int64 slots of the running step, linear.
+        # KV cache group of the drafter's own layers.
+        self.draft_group = 0
+        # [groups, T] int64 slots of the running step, linear.
         self.tree_slots: torch.Tensor | None = None
 
     # -- set-up ---------------------------------------------------------------------------
@@ -114,35 +116,27 @@ class TreeRunnerV2Mixin(_Runner):
         if kwargs.get("is_profiling") or (args and args[0]):
             # A small cache to measure graphs with, dropped right after: it must not be kept alive.
             return
-        groups = self.kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
-            raise ValueError(
-                f"Speculative method {self.tree_spec.plugin_method!r} needs all attention layers "
-                f"in one KV cache group; this target makes {len(groups)}. Use a target whose "
-                "layers all have full attention, and a head with the target's KV shape."
-            )
+        method = str(self.tree_spec.plugin_method)
         context = self.compilation_config.static_forward_context
-        caches = {
-            name: context[name].kv_cache
-            for name in groups[0].layer_names
-            if not isinstance(context[name], DraftKVLayer)
-        }
-        check_cache_dtypes(caches, self.model_config.dtype, str(self.tree_spec.plugin_method))
-        self.tree_backend.bind(list(caches.values()))
+        groups = target_groups(self.kv_cache_config, context)
+        caches = {name: cache for group in groups for name, cache in group.caches.items()}
+        check_cache_dtypes(caches, self.model_config.dtype, method)
+        self.tree_backend.bind(groups)
+        self.draft_group = draft_group(self.kv_cache_config, context, method)
         layers = self.drafter.cache_layers
         if layers:
             scale = layers[0].spec.head_dim ** -0.5
             self.drafter.drafter.bind_cache(
-                PagedDraftCache(layers, lambda: block_table(self), scale)
+                PagedDraftCache(layers, partial(block_table, self, self.draft_group), scale)
             )
 
         window = self.drafter.drafter.window_spec()
         if window is not None:
-            last = max(caches, key=extract_layer_index)
+            group, name = last_layer(groups, context, method)
             self.drafter.drafter.bind_window(
                 WindowCache(window, self.max_num_reqs, self.model_config.dtype),
                 PagedTargetCache(
-                    caches[last], lambda: block_table(self), scale=window.head_dim**-0.5
+                    caches[name], partial(block_table, self, group), scale=window.head_dim**-0.5
                 ),
             )
 
@@ -202,7 +196,7 @@ class TreeRunnerV2Mixin(_Runner):
     def prepare_attn(self, input_batch: Any) -> Any:
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         # Slots stay linear; only rotary positions follow depth.
-        self.tree_slots = slot_mappings[0]
+        self.tree_slots = slot_mappings
         if input_batch.num_draft_tokens:
             rows = step_rows(input_batch, self.num_speculative_steps)
             self.tree_step = trees = attach_trees(self.speculator.store, rows)
@@ -230,7 +224,7 @@ class TreeRunnerV2Mixin(_Runner):
     def _committed_rows(self, input_batch: Any) -> Committed:
         assert self.tree_slots is not None
         num_tokens = input_batch.num_tokens
-        slots = self.tree_slots[:num_tokens]
+        slots = self.tree_slots[self.draft_group, :num_tokens]
         positions = input_batch.positions[:num_tokens]
         if self.tree_walk is not None:
             return committed_rows(self._running_trees(), self.tree_walk, slots, positions)

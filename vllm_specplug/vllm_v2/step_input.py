@@ -133,7 +133,7 @@ def next_tokens(
     return following
 
 
-def block_table(runner: Any) -> torch.Tensor:
-    """int32 [requests, blocks] of the running batch, in its order."""
-    table: torch.Tensor = runner.block_tables.input_block_tables[0]
+def block_table(runner: Any, group: int) -> torch.Tensor:
+    """int32 [requests, blocks] of the running batch in a KV cache group, in its order."""
+    table: torch.Tensor = runner.block_tables.input_block_tables[group]
     return table
