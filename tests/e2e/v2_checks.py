@@ -186,7 +186,9 @@ def check_full_prefix_hits_of_prompts_in_pieces() -> None:
         for params in (greedy(max_tokens=12), seeded(4, max_tokens=12)):
             hits.clear()
             made.compare([*prompts, text[:65]], params)
-            assert sorted(hits.values())[-4:] == [64, 96, 96, 128], hits
+            # A head that reads the next token has the last block computed again.
+            again = 32 if method == "eagle3_tree" else 0
+            assert sorted(n + again for n in hits.values())[-4:] == [64, 96, 96, 128], hits
 
 
 def check_sampling_options() -> None:
