@@ -20,13 +20,14 @@ else
 $(error TIER=$(TIER) is not a test tier; use TIER=ci (each promise), fast (no engines) or full (all))
 endif
 
-.PHONY: help setup demo test test-full fuzz lint docs bench gpu-check gpu-bench gpu-e2e gpu-train clean
+.PHONY: help setup demo test test-full test-033 fuzz lint docs bench gpu-check gpu-bench gpu-e2e gpu-train clean
 
 help:
 	@echo "make setup   .venv with everything, for a CPU-only machine"
 	@echo "make demo    serve a real model with draft trees and plainly, and compare"
 	@echo "make test    set up, then run the tests (TIER=fast: without real engines)"
 	@echo "make test-full   every row: all block sizes, long fuzz, the demo's real servers"
+	@echo "make test-033    V1 and V2 on vLLM 0.33's Python tree (docs/compatibility.md, vLLM releases)"
 	@echo "make lint    style, types and the import table"
 	@echo "make docs    the documentation as a site in out/site, links checked"
 	@echo "make bench   servers under load, beside plain vLLM (DATA=folder with prompts)"
@@ -51,6 +52,19 @@ test: setup
 # What `make test` has no time for as well.
 test-full:
 	@$(MAKE) test TIER=full
+
+# vLLM 0.33 has no CPU wheel: its Python tree over 0.32's compiled library, in .venv-033. Of the
+# tests those that compare engines on both runners, and what 0.33 changed below them.
+TESTS_033 := tests/unit/vllm_process/test_structured_output.py tests/unit/vllm_process/test_versions.py \
+  tests/unit/seams/test_seam.py tests/unit/vllm_v2 tests/kernels/test_v2_cpu_kernels.py \
+  tests/fuzz tests/e2e/test_v2.py tests/e2e/test_v2_options.py tests/e2e/test_grammar.py \
+  tests/e2e/test_lossless.py
+
+test-033: setup
+	@$(BIN)/specplug target smollm2
+	@$(BIN)/python scripts/setup_033.py
+	OMP_NUM_THREADS=1 .venv-033/bin/python -m pytest -n 2 --dist loadgroup --durations=15 \
+	  -m "not full" -k "not with_vllms_own_kernels" -v $(TESTS_033) $(ARGS)
 
 # Thousands of runs of the fuzzed state machine; `make test` has a few for each method.
 fuzz: export SPECPLUG_FUZZ_EXAMPLES ?= 150
@@ -91,4 +105,4 @@ gpu-train:
 	$(GPU_PYTHON) scripts/gpu/train.py --out $(GPU_OUT) $(ARGS)
 
 clean:
-	rm -rf .venv build *.egg-info kernels/src/*.so
+	rm -rf .venv .venv-033 build *.egg-info kernels/src/*.so

@@ -77,8 +77,52 @@ def _sabotage(name: str) -> None:
             return walk_trees(trees, root_rows, draw, *rest)
 
         target_sampler.walk_trees = per_path
+    elif name == "clock":
+        import vllm_specplug.vllm_worker.calibration as calibration
+        import vllm_specplug.vllm_worker.draft_planner as draft_planner
+        import vllm_specplug.vllm_worker.step_clock as step_clock
+
+        # On all ranks but the first a second is nine.
+        real = time.perf_counter
+        odd = SimpleNamespace(
+            **{**vars(time), "perf_counter": lambda: real() * 9 if _is_later_rank() else real()}
+        )
+        for module in (calibration, draft_planner, step_clock):
+            module.time = odd
+    elif name == "drafts":
+        from vllm_specplug.tree import DraftTree
+        from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
+
+        draft = DraftPlanner.draft
+
+        def others(self: Any, *args: Any) -> Any:
+            # All ranks but the first draft other tokens, and no second tree.
+            trees = draft(self, *args)
+            if not _is_later_rank():
+                return trees
+            return [
+                DraftTree(
+                    (t.token_ids + 1) % self._vocab_size, t.parent_indices, t.depths, t.scores
+                )
+                if i % 2 == 0
+                else DraftTree.empty()
+                for i, t in enumerate(trees)
+            ]
+
+        DraftPlanner.draft = others
+    elif name == "own_trees":
+        import vllm_specplug.vllm_v2.speculator as speculator
+
+        speculator.first_rank_trees = lambda trees, budgets: trees
     else:
         raise ValueError(name)
+
+
+def _is_later_rank() -> bool:
+    from vllm.distributed import parallel_state
+
+    group = parallel_state._TP
+    return group is not None and group.rank_in_group > 0
 
 
 def _fork_workers() -> None:
@@ -125,6 +169,10 @@ def _output(completion: Any) -> dict[str, Any]:
 
 def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
+    if job.get("v2"):
+        from tests.e2e.v2_setup import use_v2
+
+        use_v2()
     for name in job.get("sabotage", ()):
         _sabotage(name)
     from vllm import LLM

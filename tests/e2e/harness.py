@@ -254,6 +254,7 @@ def run_engine(
     sabotage: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
     own_processes: bool = False,
+    v2: bool = False,
 ) -> EngineResult:
     """Runs `calls` on an engine in a process of its own; plain engines once for the same calls.
 
@@ -261,6 +262,7 @@ def run_engine(
         env: variables; without `own_processes` also such as vLLM reads while it is imported.
         own_processes: the engine and each of its workers have a process, as when serving; tensor
             parallelism needs it.
+        v2: on Model Runner V2.
 
     Raises:
         AssertionError: with the end of the log when the process fails.
@@ -270,7 +272,7 @@ def run_engine(
             speculative = {**speculative, "model": made_dspark_head()}
         engine = {**engine, "speculative_config": speculative}
     job = json.dumps({"engine": engine, "calls": calls, "sabotage": sabotage,
-                      "own_processes": own_processes})  # fmt: skip
+                      "own_processes": own_processes, "v2": v2})  # fmt: skip
     if speculative is None and not env:
         return _shared_result(job, own_processes)
     return _run_job(job, env, own_processes)

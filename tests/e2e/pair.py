@@ -183,8 +183,8 @@ def watch_prefix_hits(llm: Any) -> dict[str, int]:
     hits: dict[str, int] = {}
     original = manager.get_computed_blocks
 
-    def noted(request: Any) -> Any:
-        found = original(request)
+    def noted(request: Any, *args: Any) -> Any:
+        found = original(request, *args)
         hits[request.request_id] = found[1]
         return found
 

@@ -25,6 +25,7 @@ from tests.e2e.harness import (
     run_engine,
     with_own_budgets,
 )
+from tests.e2e.v2_setup import methods_on_v2
 
 pytestmark = pytest.mark.e2e
 
@@ -79,18 +80,18 @@ def _calls() -> list[dict[str, Any]]:
     ]
 
 
-def _plain() -> EngineResult:
+def _plain(v2: bool = False) -> EngineResult:
     """Plain decoding, with room for everything.
 
     Plain vLLM cannot cut a seeded prompt into chunks on CPU; with trees it can be.
     """
     engine = engine_args(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=8192)
-    return run_engine(engine, _calls()[:3])
+    return run_engine(engine, _calls()[:3], v2=v2)
 
 
-def _expected() -> dict[str, list[dict[str, Any]]]:
+def _expected(v2: bool) -> dict[str, list[dict[str, Any]]]:
     """Outputs by call; "first" and "continued" are parts of "long"."""
-    plain = _plain()
+    plain = _plain(v2)
     by_call = {name: plain.outputs(i) for i, name in enumerate(CALLS[:3])}
     long = [o["token_ids"] for o in by_call["long"][:4]]
     by_call["first"] = [{"token_ids": ids[:FIRST]} for ids in long]
@@ -115,9 +116,11 @@ CONFIGURATIONS = {
     **{f"{name}_default": options for name, options in DEFAULTS.items()},
 }
 # Defaults of all methods but one in every run (dspark_tree is ddtree's head, built as dels), and of
-# fixed budgets one with a draft forward of a head and one with the target's own.
-_IN_EVERY_RUN = {"jetspec_fixed", "tokenswift_fixed", *(f"{name}_default" for name in DEFAULTS)}
+# fixed budgets one with draft forwards of the target.
+_IN_EVERY_RUN = {"tokenswift_fixed", *(f"{name}_default" for name in DEFAULTS)}
 _IN_EVERY_RUN -= {"dspark_tree_default"}
+# And on V2: a fixed budget, with the scheduler ahead.
+_ON_V2 = ("jetspec_fixed", True)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,24 @@ _IN_EVERY_RUN -= {"dspark_tree_default"}
     ],
 )
 def test_output_equals_plain_decoding(name: str) -> None:
-    expected = _expected()
+    _check(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "ahead"),
+    [
+        pytest.param(name, ahead, marks=() if (name, ahead) == _ON_V2 else pytest.mark.full)
+        for name in CONFIGURATIONS
+        for ahead in (False, True)
+        if CONFIGURATIONS[name]["method"] in methods_on_v2()
+    ],
+)
+def test_output_equals_plain_decoding_on_v2(name: str, ahead: bool) -> None:
+    _check(name, v2=True, async_scheduling=ahead, long_prefill_token_threshold=48)
+
+
+def _check(name: str, v2: bool = False, **engine: Any) -> None:
+    expected = _expected(v2)
     first = expected["first"]
     calls = [
         *_calls(),
@@ -139,7 +159,7 @@ def test_output_equals_plain_decoding(name: str) -> None:
     ]
     if "tree_budget" not in CONFIGURATIONS[name]:
         calls = [with_own_budgets(call) for call in calls]
-    tree = run_engine(_tree_engine(), calls, speculative=CONFIGURATIONS[name])
+    tree = run_engine({**_tree_engine(), **engine}, calls, speculative=CONFIGURATIONS[name], v2=v2)
     for i, call in enumerate(CALLS):
         wanted = [o["token_ids"] for o in expected[call]]
         difference = first_difference(wanted, tree.token_ids(i))

@@ -20,8 +20,6 @@ if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
 
 import pytest
 import torch
-import vllm.config.vllm
-from vllm.triton_utils import HAS_TRITON
 
 from tests.e2e.budget_checks import FLAT, STEEP, freeze_costs
 from tests.e2e.event_checks import LONG
@@ -43,17 +41,13 @@ from tests.e2e.target_checks import (
     engine_of,
     windows_from_slots,
 )
-from vllm_specplug.seams import V2_CPU_KERNELS
+from tests.e2e.v2_setup import use_v2
 from vllm_specplug.vllm_worker.calibration import start_budget
 
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+use_v2()
 # Many engines in one process: small caches.
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 CACHE = {"kv_cache_memory_bytes": 1 << 24}
-if not HAS_TRITON:
-    # For plain engines, which nobody admits.
-    vllm.config.vllm.HAS_TRITON = True  # type: ignore[attr-defined]
-    V2_CPU_KERNELS.apply()
 MIXED = [greedy(max_tokens=24), *(seeded(i, max_tokens=24) for i in range(3))]
 
 
@@ -226,7 +220,9 @@ def check_full_prefix_hits_of_prompts_in_pieces() -> None:
         for params in (greedy(max_tokens=12), seeded(4, max_tokens=12)):
             hits.clear()
             made.compare([*prompts, text[:65]], params)
-            assert sorted(hits.values())[-4:] == [64, 96, 96, 128], hits
+            # A head that reads the next token has the last block computed again.
+            again = 32 if method == "eagle3_tree" else 0
+            assert sorted(n + again for n in hits.values())[-4:] == [64, 96, 96, 128], hits
 
 
 def check_sampling_options() -> None:

@@ -8,24 +8,19 @@ there.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-
-
 from tests.e2e.grammar_checks import KINDS, constrained
 from tests.e2e.option_checks import PROMPTS, THINK_END, THINK_START, greedy, seeded
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Counts, Pair, core_of, pair
-from vllm_specplug.seams import V2_CPU_ADMISSION, V2_CPU_KERNELS
+from tests.e2e.v2_setup import use_v2
 from vllm_specplug.vllm_v2.tree_params import TreeParams
 
-V2_CPU_ADMISSION.apply()
-V2_CPU_KERNELS.apply()
+use_v2()
 OracleDrafter.decoys_from_answer = True
 
 Params = Callable[[], list[Any]]

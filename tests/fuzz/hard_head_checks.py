@@ -30,6 +30,10 @@ def check_confident_eagle3_tree() -> None:
     run_method("eagle3_tree-confident")
 
 
+def check_confident_mtp_tree() -> None:
+    run_method("mtp_tree-confident")
+
+
 def check_confident_tokenswift() -> None:
     run_method("tokenswift-confident")
 

@@ -93,6 +93,10 @@ def check_eagle3_tree() -> None:
     run_method("eagle3_tree")
 
 
+def check_mtp_tree() -> None:
+    run_method("mtp_tree")
+
+
 def check_tokenswift() -> None:
     run_method("tokenswift")
 

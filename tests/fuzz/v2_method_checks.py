@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from tests.e2e.v2_setup import methods_on_v2
 from tests.fuzz.machine_checks import machine_name
 from tests.fuzz.v2_machine_checks import run_v2
-from vllm_specplug.registry import get_method, method_names
-from vllm_specplug.vllm_process.spec_config import CAPABILITIES_V2
 
-METHODS = [name for name in method_names() if get_method(name).needs <= CAPABILITIES_V2["cpu"]]
+METHODS = methods_on_v2()
 
 
 def _checks() -> dict[str, Callable[[], None]]:

@@ -16,6 +16,7 @@ from vllm_specplug.seams.listing_v2 import (
     SPECULATOR,
     V2_CPU_ADMISSION,
     V2_CPU_KERNELS,
+    V2_CPU_WORKER,
 )
 from vllm_specplug.seams.seam import Seam, SeamError, SeamSet
 
@@ -30,6 +31,7 @@ __all__ = [
     "REFUSAL",
     "V2_CPU_ADMISSION",
     "V2_CPU_KERNELS",
+    "V2_CPU_WORKER",
     "SPECULATOR",
     "WORKER_SEAMS",
     "Seam",

@@ -53,6 +53,15 @@ V2_CPU_ADMISSION = Replace(
     make=f"{_CPU_KERNELS}.launch:triton_stands_in",
 )
 
+V2_CPU_WORKER = Add(
+    "v2_cpu_admission",
+    "vllm.v1.worker.gpu_worker:HAS_TRITON",
+    "from 0.33 on a worker refuses the V2 runner without Triton as well; in place while one of a "
+    "tree method is made",
+    HAS_CPU_KERNELS,
+    make=f"{_CPU_KERNELS}.launch:triton_stands_in",
+)
+
 V2_CPU_KERNELS = SeamSet(
     (
         *(
@@ -105,6 +114,14 @@ V2_CPU_KERNELS = SeamSet(
 )
 
 V2_USES: tuple[Seam, ...] = (
+    *overrides(
+        "v2_cpu_admission",
+        "from 0.33 on a worker refuses the V2 runner without Triton",
+        HAS_CPU_KERNELS,
+        "vllm.v1.worker.cpu_worker:CPUWorker",
+        "__init__",
+    ),
+    V2_CPU_WORKER,
     *uses(
         "tree_params",
         "penalties, bad words and thinking budgets read the rows before a row, which are not its "

@@ -207,7 +207,8 @@ class Replace(Seam):
             delattr(self._owner, name)
         else:
             setattr(self._owner, name, self._own)
-        del _installed[id(self._new)]
+        # Two seams may put the same constant in place.
+        _installed.pop(id(self._new), None)
         self._owner, self._own, self._new = None, _MISSING, None
 
 
@@ -240,14 +241,19 @@ class ReplaceKernel(Replace):
 
 
 class Add(Replace):
-    """An attribute that vLLM's object lacks."""
+    """An attribute that vLLM's object lacks, in some supported release at least; the maker is not
+    told what others have."""
 
     kind = "adds"
 
     def verify(self) -> str | None:
         try:
-            resolve(self.target.rpartition(".")[0])
-        except SeamError as error:
+            owner, separator, path = self.target.partition(":")
+            if "." in path:
+                resolve(owner + separator + path.rpartition(".")[0])
+            else:
+                importlib.import_module(owner)
+        except (SeamError, ImportError) as error:
             return str(error)
         return None
 

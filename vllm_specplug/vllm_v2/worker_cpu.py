@@ -5,6 +5,7 @@ from __future__ import annotations
 
 # Must come first: it sets up shared memory before torch's threads start.
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
+from contextlib import nullcontext
 from typing import Any
 
 from vllm.triton_utils import HAS_TRITON
@@ -12,7 +13,13 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.options import option_error
-from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER_V2, SPECULATOR, V2_CPU_KERNELS
+from vllm_specplug.seams import (
+    CPU_BACKENDS,
+    CPU_RUNNER_V2,
+    SPECULATOR,
+    V2_CPU_KERNELS,
+    V2_CPU_WORKER,
+)
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
 from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams
@@ -30,11 +37,15 @@ def tree_runner_class(stock: type) -> type:
 class TreeCPUWorkerV2(CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
-    Seams: cpu_runner_v2, speculator, cpu_backend, v2_cpu_kernels, cpu_worker.
+    Seams: cpu_runner_v2, speculator, cpu_backend, v2_cpu_admission, v2_cpu_kernels, cpu_worker.
     """
 
     model_runner: Any  # a TreeCPUModelRunnerV2
     model_config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with nullcontext() if HAS_TRITON else V2_CPU_WORKER.applied():
+            super().__init__(*args, **kwargs)
 
     def determine_available_memory(self) -> int:
         """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_specplug.seams.seam import Append, Replace, Retype, Seam, SeamError, SeamSet, Wrap
+from vllm_specplug.seams.seam import Add, Append, Replace, Retype, Seam, SeamError, SeamSet, Wrap
 
 
 class Base:
@@ -33,6 +33,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module.entries = ["first"]
     module.item = object()
     module.around = lambda stock: lambda self: f"around {stock(self)}"
+    module.yes = lambda stock: True
     module.fails = lambda stock: 1 / 0
     monkeypatch.setitem(sys.modules, "seam_host", module)
     return module
@@ -89,6 +90,20 @@ def test_what_somebody_else_changed_since_is_left(host: Any) -> None:
     assert host.Host.run is theirs
     host.Host.run = ours
     seam.undo()
+
+
+@pytest.mark.parametrize("before", ["missing", False, True])
+def test_a_global_that_some_releases_lack_is_put_back(host: Any, before: bool | str) -> None:
+    if before != "missing":
+        host.HAS_IT = before
+    first = Add("key", "seam_host:HAS_IT", "why", "never", make="seam_host:yes")
+    second = Add("key", "seam_host:HAS_IT_TOO", "why", "never", make="seam_host:yes")
+    assert first.verify() is None
+    with second.applied(), first.applied():
+        assert host.HAS_IT is True and host.HAS_IT_TOO is True
+    assert getattr(host, "HAS_IT", "missing") == before and not hasattr(host, "HAS_IT_TOO")
+    nowhere = Add("key", "nowhere.at.all:HAS_IT", "why", "never", make="seam_host:yes")
+    assert "nowhere" in str(nowhere.verify())
 
 
 def test_a_set_is_applied_whole_or_not_at_all(host: Any) -> None:

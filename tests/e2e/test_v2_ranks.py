@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two tensor parallel ranks on Model Runner V2: the first one's trees and clock are everybody's.
+
+The second rank drafts other trees by a clock of its own, so that nothing but what it is told makes
+the two agree.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
+from tests.e2e.tiny import (
+    make_eagle3_head,
+    make_head,
+    make_local_head,
+    make_target,
+)
+from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("v2_ranks")]
+
+CALLS = [
+    {"prompts": PROMPTS, "params": PARAMS},
+    {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}},
+]
+METHODS: dict[str, dict[str, Any]] = {
+    "jetspec": {"method": "jetspec", "model": "causal", "ngram_topk": 3},
+    "ddtree": {"method": "ddtree", "model": "block"},
+    "dels": {"method": "dels", "model": "block", "local_head": "gru"},
+    "eagle3_tree": {"method": "eagle3_tree", "model": "eagle3"},
+    "ngram_tree": {"method": "ngram_tree"},
+}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    make_target(folder / "target", VOCAB)
+    make_head(folder / "causal", VOCAB)
+    make_head(folder / "block", VOCAB, causal=False)
+    make_local_head(folder / "gru", VOCAB)
+    make_eagle3_head(folder / "eagle3", VOCAB)
+    return folder
+
+
+def _run(heads: Path, method: str | None, ahead: bool, *sabotage: str) -> EngineResult:
+    engine = {**tiny_engine(heads / "target"), "tensor_parallel_size": 2}
+    if method is None:
+        return run_engine(engine, CALLS, own_processes=True, v2=True)
+    # The default budget, which follows the clock.
+    spec = {"num_speculative_tokens": 12, "max_step_rows": 512, **METHODS[method]}
+    for name in ("model", "local_head"):
+        if name in spec:
+            spec[name] = str(heads / spec[name])
+    return run_engine(
+        {**engine, "async_scheduling": ahead},
+        [with_own_budgets(call) for call in CALLS],
+        speculative=spec,
+        sabotage=sabotage,
+        own_processes=True,
+        v2=True,
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+@pytest.mark.parametrize("method", METHODS)
+def test_two_ranks_keep_the_output(heads: Path, method: str, ahead: bool) -> None:
+    plain = _run(heads, None, ahead)
+    tree = _run(heads, method, ahead, "clock", "drafts")
+    for call in range(len(CALLS)):
+        assert tree.token_ids(call) == plain.token_ids(call)
+    assert_drafted(tree, least_acceptance=0.0)
+
+
+@pytest.mark.full
+def test_ranks_with_trees_of_their_own_would_be_noticed(heads: Path) -> None:
+    plain = _run(heads, None, True)
+    tree = _run(heads, "ngram_tree", True, "drafts", "own_trees")
+    assert [tree.token_ids(i) for i in range(2)] != [plain.token_ids(i) for i in range(2)]
