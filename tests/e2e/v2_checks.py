@@ -44,7 +44,6 @@ from tests.e2e.target_checks import (
     windows_from_slots,
 )
 from vllm_specplug.seams import V2_CPU_KERNELS
-from vllm_specplug.vllm_v2.runner_state import RunnerState
 from vllm_specplug.vllm_worker.calibration import start_budget
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -114,6 +113,41 @@ def check_windows() -> None:
     for ahead in (False, True):
         _compare("longspec", ahead)
     made = engines("longspec", num_gpu_blocks_override=9)
+    with preemptions(made.tree) as preempted:
+        made.compare(LONG[:3], greedy(max_tokens=70))
+    assert preempted
+
+
+@contextmanager
+def calls(owner: Any, name: str) -> Iterator[list[tuple[Any, ...]]]:
+    """Arguments of the calls of an object's method."""
+    method, seen = getattr(owner, name), []
+
+    def noted(*args: Any) -> Any:
+        seen.append(args)
+        return method(*args)
+
+    setattr(owner, name, noted)
+    try:
+        yield seen
+    finally:
+        delattr(owner, name)
+
+
+def check_drafts_of_the_target_itself() -> None:
+    """Over a partial cache of 40 tokens, smaller than the contexts, chosen again after 7."""
+    for ahead in (False, True):
+        made = engines("tokenswift", ahead=ahead)
+        drafter = made.runner.drafter.drafter
+        pool = drafter.target_forward.pool
+        drafter.steps_from.clear()
+        with calls(pool, "choose") as chosen:
+            made.compare([LONG[0], *PROMPTS[:3]], MIXED)
+        assert set(drafter.steps_from) == {"self"} and len(chosen) >= 4, drafter.steps_from
+        # The next step drops what ended.
+        generate(made.tree, PROMPTS[:1], greedy(max_tokens=2))
+        assert len(pool._free) == pool.max_requests and not pool._contexts
+    made = engines("tokenswift", num_gpu_blocks_override=9)
     with preemptions(made.tree) as preempted:
         made.compare(LONG[:3], greedy(max_tokens=70))
     assert preempted
@@ -381,26 +415,13 @@ def check_step_costs_are_measured_and_learnt() -> None:
     for ahead in (False, True):
         made = engines(ahead=ahead, budget="auto")
         planner = made.runner.planner
-        start_budget(planner, RunnerState(made.runner))
-        seen = _observed(planner.adaptive.costs)
-        generate(made.tree, PROMPTS[:4], greedy(max_tokens=12, ignore_eos=True))
+        start_budget(planner, made.runner.state)
+        with calls(planner.adaptive.costs, "observe_verify") as seen:
+            generate(made.tree, PROMPTS[:4], greedy(max_tokens=12, ignore_eos=True))
         # Steps of decoding rows alone: rows, logits, tokens attended, milliseconds.
         assert len(seen) >= 3
         for rows, sampled, context, milliseconds in seen:
             assert 1 <= rows == sampled <= 28 and context > rows * 4 and 0 < milliseconds < 1e4
-
-
-def _observed(costs: Any) -> list[tuple[Any, ...]]:
-    """What a cost model is taught from here on."""
-    seen: list[tuple[Any, ...]] = []
-    observe = costs.observe_verify
-
-    def noted(*args: Any) -> None:
-        seen.append(args)
-        observe(*args)
-
-    costs.observe_verify = noted
-    return seen
 
 
 def check_rows_that_run_out() -> None:

@@ -10,7 +10,15 @@ from vllm_specplug.seams.reasons import (
     overrides,
     uses,
 )
-from vllm_specplug.seams.seam import Add, Overrides, Replace, ReplaceKernel, Seam, SeamSet
+from vllm_specplug.seams.seam import (
+    Add,
+    InstanceAttribute,
+    Overrides,
+    Replace,
+    ReplaceKernel,
+    Seam,
+    SeamSet,
+)
 
 _V2 = "vllm.v1.worker.gpu"
 _RUNNER_V2 = f"{_V2}.model_runner:GPUModelRunner"
@@ -168,6 +176,33 @@ V2_USES: tuple[Seam, ...] = (
         "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
         "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
         "vllm.triton_utils:HAS_TRITON",
+    ),
+    *uses(
+        "runner_v2_state",
+        "step costs are measured with vLLM's dummy batches; the target drafts for itself",
+        HAS_TREES,
+        f"{_RUNNER_V2}._dummy_run",
+    ),
+    *(
+        InstanceAttribute(
+            "runner_v2_state",
+            f"{_RUNNER_V2}.{name}",
+            "what drafters' caches and forwards beside the steps need is in no argument that the "
+            "runner hands over",
+            HAS_TREES,
+        )
+        for name in [
+            "vllm_config",
+            "device",
+            "dtype",
+            "max_model_len",
+            "max_num_reqs",
+            "max_num_tokens",
+            "model",
+            "compilation_config",
+            "kv_cache_config",
+            "block_tables",
+        ]
     ),
     *uses(
         "speculator",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +45,9 @@ class DraftTree:
     _children: dict[tuple[int, int], int] | None = field(default=None, init=False, repr=False)
 
     @classmethod
+    @cache
     def empty(cls) -> DraftTree:
-        """The tree of no nodes: this request is decoded plainly."""
+        """The tree of no nodes, always the same one: this request is decoded plainly."""
         return cls(
             token_ids=np.empty(0, np.int64),
             parent_indices=np.empty(0, np.int32),

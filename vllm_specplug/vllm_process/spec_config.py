@@ -65,7 +65,7 @@ CAPABILITIES = {
 }
 # The same for vLLM's V2 model runner.
 WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2"}
-CAPABILITIES_V2 = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
+CAPABILITIES_V2 = {"cpu": frozenset(Capability)}
 
 
 def device_capabilities() -> dict[str, frozenset[Capability]]:

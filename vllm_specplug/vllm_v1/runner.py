@@ -24,20 +24,18 @@ from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_v1.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v1.runner_state import RunnerState, ScheduledRows
-from vllm_specplug.vllm_v1.self_draft import SelfDraft
 from vllm_specplug.vllm_v1.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
 from vllm_specplug.vllm_worker.cache_groups import (
     check_plain_attention,
     draft_group,
-    last_layer,
 )
 from vllm_specplug.vllm_worker.calibration import start_budget
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner, step_metrics
+from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.proposer import TreeProposer
-from vllm_specplug.vllm_worker.ranks import first_rank_trees, first_rank_values
+from vllm_specplug.vllm_worker.ranks import first_rank_trees
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
-from vllm_specplug.vllm_worker.window_cache import PagedTargetCache, WindowCache
 
 logger = init_logger("vllm.specplug.runner")
 
@@ -120,24 +118,7 @@ class TreeRunnerMixin(_Runner):
                     scale=layers[0].spec.head_dim ** -0.5,
                 )
             )
-        window = drafter.window_spec()
-        if window is not None:
-            group, name = last_layer(groups, state.layers, method)
-            drafter.bind_window(
-                WindowCache(window, state.max_requests, state.dtype),
-                PagedTargetCache(
-                    caches[name], partial(state.block_table, group), scale=window.head_dim**-0.5
-                ),
-            )
-        partial_spec = drafter.partial_cache_spec()
-        if partial_spec is not None:
-            check_plain_attention(
-                state.layers,
-                method,
-                "drafts with the target's own layers over partial caches",
-                "Use another method, or other settings of this one",
-            )
-            drafter.bind_target_forward(SelfDraft(state, partial_spec), first_rank_values)
+        bind_drafter_memory(state, method)
 
     def start_budget(self) -> None:
         """Measures step costs for an adaptive budget. Call once the model is ready to serve."""

@@ -12,13 +12,12 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_specplug.options import check_v2_feature, option_error
+from vllm_specplug.options import check_v2_feature
 from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
-from vllm_specplug.vllm_v1.self_draft import partial_cache_bytes
 from vllm_specplug.vllm_v1.tree_backend import TreeBackend
+from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
 from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams
-from vllm_specplug.vllm_worker.window_cache import without_windows
 
 logger = init_logger("vllm.specplug.worker")
 
@@ -52,22 +51,7 @@ class TreeCPUWorker(CPUWorker):
 
     def determine_available_memory(self) -> int:
         """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""
-        available = super().determine_available_memory()
-        state = self.model_runner.state
-        drafter = state.drafter
-        partial = partial_cache_bytes(state)
-        if partial >= available:
-            kept = drafter.partial_cache_spec()
-            requests, budget = kept.options
-            raise option_error(
-                requests,
-                kept.max_requests,
-                f"partial caches of {budget}={kept.budget} tokens each take "
-                f"{partial / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
-                f"Lower {requests} or {budget}, or raise VLLM_CPU_KVCACHE_SPACE",
-            )
-        spec = drafter.window_spec()
-        return without_windows(spec, state.max_requests, state.dtype, available) - partial
+        return memory_for_caches(self.model_runner.state, super().determine_available_memory())
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

@@ -8,7 +8,7 @@ overrides below follow the order of a step. Seams: runner_v2_*.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,14 +31,14 @@ from vllm_specplug.vllm_v2.device_trees import (
 from vllm_specplug.vllm_v2.runner_state import RunnerState
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
-from vllm_specplug.vllm_v2.step_input import block_table, step_rows, verified_step
+from vllm_specplug.vllm_v2.step_input import step_rows, verified_step
 from vllm_specplug.vllm_v2.tree_params import TreeParams
-from vllm_specplug.vllm_worker.cache_groups import draft_group, last_layer, target_groups
+from vllm_specplug.vllm_worker.cache_groups import draft_group
 from vllm_specplug.vllm_worker.calibration import start_budget
 from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
+from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.proposer import TreeProposer
-from vllm_specplug.vllm_worker.window_cache import PagedTargetCache, WindowCache
 
 logger = init_logger("vllm.specplug.runner")
 
@@ -116,33 +116,25 @@ class TreeRunnerV2Mixin(_Runner):
         if kwargs.get("is_profiling") or (args and args[0]):
             # A small cache to measure graphs with, dropped right after: it must not be kept alive.
             return
-        method = str(self.tree_spec.plugin_method)
-        context = self.compilation_config.static_forward_context
-        groups = target_groups(self.kv_cache_config, context)
-        caches = {name: cache for group in groups for name, cache in group.caches.items()}
-        check_cache_dtypes(caches, self.model_config.dtype, method)
-        self.tree_backend.bind(groups)
-        self.draft_group = draft_group(self.kv_cache_config, context, method)
+        state, method = self.state, str(self.tree_spec.plugin_method)
+        check_cache_dtypes(state.target_caches(), state.dtype, method)
+        self.tree_backend.bind(state.target_groups())
+        self.draft_group = draft_group(state.kv_cache_config, state.layers, method)
         layers = self.drafter.cache_layers
         if layers:
             scale = layers[0].spec.head_dim ** -0.5
-            self.drafter.drafter.bind_cache(
-                PagedDraftCache(layers, partial(block_table, self, self.draft_group), scale)
-            )
-
-        window = self.drafter.drafter.window_spec()
-        if window is not None:
-            group, name = last_layer(groups, context, method)
-            self.drafter.drafter.bind_window(
-                WindowCache(window, self.max_num_reqs, self.model_config.dtype),
-                PagedTargetCache(
-                    caches[name], partial(block_table, self, group), scale=window.head_dim**-0.5
-                ),
-            )
+            table = partial(state.block_table, self.draft_group)
+            state.drafter.bind_cache(PagedDraftCache(layers, table, scale))
+        bind_drafter_memory(state, method)
 
     def start_budget(self) -> None:
         """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
-        start_budget(self.planner, RunnerState(self))
+        start_budget(self.planner, self.state)
+
+    @cached_property
+    def state(self) -> RunnerState:
+        """vLLM's side of this runner, beside its steps."""
+        return RunnerState(self)
 
     @property
     def drafter(self) -> TreeProposer:

@@ -131,9 +131,3 @@ def next_tokens(
         following[start : start + len(found)] = found[: len(following) - start]
         start = end
     return following
-
-
-def block_table(runner: Any, group: int) -> torch.Tensor:
-    """int32 [requests, blocks] of the running batch in a KV cache group, in its order."""
-    table: torch.Tensor = runner.block_tables.input_block_tables[group]
-    return table

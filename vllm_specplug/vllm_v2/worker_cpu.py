@@ -14,8 +14,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specplug.options import option_error
 from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER_V2, SPECULATOR, V2_CPU_KERNELS
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
+from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
 from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams
-from vllm_specplug.vllm_worker.window_cache import without_windows
 
 
 class TreeCPUModelRunnerV2(TreeRunnerV2Mixin, CPUModelRunner):  # type: ignore[misc]  # overrides
@@ -38,13 +38,7 @@ class TreeCPUWorkerV2(CPUWorker):
 
     def determine_available_memory(self) -> int:
         """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""
-        runner = self.model_runner
-        return without_windows(
-            runner.drafter.drafter.window_spec(),
-            runner.max_num_reqs,
-            self.model_config.dtype,
-            super().determine_available_memory(),
-        )
+        return memory_for_caches(self.model_runner.state, super().determine_available_memory())
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

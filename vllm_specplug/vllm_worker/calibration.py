@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
 
 import torch
 import vllm
@@ -32,7 +31,8 @@ from vllm_specplug.targets import cache_dir
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.ranks import any_worker as any_of_all
 from vllm_specplug.vllm_worker.ranks import first_worker_values
-from vllm_specplug.vllm_worker.rehearsal import DraftingRunner, rehearsal
+from vllm_specplug.vllm_worker.rehearsal import rehearsal
+from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 logger = init_logger("vllm.specplug.calibration")
 
@@ -50,41 +50,6 @@ _CONTEXT_ROWS = 8
 _MIN_ATTENTION_SPAN = 256
 
 
-class MeasuredRunner(DraftingRunner, Protocol):
-    """What is asked of a runner whose forwards are timed: one that is ready to serve and has no
-    requests."""
-
-    @property
-    def name(self) -> str:
-        """Which of vLLM's runners it is: their forwards take different times."""
-
-    @property
-    def vllm_config(self) -> Any: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def max_requests(self) -> int:
-        """Most requests of a batch."""
-
-    @property
-    def max_rows(self) -> int:
-        """Most rows of a forward."""
-
-    def dummy_forward(self, rows: int, context: int) -> torch.Tensor:
-        """A forward of `rows` rows that attend `context` tokens; hidden states [>= rows, H]."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's logits [rows, V] of hidden states [rows, H]."""
-
-    def wait_for_device(self) -> None:
-        """Returns when the device is idle."""
-
-
 class CalibrationError(RuntimeError):
     """Step costs could not be measured on some worker; raised on all of them."""
 
@@ -96,14 +61,14 @@ class Calibrator:
     that is busy for a second then spoils one time of each and not all times of one.
 
     Args:
-        state: of the runner.
+        state: of a tree runner, ready to serve, with no requests.
         share: replaces values by those of the first worker.
         any_worker: whether a flag is set on any worker.
     """
 
     def __init__(
         self,
-        state: MeasuredRunner,
+        state: RunnerView,
         share: Share,
         any_worker: Agree = bool,
         time_limit_s: float = TIME_LIMIT_S,
@@ -245,7 +210,7 @@ class Calibrator:
 
 
 def calibrate(
-    state: MeasuredRunner, share: Share, is_first_rank: bool, any_worker: Agree = bool
+    state: RunnerView, share: Share, is_first_rank: bool, any_worker: Agree = bool
 ) -> Calibration:
     """The calibration of this runner: the cached one, or a new one that is then cached.
 
@@ -283,7 +248,7 @@ def calibrate(
     return calibration
 
 
-def start_budget(planner: DraftPlanner, state: MeasuredRunner) -> None:
+def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
     """Measures step costs for an adaptive budget; nothing where it is fixed. Call once the model is
     ready to serve.
 
@@ -306,7 +271,7 @@ def start_budget(planner: DraftPlanner, state: MeasuredRunner) -> None:
     )
 
 
-def _digest(state: MeasuredRunner) -> str:
+def _digest(state: RunnerView) -> str:
     """Everything that changes the times, as a file name."""
     config = state.vllm_config
     spec = config.speculative_config

@@ -76,6 +76,8 @@ def test_everything_listed_is_used() -> None:
             # A member of what is imported, or of an object that vLLM hands over.
             or (owner in known and not names.is_private(member))
             or (not names.is_private(member) and f".{member}" in code)
+            # Called on a runner, and not told apart from a method of the package's own.
+            or f".runner.{member}(" in code
         ), seam.describe()
 
 

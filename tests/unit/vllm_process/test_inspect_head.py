@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.tiny import make_dspark_head, make_head, make_target, make_tokenswift_heads
+from vllm_specplug.drafting.method import Capability
+from vllm_specplug.vllm_process import spec_config
 from vllm_specplug.vllm_process.inspect_head import inspect_head
 
 VOCAB = 12
@@ -106,4 +108,7 @@ def test_devices_are_those_of_the_model_runner(
     head = str(folder / "tokenswift")
     assert "cpu" in inspect_head(head)["needs"]["devices"]
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert inspect_head(head)["needs"]["devices"] == ["cpu"]
+    fewer = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
+    monkeypatch.setattr(spec_config, "CAPABILITIES_V2", fewer)
     assert inspect_head(head)["needs"]["devices"] == []

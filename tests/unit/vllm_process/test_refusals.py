@@ -242,7 +242,10 @@ def test_the_v2_model_runner_is_taken_where_it_is_asked_for(
     assert not _config(target, options).use_v2_model_runner
 
 
-def test_what_v2_does_not_give_is_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_v2_does_not_give_is_named(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_specplug.drafting.method import Capability
     from vllm_specplug.vllm_process import spec_config
     from vllm_specplug.vllm_process.engine_args import check_engine_config
 
@@ -260,6 +263,13 @@ def test_what_v2_does_not_give_is_named(target: Path, monkeypatch: pytest.Monkey
         patch.setattr(config.model_config, "enable_trace_replay", True)
         with pytest.raises(ValueError, match="'ngram_tree' .*enable_trace_replay=True"):
             check_engine_config(config)
+    heads = {"method": "tokenswift", "model": str(make_tokenswift_heads(tmp_path / "heads", VOCAB))}
+    assert _config(target, heads).speculative_config.uses_v2
+    with monkeypatch.context() as patch:
+        fewer = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
+        patch.setattr(spec_config, "CAPABILITIES_V2", fewer)
+        with pytest.raises(ValueError, match="'tokenswift' .*V2.*on cpu.*not get target_forward"):
+            _config(target, heads)
     monkeypatch.setattr(spec_config, "WORKERS_V2", {})
     with pytest.raises(ValueError, match="'ngram_tree' .*V2.*on cpu.*VLLM_USE_V2_MODEL_RUNNER"):
         _config(target, {"method": "ngram_tree"})

@@ -20,7 +20,7 @@ from vllm_specplug.kernels import TreeAttnMetadata, causal_words, tree_attn
 from vllm_specplug.kvcache.partial_cache import PartialCache, PartialContext
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention
-from vllm_specplug.vllm_v1.runner_state import RunnerState
+from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 logger = init_logger("vllm.specplug.self_draft")
 
@@ -108,7 +108,7 @@ class SelfDraft:
         state: of the model runner; its caches must exist.
     """
 
-    def __init__(self, state: RunnerState, spec: PartialCacheSpec) -> None:
+    def __init__(self, state: RunnerView, spec: PartialCacheSpec) -> None:
         self.state, self.spec = state, spec
         caches = state.target_caches()
         self.layer_index = {name: i for i, name in enumerate(caches)}
@@ -157,7 +157,7 @@ class SelfDraft:
         return hidden[:count], aux[0][:count]
 
 
-def partial_cache_bytes(state: RunnerState) -> int:
+def partial_cache_bytes(state: RunnerView) -> int:
     """Memory that the runner's partial caches will take, before they exist."""
     spec = state.drafter.partial_cache_spec()
     if spec is None or state.max_model_len <= spec.budget:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drafter keeps beside vLLM's pages: taken out of the memory for caches, then bound."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from vllm_specplug.options import option_error
+from vllm_specplug.vllm_worker.cache_groups import check_plain_attention, last_layer
+from vllm_specplug.vllm_worker.ranks import first_rank_values
+from vllm_specplug.vllm_worker.runner_view import RunnerView
+from vllm_specplug.vllm_worker.self_draft import SelfDraft, partial_cache_bytes
+from vllm_specplug.vllm_worker.window_cache import PagedTargetCache, WindowCache, without_windows
+
+
+def memory_for_caches(state: RunnerView, available: int) -> int:
+    """Bytes that are left of `available` for vLLM's caches.
+
+    Raises:
+        ValueError: when nothing would be left.
+    """
+    drafter = state.drafter
+    partial_bytes = partial_cache_bytes(state)
+    if partial_bytes >= available:
+        kept = drafter.partial_cache_spec()
+        assert kept is not None
+        requests, budget = kept.options
+        raise option_error(
+            requests,
+            kept.max_requests,
+            f"partial caches of {budget}={kept.budget} tokens each take "
+            f"{partial_bytes / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
+            f"Lower {requests} or {budget}, or raise VLLM_CPU_KVCACHE_SPACE",
+        )
+    spec = drafter.window_spec()
+    return without_windows(spec, state.max_requests, state.dtype, available) - partial_bytes
+
+
+def bind_drafter_memory(state: RunnerView, method: str) -> None:
+    """Gives the drafter its windows and its partial caches. Call once vLLM's caches exist.
+
+    Raises:
+        ValueError: when the target's layers cannot serve them.
+    """
+    drafter = state.drafter
+    window = drafter.window_spec()
+    if window is not None:
+        group, name = last_layer(state.target_groups(), state.layers, method)
+        drafter.bind_window(
+            WindowCache(window, state.max_requests, state.dtype),
+            PagedTargetCache(
+                state.layers[name].kv_cache,
+                partial(state.block_table, group),
+                scale=window.head_dim**-0.5,
+            ),
+        )
+    spec = drafter.partial_cache_spec()
+    if spec is not None:
+        check_plain_attention(
+            state.layers,
+            method,
+            "drafts with the target's own layers over partial caches",
+            "Use another method, or other settings of this one",
+        )
+        drafter.bind_target_forward(SelfDraft(state, spec), first_rank_values)

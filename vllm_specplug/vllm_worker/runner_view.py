@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both of vLLM's model runners have under the same names.
+
+What calibration, draft forwards and drafters' caches need to know of a runner, they ask here and
+get as plain values; each runner's own `RunnerState` adds what differs.
+
+Seam: runner_state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_specplug.drafting.drafter import DrafterOptions
+from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_groups
+
+if TYPE_CHECKING:
+    from vllm_specplug.drafting.drafter import Drafter
+
+
+class RunnerView(ABC):
+    """A model runner, or a subclass's instance, seen from outside.
+
+    Args:
+        runner: vLLM's runner with one of the package's mixins.
+    """
+
+    name: str
+    """Which of vLLM's runners it is: their forwards take different times."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.rehearsal_requests = 0
+        """Rows of the block table that a draft forward without requests may read."""
+
+    # -- the engine -----------------------------------------------------------------------
+
+    @property
+    def vllm_config(self) -> Any:
+        return self.runner.vllm_config
+
+    @property
+    def device(self) -> torch.device:
+        return self.runner.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.runner.dtype
+
+    @property
+    def max_model_len(self) -> int:
+        return self.runner.max_model_len
+
+    @property
+    def max_requests(self) -> int:
+        """Most requests of a batch."""
+        return self.runner.max_num_reqs
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a forward."""
+        return self.runner.max_num_tokens
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.runner.drafter.drafter
+
+    @property
+    def drafter_options(self) -> DrafterOptions:
+        return self.runner.drafter.options
+
+    # -- forwards beside the step ---------------------------------------------------------
+
+    @abstractmethod
+    def dummy_forward(self, rows: int, context: int) -> torch.Tensor:
+        """A forward of `rows` rows that attend `context` tokens; hidden states [>= rows, H]."""
+
+    @abstractmethod
+    def wait_for_device(self) -> None:
+        """Returns when the device is idle."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's logits [rows, V] of hidden states [rows, H]."""
+        return self.runner.model.compute_logits(hidden)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: dict[str, Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The target's forward with `attention` metadata by layer; writes no cache.
+
+        Returns:
+            Hidden states [rows, H] and those of the layers that the drafter reads.
+        """
+        with set_forward_context(
+            attention, self.vllm_config, num_tokens=len(input_ids), slot_mapping={}
+        ):
+            return self.runner.model(
+                input_ids=input_ids,
+                positions=positions,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+
+    # -- caches ---------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """vLLM's static forward context: the target's layers and the drafter's, of all kinds."""
+        return self.runner.compilation_config.static_forward_context
+
+    @property
+    def kv_cache_config(self) -> Any:
+        """vLLM's, once caches exist."""
+        return self.runner.kv_cache_config
+
+    def target_groups(self) -> list[CacheGroup]:
+        """KV cache groups with layers of the target."""
+        return target_groups(self.kv_cache_config, self.layers)
+
+    def target_caches(self) -> dict[str, torch.Tensor]:
+        """The target's caches by layer, group by group; vLLM's pages."""
+        return {name: c for group in self.target_groups() for name, c in group.caches.items()}
+
+    def full_attention_pages(self) -> list[tuple[int, int]]:
+        """(tokens, bytes) of a page of each layer with full attention, draft layers included."""
+        specs = self.runner.get_kv_cache_spec().values()
+        return [
+            (s.block_size, s.page_size_bytes) for s in specs if isinstance(s, FullAttentionSpec)
+        ]
+
+    @abstractmethod
+    def block_table(self, group: int = 0) -> torch.Tensor:
+        """int32 [>= B, max_blocks] of the batch in a KV cache group, in its order, on the
+        device."""
