@@ -6,7 +6,6 @@ See test_targets.py.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.e2e.event_checks import LONG
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
 from tests.e2e.pair import Counts, Pair, core_of, make_engine, pair, sequences_of, watch_prefix_hits
 from tests.e2e.tiny import (
@@ -304,73 +302,6 @@ def _is_lossless(family: str) -> None:
     for method in ("oracle", "ngram_tree"):
         engines = pair(method, **engine_of(family))
         engines.compare(prompts, each, branching=method == "oracle")
-
-
-def make_adapter(folder: Path, seed: int) -> Path:
-    """A LoRA adapter of `make_target`'s model that changes most of its answers."""
-    folder.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none",
-              "target_modules": ["q_proj", "v_proj", "down_proj"]}  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    draw, tensors = torch.Generator().manual_seed(seed), {}
-    for i in range(2):
-        for name, rows, columns in (("self_attn.q_proj", 64, 64), ("self_attn.v_proj", 32, 64),
-                                    ("mlp.down_proj", 64, 128)):  # fmt: skip
-            key = f"base_model.model.model.layers.{i}.{name}"
-            tensors[f"{key}.lora_A.weight"] = torch.randn(8, columns, generator=draw) / 8
-            tensors[f"{key}.lora_B.weight"] = torch.randn(rows, 8, generator=draw) / 4
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return folder
-
-
-def check_adapters_of_requests() -> None:
-    """Two LoRA adapters and the bare target in one batch, from the same prompts."""
-    from vllm.lora.request import LoRARequest
-
-    from tests.e2e.oracle import OracleDrafter
-
-    folder = Path(tempfile.mkdtemp(prefix="specplug-adapters-"))
-    adapters = [None, *(LoRARequest(f"a{i}", i, str(make_adapter(folder / f"a{i}", i)))
-                        for i in (1, 2))]  # fmt: skip
-    made = pair("oracle", enable_lora=True, max_loras=2, max_lora_rank=8,
-                tree={"enable_prefix_caching": True})  # fmt: skip
-    # From LONG prompts, whole blocks are cached: keys and values of one adapter each.
-    prompts = [prompt for prompt in (*PROMPTS[:2], *LONG[:2]) for _ in adapters]
-    each = [adapter for _ in range(4) for adapter in adapters]
-    params = [greedy() if i % 2 else seeded(i) for i in range(len(prompts))]
-
-    def answers(llm: Any, requests: list[Any]) -> list[Any]:
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return llm.generate(inputs, params, lora_request=requests, use_tqdm=False)
-
-    expected = answers(made.plain, each)
-    sequences = sequences_of(expected)
-    assert all(len({tuple(s) for s in sequences[i : i + 3]}) == 3 for i in range(0, 12, 3))
-    OracleDrafter.sequences = sequences
-    hits = watch_prefix_hits(made.tree)
-    for _ in range(2):
-        made.take_counts()
-        hits.clear()
-        assert sequences_of(answers(made.tree, each)) == sequences
-        counts = made.take_counts()
-        assert counts.accepted > 40 and counts.branching > 0, counts
-    # The second time each found what its own adapter had computed.
-    assert sum(found >= 64 for found in hits.values()) == 6, hits
-    assert sequences_of(answers(made.tree, each[1:] + each[:1])) != sequences
-    stock = made.runner.set_active_loras
-
-    def by_request(batch: Any, scheduled: Any, sampled: Any) -> None:
-        """Every row after a request's first carries the next request's adapter."""
-        shifted = scheduled.copy()
-        shifted[0] -= scheduled[0] > 1
-        shifted[-1] += scheduled[0] > 1
-        stock(batch, shifted, sampled)
-
-    made.runner.set_active_loras = by_request
-    try:
-        assert sequences_of(answers(made.tree, each)) != sequences
-    finally:
-        del made.runner.set_active_loras
 
 
 def check_learned_positions_and_a_tied_head() -> None:

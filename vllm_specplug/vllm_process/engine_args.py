@@ -128,7 +128,7 @@ def check_engine_config(vllm_config: Any) -> None:
     if spec.uses_v2:
         _check_v2(method, vllm_config)
     if vllm_config.lora_config is not None:
-        _check_lora(method, spec)
+        _refuse(method, "enable_lora=True", "Serve without LoRA, or merge the adapter")
     if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16"):
         _refuse(method, f"dtype={model.dtype}", "Use dtype bfloat16 or float32")
     _check_cache_dtype(method, vllm_config)
@@ -178,23 +178,6 @@ def _check_v2(method: str, vllm_config: Any) -> None:
         )
     if vllm_config.model_config.enable_trace_replay:
         _refuse(method, "enable_trace_replay=True", "Replay traces without speculation")
-
-
-def _check_lora(method: str, spec: SpecPlugSpeculativeConfig) -> None:
-    """V1 maps the rows of a step to adapters by request, whatever the rows are."""
-    if spec.uses_v2:
-        _refuse(
-            method,
-            "enable_lora=True on vLLM's V2 model runner",
-            "Set VLLM_USE_V2_MODEL_RUNNER=0, or merge the adapter",
-        )
-    option = spec.plan.target_forward_option if spec.plan else None
-    if option:
-        _refuse(
-            method,
-            f"enable_lora=True and {option}",
-            "A draft forward of the target has no adapters: use another setting of that option",
-        )
 
 
 def _check_cache_dtype(method: str, vllm_config: Any) -> None:

@@ -59,7 +59,7 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
         check_plain_attention(
             state.layers,
             method,
-            "the target's own layers over partial caches",
+            "drafts with the target's own layers over partial caches",
             "Use another method, or other settings of this one",
         )
         drafter.bind_target_forward(SelfDraft(state, spec), first_rank_values)

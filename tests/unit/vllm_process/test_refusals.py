@@ -181,6 +181,7 @@ def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
+        ({"enable_lora": True}, "enable_lora=True"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
         ({"dtype": "float16"}, "dtype=torch.float16"),
@@ -197,19 +198,6 @@ def test_engine_combinations(
     spec = _jetspec(head, num_speculative_tokens=256 if message is None else 8)
     with pytest.raises(ValueError, match=message or "needs 257 rows"):
         _config(target, spec, **engine)
-
-
-def test_lora_needs_v1_and_no_forwards_of_the_target(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"method": "ngram_tree"}
-    assert _config(target, options, enable_lora=True).lora_config is not None
-    own = {"method": "tokenswift", "draft_source": "self"}
-    with pytest.raises(ValueError, match="'tokenswift' .*enable_lora=True and draft_source"):
-        _config(target, own, enable_lora=True)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match="'ngram_tree' .*enable_lora=True on vLLM's V2"):
-        _config(target, options, enable_lora=True)
 
 
 @pytest.mark.parametrize(
