@@ -4,6 +4,7 @@ token. Run by tests/e2e/test_eagle3_tree.py."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tests.e2e.pair import (
@@ -12,8 +13,10 @@ from tests.e2e.pair import (
     head_options,
     make_engine,
     sequences_of,
+    target,
     watch_prefix_hits,
 )
+from tests.e2e.tiny import make_eagle3_head
 
 DEPTH = 3
 CHAIN = {"num_speculative_tokens": DEPTH, "tree_budget": DEPTH, "tree_width": 1}
@@ -104,3 +107,23 @@ def check_chunks_and_preemption_leave_the_drafts() -> None:
     for known in common:
         count = min(len(alone[known]), len(mixed[known]))
         assert alone[known][:count] == mixed[known][:count], len(known)
+
+
+def check_a_head_of_other_heads_than_the_targets() -> None:
+    """Its keys and values have pages of their own shape: the same drafts, and plain outputs."""
+    folder, vocab = (
+        target().parent / "eagle3_other",
+        json.loads((target() / "config.json").read_text())["vocab_size"],
+    )
+    head = make_eagle3_head(
+        folder, vocab, draft_vocab_size=vocab - 40, num_heads=8, num_kv_heads=4, head_dim=16
+    )
+    options = {"model": str(head)}
+    engine = {"async_scheduling": False, "enable_prefix_caching": True}
+    own = {"method": "eagle3", "num_speculative_tokens": DEPTH, **options}
+    engines = (
+        make_engine(None, speculative_config=own, **engine),
+        make_engine("eagle3_tree", speculative={**CHAIN, **options}, **engine),
+    )
+    assert compare_drafts(engines, PROMPTS) > 20
+    assert compare_drafts(engines, [LONG]) > 5

@@ -7,6 +7,9 @@ See test_targets.py.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,18 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
-from tests.e2e.pair import make_engine, pair
-from tests.e2e.tiny import make_head, make_other_target, make_quantised_target
+from tests.e2e.pair import Counts, Pair, core_of, make_engine, pair, sequences_of, watch_prefix_hits
+from tests.e2e.tiny import (
+    make_head,
+    make_other_target,
+    make_quantised_target,
+    make_weight_only_target,
+)
 
+_ROPED: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "intermediate_size": 128, "max_position_embeddings": 256,
+}  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     # The body is `transformer`, positions are learned, the LM head is the embedding.
     "GPT2": {"n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 256},
@@ -29,23 +41,255 @@ SIZES: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2,
                 "intermediate_size": 128, "max_position_embeddings": 256},
     "Bloom": {"hidden_size": 64, "n_head": 2, "n_layer": 2},
-    "Gemma2": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
-               "head_dim": 32, "num_hidden_layers": 2, "intermediate_size": 128,
-               "max_position_embeddings": 256},
-    "Mistral": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
-                "head_dim": 32, "num_hidden_layers": 2, "intermediate_size": 128,
-                "max_position_embeddings": 256, "sliding_window": 64},
+    # Windows in every other layer, soft caps in all; two KV cache groups.
+    "Gemma2": {**_ROPED, "num_hidden_layers": 2, "sliding_window": 24,
+               "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32, "sharp": 6.0},
+    # Two layers with a window per layer without one, each with rotary embeddings of its own.
+    "Gemma3Text": {**_ROPED, "num_hidden_layers": 3, "sliding_window": 40,
+                   "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+                   "query_pre_attn_scalar": 32, "sharp": 3.0},
+    # A window in all layers, shorter than a tree is deep.
+    "Mistral": {**_ROPED, "num_hidden_layers": 2, "sliding_window": 6, "sharp": 3.0},
+    # A sink per head, experts, windows in every other layer.
+    "GptOss": {**_ROPED, "num_hidden_layers": 2, "sliding_window": 16, "num_local_experts": 4,
+               "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"],
+               "sharp": 3.0},
 }  # fmt: skip
 
 
-QUANTISED_VOCAB = 96
+VOCAB, QUANTISED_VOCAB = 300, 96
 
 
 @cache
 def engine_of(family: str) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="specplug-target-")) / family
-    make_other_target(folder, family, 300, **SIZES[family])
+    make_other_target(folder, family, VOCAB, **SIZES[family])
     return {"model": str(folder), "skip_tokenizer_init": True}
+
+
+# Prompts around block edges (32) and windows (6, 16, 24, 40): shorter, as long, much longer.
+WINDOW_PROMPTS = [
+    [(7 * i + 11 * n) % 290 + 5 for i in range(n)] for n in (3, 15, 23, 39, 41, 64, 70, 150)
+]
+
+
+def around_windows(made: Pair) -> Counts:
+    """Compares greedy and seeded decoding from contexts that straddle windows and blocks."""
+    params = [
+        greedy(max_tokens=40, detokenize=False)
+        if i % 2
+        else seeded(i, max_tokens=40, detokenize=False)
+        for i in range(len(WINDOW_PROMPTS))
+    ]
+    _, counts = made.compare(WINDOW_PROMPTS, params, least_accepted=40)
+    return counts
+
+
+def num_groups(made: Pair) -> int:
+    return len(made.runner.kv_cache_config.kv_cache_groups)
+
+
+@contextmanager
+def tree_attention(change: Callable[..., Any]) -> Iterator[None]:
+    """Tree rows attend by `change(stock, *args, features)` in the place of the kernel."""
+    from vllm_specplug.vllm_attention import tree_rows
+
+    stock = tree_rows.tree_attn
+    tree_rows.tree_attn = lambda *args, features: change(stock, *args, features)
+    try:
+        yield
+    finally:
+        tree_rows.tree_attn = stock
+
+
+def without(**neutral: Any) -> Any:
+    """Tree rows that leave a feature out."""
+
+    def attend(stock: Any, *args: Any) -> None:
+        *args, features = args  # type: ignore[assignment]
+        stock(*args, features=replace(features, **neutral))
+
+    return tree_attention(attend)
+
+
+def windows_from_slots() -> Any:
+    """Tree rows whose windows are counted from their slots, not from their positions."""
+    from vllm_specplug.kernels.masks import words_to_bool
+    from vllm_specplug.kernels.reference import dense_attention
+
+    def attend(stock: Any, query: Any, keys: Any, values: Any, output: Any, meta: Any,
+               scale: float, layout: Any, features: Any) -> None:  # fmt: skip
+        for request, start, rows, context, first in meta.plan.t().tolist():
+            slots = torch.arange(context + rows)
+            seen = torch.ones(rows, context + rows, dtype=torch.bool)
+            seen[:, context:] = words_to_bool(meta.mask_words[first : first + rows], rows)
+            if features.window:
+                seen &= torch.arange(context, context + rows)[:, None] - slots < features.window
+            size = layout.block_size
+            at = meta.block_table[request].long()[slots // size] * size + slots % size
+            at_rows = slice(start, start + rows)
+            group = query.shape[1] // keys.shape[1]
+            out, _ = dense_attention(
+                query[at_rows], *layout.gather(keys, values, at), scale, group, seen,
+                features=replace(features, window=0),
+            )  # fmt: skip
+            output[at_rows] = out
+
+    return tree_attention(attend)
+
+
+def diverges(made: Pair) -> None:
+    with pytest.raises(AssertionError, match="differs"):
+        around_windows(made)
+
+
+# vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
+def check_windows_and_sinks() -> None:
+    made = pair("oracle", **engine_of("GptOss"))
+    around_windows(made)
+    with without(sinks=None):
+        diverges(made)
+
+
+def check_windows_and_full_attention_in_groups() -> None:
+    """Gemma-3: windows and full attention in KV cache groups of their own."""
+    made = pair("oracle", **engine_of("Gemma3Text"))
+    assert num_groups(made) > 1
+    around_windows(made)
+    with without(window=0):
+        diverges(made)
+    with windows_from_slots():
+        diverges(made)
+
+
+def check_compaction_needs_each_groups_block_table() -> None:
+    made = pair("oracle", **engine_of("Gemma3Text"))
+    state = made.runner.state
+    stock = state.block_ids
+    state.block_ids = lambda group: stock(num_groups(made) - 1 - group)
+    try:
+        diverges(made)
+    finally:
+        del state.block_ids
+
+
+def check_windows_shorter_than_a_tree_is_deep() -> None:
+    made = pair("oracle", **engine_of("Mistral"))
+    around_windows(made)
+    with windows_from_slots():
+        diverges(made)
+
+
+def check_windows_and_soft_caps() -> None:
+    made = pair("oracle", **engine_of("Gemma2"))
+    around_windows(made)
+    with without(soft_cap=0.0):
+        diverges(made)
+
+
+def check_alibi() -> None:
+    made = pair("oracle", **engine_of("Bloom"))
+    around_windows(made)
+    with without(alibi_slopes=None):
+        diverges(made)
+
+
+def check_prefix_hits_at_window_borders() -> None:
+    """Also on blocks of generated text, which compaction wrote."""
+    made = pair("oracle", **engine_of("Gemma3Text"), tree={"enable_prefix_caching": True})
+    params = greedy(max_tokens=50, detokenize=False)
+    first, _ = made.compare(WINDOW_PROMPTS[3:], params)
+    hits = watch_prefix_hits(made.tree)
+    for cut in (0, 1, 33):
+        hits.clear()
+        longer = [tokens[: len(tokens) - cut] for tokens in sequences_of(first)]
+        made.compare(longer, greedy(max_tokens=12, detokenize=False))
+        assert len(hits) == len(longer) and max(hits.values()) >= 160, hits
+        assert sum(hits.values()) > 0.5 * sum(map(len, longer)) - 32 * len(longer), hits
+
+
+def check_preemption_with_several_groups() -> None:
+    made = pair("oracle", **engine_of("Gemma3Text"), num_gpu_blocks_override=24)
+    scheduler = core_of(made.tree).scheduler
+    preempted, original = [], scheduler._preempt_request
+
+    def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = noted
+    made.compare(WINDOW_PROMPTS[3:7], greedy(max_tokens=70, detokenize=False))
+    assert preempted
+
+
+def check_blocks_that_left_a_window_are_never_touched() -> None:
+    """A freed block is filled with numbers that would show in any output, and holds them until
+    somebody is given it."""
+    made = pair("oracle", **engine_of("Gemma3Text"))
+    pool = core_of(made.tree).scheduler.kv_cache_manager.block_pool
+    caches = [layer.kv_cache for layer in made.runner.state.layers.values()
+              if hasattr(layer, "kv_cache")]  # fmt: skip
+    poisoned: set[int] = set()
+    freed, checked = pool.free_blocks, 0
+    given = pool.get_new_blocks
+
+    def free_blocks(blocks: Any, *args: Any, **kwargs: Any) -> None:
+        blocks = list(blocks)
+        freed(blocks, *args, **kwargs)
+        for block in blocks:
+            if block.ref_cnt == 0 and not block.is_null:
+                poisoned.add(block.block_id)
+                for cache in caches:
+                    cache[block.block_id] = 1e4
+
+    def get_new_blocks(count: int, *args: Any, **kwargs: Any) -> Any:
+        nonlocal checked
+        blocks = given(count, *args, **kwargs)
+        for block in blocks:
+            if block.block_id in poisoned:
+                checked += 1
+                assert all(bool((cache[block.block_id] == 1e4).all()) for cache in caches)
+                poisoned.remove(block.block_id)
+        return blocks
+
+    pool.free_blocks, pool.get_new_blocks = free_blocks, get_new_blocks
+    try:
+        around_windows(made)
+        around_windows(made)
+        # The check is empty unless blocks were freed while their requests ran.
+        assert checked > 20, checked
+        with without(window=0):
+            diverges(made)
+    finally:
+        del pool.free_blocks, pool.get_new_blocks
+
+
+def check_draft_layers_beside_windows() -> None:
+    """A head's own layers keep the whole context, in a group beside the target's windows."""
+    folder = Path(tempfile.mkdtemp(prefix="specplug-windows-"))
+    engine = engine_of("Mistral")
+    head = make_head(folder / "head", VOCAB, hidden=64)
+    drafts: list[list[Any]] = []
+    for tree in ({}, {"disable_hybrid_kv_cache_manager": True}):
+        made = pair("jetspec", **engine, speculative={"model": str(head)}, tree=tree)
+        assert (num_groups(made) > 1) == (made.runner.draft_group > 0) == (not tree)
+        drafts.append(_watch_drafts(made))
+        params = greedy(max_tokens=40, detokenize=False)
+        made.compare(WINDOW_PROMPTS, params, least_accepted=0)
+    # With one group for all layers the same cache is read by the one block table there is.
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 30
+
+
+def _watch_drafts(made: Pair) -> list[Any]:
+    runner, drafts = made.runner, []
+    propose = runner.propose_draft_token_ids
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        drafts.append(propose(*args, **kwargs))
+        return drafts[-1]
+
+    runner.propose_draft_token_ids = noted
+    return drafts
 
 
 def _is_lossless(family: str) -> None:
@@ -104,22 +348,17 @@ def check_a_quantised_target_and_its_lm_head() -> None:
     )
 
 
-def check_alibi_is_refused() -> None:
-    _is_refused("Bloom", "'ngram_tree' .*transformer.h.0.*has ALiBi")
-
-
-def check_soft_caps_and_windows_are_refused() -> None:
-    _is_refused("Gemma2", "'ngram_tree' .*sliding-window")
-    _is_refused("Mistral", "'ngram_tree' .*sliding-window")
-
-
-def check_layers_decide_where_the_config_does_not_tell() -> None:
-    import vllm_specplug.vllm_process.engine_args as engine_args
-
-    original = engine_args.check_engine_config
-    engine_args.check_engine_config = lambda config: None
-    try:
-        _is_refused("Gemma2", "layers.0.*has (soft-capped logits|a sliding window)")
-        _is_refused("Mistral", "layers.0.*has a sliding window")
-    finally:
-        engine_args.check_engine_config = original
+def check_four_bit_weights() -> None:
+    """GPTQ and AWQ run on the CPU in bfloat16 alone, where rounding may decide between tokens that
+    are equally likely; the target's choices here are clear."""
+    for kind in ("gptq", "awq"):
+        folder = Path(tempfile.mkdtemp(prefix="specplug-quantised-"))
+        target = make_weight_only_target(folder / "target", QUANTISED_VOCAB, kind)
+        head = make_head(folder / "head", QUANTISED_VOCAB)
+        engine = {"model": str(target), "skip_tokenizer_init": True, "dtype": "bfloat16"}
+        prompts = [[p % QUANTISED_VOCAB for p in prompt] for prompt in PROMPTS]
+        for method, options in (("oracle", {}), ("jetspec", {"model": str(head)})):
+            engines = pair(method, **engine, speculative=options)
+            linear = engines.runner.model.model.layers[0].mlp.down_proj
+            assert linear.qweight.dtype == torch.int32
+            engines.compare(prompts, greedy(detokenize=False), branching=method == "oracle")

@@ -36,6 +36,13 @@ from tests.e2e.pair import (
     sequences_of,
     watch_prefix_hits,
 )
+from tests.e2e.target_checks import (
+    WINDOW_PROMPTS,
+    around_windows,
+    diverges,
+    engine_of,
+    windows_from_slots,
+)
 from vllm_specplug.seams import V2_CPU_KERNELS
 from vllm_specplug.vllm_worker.calibration import start_budget
 
@@ -201,6 +208,27 @@ def check_a_prefix_hit_that_leaves_one_token() -> None:
     made.compare([prompt, *PROMPTS[:2]], greedy(max_tokens=8))
 
 
+def check_full_prefix_hits_of_prompts_in_pieces() -> None:
+    """Prompts of whole blocks, cached but for the last token or block, that are cut into pieces
+    beside requests that decode."""
+    for method, ahead in (("oracle", False), ("oracle", True), ("jetspec", True),
+                          ("eagle3_tree", False), ("longspec", True)):  # fmt: skip
+        made = engines(
+            method, ahead=ahead, enable_prefix_caching=True, max_num_batched_tokens=64,
+            long_prefill_token_threshold=10, num_gpu_blocks_override=24,
+        )  # fmt: skip
+        text = [6 + i % 50 for i in range(129)]
+        prompts = [text[:128], text, text[:97], *PROMPTS[:3]]
+        hits = watch_prefix_hits(made.tree)
+        made.compare(prompts, greedy(max_tokens=12))
+        assert not any(hits.values()), hits
+        # All of them again, and a second time with seeds.
+        for params in (greedy(max_tokens=12), seeded(4, max_tokens=12)):
+            hits.clear()
+            made.compare([*prompts, text[:65]], params)
+            assert sorted(hits.values())[-4:] == [64, 96, 96, 128], hits
+
+
 def check_sampling_options() -> None:
     made = engines()
     options: list[dict[str, Any]] = [
@@ -247,6 +275,27 @@ def check_a_grammar() -> None:
             greedy(max_tokens=12),
         ]  # fmt: skip
         made.compare(PROMPTS[:2], params)
+
+
+def check_windows_in_several_groups() -> None:
+    """Compaction moves each group's slots by its own block table."""
+    for family, ahead in (("Gemma3Text", False), ("Gemma3Text", True), ("Mistral", True)):
+        made = engines(ahead=ahead, **engine_of(family))
+        assert around_windows(made).skipping > 10
+        with windows_from_slots():
+            diverges(made)
+
+
+def check_prefix_hits_and_preemption_with_windows() -> None:
+    made = engines(ahead=True, enable_prefix_caching=True, **engine_of("Gemma3Text"))
+    first, _ = made.compare(WINDOW_PROMPTS[3:], greedy(max_tokens=50, detokenize=False))
+    hits = watch_prefix_hits(made.tree)
+    made.compare(sequences_of(first), greedy(max_tokens=12, detokenize=False))
+    assert max(hits.values()) >= 160, hits
+    made = engines(ahead=True, num_gpu_blocks_override=24, **engine_of("Gemma3Text"))
+    with preemptions(made.tree) as preempted:
+        made.compare(WINDOW_PROMPTS[3:7], greedy(max_tokens=70, detokenize=False))
+    assert preempted
 
 
 def check_budgets_of_requests() -> None:

@@ -36,6 +36,7 @@ from vllm_specplug.vllm_v1 import rehearsal
 from vllm_specplug.vllm_v1.cuda_backend import CudaTreeBackend
 from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_v1.tree_backend import StepLimits
+from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -108,7 +109,7 @@ class Served:
             torch.zeros(4, kv_heads, PAGE, 2 * head_dim, dtype=torch.bfloat16)
             for _ in range(LAYERS)
         ]
-        self.backend.bind(self.caches)
+        self.backend.bind([CacheGroup(0, {str(i): c for i, c in enumerate(self.caches)})])
         self.table = torch.zeros(REQUESTS, -(-CONTEXT // PAGE), dtype=torch.int32)
         options = DrafterOptions(
             head_path=str(make_head(folder, VOCAB)), num_nodes=nodes, tree_depth=4, max_depth=8,

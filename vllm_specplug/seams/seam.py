@@ -234,8 +234,8 @@ class ReplaceKernel(Replace):
             # In place already, for an engine that this process built before.
             return None
         own = tuple(inspect.signature(getattr(stock, "fn", stock)).parameters)
-        if own != new.parameters:
-            return f"its parameters are {', '.join(own)} instead of {', '.join(new.parameters)}"
+        if own not in new.forms:
+            return f"its parameters are {', '.join(own)} instead of {', '.join(new.forms[0])}"
         return None
 
 

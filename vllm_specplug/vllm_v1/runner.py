@@ -8,7 +8,7 @@ below follow the order of a step. Seams: runner_*.
 from __future__ import annotations
 
 import time
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from vllm_specplug.vllm_v1.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v1.runner_state import RunnerState, ScheduledRows
 from vllm_specplug.vllm_v1.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
+from vllm_specplug.vllm_worker.cache_groups import draft_group
 from vllm_specplug.vllm_worker.calibration import start_budget
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
@@ -60,6 +61,8 @@ class TreeRunnerMixin(_Runner):
         # of a step keeps its drafts, and so its tree.
         self.proposed_trees: dict[str, DraftTree] = {}
         self.tree_step = TreeStep([])
+        # KV cache group of the drafter's own layers.
+        self.draft_group = 0
         self.tree_metrics = step_metrics(spec)
         self.planner = DraftPlanner.for_engine(vllm_config, self.tree_metrics.stats)
 
@@ -91,25 +94,21 @@ class TreeRunnerMixin(_Runner):
         if kwargs.get("is_profiling"):
             # A small cache to measure graphs with, dropped right after: it must not be kept alive.
             return
-        groups = self.state.cache_groups()
-        if groups != 1:
-            raise ValueError(
-                f"Speculative method {self.tree_spec.plugin_method!r} needs all attention layers "
-                f"in one KV cache group; this target makes {groups}. Use a target whose "
-                "layers all have full attention, and a head with the target's KV shape."
-            )
-        state, drafter = self.state, self.drafter.drafter
-        caches = state.target_caches()
-        check_cache_dtypes(caches, state.dtype, str(self.tree_spec.plugin_method))
-        self.tree_backend.bind(list(caches.values()))
+        state, drafter, method = self.state, self.drafter.drafter, str(self.tree_spec.plugin_method)
+        caches, groups = state.target_caches(), state.target_groups()
+        check_cache_dtypes(caches, state.dtype, method)
+        self.tree_backend.bind(groups)
+        self.draft_group = draft_group(state.kv_cache_config, state.layers, method)
         layers = self.drafter.cache_layers
         if layers:
             drafter.bind_cache(
                 self.tree_backend.draft_cache(
-                    layers, state.block_table, scale=layers[0].spec.head_dim ** -0.5
+                    layers,
+                    partial(state.block_table, self.draft_group),
+                    scale=layers[0].spec.head_dim ** -0.5,
                 )
             )
-        bind_drafter_memory(state)
+        bind_drafter_memory(state, method)
 
     def start_budget(self) -> None:
         """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
@@ -274,7 +273,7 @@ class TreeRunnerMixin(_Runner):
         drafter = self.drafter.drafter
         rows, slot_rows, positions = self.tree_step.committed_rows()
         to_device = self.tree_backend.to_device
-        slots = common_attn_metadata.slot_mapping[to_device(slot_rows)]
+        slots = self.state.slots(self.draft_group)[to_device(slot_rows)]
         drafter.observe(
             CommittedTokens(
                 aux_hidden_states=aux_hidden_states or [],

@@ -93,13 +93,18 @@ class RunnerState(RunnerView):
 
     # -- caches ---------------------------------------------------------------------------
 
-    def block_table(self) -> torch.Tensor:
+    def block_table(self, group: int = 0) -> torch.Tensor:
         batch = self.runner.input_batch
-        return batch.block_table[0].get_device_tensor(batch.num_reqs or self.rehearsal_requests)
+        table = batch.block_table[group]
+        return table.get_device_tensor(batch.num_reqs or self.rehearsal_requests)
 
-    def block_ids(self) -> np.ndarray:
-        """int32 [>= B, max_blocks] of the batch, on the host."""
-        return self.runner.input_batch.block_table[0].block_table.np
+    def block_ids(self, group: int = 0) -> np.ndarray:
+        """int32 [>= B, max_blocks] of the batch in a KV cache group, on the host."""
+        return self.runner.input_batch.block_table[group].block_table.np
+
+    def slots(self, group: int = 0) -> torch.Tensor:
+        """int64 [>= T] cache slots of the step's rows in a KV cache group, on the device."""
+        return self.runner.input_batch.block_table[group].slot_mapping.gpu
 
     # -- the batch ------------------------------------------------------------------------
 

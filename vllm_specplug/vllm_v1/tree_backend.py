@@ -20,6 +20,7 @@ from vllm_specplug.kvcache import path_moves
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.tree_rows import CpuTreeRows, TreeRows, attach_tree_rows
 from vllm_specplug.vllm_v1.runner_state import RunnerState
+from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer, PagedDraftCache
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
@@ -43,8 +44,8 @@ class TreeBackend(ABC):
     """One device's way of verifying trees."""
 
     @abstractmethod
-    def bind(self, kv_caches: list[torch.Tensor]) -> None:
-        """Takes the target's caches [num_blocks, Hkv, block_size, 2 * Dh], one per layer."""
+    def bind(self, groups: list[CacheGroup]) -> None:
+        """Takes the target's caches."""
 
     @abstractmethod
     def tree_rows(
@@ -124,9 +125,10 @@ def put_rows(attn_metadata: Any, rows: TreeRows) -> None:
 class CpuTreeBackend(TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache."""
 
-    def bind(self, kv_caches: list[torch.Tensor]) -> None:
-        self.kv_caches = kv_caches
-        self.layout = cpu_kv_layout(kv_caches[0])
+    def bind(self, groups: list[CacheGroup]) -> None:
+        self.groups = [(group.index, list(group.caches.values())) for group in groups]
+        layouts = [cpu_kv_layout(caches[0]) for _, caches in self.groups]
+        self.layouts = {layout.block_size: layout for layout in layouts}
 
     def tree_rows(
         self, members: Sequence[tuple[int, StepRequest]], covers_batch: bool, common: Any
@@ -138,22 +140,16 @@ class CpuTreeBackend(TreeBackend):
             parents=[r.tree.parent_indices for _, r in members if r.tree is not None],
             block_table=common.block_table_tensor,
         )
-        return CpuTreeRows(metadata, self.layout, covers_batch)
+        return CpuTreeRows(metadata, self.layouts, covers_batch)
 
     def compact(self, step: TreeStep, state: RunnerState) -> None:
-        block_ids = state.block_ids()
-        sources, targets = path_moves(
-            (
-                (r.accepted_path, r.context_len, block_ids[i])
-                for i, r in enumerate(step.requests)
-                if r.accepted_path and not r.is_linear
-            ),
-            self.layout.block_size,
-        )
-        if len(sources):
-            compact_kv(
-                self.kv_caches, torch.from_numpy(sources), torch.from_numpy(targets), self.layout
-            )
+        moved = [(i, r) for i, r in enumerate(step.requests) if r.accepted_path and not r.is_linear]
+        for index, caches in self.groups if moved else ():
+            block_ids, layout = state.block_ids(index), self.layouts[caches[0].shape[2]]
+            paths = ((r.accepted_path, r.context_len, block_ids[i]) for i, r in moved)
+            sources, targets = path_moves(paths, layout.block_size)
+            if len(sources):
+                compact_kv(caches, torch.from_numpy(sources), torch.from_numpy(targets), layout)
 
     def draft_cache(
         self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float

@@ -14,6 +14,7 @@ from vllm_specplug.kernels import TreeAttnMetadata, compact_kv
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.tree_rows import CpuTreeRows, TreeRows
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, path_moves
+from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
 
@@ -25,16 +26,17 @@ class TreeBackend(ABC):
         """What times the steps of this device."""
 
     @abstractmethod
-    def bind(self, kv_caches: list[torch.Tensor]) -> None:
-        """Takes the target's caches [num_blocks, Hkv, block_size, 2 * Dh], one per layer."""
+    def bind(self, groups: list[CacheGroup]) -> None:
+        """Takes the target's caches."""
 
     @abstractmethod
     def tree_rows(self, trees: StepTrees, block_table: torch.Tensor) -> TreeRows:
-        """The step's rows for the attention backends; `block_table` int32 [R, blocks]."""
+        """The step's rows for the attention backends; `block_table` int32 [R, blocks] of one of
+        the KV cache groups: each layer brings its own."""
 
     @abstractmethod
-    def compact(self, trees: StepTrees, walk: Walk, slot_mapping: torch.Tensor) -> None:
-        """Makes accepted paths contiguous in all layers; `slot_mapping` int64 [T]."""
+    def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
+        """Makes accepted paths contiguous in all layers; `slot_mappings` int64 [groups, T]."""
 
 
 def step_plan(trees: StepTrees) -> torch.Tensor:
@@ -58,9 +60,10 @@ class CpuTreeBackend(TreeBackend):
     def step_clock(self) -> StepClock:
         return HostClock()
 
-    def bind(self, kv_caches: list[torch.Tensor]) -> None:
-        self.kv_caches = kv_caches
-        self.layout = cpu_kv_layout(kv_caches[0])
+    def bind(self, groups: list[CacheGroup]) -> None:
+        self.groups = [(group.index, list(group.caches.values())) for group in groups]
+        layouts = [cpu_kv_layout(caches[0]) for _, caches in self.groups]
+        self.layouts = {layout.block_size: layout for layout in layouts}
 
     def tree_rows(self, trees: StepTrees, block_table: torch.Tensor) -> TreeRows:
         metadata = TreeAttnMetadata(
@@ -70,9 +73,11 @@ class CpuTreeBackend(TreeBackend):
             max_context=trees.rows.max_context,
             mask_words=ancestor_words(trees),
         )
-        return CpuTreeRows(metadata, self.layout, trees.rows.covers_batch)
+        return CpuTreeRows(metadata, self.layouts, trees.rows.covers_batch)
 
-    def compact(self, trees: StepTrees, walk: Walk, slot_mapping: torch.Tensor) -> None:
-        # Slots that stay where they are cost nothing in the kernel.
-        sources, targets = path_moves(trees, walk, slot_mapping)
-        compact_kv(self.kv_caches, sources.flatten(), targets.flatten(), self.layout)
+    def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
+        for index, caches in self.groups:
+            # Slots that stay where they are cost nothing in the kernel.
+            sources, targets = path_moves(trees, walk, slot_mappings[index])
+            layout = self.layouts[caches[0].shape[2]]
+            compact_kv(caches, sources.flatten(), targets.flatten(), layout)

@@ -33,6 +33,7 @@ from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.step_input import step_rows, verified_step
 from vllm_specplug.vllm_v2.tree_params import TreeParams
+from vllm_specplug.vllm_worker.cache_groups import draft_group
 from vllm_specplug.vllm_worker.calibration import start_budget
 from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
@@ -75,7 +76,9 @@ class TreeRunnerV2Mixin(_Runner):
         self.tree_walk: Walk | None = None
         # Running requests with a grammar.
         self.tree_constrained: set[str] = set()
-        # [T] int64 slots of the running step, linear.
+        # KV cache group of the drafter's own layers.
+        self.draft_group = 0
+        # [groups, T] int64 slots of the running step, linear.
         self.tree_slots: torch.Tensor | None = None
 
     # -- set-up ---------------------------------------------------------------------------
@@ -113,21 +116,17 @@ class TreeRunnerV2Mixin(_Runner):
         if kwargs.get("is_profiling") or (args and args[0]):
             # A small cache to measure graphs with, dropped right after: it must not be kept alive.
             return
-        state = self.state
-        if state.cache_groups() != 1:
-            raise ValueError(
-                f"Speculative method {self.tree_spec.plugin_method!r} needs all attention layers "
-                f"in one KV cache group; this target makes {state.cache_groups()}. Use a target "
-                "whose layers all have full attention, and a head with the target's KV shape."
-            )
-        caches = state.target_caches()
-        check_cache_dtypes(caches, state.dtype, str(self.tree_spec.plugin_method))
-        self.tree_backend.bind(list(caches.values()))
+        state, method = self.state, str(self.tree_spec.plugin_method)
+        check_cache_dtypes(state.target_caches(), state.dtype, method)
+        self.tree_backend.bind(state.target_groups())
+        self.draft_group = draft_group(state.kv_cache_config, state.layers, method)
         layers = self.drafter.cache_layers
         if layers:
             scale = layers[0].spec.head_dim ** -0.5
-            state.drafter.bind_cache(PagedDraftCache(layers, state.block_table, scale))
-        bind_drafter_memory(state)
+            state.drafter.bind_cache(
+                PagedDraftCache(layers, partial(state.block_table, self.draft_group), scale)
+            )
+        bind_drafter_memory(state, method)
 
     def start_budget(self) -> None:
         """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
@@ -190,7 +189,7 @@ class TreeRunnerV2Mixin(_Runner):
     def prepare_attn(self, input_batch: Any) -> Any:
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         # Slots stay linear; only rotary positions follow depth.
-        self.tree_slots = slot_mappings[0]
+        self.tree_slots = slot_mappings
         if input_batch.num_draft_tokens:
             rows = step_rows(input_batch, self.num_speculative_steps)
             self.tree_step = trees = attach_trees(self.speculator.store, rows)
@@ -218,7 +217,7 @@ class TreeRunnerV2Mixin(_Runner):
     def _committed_rows(self, input_batch: Any) -> Committed:
         assert self.tree_slots is not None
         num_tokens = input_batch.num_tokens
-        slots = self.tree_slots[:num_tokens]
+        slots = self.tree_slots[self.draft_group, :num_tokens]
         positions = input_batch.positions[:num_tokens]
         if self.tree_walk is not None:
             return committed_rows(self._running_trees(), self.tree_walk, slots, positions)

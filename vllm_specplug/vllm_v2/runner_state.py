@@ -30,7 +30,7 @@ class RunnerState(RunnerView):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def block_table(self) -> torch.Tensor:
+    def block_table(self, group: int = 0) -> torch.Tensor:
         # A line for every slot; those of the batch come first.
-        table: torch.Tensor = self.runner.block_tables.input_block_tables[0]
+        table: torch.Tensor = self.runner.block_tables.input_block_tables[group]
         return table

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from vllm_specplug.options import option_error
+from vllm_specplug.vllm_worker.cache_groups import check_partial_caches, last_layer
 from vllm_specplug.vllm_worker.ranks import first_rank_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.self_draft import SelfDraft, partial_cache_bytes
@@ -17,8 +20,8 @@ def memory_for_caches(state: RunnerView, available: int) -> int:
         ValueError: when nothing would be left.
     """
     drafter = state.drafter
-    partial = partial_cache_bytes(state)
-    if partial >= available:
+    kept_bytes = partial_cache_bytes(state)
+    if kept_bytes >= available:
         kept = drafter.partial_cache_spec()
         assert kept is not None
         requests, budget = kept.options
@@ -26,24 +29,32 @@ def memory_for_caches(state: RunnerView, available: int) -> int:
             requests,
             kept.max_requests,
             f"partial caches of {budget}={kept.budget} tokens each take "
-            f"{partial / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
+            f"{kept_bytes / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
             f"Lower {requests} or {budget}, or raise VLLM_CPU_KVCACHE_SPACE",
         )
     spec = drafter.window_spec()
-    return without_windows(spec, state.max_requests, state.dtype, available) - partial
+    return without_windows(spec, state.max_requests, state.dtype, available) - kept_bytes
 
 
-def bind_drafter_memory(state: RunnerView) -> None:
-    """Gives the drafter its windows and its partial caches. Call once vLLM's caches exist."""
+def bind_drafter_memory(state: RunnerView, method: str) -> None:
+    """Gives the drafter its windows and its partial caches. Call once vLLM's caches exist.
+
+    Raises:
+        ValueError: when the target's layers do not keep what it would read of them.
+    """
     drafter = state.drafter
     window = drafter.window_spec()
     if window is not None:
+        group, name = last_layer(state.target_groups(), state.layers, method)
         drafter.bind_window(
             WindowCache(window, state.max_requests, state.dtype),
             PagedTargetCache(
-                state.last_layer_cache(), state.block_table, scale=window.head_dim**-0.5
+                state.target_caches()[name],
+                partial(state.block_table, group),
+                scale=window.head_dim**-0.5,
             ),
         )
-    partial = drafter.partial_cache_spec()
-    if partial is not None:
-        drafter.bind_target_forward(SelfDraft(state, partial), first_rank_values)
+    partial_spec = drafter.partial_cache_spec()
+    if partial_spec is not None:
+        check_partial_caches(state.layers, method)
+        drafter.bind_target_forward(SelfDraft(state, partial_spec), first_rank_values)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specplug.drafting.drafter import DrafterOptions
-from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
+from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_groups
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
@@ -109,23 +108,23 @@ class RunnerView(ABC):
 
     # -- caches ---------------------------------------------------------------------------
 
-    def cache_groups(self) -> int:
-        """KV cache groups of the engine."""
-        return len(self.runner.kv_cache_config.kv_cache_groups)
+    @property
+    def layers(self) -> dict[str, Any]:
+        """vLLM's static forward context: the target's layers and the drafter's, of all kinds."""
+        return self.runner.compilation_config.static_forward_context
+
+    @property
+    def kv_cache_config(self) -> Any:
+        """vLLM's, once caches exist."""
+        return self.runner.kv_cache_config
+
+    def target_groups(self) -> list[CacheGroup]:
+        """KV cache groups with layers of the target."""
+        return target_groups(self.kv_cache_config, self.layers)
 
     def target_caches(self) -> dict[str, torch.Tensor]:
-        """The target's caches by layer, in order; vLLM's pages. Needs one cache group."""
-        context = self.runner.compilation_config.static_forward_context
-        return {
-            name: context[name].kv_cache
-            for name in self.runner.kv_cache_config.kv_cache_groups[0].layer_names
-            if not isinstance(context[name], DraftKVLayer)
-        }
-
-    def last_layer_cache(self) -> torch.Tensor:
-        """The cache of the target's last attention layer."""
-        caches = self.target_caches()
-        return caches[max(caches, key=extract_layer_index)]
+        """The target's caches by layer, group by group; vLLM's pages."""
+        return {name: c for group in self.target_groups() for name, c in group.caches.items()}
 
     def full_attention_pages(self) -> list[tuple[int, int]]:
         """(tokens, bytes) of a page of each layer with full attention, draft layers included."""
@@ -135,5 +134,5 @@ class RunnerView(ABC):
         ]
 
     @abstractmethod
-    def block_table(self) -> torch.Tensor:
-        """int32 [>= B, max_blocks] of the batch, in its order, on the device."""
+    def block_table(self, group: int = 0) -> torch.Tensor:
+        """int32 [>= B, max_blocks] of the batch in a KV cache group, on the device."""

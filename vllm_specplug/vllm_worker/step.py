@@ -81,16 +81,17 @@ class TreeStep:
             Row each token was computed in, row whose slot it owns after compaction, and its
             position; int64 [M] each.
         """
-        rows: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
-        positions: list[np.ndarray] = []
-        for r in self.requests:
-            linear = np.arange(r.first_row, r.root_row + 1 + len(r.accepted_path))
-            computed = linear.copy()
+        first = np.array([r.first_row for r in self.requests])
+        ends = np.array([r.root_row + 1 + len(r.accepted_path) for r in self.requests])
+        computed = np.array([r.num_computed for r in self.requests])
+        counts = ends - first
+        stops = counts.cumsum()
+        within = np.arange(counts.sum()) - (stops - counts).repeat(counts)
+        slots = first.repeat(counts) + within
+        rows = slots.copy()
+        for r, stop in zip(self.requests, stops.tolist(), strict=True):
             if r.accepted_path:
-                nodes = np.asarray(r.accepted_path)
-                computed[len(linear) - len(nodes) :] = r.root_row + 1 + nodes
-            rows.append(computed)
-            slots.append(linear)
-            positions.append(r.num_computed + linear - r.first_row)
-        return np.concatenate(rows), np.concatenate(slots), np.concatenate(positions)
+                rows[stop - len(r.accepted_path) : stop] = (
+                    r.root_row + 1 + np.array(r.accepted_path)
+                )
+        return rows, slots, computed.repeat(counts) + within

@@ -24,12 +24,22 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests.e2e.tiny import make_target
-from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackend
+from vllm_specplug.vllm_attention.cpu import (
+    TreeCPUAttentionBackend,
+    TreeCPUAttentionBackendImpl,
+)
 from vllm_specplug.vllm_attention.layer_support import (
     IMPL_FEATURES,
     check_cache_dtypes,
     check_target_layers,
 )
+from vllm_specplug.vllm_worker.cache_groups import (
+    CacheGroup,
+    check_partial_caches,
+    draft_group,
+    last_layer,
+)
+from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 # Parameters of implementations that tree rows honour, or that the layer check covers elsewhere.
@@ -75,11 +85,6 @@ def test_plain_full_attention_is_served(config: VllmConfig) -> None:
 @pytest.mark.parametrize(
     ("options", "feature"),
     [
-        ({"alibi_slopes": [0.5] * HEADS}, "ALiBi"),
-        ({"sinks": torch.zeros(HEADS)}, "attention sinks"),
-        ({"logits_soft_cap": 50.0}, r"soft-capped logits \(logits_soft_cap=50.0\)"),
-        ({"per_layer_sliding_window": 64}, r"a sliding window \(sliding_window=64\)"),
-        ({"cache_config": CacheConfig(sliding_window=64)}, "a sliding window"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "not a decoder's"),
         ({"attn_type": AttentionType.ENCODER_DECODER}, "not a decoder's"),
         ({"kv_sharing_target_layer_name": "model.layers.0.attn"}, "another layer's KV cache"),
@@ -95,6 +100,69 @@ def test_each_feature_is_refused_by_layer_and_name(
     layer(config, 1, **options)
     with pytest.raises(ValueError, match=f"'ngram_tree' .*'model.layers.1.attn' has .*{feature}"):
         check(config)
+
+
+SERVED_ON_CPU = [
+    ({"alibi_slopes": [0.5] * HEADS}, "ALiBi", "alibi_slopes", torch.full((HEADS,), 0.5)),
+    ({"sinks": torch.zeros(HEADS)}, "attention sinks", "sinks", torch.zeros(HEADS)),
+    ({"logits_soft_cap": 50.0}, r"soft-capped logits \(logits_soft_cap=50.0\)", "soft_cap", 50.0),
+    ({"per_layer_sliding_window": 64}, r"a sliding window \(sliding_window=64\)", "window", 64),
+    ({"cache_config": CacheConfig(sliding_window=64)}, "a sliding window", "window", 64),
+]
+
+
+@pytest.mark.parametrize(("options", "title", "name", "value"), SERVED_ON_CPU)
+def test_what_the_kernel_reproduces_is_served_and_handed_over(
+    config: VllmConfig, options: dict[str, Any], title: str, name: str, value: Any
+) -> None:
+    features = layer(config, 1, **options).impl.tree_features()
+    check(config)
+    assert not features.is_plain
+    given = getattr(features, name)
+    assert torch.equal(given, value) if isinstance(value, torch.Tensor) else given == value
+
+
+@pytest.mark.parametrize(("options", "title", "name", "value"), SERVED_ON_CPU)
+def test_an_implementation_that_does_not_serve_a_feature_is_refused(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    title: str,
+    name: str,
+    value: Any,
+) -> None:
+    """Those of CUDA devices."""
+    monkeypatch.setattr(TreeCPUAttentionBackendImpl, "serves", frozenset())
+    layer(config, 1, **options)
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*'model.layers.1.attn' has .*{title}"):
+        check(config)
+
+
+def test_drafters_that_need_more_than_a_window_are_refused(config: VllmConfig) -> None:
+    layers = config.compilation_config.static_forward_context
+    layer(config, 0)
+    groups = [CacheGroup(3, {"model.layers.0.attn": torch.zeros(1)})]
+    assert last_layer(groups, layers, "longspec") == (3, "model.layers.0.attn")
+    check_partial_caches(layers, "tokenswift")
+    layer(config, 1, per_layer_sliding_window=64)
+    groups.append(CacheGroup(0, {"model.layers.1.attn": torch.zeros(1)}))
+    with pytest.raises(ValueError, match=r"'longspec' .*'model.layers.1.attn' .*window of 64"):
+        last_layer(groups, layers, "longspec")
+    with pytest.raises(ValueError, match=r"'tokenswift' .*'model.layers.1.attn' has more than"):
+        check_partial_caches(layers, "tokenswift")
+
+
+def test_draft_layers_in_several_groups_are_refused(config: VllmConfig) -> None:
+    draft = object.__new__(DraftKVLayer)
+    layers = {"t": layer(config), "d0": draft, "d1": draft}
+
+    def groups(*names: list[str]) -> Any:
+        return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=n) for n in names])
+
+    assert draft_group(groups(["t"]), layers, "jetspec") == 0
+    assert draft_group(groups(["t"], ["d0", "d1"]), layers, "jetspec") == 1
+    with pytest.raises(ValueError, match="'jetspec' .*over 2.*--disable-hybrid-kv-cache-manager"):
+        draft_group(groups(["t", "d0"], ["d1"]), layers, "jetspec")
 
 
 def test_bidirectional_prefixes_are_refused(config: VllmConfig) -> None:

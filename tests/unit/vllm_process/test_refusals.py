@@ -350,8 +350,6 @@ _FP8_CACHE = {
     ("change", "message"),
     [
         ({"quantization_config": _FP8_CACHE}, "quantised KV cache.*kv_cache_dtype"),
-        ({"sliding_window": 64, "model_type": "mistral", "architectures": ["MistralForCausalLM"]},
-         "sliding"),
         ({"hidden_size": 32, "head_dim": 32}, "target_hidden_size = 64, legal: 32"),
         ({"vocab_size": 16}, "vocab_size = 12, legal: 16"),
         ({"num_hidden_layers": 1}, r"target_layer_ids = \[0, 1\].*0\.\.0"),

@@ -10,7 +10,8 @@ from functools import cache
 
 import pytest
 
-from vllm_specplug.vllm_process.versions import SeamReport, refusal_text
+from vllm_specplug.vllm_process import versions
+from vllm_specplug.vllm_process.versions import SeamReport, device_problem, refusal_text
 
 DRILL = textwrap.dedent(
     """
@@ -106,3 +107,28 @@ def test_plain_vllm_still_starts(fault: str, model: str) -> None:
 def test_refusal_names_version_and_remedy() -> None:
     text = refusal_text("jetspec", SeamReport("0.31.0", "needs vLLM 0.32.x, but 0.31.0"))
     assert "0.31.0" in text and "pip install" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "refused"),
+    [("0.32.0", "cuda", False), ("0.33.1", "cpu", False), ("0.33.1", "cuda", True)],
+)
+def test_a_release_counts_where_its_tests_ran(monkeypatch, version, device, refused) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    problem = device_problem(device)
+    assert (problem is not None) == refused
+    assert problem is None or (version in problem and "on cpu alone" in problem)
+
+
+def test_a_method_is_refused_where_the_release_was_not_tested(monkeypatch, model: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_specplug.plugin import register
+
+    register()
+    monkeypatch.setattr(versions, "SUPPORTED_VLLM", {"0.32": ("cuda",), "0.33": ("cuda",)})
+    spec = {"method": "ngram_tree", "num_speculative_tokens": 4}
+    with pytest.raises(ValueError, match=r"'ngram_tree' is not available: .* on cuda alone"):
+        EngineArgs(model=model, speculative_config=spec).create_engine_config()

@@ -27,6 +27,7 @@ from vllm_specplug.vllm_v1.cuda_backend import (
     request_parent_rows,
 )
 from vllm_specplug.vllm_v1.tree_backend import StepLimits
+from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 CPU = torch.device("cpu")
@@ -304,13 +305,20 @@ def test_full_graphs_need_a_kernel_that_can_be_captured(backend, monkeypatch, na
     """Else a graph would replay stock attention, which takes a tree for a line."""
     monkeypatch.setenv(FULL_GRAPHS_VARIABLE, full)
     monkeypatch.setattr(backend, "choose", lambda *args: ChosenKernel(name, print, ""))
-    caches = [torch.zeros(2, 1, 16, 8)]
+    groups = [CacheGroup(0, {"layer": torch.zeros(2, 1, 16, 8)})]
     if good:
-        backend.bind(caches)
+        backend.bind(groups)
         assert backend.kernel.name == name
         return
     with pytest.raises(ValueError, match=f"{FULL_GRAPHS_VARIABLE}=1.*unset it"):
-        backend.bind(caches)
+        backend.bind(groups)
+
+
+def test_several_cache_groups_are_refused(backend):
+    """Its metadata has one block table, whose address captured graphs keep."""
+    groups = [CacheGroup(i, {f"{i}": torch.zeros(2, 1, 16, 8)}) for i in range(2)]
+    with pytest.raises(ValueError, match='one KV cache group, and this one has 2.*"auto"'):
+        backend.bind(groups)
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,11 @@ def save_dspark_head(
     state = {**head.state_dict(), MARKOV_INPUT: w1, MARKOV_OUTPUT: w2}
     if confidence is not None:
         state[CONFIDENCE_WEIGHT], state[CONFIDENCE_BIAS] = confidence
+    block = head.config.to_dict()
+    # Where nothing is said, a head with a Markov head samples from the anchor's slot.
+    block["dflash_config"]["sample_from_anchor"] = head.config.sample_from_anchor
     config = {
-        **head.config.to_dict(),
+        **block,
         "architectures": ["Qwen3DSparkModel"],
         "markov_rank": w1.shape[1],
         "markov_head_type": "vanilla",

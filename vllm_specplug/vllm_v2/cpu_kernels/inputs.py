@@ -7,6 +7,7 @@ Letters as in vLLM: B requests of the batch, slots index persistent request stat
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,7 @@ def get_num_sampled_and_rejected(
     num_rejected_ptr.numpy()[:num_reqs] = rejected
 
 
-@CpuKernel
+@partial(CpuKernel, added=("draft_tokens_ptr", "draft_tokens_out_ptr", "num_draft_tokens"))
 def post_update(
     grid: Grid,
     idx_mapping_ptr: Tensor,
@@ -154,6 +155,9 @@ def post_update(
     all_token_ids_ptr: Tensor,
     all_token_ids_stride: int,
     total_len_ptr: Tensor,
+    draft_tokens_ptr: Tensor | None = None,
+    draft_tokens_out_ptr: Tensor | None = None,
+    num_draft_tokens: int = 0,
 ) -> None:
     computed, total_lens = num_computed_tokens_ptr.numpy(), total_len_ptr.numpy()
     last, tokens = _flat(last_sampled_tokens_ptr), all_token_ids_ptr.numpy()
@@ -164,6 +168,8 @@ def post_update(
     for i, slot in enumerate(idx_mapping_ptr.tolist()):
         if slot < 0:
             continue
+        if draft_tokens_ptr is not None and draft_tokens_out_ptr is not None:
+            draft_tokens_out_ptr[slot] = draft_tokens_ptr[i]
         num_new = num_sampled[i]
         if num_new > 0:
             new, total = sampled[i, :num_new], total_lens[slot]
@@ -204,7 +210,15 @@ def expand_idx_mapping(
     expanded_local_pos_ptr.numpy()[:total] = _spread(np.zeros_like(num_logits), num_logits)
 
 
-@CpuKernel
+_WINDOW_PARAMETERS = (
+    "num_computed_tokens_ptr",
+    "sliding_window_reach_ptr",
+    "block_sizes_ptr",
+    "MASK_SLIDING_WINDOW",
+)
+
+
+@partial(CpuKernel, added=_WINDOW_PARAMETERS)
 def gather_block_tables(
     grid: Grid,
     batch_idx_to_req_idx: Tensor,
@@ -214,7 +228,11 @@ def gather_block_tables(
     num_blocks_ptr: Tensor,
     num_blocks_stride: int,
     num_reqs: int,
-    BLOCK_SIZE: int,
+    num_computed_tokens_ptr: Tensor | None = None,
+    sliding_window_reach_ptr: Tensor | None = None,
+    block_sizes_ptr: Tensor | None = None,
+    MASK_SLIDING_WINDOW: bool = False,
+    BLOCK_SIZE: int = 0,
 ) -> None:
     num_groups, num_padded = grid
     slots, num_blocks = batch_idx_to_req_idx.tolist(), num_blocks_ptr.numpy()
@@ -226,6 +244,10 @@ def gather_block_tables(
         for i, slot in enumerate(slots[:num_reqs]):
             count = num_blocks[group, slot]
             target[i, :count] = source[slot, :count]
+            if MASK_SLIDING_WINDOW and (reach := int(sliding_window_reach_ptr[group])) > 0:  # type: ignore[index]
+                # Blocks that no query of this step can see may be somebody else's by now.
+                below = int(num_computed_tokens_ptr[slot]) - reach  # type: ignore[index]
+                target[i, : min(count, max(below, 0) // int(block_sizes_ptr[group]))] = 0  # type: ignore[index]
         target[num_reqs:] = 0
 
 

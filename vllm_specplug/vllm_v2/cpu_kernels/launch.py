@@ -19,11 +19,16 @@ class CpuKernel:
     """`kernel[grid](*arguments, **constants)` as a call of `function(grid, *arguments, ...)`.
 
     Pointer parameters receive the tensors themselves.
+
+    Args:
+        added: parameters that vLLM 0.32 does not have; the function has defaults for them.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., None], added: tuple[str, ...] = ()) -> None:
         self.function = function
-        self.parameters = tuple(inspect.signature(function).parameters)[1:]
+        latest = tuple(inspect.signature(function).parameters)[1:]
+        # Parameters that the kernel may have in the releases that are supported, the latest first.
+        self.forms = (latest, tuple(name for name in latest if name not in added))
 
     def __getitem__(self, grid: Grid) -> Callable[..., None]:
         return partial(self._launch, grid)

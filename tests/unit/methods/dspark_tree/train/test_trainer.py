@@ -12,13 +12,19 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from tests.e2e.tiny import make_block_head
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import tiny
 from tests.unit.methods.block.published_heads import PublishedHead
 from vllm_specplug.methods.block.train.blocks import pack_blocks
 from vllm_specplug.methods.block.train.run import RunOptions, train_block_head
 from vllm_specplug.methods.block.train.trainer import TrainOptions
-from vllm_specplug.methods.dspark_tree.checkpoint import inspect_dspark_head, load_dspark_head
+from vllm_specplug.methods.dspark_tree.checkpoint import (
+    inspect_dspark_head,
+    load_dspark_head,
+    save_dspark_head,
+)
+from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.methods.dspark_tree.train.loss import markov_loss
 from vllm_specplug.methods.dspark_tree.train.run import DSparkRun, train_dspark
 from vllm_specplug.methods.dspark_tree.train.trainer import DSparkRecipe, tokens_before
@@ -124,6 +130,14 @@ def test_a_resumed_run_continues_bit_for_bit(run: DSparkRun, tmp_path: Path) -> 
     whole, cut = (load_file(tmp_path / n / "head" / "model.safetensors") for n in ("whole", "cut"))
     for name, tensor in whole.items():
         assert torch.equal(tensor, cut[name]), name
+
+
+@pytest.mark.parametrize("anchor", [True, False])
+def test_a_written_head_says_which_slot_drafts_first(anchor: bool, tmp_path: Path) -> None:
+    block = make_block_head(30, causal=False, anchor=anchor)
+    save_dspark_head(tmp_path, block, torch.randn(30, 4), torch.randn(30, 4))
+    config = DSparkConfig.from_pretrained(tmp_path, num_target_layers=2)
+    assert config.block.sample_from_anchor == anchor
 
 
 @pytest.mark.full

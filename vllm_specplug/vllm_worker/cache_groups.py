@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's KV cache groups: layers that share a block table.
+
+A target whose layers do not all keep the same tokens has several groups. Blocks of a group with a
+sliding window are freed once they left it; their table entries then name vLLM's null block, and
+the blocks themselves may be another request's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
+from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """The target's layers of one KV cache group."""
+
+    index: int
+    """Of its block table among those of the engine."""
+    # by layer, each [num_blocks, Hkv, block_size, 2 * Dh]
+    caches: dict[str, torch.Tensor]
+
+
+def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[CacheGroup]:
+    """The groups with layers of the target, in vLLM's order.
+
+    Args:
+        layers: vLLM's static forward context.
+    """
+    groups = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        names = [n for n in group.layer_names if not isinstance(layers[n], DraftKVLayer)]
+        if names:
+            groups.append(CacheGroup(index, {name: layers[name].kv_cache for name in names}))
+    return groups
+
+
+def draft_group(kv_cache_config: Any, layers: Mapping[str, Any], method: str) -> int:
+    """Index of the group that holds the drafter's layers; 0 where it has none.
+
+    Raises:
+        ValueError: when vLLM spread them over several.
+    """
+    found = [
+        index
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        if any(isinstance(layers[name], DraftKVLayer) for name in group.layer_names)
+    ]
+    if len(found) > 1:
+        raise ValueError(
+            f"Speculative method {method!r} needs its draft layers in one KV cache group; beside "
+            f"this target's layers vLLM spreads them over {len(found)}. Use "
+            "--disable-hybrid-kv-cache-manager, or a head with fewer layers."
+        )
+    return found[0] if found else 0
+
+
+def last_layer(groups: list[CacheGroup], layers: Mapping[str, Any], method: str) -> tuple[int, str]:
+    """Group and name of the target's last attention layer, for drafters that read its cache.
+
+    Raises:
+        ValueError: when that layer does not keep the whole context.
+    """
+    name = max((n for group in groups for n in group.caches), key=extract_layer_index)
+    impl = layers[name].impl
+    window = impl.tree_features().window if isinstance(impl, TreeAttentionMixin) else 0
+    if window:
+        raise ValueError(
+            f"Speculative method {method!r} reads the whole context in the target's last layer, "
+            f"and {name!r} keeps a sliding window of {window} tokens. Use another method, or a "
+            "target whose last layer has full attention."
+        )
+    return next(group.index for group in groups if name in group.caches), name
+
+
+def check_partial_caches(layers: Mapping[str, Any], method: str) -> None:
+    """Refuses targets whose own layers cannot draft over partial caches.
+
+    Raises:
+        ValueError: naming the first layer that does more than plain full attention.
+    """
+    for name, layer in layers.items():
+        impl = getattr(layer, "impl", None)
+        if isinstance(impl, TreeAttentionMixin) and not impl.tree_features().is_plain:
+            raise ValueError(
+                f"Speculative method {method!r} drafts with the target's own layers over partial "
+                f"caches, and {name!r} has more than plain full attention (sliding window, soft "
+                "cap, sinks or ALiBi). Use another method, or other settings of this one."
+            )
