@@ -352,7 +352,14 @@ def _most_rows(steps: list[dict[str, tuple[int, int]]]) -> int:
 def check_adaptive_budgets() -> None:
     """Costs allow twelve rows, of 28 that four requests could have."""
     for ahead in (False, True):
-        steps = _full_steps(adaptive_engines(STEEP, ahead=ahead))
+        made = adaptive_engines(STEEP, ahead=ahead)
+        steps = _full_steps(made)
+        speculator = made.runner.speculator
+        assert (speculator.reserved is not None) == ahead
+        # The next step drops what ended.
+        generate(made.tree, PROMPTS[:1], greedy(max_tokens=2))
+        assert len(speculator.trees) == 1
+        assert not ahead or len(speculator.reserved.by_request) == 1
         nodes = [tuple(nodes for _, nodes in step.values()) for step in steps]
         assert any(len(set(of_requests)) > 1 for of_requests in nodes), nodes
         assert len(set(nodes)) > 2, nodes

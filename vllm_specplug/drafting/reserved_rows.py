@@ -8,6 +8,7 @@ that.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 RESERVED_ROWS_ATTRIBUTE = "specplug_reserved_rows"
@@ -27,6 +28,12 @@ class ReservedRows:
         """What these requests get, and others like them."""
         count = len(by_request)
         return cls(by_request, -(-sum(by_request.values()) // count) if count else 0)
+
+    def without(self, req_ids: Iterable[str]) -> ReservedRows:
+        """The same for all but these requests, which ended."""
+        gone = set(req_ids)
+        kept = {name: nodes for name, nodes in self.by_request.items() if name not in gone}
+        return ReservedRows(kept, self.others)
 
     def nodes(self, req_id: str) -> int:
         """Nodes of a request's tree that have a row."""

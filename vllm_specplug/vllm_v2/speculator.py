@@ -95,6 +95,8 @@ class TreeSpeculator(BaseSpeculator):
         """Drops state of requests that are not running any more; of those in `ended` for good."""
         self.proposer.drafter.forget(gone)
         self.planner.forget(ended)
+        if self.reserved is not None:
+            self.reserved = self.reserved.without(gone)
         for req_id in gone:
             self.extra_args.pop(req_id, None)
             self.plain.pop(req_id, None)

@@ -46,3 +46,8 @@ def test_requests_that_begin_get_what_the_others_get() -> None:
     assert ReservedRows.of({}).nodes("new") == 0
     assert ReservedRows.of({"a": 0, "b": 0}).nodes("new") == 0
     assert ReservedRows.of({"a": 0, "b": 3}).nodes("new") == 2
+
+
+def test_requests_that_ended_are_not_kept() -> None:
+    wanted = ReservedRows.of({"a": 0, "b": 3, "c": 6})
+    assert wanted.without(["b", "new"]) == ReservedRows({"a": 0, "c": 6}, 3)
