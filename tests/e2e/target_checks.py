@@ -349,8 +349,8 @@ def check_a_quantised_target_and_its_lm_head() -> None:
 
 
 def check_four_bit_weights() -> None:
-    """GPTQ and AWQ run on the CPU in bfloat16 alone, where rounding may decide between tokens that
-    are equally likely; the target's choices here are clear."""
+    """GPTQ and AWQ run on the CPU in bfloat16 alone: outputs may part where rounding decides
+    between two tokens that are equally likely, and nowhere else."""
     for kind in ("gptq", "awq"):
         folder = Path(tempfile.mkdtemp(prefix="specplug-quantised-"))
         target = make_weight_only_target(folder / "target", QUANTISED_VOCAB, kind)
