@@ -116,7 +116,7 @@ def check_a_head_of_other_heads_than_the_targets() -> None:
         json.loads((target() / "config.json").read_text())["vocab_size"],
     )
     head = make_eagle3_head(
-        folder, vocab, draft_vocab_size=vocab - 40, num_heads=8, num_kv_heads=4, head_dim=16
+        folder, vocab, draft_vocab_size=vocab - 40, num_heads=4, num_kv_heads=2, head_dim=64
     )
     options = {"model": str(head)}
     engine = {"async_scheduling": False, "enable_prefix_caching": True}

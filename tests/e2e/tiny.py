@@ -92,66 +92,6 @@ def make_quantised_target(folder: Path, vocab_size: int, *, head: bool = True) -
     return folder
 
 
-# Kinds of 4-bit and 8-bit weights, by the config that says so.
-WEIGHT_KINDS: dict[str, dict[str, Any]] = {
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True,
-            "version": "gemm"},
-    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
-}  # fmt: skip
-# The order in which AWQ packs eight columns into one word.
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-def make_weight_only_target(folder: Path, vocab_size: int, kind: str) -> Path:
-    """`make_target` with the weights of all decoder layers in a format of `WEIGHT_KINDS`."""
-    make_target(folder, vocab_size)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    for name in [n for n in tensors if n.endswith("_proj.weight")]:
-        tensors.update(_packed(name.removesuffix("weight"), tensors.pop(name), kind))
-    save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = WEIGHT_KINDS[kind]
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def _packed(prefix: str, weight: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
-    """A linear layer's tensors from its weight [N, K]."""
-    if kind == "fp8":
-        scale = weight.abs().amax() / 448
-        return {
-            f"{prefix}weight": (weight / scale).to(torch.float8_e4m3fn),
-            f"{prefix}weight_scale": scale,
-        }
-    rows, group = weight.t().contiguous(), WEIGHT_KINDS[kind]["group_size"]
-    grouped = rows.unflatten(0, (-1, group))
-    scales = grouped.abs().amax(1) / 7
-    values = (grouped / scales[:, None]).round().clamp(-8, 7).flatten(0, 1).int() + 8
-    zeros = torch.full_like(scales, 8, dtype=torch.int32)
-    if kind == "gptq":
-        words = _words(values.t()).t().contiguous()
-        # The format stores zero points less one.
-        extra = {"qzeros": _words(zeros - 1), "g_idx": torch.arange(len(rows), dtype=torch.int32)}
-        extra["g_idx"] //= group
-    else:
-        words, extra = _words(_interleaved(values)), {"qzeros": _words(_interleaved(zeros))}
-    parts = {"qweight": words, "scales": scales.to(torch.bfloat16), **extra}
-    return {prefix + name: tensor for name, tensor in parts.items()}
-
-
-def _interleaved(values: torch.Tensor) -> torch.Tensor:
-    return values.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1)
-
-
-def _words(values: torch.Tensor) -> torch.Tensor:
-    """4-bit numbers [n, 8 m], the first in the lowest bits -> int32 [n, m]."""
-    shifts = torch.arange(0, 32, 4)
-    words = (values.long().unflatten(1, (-1, 8)) << shifts).sum(-1)
-    return (words - ((words >> 31) << 32)).int().contiguous()
-
-
 def make_tokenizer(folder: Path) -> int:
     """Adds a small byte-level BPE tokenizer to a model's folder; returns its vocabulary size.
 
