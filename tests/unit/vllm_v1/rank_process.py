@@ -103,7 +103,11 @@ class Runner(TreeRunnerMixin):
             token_ids_cpu=np.ones((NUM_REQUESTS, 16), np.int64),
             is_token_ids=np.ones((NUM_REQUESTS, 16), bool),
             logitsprocs=SimpleNamespace(non_argmax_invariant=[]),
+            block_table=[
+                SimpleNamespace(slot_mapping=SimpleNamespace(gpu=torch.arange(NUM_REQUESTS)))
+            ],
         )
+        self.draft_group = 0
         self.max_model_len, self.max_num_tokens = 512, 512
         self.enable_prompt_embeds = False
 
@@ -125,7 +129,7 @@ def main(rank: int, size: int, folder: Path) -> None:
             SimpleNamespace(finished_req_ids=set(), preempted_req_ids=None),
             [[1]] * NUM_REQUESTS,
             None, torch.empty(0), torch.empty(0), None, None,
-            SimpleNamespace(slot_mapping=torch.arange(NUM_REQUESTS)),
+            SimpleNamespace(),
             None,
         )  # fmt: skip
     kept = [runner.proposed_trees[req_id] for req_id in runner.input_batch.req_ids]

@@ -244,14 +244,14 @@ class FusedDraftLayer(ABC):
         qk = self._rotate(qk, positions)
         mixed = attend(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
         x = residual + self.output(mixed.flatten(-2))
-        gate, up = self.gate_up(self._rms_norm(x, self.mlp_norm)).chunk(2, dim=-1)
+        gate, up = self.gate_up(self.rms_norm(x, self.mlp_norm)).chunk(2, dim=-1)
         x = x + self.down(F.silu(gate) * up)
-        normed = self._rms_norm(x, self.norm)
+        normed = self.rms_norm(x, self.norm)
         return normed, normed if self.shape.norm_output else x
 
     __call__ = forward
 
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
     def _head_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -282,7 +282,7 @@ class FusedEagle3Head(FusedDraftLayer):
     def features(self, aux: torch.Tensor) -> torch.Tensor:
         """[T, L*Ht] -> [T, H]."""
         if self.joined_norm is not None:
-            aux = self._rms_norm(aux, self.joined_norm)
+            aux = self.rms_norm(aux, self.joined_norm)
         if self.fc_norm is not None:
             size = self.config.target_hidden_size
             normed = F.rms_norm(aux.unflatten(-1, (-1, size)), (size,), eps=self.eps)
@@ -292,8 +292,8 @@ class FusedEagle3Head(FusedDraftLayer):
     def _inputs(
         self, embeds: torch.Tensor, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed = self._rms_norm(states, self.hidden_norm)
-        joined = torch.cat((self._rms_norm(embeds, self.embed_norm), normed), dim=-1)
+        normed = self.rms_norm(states, self.hidden_norm)
+        joined = torch.cat((self.rms_norm(embeds, self.embed_norm), normed), dim=-1)
         return joined, normed if self.config.norm_before_residual else states
 
 

@@ -63,6 +63,6 @@ class FusedMtpModule(FusedDraftLayer):
     def _inputs(
         self, embeds: torch.Tensor, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = (self._rms_norm(states, self.state_norm), self._rms_norm(embeds, self.token_norm))
+        parts = (self.rms_norm(states, self.state_norm), self.rms_norm(embeds, self.token_norm))
         x = self.input(torch.cat(parts, dim=-1))
-        return self._rms_norm(x, self.input_norm), x
+        return self.rms_norm(x, self.input_norm), x
