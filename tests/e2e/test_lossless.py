@@ -25,7 +25,6 @@ from tests.e2e.harness import (
     run_engine,
     with_own_budgets,
 )
-from tests.e2e.v2_setup import methods_on_v2
 
 pytestmark = pytest.mark.e2e
 
@@ -140,7 +139,6 @@ def test_output_equals_plain_decoding(name: str) -> None:
         pytest.param(name, ahead, marks=() if (name, ahead) == _ON_V2 else pytest.mark.full)
         for name in CONFIGURATIONS
         for ahead in (False, True)
-        if CONFIGURATIONS[name]["method"] in methods_on_v2()
     ],
 )
 def test_output_equals_plain_decoding_on_v2(name: str, ahead: bool) -> None:

@@ -6,17 +6,6 @@ from __future__ import annotations
 import os
 from functools import cache
 
-from vllm_specplug.drafting.method import Capability
-from vllm_specplug.registry import get_method, method_names
-
-# What V2 does not give a drafter; `use_v2` compares it with the adapter, which imports vLLM.
-_MISSING = frozenset({Capability.TARGET_FORWARD})
-
-
-def methods_on_v2() -> list[str]:
-    """The methods that V2 serves."""
-    return [name for name in method_names() if not get_method(name).needs & _MISSING]
-
 
 @cache
 def use_v2() -> None:
@@ -27,9 +16,7 @@ def use_v2() -> None:
     from vllm.triton_utils import HAS_TRITON
 
     from vllm_specplug.seams import V2_CPU_ADMISSION, V2_CPU_KERNELS
-    from vllm_specplug.vllm_process.spec_config import CAPABILITIES_V2
 
-    assert CAPABILITIES_V2["cpu"] == frozenset(Capability) - _MISSING
     if not HAS_TRITON:
         V2_CPU_ADMISSION.apply()
         V2_CPU_KERNELS.apply()

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tests.e2e.v2_setup import methods_on_v2
 from tests.fuzz.machine_checks import machine_name
 from tests.fuzz.v2_machine_checks import run_v2
+from vllm_specplug.registry import method_names
 
-METHODS = methods_on_v2()
+METHODS = method_names()
 
 
 def _checks() -> dict[str, Callable[[], None]]:
