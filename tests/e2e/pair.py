@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -234,6 +235,20 @@ def target() -> Path:
 
 
 @cache
+def own_target(method: str) -> dict[str, Any]:
+    """Engine arguments of a method whose drafts come from a module of its target."""
+    if method.partition("-")[0] != "mtp_tree":
+        return {}
+    from tests.e2e.mimo import make_mimo_target
+
+    vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
+    folder = make_mimo_target(target().parent / method, vocab)
+    for path in target().glob("*token*"):
+        shutil.copy(path, folder)
+    return {"model": str(folder), "trust_remote_code": True}
+
+
+@cache
 def head_options(method: str) -> dict[str, Any]:
     """Folders of a method's random draft heads, made at first use."""
     from tests.e2e import tiny
@@ -290,6 +305,7 @@ def pair(method: str = "oracle", **engine: Any) -> Pair:
     `speculative` adds speculative options, `tree` engine arguments of the tree engine alone.
     """
     speculative, tree = engine.pop("speculative", {}), engine.pop("tree", {})
+    engine = {**own_target(method), **engine}
     key = json.dumps(engine, sort_keys=True)
     full_key = json.dumps([method, speculative, tree, key], sort_keys=True)
     if full_key not in _pairs:
