@@ -110,13 +110,14 @@ def check_chunks_and_preemption_leave_the_drafts() -> None:
 
 
 def check_a_head_of_other_heads_than_the_targets() -> None:
-    """Its keys and values have pages of their own shape: the same drafts, and plain outputs."""
+    """Its keys and values have pages of their own shape: the same drafts, and plain outputs. It has
+    more KV heads than the target has query heads."""
     folder, vocab = (
         target().parent / "eagle3_other",
         json.loads((target() / "config.json").read_text())["vocab_size"],
     )
     head = make_eagle3_head(
-        folder, vocab, draft_vocab_size=vocab - 40, num_heads=4, num_kv_heads=2, head_dim=64
+        folder, vocab, draft_vocab_size=vocab - 40, num_heads=8, num_kv_heads=4, head_dim=64
     )
     options = {"model": str(head)}
     engine = {"async_scheduling": False, "enable_prefix_caching": True}

@@ -20,10 +20,22 @@ class RowBudget:
     """Nodes one tree may have, root excluded."""
     max_step_rows: int
     """Rows (roots and nodes of all requests) one step may verify."""
+    scheduler_rows: int | None = None
+    """Rows that the scheduler puts into one step; None where `max_step_rows` is the only limit."""
+    max_requests: int = 1
+    """Requests that the scheduler runs at once."""
 
     def share(self, num_requests: int) -> int:
-        """Nodes that the row limit leaves each of `num_requests` requests."""
-        return max(0, self.max_step_rows // num_requests - 1)
+        """Nodes that the row limits leave each of `num_requests` requests.
+
+        Of the scheduler's rows there stays a share for one request more: trees that filled them all
+        would keep every waiting request out until one of these ends.
+        """
+        rows = self.max_step_rows // num_requests
+        if self.scheduler_rows is not None:
+            others = max(num_requests, min(num_requests + 1, self.max_requests))
+            rows = min(rows, self.scheduler_rows // others)
+        return max(0, rows - 1)
 
     def nodes_per_request(self, num_requests: int) -> int:
         """Nodes each of `num_requests` requests may draft; 0 means decode plainly."""

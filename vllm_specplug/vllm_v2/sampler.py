@@ -31,6 +31,9 @@ class TreeSampler:
         walked: is told the walk, once per step.
     """
 
+    # vLLM's own warm-up asks for it, from 0.33 on.
+    enable_adaptive_verification = False
+
     def __init__(
         self, sampler: Any, trees: Callable[[], StepTrees], walked: Callable[[Walk], None]
     ) -> None:

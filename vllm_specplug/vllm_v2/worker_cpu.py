@@ -52,6 +52,11 @@ class TreeCPUWorkerV2(CPUWorker):
         return memory_for_caches(self.model_runner.state, super().determine_available_memory())
 
     def compile_or_warm_up_model(self) -> Any:
+        # From 0.33 on vLLM warms its Triton kernels up, with steps that small limits have no room
+        # for. The kernels that stand in for them are compiled already.
+        kernels: Any = getattr(self.vllm_config, "kernel_config", None)
+        if not HAS_TRITON and hasattr(kernels, "enable_jit_warmup"):
+            kernels.enable_jit_warmup = False
         times = super().compile_or_warm_up_model()
         self.model_runner.start_budget()
         return times

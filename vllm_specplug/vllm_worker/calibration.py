@@ -217,8 +217,11 @@ def calibrate(
     Raises:
         CalibrationError: on every worker, when a forward failed on any.
     """
-    path = cache_dir() / "calibration" / f"{_digest(state)}.json"
-    cached = _read(path) if is_first_rank else None
+    try:
+        path = cache_dir() / "calibration" / f"{_digest(state)}.json"
+    except RuntimeError:  # a user without a home
+        path = None
+    cached = _read(path) if is_first_rank and path is not None else None
     values = [0.0] if cached is None else [1.0, *_flat(cached)]
     # All take the first worker's file; theirs may be another machine's or missing.
     size = int(share([float(len(values))])[0])
@@ -231,8 +234,10 @@ def calibrate(
     calibrator = Calibrator(state, share, any_worker)
     calibration = calibrator.measure()
     if is_first_rank:
-        if not calibrator.is_noisy:
+        stored = "not stored, the machine was busy" if calibrator.is_noisy else "not stored"
+        if path is not None and not calibrator.is_noisy:
             _write(path, calibration)
+            stored = f"stored in {path}"
         times = ", ".join(
             f"{a + b:.1f} ms at {int(r)}"
             for r, a, b in zip(
@@ -243,7 +248,7 @@ def calibrate(
             "Tree budget: measured step costs in %.1f s (rows: %s); %s",
             time.perf_counter() - start,
             times,
-            "not stored, the machine was busy" if calibrator.is_noisy else f"stored in {path}",
+            stored,
         )
     return calibration
 
@@ -290,7 +295,9 @@ def _digest(state: RunnerView) -> str:
         config.model_config.enforce_eager,
         config.cache_config.block_size,
         config.parallel_config.tensor_parallel_size,
+        config.parallel_config.data_parallel_size,
         config.scheduler_config.max_num_seqs,
+        state.max_rows,
         spec.plugin_method,
         spec.head_path,
         spec.num_speculative_tokens,

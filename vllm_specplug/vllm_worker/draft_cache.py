@@ -45,9 +45,16 @@ class DraftKVLayer(AttentionLayerBase):
         model_config = vllm_config.model_config
         self.spec = spec
         self.dtype = model_config.dtype
-        # Layers of one KV cache group and head count share one metadata builder; nothing is ever
-        # built for this layer, so it joins the target's.
-        self.num_heads = model_config.get_num_attention_heads(vllm_config.parallel_config)
+        # Layers of one KV cache spec and head count share a metadata builder, so a draft layer of
+        # the target's shape joins the target's. Any other gets a builder whose schedule nothing
+        # reads: it divides by query heads per KV head, and 0 of them would end the process.
+        parallel = vllm_config.parallel_config
+        shape = (model_config.get_num_kv_heads(parallel), model_config.get_head_size())
+        self.num_heads = (
+            model_config.get_num_attention_heads(parallel)
+            if shape == (spec.num_kv_heads, spec.head_dim)
+            else spec.num_kv_heads
+        )
         self.kv_cache = torch.empty(0)
         self.attn_backend = get_attn_backend(
             head_size=spec.head_dim,

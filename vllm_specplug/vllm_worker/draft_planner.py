@@ -117,13 +117,16 @@ class DraftPlanner:
         options = vllm_config.speculative_config
         # Beyond the scheduler's own limit the last requests of a batch would starve.
         max_rows = max_scheduled_rows(vllm_config.scheduler_config)
-        return cls(
+        planner = cls(
             options,
             max_step_rows=min(options.max_step_rows or max_rows, max_rows),
             stats=stats,
             vocab_size=vllm_config.model_config.get_vocab_size(),
             clock=clock,
         )
+        planner.row_budget.scheduler_rows = max_rows
+        planner.row_budget.max_requests = vllm_config.scheduler_config.max_num_seqs
+        return planner
 
     # -- limits of one request -------------------------------------------------------------
 

@@ -96,14 +96,17 @@ class RunnerView(ABC):
         Returns:
             Hidden states [rows, H] and those of the layers that the drafter reads.
         """
+        # A compiled model has one way in, and with this option it is embeddings.
+        takes_embeds = self.vllm_config.model_config.enable_prompt_embeds
+        embeds = self.runner.model.embed_input_ids(input_ids) if takes_embeds else None
         with set_forward_context(
             attention, self.vllm_config, num_tokens=len(input_ids), slot_mapping={}
         ):
             return self.runner.model(
-                input_ids=input_ids,
+                input_ids=None if takes_embeds else input_ids,
                 positions=positions,
                 intermediate_tensors=None,
-                inputs_embeds=None,
+                inputs_embeds=embeds,
             )
 
     # -- caches ---------------------------------------------------------------------------

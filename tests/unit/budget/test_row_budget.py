@@ -25,3 +25,15 @@ def test_shrinks_then_stops() -> None:
 
 def test_a_budget_of_one_node_is_honoured() -> None:
     assert RowBudget(max_nodes=1, max_step_rows=8).nodes_per_request(1) == 1
+
+
+def test_requests_that_fill_the_scheduler_leave_room_for_one_more() -> None:
+    def nodes(requests: int, most: int) -> int:
+        budget = RowBudget(64, max_step_rows=256, scheduler_rows=256, max_requests=most)
+        return budget.share(requests)
+
+    assert nodes(8, 16) == 256 // 9 - 1
+    assert 8 * (nodes(8, 16) + 1) <= 256 - nodes(8, 16) - 1
+    assert nodes(8, 8) == 256 // 8 - 1, "there is nobody else to wait"
+    small = RowBudget(64, max_step_rows=32, scheduler_rows=256, max_requests=16)
+    assert small.share(8) == 3, "the smaller limit holds"

@@ -44,7 +44,7 @@ class SleepingRunner:
             drafter=SleepingDrafter(), options=SimpleNamespace(num_nodes=8, tree_width=4)
         )
         self.scheduler_config = SimpleNamespace(max_num_seqs=16)
-        parallel = SimpleNamespace(tensor_parallel_size=1)
+        parallel = SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1)
         self.vllm_config = SimpleNamespace(
             speculative_config=SimpleNamespace(
                 plugin_method="jetspec", head_path="head", num_speculative_tokens=8,

@@ -178,7 +178,7 @@ def test_batched_trees_are_those_of_each_request_alone(head: Path, beam: Any) ->
     embed, lm_head = tables()
     for r, (tree, text) in enumerate(zip(trees, texts, strict=True)):
         tree.validate()
-        policy = TreePolicy(budgets[r], 4, beam, widths[r])
+        policy = TreePolicy(budgets[r], 4, widths[r], beam)
         alone = SequenceDrafter(module, text, embed, lm_head, torch.arange(VOCAB))
         expected = alone.draft(LENGTHS[r], policy)
         assert tree.token_ids.tolist() == expected.token_ids.tolist()
