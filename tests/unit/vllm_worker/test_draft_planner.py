@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -307,8 +308,18 @@ class _BrokenDrafter(_Drafter):
 @pytest.mark.parametrize("in_lookups", [False, True])
 @pytest.mark.parametrize("tree_budget", ["auto", MAX_NODES])
 def test_an_invalid_tree_is_dropped_counted_and_told_once(
-    name: str, in_lookups: bool, tree_budget: Any, caplog: pytest.LogCaptureFixture
+    name: str,
+    in_lookups: bool,
+    tree_budget: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Whatever vLLM's own logging configuration has become in this process.
+    log = logging.getLogger("vllm.specplug")
+    monkeypatch.setattr(log, "propagate", False)
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "disabled", False)
+    caplog.set_level(logging.WARNING, logger=log.name)
     planner = _planner(tree_budget=tree_budget)
     drafter = _BrokenDrafter(BROKEN[name], in_lookups)
     for step in (1, 2):
