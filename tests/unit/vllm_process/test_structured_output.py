@@ -113,7 +113,7 @@ def make_manager(reasons: bool = False) -> Any:
 
 
 def rows_as_read(mask: Any, num_rows: list[int]) -> list[int]:
-    """The rows that vLLM's runners read of a mask, for requests of so many rows."""
+    """The rows that vLLM's runners read of a mask, given how many rows each request has."""
     if not IS_033:
         assert len(mask) == sum(num_rows)
         return mask[:, 0].tolist()
