@@ -102,12 +102,13 @@ def machine_pair(method: str, ahead: bool | None) -> Pair:
     return made
 
 
-_answers: dict[tuple[tuple[int, ...], int], Any] = {}
+# By plain engine, prompt and options: a method may have a target of its own. Engines live on.
+_answers: dict[tuple[int, tuple[int, ...], int], Any] = {}
 
 
 def plain_answer(engines: Pair, prompt: list[int], option: int) -> Any:
     """vLLM's output of the request without speculation."""
-    key = (tuple(prompt), option)
+    key = (id(engines.plain), tuple(prompt), option)
     if key not in _answers:
         _answers[key] = generate(engines.plain, [prompt], sampling_params(option))[0]
     return _answers[key]
