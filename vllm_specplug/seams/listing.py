@@ -8,6 +8,7 @@ that every start checks them. `scripts/vllm_names.py` reads from the code what b
 
 from __future__ import annotations
 
+from vllm_specplug.seams.listing_states import STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
     SPECULATOR,
@@ -37,11 +38,9 @@ from vllm_specplug.seams.seam import (
 )
 
 _PUBLIC = "never: it is public"
-
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-_GDN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
 _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BACKENDS = "vllm.v1.attention.backends"
@@ -208,79 +207,6 @@ CPU_BACKENDS = SeamSet(
     )
 )
 
-_WHY_STATES = (
-    "vLLM keeps a recurrent state per draft token, in the order of a chain; trees keep one per "
-    "sequence and apply the accepted path"
-)
-_HAS_STATES = f"vLLM takes parents of drafts in layers with a state ({TREE})"
-
-STATE_SEAMS = SeamSet(
-    (
-        Register(
-            "state_rows",
-            f"{_BACKENDS}.registry:MambaAttentionBackendEnum.GDN_ATTN",
-            _WHY_STATES,
-            _HAS_STATES,
-            path="vllm_specplug.vllm_attention.state_rows.TreeGDNBackend",
-        ),
-        Wrap(
-            "state_rows",
-            "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec",
-            _WHY_STATES,
-            _HAS_STATES,
-            make="vllm_specplug.vllm_attention.state_rows:with_trees",
-        ),
-        Wrap(
-            "state_layers",
-            "vllm.platforms.cpu:CpuPlatform.update_block_size_for_backend",
-            _WHY_STATES,
-            _HAS_STATES,
-            make="vllm_specplug.vllm_worker.state_layers:without_draft_states",
-        ),
-        *uses(
-            "state_rows",
-            _WHY_STATES,
-            _HAS_STATES,
-            "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_unpacked_conv_weight",
-            "vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first",
-            f"{_BACKENDS}.gdn_attn:GDNAttentionBackend",
-            f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",
-            f"{_GDN}.rearrange_mixed_qkv",
-            f"{_GDN}.get_state_shape",
-            f"{_GDN}.get_state_dtype",
-        ),
-        *overrides(
-            "state_rows",
-            _WHY_STATES,
-            _HAS_STATES,
-            f"{_BACKENDS}.gdn_attn:GDNAttentionBackend",
-            "get_builder_cls",
-        ),
-        *overrides(
-            "state_rows",
-            _WHY_STATES,
-            _HAS_STATES,
-            f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",
-            "__init__",
-        ),
-        *(
-            InstanceAttribute("state_rows", f"{owner}.{name}", _WHY_STATES, _HAS_STATES)
-            for owner, names in (
-                (
-                    f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",
-                    "speculative_config use_spec_decode num_spec",
-                ),
-                (
-                    _GDN,
-                    "num_spec num_k_heads tp_size activation conv1d dt_bias A_log",
-                ),
-            )
-            for name in names.split()
-        ),
-    )
-)
-"""In place in workers whose target has layers with a state."""
-
 ATTENTION_BACKENDS = SeamSet(
     Register(
         "gpu_backend",
@@ -296,7 +222,6 @@ ATTENTION_BACKENDS = SeamSet(
 )
 
 # -- what is called or overridden ---------------------------------------------------------------
-
 
 # Checked with PROCESS_SEAMS, wherever the plugin is loaded.
 _PROCESS_USES: tuple[Seam, ...] = (
@@ -540,6 +465,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vLLM remembers which backend it chose; an earlier choice must be forgotten",
         f"vLLM takes a mask per request ({TREE})",
         "vllm.v1.attention.selector:_cached_get_attn_backend",
+        "vllm.v1.attention.selector:_cached_get_mamba_attn_backend",
     ),
 )
 

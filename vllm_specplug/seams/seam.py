@@ -355,8 +355,8 @@ class Register(Seam):
         self._forget_choices()
 
     def _forget_choices(self) -> None:
-        for kind in ("", "mamba_"):
-            resolve(f"vllm.v1.attention.selector:_cached_get_{kind}attn_backend").cache_clear()
+        resolve("vllm.v1.attention.selector:_cached_get_attn_backend").cache_clear()
+        resolve("vllm.v1.attention.selector:_cached_get_mamba_attn_backend").cache_clear()
 
 
 class SeamSet:
