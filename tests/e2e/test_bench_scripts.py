@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.fork_server import run_code
 from tests.e2e.tiny import make_target
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -43,7 +44,10 @@ benchmark.compare(
 
 def run(folder: Path, *flags: str) -> list[dict[str, Any]]:
     """Runs the script; returns its cells."""
-    run_code(SCRIPT, str(folder / "target"), "--out", str(folder), "--allow-changes", *flags)
+    command = [sys.executable, "-c", SCRIPT, str(folder / "target"), "--out", str(folder)]
+    command += ["--allow-changes", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (folder / "tiny_cells.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines if line]
 
