@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("hybrid_checks")]
 
 _FOLDER = Path(__file__).parent
 CHECKS = re.findall(r"^def (check_\w+)", (_FOLDER / "hybrid_checks.py").read_text(), re.MULTILINE)
+_BF16 = "check_scores_with_vllms_kernels"
 MORE = re.findall(r"^def (check_\w+)", (_FOLDER / "hybrid_full_checks.py").read_text(), re.M)
 
 
@@ -50,6 +51,12 @@ def test_on_v2(name: str, outcomes, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_v1(name: str, outcomes, tmp_path: Path) -> None:
     assert outcome(outcomes, tmp_path, "hybrid_checks", False, name) is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("v2", [True, False], ids=["v2", "v1"])
+def test_in_bfloat16(v2: bool, outcomes, tmp_path: Path) -> None:
+    assert outcome(outcomes, tmp_path, "hybrid_bf16_checks", v2, _BF16) is None
 
 
 @pytest.mark.full
