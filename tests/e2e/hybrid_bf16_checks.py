@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.hybrids import make_hybrid_target
-from tests.e2e.oracle import OracleDrafter
 from tests.e2e.option_checks import greedy
+from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import generate, pair, sequences_of
 from tests.e2e.target_checks import WINDOW_PROMPTS
 
