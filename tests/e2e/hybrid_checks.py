@@ -19,7 +19,7 @@ from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import Counts, Pair, core_of, pair
 from tests.e2e.target_checks import WINDOW_PROMPTS
 
-V2 = os.environ.get("SPECPLUG_HYBRIDS_V2") == "1"
+V2 = os.environ.get("SPECPLUG_HYBRIDS_V1") != "1"
 if V2:
     from tests.e2e.v2_setup import use_v2
 
