@@ -15,7 +15,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 TreeBuilderName = Literal["best_first", "accum_logp", "entropy", "hybrid"]
-KernelName = Literal["auto", "cpp", "reference", "triton", "cute"]
+KernelName = Literal["auto", "cpp", "reference", "triton", "flash", "cute"]
 
 MAX_TREE_NODES = 256
 DEFAULT_TREE_NODES = 16
@@ -57,9 +57,10 @@ class TreeOptions:
     """Longest n-gram that is looked up for n-gram branches; shorter ones, down to a single token,
     are tried as well."""
     tree_kernel: KernelName = "auto"
-    """Tree attention kernel. On CPU, "cpp" requires the compiled one. On CUDA, "cute" (Hopper) and
-    "triton" are preferences: if one does not work, the next that does is used. "reference" is the
-    readable torch version, and "auto" takes the fastest kernel known to be correct here."""
+    """Tree attention kernel. On CPU, "cpp" requires the compiled one. On CUDA, "cute"
+    (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are preferences: if one
+    does not work, the next that does is used. "reference" is the readable torch version. "auto"
+    takes the fastest kernel that is correct here: on CUDA those that run are timed at start."""
 
 
 def tree_option_names() -> tuple[str, ...]:
@@ -115,7 +116,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
 # Kernels by device. "triton" on CPU is Triton's interpreter, for tests.
 KERNELS_OF_DEVICE = {
     "cpu": ("auto", "cpp", "reference", "triton"),
-    "cuda": ("auto", "cute", "triton", "reference"),
+    "cuda": ("auto", "cute", "flash", "triton", "reference"),
 }
 
 

@@ -516,6 +516,8 @@ _GPU_USES: tuple[Seam, ...] = (
         f"{_BACKENDS}.triton_attn:TritonAttentionBackend",
         f"{_BACKENDS}.triton_attn:TritonAttentionImpl",
         f"{_BACKENDS}.triton_attn:TritonAttentionMetadataBuilder",
+        f"{_BACKENDS}.fa_utils:flash_attn_varlen_func",
+        f"{_BACKENDS}.fa_utils:get_flash_attn_version",
         f"{_BACKENDS}.fa_utils:reshape_and_cache_flash",
     ),
     *(
