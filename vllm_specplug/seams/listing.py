@@ -144,6 +144,14 @@ PROCESS_SEAMS = SeamSet(
             HAS_CPU_KERNELS,
             make="vllm_specplug.vllm_process.model_runner:not_asking_for_triton",
         ),
+        Wrap(
+            "model_runner_v2",
+            "vllm.config.vllm:VllmConfig.__post_init__",
+            "asynchronous scheduling is admitted by the names of vLLM's own methods, and switched "
+            "off on a CPU",
+            HAS_REGISTRY,
+            make="vllm_specplug.vllm_process.model_runner:keeping_async_scheduling",
+        ),
         Append(
             "penalty_processor",
             f"{_PROCESSORS}:BUILTIN_LOGITS_PROCESSORS",

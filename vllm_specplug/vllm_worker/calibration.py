@@ -272,7 +272,7 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
         )
         return
     planner.adaptive = AdaptiveBudget(
-        StepCostModel(calibration), planner.row_budget.max_step_rows, state.drafter.forward_depth
+        StepCostModel(calibration), planner.row_budget, state.drafter.forward_depth
     )
 
 
