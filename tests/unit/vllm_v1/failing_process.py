@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of two workers; the second fails: `python failing_process.py RANK PORT FOLDER WHERE`.
+"""One of two workers; the second fails.
 
 Groups are vLLM's own. WHERE is what fails: "draft", every draft forward, or "forward", the fourth
 forward of the target. A worker that waits for the other one for long fails too.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,8 +36,8 @@ def fail(*args: Any, **kwargs: Any) -> Any:
     raise MemoryError("no room on this device")
 
 
-def main(rank: int, port: int, folder: Path, where: str) -> None:
-    os.environ["SPECPLUG_CACHE"] = str(folder / f"cache{rank}")
+def main(rank: int, port: int, folder: str, where: str) -> None:
+    os.environ["SPECPLUG_CACHE"] = str(Path(folder) / f"cache{rank}")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig())):
         init_distributed_environment(2, rank, "env://", rank, "gloo", TIMEOUT)
@@ -57,10 +56,6 @@ def main(rank: int, port: int, folder: Path, where: str) -> None:
         except RuntimeError as error:
             refused = str(error)
         worker.start_budget()
-    (folder / f"{rank}.json").write_text(
+    (Path(folder) / f"{rank}.json").write_text(
         json.dumps({"refused": refused, "fixed": worker.planner.adaptive is None})
     )
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tensor parallel CPU rank that drafts a step: `python rank_process.py RANK SIZE FOLDER`.
+"""One tensor parallel CPU rank that drafts a step.
 
 Hidden states come out of vLLM's own all-reduce, the runner mixin and its planner are those that
 serve. Written to FOLDER/RANK.json: the hidden states, and the trees as drafted and as kept.
@@ -8,7 +8,6 @@ serve. Written to FOLDER/RANK.json: the hidden states, and the trees as drafted 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,7 +117,7 @@ def as_lists(tree: DraftTree) -> list[list[float]]:
     return [a.tolist() for a in (tree.token_ids, tree.parent_indices, tree.depths, tree.scores)]
 
 
-def main(rank: int, size: int, folder: Path) -> None:
+def main(rank: int, size: int, folder: str) -> None:
     current_platform.import_kernels()
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(size, rank, f"file://{folder}/store", rank, "gloo")
@@ -135,7 +134,7 @@ def main(rank: int, size: int, folder: Path) -> None:
         )  # fmt: skip
     kept = [runner.proposed_trees[req_id] for req_id in runner.input_batch.req_ids]
     assert [tree.token_ids.tolist() for tree in kept] == drafts
-    (folder / f"{rank}.json").write_text(
+    (Path(folder) / f"{rank}.json").write_text(
         json.dumps(
             {
                 "hidden": hidden.flatten().tolist(),
@@ -144,7 +143,3 @@ def main(rank: int, size: int, folder: Path) -> None:
             }
         )
     )
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
