@@ -96,23 +96,6 @@ def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str
     assert_drafted(tree, least_acceptance=0.0)
 
 
-@pytest.mark.full
-@pytest.mark.xdist_group("engine_modes")
-@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
-def test_compiled_on_v2(models: tuple[Path, Path], ahead: bool) -> None:
-    """In processes of its own, as users start it, and with as few rows as its trees need."""
-    target, head = models
-    speculative = {"method": "jetspec", "model": str(head), "num_speculative_tokens": 23}
-    engine = {
-        **tiny_engine(target), "enforce_eager": False, "async_scheduling": ahead,
-        "max_num_batched_tokens": 24,
-    }  # fmt: skip
-    calls = [with_own_budgets(call) for call in _CALLS]
-    tree = run_engine(engine, calls, speculative=speculative, own_processes=True, v2=True)
-    assert tree.token_ids() == run_engine(tiny_engine(target), _CALLS, v2=True).token_ids()
-    assert_drafted(tree, least_acceptance=0.0)
-
-
 @pytest.mark.xdist_group("engine_modes")
 def test_grammars_in_tensor_parallel(tmp_path: Path) -> None:
     """Every draft is a constrained request's: parents and masks reach both ranks."""

@@ -52,10 +52,6 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          "kv_budget": 64},
     ),
     "compiled": ({"enforce_eager": False}, {"draft_source": "self"}),
-    # The compiled model then takes embeddings alone, the self-draft's forward included.
-    "compiled_for_embeds": (
-        {"enforce_eager": False, "enable_prompt_embeds": True}, {"draft_source": "self"},
-    ),
     "preempted": (
         {"num_gpu_blocks_override": 12, "max_num_seqs": 5},
         {"draft_source": "self"},
@@ -87,13 +83,7 @@ def _plain(target: Path) -> EngineResult:
     return run_engine(_engine(target), CALLS)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(mode, marks=pytest.mark.full if mode == "compiled_for_embeds" else ())
-        for mode in MODES
-    ],
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_output_equals_plain_decoding(models: tuple[Path, Path], mode: str) -> None:
     target, head = models
     engine, options = MODES[mode]
