@@ -216,6 +216,30 @@ def request_budget_limit(options: Any) -> int:
     return min(most, REQUEST_BUDGET_FACTOR * own)
 
 
+def max_scheduled_rows(scheduler_config: Any) -> int:
+    """Most rows that vLLM's scheduler puts into one step."""
+    rows: int = scheduler_config.max_num_batched_tokens
+    return min(rows, scheduler_config.max_num_scheduled_tokens or rows)
+
+
+def rows_of_requests(
+    num_requests: int, max_step_rows: int, scheduler_rows: int | None, max_requests: int
+) -> int:
+    """Rows that `num_requests` requests and their trees may fill together.
+
+    Of the scheduler's rows there stays a share for one request more: trees that filled them all
+    would keep every waiting request out until one of these ends.
+
+    Args:
+        scheduler_rows: most rows that the scheduler puts into one step; None for no limit.
+        max_requests: most requests that it runs at once.
+    """
+    if scheduler_rows is None:
+        return max_step_rows
+    left = scheduler_rows // (num_requests + 1) if num_requests < max_requests else 0
+    return min(max_step_rows, scheduler_rows - left)
+
+
 def check_request_limit(max_request_budget: int | None, num_speculative_tokens: int) -> None:
     """Raises ValueError unless `max_request_budget` fits into num_speculative_tokens."""
     if max_request_budget is not None and max_request_budget > num_speculative_tokens:

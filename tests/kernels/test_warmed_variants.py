@@ -77,7 +77,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: record.run(self, *a, **k))
     # An H100's, so that contexts are split as there.
     monkeypatch.setitem(tree_attn_triton._LIMITS, CPU, (132, 227 * 1024, 9))
-    monkeypatch.setattr(rehearsal, "any_worker", bool)
+    monkeypatch.setattr(rehearsal, "any_failed", bool)
     return record
 
 

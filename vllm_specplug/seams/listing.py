@@ -11,12 +11,12 @@ from __future__ import annotations
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
     SPECULATOR,
+    V2_ADMISSION,
     V2_CPU_ADMISSION,
     V2_CPU_KERNELS,
     V2_USES,
 )
 from vllm_specplug.seams.reasons import (
-    HAS_CPU_KERNELS,
     HAS_REGISTRY,
     HAS_TREES,
     REGISTRY,
@@ -130,20 +130,7 @@ PROCESS_SEAMS = SeamSet(
                 (_GRAMMARS, "grammar_bitmask", "grammar_bitmask"),
             )
         ),
-        Wrap(
-            "model_runner_v2",
-            "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
-            "V2 names the methods that it does not run, ours by the name they share with others",
-            HAS_REGISTRY,
-            make="vllm_specplug.vllm_process.model_runner:admitting_trees",
-        ),
-        Wrap(
-            "model_runner_v2",
-            "vllm.config.vllm:VllmConfig._validate_v2_model_runner",
-            "on a CPU without Triton our methods bring the kernels that V2 needs",
-            HAS_CPU_KERNELS,
-            make="vllm_specplug.vllm_process.model_runner:not_asking_for_triton",
-        ),
+        *V2_ADMISSION,
         Append(
             "penalty_processor",
             f"{_PROCESSORS}:BUILTIN_LOGITS_PROCESSORS",

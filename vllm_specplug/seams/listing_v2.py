@@ -18,6 +18,7 @@ from vllm_specplug.seams.seam import (
     ReplaceKernel,
     Seam,
     SeamSet,
+    Wrap,
 )
 
 _V2 = "vllm.v1.worker.gpu"
@@ -43,6 +44,31 @@ SPECULATOR = Replace(
     make="vllm_specplug.vllm_v2.runner:make_speculator",
 )
 
+
+V2_ADMISSION = (
+    Wrap(
+        "model_runner_v2",
+        "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
+        "V2 names the methods that it does not run, ours by the name they share with others",
+        HAS_REGISTRY,
+        make="vllm_specplug.vllm_process.model_runner:admitting_trees",
+    ),
+    Wrap(
+        "model_runner_v2",
+        "vllm.config.vllm:VllmConfig._validate_v2_model_runner",
+        "on a CPU without Triton our methods bring the kernels that V2 needs",
+        HAS_CPU_KERNELS,
+        make="vllm_specplug.vllm_process.model_runner:not_asking_for_triton",
+    ),
+    Wrap(
+        "model_runner_v2",
+        "vllm.config.vllm:VllmConfig.__post_init__",
+        "asynchronous scheduling is admitted by the names of vLLM's own methods, and switched "
+        "off on a CPU",
+        HAS_REGISTRY,
+        make="vllm_specplug.vllm_process.model_runner:keeping_async_scheduling",
+    ),
+)
 
 V2_CPU_ADMISSION = Replace(
     "v2_cpu_admission",
