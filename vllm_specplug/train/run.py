@@ -105,6 +105,12 @@ def open_training(run: Run, loop: LoopOptions, kind: type[S], seed: int) -> Trai
     accelerator = Accelerator(mixed_precision="bf16")
     store, heldout = open_features(run.features, run.heldout, kind)
     weights = TargetWeights(run.target)
+    width, largest = getattr(run, "intermediate_size", 0), weights.config["intermediate_size"]
+    if width > largest and not getattr(run, "init_from", ""):
+        raise ValueError(
+            f"--intermediate-size {width}, legal: up to {largest}, the target's, whose first rows "
+            "the head starts from; lower it"
+        )
     torch.manual_seed(seed)
     held = evenly_spread(heldout, run.eval_sequences)
     return Training(loop, accelerator, store, held, weights, weights.tables())
@@ -156,6 +162,13 @@ def heldout_facts(report: AcceptanceReport, sequences: int) -> dict[str, Any]:
         "mean_acceptance_length": rounded(report.lengths()),
         "mean_acceptance_length_by_source": {
             source: rounded(values) for source, values in report.lengths_by_source().items()
+        },
+        "rounds_reaching_depth": {
+            name: [
+                round(counts.share_reaching(depth), 3)
+                for depth in range(1, max(counts.by_length) + 1)
+            ]
+            for name, counts in report.total.items()
         },
         **(slots if len(report.hits) else {}),
     }
