@@ -72,8 +72,7 @@ PROCESS_SEAMS = SeamSet(
         Wrap(
             "engine_config",
             "vllm.engine.arg_utils:EngineArgs.create_engine_config",
-            "combinations such as a quantised cache only show in the whole config, and "
-            "must stop before a process starts",
+            "combinations such as a quantised cache only show in the whole config",
             f"a registered method may validate the engine config ({REGISTRY})",
             make="vllm_specplug.vllm_process.engine_args:checked",
         ),
@@ -192,10 +191,7 @@ CPU_RUNNER = Replace(
     make="vllm_specplug.vllm_v1.worker_cpu:tree_runner_class",
 )
 
-_FOR_ADAPTERS = (
-    *("maybe_setup_dummy_loras", "maybe_select_dummy_loras", "maybe_remove_all_loras"),
-    "_set_active_loras",
-)
+_DUMMY_LORAS = ("maybe_setup_dummy_loras", "maybe_select_dummy_loras", "maybe_remove_all_loras")
 _WHY_STATE = "rows, tokens and caches of the step are in no argument that the runner hands over"
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
@@ -393,7 +389,10 @@ _WORKER_USES: tuple[Seam, ...] = (
         "runner_state",
         _WHY_STATE,
         HAS_TREES,
-        *(f"{_RUNNER}.{name}" for name in ("_sync_device", "get_kv_cache_spec", *_FOR_ADAPTERS)),
+        f"{_RUNNER}._sync_device",
+        f"{_RUNNER}.get_kv_cache_spec",
+        f"{_RUNNER}._set_active_loras",
+        *(f"{_RUNNER}.{name}" for name in _DUMMY_LORAS),
         "vllm.model_executor.models.utils:extract_layer_index",
         "vllm.forward_context:set_forward_context",
         "vllm.v1.kv_cache_interface:FullAttentionSpec",
