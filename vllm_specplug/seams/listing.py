@@ -72,8 +72,7 @@ PROCESS_SEAMS = SeamSet(
         Wrap(
             "engine_config",
             "vllm.engine.arg_utils:EngineArgs.create_engine_config",
-            "combinations such as LoRA or a quantised cache only show in the whole config, and "
-            "must stop before a process starts",
+            "combinations such as a quantised cache only show in the whole config",
             f"a registered method may validate the engine config ({REGISTRY})",
             make="vllm_specplug.vllm_process.engine_args:checked",
         ),
@@ -179,6 +178,7 @@ CPU_RUNNER = Replace(
     make="vllm_specplug.vllm_v1.worker_cpu:tree_runner_class",
 )
 
+_DUMMY_LORAS = ("maybe_setup_dummy_loras", "maybe_select_dummy_loras", "maybe_remove_all_loras")
 _WHY_STATE = "rows, tokens and caches of the step are in no argument that the runner hands over"
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
@@ -357,12 +357,13 @@ _WORKER_USES: tuple[Seam, ...] = (
                 "vllm_config model_config parallel_config compilation_config device dtype "
                 "max_model_len max_num_reqs max_num_tokens kv_cache_config enable_prompt_embeds "
                 "model drafter sampler input_batch requests positions query_start_loc "
-                "discard_request_mask",
+                "discard_request_mask lora_config",
             ),
             (
                 "vllm.v1.worker.gpu_input_batch:InputBatch",
                 "num_computed_tokens_cpu num_tokens_no_spec token_ids_cpu is_token_ids "
-                "req_output_token_ids generators logitsprocs sampling_metadata block_table",
+                "req_output_token_ids generators logitsprocs sampling_metadata block_table "
+                "request_lora_mapping lora_id_to_lora_request",
             ),
             (
                 "vllm.v1.worker.gpu_input_batch:CachedRequestState",
@@ -375,8 +376,8 @@ _WORKER_USES: tuple[Seam, ...] = (
         "runner_state",
         _WHY_STATE,
         HAS_TREES,
-        f"{_RUNNER}._sync_device",
         f"{_RUNNER}.get_kv_cache_spec",
+        *(f"{_RUNNER}.{name}" for name in ("_sync_device", "_set_active_loras", *_DUMMY_LORAS)),
         "vllm.model_executor.models.utils:extract_layer_index",
         "vllm.forward_context:set_forward_context",
         "vllm.v1.kv_cache_interface:FullAttentionSpec",

@@ -176,6 +176,13 @@ V2_USES: tuple[Seam, ...] = (
         "add_requests",
         "prepare_attn",
     ),
+    *overrides(
+        "runner_v2_inputs",
+        "one row with logits per request is mapped to its LoRA adapter, and a tree has many",
+        "V2 maps as many as there are, as V1 does",
+        _RUNNER_V2,
+        "_set_active_loras",
+    ),
     Overrides(
         "runner_v2_inputs",
         f"{_V2}.model_states.interface:ModelState.prepare_attn",
@@ -245,6 +252,7 @@ V2_USES: tuple[Seam, ...] = (
             "compilation_config",
             "kv_cache_config",
             "block_tables",
+            "lora_config",
         ]
     ),
     *uses(

@@ -100,8 +100,6 @@ def check_engine_config(vllm_config: Any) -> None:
     check_v2_feature(method, uses_v2=vllm_config.use_v2_model_runner, asked=spec.uses_v2)
     if spec.uses_v2:
         _check_v2(method, vllm_config)
-    if vllm_config.lora_config is not None:
-        _refuse(method, "enable_lora=True", "Serve without LoRA, or merge the adapter")
     if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16"):
         _refuse(method, f"dtype={model.dtype}", "Use dtype bfloat16 or float32")
     _check_cache_dtype(method, vllm_config)

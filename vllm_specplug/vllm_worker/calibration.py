@@ -232,7 +232,8 @@ def calibrate(
         return calibration
     start = time.perf_counter()
     calibrator = Calibrator(state, share, any_failed)
-    calibration = calibrator.measure()
+    with state.dummy_adapters():
+        calibration = calibrator.measure()
     if is_first_rank:
         stored = "not stored, the machine was busy" if calibrator.is_noisy else "not stored"
         if path is not None and not calibrator.is_noisy:
@@ -305,6 +306,7 @@ def _digest(state: RunnerView) -> str:
         spec.tree_width,
         spec.tree_kernel,
         state.drafter.forward_depth,
+        None if state.runner.lora_config is None else state.runner.lora_config.compute_hash(),
         torch.get_num_threads(),
         os.cpu_count(),
         _device_name(state.device),

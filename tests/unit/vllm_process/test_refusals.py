@@ -180,7 +180,6 @@ def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"enable_lora": True}, "enable_lora=True"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
         ({"dtype": "float16"}, "dtype=torch.float16"),
