@@ -8,6 +8,7 @@ that every start checks them. `scripts/vllm_names.py` reads from the code what b
 
 from __future__ import annotations
 
+from vllm_specplug.seams.listing_states import STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
     SPECULATOR,
@@ -37,7 +38,6 @@ from vllm_specplug.seams.seam import (
 )
 
 _PUBLIC = "never: it is public"
-
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -210,7 +210,6 @@ ATTENTION_BACKENDS = SeamSet(
 
 # -- what is called or overridden ---------------------------------------------------------------
 
-
 # Checked with PROCESS_SEAMS, wherever the plugin is loaded.
 _PROCESS_USES: tuple[Seam, ...] = (
     *uses(
@@ -297,6 +296,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         HAS_REGISTRY,
         "vllm.model_executor.layers.attention:Attention",
         "vllm.v1.attention.backend:AttentionType",
+        "vllm.model_executor.layers.mamba.abstract:MambaBase",
         "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
         "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
@@ -453,6 +453,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vLLM remembers which backend it chose; an earlier choice must be forgotten",
         f"vLLM takes a mask per request ({TREE})",
         "vllm.v1.attention.selector:_cached_get_attn_backend",
+        "vllm.v1.attention.selector:_cached_get_mamba_attn_backend",
     ),
 )
 
@@ -579,6 +580,7 @@ ALL_SEAMS: tuple[Seam, ...] = (
     CPU_RUNNER_V2,
     SPECULATOR,
     *CPU_BACKENDS.seams,
+    *STATE_SEAMS.seams,
     *_CPU_USES,
     V2_CPU_ADMISSION,
     *V2_CPU_KERNELS.seams,

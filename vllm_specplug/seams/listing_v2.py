@@ -90,6 +90,13 @@ V2_CPU_WORKER = Add(
 
 V2_CPU_KERNELS = SeamSet(
     (
+        ReplaceKernel(
+            "v2_cpu_kernels",
+            "vllm.v1.worker.utils:_zero_kv_blocks_kernel",
+            _WHY_KERNELS,
+            HAS_CPU_KERNELS,
+            make=f"{_CPU_KERNELS}.inputs:zero_kv_blocks",
+        ),
         *(
             ReplaceKernel(
                 "v2_cpu_kernels",
@@ -109,6 +116,11 @@ V2_CPU_KERNELS = SeamSet(
                 ("inputs", "block_table", "gather_block_tables compute_slot_mappings"),
                 ("inputs", "buffer_utils", "apply_write"),
                 ("inputs", "model_states.prompt_embeds", "apply_prompt_embeds"),
+                (
+                    "inputs",
+                    "model_states.mamba_hybrid",
+                    "scatter_num_accepted fill_num_accepted",
+                ),
                 ("sampling", "sample.gumbel", "temperature gumbel_sample"),
                 ("sampling", "sample.min_p", "min_p"),
                 ("sampling", "sample.logprob", "topk_log_softmax ranks fill_logprob_token_ids"),

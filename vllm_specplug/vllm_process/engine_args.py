@@ -106,11 +106,7 @@ def check_engine_config(vllm_config: Any) -> None:
     if model.use_mla:
         _refuse(method, f"MLA targets ({model.architectures[0]})", "Use a target with MHA or GQA")
     if model.is_hybrid or model.is_attention_free or model.has_inner_state:
-        _refuse(
-            method,
-            f"hybrid or attention-free targets ({model.architectures[0]})",
-            "Recurrent state cannot follow a tree; use a pure attention target",
-        )
+        _check_states(method, spec, vllm_config)
     if model.is_encoder_decoder or model.runner_type != "generate":
         _refuse(method, f"runner {model.runner_type!r} of this target", "Use a decoder-only target")
     if model.uses_mrope:
@@ -149,6 +145,44 @@ def _check_v2(method: str, vllm_config: Any) -> None:
         )
     if vllm_config.model_config.enable_trace_replay:
         _refuse(method, "enable_trace_replay=True", "Replay traces without speculation")
+
+
+# What describes Gated DeltaNet layers in a model's config.
+_DELTA_NET = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads")
+
+
+def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
+    """Layers with a recurrent state: that of Gated DeltaNet can follow a tree, on a CPU. Whether
+    all layers are such is seen once they are built."""
+    model = vllm_config.model_config
+    if not all(hasattr(model.hf_text_config, name) for name in _DELTA_NET):
+        _refuse(
+            method,
+            f"recurrent layers other than Gated DeltaNet ({model.architectures[0]})",
+            "Their state cannot follow a tree; use a target of attention layers, or of attention "
+            "and Gated DeltaNet layers",
+        )
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        _refuse(
+            method,
+            f"Gated DeltaNet layers on {device!r} ({model.architectures[0]})",
+            "Their trees are computed on CPUs alone; use a target of attention layers",
+        )
+    if vllm_config.cache_config.enable_prefix_caching:
+        _refuse(
+            method,
+            f"enable_prefix_caching=True on a target with recurrent states "
+            f"({model.architectures[0]})",
+            "Set enable_prefix_caching=False (--no-enable-prefix-caching)",
+        )
+    option = spec.plan.target_forward_option if spec.plan else None
+    if option:
+        _refuse(
+            method,
+            f"{option} on a target with recurrent states ({model.architectures[0]})",
+            "A draft forward would change them; use another setting of that option",
+        )
 
 
 def _check_cache_dtype(method: str, vllm_config: Any) -> None:

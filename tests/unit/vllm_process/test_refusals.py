@@ -377,6 +377,42 @@ def test_wrong_targets(
         _config(other, _jetspec(head))
 
 
+_HYBRID = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "engine", "spec", "message"),
+    [
+        ("Qwen3Next", 4, {}, {}, None),
+        ("Qwen3Next", 4, {"enable_prefix_caching": True}, {},
+         r"enable_prefix_caching=True .*Qwen3NextForCausalLM.*--no-enable-prefix-caching"),
+        ("Qwen3Next", 4, {}, {"method": "tokenswift", "draft_source": "self"},
+         "draft_source='self' on a target with recurrent states"),
+        ("FalconH1", 2, {}, {}, r"recurrent layers other than Gated DeltaNet .*FalconH1"),
+    ],
+)  # fmt: skip
+def test_targets_with_recurrent_states(
+    tmp_path: Path, family: str, layers: int, engine: dict[str, Any], spec: dict[str, Any],
+    message: str | None,
+) -> None:  # fmt: skip
+    import transformers
+
+    sizes = {**_HYBRID, "num_hidden_layers": layers, "architectures": [f"{family}ForCausalLM"]}
+    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
+    spec = {"method": "ngram_tree", "num_speculative_tokens": 8, **spec}
+    if spec["method"] == "tokenswift":
+        spec["model"] = str(make_tokenswift_heads(tmp_path / "heads", 64))
+    engine = {"dtype": "bfloat16", "enable_prefix_caching": False, **engine}
+    if message is None:
+        assert _config(tmp_path, spec, **engine).model_config.is_hybrid
+        return
+    with pytest.raises(ValueError, match=message):
+        _config(tmp_path, spec, **engine)
+
+
 def test_missing_and_pickled_heads(target: Path, head: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model=None .*needs a draft head"):
         _config(target, {"method": "jetspec", "num_speculative_tokens": 8})
