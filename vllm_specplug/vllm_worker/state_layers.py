@@ -64,6 +64,7 @@ def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
     STATE_SEAMS.apply()
     from vllm_specplug.vllm_attention.state_rows import row_bytes
 
+    layer: Any
     for layer in found.values():
         layer.num_spec = 0
         layer.get_kv_cache_spec = _without_draft_states(layer.get_kv_cache_spec)
