@@ -148,6 +148,7 @@ class Pair:
         *,
         least_accepted: int = 1,
         branching: bool = True,
+        adapters: list[Any] | None = None,
     ) -> tuple[list[Any], Counts]:
         """Runs both engines and raises unless every output is the same.
 
@@ -155,22 +156,47 @@ class Pair:
             params: one for all, or one per prompt.
             least_accepted: fewer accepted drafts than this make the comparison empty.
             branching: whether at least one verified tree must branch.
+            adapters: LoRA request of each prompt, None for the bare target.
 
         Returns:
             The plain engine's outputs and what the tree engine verified.
         """
         from tests.e2e.oracle import OracleDrafter
 
-        expected = generate(self.plain, prompts, params)
+        expected = generate(self.plain, prompts, params, adapters)
         OracleDrafter.sequences = sequences_of(expected)
         self.take_counts()
-        actual = generate(self.tree, prompts, params)
+        actual = generate(self.tree, prompts, params, adapters)
         counts = self.take_counts()
         for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
             assert_same_output(a, b, f"request {i}")
         assert counts.nodes > 0 and counts.accepted >= least_accepted, counts
         assert counts.branching > 0 or not branching, counts
         return expected, counts
+
+    def compare_up_to_ties(
+        self, prompts: list[list[int]], max_tokens: int, margin: float
+    ) -> Counts:
+        """Runs the tree engine greedily and raises unless each of its tokens is, after the tokens
+        before it, within `margin` of the plain engine's best one; a logprob."""
+        from vllm import SamplingParams
+
+        common = {"temperature": 0.0, "detokenize": False, "ignore_eos": True}
+        self.take_counts()
+        made = generate(self.tree, prompts, SamplingParams(max_tokens=max_tokens, **common))
+        counts = self.take_counts()
+        scored = generate(
+            self.plain,
+            sequences_of(made),
+            SamplingParams(max_tokens=1, prompt_logprobs=1, **common),
+        )
+        for i, (prompt, output) in enumerate(zip(prompts, scored, strict=True)):
+            pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+            for at, (token, logprobs) in enumerate(list(pairs)[len(prompt) :]):
+                behind = max(x.logprob for x in logprobs.values()) - logprobs[token].logprob
+                assert behind <= margin, f"request {i}, token {at}: {behind:.4f} behind the best"
+        assert counts.accepted > 0 and counts.branching > 0, counts
+        return counts
 
 
 def core_of(llm: Any) -> Any:
@@ -193,8 +219,11 @@ def watch_prefix_hits(llm: Any) -> dict[str, int]:
     return hits
 
 
-def generate(llm: Any, prompts: list[list[int]], params: Any) -> list[Any]:
-    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+def generate(
+    llm: Any, prompts: list[list[int]], params: Any, adapters: list[Any] | None = None
+) -> list[Any]:
+    inputs = [{"prompt_token_ids": p} for p in prompts]
+    return llm.generate(inputs, params, lora_request=adapters, use_tqdm=False)
 
 
 def sequences_of(outputs: list[Any]) -> list[list[int]]:

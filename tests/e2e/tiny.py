@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,39 +57,6 @@ def make_other_target(
             if name.endswith("sinks"):
                 parameter.normal_(std=2.0)
     model.save_pretrained(folder)
-    return folder
-
-
-def make_quantised_target(folder: Path, vocab_size: int, *, head: bool = True) -> Path:
-    """`make_target` in compressed-tensors' int8: weights by output channel, inputs by token. With
-    `head` the LM head as well."""
-    make_target(folder, vocab_size)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    for name in list(tensors):
-        linear = name.endswith("_proj.weight") or (head and name == "lm_head.weight")
-        if linear:
-            weight = tensors[name]
-            scale = weight.abs().amax(1, keepdim=True) / 127
-            tensors[name] = (weight / scale).round().clamp(-127, 127).to(torch.int8)
-            tensors[name.replace("weight", "weight_scale")] = scale
-    save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": [] if head else ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear", *(["re:.*lm_head"] if head else [])],
-                "weights": {**numbers, "strategy": "channel", "dynamic": False},
-                "input_activations": {**numbers, "strategy": "token", "dynamic": True},
-            }
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -283,4 +251,27 @@ def make_tokenswift_heads(
     torch.manual_seed(seed)
     heads = TokenSwiftHeads(TokenSwiftConfig(hidden, vocab_size, vocab_size, num_heads))
     save_heads(folder, heads, dtype=torch.float32)
+    return folder
+
+
+def make_adapter(folder: Path, target: Path, modules: Sequence[str], *, seed: int) -> Path:
+    """A random LoRA adapter of a target, in PEFT's files, that changes most of its answers."""
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none",
+              "target_modules": list(modules)}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    draw, tensors = torch.Generator().manual_seed(seed), {}
+    for name, weight in load_file(target / "model.safetensors").items():
+        path, _, kind = name.rpartition(".")
+        if path.rpartition(".")[2] not in modules or kind != "weight":
+            continue
+        rows, columns = weight.shape
+        a, b = "lora_A.weight", "lora_B.weight"
+        if path.endswith("embed_tokens"):
+            a, b, rows, columns = "lora_embedding_A", "lora_embedding_B", columns, rows
+        key = f"base_model.model.{path}"
+        scale = float(weight.std()) * columns**0.5
+        tensors[f"{key}.{a}"] = torch.randn(8, columns, generator=draw) / columns**0.5
+        tensors[f"{key}.{b}"] = torch.randn(rows, 8, generator=draw) * scale / 8
+    save_file(tensors, folder / "adapter_model.safetensors")
     return folder

@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
@@ -84,6 +85,10 @@ class TreeRunnerV2Mixin(_Runner):
         self.draft_group = 0
         # [groups, T] int64 slots of the running step, linear.
         self.tree_slots: torch.Tensor | None = None
+        # Rows with logits by request, from a step's inputs to its adapters; else None.
+        self.logits_counts: np.ndarray | None = None
+        # LoRA ids of the running step by request, and vLLM's requests for them.
+        self.step_adapters: tuple[tuple[int, ...], set[Any]] = ((), set())
 
     # -- set-up ---------------------------------------------------------------------------
 
@@ -155,7 +160,7 @@ class TreeRunnerV2Mixin(_Runner):
         # A dummy step has no trees, and may come between any two others.
         if not kwargs.get("dummy_run"):
             self.planner.begin_step()
-        self.tree_step = self.tree_walk = self.tree_states = None
+        self.tree_step = self.tree_walk = self.tree_states = self.logits_counts = None
         return super().execute_model(*args, **kwargs)
 
     def finish_requests(self, scheduler_output: Any) -> None:
@@ -197,11 +202,22 @@ class TreeRunnerV2Mixin(_Runner):
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         # Slots stay linear; only rotary positions follow depth.
         self.tree_slots = slot_mappings
+        self.logits_counts = np.diff(input_batch.cu_num_logits_np)
         if input_batch.num_draft_tokens:
             rows = step_rows(input_batch, self.num_speculative_steps)
             self.tree_step = trees = attach_trees(self.speculator.store, rows)
             set_positions(trees, input_batch.positions)
         return block_tables, slot_mappings
+
+    def _set_active_loras(
+        self, prompt_mapping: tuple[int, ...], token_mapping: Any, requests: set[Any], *args: Any
+    ) -> None:
+        # vLLM maps one logits row per request; a tree has one per node as well.
+        counts, self.logits_counts = self.logits_counts, None
+        if counts is not None:
+            self.step_adapters = prompt_mapping, requests
+            prompt_mapping = tuple(np.repeat(prompt_mapping, counts).tolist())
+        super()._set_active_loras(prompt_mapping, token_mapping, requests, *args)
 
     # -- after the forward -------------------------------------------------------------------
 

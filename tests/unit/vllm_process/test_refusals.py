@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,6 @@ def test_a_good_config_claims_the_worker_and_keeps_typed_options(target: Path, h
 
 
 def test_the_config_survives_pickling(target: Path, head: Path) -> None:
-    import pickle
-
     spec = _config(target, _jetspec(head)).speculative_config
     again = pickle.loads(pickle.dumps(spec))
     assert again == spec and again.aux_layers == spec.aux_layers
@@ -181,7 +180,6 @@ def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"enable_lora": True}, "enable_lora=True"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
         ({"dtype": "float16"}, "dtype=torch.float16"),
@@ -240,6 +238,19 @@ def test_the_v2_model_runner_is_taken_where_it_is_asked_for(
         assert is_async == config.scheduler_config.async_scheduling
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     assert not _config(target, options).use_v2_model_runner
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_an_engine_process_keeps_the_way_of_scheduling(
+    target: Path, monkeypatch: pytest.MonkeyPatch, asked: bool | None
+) -> None:
+    """It checks the config again once it is connected, as `EngineCoreProc` does."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    config = _config(target, {"method": "ngram_tree"}, async_scheduling=asked)
+    config = pickle.loads(pickle.dumps(config))
+    config.__post_init__()
+    assert config.scheduler_config.async_scheduling == bool(asked)
+    assert config.parallel_config.disable_nccl_for_dp_synchronization == bool(asked)
 
 
 def test_what_v2_does_not_give_is_named(

@@ -22,6 +22,7 @@ from vllm.distributed import (
 )
 from vllm.platforms import current_platform
 
+from vllm_specplug.budget import RowBudget
 from vllm_specplug.drafting.drafter import CommittedTokens, Drafter, DraftRequests
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.metrics import SpecPlugMetrics
@@ -81,7 +82,7 @@ class Runner(TreeRunnerMixin):
         )
         assert parse_request_budget(None, options)
         self.tree_metrics = SpecPlugMetrics(head="test", log_interval_s=1e9, is_reporting=False)
-        self.planner = DraftPlanner(options, 512, self.tree_metrics.stats, VOCAB)
+        self.planner = DraftPlanner(options, RowBudget(NODES, 512), self.tree_metrics.stats, VOCAB)
         self.drafter = SimpleNamespace(  # type: ignore[assignment]
             drafter=drafter, options=SimpleNamespace(tree_width=4)
         )

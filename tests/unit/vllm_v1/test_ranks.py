@@ -56,15 +56,21 @@ def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
     assert first["rows"] and first == second
 
 
-@pytest.mark.parametrize("where", ["draft", "forward"])
+@pytest.mark.parametrize("where", ["draft", "forward", "collective"])
 def test_a_worker_that_fails_to_warm_up_leaves_no_other_waiting(tmp_path: Path, where: str) -> None:
-    """Drafts are refused on both, or the budget is fixed on both."""
+    """Drafts are refused on both, or the budget is fixed on both; where the other one waits in a
+    forward that only both can end, the worker that failed says what failed, and ends."""
     from vllm.utils.network_utils import get_open_port
 
     port = get_open_port()
     _run_all("failing_process", [[rank, port, str(tmp_path), where] for rank in range(2)], tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first["fixed"] and second["fixed"]
+    if where == "collective":
+        assert first["ended"] is not None
+        assert "MemoryError in what all workers do together: no room" in second["ended"]
+        return
+    assert first["ended"] is None and second["ended"] is None
     if where == "forward":
         assert first["refused"] is None and second["refused"] is None
         return
