@@ -106,11 +106,11 @@ def page(name: str, method: Method, cells: Cells) -> ResultPage:
     sections, data = [], []
     for load, found in by_load(cells).items():
         rows = []
-        for name, group in found.items():
+        for system, group in found.items():
             drafts = total(group, "drafts")
             values = {
                 "load": load,
-                "system": name,
+                "system": system,
                 "tokens_per_s": median(c["tokens_per_s"] for c in group),
                 "over_plain": median(ratios(group, found[BASELINE], lambda c: c["tokens_per_s"])),
                 "tokens_per_step": total(group, "decode_tokens") / total(group, "decode_steps"),
@@ -120,7 +120,7 @@ def page(name: str, method: Method, cells: Cells) -> ResultPage:
             data.append(values)
             rows.append(
                 [
-                    name,
+                    system,
                     f"{values['tokens_per_s']:.1f}",
                     f"{values['over_plain']:.2f} x",
                     f"{values['tokens_per_step']:.2f}",

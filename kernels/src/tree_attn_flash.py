@@ -21,21 +21,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .cuda_contract import PLAN_CONTEXT
-from .tree_attn_triton import tree_attn_triton
+from .tree_attn_triton import MAX_HEAD_DIM, tree_attn_triton
 
 if TYPE_CHECKING:
     from .metadata import TreeAttnMetadata
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_MAX_HEAD_DIM = 256
 
 
 def unsupported_reason(head_dim: int, dtype: torch.dtype, block_size: int) -> str | None:
     """Why FlashAttention does not take a cache; None when it does."""
     if dtype not in _DTYPES:
         return f"dtype {dtype}"
-    if head_dim > _MAX_HEAD_DIM or head_dim % 8:
-        return f"head_dim {head_dim} (multiples of 8 up to {_MAX_HEAD_DIM})"
+    if head_dim > MAX_HEAD_DIM or head_dim % 8:
+        return f"head_dim {head_dim} (multiples of 8 up to {MAX_HEAD_DIM})"
     if block_size % 16:
         return f"pages of {block_size} tokens (multiples of 16)"
     return None

@@ -31,7 +31,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 MIN_SPLIT = 256
 MAX_SPLITS = 64
 _MAX_BLOCK_M = 128
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 
 
 @triton.jit
@@ -359,7 +359,7 @@ def most_workspace_bytes(device: torch.device) -> int:
     fewer than would make four.
     """
     programs = 4 * _device_limits(device)[0]
-    row = _MAX_HEAD_DIM * 4 + 4
+    row = MAX_HEAD_DIM * 4 + 4
     return programs * _MAX_BLOCK_M * row
 
 

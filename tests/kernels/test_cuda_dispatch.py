@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from vllm_specplug.kernels.cuda_dispatch import (
     self_test_failure,
     unsupported_by,
 )
+from vllm_specplug.kernels.cute import store
 from vllm_specplug.kernels.cute.config import all_configs
 from vllm_specplug.kernels.cute.launch import plan_launches
 from vllm_specplug.kernels.reference import tree_attn_cuda_reference
@@ -134,7 +137,7 @@ def timed(monkeypatch, tmp_path):
         times.update(changes)
         return taken
 
-    def call_us(run, shape, device):
+    def call_us(run, use, device):
         taken.append(run)
         if times[run] is None:
             raise torch.OutOfMemoryError("no room")
@@ -159,38 +162,78 @@ def test_auto_takes_the_fastest_of_those_that_are_right(only_reference_fails, ti
     assert "only one" in choose_cuda_kernel("auto", SHAPE, CPU, HOPPER).reason
 
 
-def test_times_are_kept_for_the_same_kernels_shape_and_device(timed, monkeypatch):
+def test_drafts_are_served_by_a_kernel_that_was_timed_on_blocks(
+    only_reference_fails, timed, monkeypatch
+):
+    """FlashAttention's way takes trees of a whole step alone."""
+    only_reference_fails("cute", "flash", "triton")
     monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
+    timed(flash=1.0)
+    chosen = choose_cuda_kernel("auto", SHAPE, CPU, HOPPER, for_drafts=True)
+    assert chosen.name == "cute" and "flash" not in chosen.reason
+    assert choose_cuda_kernel("flash", SHAPE, CPU, HOPPER, for_drafts=True).name == "triton"
+
+
+USE = cuda_dispatch.KernelUse(SHAPE, for_drafts=False)
+
+
+def test_times_are_kept_for_the_same_kernels_use_and_device(timed, monkeypatch):
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
+    monkeypatch.setattr(cuda_dispatch, "_TURNS", 2)
     names = ("cute", "triton")
     taken = timed()
-    first = cuda_dispatch.kernel_times(names, SHAPE, CPU)
-    assert cuda_dispatch.kernel_times(names, SHAPE, CPU) == first and taken == ["cute", "triton"]
-    wider = KernelShape(**{**SHAPE.__dict__, "head_dim": 32})
-    cuda_dispatch.kernel_times(names, wider, CPU)
-    cuda_dispatch.kernel_times(("cute", "flash", "triton"), SHAPE, CPU)
-    assert len(taken) == 7
-    (kept, *_) = cuda_dispatch._times_path(SHAPE, CPU).parent.iterdir()
+    first = cuda_dispatch.kernel_times(names, USE, CPU)
+    assert taken == ["cute", "triton"] * 2, "in turns"
+    assert cuda_dispatch.kernel_times(names, USE, CPU) == first and len(taken) == 4
+    cuda_dispatch.kernel_times(names, replace(USE, for_drafts=True), CPU)
+    cuda_dispatch.kernel_times(names, replace(USE, shape=replace(SHAPE, head_dim=32)), CPU)
+    cuda_dispatch.kernel_times(("cute", "flash", "triton"), USE, CPU)
+    assert len(taken) == 4 + 4 + 4 + 6
+    path = cuda_dispatch._times_path(USE, CPU)
     for text in ("{", "[3]", '{"cute": "fast"}'):
-        cuda_dispatch._times_path(SHAPE, CPU).write_text(text)
-        assert cuda_dispatch.kernel_times(names, SHAPE, CPU) == first
-    assert len(taken) == 13 and kept.suffix == ".json"
+        path.write_text(text)
+        assert cuda_dispatch.kernel_times(names, USE, CPU) == first
+
+
+def test_the_best_time_counts(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
+    times = iter([90.0, 20.0, 30.0, 21.0, 31.0, 500.0])
+    monkeypatch.setattr(cuda_dispatch, "call_us", lambda *args: next(times))
+    found = cuda_dispatch.kernel_times(("cute", "triton"), USE, CPU)
+    assert found == {"cute": 30.0, "triton": 20.0}
 
 
 def test_a_kernel_that_cannot_be_timed_is_not_taken_while_another_can(timed, monkeypatch, caplog):
     monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
     timed(cute=None)
     with caplog.at_level(logging.WARNING):
-        assert set(cuda_dispatch.kernel_times(("cute", "triton"), SHAPE, CPU)) == {"triton"}
+        assert set(cuda_dispatch.kernel_times(("cute", "triton"), USE, CPU)) == {"triton"}
     assert "cute cannot be timed: no room" in caplog.text
     timed(triton=None)
-    assert cuda_dispatch.kernel_times(("cute", "triton"), SHAPE, CPU) == {}
+    assert cuda_dispatch.kernel_times(("cute", "triton"), USE, CPU) == {}
+    assert not list(cuda_dispatch._times_path(USE, CPU).parent.parent.rglob("*.json"))
 
 
-def test_timing_ends_when_its_time_is_up(timed, monkeypatch):
+def test_timing_ends_when_its_time_is_up(only_reference_fails, timed, monkeypatch):
+    only_reference_fails("cute", "triton")
     monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
     monkeypatch.setattr(cuda_dispatch, "TIME_LIMIT_S", -1.0)
-    assert cuda_dispatch.kernel_times(("cute", "triton"), SHAPE, CPU) == {}
-    assert not list(cuda_dispatch._times_path(SHAPE, CPU).parent.parent.rglob("*.json"))
+    chosen = choose_cuda_kernel("auto", SHAPE, CPU, HOPPER)
+    assert (chosen.name, chosen.reason) == ("cute", "the first that is right")
+    assert not list(cuda_dispatch._times_path(USE, CPU).parent.parent.rglob("*.json"))
+
+
+def test_a_user_without_a_home_keeps_no_times(only_reference_fails, timed, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    only_reference_fails("cute", "flash", "triton")
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
+    monkeypatch.delenv("SPECPLUG_CACHE")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert choose_cuda_kernel("auto", SHAPE, CPU, HOPPER).name == "flash"
+    assert store.cache_folder().name == store.sources_digest()
 
 
 def test_a_slower_kernel_takes_longer(monkeypatch):
@@ -198,11 +241,14 @@ def test_a_slower_kernel_takes_longer(monkeypatch):
     slept = []
 
     def slow(*args):
-        slept.append(len(args[4].plan[0]))
+        slept.append((len(args[4].plan[0]), args[4].query_starts is None, len(args) == 8))
         time.sleep(0.002)
 
-    assert cuda_dispatch.call_us(slow, SHAPE, CPU) >= 2000
-    assert slept == [1] * 23 + [2] * 23
+    assert cuda_dispatch.call_us(slow, USE, CPU) >= 2000
+    assert slept == [(1, False, False)] * 23 + [(2, False, False)] * 23
+    slept.clear()
+    cuda_dispatch.call_us(slow, replace(USE, for_drafts=True), CPU)
+    assert slept[0] == (1, True, True), "with dense tails"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_a_block_attends_its_pages_and_itself(monkeypatch, causal: bool, target:
     # What serves the target says nothing of what serves the head.
     backend.kernel = ChosenKernel(target, print, "")
     triton_kernel = ChosenKernel("triton", load_kernel("triton"), "")
-    monkeypatch.setattr(backend, "choose", lambda *shape: triton_kernel)
+    monkeypatch.setattr(backend, "choose", lambda *shape, **use: triton_kernel)
     blocks = -(-max(CONTEXTS) // PAGE)
     table = torch.randperm(len(CONTEXTS) * blocks).view(len(CONTEXTS), blocks).int()
     caches = [torch.full((table.numel(), KV_HEADS, PAGE, 2 * DIM), float("nan")) for _ in range(2)]

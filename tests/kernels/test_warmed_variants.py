@@ -105,7 +105,7 @@ class Served:
         monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
         kernel = ChosenKernel(name, load_kernel(name), "")
         monkeypatch.setattr(tree_attn_flash, "context_attention", lambda head_dim: _no_context)
-        monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args: kernel)
+        monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **kwargs: kernel)
         monkeypatch.setattr(block_head, "can_build_best_first", lambda device: True)
         monkeypatch.setattr(block_head, "build_best_first", _build_on_device)
         self.rng = np.random.default_rng(0)

@@ -175,10 +175,13 @@ class CudaTreeBackend(TreeBackend):
     # -- set-up -----------------------------------------------------------------------------
 
     def make_workspace(self) -> torch.Tensor:
-        """As many bytes as the target's attention takes for a moment in one layer."""
-        from vllm_specplug.kernels.tree_attn_triton import most_workspace_bytes
+        """As many bytes as the target's attention takes for a moment in one layer: parts of a split
+        context, or another kernel's output over the context of all rows with its log-sum-exp."""
+        from vllm_specplug.kernels.tree_attn_triton import MAX_HEAD_DIM, most_workspace_bytes
 
-        return torch.empty(most_workspace_bytes(self.device), dtype=torch.uint8, device=self.device)
+        outputs = self.limits.num_rows * self.num_heads * (2 * MAX_HEAD_DIM + 4)
+        size = max(most_workspace_bytes(self.device), outputs)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def bind(self, groups: list[CacheGroup]) -> None:
         from vllm_specplug.kernels.kv_compact_triton import LayerCaches
@@ -208,11 +211,16 @@ class CudaTreeBackend(TreeBackend):
             )
 
     def choose(
-        self, head_dim: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+        self,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        for_drafts: bool = False,
     ) -> ChosenKernel:
         """The kernel for one shape of attention."""
         shape = KernelShape(head_dim, dtype, self.block_size, num_heads, num_kv_heads)
-        return choose_cuda_kernel(self.requested, shape, self.device, self.capability())
+        return choose_cuda_kernel(self.requested, shape, self.device, self.capability(), for_drafts)
 
     def warm_up(self) -> None:
         """Compiles the Triton variants that steps of this model take: a first tree must not wait.
@@ -464,6 +472,6 @@ class CudaDraftCache:
         """The head may have other heads than the target, so its kernel is chosen for it."""
         if self.kernel is None:
             self.kernel = self.backend.choose(
-                query.shape[2], query.shape[1], key.shape[1], query.dtype
+                query.shape[2], query.shape[1], key.shape[1], query.dtype, for_drafts=True
             )
         return self.kernel

@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed import get_tp_group, get_world_group
+from vllm.logger import init_logger
 
 from vllm_specplug.tree import DraftTree
+
+logger = init_logger("vllm.specplug.ranks")
 
 # How long a worker that failed waits for the others, which may still compile something.
 PATIENCE = timedelta(minutes=3)
@@ -44,8 +47,9 @@ def any_failed(failure: Exception | None) -> bool:
     """Whether something failed on any worker; the same answer on every worker.
 
     Raises:
-        RuntimeError: from `failure`, where the others do not come: they wait in a collective that
-            this worker left, and only its end ends them.
+        SystemExit: from `failure`, where the others do not come: they wait in a collective that
+            this worker left, and only its end ends them. vLLM's workers answer any other exception
+            and go on, and nobody reads the answer while the first worker waits.
     """
     group = get_world_group()
     if group.world_size == 1:
@@ -60,9 +64,9 @@ def any_failed(failure: Exception | None) -> bool:
     try:
         work.wait(PATIENCE)
     except RuntimeError:
-        raise RuntimeError(
-            f"{type(failure).__name__} in what all workers do together: {failure}"
-        ) from failure
+        what = f"{type(failure).__name__} in what all workers do together: {failure}"
+        logger.exception("This worker ends, as the others wait for it. %s", what)
+        raise SystemExit(what) from failure
     return True
 
 

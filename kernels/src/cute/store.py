@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,14 +55,19 @@ def sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def cache_root() -> Path:
-    """$SPECPLUG_CACHE, or its default."""
-    return Path(os.environ.get("SPECPLUG_CACHE") or Path.home() / ".cache" / "specplug")
+def cache_root() -> Path | None:
+    """$SPECPLUG_CACHE, or its default; None for a user without a home."""
+    override = os.environ.get("SPECPLUG_CACHE")
+    try:
+        return Path(override).expanduser() if override else Path.home() / ".cache" / "specplug"
+    except RuntimeError:
+        return None
 
 
 def cache_folder() -> Path:
-    """Where compiled variants of these sources are kept for the user."""
-    return cache_root() / "cubins" / sources_digest()
+    """Where compiled variants of these sources are kept for the user, or for this process."""
+    root = cache_root() or Path(tempfile.gettempdir()) / f"specplug-{os.getpid()}"
+    return root / "cubins" / sources_digest()
 
 
 def as_stored(made) -> StoredKernel:

@@ -67,15 +67,24 @@ def main(rank: int, port: int, folder: str, where: str) -> None:
                 return hidden
 
             worker._dummy_run = together  # type: ignore[method-assign]
-        refused = ended = None
+        refused = ended = kind = None
         try:
             warm_up_draft(worker.state)
         except RuntimeError as error:
             refused = str(error)
         try:
             worker.start_budget()
-        except RuntimeError as error:
+        except (RuntimeError, SystemExit) as error:
+            # vLLM's workers outlive the first; see the test.
+            kind = type(error).__name__
             ended = str(error)
     (Path(folder) / f"{rank}.json").write_text(
-        json.dumps({"refused": refused, "ended": ended, "fixed": worker.planner.adaptive is None})
+        json.dumps(
+            {
+                "refused": refused,
+                "ended": ended,
+                "kind": kind,
+                "fixed": worker.planner.adaptive is None,
+            }
+        )
     )

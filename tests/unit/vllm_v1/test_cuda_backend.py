@@ -284,7 +284,7 @@ def test_a_draft_of_another_kernel_than_the_targets_has_its_words(monkeypatch):
         "fill_words",
         lambda meta, kernel=None: filled.append((kernel or backend.kernel).name),
     )
-    monkeypatch.setattr(backend, "choose", lambda *args: ChosenKernel("triton", print, ""))
+    monkeypatch.setattr(backend, "choose", lambda *args, **use: ChosenKernel("triton", print, ""))
     monkeypatch.setattr(backend, "cache_writer", lambda: None)
     layer = SimpleNamespace(kv_cache=torch.zeros(2, 1, 16, 8))
     drafts = backend.draft_cache([layer, layer], lambda: TABLE, 1.0)
@@ -304,7 +304,7 @@ def test_a_draft_of_another_kernel_than_the_targets_has_its_words(monkeypatch):
 def test_full_graphs_need_a_kernel_that_can_be_captured(backend, monkeypatch, name, full, good):
     """Else a graph would replay stock attention, which takes a tree for a line."""
     monkeypatch.setenv(FULL_GRAPHS_VARIABLE, full)
-    monkeypatch.setattr(backend, "choose", lambda *args: ChosenKernel(name, print, ""))
+    monkeypatch.setattr(backend, "choose", lambda *args, **use: ChosenKernel(name, print, ""))
     groups = [CacheGroup(0, {"layer": torch.zeros(2, 1, 16, 8)})]
     if good:
         backend.bind(groups)

@@ -69,6 +69,8 @@ def test_a_worker_that_fails_to_warm_up_leaves_no_other_waiting(tmp_path: Path, 
     if where == "collective":
         assert first["ended"] is not None
         assert "MemoryError in what all workers do together: no room" in second["ended"]
+        # What `WorkerProc` does not take for an answer to its executor.
+        assert second["kind"] == "SystemExit"
         return
     assert first["ended"] is None and second["ended"] is None
     if where == "forward":
