@@ -65,6 +65,7 @@ test-033: setup
 	@$(BIN)/python scripts/setup_033.py
 	OMP_NUM_THREADS=1 .venv-033/bin/python -m pytest -n 2 --dist loadgroup --durations=15 \
 	  -m "not full" -k "not with_vllms_own_kernels" -v $(TESTS_033) $(ARGS)
+	OMP_NUM_THREADS=1 .venv-033/bin/python -m pytest -v tests/e2e/test_compiled.py $(ARGS)
 
 # Thousands of runs of the fuzzed state machine; `make test` has a few for each method.
 fuzz: export SPECPLUG_FUZZ_EXAMPLES ?= 150

@@ -201,7 +201,7 @@ def _runner(step: Step, kind: type[TreeRunnerV2Mixin] = _Runner) -> Any:
     runner.speculator = SimpleNamespace(store=step.store, trees={})
     runner.planner = SimpleNamespace(clock=HostClock())
     runner.tree_metrics = SimpleNamespace(stats=StepStats())
-    runner.tree_step = runner.tree_walk = runner.tree_slots = None
+    runner.tree_step = runner.tree_walk = runner.tree_slots = runner.tree_states = None
     sampler = SimpleNamespace(
         compute_nans=False,
         return_sampling_mask=False,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import vllm.v1.worker.gpu.sample.gumbel as gumbel
 from numpy.typing import NDArray
 
 from vllm_specplug.kernels import gumbel_argmax, row_argmax
@@ -21,6 +22,8 @@ Tensor = torch.Tensor
 
 _DRAFT_NOISE_SALT = 1 << 30
 _HIGH_DOMAIN = 0x9E3779B9
+# From vLLM 0.33 on the column of cached logits, a speculative step, is mixed into the seed.
+_STEPS_HAVE_SEEDS = hasattr(gumbel, "spec_step_seed")
 _U32 = 0xFFFFFFFF
 
 
@@ -109,6 +112,8 @@ def gumbel_sample(
     drawn = row_argmax(logits)
     if temperature.any():
         seeds, positions = seeds_ptr[slots], pos_ptr.long()
+        if logits_cache_ptr is not None and _STEPS_HAVE_SEEDS:
+            seeds = seeds ^ (columns << 32)
         if IS_DRAFTING:
             positions = positions + _DRAFT_NOISE_SALT
         # A row of temperature 0 is left out.
