@@ -148,6 +148,7 @@ class Pair:
         *,
         least_accepted: int = 1,
         branching: bool = True,
+        adapters: list[Any] | None = None,
     ) -> tuple[list[Any], Counts]:
         """Runs both engines and raises unless every output is the same.
 
@@ -155,16 +156,17 @@ class Pair:
             params: one for all, or one per prompt.
             least_accepted: fewer accepted drafts than this make the comparison empty.
             branching: whether at least one verified tree must branch.
+            adapters: LoRA request of each prompt, None for the bare target.
 
         Returns:
             The plain engine's outputs and what the tree engine verified.
         """
         from tests.e2e.oracle import OracleDrafter
 
-        expected = generate(self.plain, prompts, params)
+        expected = generate(self.plain, prompts, params, adapters)
         OracleDrafter.sequences = sequences_of(expected)
         self.take_counts()
-        actual = generate(self.tree, prompts, params)
+        actual = generate(self.tree, prompts, params, adapters)
         counts = self.take_counts()
         for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
             assert_same_output(a, b, f"request {i}")
@@ -217,8 +219,11 @@ def watch_prefix_hits(llm: Any) -> dict[str, int]:
     return hits
 
 
-def generate(llm: Any, prompts: list[list[int]], params: Any) -> list[Any]:
-    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+def generate(
+    llm: Any, prompts: list[list[int]], params: Any, adapters: list[Any] | None = None
+) -> list[Any]:
+    inputs = [{"prompt_token_ids": p} for p in prompts]
+    return llm.generate(inputs, params, lora_request=adapters, use_tqdm=False)
 
 
 def sequences_of(outputs: list[Any]) -> list[list[int]]:

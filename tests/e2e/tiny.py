@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from vllm_specplug.methods.block.checkpoint import save_block_head
 from vllm_specplug.methods.block.config import BlockHeadConfig
@@ -248,4 +251,27 @@ def make_tokenswift_heads(
     torch.manual_seed(seed)
     heads = TokenSwiftHeads(TokenSwiftConfig(hidden, vocab_size, vocab_size, num_heads))
     save_heads(folder, heads, dtype=torch.float32)
+    return folder
+
+
+def make_adapter(folder: Path, target: Path, modules: Sequence[str], *, seed: int) -> Path:
+    """A random LoRA adapter of a target, in PEFT's files, that changes most of its answers."""
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none",
+              "target_modules": list(modules)}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    draw, tensors = torch.Generator().manual_seed(seed), {}
+    for name, weight in load_file(target / "model.safetensors").items():
+        path, _, kind = name.rpartition(".")
+        if path.rpartition(".")[2] not in modules or kind != "weight":
+            continue
+        rows, columns = weight.shape
+        a, b = "lora_A.weight", "lora_B.weight"
+        if path.endswith("embed_tokens"):
+            a, b, rows, columns = "lora_embedding_A", "lora_embedding_B", columns, rows
+        key = f"base_model.model.{path}"
+        scale = float(weight.std()) * columns**0.5
+        tensors[f"{key}.{a}"] = torch.randn(8, columns, generator=draw) / columns**0.5
+        tensors[f"{key}.{b}"] = torch.randn(rows, 8, generator=draw) * scale / 8
+    save_file(tensors, folder / "adapter_model.safetensors")
     return folder

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
@@ -21,6 +22,8 @@ if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
 import pytest
 import torch
 
+from tests.e2e import adapter_checks
+from tests.e2e.adapter_checks import LORA, adapters, compare_adapters, mapped, of_the_next_row
 from tests.e2e.budget_checks import FLAT, STEEP, freeze_costs
 from tests.e2e.event_checks import LONG
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
@@ -57,11 +60,18 @@ def engines(
     ahead: bool = True,
     budget: int | str = 6,
     ngram_topk: int = 3,
+    both: dict[str, Any] | None = None,
     **tree: Any,
 ) -> Pair:
     """A pair whose tree engine schedules ahead or does not; six nodes per tree at most."""
     options = {"num_speculative_tokens": 6, "tree_budget": budget, "ngram_topk": ngram_topk}
-    made = pair(method, speculative=options, tree={"async_scheduling": ahead, **tree}, **CACHE)
+    made = pair(
+        method,
+        speculative=options,
+        tree={"async_scheduling": ahead, **tree},
+        **CACHE,
+        **both or {},
+    )
     core = core_of(made.tree)
     assert type(core.scheduler).__name__ == ("AsyncScheduler" if ahead else "Scheduler")
     assert type(made.runner).__mro__[2].__module__ == "vllm.v1.worker.cpu.model_runner"
@@ -513,3 +523,18 @@ def check_it_would_notice_a_causal_mask() -> None:
         _diverges(engines())
     finally:
         backend.ancestor_words = stock
+
+
+def check_adapters_of_requests() -> None:
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    for ahead in (False, True):
+        made = engines(ahead=ahead, both=LORA)
+        compare_adapters(made, PROMPTS)
+    for name in ("index_mapping", "prompt_mapping"):
+        with mapped(made, **{name: of_the_next_row}):
+            adapter_checks.diverges(made, PROMPTS)
+    # As vLLM maps them: one row with logits per request. The engine does not survive it.
+    made.runner._set_active_loras = partial(LoRAModelRunnerMixin._set_active_loras, made.runner)
+    with pytest.raises(RuntimeError):
+        generate(made.tree, PROMPTS, greedy(), list(adapters()))

@@ -9,6 +9,7 @@ from vllm_specplug.seams.listing import (
     LOGITS_PROCESSORS,
     PROCESS_SEAMS,
     REFUSAL,
+    STATE_SEAMS,
     WORKER_SEAMS,
 )
 from vllm_specplug.seams.listing_v2 import (
@@ -33,6 +34,7 @@ __all__ = [
     "V2_CPU_KERNELS",
     "V2_CPU_WORKER",
     "SPECULATOR",
+    "STATE_SEAMS",
     "WORKER_SEAMS",
     "Seam",
     "SeamError",

@@ -85,8 +85,20 @@ class RunnerState(RunnerView):
     # -- forwards beside the step ---------------------------------------------------------
 
     def dummy_forward(self, rows: int, context: int) -> torch.Tensor:
-        hidden, _ = self.runner._dummy_run(rows, force_attention=True, profile_seq_lens=context)
+        lora = self.runner.lora_config
+        hidden, _ = self.runner._dummy_run(
+            rows,
+            force_attention=True,
+            profile_seq_lens=context,
+            remove_lora=False,
+            num_active_loras=0 if lora is None else lora.max_loras,
+        )
         return hidden
+
+    def adapters(self, req_indices: Sequence[int]) -> tuple[list[int], set[Any]]:
+        batch = self.runner.input_batch
+        ids = batch.request_lora_mapping[list(req_indices)].tolist()
+        return ids, set(batch.lora_id_to_lora_request.values())
 
     def wait_for_device(self) -> None:
         self.runner._sync_device()

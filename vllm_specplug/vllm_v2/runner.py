@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
@@ -18,6 +19,7 @@ from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics import STATS_ATTRIBUTE
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
+from vllm_specplug.vllm_attention.state_rows import StateStep, attach_state_step
 from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.device_trees import (
@@ -31,6 +33,7 @@ from vllm_specplug.vllm_v2.device_trees import (
 from vllm_specplug.vllm_v2.runner_state import RunnerState
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
+from vllm_specplug.vllm_v2.state_trees import last_state_rows, state_step
 from vllm_specplug.vllm_v2.step_input import step_rows, verified_step
 from vllm_specplug.vllm_v2.tree_params import TreeParams
 from vllm_specplug.vllm_worker.cache_groups import draft_group
@@ -74,12 +77,18 @@ class TreeRunnerV2Mixin(_Runner):
         # Of the running step; None where it has no drafts, and for dummies.
         self.tree_step: StepTrees | None = None
         self.tree_walk: Walk | None = None
+        # What the step's trees would do to recurrent states, until the walk.
+        self.tree_states: StateStep | None = None
         # Running requests with a grammar.
         self.tree_constrained: set[str] = set()
         # KV cache group of the drafter's own layers.
         self.draft_group = 0
         # [groups, T] int64 slots of the running step, linear.
         self.tree_slots: torch.Tensor | None = None
+        # Rows with logits by request, from a step's inputs to its adapters; else None.
+        self.logits_counts: np.ndarray | None = None
+        # LoRA ids of the running step by request, and vLLM's requests for them.
+        self.step_adapters: tuple[tuple[int, ...], set[Any]] = ((), set())
 
     # -- set-up ---------------------------------------------------------------------------
 
@@ -107,6 +116,10 @@ class TreeRunnerV2Mixin(_Runner):
                 rows = self.tree_backend.tree_rows(self.tree_step, block_tables[0])
                 for one in {id(m): m for m in metadata.values()}.values():
                     attach_tree_rows(one, rows)
+                names = self.drafter.state_layers.names
+                if names:
+                    self.tree_states = state_step(input_batch, self.tree_step)
+                    attach_state_step(metadata, names, self.tree_states)
             return metadata
 
         self.model_state.prepare_attn = prepare_attn
@@ -147,7 +160,7 @@ class TreeRunnerV2Mixin(_Runner):
         # A dummy step has no trees, and may come between any two others.
         if not kwargs.get("dummy_run"):
             self.planner.begin_step()
-        self.tree_step = self.tree_walk = None
+        self.tree_step = self.tree_walk = self.tree_states = self.logits_counts = None
         return super().execute_model(*args, **kwargs)
 
     def finish_requests(self, scheduler_output: Any) -> None:
@@ -189,11 +202,22 @@ class TreeRunnerV2Mixin(_Runner):
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         # Slots stay linear; only rotary positions follow depth.
         self.tree_slots = slot_mappings
+        self.logits_counts = np.diff(input_batch.cu_num_logits_np)
         if input_batch.num_draft_tokens:
             rows = step_rows(input_batch, self.num_speculative_steps)
             self.tree_step = trees = attach_trees(self.speculator.store, rows)
             set_positions(trees, input_batch.positions)
         return block_tables, slot_mappings
+
+    def _set_active_loras(
+        self, prompt_mapping: tuple[int, ...], token_mapping: Any, requests: set[Any], *args: Any
+    ) -> None:
+        # vLLM maps one logits row per request; a tree has one per node as well.
+        counts, self.logits_counts = self.logits_counts, None
+        if counts is not None:
+            self.step_adapters = prompt_mapping, requests
+            prompt_mapping = tuple(np.repeat(prompt_mapping, counts).tolist())
+        super()._set_active_loras(prompt_mapping, token_mapping, requests, *args)
 
     # -- after the forward -------------------------------------------------------------------
 
@@ -210,6 +234,8 @@ class TreeRunnerV2Mixin(_Runner):
         if self.tree_walk is not None and self.tree_slots is not None:
             # Before anything can read or hash their blocks.
             self.tree_backend.compact(self._running_trees(), self.tree_walk, self.tree_slots)
+            if self.tree_states is not None:
+                self.tree_states.commit(last_state_rows(input_batch, self.tree_walk))
         self._record_verification(input_batch, walked)
         return output
 

@@ -6,6 +6,9 @@ Seam: runner_v2_state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from vllm_specplug.vllm_worker.runner_view import RunnerView
@@ -25,6 +28,11 @@ class RunnerState(RunnerView):
         longest = -(-rows // min(rows, self.max_requests))
         hidden, _ = self.runner._dummy_run(rows, context_len=max(0, context - longest))
         return hidden
+
+    def adapters(self, req_indices: Sequence[int]) -> tuple[list[int], set[Any]]:
+        ids, requests = self.runner.step_adapters
+        # A rehearsal's requests are in no batch.
+        return [ids[i] if i < len(ids) else 0 for i in req_indices], requests
 
     def wait_for_device(self) -> None:
         if self.device.type != "cpu":

@@ -10,14 +10,18 @@ Seam: runner_state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specplug.drafting.drafter import DrafterOptions
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_groups
+from vllm_specplug.vllm_worker.state_layers import StateLayers
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
@@ -71,6 +75,12 @@ class RunnerView(ABC):
         return self.runner.drafter.drafter
 
     @property
+    def state_layers(self) -> StateLayers:
+        """The target's layers that keep a recurrent state."""
+        layers: StateLayers = self.runner.drafter.state_layers
+        return layers
+
+    @property
     def drafter_options(self) -> DrafterOptions:
         return self.runner.drafter.options
 
@@ -85,17 +95,52 @@ class RunnerView(ABC):
         """Returns when the device is idle."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's logits [rows, V] of hidden states [rows, H]."""
+        """The target's logits [rows, V] of hidden states [rows, H], by no request's adapter."""
+        if self.runner.lora_config is not None:
+            # The LM head takes adapters row by row, and is mapped to those of the last forward.
+            rows = np.array([len(hidden)], np.int32)
+            with self.runner.maybe_select_dummy_loras(
+                self.runner.lora_config, rows, num_sampled_tokens=rows
+            ):
+                return self.runner.model.compute_logits(hidden)
         return self.runner.model.compute_logits(hidden)
 
+    @contextmanager
+    def dummy_adapters(self) -> Iterator[None]:
+        """Dummy forwards inside find as many LoRA adapters as a batch may have; none stays."""
+        config = self.runner.lora_config
+        if config is None:
+            yield
+            return
+        try:
+            with self.runner.maybe_setup_dummy_loras(config):
+                yield
+        finally:
+            # vLLM leaves them behind a failure, and their numbers are those of real adapters.
+            self.runner.maybe_remove_all_loras(config)
+
+    @abstractmethod
+    def adapters(self, req_indices: Sequence[int]) -> tuple[list[int], set[Any]]:
+        """LoRA ids of requests of the batch, 0 for none, and vLLM's requests for those adapters."""
+
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: dict[str, Any]
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: dict[str, Any],
+        req_indices: Sequence[int],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The target's forward with `attention` metadata by layer; writes no cache.
+
+        Args:
+            req_indices: whose row each is, by the request's index in the batch.
 
         Returns:
             Hidden states [rows, H] and those of the layers that the drafter reads.
         """
+        if self.runner.lora_config is not None:
+            ids, requests = self.adapters(req_indices)
+            self.runner._set_active_loras(tuple(ids), tuple(ids), requests)
         # A compiled model has one way in, and with this option it is embeddings.
         takes_embeds = self.vllm_config.model_config.enable_prompt_embeds
         embeds = self.runner.model.embed_input_ids(input_ids) if takes_embeds else None

@@ -152,7 +152,10 @@ class SelfDraft:
         input_ids = torch.tensor(requests.anchors, dtype=torch.int32)
         positions = torch.tensor(requests.context_lens, dtype=torch.int64)
         hidden, aux = self.state.forward(
-            input_ids, positions, dict.fromkeys(self.layer_index, attention)
+            input_ids,
+            positions,
+            dict.fromkeys(self.layer_index, attention),
+            requests.req_indices,
         )
         return hidden[:count], aux[0][:count]
 

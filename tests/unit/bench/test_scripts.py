@@ -93,6 +93,19 @@ def test_ratios_pair_cells_of_one_round() -> None:
     assert harness.ratios(found["a"], found["plain"], harness.decode_rate) == [2.0]
 
 
+def test_model_runners_are_compared_with_v1() -> None:
+    runners = script("model_runners")
+    speeds = {"V1": 10.0, "V2": 12.0, "V2 ahead": 15.0}
+    each = {
+        side: {str(batch): [speed, speed + 2] for batch in runners.BATCHES}
+        for side, speed in speeds.items()
+    }
+    page = runners.page([each, each], {})
+    header, row = page.sections[0].header, page.sections[0].rows[0]
+    assert header[-2:] == ("V2 over V1", "V2 ahead over V1")
+    assert row[1] == "11.0 (11.0, 11.0)" and row[-2:] == ["1.182", "1.455"]
+
+
 def test_heads_of_equal_training_have_equal_size(
     target_folder: Path, feature_folders: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ class SleepingRunner:
     max_num_tokens = 64
     max_model_len = 1024
     device = torch.device("cpu")
+    lora_config = None
 
     def __init__(self, row_ms: float = 0.02) -> None:
         self.row_ms = row_ms
