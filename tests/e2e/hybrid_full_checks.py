@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More of what `hybrid_checks` compares; see test_hybrids.py."""
+"""More of what `hybrid_checks` compares; see test_hybrids_in_full.py."""
 
 from __future__ import annotations
 

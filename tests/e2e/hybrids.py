@@ -20,12 +20,19 @@ NORM_EPS = 1e-5
 
 
 def make_hybrid_target(
-    folder: Path, family: str, vocab_size: int, *, value_heads: int = 4, **config: Any
+    folder: Path,
+    family: str,
+    vocab_size: int,
+    *,
+    value_heads: int = 4,
+    size: int = 32,
+    **config: Any,
 ) -> Path:
     """A float32 target whose states matter: they fade slowly, and what they hold is large.
 
     Args:
         family: of transformers, "Qwen3Next" or "Qwen3_5Text".
+        size: of keys and values of a state.
     """
     import transformers
 
@@ -33,8 +40,8 @@ def make_hybrid_target(
     made = getattr(transformers, f"{family}Config")(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
         num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=256,
-        linear_num_value_heads=value_heads, linear_num_key_heads=2, linear_key_head_dim=32,
-        linear_value_head_dim=32, linear_conv_kernel_dim=4, bos_token_id=0, eos_token_id=1,
+        linear_num_value_heads=value_heads, linear_num_key_heads=2, linear_key_head_dim=size,
+        linear_value_head_dim=size, linear_conv_kernel_dim=4, bos_token_id=0, eos_token_id=1,
         pad_token_id=2, tie_word_embeddings=False,
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
         shared_expert_intermediate_size=64, **config,

@@ -9,9 +9,9 @@ from vllm_specplug.seams.listing import (
     LOGITS_PROCESSORS,
     PROCESS_SEAMS,
     REFUSAL,
-    STATE_SEAMS,
     WORKER_SEAMS,
 )
+from vllm_specplug.seams.listing_states import STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
     SPECULATOR,

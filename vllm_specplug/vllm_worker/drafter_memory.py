@@ -39,14 +39,14 @@ def memory_for_caches(state: RunnerView, available: int) -> int:
 
 def _without_tree_states(state: RunnerView, available: int) -> int:
     """Less what the rows of trees keep in layers with a state until the walk."""
-    rows = min(state.max_rows, state.max_requests * (state.drafter_options.num_nodes + 1))
+    most = state.vllm_config.speculative_config.max_step_rows or state.max_rows
+    rows = min(most, state.max_rows, state.max_requests * (state.drafter_options.num_nodes + 1))
     kept = rows * state.state_layers.row_bytes
     if kept >= available:
         raise ValueError(
             f"{rows} rows of trees keep {kept / 2**20:.0f} MiB in the target's layers with a "
-            f"state, all of the {available / 2**20:.0f} MiB for caches. Lower "
-            "num_speculative_tokens, max_num_seqs or max_num_batched_tokens, or raise "
-            "VLLM_CPU_KVCACHE_SPACE."
+            f"state, all of the {available / 2**20:.0f} MiB for caches. Lower max_step_rows, "
+            "num_speculative_tokens or max_num_seqs, or raise VLLM_CPU_KVCACHE_SPACE."
         )
     return available - kept
 

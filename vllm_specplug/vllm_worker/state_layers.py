@@ -37,7 +37,9 @@ def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
     Raises:
         ValueError: naming the first whose state cannot follow a tree.
     """
-    found = {name: layer for name, layer in layers.items() if isinstance(layer, MambaBase)}
+    found: dict[str, Any] = {
+        name: layer for name, layer in layers.items() if isinstance(layer, MambaBase)
+    }
     if not found:
         return StateLayers()
     if not current_platform.is_cpu():
