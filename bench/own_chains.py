@@ -4,7 +4,7 @@
     python bench/own_chains.py --data PROMPTS [--method eagle3 | dflash] [--nodes 16]
 
 vLLM's methods want a whole checkpoint: the shipped heads are given the target's LM head rows, and
-the DFlash head's mask, a trained vector, in a file of its own. Both sides serve that checkpoint.
+the DFlash head's mask, a trained vector, in a file of its own. The plugin serves the shipped ones.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def whole_head(method: str, head: Path, target: str, folder: Path) -> Path:
     save_file({**load_file(file), "lm_head.weight": rows.to(torch.bfloat16)}, file)
     config = json.loads((folder / "config.json").read_text())
     config["dflash_config"]["mask_token_id"] = MASK_TOKEN
+    config["max_position_embeddings"] = weights.config["max_position_embeddings"]
     (folder / "config.json").write_text(json.dumps(config))
     mask = block.mask_embedding.detach().to(torch.bfloat16)
     torch.save({"embedding": mask, "mask_token_id": MASK_TOKEN}, folder / "mask_embedding.pt")
@@ -75,12 +76,12 @@ def whole_head(method: str, head: Path, target: str, folder: Path) -> Path:
 
 
 def make_systems(
-    method: Method, head: Path, nodes: int, depths: tuple[int, ...]
+    method: Method, head: Path, whole: Path, nodes: int, depths: tuple[int, ...]
 ) -> dict[str, dict[str, Any] | None]:
     systems: dict[str, dict[str, Any] | None] = {BASELINE: None}
     shared = {"model": str(head), "ngram_topk": 0, "method": method.tree}
     for depth in depths:
-        own = {"method": method.own, "model": str(head), "num_speculative_tokens": depth}
+        own = {"method": method.own, "model": str(whole), "num_speculative_tokens": depth}
         systems[f"vLLM's chain of {depth}"] = own
         budget = {"num_speculative_tokens": depth, "tree_budget": depth}
         systems[f"our chain of {depth}"] = {**shared, **budget, "tree_width": 1}
@@ -165,7 +166,7 @@ def main() -> None:
         folder = Path(tempfile.gettempdir()) / f"specplug-own-chains-{head.name}"
         _write_in_child(args.method, head, folder)
         benchmark.compare(
-            args, make_systems(method, folder, args.nodes, depths),
+            args, make_systems(method, head, folder, args.nodes, depths),
             lambda target: make_loads(args, target),
             engine={"max_num_seqs": 8}, sampling={"max_tokens": args.tokens},
         )  # fmt: skip

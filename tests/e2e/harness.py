@@ -20,8 +20,6 @@ DATA = os.environ.get("SPECPLUG_DATA")
 PROCESS = "tests.e2e.engine_process"
 ENGINE_TIMEOUT_S = 1500
 
-_MADE_DSPARK = "made: dspark"
-
 # Options of each method under test; the lossless matrix runs once per entry.
 METHODS: dict[str, dict[str, Any]] = {
     "jetspec": {
@@ -88,10 +86,9 @@ METHODS: dict[str, dict[str, Any]] = {
         "ngram_topk": 0,
         "max_step_rows": 512,
     },
-    # The shipped DFlash head behind a random Markov head, made where it is first used.
     "dspark_tree": {
         "method": "dspark_tree",
-        "model": _MADE_DSPARK,
+        "model": str(REPO / "heads" / "smollm2-135m-dspark"),
         "num_speculative_tokens": 16,
         "tree_budget": 16,
         "ngram_topk": 0,
@@ -268,33 +265,12 @@ def run_engine(
         AssertionError: with the end of the log when the process fails.
     """
     if speculative is not None:
-        if speculative.get("model") == _MADE_DSPARK:
-            speculative = {**speculative, "model": made_dspark_head()}
         engine = {**engine, "speculative_config": speculative}
     job = json.dumps({"engine": engine, "calls": calls, "sabotage": sabotage,
                       "own_processes": own_processes, "v2": v2})  # fmt: skip
     if speculative is None and not env:
         return _shared_result(job, own_processes)
     return _run_job(job, env, own_processes)
-
-
-@cache
-def made_dspark_head() -> str:
-    """A DSpark head for the target. Its Markov head is random and weak: drafts stay good, branches
-    still differ."""
-    import torch
-
-    from vllm_specplug.methods.block.checkpoint import load_block_head
-    from vllm_specplug.methods.dspark_tree.checkpoint import save_dspark_head
-
-    target = json.loads(Path(target_path(), "config.json").read_text())
-    block, extras = load_block_head(str(METHODS["ddtree"]["model"]), target)
-    torch.manual_seed(0)
-    w1 = torch.randn(block.config.vocab_size, 8)
-    w2 = 0.1 * torch.randn(block.config.draft_vocab_size, 8)
-    folder = Path(tempfile.mkdtemp(prefix="dspark-", dir=os.environ["SPECPLUG_TESTS_SHARED"]))
-    save_dspark_head(folder, block, w1, w2, d2t=extras.d2t)
-    return str(folder)
 
 
 def dropped_blocks(options: dict[str, Any]) -> int:

@@ -115,8 +115,8 @@ CONFIGURATIONS = {
     **{f"{name}_fixed": options for name, options in METHODS.items() if name != "jetspec_ngrams"},
     **{f"{name}_default": options for name, options in DEFAULTS.items()},
 }
-# Defaults of all methods but one in every run (dspark_tree is ddtree's head, built as dels), and of
-# fixed budgets one with draft forwards of the target.
+# Defaults of all methods but one in every run (dspark_tree is ddtree's drafter, built as dels), and
+# of fixed budgets one with draft forwards of the target.
 _IN_EVERY_RUN = {"tokenswift_fixed", *(f"{name}_default" for name in DEFAULTS)}
 _IN_EVERY_RUN -= {"dspark_tree_default"}
 # And on V2: a fixed budget, with the scheduler ahead.

@@ -96,7 +96,9 @@ def _odd_head(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["jetspec", "ddtree", "longspec", "tokenswift"])
+@pytest.mark.parametrize(
+    "name", ["jetspec", "ddtree", "dspark_tree", "eagle3_tree", "longspec", "tokenswift"]
+)
 def test_shipped_heads_are_recognised(name: str) -> None:
     folder = ROOT / str(get_method(name).presets["smollm2"]["model"])
     assert recognise_head(folder).name == name
