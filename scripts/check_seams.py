@@ -14,6 +14,7 @@ import argparse
 import ast
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 from vllm_specplug.seams import ALL_SEAMS
@@ -21,6 +22,7 @@ from vllm_specplug.seams import ALL_SEAMS
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
+@cache
 def parse(source: Path, module: str) -> ast.Module | None:
     """The module's syntax tree; None when the source has no such module."""
     path = source.joinpath(*module.split("."))

@@ -15,7 +15,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 TreeBuilderName = Literal["best_first", "accum_logp", "entropy", "hybrid"]
-KernelName = Literal["auto", "cpp", "reference", "triton", "cute"]
+KernelName = Literal["auto", "cpp", "reference", "triton", "flash", "cute"]
 
 MAX_TREE_NODES = 256
 DEFAULT_TREE_NODES = 16
@@ -57,9 +57,10 @@ class TreeOptions:
     """Longest n-gram that is looked up for n-gram branches; shorter ones, down to a single token,
     are tried as well."""
     tree_kernel: KernelName = "auto"
-    """Tree attention kernel. On CPU, "cpp" requires the compiled one. On CUDA, "cute" (Hopper) and
-    "triton" are preferences: if one does not work, the next that does is used. "reference" is the
-    readable torch version, and "auto" takes the fastest kernel known to be correct here."""
+    """Tree attention kernel. On CPU, "cpp" requires the compiled one. On CUDA, "cute"
+    (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are preferences: if one
+    does not work, the next that does is used. "reference" is the readable torch version. "auto"
+    takes the fastest kernel that is correct here: on CUDA those that run are timed at start."""
 
 
 def tree_option_names() -> tuple[str, ...]:
@@ -115,7 +116,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
 # Kernels by device. "triton" on CPU is Triton's interpreter, for tests.
 KERNELS_OF_DEVICE = {
     "cpu": ("auto", "cpp", "reference", "triton"),
-    "cuda": ("auto", "cute", "triton", "reference"),
+    "cuda": ("auto", "cute", "flash", "triton", "reference"),
 }
 
 
@@ -213,6 +214,30 @@ def request_budget_limit(options: Any) -> int:
         return min(most, options.max_request_budget)
     own = DEFAULT_TREE_NODES if options.tree_budget in ("auto", 0) else int(options.tree_budget)
     return min(most, REQUEST_BUDGET_FACTOR * own)
+
+
+def max_scheduled_rows(scheduler_config: Any) -> int:
+    """Most rows that vLLM's scheduler puts into one step."""
+    rows: int = scheduler_config.max_num_batched_tokens
+    return min(rows, scheduler_config.max_num_scheduled_tokens or rows)
+
+
+def rows_of_requests(
+    num_requests: int, max_step_rows: int, scheduler_rows: int | None, max_requests: int
+) -> int:
+    """Rows that `num_requests` requests and their trees may fill together.
+
+    Of the scheduler's rows there stays a share for one request more: trees that filled them all
+    would keep every waiting request out until one of these ends.
+
+    Args:
+        scheduler_rows: most rows that the scheduler puts into one step; None for no limit.
+        max_requests: most requests that it runs at once.
+    """
+    if scheduler_rows is None:
+        return max_step_rows
+    left = scheduler_rows // (num_requests + 1) if num_requests < max_requests else 0
+    return min(max_step_rows, scheduler_rows - left)
 
 
 def check_request_limit(max_request_budget: int | None, num_speculative_tokens: int) -> None:

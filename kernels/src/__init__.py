@@ -14,7 +14,9 @@ from typing import Any
 _EXPORTS = {
     "AttnFeatures": "features",
     "CpuKvLayout": "cpu_layout",
+    "DeltaUpdates": "delta_tree",
     "NgramIndex": "ngram_index",
+    "StateTrees": "delta_tree",
     "TreeAttnMetadata": "metadata",
     "ancestor_words": "masks",
     "block_metadata": "metadata",
@@ -24,6 +26,7 @@ _EXPORTS = {
     "can_build_local_trees": "local_tree",
     "can_build_best_first": "dispatch",
     "causal_words": "masks",
+    "commit_states": "delta_tree",
     "compact_kv": "dispatch",
     "describe": "dispatch",
     "full_words": "masks",
@@ -39,6 +42,8 @@ _EXPORTS = {
     "self_test": "selftest",
     "top_candidates": "local_tree",
     "tree_attn": "dispatch",
+    "tree_conv": "delta_tree",
+    "tree_delta_rule": "delta_tree",
     "tree_metadata": "metadata",
 }
 

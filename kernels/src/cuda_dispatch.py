@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tree attention serves on a CUDA device: CuTe, else Triton. The readable torch version
-waits for the host, and serves only where it is asked for by name.
+"""Which tree attention serves on a CUDA device: the fastest of those that are right there. The
+readable torch version waits for the host, and serves only where it is asked for by name.
 
-A kernel serves when it takes the shape and agrees with the reference on this very device. The
-CuTe kernel comes first only where a recorded run of the correctness suite vouches for its sources
-on this architecture; asked for by name it is tried anyway.
+A kernel serves when it takes the shape and agrees with the reference on this very device. With
+"auto" those that do are timed, at most for `TIME_LIMIT_S`, and the times kept per device, driver,
+versions, sources and shape.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +28,12 @@ from .reference import tree_attn_cuda_reference
 
 logger = logging.getLogger(__name__)
 
-CUDA_KERNELS = ("cute", "triton", "reference")
+# In the order in which they stand in for each other.
+CUDA_KERNELS = ("cute", "flash", "triton", "reference")
+TIME_LIMIT_S = 5.0
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_TRITON_CAPABILITY = (8, 0)
 _MAX_TRITON_HEAD_DIM = 256
-# Written by the correctness suite on a device: {"passed": true, "capability": [9, 0], "sources":
-# digest, ...}.
-RECORD_NAME = "cute_correctness.json"
-
 TreeAttnFn = Callable[..., None]
 
 
@@ -55,42 +56,10 @@ class ChosenKernel:
     run: TreeAttnFn
     reason: str
 
-
-def cute_sources_digest() -> str:
-    """Digest of the CuTe kernel's sources, as correctness records name it."""
-    folder = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted([*folder.glob("cute/*.py"), *folder.glob("*cute*.py")]):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def record_paths() -> list[Path]:
-    """Where a correctness record may lie: beside the sources, or in a checkout's results."""
-    folder = Path(__file__).resolve().parent
-    return [folder / RECORD_NAME, folder.parents[1] / "bench" / "results" / RECORD_NAME]
-
-
-def cute_unverified_reason(capability: tuple[int, int]) -> str | None:
-    """Why no recorded run vouches for the CuTe kernel on `capability`; None where one does."""
-    problem = "no recorded run of its correctness suite"
-    for path in record_paths():
-        try:
-            record = json.loads(path.read_text())
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            problem = f"{path.name} cannot be read ({error})"
-            continue
-        if not record.get("passed"):
-            problem = "its recorded correctness run failed"
-        elif tuple(record.get("capability", ())) != capability:
-            problem = f"its recorded run was on compute capability {record.get('capability')}"
-        elif record.get("sources") != cute_sources_digest():
-            problem = "its sources changed since the recorded correctness run"
-        else:
-            return None
-    return problem
+    @property
+    def reads_words(self) -> bool:
+        """Whether it takes ancestor words beside parents."""
+        return self.name in ("flash", "triton")
 
 
 def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -> str | None:
@@ -99,7 +68,13 @@ def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -
         return None
     if shape.num_heads % shape.num_kv_heads:
         return f"{shape.num_heads} query heads over {shape.num_kv_heads} KV heads"
-    if name == "triton":
+    if name == "flash":
+        from .tree_attn_flash import unsupported_reason as flash_problem
+
+        problem = flash_problem(shape.head_dim, shape.dtype, shape.block_size)
+        if problem is not None:
+            return problem
+    if name in ("flash", "triton"):
         if capability < _MIN_TRITON_CAPABILITY:
             return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
         if shape.dtype not in _TRITON_DTYPES:
@@ -120,6 +95,10 @@ def load_kernel(name: str) -> TreeAttnFn:
         from .tree_attn_cute_sm90 import tree_attn_cute
 
         return tree_attn_cute
+    if name == "flash":
+        from .tree_attn_flash import tree_attn_flash
+
+        return tree_attn_flash
     if name == "triton":
         from .tree_attn_triton import tree_attn_triton
 
@@ -130,8 +109,8 @@ def load_kernel(name: str) -> TreeAttnFn:
 def choose_cuda_kernel(
     requested: str, shape: KernelShape, device: torch.device, capability: tuple[int, int]
 ) -> ChosenKernel:
-    """The first kernel from `requested` (or "auto") on that serves here, with one warning for
-    those passed over.
+    """The fastest kernel that serves here, for "auto"; else the first one from `requested` on. One
+    warning for those passed over.
 
     Raises:
         ValueError: for a name that is none of `CUDA_KERNELS` or "auto", and when no kernel but the
@@ -141,39 +120,118 @@ def choose_cuda_kernel(
         raise ValueError(
             f"tree_kernel={requested!r} does not run on CUDA; use auto, {', '.join(CUDA_KERNELS)}"
         )
-    passed_over = []
-    unverified = None
+    passed_over, good = [], []
     names = CUDA_KERNELS if requested == "auto" else CUDA_KERNELS[CUDA_KERNELS.index(requested) :]
     for name in names:
         if name == "reference" != requested:
             break
-        problem = unsupported_by(name, shape, capability)
-        if problem is None and name == "cute" and requested == "auto":
-            unverified = cute_unverified_reason(capability)
-            if unverified is not None:
-                continue
+        problem = unsupported_by(name, shape, capability) or self_test_failure(name, shape, device)
         if problem is None:
-            problem = self_test_failure(name, shape, device)
-        if problem is not None:
-            # On another architecture the Hopper kernel is not missed.
-            if not (name == "cute" and requested == "auto" and capability[0] != 9):
-                passed_over.append(f"{name}: {problem}")
-            continue
-        if passed_over:
-            logger.warning(
-                "Tree attention kernels skipped (%s); using %s instead",
-                "; ".join(passed_over),
-                name,
-            )
-        reason = "requested" if requested == name else "first that runs and is correct here"
-        if unverified is not None:
-            reason += f"; cute is left out: {unverified}"
-        return ChosenKernel(name, load_kernel(name), reason)
-    raise ValueError(
-        f"tree_kernel={requested!r} finds no kernel that serves {shape} here "
-        f"({'; '.join(passed_over)}). Use a target and a head of other sizes, or "
-        "tree_kernel='reference', which is right but far slower than plain decoding."
-    )
+            good.append(name)
+            if requested != "auto":
+                break
+        # On another architecture the Hopper kernel is not missed.
+        elif not (name == "cute" and requested == "auto" and capability[0] != 9):
+            passed_over.append(f"{name}: {problem}")
+    if not good:
+        raise ValueError(
+            f"tree_kernel={requested!r} finds no kernel that serves {shape} here "
+            f"({'; '.join(passed_over)}). Use a target and a head of other sizes, or "
+            "tree_kernel='reference', which is right but far slower than plain decoding."
+        )
+    chosen, reason = good[0], "requested" if requested == good[0] else "the first that is right"
+    if len(good) > 1:
+        times = kernel_times(good, shape, device)
+        # Those that time ran out for are not in it.
+        chosen = min(times, key=lambda name: times[name], default=chosen)
+        reason = "fastest of " + ", ".join(f"{name} {us:.0f} us" for name, us in times.items())
+    elif requested == "auto":
+        reason = "the only one that runs and is right here"
+    if passed_over:
+        logger.warning(
+            "Tree attention kernels skipped (%s); using %s instead", "; ".join(passed_over), chosen
+        )
+    return ChosenKernel(chosen, load_kernel(chosen), reason)
+
+
+def kernel_times(
+    names: Sequence[str], shape: KernelShape, device: torch.device
+) -> dict[str, float]:
+    """Microseconds of a call of each kernel, as measured here now or earlier; without those that
+    fail or that `TIME_LIMIT_S` leaves no time for."""
+    path = _times_path(shape, device)
+    try:
+        times = {name: float(us) for name, us in json.loads(path.read_text()).items()}
+        if set(times) == set(names):
+            return times
+    except (OSError, ValueError, AttributeError, TypeError):
+        pass  # nothing kept, or nothing that can be read
+    times = {}
+    deadline = time.monotonic() + TIME_LIMIT_S
+    for name in names:
+        if time.monotonic() > deadline:
+            break
+        try:
+            times[name] = call_us(load_kernel(name), shape, device)
+        except Exception as failure:
+            # Without memory for it, say: the next may need less, and one is right without a time.
+            logger.warning("Tree attention kernel %s cannot be timed: %s", name, failure)
+    if set(times) == set(names):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(times))
+            partial.replace(path)
+        except OSError as error:
+            logger.info("Kernel times are not kept: %s", error)
+    return times
+
+
+def _times_path(shape: KernelShape, device: torch.device) -> Path:
+    """The file of one device, its software, these sources and a shape."""
+    import triton
+
+    from .cute.store import cache_root
+
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for source in sorted([*folder.glob("*.py"), *folder.glob("cute/*.py")]):
+        digest.update(source.read_bytes())
+    where: tuple[Any, ...] = (str(device),)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        driver = Path("/proc/driver/nvidia/version")
+        where = (properties.name, properties.multi_processor_count,
+                 driver.read_text() if driver.is_file() else "")  # fmt: skip
+    key = (*where, torch.__version__, triton.__version__, version("vllm"), shape)
+    digest.update(repr(key).encode())
+    return cache_root() / "tree_kernels" / f"{digest.hexdigest()[:16]}.json"
+
+
+# What is timed: one request with a large tree, and some with small ones.
+_TIMED_CALLS = (((4096, 63),), ((1024, 15),) * 8)
+_WARM_UPS, _CALLS_TIMED = 3, 20
+
+
+def call_us(run: TreeAttnFn, shape: KernelShape, device: torch.device) -> float:
+    """Microseconds per call, launches included: the geometric mean over `_TIMED_CALLS`."""
+    product = 1.0
+    for trees in _TIMED_CALLS:
+        problem = _Problem.of(trees, shape, device, seed=0)
+        for _ in range(_WARM_UPS):
+            problem.run(run)
+        _wait_for(device)
+        start = time.perf_counter()
+        for _ in range(_CALLS_TIMED):
+            problem.run(run)
+        _wait_for(device)
+        product *= (time.perf_counter() - start) / _CALLS_TIMED * 1e6
+    return product ** (1 / len(_TIMED_CALLS))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def self_test_failure(name: str, shape: KernelShape, device: torch.device) -> str | None:
@@ -254,6 +312,69 @@ def self_test_error(
     return next((e for e in errors if e != e), max(errors)), limit
 
 
+@dataclass(frozen=True)
+class _Problem:
+    """Trees over a cache of random numbers."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    meta: TreeAttnMetadata
+    scale: float
+
+    @classmethod
+    def of(
+        cls,
+        # context length and nodes of each
+        trees: tuple[tuple[int, int], ...],
+        shape: KernelShape,
+        device: torch.device,
+        seed: int,
+    ) -> _Problem:
+        draw = torch.Generator().manual_seed(seed)
+        rng = np.random.default_rng(seed)
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=draw).to(device, shape.dtype)
+
+        blocks = max(-(-(c + n + 1) // shape.block_size) for c, n in trees)
+        table = torch.randperm(len(trees) * blocks, generator=draw).view(len(trees), blocks).int()
+        # Memory order of vLLM's GPU cache: block, token, head, K then V.
+        cache = normal(table.numel(), shape.block_size, shape.num_kv_heads, 2 * shape.head_dim)
+        key_cache, value_cache = cache.split(shape.head_dim, dim=-1)
+        rows = [n + 1 for _, n in trees]
+        starts = np.cumsum([0, *rows]).astype(np.int32)
+        parents = np.concatenate(
+            [[rng.integers(max(0, i - 9), i) if i else -1 for i in range(n)] for n in rows]
+        )
+        plan = np.array(
+            [range(len(trees)), starts[:-1], rows, [c for c, _ in trees], starts[:-1]], np.int32
+        )
+        meta = TreeAttnMetadata(
+            plan=torch.from_numpy(plan).to(device),
+            parent_rows=torch.from_numpy(parents.astype(np.int32)).to(device),
+            block_table=table.to(device),
+            max_rows=max(rows),
+            max_context=max(c for c, _ in trees),
+            query_starts=torch.from_numpy(starts).to(device),
+        )
+        query = normal(int(starts[-1]), shape.num_heads, shape.head_dim)
+        return cls(query, key_cache, value_cache, meta, shape.head_dim**-0.5)
+
+    def run(self, kernel: TreeAttnFn) -> torch.Tensor:
+        """What `kernel` makes of it; rows that it leaves out are no numbers."""
+        output = torch.full_like(self.query, float("nan"))
+        kernel(self.query, self.key_cache, self.value_cache, output, self.meta, self.scale)
+        return output
+
+    def expected(self) -> torch.Tensor:
+        """The reference's output in float32."""
+        wide = (self.query.float(), self.key_cache.float(), self.value_cache.float())
+        output = torch.empty_like(wide[0])
+        tree_attn_cuda_reference(*wide, output, self.meta, self.scale)
+        return output
+
+
 def _call_error(
     run: TreeAttnFn,
     trees: tuple[tuple[int, int], ...],
@@ -262,37 +383,5 @@ def _call_error(
     seed: int,
 ) -> float:
     """Largest difference from the reference in float32 in one call."""
-    draw = torch.Generator().manual_seed(seed)
-    rng = np.random.default_rng(seed)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=draw).to(device, shape.dtype)
-
-    blocks = max(-(-(c + n + 1) // shape.block_size) for c, n in trees)
-    table = torch.randperm(len(trees) * blocks, generator=draw).view(len(trees), blocks).int()
-    # Memory order of vLLM's GPU cache: block, token, head, K then V.
-    cache = normal(table.numel(), shape.block_size, shape.num_kv_heads, 2 * shape.head_dim)
-    key_cache, value_cache = cache.split(shape.head_dim, dim=-1)
-    rows = [n + 1 for _, n in trees]
-    starts = np.cumsum([0, *rows])
-    parents = np.concatenate(
-        [[rng.integers(max(0, i - 9), i) if i else -1 for i in range(n)] for n in rows]
-    )
-    plan = np.array(
-        [range(len(trees)), starts[:-1], rows, [c for c, _ in trees], starts[:-1]], np.int32
-    )
-    meta = TreeAttnMetadata(
-        plan=torch.from_numpy(plan).to(device),
-        parent_rows=torch.from_numpy(parents.astype(np.int32)).to(device),
-        block_table=table.to(device),
-        max_rows=max(rows),
-        max_context=max(c for c, _ in trees),
-    )
-    query = normal(int(starts[-1]), shape.num_heads, shape.head_dim)
-    output = torch.full_like(query, float("nan"))
-    scale = shape.head_dim**-0.5
-    run(query, key_cache, value_cache, output, meta, scale)
-    expected = torch.empty_like(query, dtype=torch.float32)
-    wide = (query.float(), key_cache.float(), value_cache.float())
-    tree_attn_cuda_reference(*wide, expected, meta, scale)
-    return float((output.float() - expected).abs().max())
+    problem = _Problem.of(trees, shape, device, seed)
+    return float((problem.run(run).float() - problem.expected()).abs().max())

@@ -53,6 +53,9 @@ class TreeAttnMetadata:
     # "tree": as the words or the parents say; "full": every row attends all rows of its tree, and
     # CUDA kernels read neither
     mask_kind: MaskKind = "tree"
+    # [R + 1] int32: first query row of each tree and the end of the last, where tree r belongs to
+    # row r of the block table and follows tree r - 1 without a gap; None elsewhere
+    query_starts: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.plan.dtype == torch.int32, self.plan.dtype

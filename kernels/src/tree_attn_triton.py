@@ -63,6 +63,7 @@ _STEP_NUMBERS = [
     "lse_split",
     "lse_row",
     "lse_head",
+    "prefix_lse_head",
 ]
 
 
@@ -86,6 +87,9 @@ def _tree_attn_kernel(
     # [M, Hkv, Dh] when DENSE_TAIL
     tail_key,
     tail_value,
+    # attention over the context [T, Hq, Dh] and its natural log-sum-exp [Hq, T], when HAS_PREFIX
+    prefix,
+    prefix_lse,
     scale_log2,
     num_splits,
     plan_stride,
@@ -111,6 +115,9 @@ def _tree_attn_kernel(
     tail_key_head,
     tail_value_row,
     tail_value_head,
+    prefix_row,
+    prefix_head,
+    prefix_lse_head,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -121,6 +128,7 @@ def _tree_attn_kernel(
     BLOCK_N: tl.constexpr,
     DENSE_TAIL: tl.constexpr,
     FULL_TAIL: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
     STORE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -153,6 +161,16 @@ def _tree_attn_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    if HAS_PREFIX:
+        # Softmax over the context as one column: its output, at the logit of its log-sum-exp.
+        # Nothing is read where there is no context: FlashAttention then gives +inf or nothing.
+        if context > 0:
+            prefix_at = prefix + (row_start + row) * prefix_row + head * prefix_head
+            acc = tl.load(prefix_at[:, None] + dims[None, :], mask=in_head[None, :], other=0.0).to(
+                tl.float32
+            )
+            row_max = tl.load(prefix_lse + head * prefix_lse_head + row_start + row) / LN_2
+            row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
     columns = tl.arange(0, BLOCK_N)
     everything = tl.full([BLOCK_M, BLOCK_N], True, tl.int1)
     key_base = key_cache + head_kv.to(tl.int64) * key_head
@@ -163,6 +181,8 @@ def _tree_attn_kernel(
     chunk = tl.maximum(chunk, MIN_SPLIT)
     begin = tl.minimum(split * chunk, context)
     end = tl.minimum(begin + chunk, context)
+    if HAS_PREFIX:
+        end = begin
     whole = begin + (end - begin) // BLOCK_N * BLOCK_N
     for start in range(begin, whole, BLOCK_N):
         if PAGE % BLOCK_N == 0:
@@ -360,12 +380,17 @@ def tree_attn_triton(
     # [T, Hq] float32, any strides; written for tree rows
     lse: torch.Tensor | None = None,
     splits: int | None = None,
+    # [T, Hq, Dh] and [Hq, T] float32
+    prefix: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Tree attention as `cuda_contract` states it. No host synchronisation, graph safe.
 
     Args:
         lse: takes the natural logarithm of each row's softmax sum, when given.
         splits: forces the number of context splits.
+        prefix: attention over the context and its log-sum-exp, when another kernel has computed
+            them; this one then reads the tree's own columns alone. Rows without a context may hold
+            anything.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = key_cache.shape[2]
@@ -378,7 +403,9 @@ def tree_attn_triton(
     dense = tail_key is not None
     config = config_for(query.device, meta.max_rows * group, head_dim, query.element_size(), dense)
     row_tiles = triton.cdiv(meta.max_rows * group, config.block_m)
-    if splits is None:
+    if prefix is not None:
+        splits = 1
+    elif splits is None:
         splits = choose_splits(row_tiles * num_kv_heads * meta.num_trees, meta.max_context, num_sms)
     if splits == 1:
         target, target_lse = output, lse
@@ -400,6 +427,9 @@ def tree_attn_triton(
         assert tail_value is not None
         assert tail_key.stride(2) == 1 and tail_value.stride(2) == 1
         tail_strides = (*tail_key.stride()[:2], *tail_value.stride()[:2])
+    context_out, context_lse = (query, query) if prefix is None else prefix
+    prefix_strides = (*context_out.stride()[:2], context_lse.stride(0))
+    assert prefix is None or (context_out.stride(2) == 1 and context_lse.stride(1) == 1)
     _tree_attn_kernel[(row_tiles * splits, num_kv_heads, meta.num_trees)](
         query,
         key_cache,
@@ -411,6 +441,8 @@ def tree_attn_triton(
         meta.block_table,
         tail_key if dense else query,
         tail_value if dense else query,
+        context_out,
+        context_lse,
         scale * LOG2_E,
         splits,
         meta.plan.stride(0),
@@ -423,6 +455,7 @@ def tree_attn_triton(
         *key_cache.stride(),
         *value_cache.stride(),
         *tail_strides,
+        *prefix_strides,
         GROUP=group,
         HEAD_DIM=head_dim,
         PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
@@ -433,6 +466,7 @@ def tree_attn_triton(
         BLOCK_N=config.block_n,
         DENSE_TAIL=dense,
         FULL_TAIL=full,
+        HAS_PREFIX=prefix is not None,
         STORE_LSE=target_lse is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correctness of the CUDA kernels on a device: `make gpu-check`.
 
-    python scripts/gpu/check.py --out OUT [--kernels triton,cute] [--seconds 420]
+    python scripts/gpu/check.py --out OUT [--kernels triton,cute,flash] [--seconds 420]
 
 Random trees, lengths, pages and head shapes against the reference, graph replay, repeated runs
 that must be bitwise equal, the step's other kernels against the CPU implementations, and
 compute-sanitizer over a small case. A kernel that passes everything on its device gets a record
-(OUT/NAME_correctness.json); the CuTe kernel's makes it the default there once it lies in
-bench/results/. `--device cpu` is a dry run in Triton's interpreter.
+(OUT/NAME_correctness.json). `--device cpu` is a dry run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -389,7 +388,6 @@ def main() -> int:
                 "passed": passed,
                 "capability": report.data["hardware"].get("capability"),
                 "cases": checks.num_cases,
-                "sources": cuda_dispatch.cute_sources_digest() if name == "cute" else None,
                 **{
                     k: report.data[k] for k in ("command", "commit", "date", "versions", "hardware")
                 },

@@ -50,7 +50,7 @@ def freeze_costs(engines: Pair, costs: tuple[tuple[float, ...], tuple[float, ...
     planner = engines.runner.planner
     planner.adaptive = AdaptiveBudget(
         _FrozenCosts(*costs),
-        planner.row_budget.max_step_rows,
+        planner.row_budget,
         engines.runner.drafter.drafter.forward_depth,
     )
 

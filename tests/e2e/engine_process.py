@@ -133,7 +133,9 @@ def _fork_workers() -> None:
     from vllm.utils import system_utils
 
     fork = multiprocessing.get_context("fork")
-    system_utils.multiprocessing = SimpleNamespace(get_context=lambda method: fork)
+    system_utils.multiprocessing = SimpleNamespace(
+        **{**vars(multiprocessing), "get_context": lambda method: fork}
+    )
 
 
 def _counters(llm: Any) -> dict[str, float]:

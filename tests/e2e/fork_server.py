@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -108,6 +109,22 @@ def run_fresh(
             cwd=REPO,
             timeout=timeout_s,
         ).returncode
+
+
+def run_code(code: str, *args: str, env: dict[str, str] | None = None) -> str:
+    """Output of a script with `args`, run as `run_forked` runs a job; fails where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        status = run_forked("tests.e2e.fork_server", [code, *args], log, env=env, timeout_s=900)
+        output = log.read_text()
+    assert status == 0, output[-6000:]
+    return output
+
+
+def main(code: str, *args: str) -> None:
+    """The job of `run_code`."""
+    sys.argv = ["-c", *args]
+    exec(code, {"__name__": "__main__"})
 
 
 @cache

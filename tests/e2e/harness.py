@@ -305,6 +305,10 @@ def dropped_blocks(options: dict[str, Any]) -> int:
     return int(Capability.NEXT_TOKENS in get_method(options["method"]).needs)
 
 
+# Variables that count when an engine is built, not while vLLM is imported.
+_READ_LATE = {"VLLM_PLUGINS"}
+
+
 def _shared_result(job: str, own_processes: bool) -> EngineResult:
     """A plain engine's result, made once for all tests and all workers of a run."""
     name = hashlib.sha256(job.encode()).hexdigest()
@@ -321,7 +325,8 @@ def _run_job(job: str, env: dict[str, str] | None, own_processes: bool) -> Engin
     with tempfile.TemporaryDirectory() as folder:
         path, result, log = (Path(folder) / name for name in ("job.json", "result.json", "log"))
         path.write_text(job)
-        run = run_fresh if env and not own_processes else run_forked
+        fresh = not own_processes and set(env or ()) - _READ_LATE
+        run = run_fresh if fresh else run_forked
         if own_processes:
             env = {**(env or {}), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         code = run(PROCESS, [str(path), str(result)], log, env=env, timeout_s=ENGINE_TIMEOUT_S)

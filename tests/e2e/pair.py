@@ -174,6 +174,30 @@ class Pair:
         assert counts.branching > 0 or not branching, counts
         return expected, counts
 
+    def compare_up_to_ties(
+        self, prompts: list[list[int]], max_tokens: int, margin: float
+    ) -> Counts:
+        """Runs the tree engine greedily and raises unless each of its tokens is, after the tokens
+        before it, within `margin` of the plain engine's best one; a logprob."""
+        from vllm import SamplingParams
+
+        common = {"temperature": 0.0, "detokenize": False, "ignore_eos": True}
+        self.take_counts()
+        made = generate(self.tree, prompts, SamplingParams(max_tokens=max_tokens, **common))
+        counts = self.take_counts()
+        scored = generate(
+            self.plain,
+            sequences_of(made),
+            SamplingParams(max_tokens=1, prompt_logprobs=1, **common),
+        )
+        for i, (prompt, output) in enumerate(zip(prompts, scored, strict=True)):
+            pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+            for at, (token, logprobs) in enumerate(list(pairs)[len(prompt) :]):
+                behind = max(x.logprob for x in logprobs.values()) - logprobs[token].logprob
+                assert behind <= margin, f"request {i}, token {at}: {behind:.4f} behind the best"
+        assert counts.accepted > 0 and counts.branching > 0, counts
+        return counts
+
 
 def core_of(llm: Any) -> Any:
     """The engine core of an in-process engine."""

@@ -16,14 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
 from tests.e2e.pair import Counts, Pair, core_of, make_engine, pair, sequences_of, watch_prefix_hits
 from tests.e2e.tiny import (
     make_head,
     make_other_target,
-    make_quantised_target,
 )
 
 _ROPED: dict[str, Any] = {
@@ -56,7 +54,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-VOCAB, QUANTISED_VOCAB = 300, 96
+VOCAB = 300
 
 
 @cache
@@ -318,30 +316,3 @@ def check_partial_rotary_and_another_lm_head() -> None:
 def _is_refused(family: str, message: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=message):
         make_engine("ngram_tree", **engine_of(family))
-
-
-def check_a_quantised_target_and_its_lm_head() -> None:
-    """The head drafts with the numbers that the target itself computes with."""
-    from vllm_specplug.vllm_worker.proposer import full_vocab_weight, vocabulary_tables
-
-    folder = Path(tempfile.mkdtemp(prefix="specplug-quantised-"))
-    target = make_quantised_target(folder / "target", QUANTISED_VOCAB)
-    head = make_head(folder / "head", QUANTISED_VOCAB)
-    engines = pair(
-        "jetspec",
-        model=str(target),
-        skip_tokenizer_init=True,
-        speculative={"model": str(head)},
-    )
-    params = [greedy(detokenize=False), seeded(3, detokenize=False)]
-    prompts = [[p % QUANTISED_VOCAB for p in prompt] for prompt in PROMPTS for _ in params]
-    engines.compare(prompts, [p.clone() for _ in PROMPTS for p in params])
-    model, config = engines.runner.model, engines.runner.model_config
-    embedding, lm_head = vocabulary_tables(model, config, "jetspec")
-    assert lm_head is not embedding
-    stored = load_file(target / "model.safetensors")
-    expected = stored["lm_head.weight"].float() * stored["lm_head.weight_scale"]
-    torch.testing.assert_close(full_vocab_weight(lm_head, config), expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(
-        full_vocab_weight(embedding, config), stored["model.embed_tokens.weight"]
-    )

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.e2e import tiny
+from tests.e2e.fork_server import run_code
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("metrics")]
 
@@ -47,27 +44,8 @@ def samples(tmp_path_factory) -> list:
     folder = tmp_path_factory.mktemp("metrics")
     target = tiny.make_target(folder / "target", VOCAB)
     head = tiny.make_head(folder / "head", VOCAB)
-    script = folder / "engine.py"
-    script.write_text(ENGINE)
-    env = dict(
-        os.environ,
-        VLLM_ENABLE_V1_MULTIPROCESSING="1",
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        OMP_NUM_THREADS="1",
-        HF_HUB_OFFLINE="1",
-    )
-    result = subprocess.run(
-        [sys.executable, str(script), str(target), str(head)],
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=Path(__file__).resolve().parents[2],
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-    line = next(x for x in result.stdout.splitlines() if x.startswith("SAMPLES "))
+    stdout = run_code(ENGINE, str(target), str(head), env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    line = next(x for x in stdout.splitlines() if x.startswith("SAMPLES "))
     return json.loads(line.removeprefix("SAMPLES "))
 
 

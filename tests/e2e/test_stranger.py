@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+from tests.e2e.fork_server import run_code
 from tests.e2e.tiny import make_text_target
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 
@@ -23,8 +24,8 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "stranger_method"
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of processes in which the package is installed, and nowhere else."""
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the package is installed, and nowhere else."""
     # A copy: building writes beside the sources.
     source = tmp_path_factory.mktemp("source") / "package"
     shutil.copytree(EXAMPLE, source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
@@ -32,34 +33,28 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index",
                "--no-build-isolation", "--target", str(site), str(source)]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True)
-    return {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+    return site
 
 
-def _run(code: str, environment: dict[str, str]) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return result.stdout
+def _run(code: str, site: Path) -> str:
+    # The variable is for processes that the code starts.
+    path = f"import sys; sys.path.insert(0, {str(site)!r})"
+    return run_code(f"{path}\n{code}", env={"PYTHONPATH": str(site)})
 
 
 @pytest.mark.xdist_group("stranger")
-def test_its_method_is_lossless_by_the_documented_call(environment: dict[str, str]) -> None:
+def test_its_method_is_lossless_by_the_documented_call(site: Path) -> None:
     code = (
         "from vllm_specplug.testing import check_method\n"
         "report = check_method('successors', memory=256)\n"
         "print(report)\n"
         "assert report.passed"
     )
-    assert "lossless" in _run(code, environment)
+    assert "lossless" in _run(code, site)
 
 
 @pytest.mark.xdist_group("stranger")
-def test_its_options_are_shown_and_checked(environment: dict[str, str]) -> None:
+def test_its_options_are_shown_and_checked(site: Path) -> None:
     code = (
         "import json\n"
         "from vllm_specplug.option_docs import method_options\n"
@@ -71,7 +66,7 @@ def test_its_options_are_shown_and_checked(environment: dict[str, str]) -> None:
         "except ValueError as error:\n"
         "    print(json.dumps([rows, str(error)]))"
     )
-    rows, error = json.loads(_run(code, environment))
+    rows, error = json.loads(_run(code, site).splitlines()[-1])
     assert rows == [
         ["`memory`", "int", "`512`", "2..65536", "Tokens before the anchor that are looked at."]
     ]
@@ -79,9 +74,7 @@ def test_its_options_are_shown_and_checked(environment: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(
-    environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmServer]:
+def server(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     folder = tmp_path_factory.mktemp("server")
     target = make_text_target(folder / "target")
     spec = ServerSpec(
@@ -93,8 +86,7 @@ def server(
         enforce_eager=True,
     )
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
         with VllmServer(spec, folder / "log.txt") as running:
             running.wait_healthy()
             yield running

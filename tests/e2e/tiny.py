@@ -60,39 +60,6 @@ def make_other_target(
     return folder
 
 
-def make_quantised_target(folder: Path, vocab_size: int, *, head: bool = True) -> Path:
-    """`make_target` in compressed-tensors' int8: weights by output channel, inputs by token. With
-    `head` the LM head as well."""
-    make_target(folder, vocab_size)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    for name in list(tensors):
-        linear = name.endswith("_proj.weight") or (head and name == "lm_head.weight")
-        if linear:
-            weight = tensors[name]
-            scale = weight.abs().amax(1, keepdim=True) / 127
-            tensors[name] = (weight / scale).round().clamp(-127, 127).to(torch.int8)
-            tensors[name.replace("weight", "weight_scale")] = scale
-    save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": [] if head else ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear", *(["re:.*lm_head"] if head else [])],
-                "weights": {**numbers, "strategy": "channel", "dynamic": False},
-                "input_activations": {**numbers, "strategy": "token", "dynamic": True},
-            }
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def make_tokenizer(folder: Path) -> int:
     """Adds a small byte-level BPE tokenizer to a model's folder; returns its vocabulary size.
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import time
 
 import pytest
 import torch
@@ -15,8 +15,6 @@ from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
     KernelShape,
     choose_cuda_kernel,
-    cute_sources_digest,
-    cute_unverified_reason,
     describe_cuda,
     self_test_cuda,
     self_test_failure,
@@ -125,33 +123,86 @@ def test_rows_that_a_kernel_leaves_unwritten_fail_the_self_test(monkeypatch):
     assert "nan" in self_test_failure("triton", SHAPE, CPU)
 
 
-def test_auto_takes_triton_while_cute_has_no_record(only_reference_fails, monkeypatch, caplog):
-    monkeypatch.setattr(cuda_dispatch, "record_paths", list)
-    only_reference_fails("cute", "triton")
-    with caplog.at_level(logging.WARNING):
-        chosen = choose_cuda_kernel("auto", SHAPE, CPU, HOPPER)
-    assert chosen.name == "triton"
-    assert "no recorded run" in chosen.reason
-    assert not caplog.records
+@pytest.fixture
+def timed(monkeypatch, tmp_path):
+    """Times of kernels in a cache of their own; each taken is noted."""
+    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
+    times = {"cute": 30.0, "flash": 20.0, "triton": 50.0}
+    taken = []
+
+    def set_times(**changes):
+        times.update(changes)
+        return taken
+
+    def call_us(run, shape, device):
+        taken.append(run)
+        if times[run] is None:
+            raise torch.OutOfMemoryError("no room")
+        return times[run]
+
+    monkeypatch.setattr(cuda_dispatch, "call_us", call_us)
+    return set_times
 
 
-def test_auto_takes_cute_where_a_record_vouches_for_it(only_reference_fails, monkeypatch, tmp_path):
-    record = tmp_path / "record.json"
-    monkeypatch.setattr(cuda_dispatch, "record_paths", lambda: [record])
+def test_auto_takes_the_fastest_of_those_that_are_right(only_reference_fails, timed, monkeypatch):
+    only_reference_fails("cute", "flash", "triton")
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
+    chosen = choose_cuda_kernel("auto", SHAPE, CPU, HOPPER)
+    assert chosen.name == "flash"
+    assert "cute 30 us" in chosen.reason and "triton 50 us" in chosen.reason
+    # The fastest is passed over where it is wrong.
     only_reference_fails("cute", "triton")
-    good = {"passed": True, "capability": [9, 0], "sources": cute_sources_digest()}
-    record.write_text(json.dumps(good))
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
+    timed(flash=1.0)
     assert choose_cuda_kernel("auto", SHAPE, CPU, HOPPER).name == "cute"
-    for change, why in (
-        ({"passed": False}, "failed"),
-        ({"capability": [10, 0]}, "capability"),
-        ({"sources": "0"}, "changed"),
-    ):
-        record.write_text(json.dumps({**good, **change}))
-        assert why in cute_unverified_reason(HOPPER)
-        assert choose_cuda_kernel("auto", SHAPE, CPU, HOPPER).name == "triton"
-    record.write_text("{")
-    assert "cannot be read" in cute_unverified_reason(HOPPER)
+    only_reference_fails("triton")
+    assert "only one" in choose_cuda_kernel("auto", SHAPE, CPU, HOPPER).reason
+
+
+def test_times_are_kept_for_the_same_kernels_shape_and_device(timed, monkeypatch):
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
+    names = ("cute", "triton")
+    taken = timed()
+    first = cuda_dispatch.kernel_times(names, SHAPE, CPU)
+    assert cuda_dispatch.kernel_times(names, SHAPE, CPU) == first and taken == ["cute", "triton"]
+    wider = KernelShape(**{**SHAPE.__dict__, "head_dim": 32})
+    cuda_dispatch.kernel_times(names, wider, CPU)
+    cuda_dispatch.kernel_times(("cute", "flash", "triton"), SHAPE, CPU)
+    assert len(taken) == 7
+    (kept, *_) = cuda_dispatch._times_path(SHAPE, CPU).parent.iterdir()
+    for text in ("{", "[3]", '{"cute": "fast"}'):
+        cuda_dispatch._times_path(SHAPE, CPU).write_text(text)
+        assert cuda_dispatch.kernel_times(names, SHAPE, CPU) == first
+    assert len(taken) == 13 and kept.suffix == ".json"
+
+
+def test_a_kernel_that_cannot_be_timed_is_not_taken_while_another_can(timed, monkeypatch, caplog):
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
+    timed(cute=None)
+    with caplog.at_level(logging.WARNING):
+        assert set(cuda_dispatch.kernel_times(("cute", "triton"), SHAPE, CPU)) == {"triton"}
+    assert "cute cannot be timed: no room" in caplog.text
+    timed(triton=None)
+    assert cuda_dispatch.kernel_times(("cute", "triton"), SHAPE, CPU) == {}
+
+
+def test_timing_ends_when_its_time_is_up(timed, monkeypatch):
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
+    monkeypatch.setattr(cuda_dispatch, "TIME_LIMIT_S", -1.0)
+    assert cuda_dispatch.kernel_times(("cute", "triton"), SHAPE, CPU) == {}
+    assert not list(cuda_dispatch._times_path(SHAPE, CPU).parent.parent.rglob("*.json"))
+
+
+def test_a_slower_kernel_takes_longer(monkeypatch):
+    monkeypatch.setattr(cuda_dispatch, "_TIMED_CALLS", (((20, 3),), ((5, 1),) * 2))
+    slept = []
+
+    def slow(*args):
+        slept.append(len(args[4].plan[0]))
+        time.sleep(0.002)
+
+    assert cuda_dispatch.call_us(slow, SHAPE, CPU) >= 2000
+    assert slept == [1] * 23 + [2] * 23
 
 
 @pytest.mark.parametrize(
@@ -159,14 +210,15 @@ def test_auto_takes_cute_where_a_record_vouches_for_it(only_reference_fails, mon
     [
         ("cute", ("cute", "triton"), "cute"),
         ("cute", ("triton",), "triton"),
+        ("cute", ("flash", "triton"), "flash"),
+        ("flash", ("cute", "triton"), "triton"),
         ("triton", ("cute", "triton"), "triton"),
         ("reference", ("cute", "triton", "reference"), "reference"),
     ],
 )
 def test_the_next_kernel_serves_with_one_warning(
-    only_reference_fails, monkeypatch, caplog, requested, good, expected
+    only_reference_fails, caplog, requested, good, expected
 ):
-    monkeypatch.setattr(cuda_dispatch, "record_paths", list)
     only_reference_fails(*good)
     with caplog.at_level(logging.WARNING):
         assert choose_cuda_kernel(requested, SHAPE, CPU, HOPPER).name == expected
@@ -183,13 +235,13 @@ def test_the_reference_never_serves_unless_asked_for(only_reference_fails, reque
 
 
 def test_the_doctor_names_the_kernel_that_would_serve(only_reference_fails, monkeypatch):
-    monkeypatch.setattr(cuda_dispatch, "record_paths", list)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
-    only_reference_fails("cute", "triton", "reference")
+    only_reference_fails("cute", "flash", "triton", "reference")
+    monkeypatch.setattr(cuda_dispatch, "kernel_times", lambda *args: {"cute": 9.0, "triton": 8.0})
     described = describe_cuda(CPU)
     assert (described["kernel"], described["isa"]) == ("triton", "sm_90")
-    assert described["supported_isas"] == ["cute", "triton", "reference"]
-    assert "cute is left out: no recorded run" in described["reason"]
+    assert described["supported_isas"] == ["cute", "flash", "triton", "reference"]
+    assert "cute 9 us, triton 8 us" in described["reason"]
     only_reference_fails("reference")
     described = describe_cuda(CPU)
     assert (described["kernel"], described["supported_isas"]) == ("none", ["reference"])
@@ -210,7 +262,7 @@ def test_the_doctor_says_how_far_the_kernel_is_off(monkeypatch):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="auto, cute, triton, reference"):
+    with pytest.raises(ValueError, match="auto, cute, flash, triton, reference"):
         choose_cuda_kernel("cpp", SHAPE, CPU, HOPPER)
 
 

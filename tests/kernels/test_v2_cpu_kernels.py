@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.interpreted_vllm import check, run_both, same
 from vllm_specplug.seams import V2_CPU_KERNELS
+from vllm_specplug.vllm_v2.cpu_kernels.inputs import zero_kv_blocks
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -475,3 +478,38 @@ def test_numbers_that_are_none() -> None:
     counts = torch.full((3,), 9, dtype=torch.int32)
     num_nans[(3,)](logits, VOCAB, counts, VOCAB, BLOCK_SIZE=8192)
     assert counts.tolist() == [7, 0, 1]
+
+
+@few
+@given(seeds, st.booleans())
+def test_counts_that_layers_with_a_state_keep(seed: int, each: bool) -> None:
+    b = Batch(seed)
+    b.idx_mapping[b.rng.integers(b.num_reqs)] = -1
+    num_sampled = b.ints(b.rng.integers(0, DRAFTS + 2, b.num_reqs)) if each else 3
+
+    def call(module):
+        kept = SimpleNamespace(
+            num_accepted_tokens_gpu=torch.full((SLOTS,), 77, dtype=torch.int32),
+            recoverssm=None,
+            _align_mode=False,
+        )
+        module.MambaHybridModelState.postprocess_state(kept, b.idx_mapping, num_sampled)
+        return kept.num_accepted_tokens_gpu
+
+    same(*run_both("model_states.mamba_hybrid", call))
+
+
+def test_new_blocks_are_zeroed() -> None:
+    """Two segments of pages, the second within pages that others share; blocks 1 and 4."""
+    caches = torch.full((2, 6, 10), 7, dtype=torch.int32)
+    expected = caches.clone()
+    expected[0, [1, 4]] = 0
+    expected[1, [1, 4], 2:9] = 0
+    zero_kv_blocks[2, 2, 1](
+        torch.tensor([caches[0].data_ptr(), caches[1, 0, 2:].data_ptr()], dtype=torch.uint64),
+        torch.tensor([10, 10]),
+        torch.tensor([10, 7]),
+        torch.tensor([1, 4]),
+        BLOCK_SIZE=16,
+    )
+    assert torch.equal(caches, expected)

@@ -29,7 +29,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from vllm_specplug.kernels import tree_attn_triton
+from vllm_specplug.kernels import tree_attn_flash, tree_attn_triton
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v1 import rehearsal
@@ -77,7 +77,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: record.run(self, *a, **k))
     # An H100's, so that contexts are split as there.
     monkeypatch.setitem(tree_attn_triton._LIMITS, CPU, (132, 227 * 1024, 9))
-    monkeypatch.setattr(rehearsal, "any_worker", bool)
+    monkeypatch.setattr(rehearsal, "any_failed", bool)
     return record
 
 
@@ -89,15 +89,22 @@ def _build_on_device(ids: torch.Tensor, log_probs: torch.Tensor, budgets: torch.
     return build_best_first_triton(ids, log_probs, limits[0], limits[1], width, most)
 
 
+def _no_context(*, q: torch.Tensor, **rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of FlashAttention: tensors as it returns them."""
+    lse = torch.zeros(q.shape[1], q.shape[0])
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
 class Served:
     """The CUDA backend and a drafter over caches laid out as vLLM's on a GPU."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, nodes: int, heads: int, kv_heads: int,
-        head_dim: int,
+        head_dim: int, name: str = "triton",
     ) -> None:  # fmt: skip
         monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
-        kernel = ChosenKernel("triton", load_kernel("triton"), "")
+        kernel = ChosenKernel(name, load_kernel(name), "")
+        monkeypatch.setattr(tree_attn_flash, "context_attention", lambda head_dim: _no_context)
         monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args: kernel)
         monkeypatch.setattr(block_head, "can_build_best_first", lambda device: True)
         monkeypatch.setattr(block_head, "build_best_first", _build_on_device)
@@ -142,9 +149,12 @@ class Served:
         self.backend.run_every_variant(lambda: None)
         rehearsal.warm_up_draft(RunnerState(self.runner))
 
-    def step(self, sizes: list[int], contexts: list[int]) -> None:
-        """Verifies trees of `sizes` nodes beside a prompt chunk, moves accepted paths, drafts."""
-        requests, row = [StepRequest(0, 2, 3, 9, DraftTree.empty())], 3
+    def step(self, sizes: list[int], contexts: list[int], beside_chunk: bool) -> None:
+        """Verifies trees of `sizes` nodes, beside a prompt chunk or not, moves accepted paths,
+        drafts."""
+        requests, row = [], 0
+        if beside_chunk:
+            requests, row = [StepRequest(0, 2, 3, 9, DraftTree.empty())], 3
         for size, context in zip(sizes, contexts, strict=True):
             parents = random_parents(size, self.rng)
             tree = DraftTree(
@@ -155,7 +165,7 @@ class Served:
             request.accepted_path = [size - 1]
             requests.append(request)
             row += 1 + size
-        members = [(i, r) for i, r in enumerate(requests) if i]
+        members = [(i, r) for i, r in enumerate(requests) if i or not beside_chunk]
         common = SimpleNamespace(block_table_tensor=self.table[: len(requests)])
         rows = self.backend.tree_rows(members, False, common)
         # Queries are a part of the joint projection, as in vLLM's models.
@@ -180,15 +190,21 @@ class Served:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "heads", "kv_heads", "head_dim"),
-    # The last: strides of a row that are no multiple of 16.
-    [(7, 8, 2, 64), (70, 32, 8, 128), (256, 16, 1, 64), (40, 3, 1, 40)],
+    ("nodes", "heads", "kv_heads", "head_dim", "name"),
+    # The third: strides of a row that are no multiple of 16.
+    [
+        (7, 8, 2, 64, "triton"),
+        (256, 16, 1, 64, "triton"),
+        (40, 3, 1, 40, "triton"),
+        (70, 32, 8, 128, "flash"),
+        (40, 3, 1, 40, "flash"),
+    ],
 )
 def test_steps_launch_what_was_warmed_up(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    nodes: int, heads: int, kv_heads: int, head_dim: int,
+    nodes: int, heads: int, kv_heads: int, head_dim: int, name: str,
 ) -> None:  # fmt: skip
-    served = Served(monkeypatch, tmp_path / "head", nodes, heads, kv_heads, head_dim)
+    served = Served(monkeypatch, tmp_path / "head", nodes, heads, kv_heads, head_dim, name)
     launches.taken()
     served.warm_up()
     warmed = launches.taken()
@@ -198,7 +214,7 @@ def test_steps_launch_what_was_warmed_up(
         count = int(rng.integers(1, REQUESTS))
         sizes = rng.integers(1, 1 + rng.choice([3, nodes]), count).tolist()
         longest = int(rng.choice([1, 300, 600, CONTEXT - nodes - 1]))
-        served.step(sizes, rng.integers(0, longest, count).tolist())
+        served.step(sizes, rng.integers(0, longest, count).tolist(), bool(rng.integers(2)))
         launched = launches.taken()
         assert launched and not launched - warmed, _difference(launched - warmed, warmed)
 

@@ -109,9 +109,10 @@ def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
 
 def tree_attention(
     arch: int, packed_rows: int, *, head_dim: int = 128, page: int = 16, dense: bool = False,
-    dtype: str = "bf16",
+    dtype: str = "bf16", prefix: bool = False,
 ) -> Compiled:  # fmt: skip
-    """The attention kernel with the tiles its wrapper chooses; split, unless `dense`."""
+    """The attention kernel with the tiles its wrapper chooses; split, unless `dense` or behind
+    another kernel's `prefix`."""
     from vllm_specplug.kernels.tree_attn_triton import (
         MIN_SPLIT,
         TreeAttnConfig,
@@ -121,25 +122,27 @@ def tree_attention(
     shared = {80: 163, 90: 227, 100: 227}[arch] * 1024
     itemsize = 4 if dtype == "fp32" else 2
     config = TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared, arch // 10, dense)
-    element, result = f"*{dtype}", f"*{dtype}" if dense else "*fp32"
-    pointers = ("query", "key_cache", "value_cache", "tail_key", "tail_value")
+    element, result = f"*{dtype}", f"*{dtype}" if dense or prefix else "*fp32"
+    pointers = ("query", "key_cache", "value_cache", "tail_key", "tail_value", "prefix")
     strides = (
         "query_row", "query_head", "output_split", "output_row", "output_head", "key_block",
         "key_token", "key_head", "value_block", "value_token", "value_head", "tail_key_row",
-        "tail_key_head", "tail_value_row", "tail_value_head",
+        "tail_key_head", "tail_value_row", "tail_value_head", "prefix_row", "prefix_head",
     )  # fmt: skip
     numbers = (
         "num_splits", "plan_stride", "words_stride", "table_stride", "lse_split", "lse_row",
-        "lse_head",
+        "lse_head", "prefix_lse_head",
     )  # fmt: skip
     compiled = compile_kernel(
-        f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}{' dense' * dense}",
+        f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}{' dense' * dense}"
+        f"{' prefix' * prefix}",
         _tree_attn_kernel,
         arch,
         {
             **dict.fromkeys(pointers, element),
             "output": result,
             "lse": "*fp32",
+            "prefix_lse": "*fp32",
             "plan": "*i32",
             "words": "*i64",
             "block_table": "*i32",
@@ -153,13 +156,14 @@ def tree_attention(
             "HEAD_DIM": head_dim,
             "PADDED_DIM": triton.next_power_of_2(head_dim),
             "PAGE": page,
-            "SPLIT": not dense,
+            "SPLIT": not dense and not prefix,
             "MIN_SPLIT": MIN_SPLIT,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "DENSE_TAIL": dense,
             "FULL_TAIL": False,
-            "STORE_LSE": not dense,
+            "HAS_PREFIX": prefix,
+            "STORE_LSE": not dense and not prefix,
             "PRECISION": "ieee" if dtype == "fp32" else "tf32",
         },
         aligned=(*pointers, "output", *strides),
@@ -247,6 +251,7 @@ def main(arch: int, all_shapes: bool) -> None:
     kernels = [tree_attention(arch, 64 * 4), tree_attention(arch, 16 * 4, dense=True)]
     kernels += small_kernels(arch)
     kernels += [tree_attention(arch, 4, dense=True)]
+    kernels += [tree_attention(arch, 64 * 4, prefix=True)]
     kernels += [tree_attention(arch, 64 * 4, head_dim=256, dense=d) for d in (False, True)]
     if arch == 90 or all_shapes:
         # Roots alone, large pages, another head size.

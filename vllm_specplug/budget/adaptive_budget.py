@@ -13,6 +13,7 @@ from vllm_specplug.budget.acceptance import AcceptanceModel, chosen_nodes
 from vllm_specplug.budget.allocation import Allocation, allocate
 from vllm_specplug.budget.cost_curve import Floats
 from vllm_specplug.budget.draft_gate import IMPOSSIBLE_MS, DraftGate
+from vllm_specplug.budget.row_budget import RowBudget
 from vllm_specplug.budget.step_cost import StepCostModel
 from vllm_specplug.tree import ROOT, DraftTree
 
@@ -88,13 +89,13 @@ class AdaptiveBudget:
 
     Args:
         costs: what a step costs.
-        max_step_rows: most rows of one step, whatever would pay.
+        row_budget: the rows that trees may fill, whatever would pay.
         deepest_forward: deepest node of a draft forward; 0 when the method has none.
     """
 
-    def __init__(self, costs: StepCostModel, max_step_rows: int, deepest_forward: int) -> None:
+    def __init__(self, costs: StepCostModel, row_budget: RowBudget, deepest_forward: int) -> None:
         self.costs = costs
-        self.max_step_rows = max_step_rows
+        self.row_budget = row_budget
         self.acceptance = AcceptanceModel()
         self.gate = DraftGate(deepest_forward) if deepest_forward else None
         self._step: NextStep | None = None
@@ -221,7 +222,8 @@ class AdaptiveBudget:
         context = step.root_context + step.other_context
         rows = step.num_roots + forced
         ms = self.costs.decode_ms(rows, step.other_rows, num_nodes, context) + self.costs.rest_ms
-        ms[1 + max(0, self.max_step_rows - rows - step.other_rows) :] = IMPOSSIBLE_MS
+        most = self.row_budget.rows(step.num_roots)
+        ms[1 + max(0, most - rows - step.other_rows) :] = IMPOSSIBLE_MS
         return ms
 
     def _mean_node_ms(self, step: NextStep) -> Floats:

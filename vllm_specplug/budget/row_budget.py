@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_specplug.options import rows_of_requests
+
 MIN_USEFUL_NODES = 2
 
 
@@ -25,17 +27,15 @@ class RowBudget:
     max_requests: int = 1
     """Requests that the scheduler runs at once."""
 
-    def share(self, num_requests: int) -> int:
-        """Nodes that the row limits leave each of `num_requests` requests.
+    def rows(self, num_requests: int) -> int:
+        """Rows that `num_requests` requests and their trees may fill together."""
+        return rows_of_requests(
+            num_requests, self.max_step_rows, self.scheduler_rows, self.max_requests
+        )
 
-        Of the scheduler's rows there stays a share for one request more: trees that filled them all
-        would keep every waiting request out until one of these ends.
-        """
-        rows = self.max_step_rows // num_requests
-        if self.scheduler_rows is not None:
-            others = max(num_requests, min(num_requests + 1, self.max_requests))
-            rows = min(rows, self.scheduler_rows // others)
-        return max(0, rows - 1)
+    def share(self, num_requests: int) -> int:
+        """Nodes that the row limits leave each of `num_requests` requests."""
+        return max(0, self.rows(num_requests) // num_requests - 1)
 
     def nodes_per_request(self, num_requests: int) -> int:
         """Nodes each of `num_requests` requests may draft; 0 means decode plainly."""

@@ -11,6 +11,7 @@ from vllm_specplug.seams.listing import (
     REFUSAL,
     WORKER_SEAMS,
 )
+from vllm_specplug.seams.listing_states import STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
     SPECULATOR,
@@ -33,6 +34,7 @@ __all__ = [
     "V2_CPU_KERNELS",
     "V2_CPU_WORKER",
     "SPECULATOR",
+    "STATE_SEAMS",
     "WORKER_SEAMS",
     "Seam",
     "SeamError",

@@ -8,15 +8,16 @@ that every start checks them. `scripts/vllm_names.py` reads from the code what b
 
 from __future__ import annotations
 
+from vllm_specplug.seams.listing_states import STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
     SPECULATOR,
+    V2_ADMISSION,
     V2_CPU_ADMISSION,
     V2_CPU_KERNELS,
     V2_USES,
 )
 from vllm_specplug.seams.reasons import (
-    HAS_CPU_KERNELS,
     HAS_REGISTRY,
     HAS_TREES,
     REGISTRY,
@@ -37,7 +38,6 @@ from vllm_specplug.seams.seam import (
 )
 
 _PUBLIC = "never: it is public"
-
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -129,20 +129,7 @@ PROCESS_SEAMS = SeamSet(
                 (_GRAMMARS, "grammar_bitmask", "grammar_bitmask"),
             )
         ),
-        Wrap(
-            "model_runner_v2",
-            "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
-            "V2 names the methods that it does not run, ours by the name they share with others",
-            HAS_REGISTRY,
-            make="vllm_specplug.vllm_process.model_runner:admitting_trees",
-        ),
-        Wrap(
-            "model_runner_v2",
-            "vllm.config.vllm:VllmConfig._validate_v2_model_runner",
-            "on a CPU without Triton our methods bring the kernels that V2 needs",
-            HAS_CPU_KERNELS,
-            make="vllm_specplug.vllm_process.model_runner:not_asking_for_triton",
-        ),
+        *V2_ADMISSION,
         Append(
             "penalty_processor",
             f"{_PROCESSORS}:BUILTIN_LOGITS_PROCESSORS",
@@ -222,7 +209,6 @@ ATTENTION_BACKENDS = SeamSet(
 )
 
 # -- what is called or overridden ---------------------------------------------------------------
-
 
 # Checked with PROCESS_SEAMS, wherever the plugin is loaded.
 _PROCESS_USES: tuple[Seam, ...] = (
@@ -310,6 +296,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         HAS_REGISTRY,
         "vllm.model_executor.layers.attention:Attention",
         "vllm.v1.attention.backend:AttentionType",
+        "vllm.model_executor.layers.mamba.abstract:MambaBase",
         "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
         "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
@@ -466,6 +453,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vLLM remembers which backend it chose; an earlier choice must be forgotten",
         f"vLLM takes a mask per request ({TREE})",
         "vllm.v1.attention.selector:_cached_get_attn_backend",
+        "vllm.v1.attention.selector:_cached_get_mamba_attn_backend",
     ),
 )
 
@@ -517,6 +505,8 @@ _GPU_USES: tuple[Seam, ...] = (
         f"{_BACKENDS}.triton_attn:TritonAttentionBackend",
         f"{_BACKENDS}.triton_attn:TritonAttentionImpl",
         f"{_BACKENDS}.triton_attn:TritonAttentionMetadataBuilder",
+        f"{_BACKENDS}.fa_utils:flash_attn_varlen_func",
+        f"{_BACKENDS}.fa_utils:get_flash_attn_version",
         f"{_BACKENDS}.fa_utils:reshape_and_cache_flash",
     ),
     *(
@@ -590,6 +580,7 @@ ALL_SEAMS: tuple[Seam, ...] = (
     CPU_RUNNER_V2,
     SPECULATOR,
     *CPU_BACKENDS.seams,
+    *STATE_SEAMS.seams,
     *_CPU_USES,
     V2_CPU_ADMISSION,
     *V2_CPU_KERNELS.seams,

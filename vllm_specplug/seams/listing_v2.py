@@ -18,6 +18,7 @@ from vllm_specplug.seams.seam import (
     ReplaceKernel,
     Seam,
     SeamSet,
+    Wrap,
 )
 
 _V2 = "vllm.v1.worker.gpu"
@@ -44,6 +45,31 @@ SPECULATOR = Replace(
 )
 
 
+V2_ADMISSION = (
+    Wrap(
+        "model_runner_v2",
+        "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
+        "V2 names the methods that it does not run, ours by the name they share with others",
+        HAS_REGISTRY,
+        make="vllm_specplug.vllm_process.model_runner:admitting_trees",
+    ),
+    Wrap(
+        "model_runner_v2",
+        "vllm.config.vllm:VllmConfig._validate_v2_model_runner",
+        "on a CPU without Triton our methods bring the kernels that V2 needs",
+        HAS_CPU_KERNELS,
+        make="vllm_specplug.vllm_process.model_runner:not_asking_for_triton",
+    ),
+    Wrap(
+        "model_runner_v2",
+        "vllm.config.vllm:VllmConfig.__post_init__",
+        "asynchronous scheduling is admitted by the names of vLLM's own methods, and switched "
+        "off on a CPU",
+        HAS_REGISTRY,
+        make="vllm_specplug.vllm_process.model_runner:keeping_async_scheduling",
+    ),
+)
+
 V2_CPU_ADMISSION = Replace(
     "v2_cpu_admission",
     "vllm.config.vllm:HAS_TRITON",
@@ -64,6 +90,13 @@ V2_CPU_WORKER = Add(
 
 V2_CPU_KERNELS = SeamSet(
     (
+        ReplaceKernel(
+            "v2_cpu_kernels",
+            "vllm.v1.worker.utils:_zero_kv_blocks_kernel",
+            _WHY_KERNELS,
+            HAS_CPU_KERNELS,
+            make=f"{_CPU_KERNELS}.inputs:zero_kv_blocks",
+        ),
         *(
             ReplaceKernel(
                 "v2_cpu_kernels",
@@ -83,6 +116,11 @@ V2_CPU_KERNELS = SeamSet(
                 ("inputs", "block_table", "gather_block_tables compute_slot_mappings"),
                 ("inputs", "buffer_utils", "apply_write"),
                 ("inputs", "model_states.prompt_embeds", "apply_prompt_embeds"),
+                (
+                    "inputs",
+                    "model_states.mamba_hybrid",
+                    "scatter_num_accepted fill_num_accepted",
+                ),
                 ("sampling", "sample.gumbel", "temperature gumbel_sample"),
                 ("sampling", "sample.min_p", "min_p"),
                 ("sampling", "sample.logprob", "topk_log_softmax ranks fill_logprob_token_ids"),

@@ -348,11 +348,15 @@ class Register(Seam):
             self._register(backend, self._own)
 
     def _register(self, backend: Any, path: str) -> None:
-        resolve("vllm.v1.attention.backends.registry:register_backend")(backend, path)
+        # Without it the override lands where nobody looks for such a backend's.
+        is_mamba = "MambaAttentionBackendEnum" in self.target
+        register = resolve("vllm.v1.attention.backends.registry:register_backend")
+        register(backend, path, is_mamba=is_mamba)
         self._forget_choices()
 
     def _forget_choices(self) -> None:
         resolve("vllm.v1.attention.selector:_cached_get_attn_backend").cache_clear()
+        resolve("vllm.v1.attention.selector:_cached_get_mamba_attn_backend").cache_clear()
 
 
 class SeamSet:

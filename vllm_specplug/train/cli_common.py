@@ -140,6 +140,14 @@ def train_with_progress(
         train(bar.console.print, on_step)
 
 
+def run_training(train: Callable[..., Any], given: Mapping[str, Any], *kinds: type[Any]) -> None:
+    """Calls `train(*parts, log, on_step)` under a progress bar, where a part is one of the
+    dataclasses `kinds`, filled from the command-line values `given`."""
+    with friendly_errors():
+        parts = [from_options(kind, given) for kind in kinds]
+        train_with_progress(given["total_steps"], lambda log, on_step: train(*parts, log, on_step))
+
+
 def parse_number(kind: type[int] | type[float], name: str, text: str) -> Any:
     """A number from the command line; ValueError says which option it was."""
     try:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from accelerate import Accelerator
 
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.loop import (
@@ -21,8 +23,14 @@ from vllm_specplug.train.loop import (
 )
 from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.provenance import write_provenance
+from vllm_specplug.train.target import TargetTables, TargetWeights
 from vllm_specplug.train.trainer import Trainer
+from vllm_specplug.train.vocabulary import saved_vocabulary, vocabulary_coverage
 from vllm_specplug.train.walk import AcceptanceReport
+
+VOCABULARY_NAME = "draft_ids.pt"
+
+S = TypeVar("S", bound=FeatureStore)
 
 
 class Store(Protocol):
@@ -36,13 +44,85 @@ class Store(Protocol):
     def __len__(self) -> int: ...
 
 
-def open_features(features: str, heldout: str) -> tuple[FeatureStore, FeatureStore]:
+class Run(Protocol):
+    """What a run reads."""
+
+    @property
+    def target(self) -> str: ...
+
+    @property
+    def features(self) -> str: ...
+
+    @property
+    def heldout(self) -> str: ...
+
+    @property
+    def eval_sequences(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Training(Generic[S]):
+    """The data and the target of a run, before it has a head. `held` are the sequences of its
+    evaluation."""
+
+    loop: LoopOptions
+    accelerator: Accelerator
+    store: S
+    held: list[Any]
+    weights: TargetWeights
+    tables: TargetTables
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        return int(self.weights.config["vocab_size"])
+
+    def draft_ids(self, size: int, vocab_from: str = "") -> torch.Tensor:
+        """Target token of each draft id, int64 [V']: those of the run that is resumed, else of the
+        head `vocab_from`, else the `size` most frequent ones and the end-of-turn tokens."""
+        return saved_vocabulary(
+            Path(self.loop.out) / VOCABULARY_NAME,
+            self.loop.resume,
+            vocab_from,
+            self.store,
+            size,
+            self.vocab_size,
+            self.weights.end_token_ids,
+        )
+
+    def data_facts(self, ids: torch.Tensor) -> dict[str, Any]:
+        """What was trained on, for provenance.json; the head drafts the tokens `ids`."""
+        return data_facts(self.store, vocabulary_coverage(self.store, ids))
+
+
+def open_training(run: Run, loop: LoopOptions, kind: type[S], seed: int) -> Training[S]:
+    """Reads what a run needs, its features as stores of a `kind`, and seeds torch.
+
+    Raises:
+        ValueError: where a new run would write over a saved one, and for what cannot be read.
+    """
+    loop.refuse_overwriting()
+    accelerator = Accelerator(mixed_precision="bf16")
+    store, heldout = open_features(run.features, run.heldout, kind)
+    weights = TargetWeights(run.target)
+    width, largest = getattr(run, "intermediate_size", 0), weights.config["intermediate_size"]
+    if width > largest and not getattr(run, "init_from", ""):
+        raise ValueError(
+            f"--intermediate-size {width}, legal: up to {largest}, the target's, whose first rows "
+            "the head starts from; lower it"
+        )
+    torch.manual_seed(seed)
+    held = evenly_spread(heldout, run.eval_sequences)
+    return Training(loop, accelerator, store, held, weights, weights.tables())
+
+
+def open_features(features: str, heldout: str, kind: type[S]) -> tuple[S, S]:
     """Training and held-out features.
 
     Raises:
         ValueError: when they do not hold the same layers.
     """
-    store, held = FeatureStore(features), FeatureStore(heldout)
+    store, held = kind(features), kind(heldout)
     if store.target_layer_ids != held.target_layer_ids:
         raise ValueError(
             f"features hold layers {store.target_layer_ids}, held-out features "
@@ -82,6 +162,13 @@ def heldout_facts(report: AcceptanceReport, sequences: int) -> dict[str, Any]:
         "mean_acceptance_length": rounded(report.lengths()),
         "mean_acceptance_length_by_source": {
             source: rounded(values) for source, values in report.lengths_by_source().items()
+        },
+        "rounds_reaching_depth": {
+            name: [
+                round(counts.share_reaching(depth), 3)
+                for depth in range(1, max(counts.by_length) + 1)
+            ]
+            for name, counts in report.total.items()
         },
         **(slots if len(report.hits) else {}),
     }

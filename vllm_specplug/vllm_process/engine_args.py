@@ -68,33 +68,6 @@ def check_runner_options(
         _refuse(method, "async_scheduling=True in vLLM's V1 model runner", _ASYNC_REMEDY)
 
 
-def set_async_scheduling(vllm_config: Any, asked: bool | None, nccl_asked: bool | None) -> None:
-    """Schedules ahead where trees run on V2: on a GPU unless told not to, on a CPU when asked.
-
-    vLLM admits asynchronous scheduling by the names of its own methods, and its CPU platform
-    switches it off without a word; so the config was made without it.
-
-    Raises:
-        ValueError: when it was asked for and the executor cannot do it.
-    """
-    from vllm.v1.executor.abstract import Executor
-
-    wanted = asked if asked is not None else vllm_config.device_config.device_type != "cpu"
-    if wanted and not Executor.get_class(vllm_config).supports_async_scheduling():
-        backend = vllm_config.parallel_config.distributed_executor_backend
-        if asked:
-            raise ValueError(
-                f"async_scheduling=True cannot be used with "
-                f"distributed_executor_backend={backend!r}, which waits for every step. Leave one "
-                "of them out."
-            )
-        wanted = False
-    vllm_config.scheduler_config.async_scheduling = wanted
-    if wanted and nccl_asked is None:
-        # vLLM's default beside asynchronous scheduling.
-        vllm_config.parallel_config.disable_nccl_for_dp_synchronization = True
-
-
 def check_engine_config(vllm_config: Any) -> None:
     """Refuses targets and engine options that trees do not support.
 
@@ -133,11 +106,7 @@ def check_engine_config(vllm_config: Any) -> None:
     if model.use_mla:
         _refuse(method, f"MLA targets ({model.architectures[0]})", "Use a target with MHA or GQA")
     if model.is_hybrid or model.is_attention_free or model.has_inner_state:
-        _refuse(
-            method,
-            f"hybrid or attention-free targets ({model.architectures[0]})",
-            "Recurrent state cannot follow a tree; use a pure attention target",
-        )
+        _check_states(method, spec, vllm_config)
     if model.is_encoder_decoder or model.runner_type != "generate":
         _refuse(method, f"runner {model.runner_type!r} of this target", "Use a decoder-only target")
     if model.is_multimodal_model or model.uses_mrope:
@@ -187,6 +156,12 @@ def _check_multimodal(method: str, spec: SpecPlugSpeculativeConfig, model: Any) 
             "Its positions on several axes come after those of a tree's nodes; set "
             "VLLM_USE_V2_MODEL_RUNNER=0",
         )
+    if model.is_hybrid:
+        _refuse(
+            method,
+            f"{target} with recurrent layers",
+            "Use a target with one of the two",
+        )
     if option:
         _refuse(
             method,
@@ -200,6 +175,44 @@ def _check_multimodal(method: str, spec: SpecPlugSpeculativeConfig, model: Any) 
             method,
             f"video_pruning_rate={images.video_pruning_rate}",
             "vLLM computes the positions of all rows again where it prunes: leave it out",
+        )
+
+
+# What describes Gated DeltaNet layers in a model's config.
+_DELTA_NET = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads")
+
+
+def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
+    """Layers with a recurrent state: that of Gated DeltaNet can follow a tree, on a CPU. Whether
+    all layers are such is seen once they are built."""
+    model = vllm_config.model_config
+    if not all(hasattr(model.hf_text_config, name) for name in _DELTA_NET):
+        _refuse(
+            method,
+            f"recurrent layers other than Gated DeltaNet ({model.architectures[0]})",
+            "Their state cannot follow a tree; use a target of attention layers, or of attention "
+            "and Gated DeltaNet layers",
+        )
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        _refuse(
+            method,
+            f"Gated DeltaNet layers on {device!r} ({model.architectures[0]})",
+            "Their trees are computed on CPUs alone; use a target of attention layers",
+        )
+    if vllm_config.cache_config.enable_prefix_caching:
+        _refuse(
+            method,
+            f"enable_prefix_caching=True on a target with recurrent states "
+            f"({model.architectures[0]})",
+            "Set enable_prefix_caching=False (--no-enable-prefix-caching)",
+        )
+    option = spec.plan.target_forward_option if spec.plan else None
+    if option:
+        _refuse(
+            method,
+            f"{option} on a target with recurrent states ({model.architectures[0]})",
+            "A draft forward would change them; use another setting of that option",
         )
 
 
@@ -258,22 +271,9 @@ def checked(original: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineArgs.create_engine_config` with our checks. Seam: engine_config."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm import envs
-
-        method = self.spec_method or (self.speculative_config or {}).get("method")
-        is_ours = method in legal_method_names()
         check_option_names(self.spec_method, self.speculative_config, self.spec_model)
         check_runner_options(self.spec_method, self.speculative_config, self.async_scheduling)
-        asked = self.async_scheduling
-        if is_ours and envs.VLLM_USE_V2_MODEL_RUNNER:
-            self.async_scheduling = False
-        try:
-            vllm_config = original(self, *args, **kwargs)
-        finally:
-            self.async_scheduling = asked
-        spec = tree_config(vllm_config)
-        if spec is not None and spec.uses_v2:
-            set_async_scheduling(vllm_config, asked, self.disable_nccl_for_dp_synchronization)
+        vllm_config = original(self, *args, **kwargs)
         check_engine_config(vllm_config)
         return vllm_config
 

@@ -6,6 +6,9 @@ Seams: model_runner_v2, v2_cpu_admission.
 What: `VllmConfig._get_v2_model_runner_unsupported_features` leaves out the entry that stands for
 our methods: they reach vLLM as `custom_class`, which V2 does not run. And on a CPU
 `VllmConfig._validate_v2_model_runner` does not ask for Triton: workers put kernels in its place.
+`VllmConfig.__post_init__` runs as if nobody had asked for asynchronous scheduling, which is set
+when it is done: vLLM admits it by the names of its own methods, and its CPU platform switches it
+off without a word. An engine process checks its config this way once more.
 
 Remove when: vLLM has a proposer registry, and CPU kernels for V2.
 """
@@ -47,3 +50,45 @@ def not_asking_for_triton(original: Callable[[Any], None]) -> Callable[[Any], No
             return original(self)
 
     return validate
+
+
+def keeping_async_scheduling(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A config's completion. With a method of this package that runs on V2, steps are scheduled
+    ahead of the host: on a GPU unless told not to, on a CPU when asked."""
+
+    def post_init(self: Any) -> None:
+        spec = tree_config(self)
+        if spec is None or not spec.uses_v2:
+            original(self)
+            return
+        scheduler, parallel = self.scheduler_config, self.parallel_config
+        asked = scheduler.async_scheduling
+        nccl_asked = parallel.disable_nccl_for_dp_synchronization
+        scheduler.async_scheduling = False
+        original(self)
+        scheduler.async_scheduling = schedules_ahead(self, asked)
+        if scheduler.async_scheduling and nccl_asked is None:
+            # vLLM's default beside asynchronous scheduling.
+            parallel.disable_nccl_for_dp_synchronization = True
+
+    return post_init
+
+
+def schedules_ahead(vllm_config: Any, asked: bool | None) -> bool:
+    """Whether steps of this config are scheduled ahead.
+
+    Raises:
+        ValueError: when it was asked for and the executor cannot do it.
+    """
+    from vllm.v1.executor.abstract import Executor
+
+    wanted = asked if asked is not None else vllm_config.device_config.device_type != "cpu"
+    if not wanted or Executor.get_class(vllm_config).supports_async_scheduling():
+        return wanted
+    if asked:
+        backend = vllm_config.parallel_config.distributed_executor_backend
+        raise ValueError(
+            f"async_scheduling=True cannot be used with distributed_executor_backend={backend!r}, "
+            "which waits for every step. Leave one of them out."
+        )
+    return False

@@ -25,28 +25,25 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE, ReservedRows
-from vllm_specplug.options import request_budget_limit
+from vllm_specplug.options import max_scheduled_rows, request_budget_limit, rows_of_requests
 from vllm_specplug.vllm_process.spec_config import tree_config
 
 
 def drafts_by_batch_size(spec: Any, scheduler_config: Any, nodes: int) -> list[int]:
-    """Most drafts of a request, up to `nodes`, in a step of 0, 1, ... requests.
-
-    What they reserve leaves an equal share for one request more: requests that fill the scheduler's
-    budget would keep every other one out until one of them ends.
-    """
+    """Most drafts of a request, up to `nodes`, in a step of 0, 1, ... requests."""
     most = scheduler_config.max_num_seqs
-    sizes = range(most + 1)
+    # No request leaves as much as one.
+    sizes = [max(1, size) for size in range(most + 1)]
     if not spec.uses_v2 or (spec.tree_budget == "auto" and not scheduler_config.async_scheduling):
         # The scheduler gets the trees themselves, of the sizes that the worker chose.
         return [nodes for _ in sizes]
     if spec.tree_budget != "auto":
         nodes = min(nodes, max(int(spec.tree_budget), request_budget_limit(spec)))
-    rows = scheduler_config.max_num_batched_tokens
-    rows = min(rows, scheduler_config.max_num_scheduled_tokens or rows)
-    wanted = min(rows, spec.max_step_rows or rows)
-    shares = [min(wanted // max(1, size), rows // min(size + 1, most)) for size in sizes]
-    return [min(nodes, max(0, share - 1)) for share in shares]
+    limit = max_scheduled_rows(scheduler_config)
+    rows = [rows_of_requests(size, spec.max_step_rows or limit, limit, most) for size in sizes]
+    return [
+        min(nodes, max(0, together // size - 1)) for size, together in zip(sizes, rows, strict=True)
+    ]
 
 
 def keep_reserved_rows(scheduler: Any, model_runner_output: Any) -> None:

@@ -8,6 +8,7 @@ rewritten while a copy of it is under way (trees rule out asynchronous schedulin
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +46,8 @@ class TreeBuffers:
         pinned = device.type == "cuda"
         rows = limits.num_rows
         self.limits = limits
-        self.plan_host = torch.zeros(PLAN_ROWS * limits.num_requests, dtype=torch.int32)
+        # The plan, and behind it where each tree starts: one copy to the device.
+        self.plan_host = torch.zeros((PLAN_ROWS + 1) * limits.num_requests + 1, dtype=torch.int32)
         self.parents_host = torch.zeros(rows, dtype=torch.int32)
         if pinned:
             self.plan_host = self.plan_host.pin_memory()
@@ -79,26 +81,37 @@ class TreeBuffers:
         """
         counts = [len(p) for p in parents]
         num_trees = len(counts) if places is None else places
-        plan = self.plan_host[: PLAN_ROWS * num_trees].view(PLAN_ROWS, num_trees)
-        values = plan.numpy()
+        size = PLAN_ROWS * num_trees
+        host = self.plan_host[: size + num_trees + 1].numpy()
+        values = host[:size].reshape(PLAN_ROWS, num_trees)
         values[:] = 0
         plan_columns(req_indices, row_starts, counts, context_lens, out=values)
         total = sum(counts)
+        ends = np.cumsum([*row_starts[:1], *counts])
+        side_by_side = list(req_indices) == list(range(len(counts))) and (
+            list(row_starts) == ends[:-1].tolist()
+        )
+        # A graph is captured for trees side by side, and replayed for nothing else.
+        assert side_by_side or places is None, (req_indices, row_starts)
+        if side_by_side:
+            host[size:] = ends[-1] if counts else 0
+            host[size : size + len(counts)] = row_starts
         if counts:
             self.parents_host.numpy()[:total] = np.concatenate(parents)
         # A graph reads as many rows as there are places for.
         rows = total if places is None else places * (max_rows or 0)
-        self.plan[: plan.numel()].copy_(plan.view(-1), non_blocking=True)
+        self.plan[: len(host)].copy_(self.plan_host[: len(host)], non_blocking=True)
         self.parents[:total].copy_(self.parents_host[:total], non_blocking=True)
         max_rows = max_rows or max(counts)
         width = -(-max_rows // 64)
         return TreeAttnMetadata(
-            plan=self.plan[: plan.numel()].view(PLAN_ROWS, num_trees),
+            plan=self.plan[:size].view(PLAN_ROWS, num_trees),
             parent_rows=self.parents[:rows],
             block_table=block_table,
             max_rows=max_rows,
             max_context=max(context_lens) if max_context is None else max_context,
             mask_words=self.words[: rows * width].view(rows, width),
+            query_starts=self.plan[size : len(host)] if side_by_side else None,
         )
 
 
@@ -221,7 +234,7 @@ class CudaTreeBackend(TreeBackend):
         # No moves.
         compact_paths_triton(self.layers, zero[None], zero, zero, zero, blocks)
         warm_up_builder(self.limits.tree_rows - 1, self.device)
-        if self.kernel.name != "triton":
+        if not self.kernel.reads_words:
             return
         key_cache, value_cache = self.layers.keys[0], self.layers.values[0]
         head_dim = key_cache.shape[3]
@@ -230,9 +243,12 @@ class CudaTreeBackend(TreeBackend):
                 rows, self.num_heads, head_dim, dtype=key_cache.dtype, device=self.device
             )
             chain = np.arange(-1, rows - 1, dtype=np.int32)
-            # Without and with a split context: splits follow the bound, as in a captured graph.
-            for context in (0, self.limits.context):
+            # Side by side, as most steps are, and apart, as beside chunks of prompts; without and
+            # with a split context, for splits follow the bound, as in a captured graph.
+            for apart, context in itertools.product((False, True), (0, self.limits.context)):
                 metadata = self.buffers.fill([0], [0], [0], [chain], blocks, max_context=context)
+                if apart:
+                    metadata.query_starts = None
                 self.fill_words(metadata)
                 output = torch.empty_like(query)
                 self.kernel.run(query, key_cache, value_cache, output, metadata, head_dim**-0.5)
@@ -271,7 +287,7 @@ class CudaTreeBackend(TreeBackend):
     def fill_words(self, metadata: TreeAttnMetadata, kernel: ChosenKernel | None = None) -> None:
         """Ancestor words, for a kernel (the target's, if none is given) that does not make them
         itself."""
-        if (kernel or self.kernel).name == "triton":
+        if (kernel or self.kernel).reads_words:
             from vllm_specplug.kernels.tree_words_triton import fill_tree_words
 
             assert metadata.mask_words is not None
@@ -422,6 +438,9 @@ class CudaDraftCache:
             [block] * len(requests),
             self.block_table(),
         )
+        # A draft is made for any requests of the batch, which leaves gaps: no kernel is to have a
+        # variant for each.
+        metadata.query_starts = None
         if not causal:
             metadata.mask_kind = "full"
         needs_words = causal

@@ -14,7 +14,7 @@ from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
 from vllm_specplug.registry import headless_methods
 from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_v1.target_sampler import MAX_ELEMENTS_AT_ONCE, TargetSampler
-from vllm_specplug.vllm_worker.ranks import any_worker
+from vllm_specplug.vllm_worker.ranks import any_failed
 from vllm_specplug.vllm_worker.rehearsal import SHORT_CONTEXT, rehearsal
 
 # Long enough for a kernel to split it.
@@ -36,7 +36,7 @@ def warm_up_draft(state: RunnerState) -> None:
     except Exception as error:
         failure = error
     # What comes next is done together.
-    if any_worker(failure is not None):
+    if any_failed(failure):
         reason = "another worker could not; its log says why"
         if failure is not None:
             reason = f"{type(failure).__name__}: {failure}"

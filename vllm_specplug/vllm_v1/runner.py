@@ -22,8 +22,10 @@ from vllm_specplug.seams import LOGITS_PROCESSORS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
+from vllm_specplug.vllm_attention.state_rows import StateStep, attach_state_step
 from vllm_specplug.vllm_v1.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v1.runner_state import RunnerState, ScheduledRows
+from vllm_specplug.vllm_v1.state_trees import last_state_rows, state_step
 from vllm_specplug.vllm_v1.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
 from vllm_specplug.vllm_worker.cache_groups import (
@@ -64,6 +66,8 @@ class TreeRunnerMixin(_Runner):
         # of a step keeps its drafts, and so its tree.
         self.proposed_trees: dict[str, DraftTree] = {}
         self.tree_step = TreeStep([])
+        # What the step's trees would do to recurrent states, until the walk.
+        self.tree_states: StateStep | None = None
         # KV cache group of the drafter's own layers.
         self.draft_group = 0
         self.tree_metrics = step_metrics(spec)
@@ -226,6 +230,10 @@ class TreeRunnerMixin(_Runner):
                 for_capture=bool(kwargs.get("for_cudagraph_capture")),
                 padded_requests=kwargs.get("num_reqs_padded"),
             )
+            names = self.drafter.state_layers.names
+            if names and self.tree_step.has_drafts and not kwargs.get("for_cudagraph_capture"):
+                self.tree_states = state_step(self.tree_step)
+                attach_state_step(attn_metadata, names, self.tree_states)
         return attn_metadata, common
 
     # -- after the forward ----------------------------------------------------------------
@@ -252,6 +260,9 @@ class TreeRunnerMixin(_Runner):
             request.accepted_path = path
         # Before anything can read or hash their blocks.
         self.tree_backend.compact(self.tree_step, state)
+        if self.tree_states is not None:
+            self.tree_states.commit(last_state_rows(self.tree_step))
+            self.tree_states = None
         self._record_verification(walked)
         return output
 

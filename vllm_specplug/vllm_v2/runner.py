@@ -19,6 +19,7 @@ from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics import STATS_ATTRIBUTE
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
+from vllm_specplug.vllm_attention.state_rows import StateStep, attach_state_step
 from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.device_trees import (
@@ -32,6 +33,7 @@ from vllm_specplug.vllm_v2.device_trees import (
 from vllm_specplug.vllm_v2.runner_state import RunnerState
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
+from vllm_specplug.vllm_v2.state_trees import last_state_rows, state_step
 from vllm_specplug.vllm_v2.step_input import step_rows, verified_step
 from vllm_specplug.vllm_v2.tree_params import TreeParams
 from vllm_specplug.vllm_worker.cache_groups import draft_group
@@ -75,6 +77,8 @@ class TreeRunnerV2Mixin(_Runner):
         # Of the running step; None where it has no drafts, and for dummies.
         self.tree_step: StepTrees | None = None
         self.tree_walk: Walk | None = None
+        # What the step's trees would do to recurrent states, until the walk.
+        self.tree_states: StateStep | None = None
         # Running requests with a grammar.
         self.tree_constrained: set[str] = set()
         # KV cache group of the drafter's own layers.
@@ -112,6 +116,10 @@ class TreeRunnerV2Mixin(_Runner):
                 rows = self.tree_backend.tree_rows(self.tree_step, block_tables[0])
                 for one in {id(m): m for m in metadata.values()}.values():
                     attach_tree_rows(one, rows)
+                names = self.drafter.state_layers.names
+                if names:
+                    self.tree_states = state_step(input_batch, self.tree_step)
+                    attach_state_step(metadata, names, self.tree_states)
             return metadata
 
         self.model_state.prepare_attn = prepare_attn
@@ -152,7 +160,7 @@ class TreeRunnerV2Mixin(_Runner):
         # A dummy step has no trees, and may come between any two others.
         if not kwargs.get("dummy_run"):
             self.planner.begin_step()
-        self.tree_step = self.tree_walk = self.logits_counts = None
+        self.tree_step = self.tree_walk = self.tree_states = self.logits_counts = None
         return super().execute_model(*args, **kwargs)
 
     def finish_requests(self, scheduler_output: Any) -> None:
@@ -226,6 +234,8 @@ class TreeRunnerV2Mixin(_Runner):
         if self.tree_walk is not None and self.tree_slots is not None:
             # Before anything can read or hash their blocks.
             self.tree_backend.compact(self._running_trees(), self.tree_walk, self.tree_slots)
+            if self.tree_states is not None:
+                self.tree_states.commit(last_state_rows(input_batch, self.tree_walk))
         self._record_verification(input_batch, walked)
         return output
 

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
+
+# Draft layers' caches are the drafter's; a state is no keys and values (`state_layers`).
+_NO_TARGET_CACHE = (DraftKVLayer, MambaBase)
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,14 @@ class CacheGroup:
 
 
 def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[CacheGroup]:
-    """The groups with layers of the target, in vLLM's order.
+    """The groups with attention layers of the target, in vLLM's order.
 
     Args:
         layers: vLLM's static forward context.
     """
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        names = [n for n in group.layer_names if not isinstance(layers[n], DraftKVLayer)]
+        names = [n for n in group.layer_names if not isinstance(layers[n], _NO_TARGET_CACHE)]
         if names:
             groups.append(CacheGroup(index, {name: layers[name].kv_cache for name in names}))
     return groups

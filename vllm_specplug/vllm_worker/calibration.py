@@ -29,7 +29,7 @@ from vllm_specplug import __version__
 from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel
 from vllm_specplug.targets import cache_dir
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
-from vllm_specplug.vllm_worker.ranks import any_worker as any_of_all
+from vllm_specplug.vllm_worker.ranks import any_failed as any_failed_worker
 from vllm_specplug.vllm_worker.ranks import first_worker_values
 from vllm_specplug.vllm_worker.rehearsal import rehearsal
 from vllm_specplug.vllm_worker.runner_view import RunnerView
@@ -37,7 +37,7 @@ from vllm_specplug.vllm_worker.runner_view import RunnerView
 logger = init_logger("vllm.specplug.calibration")
 
 Share = Callable[[list[float]], list[float]]
-Agree = Callable[[bool], bool]
+Agree = Callable[[Exception | None], bool]
 
 TIME_LIMIT_S = 5.0
 _PASSES = 5
@@ -63,19 +63,19 @@ class Calibrator:
     Args:
         state: of a tree runner, ready to serve, with no requests.
         share: replaces values by those of the first worker.
-        any_worker: whether a flag is set on any worker.
+        any_failed: whether something failed on any worker, given what failed here.
     """
 
     def __init__(
         self,
         state: RunnerView,
         share: Share,
-        any_worker: Agree = bool,
+        any_failed: Agree = bool,
         time_limit_s: float = TIME_LIMIT_S,
     ) -> None:
         self.state = state
         self.share = share
-        self.any_worker = any_worker
+        self.any_failed = any_failed
         self.time_limit_s = time_limit_s
         self.start = time.perf_counter()
         # By what was timed, milliseconds of each pass.
@@ -171,7 +171,7 @@ class Calibrator:
         except Exception as error:
             failure = error
         elapsed_ms = 1e3 * (time.perf_counter() - start)
-        if self.any_worker(failure is not None):
+        if self.any_failed(failure):
             reason = "another worker failed"
             if failure is not None:
                 reason = f"{type(failure).__name__}: {failure}"
@@ -210,7 +210,7 @@ class Calibrator:
 
 
 def calibrate(
-    state: RunnerView, share: Share, is_first_rank: bool, any_worker: Agree = bool
+    state: RunnerView, share: Share, is_first_rank: bool, any_failed: Agree = bool
 ) -> Calibration:
     """The calibration of this runner: the cached one, or a new one that is then cached.
 
@@ -231,7 +231,7 @@ def calibrate(
         logger.info("Tree budget: step costs from an earlier calibration (%s)", path)
         return calibration
     start = time.perf_counter()
-    calibrator = Calibrator(state, share, any_worker)
+    calibrator = Calibrator(state, share, any_failed)
     with state.dummy_adapters():
         calibration = calibrator.measure()
     if is_first_rank:
@@ -264,7 +264,7 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
         return
     is_first = get_world_group().is_first_rank
     try:
-        calibration = calibrate(state, first_worker_values, is_first, any_of_all)
+        calibration = calibrate(state, first_worker_values, is_first, any_failed_worker)
     except CalibrationError as error:
         logger.warning(
             "Tree budget: step costs could not be measured (%s); trees take a fixed budget of "
@@ -273,7 +273,7 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
         )
         return
     planner.adaptive = AdaptiveBudget(
-        StepCostModel(calibration), planner.row_budget.max_step_rows, state.drafter.forward_depth
+        StepCostModel(calibration), planner.row_budget, state.drafter.forward_depth
     )
 
 

@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 
 from vllm_specplug.budget import AdaptiveBudget, NextStep, RowBudget
 from vllm_specplug.metrics import SpecPlugMetrics
-from vllm_specplug.options import RequestBudget, parse_request_budget
+from vllm_specplug.options import RequestBudget, max_scheduled_rows, parse_request_budget
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
@@ -72,7 +72,7 @@ class DraftPlanner:
 
     Args:
         options: our speculative config.
-        max_step_rows: most rows of one step.
+        row_budget: the rows of one step, and the nodes of a fixed budget.
         stats: where decisions are counted.
         vocab_size: of the target; a tree with any other token is dropped.
         clock: of what computes the steps.
@@ -84,7 +84,7 @@ class DraftPlanner:
     def __init__(
         self,
         options: Any,
-        max_step_rows: int,
+        row_budget: RowBudget,
         stats: StepStats,
         vocab_size: int,
         clock: StepClock | None = None,
@@ -94,8 +94,7 @@ class DraftPlanner:
         self.clock = HostClock() if clock is None else clock
         self.max_nodes: int = options.num_speculative_tokens
         self.is_adaptive = options.tree_budget == "auto"
-        nodes = self.max_nodes if self.is_adaptive else int(options.tree_budget)
-        self.row_budget = RowBudget(max_nodes=nodes, max_step_rows=max_step_rows)
+        self.row_budget = row_budget
         self.adaptive: AdaptiveBudget | None = None
         self._vocab_size = vocab_size
         # Requests of this step of which a tree was dropped, and whether a warning was logged.
@@ -117,16 +116,19 @@ class DraftPlanner:
         options = vllm_config.speculative_config
         # Beyond the scheduler's own limit the last requests of a batch would starve.
         max_rows = max_scheduled_rows(vllm_config.scheduler_config)
-        planner = cls(
+        nodes = options.num_speculative_tokens
+        return cls(
             options,
-            max_step_rows=min(options.max_step_rows or max_rows, max_rows),
+            RowBudget(
+                max_nodes=nodes if options.tree_budget == "auto" else int(options.tree_budget),
+                max_step_rows=min(options.max_step_rows or max_rows, max_rows),
+                scheduler_rows=max_rows,
+                max_requests=vllm_config.scheduler_config.max_num_seqs,
+            ),
             stats=stats,
             vocab_size=vllm_config.model_config.get_vocab_size(),
             clock=clock,
         )
-        planner.row_budget.scheduler_rows = max_rows
-        planner.row_budget.max_requests = vllm_config.scheduler_config.max_num_seqs
-        return planner
 
     # -- limits of one request -------------------------------------------------------------
 
@@ -346,12 +348,6 @@ def best_nodes(tree: DraftTree, most: int) -> DraftTree:
     if tree.num_nodes <= most:
         return tree
     return tree.subset(np.sort(np.argsort(-tree.scores, kind="stable")[:most]).tolist())
-
-
-def max_scheduled_rows(scheduler_config: Any) -> int:
-    """Most rows that vLLM's scheduler puts into one step."""
-    rows = scheduler_config.max_num_batched_tokens
-    return min(rows, scheduler_config.max_num_scheduled_tokens or rows)
 
 
 def step_metrics(options: Any) -> SpecPlugMetrics:

@@ -20,6 +20,7 @@ def memory_for_caches(state: RunnerView, available: int) -> int:
         ValueError: when nothing would be left.
     """
     drafter = state.drafter
+    available = _without_tree_states(state, available)
     partial_bytes = partial_cache_bytes(state)
     if partial_bytes >= available:
         kept = drafter.partial_cache_spec()
@@ -34,6 +35,20 @@ def memory_for_caches(state: RunnerView, available: int) -> int:
         )
     spec = drafter.window_spec()
     return without_windows(spec, state.max_requests, state.dtype, available) - partial_bytes
+
+
+def _without_tree_states(state: RunnerView, available: int) -> int:
+    """Less what the rows of trees keep in layers with a state until the walk."""
+    most = state.vllm_config.speculative_config.max_step_rows or state.max_rows
+    rows = min(most, state.max_rows, state.max_requests * (state.drafter_options.num_nodes + 1))
+    kept = rows * state.state_layers.row_bytes
+    if kept >= available:
+        raise ValueError(
+            f"{rows} rows of trees keep {kept / 2**20:.0f} MiB in the target's layers with a "
+            f"state, all of the {available / 2**20:.0f} MiB for caches. Lower max_step_rows, "
+            "num_speculative_tokens or max_num_seqs, or raise VLLM_CPU_KVCACHE_SPACE."
+        )
+    return available - kept
 
 
 def bind_drafter_memory(state: RunnerView, method: str) -> None:

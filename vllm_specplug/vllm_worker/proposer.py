@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -18,6 +19,7 @@ from vllm_specplug.registry import get_method, headless_methods
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_worker.linear import packed_linear
+from vllm_specplug.vllm_worker.state_layers import StateLayers, prepare_state_layers
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
@@ -47,16 +49,15 @@ class TreeProposer:
         )
         self.drafter: Drafter = get_method(str(spec.plugin_method)).load_drafter()(self.options)
         self.cache_layers: list[DraftKVLayer] = []
+        self.state_layers = StateLayers()
 
     def load_model(self, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         """Loads the head and registers one paged cache per draft layer with vLLM."""
         model_config = self.vllm_config.model_config
         method = self.vllm_config.speculative_config.plugin_method
-        check_target_layers(
-            self.vllm_config.compilation_config.static_forward_context,
-            method,
-            ignored=DraftKVLayer,
-        )
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self.state_layers = prepare_state_layers(layers, method)
+        check_target_layers(layers, method, ignored=(DraftKVLayer, MambaBase))
         _check_forward(target_model, method)
         embed_tokens = lm_head = torch.empty(0)
         if self.drafter.reads_target_weights:

@@ -10,6 +10,7 @@ no agreement: logits are gathered, not summed, and hence equal on all ranks bit 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from vllm.distributed import get_tp_group, get_world_group
 
 from vllm_specplug.tree import DraftTree
 
+# How long a worker that failed waits for the others, which may still compile something.
+PATIENCE = timedelta(minutes=3)
 # Rows of a message: token ids, parents, depths and the bits of the scores.
 _FIELDS = 4
 
@@ -37,14 +40,30 @@ def _first_values(values: list[float], group: Any) -> list[float]:
     return _from_first(torch.tensor(values, dtype=torch.float64), group).tolist()
 
 
-def any_worker(flag: bool) -> bool:
-    """Whether `flag` is set on any worker; the same answer on every worker."""
+def any_failed(failure: Exception | None) -> bool:
+    """Whether something failed on any worker; the same answer on every worker.
+
+    Raises:
+        RuntimeError: from `failure`, where the others do not come: they wait in a collective that
+            this worker left, and only its end ends them.
+    """
     group = get_world_group()
     if group.world_size == 1:
-        return flag
-    flags = torch.tensor([int(flag)])
-    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    return bool(flags.item())
+        return failure is not None
+    flags = torch.tensor([int(failure is not None)])
+    work = torch.distributed.all_reduce(
+        flags, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group, async_op=True
+    )
+    if failure is None:
+        work.wait()
+        return bool(flags.item())
+    try:
+        work.wait(PATIENCE)
+    except RuntimeError:
+        raise RuntimeError(
+            f"{type(failure).__name__} in what all workers do together: {failure}"
+        ) from failure
+    return True
 
 
 def first_rank_trees(trees: Sequence[DraftTree], budgets: Sequence[int]) -> list[DraftTree]:

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specplug.drafting.drafter import DrafterOptions
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_groups
+from vllm_specplug.vllm_worker.state_layers import StateLayers
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
@@ -72,6 +73,12 @@ class RunnerView(ABC):
     @property
     def drafter(self) -> Drafter:
         return self.runner.drafter.drafter
+
+    @property
+    def state_layers(self) -> StateLayers:
+        """The target's layers that keep a recurrent state."""
+        layers: StateLayers = self.runner.drafter.state_layers
+        return layers
 
     @property
     def drafter_options(self) -> DrafterOptions:

@@ -53,6 +53,11 @@ class TreeStep:
         """Whether any request needs more than the stock causal path."""
         return any(not r.is_linear for r in self.requests)
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any request has rows behind its root, whoever drafted them."""
+        return any(r.end_row > r.root_row + 1 for r in self.requests)
+
     def last_rows(self) -> np.ndarray:
         """Row of each request's last committed token, int64 [B]."""
         rows = [r.root_row + 1 + r.accepted_path[-1] if r.accepted_path else r.root_row

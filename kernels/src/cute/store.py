@@ -54,10 +54,14 @@ def sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def cache_root() -> Path:
+    """$SPECPLUG_CACHE, or its default."""
+    return Path(os.environ.get("SPECPLUG_CACHE") or Path.home() / ".cache" / "specplug")
+
+
 def cache_folder() -> Path:
-    """Where compiled variants of these sources are kept for the user, under $SPECPLUG_CACHE."""
-    root = Path(os.environ.get("SPECPLUG_CACHE") or Path.home() / ".cache" / "specplug")
-    return root / "cubins" / sources_digest()
+    """Where compiled variants of these sources are kept for the user."""
+    return cache_root() / "cubins" / sources_digest()
 
 
 def as_stored(made) -> StoredKernel:

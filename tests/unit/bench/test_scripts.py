@@ -43,7 +43,7 @@ def test_every_script_describes_its_flags(
     shown = capsys.readouterr().out
     assert stopped.value.code == 0
     assert "--out" in shown and "--allow-changes" in shown
-    assert ("--eager" in shown) == (name not in ("acceptance", "longspec_heads"))
+    assert ("--eager" in shown) == (name not in ("acceptance", "equal_training", "longspec_heads"))
 
 
 @pytest.mark.parametrize(("name", "page"), [("lookups", "lookups")])
@@ -91,3 +91,33 @@ def test_ratios_pair_cells_of_one_round() -> None:
     found = harness.by_load(cells)["1 at once"]
     assert [c["round"] for c in found["a"]] == [0, 1]
     assert harness.ratios(found["a"], found["plain"], harness.decode_rate) == [2.0]
+
+
+def test_model_runners_are_compared_with_v1() -> None:
+    runners = script("model_runners")
+    speeds = {"V1": 10.0, "V2": 12.0, "V2 ahead": 15.0}
+    each = {
+        side: {str(batch): [speed, speed + 2] for batch in runners.BATCHES}
+        for side, speed in speeds.items()
+    }
+    page = runners.page([each, each], {})
+    header, row = page.sections[0].header, page.sections[0].rows[0]
+    assert header[-2:] == ("V2 over V1", "V2 ahead over V1")
+    assert row[1] == "11.0 (11.0, 11.0)" and row[-2:] == ["1.182", "1.455"]
+
+
+def test_heads_of_equal_training_have_equal_size(
+    target_folder: Path, feature_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    equal = script("equal_training")
+    folders = (str(folder) for folder in (target_folder, *feature_folders))
+    setup = equal.Setup(*folders, 40, 9_800, tokens=140, tokens_per_step=70, eval_sequences=2)
+    found = equal.train_all(setup, tmp_path, None)
+    assert list(found) == ["jetspec", "dflash", "dspark", "eagle3"]
+    assert {facts["progress"]["step"] for facts in found.values()} == {2}
+    for kind, facts in found.items():
+        # Widths are multiples of 16, of which one counts 3 x 32 x 16; norms come on top.
+        assert abs(facts["parameters"] - 9_800) < 3 * 32 * 16 + 500, (kind, facts["parameters"])
+        shares = facts["heldout"]["rounds_reaching_depth"]["chain"]
+        assert shares == sorted(shares, reverse=True)
+    assert [row[0] for row in equal.page(found, {}).sections[0].rows] == list(found)

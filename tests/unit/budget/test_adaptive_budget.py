@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.budget.calibrations import ROWS, TIMES, calibration
 from tests.unit.budget.calls import count_calls
-from vllm_specplug.budget import AdaptiveBudget, Calibration, NextStep, StepCostModel
+from vllm_specplug.budget import AdaptiveBudget, Calibration, NextStep, RowBudget, StepCostModel
 from vllm_specplug.tree import DraftTree
 
 DEEPEST = 5
@@ -20,7 +20,7 @@ CALLS_PER_REQUEST = 8
 
 
 def budget(**kwargs: object) -> AdaptiveBudget:
-    return AdaptiveBudget(StepCostModel(calibration(**kwargs)), 4096, DEEPEST)
+    return AdaptiveBudget(StepCostModel(calibration(**kwargs)), RowBudget(64, 4096), DEEPEST)
 
 
 def tree(probability: float, depth: int = DEEPEST) -> DraftTree:
@@ -115,7 +115,9 @@ def test_load_that_goes_up_and_down_is_followed_both_ways() -> None:
 
 def test_hard_limit_on_rows_holds() -> None:
     controller = AdaptiveBudget(
-        StepCostModel(calibration(times=[30.0 + 0.001 * r for r in ROWS])), 10, DEEPEST
+        StepCostModel(calibration(times=[30.0 + 0.001 * r for r in ROWS])),
+        RowBudget(64, 10),
+        DEEPEST,
     )
     assert max(run(controller, 4, 20, 0.9)) <= 6
 

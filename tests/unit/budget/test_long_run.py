@@ -8,7 +8,7 @@ from functools import lru_cache
 import pytest
 
 from tests.unit.budget.simulation import DEPTH, ROWS, Machine, Server
-from vllm_specplug.budget import AdaptiveBudget, StepCostModel
+from vllm_specplug.budget import AdaptiveBudget, RowBudget, StepCostModel
 
 MINUTE = 60e3
 EXACT = (1.0,) * len(ROWS)
@@ -20,7 +20,7 @@ EXPENSIVE_TREES = (1.0, 1.0, 1.15, 1.4, 1.4, 1.2, 1.0, 1.0)
 
 def auto(machine: Machine, error: tuple[float, ...] = EXACT) -> Server:
     costs = StepCostModel(machine.calibration(error))
-    return Server(AdaptiveBudget(costs, 4096, DEPTH), machine)
+    return Server(AdaptiveBudget(costs, RowBudget(64, 4096), DEPTH), machine)
 
 
 @lru_cache

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.e2e.tiny import make_dspark_head, make_head, make_target, make_tokenswift_heads
+from vllm_specplug import cli
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.vllm_process import spec_config
 from vllm_specplug.vllm_process.inspect_head import inspect_head
@@ -82,14 +81,9 @@ def test_the_target_that_a_head_names(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_one_object_and_its_exit_code(folder: Path) -> None:
-    command = [sys.executable, "-m", "vllm_specplug.cli", "inspect", str(folder / "jetspec")]
-    run = subprocess.run(
-        [*command, "--target", _target(folder, "other"), "--json"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert run.returncode == 1, run.stderr
+    arguments = ["inspect", str(folder / "jetspec"), "--target", _target(folder, "other"), "--json"]
+    run = CliRunner().invoke(cli.app, arguments)
+    assert run.exit_code == 1, run.stderr
     assert json.loads(run.stdout)["served"] is False
 
 

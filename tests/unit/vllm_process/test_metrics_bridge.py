@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The channel from a runner's output to /metrics, with vLLM's own classes at both ends.
 
-Run in a fresh interpreter where the order of events matters: decoders cache their types.
+Run in an interpreter without the plugin where the order of events matters: decoders cache their
+types.
 """
 
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY
 
+from tests.e2e.fork_server import run_code
 from vllm_specplug.metrics import STATS_ATTRIBUTE, StepStats
 from vllm_specplug.vllm_process import metrics_bridge
 from vllm_specplug.vllm_process.spec_config import SpecPlugSpeculativeConfig
@@ -32,14 +32,6 @@ def make_payload() -> dict:
     payload = stats.drain()
     assert payload is not None
     return payload
-
-
-def run_fresh(code: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout
 
 
 ROUND_TRIP = """
@@ -76,18 +68,24 @@ ROUND_TRIP = """
 """
 
 
+def round_trip(install: bool, payload: dict) -> str:
+    """What the front end receives, as text."""
+    code = textwrap.dedent(ROUND_TRIP.format(install=install, payload=payload))
+    # Nothing but this call may load the plugin.
+    stdout = run_code(code, env={"VLLM_PLUGINS": "none"})
+    return stdout.rpartition("RECEIVED")[2].strip()
+
+
 @pytest.mark.slow
 def test_statistics_survive_the_way_to_the_front_end_installed_twice():
     payload = make_payload()
-    stdout = run_fresh(ROUND_TRIP.format(install=True, payload=payload))
-    assert eval(stdout.rpartition("RECEIVED")[2]) == payload
+    assert eval(round_trip(install=True, payload=payload)) == payload
 
 
 @pytest.mark.slow
 def test_without_the_bridge_the_front_end_drops_them():
     """The reason for retyping the field; when this fails the bridge can go."""
-    stdout = run_fresh(ROUND_TRIP.format(install=False, payload=make_payload()))
-    assert stdout.rpartition("RECEIVED")[2].strip() == "null"
+    assert round_trip(install=False, payload=make_payload()) == "null"
 
 
 class FakeScheduler:

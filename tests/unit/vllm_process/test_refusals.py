@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,6 @@ def test_a_good_config_claims_the_worker_and_keeps_typed_options(target: Path, h
 
 
 def test_the_config_survives_pickling(target: Path, head: Path) -> None:
-    import pickle
-
     spec = _config(target, _jetspec(head)).speculative_config
     again = pickle.loads(pickle.dumps(spec))
     assert again == spec and again.aux_layers == spec.aux_layers
@@ -241,6 +240,19 @@ def test_the_v2_model_runner_is_taken_where_it_is_asked_for(
     assert not _config(target, options).use_v2_model_runner
 
 
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_an_engine_process_keeps_the_way_of_scheduling(
+    target: Path, monkeypatch: pytest.MonkeyPatch, asked: bool | None
+) -> None:
+    """It checks the config again once it is connected, as `EngineCoreProc` does."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    config = _config(target, {"method": "ngram_tree"}, async_scheduling=asked)
+    config = pickle.loads(pickle.dumps(config))
+    config.__post_init__()
+    assert config.scheduler_config.async_scheduling == bool(asked)
+    assert config.parallel_config.disable_nccl_for_dp_synchronization == bool(asked)
+
+
 def test_what_v2_does_not_give_is_named(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +375,42 @@ def test_wrong_targets(
     (other / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=message):
         _config(other, _jetspec(head))
+
+
+_HYBRID = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "engine", "spec", "message"),
+    [
+        ("Qwen3Next", 4, {}, {}, None),
+        ("Qwen3Next", 4, {"enable_prefix_caching": True}, {},
+         r"enable_prefix_caching=True .*Qwen3NextForCausalLM.*--no-enable-prefix-caching"),
+        ("Qwen3Next", 4, {}, {"method": "tokenswift", "draft_source": "self"},
+         "draft_source='self' on a target with recurrent states"),
+        ("FalconH1", 2, {}, {}, r"recurrent layers other than Gated DeltaNet .*FalconH1"),
+    ],
+)  # fmt: skip
+def test_targets_with_recurrent_states(
+    tmp_path: Path, family: str, layers: int, engine: dict[str, Any], spec: dict[str, Any],
+    message: str | None,
+) -> None:  # fmt: skip
+    import transformers
+
+    sizes = {**_HYBRID, "num_hidden_layers": layers, "architectures": [f"{family}ForCausalLM"]}
+    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
+    spec = {"method": "ngram_tree", "num_speculative_tokens": 8, **spec}
+    if spec["method"] == "tokenswift":
+        spec["model"] = str(make_tokenswift_heads(tmp_path / "heads", 64))
+    engine = {"dtype": "bfloat16", "enable_prefix_caching": False, **engine}
+    if message is None:
+        assert _config(tmp_path, spec, **engine).model_config.is_hybrid
+        return
+    with pytest.raises(ValueError, match=message):
+        _config(tmp_path, spec, **engine)
 
 
 def test_missing_and_pickled_heads(target: Path, head: Path, tmp_path: Path) -> None:

@@ -3,50 +3,26 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
-from functools import cache
+import json
+from pathlib import Path
 
 import pytest
 
+from tests.e2e.fork_server import run_forked
 from vllm_specplug.vllm_process import versions
 from vllm_specplug.vllm_process.versions import SeamReport, device_problem, refusal_text
 
-DRILL = textwrap.dedent(
-    """
-    import sys
-    import vllm
-    {fault}
-    from vllm_specplug.plugin import register
-    register()
-    {after}
-    from vllm.engine.arg_utils import EngineArgs
-    for spec in ({{"method": "jetspec", "model": "/nowhere"}}, None):
-        try:
-            EngineArgs(model=sys.argv[1], speculative_config=spec).create_engine_config()
-            print("STARTED")
-        except Exception as error:
-            print("REFUSED", str(error).replace("\\n", " "))
-    """
-)
 
-
-@cache
-def _drill(fault: str, model: str, after: str = "") -> list[str]:
-    """What becomes of an engine with jetspec and of a plain one, in a process of their own."""
-    script = DRILL.format(fault=fault, after=after)
-    result = subprocess.run(
-        [sys.executable, "-c", script, model],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        # The entry point would install the plugin before the fault is made.
-        env={**__import__("os").environ, "VLLM_PLUGINS": "none", "HF_HUB_OFFLINE": "1"},
-    )
-    lines = [line for line in result.stdout.splitlines() if line.startswith(("STARTED", "REFUSED"))]
-    assert len(lines) == 2, result.stdout[-2000:] + result.stderr[-4000:]
-    return lines
+def _drill(fault: str, model: str, folder: Path, after: str = "") -> tuple[str, str]:
+    """How an engine with jetspec and a plain one start, in a process of their own."""
+    log, result = folder / "log", folder / "result.json"
+    # The entry point would install the plugin before the fault is made.
+    job = [fault, after, model, str(result)]
+    drill = "tests.unit.vllm_process.version_drill"
+    status = run_forked(drill, job, log, env={"VLLM_PLUGINS": "none"}, timeout_s=180)
+    assert status == 0, log.read_text()[-4000:]
+    ours, plain = json.loads(result.read_text())
+    return ours, plain
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 # name: what goes wrong, and what the message must name
 FAULTS = {
-    "version": ('vllm.__version__ = "0.40.1"', "0.40.1"),
-    "older": ('vllm.__version__ = "0.31.2"', "0.31.2"),
+    "version": ('import vllm; vllm.__version__ = "0.40.1"', "0.40.1"),
+    "older": ('import vllm; vllm.__version__ = "0.31.2"', "0.31.2"),
     "function": (
         "import vllm.v1.attention.backends.registry as registry; del registry.register_backend",
         "registry.register_backend",
@@ -85,23 +61,18 @@ UNTOUCHED = (
 FAULTS["halfway"] = (HALFWAY, "Scheduler.schedule could not be changed: division by zero")
 
 
-def test_what_was_changed_before_a_fault_is_taken_back(model: str) -> None:
-    line = _drill(HALFWAY, model, after=UNTOUCHED)[0]
-    assert line.startswith("REFUSED") and "vLLM is as it was" in line
-
-
+@pytest.mark.xdist_group("version_drills")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_our_methods_refuse_with_the_exact_reason(fault: str, model: str) -> None:
+def test_our_methods_refuse_with_the_exact_reason_and_plain_vllm_starts(
+    fault: str, model: str, tmp_path: Path
+) -> None:
     script, named = FAULTS[fault]
-    line = _drill(script, model)[0]
-    assert line.startswith("REFUSED")
-    assert "'jetspec' is not available" in line and "pip install" in line and "0.32.x" in line
-    assert named in line
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_plain_vllm_still_starts(fault: str, model: str) -> None:
-    assert _drill(FAULTS[fault][0], model)[1] == "STARTED"
+    after = UNTOUCHED if fault == "halfway" else ""
+    ours, plain = _drill(script, model, tmp_path, after)
+    assert "'jetspec' is not available" in ours and "pip install" in ours and "0.32.x" in ours
+    assert named in ours
+    assert ("vLLM is as it was" in ours) == (fault == "halfway")
+    assert plain == "STARTED"
 
 
 def test_refusal_names_version_and_remedy() -> None:

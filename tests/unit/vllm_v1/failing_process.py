@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of two workers; the second fails: `python failing_process.py RANK PORT FOLDER WHERE`.
+"""One of two workers; the second fails.
 
 Groups are vLLM's own. WHERE is what fails: "draft", every draft forward, or "forward", the fourth
-forward of the target. A worker that waits for the other one for long fails too.
+forward of the target, or "collective", the same where forwards are collectives. A worker that waits
+for the other one for long fails too.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed import (
+    get_world_group,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
 
 from tests.unit.vllm_v1.sleeping_runner import SleepingRunner
 from vllm_specplug.vllm_v1.rehearsal import warm_up_draft
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
+from vllm_specplug.vllm_worker import ranks
 
 TIMEOUT = timedelta(seconds=90)
 
@@ -37,8 +43,8 @@ def fail(*args: Any, **kwargs: Any) -> Any:
     raise MemoryError("no room on this device")
 
 
-def main(rank: int, port: int, folder: Path, where: str) -> None:
-    os.environ["SPECPLUG_CACHE"] = str(folder / f"cache{rank}")
+def main(rank: int, port: int, folder: str, where: str) -> None:
+    os.environ["SPECPLUG_CACHE"] = str(Path(folder) / f"cache{rank}")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig())):
         init_distributed_environment(2, rank, "env://", rank, "gloo", TIMEOUT)
@@ -51,16 +57,25 @@ def main(rank: int, port: int, folder: Path, where: str) -> None:
             worker._dummy_run = lambda rows, **kwargs: (  # type: ignore[method-assign]
                 fail() if len(worker.rows) == 3 else stock(rows, **kwargs)
             )
-        refused = None
+        if where == "collective":
+            ranks.PATIENCE = timedelta(seconds=2)
+            alone = worker._dummy_run
+
+            def together(rows: int, **kwargs: Any) -> Any:
+                hidden = alone(rows, **kwargs)
+                torch.distributed.all_reduce(hidden[0], group=get_world_group().device_group)
+                return hidden
+
+            worker._dummy_run = together  # type: ignore[method-assign]
+        refused = ended = None
         try:
             warm_up_draft(worker.state)
         except RuntimeError as error:
             refused = str(error)
-        worker.start_budget()
-    (folder / f"{rank}.json").write_text(
-        json.dumps({"refused": refused, "fixed": worker.planner.adaptive is None})
+        try:
+            worker.start_budget()
+        except RuntimeError as error:
+            ended = str(error)
+    (Path(folder) / f"{rank}.json").write_text(
+        json.dumps({"refused": refused, "ended": ended, "fixed": worker.planner.adaptive is None})
     )
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tensor parallel CPU rank that drafts a step: `python rank_process.py RANK SIZE FOLDER`.
+"""One tensor parallel CPU rank that drafts a step.
 
 Hidden states come out of vLLM's own all-reduce, the runner mixin and its planner are those that
 serve. Written to FOLDER/RANK.json: the hidden states, and the trees as drafted and as kept.
@@ -8,7 +8,6 @@ serve. Written to FOLDER/RANK.json: the hidden states, and the trees as drafted 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from vllm.distributed import (
 )
 from vllm.platforms import current_platform
 
+from vllm_specplug.budget import RowBudget
 from vllm_specplug.drafting.drafter import CommittedTokens, Drafter, DraftRequests
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.metrics import SpecPlugMetrics
@@ -82,7 +82,7 @@ class Runner(TreeRunnerMixin):
         )
         assert parse_request_budget(None, options)
         self.tree_metrics = SpecPlugMetrics(head="test", log_interval_s=1e9, is_reporting=False)
-        self.planner = DraftPlanner(options, 512, self.tree_metrics.stats, VOCAB)
+        self.planner = DraftPlanner(options, RowBudget(NODES, 512), self.tree_metrics.stats, VOCAB)
         self.drafter = SimpleNamespace(  # type: ignore[assignment]
             drafter=drafter, options=SimpleNamespace(tree_width=4)
         )
@@ -117,7 +117,7 @@ def as_lists(tree: DraftTree) -> list[list[float]]:
     return [a.tolist() for a in (tree.token_ids, tree.parent_indices, tree.depths, tree.scores)]
 
 
-def main(rank: int, size: int, folder: Path) -> None:
+def main(rank: int, size: int, folder: str) -> None:
     current_platform.import_kernels()
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(size, rank, f"file://{folder}/store", rank, "gloo")
@@ -134,7 +134,7 @@ def main(rank: int, size: int, folder: Path) -> None:
         )  # fmt: skip
     kept = [runner.proposed_trees[req_id] for req_id in runner.input_batch.req_ids]
     assert [tree.token_ids.tolist() for tree in kept] == drafts
-    (folder / f"{rank}.json").write_text(
+    (Path(folder) / f"{rank}.json").write_text(
         json.dumps(
             {
                 "hidden": hidden.flatten().tolist(),
@@ -143,7 +143,3 @@ def main(rank: int, size: int, folder: Path) -> None:
             }
         )
     )
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

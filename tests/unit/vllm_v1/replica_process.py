@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One replica of a mixture-of-experts target: `python replica_process.py RANK PORT FOLDER`.
+"""One replica of a mixture-of-experts target.
 
 Groups are vLLM's own, for two replicas of one worker each. A forward of such a target is a
 collective of both, for which a barrier stands here; the second replica's machine is slower, and
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,8 +38,8 @@ class Replica(TreeRunnerMixin, SleepingRunner):
         return SleepingRunner._dummy_run(self, rows, **kwargs)
 
 
-def main(rank: int, port: int, folder: Path) -> None:
-    os.environ["SPECPLUG_CACHE"] = str(folder / f"cache{rank}")
+def main(rank: int, port: int, folder: str) -> None:
+    os.environ["SPECPLUG_CACHE"] = str(Path(folder) / f"cache{rank}")
     if rank == 1:
         calibrate(SleepingRunner().state, lambda values: values, is_first_rank=True)
     os.environ.update(VLLM_DP_SIZE="2", VLLM_DP_RANK=str(rank), VLLM_DP_MASTER_PORT=str(port))
@@ -51,10 +50,6 @@ def main(rank: int, port: int, folder: Path) -> None:
         replica.start_budget()
     torch.distributed.monitored_barrier(timeout=TIMEOUT)
     adaptive: Any = replica.planner.adaptive
-    (folder / f"{rank}.json").write_text(
+    (Path(folder) / f"{rank}.json").write_text(
         json.dumps({"rows": replica.rows, "ms": float(adaptive.costs.verify_ms(8, 8, 0))})
     )
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -73,7 +73,7 @@ def test_a_step_reuses_addresses_and_leaves_nothing_of_the_last():
     places = {"places": 4, "max_rows": 5, "max_context": 512}
     first = buffers.fill([0, 1, 2], [0, 2, 4], [9, 9, 9], [row] * 3, TABLE, **places)
     addresses = [t.data_ptr() for t in (first.plan, first.parent_rows, first.mask_words)]
-    second = buffers.fill([2], [0], [3], [row], TABLE, **places)
+    second = buffers.fill([0], [0], [3], [row], TABLE, **places)
     assert [t.data_ptr() for t in (second.plan, second.parent_rows, second.mask_words)] == addresses
     assert second.plan[2].tolist() == [2, 0, 0, 0]
     assert second.parent_rows.numel() == 20

@@ -11,6 +11,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
+from vllm_specplug.budget import RowBudget
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
@@ -57,7 +58,7 @@ def _drafted_for(second: CachedRequestState) -> tuple[list[list[int]], dict[str,
     runner.input_batch, runner.requests = batch, {second.req_id: second}
     runner.enable_prompt_embeds = True
     runner.max_model_len = runner.max_num_tokens = 64
-    runner.planner = DraftPlanner(options, 64, stats, vocab_size=100)
+    runner.planner = DraftPlanner(options, RowBudget(8, 64), stats, vocab_size=100)
     runner.tree_metrics = SimpleNamespace(stats=stats)
     runner.drafter = SimpleNamespace(options=SimpleNamespace(tree_width=4))
     requests, _ = runner._draft_requests([[5]])

@@ -4,51 +4,39 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 
+from tests.e2e.fork_server import run_forked
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v1 import runner as runner_module
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_worker.ranks import _packed, _unpacked
 
-FOLDER = Path(__file__).parent
-REPO = Path(__file__).resolve().parents[3]
 
-
-def _run_all(script: str, arguments: list[list[object]]) -> None:
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(REPO),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_DIST_IDENT": f"specplug-test-{os.getpid()}",
-        "HF_HUB_OFFLINE": "1",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(FOLDER / script), *map(str, each)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for each in arguments
-    ]  # fmt: skip
+def _run_all(module: str, arguments: list[list[Any]], folder: Path) -> None:
+    """Runs `main` of a module here in a process for each list of arguments, side by side."""
+    log = folder / "log"
+    job = [f"tests.unit.vllm_v1.{module}", json.dumps(arguments)]
+    name = f"specplug-test-{uuid4().hex}"
+    env = {"VLLM_DIST_IDENT": name}
     try:
-        logs = [process.communicate(timeout=300)[0] for process in processes]
+        status = run_forked("tests.unit.vllm_v1.side_by_side", job, log, env=env, timeout_s=300)
     finally:
-        for process in processes:
-            process.kill()
-    for process, log in zip(processes, logs, strict=True):
-        assert process.returncode == 0, log[-4000:]
+        # Processes that end without their destructors leave their shared memory.
+        for left in Path("/dev/shm").glob(f"{name}*"):
+            left.unlink()
+    assert status == 0, log.read_text()[-8000:]
 
 
 def test_three_cpu_ranks_keep_the_first_ranks_trees(tmp_path: Path) -> None:
     """vLLM's shared-memory all-reduce adds the parts in another order on each of three ranks."""
-    _run_all("rank_process.py", [[rank, 3, tmp_path] for rank in range(3)])
+    _run_all("rank_process", [[rank, 3, str(tmp_path)] for rank in range(3)], tmp_path)
     first, *others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3))
     # Without these two there would be nothing to agree on.
     assert any(other["hidden"] != first["hidden"] for other in others)
@@ -63,20 +51,26 @@ def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
     from vllm.utils.network_utils import get_open_port
 
     port = get_open_port()
-    _run_all("replica_process.py", [[rank, port, tmp_path] for rank in range(2)])
+    _run_all("replica_process", [[rank, port, str(tmp_path)] for rank in range(2)], tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first["rows"] and first == second
 
 
-@pytest.mark.parametrize("where", ["draft", "forward"])
+@pytest.mark.parametrize("where", ["draft", "forward", "collective"])
 def test_a_worker_that_fails_to_warm_up_leaves_no_other_waiting(tmp_path: Path, where: str) -> None:
-    """Drafts are refused on both, or the budget is fixed on both."""
+    """Drafts are refused on both, or the budget is fixed on both; where the other one waits in a
+    forward that only both can end, the worker that failed says what failed, and ends."""
     from vllm.utils.network_utils import get_open_port
 
     port = get_open_port()
-    _run_all("failing_process.py", [[rank, port, tmp_path, where] for rank in range(2)])
+    _run_all("failing_process", [[rank, port, str(tmp_path), where] for rank in range(2)], tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first["fixed"] and second["fixed"]
+    if where == "collective":
+        assert first["ended"] is not None
+        assert "MemoryError in what all workers do together: no room" in second["ended"]
+        return
+    assert first["ended"] is None and second["ended"] is None
     if where == "forward":
         assert first["refused"] is None and second["refused"] is None
         return

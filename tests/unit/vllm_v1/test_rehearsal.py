@@ -36,7 +36,7 @@ def runner_of(drafter: _Drafter) -> int:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(module, "any_worker", bool)
+    monkeypatch.setattr(module, "any_failed", bool)
     drafter = _Drafter()
     made = SimpleNamespace(
         drafter=SimpleNamespace(

@@ -13,12 +13,13 @@ from vllm.config import SchedulerConfig
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_specplug.metrics import StepStats
+from vllm_specplug.options import max_scheduled_rows
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.tree_rows import TREE_ROWS_ATTRIBUTE
 from vllm_specplug.vllm_v1 import runner as runner_module
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend
-from vllm_specplug.vllm_worker.draft_planner import max_scheduled_rows
+from vllm_specplug.vllm_worker.state_layers import StateLayers
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 # Siblings 5 and 6, then 8 below 5.
@@ -91,6 +92,7 @@ class _Stock:
 
 class _Runner(TreeRunnerMixin, _Stock):
     def __init__(self) -> None:
+        self.drafter: Any = SimpleNamespace(state_layers=StateLayers())
         self.tree_backend = CpuTreeBackend()
         self.tree_backend.tree_rows = lambda *args: "rows"  # type: ignore[method-assign]
         self.tree_step = TreeStep([StepRequest(0, 0, 4, 10, FORK)])

@@ -8,17 +8,25 @@ one fails.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB, input_batch
-from vllm_specplug.vllm_v2.backend import step_plan
+from vllm_specplug.metrics import StepStats
+from vllm_specplug.vllm_v2 import sampler as sampler_module
+from vllm_specplug.vllm_v2.backend import TreeBackend, step_plan
 from vllm_specplug.vllm_v2.device_trees import (
+    StepTrees,
     TreeStore,
+    Walk,
     ancestor_words,
     attach_trees,
     committed_rows,
@@ -27,7 +35,11 @@ from vllm_specplug.vllm_v2.device_trees import (
     set_positions,
     walk_trees,
 )
+from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
+from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.step_input import step_rows
+from vllm_specplug.vllm_v2.tree_params import TreeBadWords, TreePenalties, TreeThinkingBudget
+from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
 N = 16
 # Operations of one step's trees, each of which is a launch on a GPU. Less is better; more needs a
@@ -132,3 +144,183 @@ def test_nothing_is_read(phase: str) -> None:
 def test_a_read_is_noticed(read: Callable[[torch.Tensor], Any]) -> None:
     values = torch.empty(5, dtype=torch.int64, device="meta")
     assert reads_the_device(lambda: read(values))
+
+
+# -- a whole step of the runner ------------------------------------------------------------
+
+LAUNCHES_PER_STEP = 100
+"""Operations of a step with drafts, from its inputs to its tokens and contiguous caches; vLLM's own
+not among them. Less is better; more needs a reason."""
+# What sampling parameters add that follow a row's path.
+LAUNCHES_OF_PARAMS = {"penalties": 60, "bad_words": 90, "thinking_budget": 95}
+
+
+class PretendedBackend(TreeBackend):
+    """A device's backend, without its two kernels."""
+
+    def step_clock(self) -> StepClock:
+        return HostClock()
+
+    def bind(self, groups: list[Any]) -> None: ...
+
+    def tree_rows(self, trees: StepTrees, block_table: torch.Tensor) -> Any:
+        return step_plan(trees), ancestor_words(trees)
+
+    def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
+        self.moved = path_moves(trees, walk, slot_mappings[0])
+
+
+class _Stock:
+    """What vLLM's runner does around the overrides: its kernels run elsewhere."""
+
+    def prepare_attn(self, batch: Any) -> tuple[Any, torch.Tensor]:
+        slots = torch.empty((1, batch.num_tokens), dtype=torch.int64, device="meta")
+        return (torch.empty((3, 9), dtype=torch.int32, device="meta"),), slots
+
+    def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
+        return self.rejection_sampler(hidden_states, batch)  # type: ignore[attr-defined]
+
+
+class _Runner(TreeRunnerV2Mixin, _Stock):
+    def _record_verification(self, input_batch: Any, walked: Any) -> None:
+        """It reads the device, where that is the host."""
+
+
+def _runner(step: Step, kind: type[TreeRunnerV2Mixin] = _Runner) -> Any:
+    rows = len(step.trees.depths)
+    batch, samples = step.batch, step.samples
+    batch.num_draft_tokens = rows - 3
+    batch.req_ids = ["a", "b", "c"]
+    batch.idx_mapping_np = np.array([1, 4, 2])
+    batch.query_start_loc_np = np.array([0, 17, 39, 43])
+    batch.positions = torch.empty(batch.num_tokens, dtype=torch.int64, device="meta")
+    batch.input_ids = torch.empty(batch.num_tokens, dtype=torch.int32, device="meta")
+    runner: Any = object.__new__(kind)
+    runner.tree_backend = PretendedBackend()
+    runner.num_speculative_steps = N
+    runner.speculator = SimpleNamespace(store=step.store, trees={})
+    runner.planner = SimpleNamespace(clock=HostClock())
+    runner.tree_metrics = SimpleNamespace(stats=StepStats())
+    runner.tree_step = runner.tree_walk = runner.tree_slots = None
+    sampler = SimpleNamespace(
+        compute_nans=False,
+        return_sampling_mask=False,
+        get_logprobs_dims=lambda slots: None,
+        sample=lambda *args, **kwargs: (samples, None),
+        req_states=SimpleNamespace(prefill_len=SimpleNamespace(gpu=None)),
+    )
+    runner.rejection_sampler = TreeSampler(sampler, runner._running_trees, runner._set_walk)
+    return runner
+
+
+def _run(runner: Any, batch: Any) -> Any:
+    tables, _ = runner.prepare_attn(batch)
+    runner.tree_backend.tree_rows(runner.tree_step, tables[0])
+    return runner.sample(
+        torch.empty((len(batch.logits_indices), VOCAB), device="meta"), batch, None
+    )
+
+
+@pytest.fixture
+def _without_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sampler_module, "get_num_sampled_and_rejected", lambda counts, *rest: (counts, counts)
+    )
+
+
+@pytest.mark.usefixtures("_without_vllms_kernel")
+def test_a_step_reads_nothing_and_keeps_to_its_launches() -> None:
+    step = Step()
+    runner = _runner(step)
+    assert reads_the_device(lambda: _run(runner, step.batch)) is None
+    with Recorder() as recorder:
+        output = _run(runner, step.batch)
+    assert output.sampled_token_ids.is_meta and runner.tree_backend.moved[0].is_meta
+    assert 0 < recorder.operations <= LAUNCHES_PER_STEP, recorder.operations
+
+
+@pytest.mark.usefixtures("_without_vllms_kernel")
+def test_statistics_that_read_the_walk_are_noticed() -> None:
+    """The control: what a runner does where the device's memory is the host's."""
+
+    class Reading(TreeRunnerV2Mixin, _Stock): ...
+
+    step = Step()
+    assert reads_the_device(lambda: _run(_runner(step, Reading), step.batch))
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _both(*shape: int, dtype: torch.dtype = torch.int64, value: int = 1) -> Any:
+    """One of vLLM's buffers with a copy on the host."""
+    return SimpleNamespace(
+        gpu=_numbers(*shape, dtype=dtype), np=np.full(shape, value, dtype=np.int64)
+    )
+
+
+def _stock_params(name: str) -> Any:
+    states = SimpleNamespace(
+        max_num_reqs=SLOTS,
+        prompt_len=_both(SLOTS),
+        total_len=_both(SLOTS),
+        all_token_ids=_both(SLOTS, 64, dtype=torch.int32),
+    )
+    flags = np.ones(SLOTS, dtype=bool)
+    floats = {"dtype": torch.float32}
+    fields: dict[str, dict[str, Any]] = {
+        "penalties": {
+            "use_penalty": flags,
+            "output_bin_counts": _numbers(SLOTS, VOCAB, dtype=torch.int32),
+            "prompt_bin_mask": _numbers(SLOTS, 1, dtype=torch.int32),
+            "repetition_penalty": _both(SLOTS, **floats),
+            "frequency_penalty": _both(SLOTS, **floats),
+            "presence_penalty": _both(SLOTS, **floats),
+        },
+        "bad_words": {
+            "num_bad_words": _both(SLOTS, value=3),
+            "bad_word_offsets": _both(SLOTS, 8, dtype=torch.int32),
+            "bad_word_token_ids": _both(SLOTS, 30, dtype=torch.int32),
+        },
+        "thinking_budget": {
+            "enabled": True,
+            "use_thinking_budget": flags,
+            "thinking_token_budget": _both(SLOTS, dtype=torch.int32),
+            "reasoning_start_token_ids": _numbers(2),
+            "natural_reasoning_end_token_ids": _numbers(2),
+            "reasoning_end_token_ids": _numbers(3),
+            "cached_last_start": _numbers(SLOTS),
+            "cached_last_end": _numbers(SLOTS),
+        },
+    }
+    return SimpleNamespace(req_states=states, apply=lambda logits, context: logits, **fields[name])
+
+
+@pytest.mark.parametrize("name", list(LAUNCHES_OF_PARAMS))
+def test_parameters_that_follow_a_path_read_nothing(name: str) -> None:
+    step = Step()
+    kind = {
+        "penalties": TreePenalties,
+        "bad_words": TreeBadWords,
+        "thinking_budget": TreeThinkingBudget,
+    }[name]
+    params: Any = SimpleNamespace(parents=lambda: step.trees, longest_path=N)
+    processor: Any = kind(_stock_params(name), params)
+    if name == "bad_words":
+        processor.longest[:] = 2
+    rows = len(step.trees.depths)
+    context = LogitsContext(
+        expanded_idx_mapping=step.batch.expanded_idx_mapping,
+        idx_mapping=step.batch.idx_mapping,
+        idx_mapping_np=np.array([1, 4, 2]),
+        pos=_numbers(rows),
+        input_ids=step.tokens,
+        expanded_local_pos=step.batch.expanded_local_pos,
+        seq_lens_upper_bound_np=np.array([60, 80, 90]),
+    )
+    logits = _numbers(rows, VOCAB, dtype=torch.float32)
+    assert reads_the_device(lambda: processor.apply(logits, context)) is None
+    with Recorder() as recorder:
+        processor.apply(logits, context)
+    assert 0 < recorder.operations <= LAUNCHES_OF_PARAMS[name], recorder.operations

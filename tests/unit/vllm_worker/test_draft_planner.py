@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.unit.budget.calibrations import calibration
-from vllm_specplug.budget import AdaptiveBudget, StepCostModel
+from vllm_specplug.budget import AdaptiveBudget, RowBudget, StepCostModel
 from vllm_specplug.drafting.drafter import Drafter, DraftRequests
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.options import (
@@ -34,10 +34,19 @@ def _options(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**defaults, **changes})
 
 
-def _planner(rows: int = 512, draft_ms: float = 0.3, **changes: Any) -> DraftPlanner:
-    planner = DraftPlanner(_options(**changes), rows, StepStats(), 1000)
+def _planner(
+    rows: int = 512,
+    draft_ms: float = 0.3,
+    scheduler_rows: int | None = None,
+    max_requests: int = 1,
+    **changes: Any,
+) -> DraftPlanner:
+    options = _options(**changes)
+    nodes = MAX_NODES if options.tree_budget == "auto" else options.tree_budget
+    row_budget = RowBudget(nodes, rows, scheduler_rows, max_requests)
+    planner = DraftPlanner(options, row_budget, StepStats(), 1000)
     if planner.is_adaptive:
-        planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=draft_ms)), rows, 4)
+        planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=draft_ms)), row_budget, 4)
     return planner
 
 
@@ -176,6 +185,15 @@ def test_drafts_where_it_pays_and_not_where_it_does_not() -> None:
     assert not dear.asked and not any(tree.num_nodes for tree in trees)
     assert planner.stats.plain_steps == {"budget": 3}
     assert planner.stats.tree_budget == 0
+
+
+@pytest.mark.parametrize("max_requests", [4, 8])
+def test_trees_leave_room_for_a_waiting_request(max_requests: int) -> None:
+    """Where the scheduler's rows are few: it serves running requests first."""
+    planner = _planner(rows=12, scheduler_rows=12, max_requests=max_requests)
+    trees = planner.draft(_Drafter(score=-0.01), *_requests(planner, [None] * 4))
+    rows = sum(1 + tree.num_nodes for tree in trees)
+    assert 4 < rows <= 12 - 12 // 5 if max_requests > 4 else rows == 12
 
 
 def test_a_fixed_request_among_adaptive_ones_always_drafts() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.budget.calibrations import calibration
-from vllm_specplug.budget import AdaptiveBudget, StepCostModel
+from vllm_specplug.budget import AdaptiveBudget, RowBudget, StepCostModel
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
@@ -98,8 +98,9 @@ def _planner(clock: StepClock) -> DraftPlanner:
     options = SimpleNamespace(
         num_speculative_tokens=8, tree_budget="auto", max_draft_context=None, max_request_budget=8
     )
-    planner = DraftPlanner(options, 512, StepStats(), 1000, clock)
-    planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=0.3)), 512, 4)
+    rows = RowBudget(max_nodes=8, max_step_rows=512)
+    planner = DraftPlanner(options, rows, StepStats(), 1000, clock)
+    planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=0.3)), rows, 4)
     return planner
 
 

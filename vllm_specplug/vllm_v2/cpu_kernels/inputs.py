@@ -348,3 +348,42 @@ def apply_prompt_embeds(
                 source + (computed + row) * hidden_size * width,
                 hidden_size * width,
             )
+
+
+@CpuKernel
+def scatter_num_accepted(
+    grid: Grid, idx_mapping_ptr: Tensor, num_sampled_ptr: Tensor, num_accepted_ptr: Tensor
+) -> None:
+    slots = idx_mapping_ptr[: grid[0]].long()
+    known = slots >= 0
+    num_accepted_ptr[slots[known]] = num_sampled_ptr[: grid[0]][known].clamp_min(1)
+
+
+@CpuKernel
+def fill_num_accepted(
+    grid: Grid, idx_mapping_ptr: Tensor, num_accepted_ptr: Tensor, num_sampled: int
+) -> None:
+    slots = idx_mapping_ptr[: grid[0]].long()
+    num_accepted_ptr[slots[slots >= 0]] = num_sampled
+
+
+@CpuKernel
+def zero_kv_blocks(
+    grid: Grid,
+    seg_addrs_ptr: Tensor,
+    seg_block_strides_ptr: Tensor,
+    seg_page_sizes_ptr: Tensor,
+    block_ids_ptr: Tensor,
+    BLOCK_SIZE: int,
+) -> None:
+    # Strides and sizes count words of four bytes.
+    segments = zip(
+        seg_addrs_ptr.tolist(),
+        seg_block_strides_ptr.tolist(),
+        seg_page_sizes_ptr.tolist(),
+        strict=True,
+    )
+    blocks = block_ids_ptr.tolist()
+    for address, stride, size in segments:
+        for block in blocks:
+            ctypes.memset(address + 4 * block * stride, 0, 4 * size)

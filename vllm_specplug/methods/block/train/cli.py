@@ -85,12 +85,8 @@ def train_block(
     from vllm_specplug.methods.block.train.trainer import TrainOptions
 
     method = _METHODS[str(context.info_name)]
-    with common.friendly_errors():
-        run = common.from_options(RunOptions, {**given, "causal": method["causal"]})
-        options = common.from_options(TrainOptions, {**given, "loss": loss or method["loss"]})
-        common.train_with_progress(
-            options.total_steps, lambda log, on_step: train_block_head(run, options, log, on_step)
-        )
+    given.update(causal=method["causal"], loss=loss or method["loss"])
+    common.run_training(train_block_head, given, RunOptions, TrainOptions)
 
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_head
 from vllm_specplug.methods.block.config import BlockHeadConfig
@@ -22,12 +21,17 @@ from vllm_specplug.methods.block.train.start import (
 from vllm_specplug.methods.block.train.trainer import BlockTrainer, TrainOptions
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.loop import Log, LoopOptions, OnStep
-from vllm_specplug.train.order import evenly_spread
-from vllm_specplug.train.run import data_facts, layer_scales, open_features, origin, run_head
+from vllm_specplug.train.run import (
+    VOCABULARY_NAME,
+    data_facts,
+    layer_scales,
+    open_training,
+    origin,
+    run_head,
+)
 from vllm_specplug.train.target import TargetTables, TargetWeights
 from vllm_specplug.train.vocabulary import draft_vocabulary, vocabulary_coverage
 
-SETUP_NAME = "draft_ids.pt"
 TARGET_LAYERS = "target layers"
 DEFAULT_NUM_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_DRAFT_VOCAB_SIZE = 2, 8, 8192
 
@@ -64,12 +68,9 @@ def train_block_head(
     provenance.json), exported at every evaluation. Returns the provenance facts.
     """
     out = Path(run.out)
-    accelerator = Accelerator(mixed_precision="bf16")
-    store, heldout = open_features(run.features, run.heldout)
-    weights = TargetWeights(run.target)
-    tables = weights.tables()
-    run.refuse_overwriting()
-    setup_path = out / SETUP_NAME
+    training = open_training(run, run, FeatureStore, options.seed)
+    store, weights, tables = training.store, training.weights, training.tables
+    setup_path = out / VOCABULARY_NAME
     if run.resume and setup_path.is_file():
         setup = torch.load(setup_path, weights_only=True)
         initial = None
@@ -82,11 +83,10 @@ def train_block_head(
         ids, coverage = _draft_ids(run, store, weights, initial_ids)
         init_facts = origin(run.init_from) or TARGET_LAYERS
     config = wanted_config(run, weights.config, store, len(ids), shape)
-    if not run.resume and accelerator.is_main_process:
+    if not run.resume and training.accelerator.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
         setup = {"ids": ids, "coverage": coverage, "config": config.to_dict()}
         torch.save({**setup, "init_from": init_facts}, setup_path)
-    torch.manual_seed(options.seed)
     head = BlockHead(config)
     if initial is None:
         init_from_target(
@@ -105,9 +105,9 @@ def train_block_head(
         embed_tokens=tables.embed_tokens,
         draft_lm_head=tables.lm_head[ids].contiguous(),
         target_ids=ids,
-        accelerator=accelerator,
+        accelerator=training.accelerator,
     )
-    held = evenly_spread(heldout, run.eval_sequences)
+    held = training.held
     return run_head(
         trainer,
         run,

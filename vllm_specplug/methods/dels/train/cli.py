@@ -95,12 +95,7 @@ def train_dels(
     from vllm_specplug.methods.dels.train.run import LocalRunOptions, train_local_head
     from vllm_specplug.methods.dels.train.trainer import LocalOptions
 
-    with common.friendly_errors():
-        run = common.from_options(LocalRunOptions, given)
-        options = common.from_options(LocalOptions, given)
-        common.train_with_progress(
-            options.total_steps, lambda log, on_step: train_local_head(run, options, log, on_step)
-        )
+    common.run_training(train_local_head, given, LocalRunOptions, LocalOptions)
 
 
 def unigram(

@@ -70,13 +70,7 @@ def train(
     from vllm_specplug.methods.dspark_tree.train.trainer import DSparkRecipe
     from vllm_specplug.train.loop import LoopOptions
 
-    with common.friendly_errors():
-        run = common.from_options(DSparkRun, given)
-        options = common.from_options(DSparkRecipe, given)
-        loop = common.from_options(LoopOptions, given)
-        common.train_with_progress(
-            options.total_steps, lambda log, on_step: train_dspark(run, options, loop, log, on_step)
-        )
+    common.run_training(train_dspark, given, DSparkRun, DSparkRecipe, LoopOptions)
 
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:

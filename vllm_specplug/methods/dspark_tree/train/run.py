@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
@@ -21,13 +20,10 @@ from vllm_specplug.methods.dspark_tree.train.trainer import (
     DSparkRecipe,
     DSparkTrainer,
 )
+from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.loop import Log, LoopOptions, OnStep
-from vllm_specplug.train.order import evenly_spread
-from vllm_specplug.train.run import data_facts, layer_scales, open_features, origin, run_head
+from vllm_specplug.train.run import layer_scales, open_training, origin, run_head
 from vllm_specplug.train.target import TargetTables, TargetWeights
-from vllm_specplug.train.vocabulary import saved_vocabulary, vocabulary_coverage
-
-VOCABULARY_NAME = "draft_ids.pt"
 
 
 @dataclass(frozen=True)
@@ -64,24 +60,12 @@ def train_dspark(
     (config.json, model.safetensors, provenance.json). Returns the provenance facts."""
     if run.markov_rank < 1:
         raise ValueError(f"--markov-rank {run.markov_rank}, legal: 1 or more; raise it")
-    loop.refuse_overwriting()
-    accelerator = Accelerator(mixed_precision="bf16")
-    store, heldout = open_features(run.features, run.heldout)
-    weights = TargetWeights(run.target)
-    tables = weights.tables()
-    torch.manual_seed(options.seed)
+    training = open_training(run, loop, FeatureStore, options.seed)
+    store, weights, tables = training.store, training.weights, training.tables
     if run.init_from:
         model, ids = _continued(run, weights, tables, store.target_layer_ids)
     else:
-        ids = saved_vocabulary(
-            Path(loop.out) / VOCABULARY_NAME,
-            loop.resume,
-            run.vocab_from,
-            store,
-            run.draft_vocab_size,
-            int(weights.config["vocab_size"]),
-            weights.end_token_ids,
-        )
+        ids = training.draft_ids(run.draft_vocab_size, run.vocab_from)
         model = DSparkModel(dspark_config(run, weights.config, store.target_layer_ids, len(ids)))
         init_from_target(
             model.block,
@@ -97,10 +81,9 @@ def train_dspark(
         embed_tokens=tables.embed_tokens,
         draft_lm_head=tables.lm_head[ids].contiguous(),
         target_ids=ids,
-        accelerator=accelerator,
+        accelerator=training.accelerator,
     )
-    held = evenly_spread(heldout, run.eval_sequences)
-    config = model.config
+    held, config = training.held, model.config
 
     def save(folder: Path) -> None:
         averaged = trainer.averaged_model()
@@ -127,7 +110,7 @@ def train_dspark(
             "markov_rank": config.markov_rank,
             "confidence": config.confidence_size > 0,
         },
-        data=data_facts(store, vocabulary_coverage(store, ids)),
+        data=training.data_facts(ids),
         init_from=origin(run.init_from),
         heldout=len(held),
         evaluate=lambda: evaluate_dspark(

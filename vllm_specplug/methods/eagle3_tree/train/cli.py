@@ -66,13 +66,7 @@ def train(
     from vllm_specplug.methods.eagle3_tree.train.trainer import Eagle3Recipe
     from vllm_specplug.train.loop import LoopOptions
 
-    with common.friendly_errors():
-        run = common.from_options(Eagle3Run, given)
-        options = common.from_options(Eagle3Recipe, given)
-        loop = common.from_options(LoopOptions, given)
-        common.train_with_progress(
-            options.total_steps, lambda log, on_step: train_eagle3(run, options, loop, log, on_step)
-        )
+    common.run_training(train_eagle3, given, Eagle3Run, Eagle3Recipe, LoopOptions)
 
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head, save_eagle3_head
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
@@ -19,15 +17,12 @@ from vllm_specplug.methods.eagle3_tree.train.trainer import (
     Eagle3Trainer,
     init_eagle3_from_target,
 )
+from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.loop import Log, LoopOptions, OnStep
-from vllm_specplug.train.order import evenly_spread
-from vllm_specplug.train.run import data_facts, layer_scales, open_features, origin, run_head
-from vllm_specplug.train.target import TargetWeights
-from vllm_specplug.train.vocabulary import saved_vocabulary, vocabulary_coverage
+from vllm_specplug.train.run import layer_scales, open_training, origin, run_head
 
 # Of each held-out answer: a round costs a forward per level.
 EVAL_ROUNDS = 24
-VOCABULARY_NAME = "draft_ids.pt"
 
 
 @dataclass(frozen=True)
@@ -86,14 +81,9 @@ def train_eagle3(
 ) -> dict[str, Any]:
     """Trains and writes into `loop.out`: `state.pt` and `draft_ids.pt` to resume, and `head/`
     (config.json, model.safetensors, provenance.json). Returns the provenance facts."""
-    loop.refuse_overwriting()
-    accelerator = Accelerator(mixed_precision="bf16")
-    store, heldout = open_features(run.features, run.heldout)
+    training = open_training(run, loop, FeatureStore, options.seed)
+    store, weights, tables = training.store, training.weights, training.tables
     layers = store.target_layer_ids
-    weights = TargetWeights(run.target)
-    tables = weights.tables()
-    torch.manual_seed(options.seed)
-    vocab_size = int(weights.config["vocab_size"])
     lm_head: torch.Tensor | None = None
     if run.init_from:
         head, extras = load_eagle3_head(run.init_from, weights.config, dtype=torch.float32)
@@ -102,18 +92,10 @@ def train_eagle3(
                 f"--init-from {run.init_from!r} reads layers {head.config.target_layer_ids}, the "
                 f"features hold {layers}; make features with its layers"
             )
-        ids = torch.arange(vocab_size) if extras.target_ids is None else extras.target_ids
+        ids = torch.arange(training.vocab_size) if extras.target_ids is None else extras.target_ids
         lm_head = extras.lm_head
     else:
-        ids = saved_vocabulary(
-            Path(loop.out) / VOCABULARY_NAME,
-            loop.resume,
-            run.vocab_from,
-            store,
-            run.draft_vocab_size,
-            vocab_size,
-            weights.end_token_ids,
-        )
+        ids = training.draft_ids(run.draft_vocab_size, run.vocab_from)
         config = eagle3_config(
             weights.config,
             layers,
@@ -136,9 +118,9 @@ def train_eagle3(
         embed_tokens=tables.embed_tokens,
         draft_lm_head=(tables.lm_head[ids] if lm_head is None else lm_head).contiguous(),
         target_ids=ids,
-        accelerator=accelerator,
+        accelerator=training.accelerator,
     )
-    held = evenly_spread(heldout, run.eval_sequences)
+    held = training.held
     embed_tokens, draft_lm_head = tables.embed_tokens.float(), trainer.lm_head.float().cpu()
     return run_head(
         trainer,
@@ -150,7 +132,7 @@ def train_eagle3(
             "target_layer_ids": list(layers),
             "norm_output": head.config.norm_output,
         },
-        data=data_facts(store, vocabulary_coverage(store, ids)),
+        data=training.data_facts(ids),
         init_from=origin(run.init_from),
         heldout=len(held),
         evaluate=lambda: evaluate_eagle3(

@@ -218,13 +218,8 @@ def train(
     with common.friendly_errors():
         if stage and stage not in STAGES:
             raise ValueError(f"--stage {stage!r}, legal: {', '.join(STAGES)}; choose one of them")
-        run = common.from_options(LongSpecRun, given)
-        options = common.from_options(LongSpecRecipe, {**given, **STAGES.get(stage, {})})
-        loop = common.from_options(LoopOptions, given)
-        common.train_with_progress(
-            options.total_steps,
-            lambda log, on_step: train_longspec(run, options, loop, log, on_step),
-        )
+    given.update(STAGES.get(stage, {}))
+    common.run_training(train_longspec, given, LongSpecRun, LongSpecRecipe, LoopOptions)
 
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:

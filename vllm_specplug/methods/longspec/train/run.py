@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head, save_longspec_head
 from vllm_specplug.methods.longspec.config import DEFAULT_WINDOW, LongSpecConfig, check_window
@@ -20,10 +19,7 @@ from vllm_specplug.methods.longspec.train.trainer import (
     init_longspec_from_target,
 )
 from vllm_specplug.train.loop import Log, LoopOptions, OnStep
-from vllm_specplug.train.order import evenly_spread
-from vllm_specplug.train.run import data_facts, origin, run_head
-from vllm_specplug.train.target import TargetWeights
-from vllm_specplug.train.vocabulary import draft_vocabulary, vocabulary_of
+from vllm_specplug.train.run import open_training, origin, run_head
 
 
 @dataclass(frozen=True)
@@ -50,26 +46,17 @@ def train_longspec(
     log: Log = print,
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """Trains and writes into `loop.out`: `state.pt` to resume and `head/` (config.json,
-    model.safetensors, provenance.json). Returns the provenance facts."""
+    """Trains and writes into `loop.out`: `state.pt` and `draft_ids.pt` to resume, and `head/`
+    (config.json, model.safetensors, provenance.json). Returns the provenance facts."""
     check_window("window_size", run.window_size)
-    loop.refuse_overwriting()
-    accelerator = Accelerator(mixed_precision="bf16")
-    store, heldout = KVFeatureStore(run.features), KVFeatureStore(run.heldout)
-    weights = TargetWeights(run.target)
-    tables = weights.tables()
-    torch.manual_seed(options.seed)
-    vocab_size = int(weights.config["vocab_size"])
+    training = open_training(run, loop, KVFeatureStore, options.seed)
+    store, weights, tables = training.store, training.weights, training.tables
+    vocab_size = training.vocab_size
     if run.init_from:
         head, extras = load_longspec_head(run.init_from, weights.config, dtype=torch.float32)
         ids = torch.arange(vocab_size) if extras.target_ids is None else extras.target_ids
-        coverage = None
     else:
-        size = min(run.draft_vocab_size, vocab_size)
-        if run.vocab_from:
-            ids, coverage = vocabulary_of(run.vocab_from), None
-        else:
-            ids, coverage = draft_vocabulary(store, size, vocab_size, weights.end_token_ids)
+        ids = training.draft_ids(run.draft_vocab_size, run.vocab_from)
         head = LongSpecHead(
             LongSpecConfig.for_target(
                 weights.config,
@@ -86,9 +73,9 @@ def train_longspec(
         embed_tokens=tables.embed_tokens,
         draft_lm_head=tables.lm_head[ids].contiguous(),
         target_ids=ids,
-        accelerator=accelerator,
+        accelerator=training.accelerator,
     )
-    held = evenly_spread(heldout, run.eval_sequences)
+    held = training.held
     embed_tokens = tables.embed_tokens.float()
     # A draft vocabulary that is the whole one needs no map.
     target_ids = None if len(ids) == vocab_size else ids
@@ -101,7 +88,7 @@ def train_longspec(
             "draft_vocab_size": len(ids),
             "intermediate_size": head.config.intermediate_size,
         },
-        data=data_facts(store, coverage),
+        data=training.data_facts(ids),
         init_from=origin(run.init_from),
         heldout=len(held),
         evaluate=lambda: evaluate_longspec(

@@ -26,19 +26,12 @@ def train(
     **shared: Any,
 ) -> None:
     """Trains TokenSwift heads; the target stays frozen."""
+    given: dict[str, Any] = {**locals(), **shared}
     from vllm_specplug.methods.tokenswift.train.run import TokenSwiftRun, train_tokenswift
     from vllm_specplug.methods.tokenswift.train.trainer import TokenSwiftRecipe
     from vllm_specplug.train.loop import LoopOptions
 
-    given: dict[str, Any] = {**locals(), **shared}
-    with common.friendly_errors():
-        run = common.from_options(TokenSwiftRun, given)
-        options = common.from_options(TokenSwiftRecipe, given)
-        loop = common.from_options(LoopOptions, given)
-        common.train_with_progress(
-            options.total_steps,
-            lambda log, on_step: train_tokenswift(run, options, loop, log, on_step),
-        )
+    common.run_training(train_tokenswift, given, TokenSwiftRun, TokenSwiftRecipe, LoopOptions)
 
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:

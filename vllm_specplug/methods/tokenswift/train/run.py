@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads, save_heads
 from vllm_specplug.methods.tokenswift.train.trainer import (
@@ -20,10 +19,8 @@ from vllm_specplug.methods.tokenswift.train.trainer import (
 )
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.loop import Log, LoopOptions, OnStep, progress_facts, run_loop
-from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.provenance import write_provenance
-from vllm_specplug.train.target import TargetWeights
-from vllm_specplug.train.vocabulary import draft_vocabulary
+from vllm_specplug.train.run import open_training
 
 
 @dataclass(frozen=True)
@@ -46,18 +43,16 @@ def train_tokenswift(
     log: Log = print,
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """Trains and writes into `loop.out`: `state.pt` to resume and `head/` (config.json,
-    model.safetensors, provenance.json). Returns the provenance facts."""
-    loop.refuse_overwriting()
-    store, held_store = FeatureStore(run.features), FeatureStore(run.heldout)
-    weights = TargetWeights(run.target)
-    config, tables = weights.config, weights.tables()
+    """Trains and writes into `loop.out`: `state.pt` and `draft_ids.pt` to resume, and `head/`
+    (config.json, model.safetensors, provenance.json). Returns the provenance facts."""
+    training = open_training(run, loop, FeatureStore, options.seed)
+    store, held, tables = training.store, training.held, training.tables
+    config = training.weights.config
     vocab, hidden_size = int(config["vocab_size"]), int(config["hidden_size"])
     layers = int(config["num_hidden_layers"])
     columns = last_layer_columns(store, layers, hidden_size)
-    held_columns = last_layer_columns(held_store, layers, hidden_size)
-    size = min(run.draft_vocab_size or vocab, vocab)
-    ids, coverage = draft_vocabulary(store, size, vocab, weights.end_token_ids)
+    ids = training.draft_ids(run.draft_vocab_size or vocab)
+    size = len(ids)
     shape = TokenSwiftConfig(
         hidden_size=hidden_size,
         vocab_size=vocab,
@@ -75,18 +70,17 @@ def train_tokenswift(
         options,
         lm_head=lm_head,
         draft_of=draft_of,
-        accelerator=Accelerator(mixed_precision="bf16"),
+        accelerator=training.accelerator,
     )
     if loop.resume:
         trainer.resume(loop.out)
-    held = evenly_spread(held_store, run.eval_sequences)
     facts: dict[str, Any] = {}
 
     def export() -> None:
         averaged = TokenSwiftHeads(shape)
         averaged.load_state_dict(trainer.averaged_weights())
         averaged = averaged.to(trainer.device).eval()
-        lengths = evaluate_heads(averaged, held, held_columns, tables, trainer.lm_head, ids)
+        lengths = evaluate_heads(averaged, held, columns, tables, trainer.lm_head, ids)
         log(
             f"step {trainer.step}: mean acceptance length "
             + "  ".join(f"{name} {value:.3f}" for name, value in lengths.items())
@@ -94,11 +88,7 @@ def train_tokenswift(
         facts.update(
             {
                 "target": Path(run.target).name,
-                "data": {
-                    "sequences": len(store),
-                    "answer_tokens": store.num_answer_tokens,
-                    "draft_vocabulary_coverage": round(coverage, 5),
-                },
+                "data": training.data_facts(ids),
                 **progress_facts(trainer),
                 "heldout": {"sequences": len(held), "mean_acceptance_length": lengths},
             }

@@ -260,3 +260,8 @@ def test_layer_scales_are_root_mean_squares(feature_folders):
     scales = layer_scales(store, 2)
     rows = torch.cat([store[i].aux[1:].float() for i in range(len(store))])
     assert scales[1] == pytest.approx(float(rows[:, 32:].pow(2).mean().sqrt()), rel=1e-4)
+
+
+def test_an_mlp_wider_than_the_targets_is_refused(run):
+    with pytest.raises(ValueError, match=r"--intermediate-size 64, legal: up to 48"):
+        train(replace(run, intermediate_size=64), OPTIONS)

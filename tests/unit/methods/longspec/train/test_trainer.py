@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -289,6 +291,17 @@ def test_a_run_learns_exports_and_continues_as_the_next_stage(
     assert facts["progress"]["step"] == 6 and facts["init_from"] is None
     with pytest.raises(ValueError, match="--resume"):
         train_longspec(run, recipe, LoopOptions(str(tmp_path / "a")))
+    # Resumed with its own vocabulary, whatever is asked for by then.
+    (tmp_path / "c").mkdir()
+    for name in ("state.pt", "draft_ids.pt"):
+        shutil.copy(tmp_path / "a" / name, tmp_path / "c")
+    train_longspec(
+        replace(run, draft_vocab_size=29),
+        replace(recipe, total_steps=7),
+        LoopOptions(str(tmp_path / "c"), resume=True),
+    )
+    _, resumed = load_longspec_head(tmp_path / "c" / "head", LlamaConfig.from_pretrained(target))
+    assert torch.equal(resumed.target_ids, extras.target_ids)
     second = LongSpecRun(
         str(target), str(features), str(features), init_from=str(tmp_path / "a" / "head"),
         eval_sequences=3,

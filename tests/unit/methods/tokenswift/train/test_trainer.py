@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,6 +127,27 @@ def test_a_run_exports_heads_that_load(target_folder, feature_folders, tmp_path)
     assert lengths["self/16"] > 1.7
     with pytest.raises(ValueError, match="exists; pass --resume"):
         train_tokenswift(run, recipe, LoopOptions(str(tmp_path)))
+
+
+def test_a_resumed_run_keeps_its_draft_vocabulary_when_the_data_has_grown(
+    target_folder, feature_folders, tmp_path
+) -> None:
+    features, held = tmp_path / "features", feature_folders[1]
+    shutil.copytree(feature_folders[0], features)
+    run = TokenSwiftRun(str(target_folder), str(features), str(held), draft_vocab_size=12)
+    recipe = TokenSwiftRecipe(tokens_per_step=40, total_steps=1)
+
+    def vocabulary(folder: str, steps: int, resume: bool = False) -> list[int]:
+        loop = LoopOptions(str(tmp_path / folder), resume=resume)
+        train_tokenswift(run, replace(recipe, total_steps=steps), loop, lambda _: None)
+        config = json.loads((target_folder / "config.json").read_text())
+        return load_heads(tmp_path / folder / "head", config)[1].tolist()
+
+    first = vocabulary("a", 1)
+    for number in range(2, 8):
+        shutil.copytree(held / "shard-00000", features / f"shard-{number:05d}")
+    assert vocabulary("b", 1) != first
+    assert vocabulary("a", 2, resume=True) == first
 
 
 def test_features_without_the_last_layer_are_refused(feature_folders) -> None:

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same trees on vLLM's V1 model runner and on V2, whose scheduler waits or works ahead.
+
+    python bench/model_runners.py --rounds 4 [--data PROMPTS]
+
+Every round starts one engine process for each side, which answers the same prompts; sides go first
+by turns. The adaptive budget follows each side's own step costs. Speeds are of the wall clock:
+working ahead uses time in which another thread computes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness import HEADS, Benchmark, make_engine
+
+from vllm_specplug.bench.result_page import ResultPage, Section
+
+JETSPEC = {"method": "jetspec", "model": str(HEADS / "smollm2-135m-jetspec")}
+# VLLM_USE_V2_MODEL_RUNNER and async_scheduling.
+SIDES = {"V1": ("0", False), "V2": ("1", False), "V2 ahead": ("1", True)}
+BATCHES = (1, 4, 8)
+OUTPUT_LEN = 200
+REPEATS = 3
+QUESTIONS = (
+    "Explain how tides work to a child.",
+    "Write a Python function that merges two sorted lists.",
+    "A shop sells 12 pens for 7 dollars each. What does Ann pay for half of them?",
+    "Describe a lighthouse keeper's day.",
+)
+
+
+def make_prompts(target: str, data: Path | None) -> list[list[int]]:
+    """Token ids of as many prompts as the largest batch has."""
+    if data is not None:
+        from vllm_specplug.bench.prompts import chat_token_ids
+
+        found = chat_token_ids(target, data, 4 * max(BATCHES), 400)
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer: Any = AutoTokenizer.from_pretrained(target)
+        found = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+            )
+            for text in QUESTIONS
+        ]
+    return [found[i % len(found)] for i in range(max(BATCHES))]
+
+
+def measure(side: str, data: Path | None, eager: bool) -> dict[str, list[float]]:
+    """Tokens per second by batch size, one value for each repeat."""
+    from vllm import SamplingParams
+
+    from vllm_specplug.targets import prepare_target
+
+    target = str(prepare_target("smollm2"))
+    prompts = [{"prompt_token_ids": ids} for ids in make_prompts(target, data)]
+    llm = make_engine(
+        target, JETSPEC, eager=eager, max_num_seqs=max(BATCHES), async_scheduling=SIDES[side][1]
+    )
+    params = SamplingParams(
+        temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True, detokenize=False
+    )
+    speeds: dict[str, list[float]] = {}
+    for batch in BATCHES:
+        for repeat in range(1 + REPEATS):
+            start = time.perf_counter()
+            llm.generate(prompts[:batch], params, use_tqdm=False)
+            # The first warms up.
+            if repeat:
+                seconds = time.perf_counter() - start
+                speeds.setdefault(str(batch), []).append(batch * OUTPUT_LEN / seconds)
+    return speeds
+
+
+def run_side(side: str, data: Path | None, eager: bool) -> dict[str, list[float]]:
+    """`measure` in a process of its own."""
+    env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": SIDES[side][0],
+           "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
+    command = [sys.executable, __file__, "--measure", side, "--allow-changes"]
+    command += ["--eager"] if eager else []
+    command += [] if data is None else ["--data", str(data)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{side} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def page(rounds: list[dict[str, dict[str, list[float]]]], record: dict[str, Any]) -> ResultPage:
+    """One line for each batch size: medians over all repeats, and the spread between rounds."""
+    table = []
+    for batch in map(str, BATCHES):
+        cells, medians = [], []
+        for side in SIDES:
+            each = sorted(median(r[side][batch]) for r in rounds)
+            medians.append(median(t for r in rounds for t in r[side][batch]))
+            cells.append(f"{medians[-1]:.1f} ({', '.join(f'{t:.1f}' for t in each)})")
+        table.append([batch, *cells, *(f"{m / medians[0]:.3f}" for m in medians[1:])])
+    header = ("batch", *SIDES, *(f"{side} over V1" for side in list(SIDES)[1:]))
+    return ResultPage(
+        name="model_runners",
+        title="Trees on vLLM's model runners",
+        about=f"{len(rounds)} processes for each side, in alternating order; tokens per second of "
+        "jetspec with its defaults on SmolLM2-135M-Instruct in bfloat16, greedy: medians over all "
+        "repeats, in brackets those of single processes.",
+        sections=[Section(header, table)],
+        data=rounds,
+        made_by=[record],
+    )
+
+
+def main() -> None:
+    benchmark = Benchmark("model_runners", __doc__)
+    benchmark.parser.add_argument("--rounds", type=int, default=4)
+    # Not required: there are prompts here.
+    benchmark.parser.add_argument("--data", type=Path, default=Path(), help="prompts (JSONL)")
+    benchmark.parser.add_argument("--measure", metavar="SIDE", help="internal: one side")
+    args = benchmark.parse()
+    data = None if args.data == Path() else args.data
+    if args.measure:
+        print(json.dumps(measure(args.measure, data, args.eager)))
+        return
+    order = list(SIDES)
+    rounds = []
+    for number in range(args.rounds):
+        turn = order[:: 1 - 2 * (number % 2)]
+        rounds.append({side: run_side(side, data, args.eager) for side in turn})
+        print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+    benchmark.publish(args, page(rounds, benchmark.provenance(args)))
+
+
+if __name__ == "__main__":
+    main()

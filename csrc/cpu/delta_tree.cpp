@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gated DeltaNet layers over trees; the equations are in kernels/src/delta_tree.py.
+//
+// The triangular system is solved row by row, and a row meets nobody but its ancestors: neither
+// K Kᵀ nor the mask is ever built. What remains is two products with the committed state, which is
+// read once per tree and head.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "lanes.h"
+
+namespace specplug {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+// Rows of K or Q that share one pass over the state, and lanes of V that are summed at once.
+constexpr int kRows = 4;
+constexpr int kPanel = 2;
+
+// One tree and one value head. Row i of an operand lies at i * its stride.
+struct Head {
+  const float *query, *key, *value, *decays, *strengths;
+  float *output, *updates;
+  int64_t rows, key_stride, value_stride, head_stride;  // of rows; decays and strengths: the last
+  int64_t key_size, value_size;
+  const int64_t* parents;
+  int64_t first;  // row of the tree's root, from which parents are counted
+};
+
+LANES_INLINE float dot(const float* a, const float* b, int64_t n) {
+  Lanes sum = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    Lanes x, y;
+    load_lanes(x, a + i);
+    load_lanes(y, b + i);
+    sum += x * y;
+  }
+  float total = sum_of(sum);
+  for (; i < n; ++i) total += a[i] * b[i];
+  return total;
+}
+
+LANES_INLINE void add_scaled(float* to, float factor, const float* from, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Lanes x, y;
+    load_lanes(x, from + i);
+    load_lanes(y, to + i);
+    store_lanes(to + i, y + factor * x);
+  }
+}
+
+// out[i] = x[i] S for up to kRows rows and P * kLanes columns.
+template <int P, class T>
+LANES_INLINE void times_state(const float* x, int64_t stride, int64_t rows, const T* state,
+                              int64_t key_size, int64_t value_size, float* out,
+                              int64_t out_stride) {
+  Lanes sums[kRows][P] = {};
+  for (int64_t k = 0; k < key_size; ++k) {
+    Lanes s[P];
+    for (int p = 0; p < P; ++p) load_lanes(s[p], state + k * value_size + p * kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      const float factor = x[std::min<int64_t>(r, rows - 1) * stride + k];
+      for (int p = 0; p < P; ++p) sums[r][p] += factor * s[p];
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int p = 0; p < P; ++p) store_lanes(out + r * out_stride + p * kLanes, sums[r][p]);
+}
+
+template <class T>
+LANES_INLINE void all_times_state(const float* x, const Head& h, const T* state, float* out) {
+  int64_t v = 0;
+  while (v < h.value_size) {
+    const bool full = v + kPanel * kLanes <= h.value_size;
+    for (int64_t i = 0; i < h.rows; i += kRows) {
+      const int64_t rows = std::min<int64_t>(kRows, h.rows - i);
+      const float* from = x + i * h.key_stride;
+      float* to = out + i * h.value_stride + v;
+      if (full)
+        times_state<kPanel>(from, h.key_stride, rows, state + v, h.key_size, h.value_size, to,
+                            h.value_stride);
+      else
+        times_state<1>(from, h.key_stride, rows, state + v, h.key_size, h.value_size, to,
+                       h.value_stride);
+    }
+    v += full ? kPanel * kLanes : kLanes;
+  }
+}
+
+template <class T>
+LANES_INLINE void solve(const Head& h, const T* state, float scale, float* entering) {
+  all_times_state(h.key, h, state, h.updates);
+  all_times_state(h.query, h, state, h.output);
+  for (int64_t i = 0; i < h.rows; ++i) {
+    const float* key = h.key + i * h.key_stride;
+    const float* query = h.query + i * h.key_stride;
+    float* u = h.updates + i * h.value_stride;
+    float* o = h.output + i * h.value_stride;
+    const float decay = h.decays[i * h.head_stride], strength = h.strengths[i * h.head_stride];
+    const int64_t parent = h.parents[i] - h.first;
+    const bool is_first = h.parents[i] < 0;
+    const float entered = entering[i] = is_first ? decay : decay * entering[parent];
+    const float* value = h.value + i * h.value_stride;
+    for (int64_t v = 0; v < h.value_size; v += kLanes) {
+      Lanes x, s, out;
+      load_lanes(x, value + v);
+      load_lanes(s, u + v);
+      load_lanes(out, o + v);
+      store_lanes(u + v, strength * (x - entered * s));
+      store_lanes(o + v, entered * out);
+    }
+    float product = decay;
+    for (int64_t j = is_first ? -1 : parent; j >= 0;) {
+      const float* other = h.key + j * h.key_stride;
+      const float* known = h.updates + j * h.value_stride;
+      add_scaled(u, -strength * product * dot(key, other, h.key_size), known, h.value_size);
+      add_scaled(o, product * dot(query, other, h.key_size), known, h.value_size);
+      product *= h.decays[j * h.head_stride];
+      j = h.parents[j] < 0 ? -1 : h.parents[j] - h.first;
+    }
+    const float own = dot(query, key, h.key_size);
+    for (int64_t v = 0; v < h.value_size; v += kLanes) {
+      Lanes x, out;
+      load_lanes(x, u + v);
+      load_lanes(out, o + v);
+      store_lanes(o + v, scale * (out + own * x));
+    }
+  }
+}
+
+CLONED void solve_float(const Head& h, const float* state, float scale, float* entering) {
+  solve(h, state, scale, entering);
+}
+
+CLONED void solve_bf16(const Head& h, const uint16_t* state, float scale, float* entering) {
+  solve(h, state, scale, entering);
+}
+
+// The path to a committed row, leaf first, with the product of the decays below each row.
+struct Path {
+  std::vector<const float*> keys, updates;
+  std::vector<float> products;
+  float entered = 1.0f;
+};
+
+template <class T>
+LANES_INLINE void commit(const Path& path, T* state, int64_t key_size, int64_t value_size) {
+  const int64_t depth = static_cast<int64_t>(path.keys.size());
+  for (int64_t k = 0; k < key_size; ++k) {
+    T* row = state + k * value_size;
+    for (int64_t v = 0; v < value_size; v += kLanes) {
+      Lanes sum;
+      load_lanes(sum, row + v);
+      sum *= path.entered;
+      for (int64_t j = 0; j < depth; ++j) {
+        Lanes u;
+        load_lanes(u, path.updates[j] + v);
+        sum += (path.products[j] * path.keys[j][k]) * u;
+      }
+      store_lanes(row + v, sum);
+    }
+  }
+}
+
+CLONED void commit_float(const Path& path, float* state, int64_t key_size, int64_t value_size) {
+  commit(path, state, key_size, value_size);
+}
+
+CLONED void commit_bf16(const Path& path, uint16_t* state, int64_t key_size, int64_t value_size) {
+  commit(path, state, key_size, value_size);
+}
+
+LANES_INLINE void convolve(const float* inputs, const int64_t* window, const float* weight,
+                           const float* bias, bool silu, float* out, int64_t channels,
+                           int64_t width) {
+  int64_t c = 0;
+  for (; c + kLanes <= channels; c += kLanes) {
+    Lanes sum = {};
+    if (bias != nullptr) load_lanes(sum, bias + c);
+    for (int64_t w = 0; w < width; ++w) {
+      Lanes x, f;
+      load_lanes(x, inputs + window[w] * channels + c);
+      load_lanes(f, weight + w * channels + c);
+      sum += x * f;
+    }
+    if (silu) {
+      Lanes gate = sum;
+      sigmoid_lanes(gate);
+      sum *= gate;
+    }
+    store_lanes(out + c, sum);
+  }
+  if (c == channels) return;
+  // The last channels, a lane each.
+  Lanes sum = {};
+  for (int i = 0; c + i < channels; ++i) {
+    sum[i] = bias == nullptr ? 0.0f : bias[c + i];
+    for (int64_t w = 0; w < width; ++w)
+      sum[i] += inputs[window[w] * channels + c + i] * weight[w * channels + c + i];
+  }
+  Lanes gate = sum;
+  sigmoid_lanes(gate);
+  for (int i = 0; c + i < channels; ++i) out[c + i] = silu ? sum[i] * gate[i] : sum[i];
+}
+
+CLONED void convolve_row(const float* inputs, const int64_t* window, const float* weight,
+                         const float* bias, bool silu, float* out, int64_t channels,
+                         int64_t width) {
+  convolve(inputs, window, weight, bias, silu, out, channels, width);
+}
+
+bool is_rows(const Tensor& t, ScalarType type, std::initializer_list<int64_t> sizes) {
+  if (t.scalar_type() != type || !t.is_contiguous() ||
+      t.dim() != static_cast<int64_t>(sizes.size()))
+    return false;
+  int64_t d = 0;
+  for (const int64_t size : sizes)
+    if (t.size(d++) != size) return false;
+  return true;
+}
+
+template <class T>
+T* data(const Tensor& t) {
+  return static_cast<T*>(t.data_ptr());
+}
+
+struct Trees {
+  const int64_t *starts, *parents, *slots;
+  int64_t count, rows;
+};
+
+Trees describe_trees(const Tensor& starts, const Tensor& parents, const Tensor& slots,
+                     const Tensor& states, const char* name) {
+  const Trees t{data<int64_t>(starts), data<int64_t>(parents), data<int64_t>(slots), slots.numel(),
+                parents.numel()};
+  STD_TORCH_CHECK(is_rows(starts, ScalarType::Long, {t.count + 1}) &&
+                      is_rows(parents, ScalarType::Long, {t.rows}) &&
+                      is_rows(slots, ScalarType::Long, {t.count}),
+                  name, ": starts, parents and slots must be int64 [R + 1], [M] and [R]");
+  STD_TORCH_CHECK(t.starts[0] == 0 && t.starts[t.count] == t.rows, name,
+                  ": starts must begin with 0 and end with ", t.rows);
+  for (int64_t r = 0; r < t.count; ++r) {
+    STD_TORCH_CHECK(t.slots[r] >= 0 && t.slots[r] < states.size(0), name, ": slot ", t.slots[r],
+                    " is outside ", states.size(0), " states");
+    STD_TORCH_CHECK(t.starts[r] <= t.starts[r + 1] && t.starts[r + 1] <= t.rows, name,
+                    ": starts must not descend");
+    for (int64_t i = t.starts[r]; i < t.starts[r + 1]; ++i)
+      STD_TORCH_CHECK(t.parents[i] == -1 || (t.parents[i] >= t.starts[r] && t.parents[i] < i), name,
+                      ": row ", i, " has parent ", t.parents[i],
+                      "; a parent is -1 or an earlier row of the tree");
+  }
+  return t;
+}
+
+bool is_bf16_states(const Tensor& states, const char* name) {
+  const bool bf16 = states.scalar_type() == ScalarType::BFloat16;
+  STD_TORCH_CHECK(states.dim() == 4 && (bf16 || states.scalar_type() == ScalarType::Float) &&
+                      states.size(3) % kLanes == 0 && states.stride(3) == 1 &&
+                      states.stride(2) == states.size(3) &&
+                      states.stride(1) == states.size(2) * states.size(3),
+                  name, ": states must be float32 or bfloat16 [S, Hv, K, V] with contiguous ",
+                  "states and V a multiple of ", kLanes);
+  return bf16;
+}
+
+}  // namespace
+
+void tree_conv(const Tensor& inputs, const Tensor& windows, const Tensor& weight,
+               const std::optional<Tensor>& bias, bool silu, Tensor& out) {
+  STD_TORCH_CHECK(inputs.dim() == 2 && windows.dim() == 2,
+                  "tree_conv: inputs and windows must be [I, C] and [M, W]");
+  const int64_t count = inputs.size(0), channels = inputs.size(1);
+  const int64_t rows = windows.size(0), width = windows.size(1);
+  STD_TORCH_CHECK(is_rows(inputs, ScalarType::Float, {count, channels}) &&
+                      is_rows(windows, ScalarType::Long, {rows, width}) &&
+                      is_rows(weight, ScalarType::Float, {width, channels}) &&
+                      (!bias || is_rows(*bias, ScalarType::Float, {channels})) &&
+                      is_rows(out, ScalarType::Float, {rows, channels}),
+                  "tree_conv: needs contiguous float32 inputs [I, C], weight [W, C], bias [C], "
+                  "out [M, C] and int64 windows [M, W]");
+  const int64_t* window = data<int64_t>(windows);
+  for (int64_t i = 0; i < rows * width; ++i)
+    STD_TORCH_CHECK(window[i] >= 0 && window[i] < count, "tree_conv: window entry ", window[i],
+                    " is outside ", count, " inputs");
+  const float* offset = bias ? data<float>(*bias) : nullptr;
+  torch::stable::parallel_for(0, rows, 1 + 4096 / (channels + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m)
+      convolve_row(data<float>(inputs), window + m * width, data<float>(weight), offset, silu,
+                   data<float>(out) + m * channels, channels, width);
+  });
+}
+
+void tree_delta_rule(const Tensor& query, const Tensor& key, const Tensor& value,
+                     const Tensor& decays, const Tensor& strengths, const Tensor& states,
+                     const Tensor& starts, const Tensor& parents, const Tensor& slots, double scale,
+                     Tensor& output, Tensor& updates) {
+  const bool bf16 = is_bf16_states(states, "tree_delta_rule");
+  const Trees trees = describe_trees(starts, parents, slots, states, "tree_delta_rule");
+  const int64_t heads = states.size(1), key_size = states.size(2), value_size = states.size(3);
+  STD_TORCH_CHECK(key.dim() == 3 && key.size(1) > 0 && heads % key.size(1) == 0,
+                  "tree_delta_rule: ", heads, " value heads are no multiple of the key heads");
+  const int64_t key_heads = key.size(1), group = heads / key_heads;
+  const auto float_rows = [&](const Tensor& t, int64_t size) {
+    return is_rows(t, ScalarType::Float, {trees.rows, heads, size});
+  };
+  STD_TORCH_CHECK(is_rows(query, ScalarType::Float, {trees.rows, key_heads, key_size}) &&
+                      is_rows(key, ScalarType::Float, {trees.rows, key_heads, key_size}) &&
+                      float_rows(value, value_size) && float_rows(output, value_size) &&
+                      float_rows(updates, value_size) &&
+                      is_rows(decays, ScalarType::Float, {trees.rows, heads}) &&
+                      is_rows(strengths, ScalarType::Float, {trees.rows, heads}),
+                  "tree_delta_rule: needs contiguous float32 query and key [M, Hk, K], value, "
+                  "output and updates [M, Hv, V], decays and strengths [M, Hv]");
+  torch::stable::parallel_for(0, trees.count * heads, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> entering;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t r = i / heads, head = i % heads, first = trees.starts[r];
+      const int64_t rows = trees.starts[r + 1] - first;
+      if (rows == 0) continue;
+      entering.resize(rows);
+      const int64_t key_at = (first * key_heads + head / group) * key_size;
+      const int64_t value_at = (first * heads + head) * value_size;
+      const Head h{data<float>(query) + key_at,
+                   data<float>(key) + key_at,
+                   data<float>(value) + value_at,
+                   data<float>(decays) + first * heads + head,
+                   data<float>(strengths) + first * heads + head,
+                   data<float>(output) + value_at,
+                   data<float>(updates) + value_at,
+                   rows,
+                   key_heads * key_size,
+                   heads * value_size,
+                   heads,
+                   key_size,
+                   value_size,
+                   trees.parents + first,
+                   first};
+      const int64_t state_at = trees.slots[r] * states.stride(0) + head * states.stride(1);
+      if (bf16)
+        solve_bf16(h, data<uint16_t>(states) + state_at, static_cast<float>(scale),
+                   entering.data());
+      else
+        solve_float(h, data<float>(states) + state_at, static_cast<float>(scale), entering.data());
+    }
+  });
+}
+
+void commit_states(Tensor& states, const Tensor& keys, const Tensor& updates, const Tensor& decays,
+                   const Tensor& starts, const Tensor& parents, const Tensor& slots,
+                   const Tensor& last_rows) {
+  const bool bf16 = is_bf16_states(states, "commit_states");
+  const Trees trees = describe_trees(starts, parents, slots, states, "commit_states");
+  const int64_t heads = states.size(1), key_size = states.size(2), value_size = states.size(3);
+  STD_TORCH_CHECK(keys.dim() == 3 && keys.size(1) > 0 && heads % keys.size(1) == 0,
+                  "commit_states: ", heads, " value heads are no multiple of the key heads");
+  const int64_t key_heads = keys.size(1), group = heads / key_heads;
+  STD_TORCH_CHECK(is_rows(keys, ScalarType::Float, {trees.rows, key_heads, key_size}) &&
+                      is_rows(updates, ScalarType::Float, {trees.rows, heads, value_size}) &&
+                      is_rows(decays, ScalarType::Float, {trees.rows, heads}) &&
+                      is_rows(last_rows, ScalarType::Long, {trees.count}),
+                  "commit_states: needs contiguous float32 keys [M, Hk, K], updates [M, Hv, V], "
+                  "decays [M, Hv] and int64 last_rows [R]");
+  const int64_t* last = data<int64_t>(last_rows);
+  for (int64_t r = 0; r < trees.count; ++r)
+    STD_TORCH_CHECK(last[r] >= trees.starts[r] && last[r] < trees.starts[r + 1],
+                    "commit_states: row ", last[r], " is not of tree ", r);
+  torch::stable::parallel_for(0, trees.count * heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t r = i / heads, head = i % heads;
+      Path path;
+      for (int64_t row = last[r]; row >= 0; row = trees.parents[row]) {
+        path.keys.push_back(data<float>(keys) + (row * key_heads + head / group) * key_size);
+        path.updates.push_back(data<float>(updates) + (row * heads + head) * value_size);
+        path.products.push_back(path.entered);
+        path.entered *= data<float>(decays)[row * heads + head];
+      }
+      const int64_t at = trees.slots[r] * states.stride(0) + head * states.stride(1);
+      if (bf16)
+        commit_bf16(path, data<uint16_t>(states) + at, key_size, value_size);
+      else
+        commit_float(path, data<float>(states) + at, key_size, value_size);
+    }
+  });
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
+  m.def(
+      "tree_conv(Tensor inputs, Tensor windows, Tensor weight, Tensor? bias, bool silu, "
+      "Tensor(a!) out) -> ()");
+  m.def(
+      "tree_delta_rule(Tensor query, Tensor key, Tensor value, Tensor decays, Tensor strengths, "
+      "Tensor states, Tensor starts, Tensor parents, Tensor slots, float scale, "
+      "Tensor(a!) output, Tensor(b!) updates) -> ()");
+  m.def(
+      "commit_states(Tensor(a!) states, Tensor keys, Tensor updates, Tensor decays, "
+      "Tensor starts, Tensor parents, Tensor slots, Tensor last_rows) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
+  m.impl("tree_conv", TORCH_BOX(&tree_conv));
+  m.impl("tree_delta_rule", TORCH_BOX(&tree_delta_rule));
+  m.impl("commit_states", TORCH_BOX(&commit_states));
+}
+
+}  // namespace specplug

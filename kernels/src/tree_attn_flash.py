@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree attention on vLLM's FlashAttention: it reads the context, a Triton kernel the tree.
+
+Every row of a tree attends the whole context, so that this part needs no mask:
+`flash_attn_varlen_func` without causality, with its splits per sequence, its packing of query heads
+and its code for each architecture. The tail kernel takes its output and log-sum-exp l as the state
+of the online softmax,
+
+    o = (exp(l - m) o_context + sum_j exp(s_j - m) v_j) / (exp(l - m) + sum_j exp(s_j - m)),
+
+over the tree's own columns j, at most 257, with m the maximum of l and all s_j. Two launches, and
+no buffer besides the context's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .cuda_contract import PLAN_CONTEXT
+from .tree_attn_triton import tree_attn_triton
+
+if TYPE_CHECKING:
+    from .metadata import TreeAttnMetadata
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_HEAD_DIM = 256
+
+
+def unsupported_reason(head_dim: int, dtype: torch.dtype, block_size: int) -> str | None:
+    """Why FlashAttention does not take a cache; None when it does."""
+    if dtype not in _DTYPES:
+        return f"dtype {dtype}"
+    if head_dim > _MAX_HEAD_DIM or head_dim % 8:
+        return f"head_dim {head_dim} (multiples of 8 up to {_MAX_HEAD_DIM})"
+    if block_size % 16:
+        return f"pages of {block_size} tokens (multiples of 16)"
+    return None
+
+
+@cache
+def context_attention(head_dim: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """vLLM's FlashAttention, in the version that it takes on this device."""
+    from vllm.v1.attention.backends.fa_utils import (
+        flash_attn_varlen_func,
+        get_flash_attn_version,
+    )
+
+    version = get_flash_attn_version(head_size=head_dim)
+    if version is None:
+        raise RuntimeError(f"vLLM has no FlashAttention for head_dim {head_dim} here")
+
+    def run(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return flash_attn_varlen_func(**arguments, fa_version=version)
+
+    return run
+
+
+def tree_attn_flash(
+    # [T, Hq, Dh]
+    query: torch.Tensor,
+    # [num_blocks, block_size, Hkv, Dh], last stride 1
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    # [T, Hq, Dh], written in place
+    output: torch.Tensor,
+    meta: TreeAttnMetadata,
+    scale: float,
+    # [M, Hkv, Dh]
+    tail_key: torch.Tensor | None = None,
+    tail_value: torch.Tensor | None = None,
+) -> None:
+    """Tree attention as `cuda_contract` states it; trees that lie apart (beside chunks of
+    prompts, and draft blocks) go to the Triton kernel whole."""
+    prefix = None
+    if meta.query_starts is not None and meta.max_rows > 0:
+        prefix = context_attention(query.shape[2])(
+            q=query,
+            k=key_cache,
+            v=value_cache,
+            max_seqlen_q=meta.max_rows,
+            cu_seqlens_q=meta.query_starts,
+            seqused_k=meta.plan[PLAN_CONTEXT],
+            # Also where no tree has a context: a further variant of the tail would have to be
+            # warmed up.
+            max_seqlen_k=max(1, meta.max_context),
+            softmax_scale=scale,
+            causal=False,
+            block_table=meta.block_table[: meta.num_trees],
+            return_softmax_lse=True,
+        )
+    tree_attn_triton(
+        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, prefix=prefix
+    )

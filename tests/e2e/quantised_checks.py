@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised targets: the formats that vLLM's CPU build computes with, with a quantised LM head and
+without. See test_quantised.py.
+
+Kernels for float32 activations are compared exactly. Four-bit weights need bfloat16, where tree
+rows round otherwise than vLLM's own attention does: drafts without branches, which that attention
+verifies, are exact there too, and trees part from plain decoding at near ties alone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.option_checks import greedy, seeded
+from tests.e2e.pair import Pair, make_engine, pair
+from tests.e2e.quantised import dequantised, make_quantised_target
+from tests.e2e.tiny import make_head
+
+VOCAB = 128
+PROMPTS = [[(37 * i + 11 * n) % 120 + 5 for i in range(n)] for n in (5, 9, 17, 30, 3, 12, 40, 7)]
+# Of a logprob: four units of rounding of bfloat16 numbers between 1 and 2, the size of the scores.
+MARGIN = 2.0**-5
+
+
+@cache
+def folder_of(scheme: str, head: bool, tied: bool = False) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="specplug-quantised-")) / "target"
+    return make_quantised_target(folder, VOCAB, scheme, head=head, tied=tied)
+
+
+@cache
+def draft_head() -> Path:
+    return make_head(Path(tempfile.mkdtemp(prefix="specplug-quantised-")) / "head", VOCAB)
+
+
+def engines_of(scheme: str, dtype: str, head: bool, tied: bool = False, **options: Any) -> Pair:
+    return pair(
+        "jetspec",
+        model=str(folder_of(scheme, head, tied)),
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        speculative={"model": str(draft_head()), **options},
+    )
+
+
+def _reads_the_tables_right(engines: Pair, scheme: str, head: bool, tied: bool = False) -> None:
+    """Heads draft with the numbers that the target itself computes with."""
+    from vllm_specplug.vllm_worker.proposer import full_vocab_weight, vocabulary_tables
+
+    runner = engines.runner
+    model, config = runner.model, runner.model_config
+    embedding, lm_head = vocabulary_tables(model, config, "jetspec")
+    stored = load_file(folder_of(scheme, head, tied) / "model.safetensors")
+    table = stored["model.embed_tokens.weight"]
+    expected = table if tied else dequantised(stored, "lm_head.")
+    close = {"atol": 1e-4, "rtol": 1e-4} if config.dtype == torch.float32 else {
+        "atol": 2e-3, "rtol": 2**-6}  # fmt: skip
+    torch.testing.assert_close(full_vocab_weight(lm_head, config).float(), expected, **close)
+    torch.testing.assert_close(full_vocab_weight(embedding, config).float(), table, **close)
+
+
+def _is_exact(scheme: str, heads: tuple[bool, ...] = (True,)) -> None:
+    params = [greedy(detokenize=False), seeded(3, detokenize=False)]
+    prompts = [prompt for prompt in PROMPTS for _ in params]
+    for head in heads:
+        engines = engines_of(scheme, "float32", head)
+        engines.compare(prompts, [p.clone() for _ in PROMPTS for p in params])
+        _reads_the_tables_right(engines, scheme, head)
+
+
+def _parts_at_ties_alone(scheme: str, heads: tuple[bool, ...] = (True,)) -> None:
+    for head in heads:
+        engines = engines_of(scheme, "bfloat16", head)
+        engines.compare_up_to_ties(PROMPTS, 48, MARGIN)
+        _reads_the_tables_right(engines, scheme, head)
+
+
+def check_int8_weights_and_inputs() -> None:
+    _is_exact("int8", (False, True))
+
+
+def check_fp8_weights_and_inputs() -> None:
+    _is_exact("fp8-channels")
+
+
+def check_four_bit_weights() -> None:
+    _parts_at_ties_alone("w4a16")
+
+
+def check_four_bit_weights_with_zero_points() -> None:
+    _parts_at_ties_alone("w4a16-zeros")
+
+
+def check_gptq() -> None:
+    _parts_at_ties_alone("gptq", (False, True))
+
+
+def check_awq() -> None:
+    _parts_at_ties_alone("awq")
+
+
+def check_without_branches_four_bits_are_exact() -> None:
+    """What parts elsewhere is the rounding of attention: here vLLM's own computes every row."""
+    if torch.cpu._is_amx_tile_supported():
+        return  # its products round by the number of rows
+    engines = engines_of("awq", "bfloat16", True, tree_width=1)
+    _, counts = engines.compare(
+        PROMPTS, greedy(max_tokens=48, detokenize=False), least_accepted=0, branching=False
+    )
+    assert counts.nodes > 500 and not counts.branching, counts
+
+
+def check_a_tied_target() -> None:
+    engines = engines_of("gptq", "bfloat16", False, tied=True)
+    engines.compare_up_to_ties(PROMPTS, 48, MARGIN)
+    _reads_the_tables_right(engines, "gptq", False, tied=True)
+
+
+def check_it_would_notice_missing_compaction() -> None:
+    """The negative control: the margin tells rounding from a wrong cache."""
+    engines = engines_of("gptq", "bfloat16", False)
+    backend = engines.runner.tree_backend
+    backend.compact = lambda *args: None
+    try:
+        with pytest.raises(AssertionError, match="behind the best"):
+            engines.compare_up_to_ties(PROMPTS, 48, MARGIN)
+    finally:
+        del backend.compact
+
+
+def check_what_vllm_does_not_compute_stops_at_start() -> None:
+    """Formats without a CPU kernel fail with trees as they do without, by vLLM's own message."""
+    if torch.cpu._is_amx_tile_supported():
+        return  # there are kernels for some
+    for scheme, message in (("fp8", "static_scaled_fp8_quant"), ("fp8-blocks", "find a kernel")):
+        for method in (None, "ngram_tree"):
+            with pytest.raises((ValueError, RuntimeError), match=message):
+                make_engine(
+                    method,
+                    model=str(folder_of(scheme, False)),
+                    dtype="bfloat16",
+                    skip_tokenizer_init=True,
+                )

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree attention whose context is another kernel's work, in Triton's interpreter.
+
+FlashAttention is a function of torch here that keeps its contract: layouts, log-sum-exp [Hq, T],
+and what it leaves in rows without keys, which differs between its versions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.device_trees import DeviceTrees
+
+pytest.importorskip("triton")
+
+from vllm_specplug.kernels import tree_attn_flash
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+# Output and log-sum-exp of rows without keys.
+EMPTY = {"FA2": (0.0, float("inf")), "FA3": (float("nan"), float("-inf"))}
+
+
+class Attention:
+    """`flash_attn_varlen_func` over pages, counted."""
+
+    def __init__(self, empty: str = "FA2") -> None:
+        self.empty = EMPTY[empty]
+        self.calls = 0
+
+    def __call__(
+        self, *, q: Any, k: Any, v: Any, max_seqlen_q: int, cu_seqlens_q: Any, seqused_k: Any,
+        max_seqlen_k: int, softmax_scale: float, causal: bool, block_table: Any,
+        return_softmax_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        assert return_softmax_lse and not causal
+        assert cu_seqlens_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
+        assert len(seqused_k) == len(block_table) == len(cu_seqlens_q) - 1
+        assert seqused_k.is_contiguous() and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        self.calls += 1
+        out = torch.full(q.shape, self.empty[0], dtype=q.dtype)
+        lse = torch.full((q.shape[1], q.shape[0]), self.empty[1])
+        group, page = q.shape[1] // k.shape[2], k.shape[1]
+        for r, used in enumerate(seqused_k.tolist()):
+            start, end = cu_seqlens_q[r : r + 2].tolist()
+            assert end - start <= max_seqlen_q
+            if not used or start == end:
+                continue
+            assert used <= max_seqlen_k
+            pages = block_table[r, : -(-used // page)].long()
+            keys, values = (c[pages].flatten(0, 1)[:used] for c in (k, v))
+            keys, values = (x.repeat_interleave(group, 1).float() for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), keys) * softmax_scale
+            lse[:, start:end] = scores.logsumexp(-1)
+            out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+        return out, lse
+
+
+def run(problem: DeviceTrees, monkeypatch: pytest.MonkeyPatch, attention: Any) -> torch.Tensor:
+    """Output of trees side by side, which follow rows of another request."""
+    monkeypatch.setattr(tree_attn_flash, "context_attention", lambda head_dim: attention)
+    meta = problem.metadata()
+    order = torch.cat(
+        [torch.arange(s, s + n) for s, n in zip(problem.starts, problem.rows, strict=True)]
+    )
+    query = torch.cat([problem.query[:3], problem.query[order]])
+    starts = torch.tensor([0, *problem.rows]).cumsum(0).int() + 3
+    meta.plan[0] = torch.arange(len(problem.rows)).int()
+    meta.plan[1] = starts[:-1]
+    meta.block_table = problem.block_table[1:].contiguous()
+    meta.query_starts = starts
+    output = torch.full_like(query, 7.0, memory_format=torch.contiguous_format)
+    tree_attn_flash.tree_attn_flash(
+        query, problem.key_cache, problem.value_cache, output, meta, problem.scale, **problem.tail
+    )
+    assert (output[:3] == 7.0).all(), "a row of no tree was written"
+    return output[3:].double()
+
+
+@pytest.mark.parametrize("empty", EMPTY)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group": 3, "head_dim": 24},
+        {"dense": True, "mask": "full"},
+        {"dense": True, "mask": "causal", "kv_heads": 2},
+    ],
+    ids=["tree", "full", "causal"],
+)
+def test_context_and_tree_make_one_softmax(monkeypatch, empty: str, options: dict[str, Any]):
+    problem = DeviceTrees([(40, 20), (0, 9), (17, 0), (300, 66)], **options)
+    attention = Attention(empty)
+    output = run(problem, monkeypatch, attention)
+    assert (output - torch.cat(problem.expected())).abs().max() < 1e-5
+    assert attention.calls == 1
+
+
+def test_a_lost_log_sum_exp_is_noticed(monkeypatch):
+    """The control: the context counts as much as its softmax sum says."""
+    problem = DeviceTrees([(40, 20)])
+    attention = Attention()
+
+    def base_two(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attention(**arguments)
+        return out, lse * 1.4427
+
+    output = run(problem, monkeypatch, base_two)
+    assert (output - torch.cat(problem.expected())).abs().max() > 1e-2
+
+
+def test_trees_apart_are_left_to_triton_alone(monkeypatch):
+    problem = DeviceTrees([(40, 5), (3, 2)])
+    monkeypatch.setattr(tree_attn_flash, "context_attention", None)
+    output = torch.zeros_like(problem.query, memory_format=torch.contiguous_format)
+    arguments = (problem.key_cache, problem.value_cache, output, problem.metadata(), problem.scale)
+    tree_attn_flash.tree_attn_flash(problem.query, *arguments)
+    for start, n, expected in zip(problem.starts, problem.rows, problem.expected(), strict=True):
+        assert (output[start : start + n].double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        ((100, torch.bfloat16, 16), "head_dim 100"),
+        ((512, torch.bfloat16, 16), "head_dim 512"),
+        ((64, torch.float32, 16), "float32"),
+        ((64, torch.float16, 8), "pages of 8"),
+        ((64, torch.float16, 48), None),
+    ],
+)
+def test_what_it_does_not_take(shape: tuple[Any, ...], why: str | None):
+    problem = tree_attn_flash.unsupported_reason(*shape)
+    assert problem is None if why is None else why in str(problem)

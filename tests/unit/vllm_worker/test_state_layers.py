@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with a recurrent state: which are served, and how a step's rows are told to them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v1 import state_trees as v1
+from vllm_specplug.vllm_v2 import state_trees as v2
+from vllm_specplug.vllm_v2.device_trees import NO_NODE, ROOT, StepTrees
+from vllm_specplug.vllm_worker.state_layers import StateLayers, prepare_state_layers
+from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
+
+
+def test_layers_are_served_by_their_class() -> None:
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    assert prepare_state_layers({"attention": object()}, "ngram_tree") == StateLayers()
+    layer = MambaMixer2.__new__(MambaMixer2)
+    with pytest.raises(ValueError, match=r"'ngram_tree' .*'layers\.3'.*MambaMixer2.*Use a target"):
+        prepare_state_layers({"layers.3": layer}, "ngram_tree")
+
+
+def tree_of(parents: list[int]) -> DraftTree:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    count = len(parents)
+    return DraftTree(np.arange(count), np.array(parents, np.int32), np.array(depths, np.int32),
+                     np.zeros(count, np.float32))  # fmt: skip
+
+
+# Of four requests: (rows before the root, tokens before, parents, accepted nodes). A prompt that
+# goes on, a tree behind the end of a prompt, a request without drafts, a tree.
+BATCH: list[tuple[int, int, list[int], list[int]]] = [
+    (5, 0, [], []),
+    (2, 7, [-1, -1, 1], [1, 2]),
+    (0, 9, [], []),
+    (0, 4, [-1, 0, 0, -1], []),
+]
+PARENTS = [-1, 0, 0, 2, -1, 4, 5, 5, 4]
+
+
+def expect(step: Any, last: torch.Tensor) -> None:
+    assert step.starts.tolist() == [0, 4, 9]
+    assert step.parents.tolist() == PARENTS
+    assert last.tolist() == [3, 4]
+    assert step.requests.tolist() == [1, 3]
+    assert step.rows.tolist() == [8, 9, 10, 11, 13, 14, 15, 16, 17]
+    linear = step.linear
+    # The single row that continues a state first, then the prompts.
+    assert linear.rows.tolist() == [12, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert (linear.requests.tolist(), linear.num_decodes) == ([2, 0, 1], 1)
+    assert linear.starts.tolist() == [0, 1, 7, 9]
+    assert linear.has_state.tolist() == [True, False, True]
+
+
+def test_v1_rows() -> None:
+    requests, row = [], 0
+    for before, computed, parents, accepted in BATCH:
+        root = row + before
+        end = root + 1 + len(parents)
+        requests.append(StepRequest(row, root, end, computed, tree_of(parents), accepted))
+        row = end
+    step = TreeStep(requests)
+    expect(v1.state_step(step), v1.last_state_rows(step))
+    # Drafts of nobody: a line, of which the root alone is committed.
+    step = TreeStep([StepRequest(0, 0, 3, 4, None)])
+    assert v1.state_step(step).parents.tolist() == [-1, 0, 1]
+    assert v1.last_state_rows(step).tolist() == [0]
+
+
+def test_v2_rows() -> None:
+    starts, ends, parents, above, lengths, paths = [0], [0], [], [], [], []
+    for before, _, tree, accepted in BATCH:
+        root = starts[-1]
+        starts.append(root + 1 + len(tree))
+        ends.append(ends[-1] + before + 1 + len(tree))
+        parents += [ROOT, *(root + 1 + p for p in tree)]
+        above += [root, *(root + 1 + p for p in tree)]
+        lengths.append(len(accepted))
+        paths.append([root, *(root + 1 + n for n in accepted), *[root] * (4 - len(accepted))])
+    # A node that broke a rule: it hangs below the root and is never reached.
+    parents[-1] = NO_NODE
+    batch: Any = SimpleNamespace(
+        num_reqs=4, query_start_loc_np=np.array(ends), cu_num_logits_np=np.array(starts),
+        num_computed_tokens_np=np.array([computed for _, computed, _, _ in BATCH]),
+    )  # fmt: skip
+    trees: Any = StepTrees(None, torch.tensor(parents), None, torch.tensor(above))  # type: ignore[arg-type]
+    walk: Any = SimpleNamespace(path_rows=torch.tensor(paths), lengths=torch.tensor(lengths))
+    expect(v2.state_step(batch, trees), v2.last_state_rows(batch, walk))

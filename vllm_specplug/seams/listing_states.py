@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the list that concerns layers with a recurrent state; `listing` has the whole. In
+place in workers whose target has such layers."""
+
+from __future__ import annotations
+
+from vllm_specplug.seams.reasons import TREE, overrides, uses
+from vllm_specplug.seams.seam import InstanceAttribute, Register, SeamSet, Wrap
+
+_BACKENDS = "vllm.v1.attention.backends"
+_GDN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
+_WHY_STATES = (
+    "vLLM keeps a recurrent state per draft token, in the order of a chain; trees keep one per "
+    "sequence and apply the accepted path"
+)
+_HAS_STATES = f"vLLM takes parents of drafts in layers with a state ({TREE})"
+
+STATE_SEAMS = SeamSet(
+    (
+        Register(
+            "state_rows",
+            f"{_BACKENDS}.registry:MambaAttentionBackendEnum.GDN_ATTN",
+            _WHY_STATES,
+            _HAS_STATES,
+            path="vllm_specplug.vllm_attention.state_rows.TreeGDNBackend",
+        ),
+        Wrap(
+            "state_rows",
+            "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec",
+            _WHY_STATES,
+            _HAS_STATES,
+            make="vllm_specplug.vllm_attention.state_rows:with_trees",
+        ),
+        Wrap(
+            "state_layers",
+            "vllm.platforms.cpu:CpuPlatform.update_block_size_for_backend",
+            _WHY_STATES,
+            _HAS_STATES,
+            make="vllm_specplug.vllm_worker.state_layers:without_draft_states",
+        ),
+        *uses(
+            "state_rows",
+            _WHY_STATES,
+            _HAS_STATES,
+            "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_unpacked_conv_weight",
+            "vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first",
+            f"{_BACKENDS}.gdn_attn:GDNAttentionBackend",
+            f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",
+            f"{_GDN}.rearrange_mixed_qkv",
+            f"{_GDN}.get_state_shape",
+            f"{_GDN}.get_state_dtype",
+        ),
+        *overrides(
+            "state_rows",
+            _WHY_STATES,
+            _HAS_STATES,
+            f"{_BACKENDS}.gdn_attn:GDNAttentionBackend",
+            "get_builder_cls",
+        ),
+        *overrides(
+            "state_rows",
+            _WHY_STATES,
+            _HAS_STATES,
+            f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",
+            "__init__",
+        ),
+        *(
+            InstanceAttribute("state_rows", f"{owner}.{name}", _WHY_STATES, _HAS_STATES)
+            for owner, names in (
+                (
+                    f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",
+                    "speculative_config use_spec_decode num_spec",
+                ),
+                (
+                    _GDN,
+                    "num_spec num_k_heads tp_size activation conv1d dt_bias A_log",
+                ),
+            )
+            for name in names.split()
+        ),
+    )
+)

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tree rows of one step in layers that keep a recurrent state: Gated DeltaNet.
+
+vLLM keeps one state per draft token and picks the last accepted one a step later. Here a sequence
+has one committed state: all rows of a tree are computed from it, what they would do to it is kept
+until the walk has chosen a path, and then the path alone is applied. Between steps nothing of a
+draft exists, so vLLM's own code takes every other row as if there were no speculation.
+
+Seam: state_rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
+
+from vllm_specplug.kernels import (
+    DeltaUpdates,
+    StateTrees,
+    commit_states,
+    tree_conv,
+    tree_delta_rule,
+)
+
+# Attribute of vLLM's metadata of such layers that carries `StateStep`.
+STATE_STEP_ATTRIBUTE = "specplug_state_step"
+
+# What vLLM's CPU kernels add to the sum of squares of a query or key.
+NORM_EPS = 1e-5
+
+# stock(layer, metadata, mixed_qkv, b, a, output)
+Core = Callable[[Any, Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class TreeGDNBackend(GDNAttentionBackend):
+    """Registered over `GDN_ATTN` in workers that draft trees for such a target."""
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeGDNMetadataBuilder]:
+        return TreeGDNMetadataBuilder
+
+
+class TreeGDNMetadataBuilder(GDNAttentionMetadataBuilder):
+    """vLLM's, which for trees is told of no speculation: there are no states of drafts to index."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if getattr(self.speculative_config, "plugin_method", None) is not None:
+            self.use_spec_decode, self.num_spec, self.reorder_batch_threshold = False, 0, 1
+
+
+@dataclass(frozen=True)
+class RequestRows:
+    """One request's rows in the forward; from `root_row` on they are a tree, if there are more."""
+
+    first_row: int
+    root_row: int
+    end_row: int
+    has_state: bool
+    """Whether tokens before `first_row` are computed already."""
+
+    @property
+    def is_tree(self) -> bool:
+        return self.end_row > self.root_row + 1
+
+
+@dataclass(frozen=True)
+class _LinearRows:
+    """Rows that vLLM's own code computes: of requests without a tree, and before a root."""
+
+    # [T'] int64 rows of the forward, single rows that continue a state first
+    rows: torch.Tensor
+    # [B'] int64 requests of these rows
+    requests: torch.Tensor
+    # [B' + 1] int32
+    starts: torch.Tensor
+    # [B'] bool
+    has_state: torch.Tensor
+    num_decodes: int
+
+    @classmethod
+    def of(cls, requests: Sequence[RequestRows]) -> _LinearRows | None:
+        spans = []
+        for index, r in enumerate(requests):
+            end = r.root_row if r.is_tree else r.end_row
+            if end > r.first_row:
+                spans.append((index, r.first_row, end, r.has_state))
+        if not spans:
+            return None
+        spans.sort(key=lambda span: span[2] - span[1] > 1 or not span[3])
+        counts = torch.tensor([end - first for _, first, end, _ in spans])
+        return cls(
+            rows=torch.cat([torch.arange(first, end) for _, first, end, _ in spans]),
+            requests=torch.tensor([index for index, *_ in spans]),
+            starts=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
+            has_state=torch.tensor([has_state for *_, has_state in spans]),
+            num_decodes=sum(
+                1 for _, first, end, has_state in spans if has_state and end - first == 1
+            ),
+        )
+
+    def metadata(self, stock: Any) -> Any:
+        """vLLM's metadata of a step that has these rows alone."""
+        num_rows, decodes = len(self.rows), self.num_decodes
+        return replace(
+            stock,
+            num_prefills=len(self.requests) - decodes,
+            num_prefill_tokens=num_rows - decodes,
+            num_decodes=decodes,
+            num_decode_tokens=decodes,
+            num_actual_tokens=num_rows,
+            has_initial_state=self.has_state,
+            non_spec_query_start_loc=self.starts,
+            non_spec_state_indices_tensor=stock.non_spec_state_indices_tensor[self.requests],
+        )
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What a layer's trees would do to its states."""
+
+    # [S, W - 1, C] and [S, Hv, K, V], vLLM's
+    conv_states: torch.Tensor
+    states: torch.Tensor
+    # [M, C]
+    inputs: torch.Tensor
+    updates: DeltaUpdates
+    trees: StateTrees
+
+
+class StateStep:
+    """The trees of one step over their requests' states.
+
+    Args:
+        requests: all requests of the batch, in order; at least one has a tree.
+        parents: int64 [M], as in `StateTrees`, over the rows of those that have one.
+    """
+
+    def __init__(self, requests: Sequence[RequestRows], parents: torch.Tensor) -> None:
+        drafting = [(i, r) for i, r in enumerate(requests) if r.is_tree]
+        counts = torch.tensor([r.end_row - r.root_row for _, r in drafting])
+        self.starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        self.parents = parents
+        self.rows = torch.cat([torch.arange(r.root_row, r.end_row) for _, r in drafting])
+        self.requests = torch.tensor([i for i, _ in drafting])
+        # Trees whose first row is their request's first token.
+        self.fresh = torch.tensor(
+            [r.first_row == r.root_row and not r.has_state for _, r in drafting]
+        )
+        self.linear = _LinearRows.of(requests)
+        self._pending: list[_Pending] = []
+        # By KV cache group, whose layers share one metadata object.
+        self._groups: dict[int, tuple[Any, StateTrees, Any]] = {}
+        self._windows: dict[int, torch.Tensor] = {}
+
+    def _group(self, metadata: Any) -> tuple[Any, StateTrees, Any]:
+        known = self._groups.get(id(metadata))
+        if known is None:
+            slots = metadata.non_spec_state_indices_tensor[self.requests].long()
+            linear = None if self.linear is None else self.linear.metadata(metadata)
+            # The metadata itself is kept with them: ids of dead objects come again.
+            known = metadata, StateTrees(self.starts, self.parents, slots), linear
+            self._groups[id(metadata)] = known
+        return known
+
+    def run(
+        self,
+        stock: Core,
+        layer: Any,
+        metadata: Any,
+        # [T, C]
+        mixed_qkv: torch.Tensor,
+        # [T, Hv]
+        b: torch.Tensor,
+        a: torch.Tensor,
+        # [T, Hv, V], written in place
+        output: torch.Tensor,
+    ) -> None:
+        """One layer: vLLM's own rows first, as a root may stand behind rows of its prompt."""
+        _, trees, linear = self._group(metadata)
+        if self.linear is not None:
+            at = self.linear.rows
+            own = torch.empty_like(output[: len(at)])
+            stock(layer, linear, mixed_qkv[at], b[at], a[at], own)
+            output[at] = own
+        output[self.rows] = self._run_trees(
+            layer, trees, mixed_qkv[self.rows], b[self.rows], a[self.rows]
+        )
+
+    def _run_trees(
+        self, layer: Any, trees: StateTrees, inputs: torch.Tensor, b: torch.Tensor, a: torch.Tensor
+    ) -> torch.Tensor:
+        conv_states, states = layer_states(layer)
+        if self.fresh.any():
+            conv_states[trees.slots[self.fresh]] = 0
+            states[trees.slots[self.fresh]] = 0
+        weight = _unpacked_conv_weight(layer)
+        mixed = tree_conv(
+            torch.cat((conv_states[trees.slots].flatten(0, 1), inputs.to(conv_states.dtype))),
+            self._window(trees, weight.shape[1]),
+            weight,
+            layer.conv1d.bias,
+            silu=layer.activation in ("silu", "swish"),
+        )
+        query, key, value = (x.squeeze(0) for x in layer.rearrange_mixed_qkv(mixed))
+        rates = torch.nn.functional.softplus(a.float() + layer.dt_bias.float())
+        output, updates = tree_delta_rule(
+            query,
+            key,
+            value,
+            (-layer.A_log.float().exp() * rates).exp(),
+            b.float().sigmoid(),
+            states,
+            trees,
+            scale=key.shape[-1] ** -0.5,
+            eps=NORM_EPS,
+        )
+        self._pending.append(_Pending(conv_states, states, inputs, updates, trees))
+        return output.to(inputs.dtype)
+
+    def _window(self, trees: StateTrees, width: int) -> torch.Tensor:
+        if width not in self._windows:
+            self._windows[width] = trees.windows(width)
+        return self._windows[width]
+
+    def commit(self, last_rows: torch.Tensor) -> None:
+        """Applies the accepted paths to the states of all layers; `last_rows` int64 [R] as in
+        `commit_states`."""
+        for layer in self._pending:
+            width = layer.conv_states.shape[1] + 1
+            kept = layer.conv_states[layer.trees.slots].flatten(0, 1)
+            known = torch.cat((kept, layer.inputs.to(kept.dtype)))
+            window = self._window(layer.trees, width)[last_rows][:, 1:]
+            layer.conv_states[layer.trees.slots] = known[window]
+            commit_states(layer.states, layer.updates, layer.trees, last_rows)
+        self._pending.clear()
+
+
+def layer_states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's convolution inputs [S, W - 1, C], oldest first, and states [S, Hv, K, V], as vLLM's
+    CPU kernels lay them out."""
+    conv_states, states = layer.kv_cache[:2]
+    if is_conv_state_dim_first():
+        conv_states = conv_states.transpose(1, 2)
+    slots, heads, value_size, key_size = states.shape
+    return conv_states, states.view(slots, heads, key_size, value_size)
+
+
+def row_bytes(layer: Any) -> int:
+    """Bytes that one tree row keeps of a layer until the walk."""
+    (conv_shape, state_shape), dtypes = layer.get_state_shape()[:2], layer.get_state_dtype()
+    heads, value_size, key_size = state_shape
+    channels = max(conv_shape)
+    key_heads = layer.num_k_heads // layer.tp_size
+    return channels * dtypes[0].itemsize + 4 * (key_heads * key_size + heads * (value_size + 1))
+
+
+def attach_state_step(attn_metadata: dict[str, Any], names: Sequence[str], step: StateStep) -> None:
+    """Puts `step` on the metadata of the layers `names`."""
+    for metadata in {id(m): m for m in (attn_metadata[name] for name in names)}.values():
+        setattr(metadata, STATE_STEP_ATTRIBUTE, step)
+
+
+def with_trees(stock: Core) -> Core:
+    """vLLM's core of a layer on a CPU, with tree rows taken over. Seam: state_rows."""
+
+    def core(
+        layer: Any,
+        metadata: Any,
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        step = getattr(metadata, STATE_STEP_ATTRIBUTE, None)
+        if step is None:
+            stock(layer, metadata, mixed_qkv, b, a, output)
+        else:
+            step.run(stock, layer, metadata, mixed_qkv, b, a, output)
+
+    return core

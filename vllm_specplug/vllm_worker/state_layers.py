@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A target's layers with recurrent states, made ready for trees.
+
+vLLM reserves a state per draft token; trees need one per sequence (`vllm_attention.state_rows`). So
+these layers are made to ask for what they would ask for without speculation.
+
+Seam: state_layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.platforms import current_platform
+
+from vllm_specplug.seams import STATE_SEAMS
+
+
+@dataclass(frozen=True)
+class StateLayers:
+    """The layers of a target that keep a state, by name."""
+
+    names: tuple[str, ...] = ()
+    row_bytes: int = 0
+    """What a tree row keeps in all of them until the walk."""
+
+
+def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
+    """Finds them and leaves them one state per sequence.
+
+    Args:
+        layers: vLLM's static forward context.
+
+    Raises:
+        ValueError: naming the first whose state cannot follow a tree.
+    """
+    found: dict[str, Any] = {
+        name: layer for name, layer in layers.items() if isinstance(layer, MambaBase)
+    }
+    if not found:
+        return StateLayers()
+    if not current_platform.is_cpu():
+        _refuse(found, method, "kept there by kernels that know no trees", "Serve it on a CPU")
+    # Importing them costs nothing to a target that has such layers.
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
+        QwenGatedDeltaNetAttention,
+    )
+
+    others = {n: x for n, x in found.items() if type(x) is not QwenGatedDeltaNetAttention}
+    if others:
+        _refuse(
+            others,
+            method,
+            "which is none of the Gated DeltaNet of Qwen3-Next and Qwen3.5",
+            "Use a target with those or with attention alone, or a chain method of vLLM's own",
+        )
+    missing = STATE_SEAMS.verify()
+    if missing:
+        raise RuntimeError(
+            f"This vLLM lacks what trees need in layers with a state: {'; '.join(missing)}. "
+            "Install a supported release (`specplug doctor` names it) or use another target."
+        )
+    STATE_SEAMS.apply()
+    from vllm_specplug.vllm_attention.state_rows import row_bytes
+
+    for layer in found.values():
+        layer.num_spec = 0
+        layer.get_kv_cache_spec = _without_draft_states(layer.get_kv_cache_spec)
+    return StateLayers(tuple(found), sum(row_bytes(layer) for layer in found.values()))
+
+
+def _refuse(layers: Mapping[str, Any], method: str, why: str, remedy: str) -> None:
+    name, layer = next(iter(layers.items()))
+    raise ValueError(
+        f"Speculative method {method!r} cannot verify trees in this target: layer {name!r} has a "
+        f"recurrent state ({type(layer).__name__}), {why}. {remedy}."
+    )
+
+
+def _without_draft_states(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def get_kv_cache_spec(vllm_config: Any) -> Any:
+        return replace(stock(vllm_config), num_speculative_blocks=0)
+
+    return get_kv_cache_spec
+
+
+def without_draft_states(original: Callable[[Any], None]) -> Callable[[Any, Any], None]:
+    """`Platform.update_block_size_for_backend`, which pads pages to the size of a state.
+
+    Seam: state_layers.
+    """
+
+    def update(platform: Any, vllm_config: Any) -> None:
+        spec = vllm_config.speculative_config
+        if getattr(spec, "plugin_method", None) is None:
+            return original(vllm_config)
+        vllm_config.speculative_config = None
+        try:
+            return original(vllm_config)
+        finally:
+            vllm_config.speculative_config = spec
+
+    return update
