@@ -357,7 +357,7 @@ _WORKER_USES: tuple[Seam, ...] = (
                 "vllm_config model_config parallel_config compilation_config device dtype "
                 "max_model_len max_num_reqs max_num_tokens kv_cache_config enable_prompt_embeds "
                 "model drafter sampler input_batch requests positions query_start_loc "
-                "discard_request_mask lora_config",
+                "discard_request_mask lora_config uses_mrope mrope_positions",
             ),
             (
                 "vllm.v1.worker.gpu_input_batch:InputBatch",

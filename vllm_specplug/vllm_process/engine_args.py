@@ -101,7 +101,7 @@ def check_engine_config(vllm_config: Any) -> None:
     if spec.uses_v2:
         _check_v2(method, vllm_config)
     if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16"):
-        _refuse(method, f"dtype={model.dtype}", "Use dtype bfloat16 or float32")
+        _refuse(method, f"dtype={model.dtype}", "Tree kernels read bfloat16 and float32: use one")
     _check_cache_dtype(method, vllm_config)
     if model.use_mla:
         _refuse(method, f"MLA targets ({model.architectures[0]})", "Use a target with MHA or GQA")
@@ -109,10 +109,8 @@ def check_engine_config(vllm_config: Any) -> None:
         _check_states(method, spec, vllm_config)
     if model.is_encoder_decoder or model.runner_type != "generate":
         _refuse(method, f"runner {model.runner_type!r} of this target", "Use a decoder-only target")
-    if model.uses_mrope:
-        _refuse(method, "M-RoPE targets", "Use a target with one-dimensional rotary positions")
-    if model.is_multimodal_model:
-        _refuse(method, f"multimodal targets ({model.architectures[0]})", "Use a text-only target")
+    if model.is_multimodal_model or model.uses_mrope:
+        _check_multimodal(method, spec, model)
     option = spec.plan.target_forward_option if spec.plan else None
     if model.is_moe and parallel.data_parallel_size > 1 and option:
         _refuse(
@@ -145,6 +143,39 @@ def _check_v2(method: str, vllm_config: Any) -> None:
         )
     if vllm_config.model_config.enable_trace_replay:
         _refuse(method, "enable_trace_replay=True", "Replay traces without speculation")
+
+
+def _check_multimodal(method: str, spec: SpecPlugSpeculativeConfig, model: Any) -> None:
+    """V1 embeds text and images before the target's forward, and gives positions on every axis."""
+    target = f"a multimodal or M-RoPE target ({model.architectures[0]})"
+    option = spec.plan.target_forward_option if spec.plan else None
+    if spec.uses_v2:
+        _refuse(
+            method,
+            f"{target} on vLLM's V2 model runner",
+            "Its positions on several axes come after those of a tree's nodes; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0",
+        )
+    if model.is_hybrid:
+        _refuse(
+            method,
+            f"{target} with recurrent layers",
+            "Use a target with one of the two",
+        )
+    if option:
+        _refuse(
+            method,
+            f"{option} on {target}",
+            "A draft forward has token ids and one position each: use another setting of that "
+            "option, or a text-only target",
+        )
+    images = model.multimodal_config
+    if images is not None and images.is_multimodal_pruning_enabled():
+        _refuse(
+            method,
+            f"video_pruning_rate={images.video_pruning_rate}",
+            "vLLM computes the positions of all rows again where it prunes: leave it out",
+        )
 
 
 # What describes Gated DeltaNet layers in a model's config.

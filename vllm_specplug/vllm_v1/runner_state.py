@@ -143,7 +143,10 @@ class RunnerState(RunnerView):
 
     @property
     def positions(self) -> torch.Tensor:
-        """Rotary positions of the coming forward's rows, int64; written in place."""
+        """Rotary positions of the coming forward's rows, int64 [T] or, under M-RoPE, [axes, T];
+        written in place."""
+        if self.runner.uses_mrope:
+            return self.runner.mrope_positions.gpu
         return self.runner.positions
 
     @property

@@ -106,17 +106,21 @@ class TreeBackend(ABC):
         put_rows(attn_metadata, self.tree_rows(members, covers, common))
 
     def set_positions(self, positions: torch.Tensor, step: TreeStep) -> None:
-        """Rotary positions of tree nodes: the root's plus depth. `positions` int64 [T]."""
+        """Rotary positions of tree nodes: the root's plus depth, on every axis.
+
+        `positions` int64 [T], linear; [axes, T] of targets with M-RoPE, where text has one number
+        on all axes, which differs from the token's behind an image.
+        """
         rows: list[np.ndarray] = []
-        values: list[np.ndarray] = []
+        shifts: list[np.ndarray] = []
         for r in step.requests:
             if not r.is_linear:
                 assert r.tree is not None
                 rows.append(np.arange(r.root_row + 1, r.end_row))
-                values.append(r.context_len + r.tree.depths.astype(np.int64))
+                shifts.append(r.tree.depths.astype(np.int64) - np.arange(1, r.tree.num_nodes + 1))
         if rows:
             index = self.to_device(np.concatenate(rows))
-            positions[index] = self.to_device(np.concatenate(values)).to(positions.dtype)
+            positions[..., index] += self.to_device(np.concatenate(shifts)).to(positions.dtype)
 
 
 def put_rows(attn_metadata: Any, rows: TreeRows) -> None:

@@ -471,3 +471,27 @@ def test_a_mixture_of_experts_in_replicas_takes_no_draft_forwards_of_one_replica
         _config(other, spec, data_parallel_size=replicas)
     # Dense replicas are engines of their own.
     _config(target, spec, data_parallel_size=replicas)
+
+
+def test_what_multimodal_targets_do_not_give_is_named(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import ModelConfig, MultiModalConfig
+
+    from vllm_specplug.vllm_process.engine_args import check_engine_config
+
+    heads = make_tokenswift_heads(tmp_path / "heads", VOCAB)
+    own = {"method": "tokenswift", "model": str(heads), "draft_source": "self"}
+    config, of_own_layers = _config(target, {"method": "ngram_tree"}), _config(target, own)
+    monkeypatch.setattr(ModelConfig, "uses_mrope", True)
+    check_engine_config(config)
+    with pytest.raises(ValueError, match=r"'tokenswift' .*draft_source='self' on a multimodal or"):
+        check_engine_config(of_own_layers)
+    pruned = MultiModalConfig(video_pruning_rate=0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(config.model_config, "multimodal_config", pruned)
+        with pytest.raises(ValueError, match=r"'ngram_tree' .*video_pruning_rate=0.5"):
+            check_engine_config(config)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match=r"'ngram_tree' .*M-RoPE target .* V2 model runner"):
+        _config(target, {"method": "ngram_tree"})

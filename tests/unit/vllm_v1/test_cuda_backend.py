@@ -185,10 +185,16 @@ def test_a_padded_step_lies_where_its_graph_reads(nodes, monkeypatch):
 
 
 def test_positions_follow_depth(backend):
-    positions = torch.arange(12)
+    linear = torch.tensor([100, 101, 102, 103, 104, 30, 31, 7, 8, 9, 10, 11])
+    expected = [100, 101, 101, 102, 102, *linear[5:].tolist()]
     step = TreeStep([request(0, bushy()), StepRequest(5, 6, 7, 30, DraftTree.empty())])
+    positions = linear.clone()
     backend.set_positions(positions, step)
-    assert positions.tolist() == [0, 101, 101, 102, 102, 5, 6, 7, 8, 9, 10, 11]
+    assert positions.tolist() == expected
+    # Behind an image, text has smaller positions than tokens before it.
+    axes = torch.stack([linear - 40] * 3)
+    backend.set_positions(axes, step)
+    assert (axes + 40).tolist() == [expected] * 3
 
 
 @pytest.mark.parametrize("backend_class", [TreeFlashAttentionBackend, TreeTritonAttentionBackend])

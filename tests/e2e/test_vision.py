@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multimodal targets on small random models, float32."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e import vision_checks
+from tests.e2e.pair import assert_check, check_names
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("vision_checks")]
+
+
+@pytest.mark.parametrize("name", check_names(vision_checks))
+def test_images_and_text_are_answered_alike(name: str) -> None:
+    assert_check("tests.e2e.vision_checks", name)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multimodal targets with images in their prompts, on trees against plain decoding; see
+test_vision.py.
+
+Images come as what an image processor makes of them: the processors of these families need
+torchvision, and so does the import of their models. Where it is missing, modules without any
+function of its stand in for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.option_checks import greedy, seeded
+from tests.e2e.oracle import OracleDrafter
+from tests.e2e.pair import Counts, Pair, assert_same_output, core_of, pair, watch_prefix_hits
+from tests.e2e.tiny import make_tokenizer
+
+VOCAB, START, END, IMAGE, VIDEO = 360, 6, 7, 8, 9
+PATCH, MERGE = 14, 2
+TEXTS = [[20, 30, 40, 50], [300, 21, 22], [100, 101, 102, 103, 104], [77, 78]]
+
+
+_EMPTY = """
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {"__getattr__": lambda self, attribute: attribute})()
+"""
+
+
+@cache
+def have_torchvision() -> None:
+    """Here and in the processes in which vLLM looks at a model's class."""
+    if find_spec("torchvision"):
+        return
+    folder = Path(tempfile.mkdtemp(prefix="specplug-torchvision-"))
+    package = folder / "torchvision"
+    for name in ("io", "ops", "transforms/__init__", "transforms/functional",
+                 "transforms/v2/__init__", "transforms/v2/functional"):  # fmt: skip
+        path = package / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_EMPTY)
+    (package / "__init__.py").write_text('__version__ = "0.28.0"')
+    sys.path.append(str(folder))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (before, str(folder))))
+
+
+@cache
+def vision_target(family: str) -> str:
+    """A random target of transformers' class of that name, with a vision tower."""
+    import transformers
+
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    text = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "max_position_embeddings": 512, "rope_parameters": rope, "bos_token_id": 0,
+        "eos_token_id": 1, "pad_token_id": 2,
+    }  # fmt: skip
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+             "out_hidden_size": 64, "patch_size": PATCH}  # fmt: skip
+    if family == "Qwen2_5_VL":
+        tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    else:
+        tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text, vision_config=tower, image_token_id=IMAGE, video_token_id=VIDEO,
+        vision_start_token_id=START, vision_end_token_id=END, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(2.5)
+            # Scores far apart: positions show in the output.
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.mul_(3.0)
+    folder = tempfile.mkdtemp(prefix="specplug-vision-")
+    model.save_pretrained(Path(folder))
+    assert make_tokenizer(Path(folder)) <= VOCAB
+    return folder
+
+
+@contextmanager
+def without_processors() -> Iterator[None]:
+    """Engines that start inside ask no image processor how large an image can be."""
+    have_torchvision()
+    from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
+
+    stock = Qwen2VLProcessingInfo.get_mm_max_tokens_per_item
+    Qwen2VLProcessingInfo.get_mm_max_tokens_per_item = lambda *_, **__: {"image": 64, "video": 64}
+    try:
+        yield
+    finally:
+        Qwen2VLProcessingInfo.get_mm_max_tokens_per_item = stock
+
+
+def engines(family: str = "Qwen2_5_VL", method: str = "oracle", **engine: Any) -> Pair:
+    model = vision_target(family)
+    with without_processors():
+        return pair(
+            method, model=model,
+            limit_mm_per_prompt={"image": 2, "video": 0}, **engine,
+        )  # fmt: skip
+
+
+def with_image(before: list[int], after: list[int], seed: int, rows: int, columns: int) -> Any:
+    """A prompt with an image of `rows` by `columns` merged patches, as processors give it."""
+    from vllm.inputs.engine import mm_input
+    from vllm.model_executor.models.qwen2_vl import _create_qwen2vl_field_factory
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+    pixels = torch.randn(
+        rows * columns * MERGE**2, 3 * 2 * PATCH**2, generator=torch.Generator().manual_seed(seed)
+    )
+    grid = torch.tensor([[1, rows * MERGE, columns * MERGE]])
+    inputs = {"pixel_values": 3 * pixels, "image_grid_thw": grid}
+    tokens = [*before, START, *[IMAGE] * (rows * columns), END, *after]
+    return mm_input(
+        tokens,
+        MultiModalKwargsItems.from_hf_inputs(inputs, _create_qwen2vl_field_factory(MERGE)(inputs)),
+        {"image": [f"{seed}-{rows}-{columns}"]},
+        {"image": [PlaceholderRange(offset=len(before) + 1, length=rows * columns)]},
+    )
+
+
+def prompts() -> list[Any]:
+    """Text alone, and images of several shapes before, between and behind text; one twice."""
+    from vllm.inputs import tokens_input
+
+    return [
+        *(tokens_input(text) for text in TEXTS),
+        with_image(TEXTS[0], TEXTS[1], 1, 4, 6),
+        with_image([], TEXTS[2], 2, 7, 3),
+        with_image(list(range(30, 60)), TEXTS[3], 3, 5, 5),
+        with_image(TEXTS[0], TEXTS[1], 4, 4, 6),
+    ]
+
+
+def answers(llm: Any, inputs: list[Any], params: list[Any]) -> list[Any]:
+    """Request outputs in the order of the prompts."""
+    engine, finished = llm.llm_engine, {}
+    for i, (prompt, param) in enumerate(zip(inputs, params, strict=True)):
+        engine.add_request(str(i), prompt, param)
+    while engine.has_unfinished_requests():
+        finished.update({o.request_id: o for o in engine.step() if o.finished})
+    return [finished[str(i)] for i in range(len(inputs))]
+
+
+def compare(made: Pair, inputs: list[Any]) -> tuple[list[Any], Counts]:
+    """`Pair.compare` for such prompts, greedy and seeded."""
+    options = {"max_tokens": 40, "detokenize": False}
+    params = [seeded(i, **options) if i % 3 == 2 else greedy(**options)
+              for i in range(len(inputs))]  # fmt: skip
+    expected = answers(made.plain, inputs, params)
+    OracleDrafter.sequences = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in expected]
+    made.take_counts()
+    actual = answers(made.tree, inputs, params)
+    counts = made.take_counts()
+    for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        assert_same_output(a, b, f"request {i}")
+    assert counts.accepted > 60 and counts.branching > 20, counts
+    return expected, counts
+
+
+def check_images_and_positions_on_three_axes() -> None:
+    made = engines()
+    expected, _ = compare(made, prompts())
+    # The same text around another image.
+    assert expected[4].outputs[0].token_ids != expected[7].outputs[0].token_ids
+    positions = made.runner.state.positions
+    assert positions.shape[0] == 3
+    stock = made.runner.tree_backend.set_positions
+    for wrong in (
+        # Linear, as vLLM gives them.
+        lambda positions, step: None,
+        # On one axis alone.
+        lambda positions, step: stock(positions[0], step),
+    ):
+        made.runner.tree_backend.set_positions = wrong
+        try:
+            with pytest.raises(AssertionError, match="differs"):
+                compare(made, prompts())
+        finally:
+            made.runner.tree_backend.set_positions = stock
+
+
+def check_prefix_hits_chunks_and_preemption_with_images() -> None:
+    tree = {"enable_prefix_caching": True, "max_num_batched_tokens": 144,
+            "num_gpu_blocks_override": 14}  # fmt: skip
+    made = engines(tree=tree)
+    scheduler = core_of(made.tree).scheduler
+    preempted, original = [], scheduler._preempt_request
+
+    def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = noted
+    hits = watch_prefix_hits(made.tree)
+    for _ in range(2):
+        hits.clear()
+        compare(made, prompts())
+    assert max(hits.values()) >= 32, hits
+    assert preempted
+
+
+def check_layers_that_see_the_image_again() -> None:
+    """Qwen3-VL adds features of the tower's layers to the first layers' outputs."""
+    compare(engines("Qwen3VL"), prompts())
