@@ -174,3 +174,30 @@ def check_more_adapters_than_slots_preempted_and_in_chunks() -> None:
     # A request without an adapter would read the last slot: see LORA.
     made.compare(**batch(LONG[:4], adapters()[1:], max_tokens=90))
     assert len({*preempted}) > 1, preempted
+
+
+def assert_costs_are_measured_with_adapters(made: Pair) -> None:
+    """The same ones in every forward of a calibration, made once, and none after it."""
+    from vllm_specplug.vllm_worker import calibration
+
+    state, manager = made.runner.state, made.runner.lora_manager
+    seen, added = [], []
+    forward, add = state.dummy_forward, manager.add_dummy_lora
+
+    def noted(rows: int, context: int) -> Any:
+        hidden = forward(rows, context)
+        seen.append(len(manager.list_adapters()))
+        return hidden
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        added.append(args)
+        return add(*args, **kwargs)
+
+    state.dummy_forward, manager.add_dummy_lora = noted, counted
+    try:
+        with state.dummy_adapters():
+            calibration.Calibrator(state, list, time_limit_s=0.1).measure()
+    finally:
+        state.dummy_forward, manager.add_dummy_lora = forward, add
+    assert seen and set(seen) == {LORA["max_loras"]} and len(added) == LORA["max_loras"]
+    assert manager.list_adapters() == set()

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.e2e.adapter_checks import CACHED, LORA, adapters, batch, by_adapter
+from tests.e2e.adapter_checks import (
+    CACHED,
+    LORA,
+    adapters,
+    assert_costs_are_measured_with_adapters,
+    batch,
+    by_adapter,
+)
 from tests.e2e.event_checks import LONG
 from tests.e2e.option_checks import PROMPTS, greedy
 from tests.e2e.pair import METHODS, Pair, core_of, generate, pair
@@ -80,24 +87,11 @@ def of_no_adapter(made: Pair) -> Iterator[None]:
 
 def check_step_costs_are_measured_with_adapters_that_do_not_stay() -> None:
     """Those of the calibration have the numbers of real ones."""
-    from vllm_specplug.vllm_worker import calibration
-
     for method in ("ngram_tree", "tokenswift"):
         made = pair(method, **LORA, speculative={"tree_budget": "auto"})
         assert made.runner.planner.adaptive is not None
         assert made.runner.lora_manager.list_adapters() == set()
-        active, forward = [], made.runner.state.dummy_forward
-
-        def noted(rows: int, context: int, made: Pair = made, active: Any = active,
-                  forward: Any = forward) -> Any:  # fmt: skip
-            hidden = forward(rows, context)
-            active.append(set(made.runner.lora_manager.list_adapters()))
-            return hidden
-
-        made.runner.state.dummy_forward = noted
-        with made.runner.state.dummy_adapters():
-            calibration.Calibrator(made.runner.state, list, time_limit_s=0.1).measure()
-        assert active and set(map(len, active)) == {LORA["max_loras"]}
+        assert_costs_are_measured_with_adapters(made)
         made.compare(**batch(PROMPTS, adapters()), least_accepted=0)
 
 

@@ -68,6 +68,10 @@ def use_float32_states() -> None:
     """For all engines that this process builds from here on."""
     import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as stock
 
+    from vllm_specplug.vllm_process import engine_args
+
+    engine_args.STATE_DTYPES.append("float32")
+
     # Weights of convolutions are packed for the C++ one in bfloat16 alone.
     for function, stated, instead in (
         (stock.cpu_gdn_attention_core, "mixed_qkv.dtype == torch.bfloat16", "True"),

@@ -23,7 +23,14 @@ import pytest
 import torch
 
 from tests.e2e import adapter_checks
-from tests.e2e.adapter_checks import LORA, adapters, compare_adapters, mapped, of_the_next_row
+from tests.e2e.adapter_checks import (
+    LORA,
+    adapters,
+    assert_costs_are_measured_with_adapters,
+    compare_adapters,
+    mapped,
+    of_the_next_row,
+)
 from tests.e2e.budget_checks import FLAT, STEEP, freeze_costs
 from tests.e2e.event_checks import LONG
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
@@ -531,6 +538,7 @@ def check_adapters_of_requests() -> None:
     for ahead in (False, True):
         made = engines(ahead=ahead, both=LORA)
         compare_adapters(made, PROMPTS)
+    assert_costs_are_measured_with_adapters(made)
     for name in ("index_mapping", "prompt_mapping"):
         with mapped(made, **{name: of_the_next_row}):
             adapter_checks.diverges(made, PROMPTS)

@@ -168,6 +168,12 @@ V2_USES: tuple[Seam, ...] = (
         f"{_V2}.sample.bad_words:BadWordsState",
         f"{_V2}.sample.logit_bias:LogitBiasState",
     ),
+    *uses(
+        "v2_cpu_kernels",
+        "from 0.33 on cached draft logits come with seeds by step",
+        HAS_CPU_KERNELS,
+        f"{_V2}.sample:gumbel",
+    ),
     *overrides(
         "runner_v2_step",
         "a step is timed, its statistics leave with its output, and a scheduler that waits for "
@@ -187,6 +193,13 @@ V2_USES: tuple[Seam, ...] = (
         "finish_requests",
         "add_requests",
         "prepare_attn",
+    ),
+    *overrides(
+        "runner_v2_inputs",
+        "every dummy forward makes LoRA adapters and removes them, those of a calibration too",
+        "V2's dummy forwards take remove_lora",
+        _RUNNER_V2,
+        "maybe_setup_dummy_loras",
     ),
     *overrides(
         "runner_v2_inputs",

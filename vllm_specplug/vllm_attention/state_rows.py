@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 
 from vllm_specplug.kernels import (
@@ -200,6 +199,9 @@ class StateStep:
         if self.fresh.any():
             conv_states[trees.slots[self.fresh]] = 0
             states[trees.slots[self.fresh]] = 0
+        # Its module belongs to vLLM's CPU kernels, and this one is imported on every device.
+        from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
+
         weight = _unpacked_conv_weight(layer)
         mixed = tree_conv(
             torch.cat((conv_states[trees.slots].flatten(0, 1), inputs.to(conv_states.dtype))),
@@ -239,7 +241,9 @@ class StateStep:
             window = self._window(layer.trees, width)[last_rows][:, 1:]
             layer.conv_states[layer.trees.slots] = known[window]
             commit_states(layer.states, layer.updates, layer.trees, last_rows)
+        # Metadata holds this step, and this step its metadata: not until the garbage collector.
         self._pending.clear()
+        self._groups.clear()
 
 
 def layer_states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

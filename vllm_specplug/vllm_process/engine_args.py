@@ -179,6 +179,9 @@ def _check_multimodal(method: str, spec: SpecPlugSpeculativeConfig, model: Any) 
 
 
 # What describes Gated DeltaNet layers in a model's config.
+# What vLLM's CPU kernels for them take. They look at the first step with requests, which would then
+# end an engine that has started.
+STATE_DTYPES = ["bfloat16"]
 _DELTA_NET = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads")
 
 
@@ -199,6 +202,19 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
             method,
             f"Gated DeltaNet layers on {device!r} ({model.architectures[0]})",
             "Their trees are computed on CPUs alone; use a target of attention layers",
+        )
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in STATE_DTYPES:
+        _refuse(
+            method,
+            f"dtype={dtype} on a target with Gated DeltaNet layers ({model.architectures[0]})",
+            'vLLM\'s CPU kernels for them take bfloat16 alone: set dtype="bfloat16"',
+        )
+    if spec.tree_kernel == "triton":
+        _refuse(
+            method,
+            f"tree_kernel='triton' on a target with recurrent states ({model.architectures[0]})",
+            'The interpreted kernel knows one cache group: use tree_kernel="auto"',
         )
     if vllm_config.cache_config.enable_prefix_caching:
         _refuse(

@@ -8,6 +8,7 @@ overrides below follow the order of a step. Seams: runner_v2_*.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,8 @@ class TreeRunnerV2Mixin(_Runner):
         self.tree_slots: torch.Tensor | None = None
         # Rows with logits by request, from a step's inputs to its adapters; else None.
         self.logits_counts: np.ndarray | None = None
+        # Whether those of a calibration are loaded.
+        self.has_dummy_adapters = False
         # LoRA ids of the running step by request, and vLLM's requests for them.
         self.step_adapters: tuple[tuple[int, ...], set[Any]] = ((), set())
 
@@ -95,6 +98,11 @@ class TreeRunnerV2Mixin(_Runner):
     def make_tree_backend(self) -> TreeBackend:
         """How this device verifies trees."""
         return CpuTreeBackend()
+
+    def maybe_setup_dummy_loras(self, *args: Any, **kwargs: Any) -> Any:
+        if self.has_dummy_adapters:
+            return nullcontext()
+        return super().maybe_setup_dummy_loras(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

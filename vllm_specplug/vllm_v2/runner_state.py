@@ -6,7 +6,8 @@ Seam: runner_v2_state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,16 @@ class RunnerState(RunnerView):
         longest = -(-rows // min(rows, self.max_requests))
         hidden, _ = self.runner._dummy_run(rows, context_len=max(0, context - longest))
         return hidden
+
+    @contextmanager
+    def dummy_adapters(self) -> Iterator[None]:
+        with super().dummy_adapters():
+            # V2's dummy forwards make adapters and remove them, every one of them.
+            self.runner.has_dummy_adapters = True
+            try:
+                yield
+            finally:
+                self.runner.has_dummy_adapters = False
 
     def adapters(self, req_indices: Sequence[int]) -> tuple[list[int], set[Any]]:
         ids, requests = self.runner.step_adapters

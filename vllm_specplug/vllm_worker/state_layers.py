@@ -44,7 +44,7 @@ def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
         return StateLayers()
     if not current_platform.is_cpu():
         _refuse(found, method, "kept there by kernels that know no trees", "Serve it on a CPU")
-    # Importing them costs nothing to a target that has such layers.
+    # Not for targets without such layers: these names are private.
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
         QwenGatedDeltaNetAttention,
     )
@@ -54,7 +54,7 @@ def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
         _refuse(
             others,
             method,
-            "which is none of the Gated DeltaNet of Qwen3-Next and Qwen3.5",
+            "which is not the Gated DeltaNet of Qwen3-Next",
             "Use a target with those or with attention alone, or a chain method of vLLM's own",
         )
     missing = STATE_SEAMS.verify()

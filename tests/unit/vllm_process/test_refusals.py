@@ -391,6 +391,7 @@ _HYBRID = {
          r"enable_prefix_caching=True .*Qwen3NextForCausalLM.*--no-enable-prefix-caching"),
         ("Qwen3Next", 4, {}, {"method": "tokenswift", "draft_source": "self"},
          "draft_source='self' on a target with recurrent states"),
+        ("Qwen3Next", 4, {"dtype": "float32"}, {}, r'dtype=float32 .*set dtype="bfloat16"'),
         ("FalconH1", 2, {}, {}, r"recurrent layers other than Gated DeltaNet .*FalconH1"),
     ],
 )  # fmt: skip

@@ -128,7 +128,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: VOCAB
         ),
         sampler=Sampler(), device=CPU, dtype=torch.float32, max_num_tokens=TOKENS,
-        max_num_reqs=REQUESTS, max_model_len=64,
+        max_num_reqs=REQUESTS, max_model_len=64, lora_config=None,
     )  # fmt: skip
     return made
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import vllm.v1.worker.gpu.sample.gumbel as gumbel
 from numpy.typing import NDArray
+from vllm.v1.worker.gpu.sample import gumbel
 
 from vllm_specplug.kernels import gumbel_argmax, row_argmax
 from vllm_specplug.kernels.gumbel_argmax import UNDECIDED
