@@ -7,7 +7,8 @@
 published shape (5 layers, block 16): a plain decode step, a step that verifies 16-256 nodes, the
 draft in it, and the speed-up that these times give with the published acceptance lengths. `smollm`
 runs SmolLM2-135M with the heads of this repository, plainly and with trees, on real prompts, and
-compares outputs. `--device cpu` is a dry run of everything with a tiny model.
+compares outputs; `model` does so with `--model` and its `--head`. `--device cpu` is a dry run of
+everything with a tiny model.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ PUBLISHED = {
     128: {"GSM8K": 8.05, "HumanEval": 7.28, "MT-Bench": 5.52},
     256: {"GSM8K": 8.62, "HumanEval": 7.78, "MT-Bench": 5.94},
 }
+TEXTS = (
+    "Explain photosynthesis to a child in a few sentences.",
+    "Write a Python function that returns the prime numbers below n.",
+    "A shop sells pens for 3 dollars. Ann buys 12 and pays with 50. What is left?",
+    "Give three tips for learning a language.",
+)
 QWEN3_8B = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -224,6 +231,49 @@ class Bench:
                     row[f"speedup {task} (published length {length})"] = length * plain / ms
             self.report.row(**row)
 
+    def compare(
+        self, part: str, record: dict, target: Path | str, prompts: list[list[int]],
+        options: list[dict[str, Any]], dtype: str,
+    ) -> None:  # fmt: skip
+        """A model plainly and with trees: tokens per second, and whether outputs are equal."""
+        tokens = 256 if self.on_gpu else 8
+        # Warm-up first: the first call of a shape compiles.
+        call = {"prompts": prompts, "batch": len(prompts), "context": 0, "tokens": tokens,
+                "ignore_eos": not self.on_gpu, "keep_tokens": True}  # fmt: skip
+        calls = [call, call, *({**call, "prompts": [p], "batch": 1} for p in prompts[:2])]
+        engine = self.engine_args(target, max_model_len=2048, dtype=dtype)
+        if not self.on_gpu:
+            engine |= {"max_model_len": 256, "dtype": "float32"}
+        plain = self.run(engine, calls, limit_s=150)
+        for speculative in options:
+            tree = self.run(engine, calls, speculative, limit_s=150)
+            nodes = speculative["num_speculative_tokens"]
+            for a, b in list(zip(plain["calls"], tree["calls"], strict=False))[1:]:
+                same = a["token_ids"] == b["token_ids"]
+                self.report.row(
+                    part=part, dtype=dtype, nodes=nodes, batch=a["batch"], same_output=same,
+                    plain_tok_s=a["generated"] / a["seconds"],
+                    tree_tok_s=b["generated"] / b["seconds"],
+                    speedup=(b["generated"] / b["seconds"]) / (a["generated"] / a["seconds"]),
+                    mean_acceptance_length=1 + b["accepted"] / max(1.0, b["drafts"]),
+                    kernel=tree["kernel"][:1],
+                )  # fmt: skip
+                record.setdefault("same_output", {})[f"{dtype} {nodes} B{a['batch']}"] = same
+
+    def model(self, record: dict) -> None:
+        """The model that was asked for, in its own dtype, with its users' defaults."""
+        target = self.args.model or str(self.dummy_target())
+        prompts = [[3, 7, 5, 3, 7], [9, 4, 9, 4]]
+        if self.args.model:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(target)
+            prompts = [tokenizer(text).input_ids for text in TEXTS]
+        speculative: dict[str, Any] = {"method": "ngram_tree", "num_speculative_tokens": 16}
+        if self.args.head:
+            speculative = {"method": "tree", "model": self.args.head, "num_speculative_tokens": 64}
+        self.compare("model", record, target, prompts, [speculative], "auto")
+
     def smollm(self, record: dict) -> None:
         """SmolLM2-135M and the heads of this repository: tokens per second and equal outputs."""
         if self.on_gpu:
@@ -233,47 +283,24 @@ class Bench:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(target)
-            texts = ["Explain photosynthesis to a child in a few sentences.",
-                     "Write a Python function that returns the prime numbers below n.",
-                     "A shop sells pens for 3 dollars. Ann buys 12 and pays with 50. What is left?",
-                     "Give three tips for learning a language."]  # fmt: skip
             prompts = [
                 tokenizer.apply_chat_template(
                     [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True,
                     return_dict=False,
                 )
-                for text in texts
+                for text in TEXTS
             ]  # fmt: skip
             head = str(ROOT / "heads" / "smollm2-135m-jetspec")
         else:
             target, prompts, head = self.dummy_target(), [[3, 7, 5], [9, 4]], str(self.dummy_head())
-        tokens = 256 if self.on_gpu else 8
-        # Warm-up first: the first call of a shape compiles.
-        call = {"prompts": prompts, "batch": len(prompts), "context": 0, "tokens": tokens,
-                "ignore_eos": not self.on_gpu, "keep_tokens": True}  # fmt: skip
-        singles = [{**call, "prompts": [p], "batch": 1} for p in prompts[:2]]
-        calls = [call, call, *singles]
-        # float32 keeps greedy ties apart; bf16 differs from itself between batch sizes.
+        options = [
+            {"method": "jetspec", "model": head, "num_speculative_tokens": nodes,
+             "tree_budget": nodes, "max_step_rows": 1024}
+            for nodes in ((16, 64) if self.on_gpu else (6,))
+        ]  # fmt: skip
+        # float32 keeps greedy ties apart; in bfloat16 a near tie can round differently.
         for dtype in ("float32", "bfloat16") if self.on_gpu else ("float32",):
-            engine = self.engine_args(target, max_model_len=2048, dtype=dtype)
-            if not self.on_gpu:
-                engine["max_model_len"] = 256
-            plain = self.run(engine, calls, limit_s=150)
-            for nodes in (16, 64) if self.on_gpu else (6,):
-                options = {"method": "jetspec", "model": head, "num_speculative_tokens": nodes,
-                           "tree_budget": nodes, "max_step_rows": 1024}  # fmt: skip
-                tree = self.run(engine, calls, options, limit_s=150)
-                for a, b in list(zip(plain["calls"], tree["calls"], strict=False))[1:]:
-                    same = a["token_ids"] == b["token_ids"]
-                    self.report.row(
-                        part="smollm", dtype=dtype, nodes=nodes, batch=a["batch"], same_output=same,
-                        plain_tok_s=a["generated"] / a["seconds"],
-                        tree_tok_s=b["generated"] / b["seconds"],
-                        speedup=(b["generated"] / b["seconds"]) / (a["generated"] / a["seconds"]),
-                        mean_acceptance_length=1 + b["accepted"] / max(1.0, b["drafts"]),
-                        kernel=tree["kernel"][:1],
-                    )  # fmt: skip
-                    record.setdefault("same_output", {})[f"{dtype} {nodes} B{a['batch']}"] = same
+            self.compare("smollm", record, target, prompts, options, dtype)
         if self.on_gpu:
             wrong = [
                 k for k, v in record["same_output"].items() if k.startswith("float32") and not v
@@ -291,8 +318,11 @@ def main() -> int:
     parser.add_argument("--tree-kernel", default="auto")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation")
     parser.add_argument("--models", type=Path, help="folder of made-up models, kept between runs")
+    parser.add_argument("--model", help="of part `model`: a folder or a name")
+    parser.add_argument("--head", help="its draft head; n-gram trees without one")
+    parser.add_argument("--name", default="gpu_e2e", help="of the result file")
     args = parser.parse_args()
-    report = Report(args.out, "gpu_e2e", args.seconds)
+    report = Report(args.out, args.name, args.seconds)
     models = args.models or Path(tempfile.mkdtemp(prefix="specplug-models-"))
     models.mkdir(parents=True, exist_ok=True)
     bench = Bench(args, report, models)

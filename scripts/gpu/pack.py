@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs what a lent GPU machine without a network lacks, in parts that fit one transfer each.
+"""Packs what a GPU machine without a network lacks, in parts that fit one transfer each.
 
     python scripts/gpu/pack.py --vllm FOLDER [--out .gpu-pack] [--part-mib 60]
 

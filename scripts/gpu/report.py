@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of a run on a lent GPU: written as it goes; one part's failure never affects the rest."""
+"""Results of a run on a GPU: written as it goes; one part's failure never affects the rest."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ class Report:
         self.start = time.monotonic()
         self.deadline = self.start + deadline_s
         self.data: dict[str, Any] = {
+            "name": name,
             "command": " ".join([Path(sys.executable).name, *sys.argv]),
             "commit": commit(),
             "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
