@@ -42,6 +42,8 @@ def head_config_for(
         causal=causal,
         rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10000.0),
+        # vLLM's own methods refuse a head that is made for less than is served.
+        max_position_embeddings=int(target.get("max_position_embeddings") or 0),
     )
 
 

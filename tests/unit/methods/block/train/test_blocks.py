@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 from tests.unit.methods.block.train.tiny_heads import make_head
@@ -76,3 +78,10 @@ def _floats(batch):
     from dataclasses import replace
 
     return replace(batch, aux=batch.aux.float())
+
+
+def test_a_head_is_made_for_contexts_as_long_as_its_target(target_folder):
+    """vLLM's own methods refuse one that is made for less than is served."""
+    head, _ = make_head(target_folder)
+    config = json.loads((target_folder / "config.json").read_text())
+    assert head.config.max_position_embeddings == config["max_position_embeddings"] > 0
