@@ -10,7 +10,6 @@ the DFlash head's mask, a trained vector, in a file of its own. The plugin serve
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -21,6 +20,7 @@ from interleave import Load
 
 from vllm_specplug.bench.result_page import ResultPage, Section
 from vllm_specplug.bench.summary import format_number
+from vllm_specplug.targets import cache_dir
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ def main() -> None:
     head, depths = args.head or method.head, tuple(args.depths or method.depths)
     if not args.report_only:
         # Written by a process of its own: this one is confined before it imports torch.
-        folder = Path(tempfile.gettempdir()) / f"specplug-own-chains-{head.name}"
+        # The same folder every time: a run that is started again knows its systems by it.
+        folder = cache_dir() / "own_chains" / head.name
         _write_in_child(args.method, head, folder)
         benchmark.compare(
             args, make_systems(method, head, folder, args.nodes, depths),

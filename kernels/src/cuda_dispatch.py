@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,11 @@ def _times_path(use: KernelUse, device: torch.device) -> Path | None:
         driver = Path("/proc/driver/nvidia/version")
         where = (properties.name, properties.multi_processor_count,
                  driver.read_text() if driver.is_file() else "")  # fmt: skip
-    key = (*where, torch.__version__, triton.__version__, version("vllm"), use)
+    try:
+        vllm_version = version("vllm")
+    except PackageNotFoundError:
+        vllm_version = None
+    key = (*where, torch.__version__, triton.__version__, vllm_version, use)
     digest.update(repr(key).encode())
     root = cache_root()
     return None if root is None else root / "tree_kernels" / f"{digest.hexdigest()[:16]}.json"

@@ -121,3 +121,16 @@ def test_heads_of_equal_training_have_equal_size(
         shares = facts["heldout"]["rounds_reaching_depth"]["chain"]
         assert shares == sorted(shares, reverse=True)
     assert [row[0] for row in equal.page(found, {}).sections[0].rows] == list(found)
+
+
+def test_pages_of_own_chains_are_named_by_the_method() -> None:
+    chains = script("own_chains")
+    more = {
+        "tokens_per_s": 10.0, "decode_steps": 5, "accepted": 5, "drafts": 5, "same_as_plain": 1,
+        "prompts": 1, "provenance": {},
+    }  # fmt: skip
+    cells = [cell(name, 0, 10, 1.0) | more for name in ("plain", "chain of 3", "tree of 16")]
+    page = chains.page("own_eagle3_chains", chains.METHODS["eagle3"], cells)
+    assert page.name == "own_eagle3_chains"
+    assert [row[0] for row in page.sections[0].rows] == ["plain", "chain of 3", "tree of 16"]
+    assert page.sections[0].rows[2][1:5] == ["10.0", "1.00 x", "2.00", "2.00"]
