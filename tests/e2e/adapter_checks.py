@@ -181,6 +181,8 @@ def assert_costs_are_measured_with_adapters(made: Pair) -> None:
     from vllm_specplug.vllm_worker import calibration
 
     state, manager = made.runner.state, made.runner.lora_manager
+    # As at start: dummies have the numbers of real ones.
+    manager.remove_all_adapters()
     seen, added = [], []
     forward, add = state.dummy_forward, manager.add_dummy_lora
 
@@ -190,8 +192,10 @@ def assert_costs_are_measured_with_adapters(made: Pair) -> None:
         return hidden
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        added.append(args)
-        return add(*args, **kwargs)
+        # False where it is there already.
+        is_new = add(*args, **kwargs)
+        added.extend([args] if is_new else [])
+        return is_new
 
     state.dummy_forward, manager.add_dummy_lora = noted, counted
     try:
