@@ -116,8 +116,9 @@ def test_heads_of_equal_training_have_equal_size(
     assert list(found) == ["jetspec", "dflash", "dspark", "eagle3"]
     assert {facts["progress"]["step"] for facts in found.values()} == {2}
     for kind, facts in found.items():
-        # Widths are multiples of 16, of which one counts 3 x 32 x 16; norms come on top.
-        assert abs(facts["parameters"] - 9_800) < 3 * 32 * 16 + 500, (kind, facts["parameters"])
+        # Widths are rounded down to 16 units of 3 x 32 numbers; norms come on top.
+        excess = facts["parameters"] - 9_800
+        assert -16 * 3 * 32 < excess < 6 * 32, (kind, facts["parameters"])
         shares = facts["heldout"]["rounds_reaching_depth"]["chain"]
         assert shares == sorted(shares, reverse=True)
     assert [row[0] for row in equal.page(found, {}).sections[0].rows] == list(found)
