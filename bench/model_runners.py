@@ -11,15 +11,12 @@ working ahead uses time in which another thread computes.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from harness import HEADS, Benchmark, make_engine
+from sides import in_turns, measured_in_process, table
 
 from vllm_specplug.bench.result_page import ResultPage, Section
 
@@ -84,27 +81,14 @@ def measure(side: str, data: Path | None, eager: bool) -> dict[str, list[float]]
 
 def run_side(side: str, data: Path | None, eager: bool) -> dict[str, list[float]]:
     """`measure` in a process of its own."""
-    env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": SIDES[side][0],
-           "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
-    command = [sys.executable, __file__, "--measure", side, "--allow-changes"]
-    command += ["--eager"] if eager else []
-    command += [] if data is None else ["--data", str(data)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{side} failed:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    flags = ["--measure", side, *(["--eager"] if eager else [])]
+    flags += [] if data is None else ["--data", str(data)]
+    return measured_in_process(__file__, flags, {"VLLM_USE_V2_MODEL_RUNNER": SIDES[side][0]})
 
 
 def page(rounds: list[dict[str, dict[str, list[float]]]], record: dict[str, Any]) -> ResultPage:
-    """One line for each batch size: medians over all repeats, and the spread between rounds."""
-    table = []
-    for batch in map(str, BATCHES):
-        cells, medians = [], []
-        for side in SIDES:
-            each = sorted(median(r[side][batch]) for r in rounds)
-            medians.append(median(t for r in rounds for t in r[side][batch]))
-            cells.append(f"{medians[-1]:.1f} ({', '.join(f'{t:.1f}' for t in each)})")
-        table.append([batch, *cells, *(f"{m / medians[0]:.3f}" for m in medians[1:])])
+    """The page of these rounds."""
+    lines = table(rounds, list(SIDES), BATCHES, 1)
     header = ("batch", *SIDES, *(f"{side} over V1" for side in list(SIDES)[1:]))
     return ResultPage(
         name="model_runners",
@@ -112,7 +96,7 @@ def page(rounds: list[dict[str, dict[str, list[float]]]], record: dict[str, Any]
         about=f"{len(rounds)} processes for each side, in alternating order; tokens per second of "
         "jetspec with its defaults on SmolLM2-135M-Instruct in bfloat16, greedy: medians over all "
         "repeats, in brackets those of single processes.",
-        sections=[Section(header, table)],
+        sections=[Section(header, lines)],
         data=rounds,
         made_by=[record],
     )
@@ -129,12 +113,7 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(args.measure, data, args.eager)))
         return
-    order = list(SIDES)
-    rounds = []
-    for number in range(args.rounds):
-        turn = order[:: 1 - 2 * (number % 2)]
-        rounds.append({side: run_side(side, data, args.eager) for side in turn})
-        print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+    rounds = in_turns(list(SIDES), args.rounds, lambda side: run_side(side, data, args.eager))
     benchmark.publish(args, page(rounds, benchmark.provenance(args)))
 
 

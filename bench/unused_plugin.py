@@ -11,17 +11,15 @@ shows. Without the plugin means `VLLM_PLUGINS` empty. Sides go first by turns.
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from harness import ROOT, Benchmark, make_engine
+from sides import in_turns, measured_in_process, table
 
 from vllm_specplug.bench.result_page import ResultPage, Section
 
@@ -60,33 +58,23 @@ def measure(model: str, eager: bool) -> dict[str, list[float]]:
 
 def run_side(side: str, model: str, eager: bool) -> dict[str, list[float]]:
     """`measure` in a process of its own."""
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    flags = ["--measure", model, *(["--eager"] if eager else [])]
     plugins = SIDES[side]
-    if plugins is not None:
-        env["VLLM_PLUGINS"] = plugins
-    command = [sys.executable, __file__, "--measure", model, "--allow-changes"]
-    command += ["--eager"] if eager else []
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return measured_in_process(
+        __file__, flags, {} if plugins is None else {"VLLM_PLUGINS": plugins}
+    )
 
 
 def page(rounds: list[dict[str, dict[str, list[float]]]], record: dict[str, Any]) -> ResultPage:
-    """One line for each batch size: medians over all repeats, and the spread between rounds."""
-    table = []
-    for batch in map(str, BATCHES):
-        cells, medians = [], []
-        for side in SIDES:
-            each = sorted(median(r[side][batch]) for r in rounds)
-            medians.append(median(t for r in rounds for t in r[side][batch]))
-            cells.append(f"{medians[-1]:.3f} ({', '.join(f'{t:.3f}' for t in each)})")
-        table.append([batch, *cells, f"{medians[1] / medians[0]:.3f}"])
+    """The page of these rounds."""
+    lines = table(rounds, list(SIDES), BATCHES, 3)
     return ResultPage(
         name="unused_plugin",
         title="Plain vLLM with the plugin installed and unused",
         about=f"{len(rounds)} processes for each side, in alternating order; milliseconds per "
         "decoding step of a random target of two layers: medians over all repeats, in brackets "
         "those of single processes.",
-        sections=[Section(("batch", "without", "installed", "ratio"), table)],
+        sections=[Section(("batch", "without", "installed", "ratio"), lines)],
         data=rounds,
         made_by=[record],
     )
@@ -105,12 +93,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_target(Path(folder) / "target", 340))
-        order = list(SIDES)
-        rounds = []
-        for number in range(args.rounds):
-            turn = order[:: 1 - 2 * (number % 2)]
-            rounds.append({side: run_side(side, model, args.eager) for side in turn})
-            print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+        rounds = in_turns(list(SIDES), args.rounds, lambda side: run_side(side, model, args.eager))
     benchmark.publish(args, page(rounds, benchmark.provenance(args)))
 
 

@@ -81,7 +81,7 @@ def test_what_ended_well_is_not_run_again(tmp_path: Path) -> None:
     assert again["steps"]["times"] == first["steps"]["times"]
     assert again["steps"]["second"]["status"] == "ok"
     other = full_report.run_all(todo(500.0, 0), tmp_path, {**KEY, "commit": "other"})
-    assert other["steps"]["times"] != first["steps"]["times"], "another commit starts anew"
+    assert other["steps"]["times"] != first["steps"]["times"], "another commit starts over"
     (tmp_path / "gpu_report.json").write_text("{")
     assert full_report.earlier_records(tmp_path, KEY) == {}
 

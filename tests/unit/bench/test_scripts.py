@@ -16,7 +16,7 @@ RESULTS = ROOT / "bench" / "results"
 SCRIPTS = sorted(
     path.stem
     for path in (ROOT / "bench").glob("*.py")
-    if path.stem not in ("harness", "interleave")
+    if path.stem not in ("harness", "interleave", "sides")
 )
 
 
