@@ -5,8 +5,9 @@
         --runs RUNS [--longspec-features F --longspec-heldout H] [--tokens 200000]
 
 All kinds but LongSpec read the same features, and all draft over one vocabulary: the one that the
-first run counts. The width of the MLP makes up for what else a kind has. A run that was interrupted
-is resumed.
+first run counts. The width of the MLP makes up for what else a kind has. DeLS is two heads, a block
+head and a local one; each is trained on as many tokens as any other. A run that was interrupted is
+resumed. `bench/equal_serving.py` serves what this leaves in RUNS.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from harness import Benchmark
 
 from vllm_specplug.bench.result_page import ResultPage, Section
 
+DELS_BACKBONE = "dels-backbone"
 POLICIES = ("chain", "best_first/8", "best_first/16")
+BY_SOURCE = "mean_acceptance_length_by_source"
 BLOCK, RANK, STEPS = 8, 8, 5
 
 
@@ -68,10 +71,18 @@ def train_all(setup: Setup, runs: Path, longspec: tuple[str, str] | None) -> dic
     """Provenance facts by kind, and the parameters of each."""
     from vllm_specplug.methods.block.train.run import RunOptions, train_block_head
     from vllm_specplug.methods.block.train.trainer import TrainOptions
+    from vllm_specplug.methods.dels.train.run import (
+        LocalRunOptions,
+        local_config,
+        train_local_head,
+    )
+    from vllm_specplug.methods.dels.train.trainer import LocalOptions
+    from vllm_specplug.methods.dels.train.unigram_counts import write_unigram
     from vllm_specplug.methods.dspark_tree.train.run import DSparkRun, train_dspark
     from vllm_specplug.methods.dspark_tree.train.trainer import DSparkRecipe
     from vllm_specplug.methods.eagle3_tree.train.run import Eagle3Run, train_eagle3
     from vllm_specplug.methods.eagle3_tree.train.trainer import Eagle3Recipe
+    from vllm_specplug.methods.local.head import LocalHead
     from vllm_specplug.methods.longspec.train.run import LongSpecRun, train_longspec
     from vllm_specplug.methods.longspec.train.trainer import LongSpecRecipe
     from vllm_specplug.train.features import FeatureStore
@@ -92,10 +103,11 @@ def train_all(setup: Setup, runs: Path, longspec: tuple[str, str] | None) -> dic
     def block(h: int, q: int, kv: int, vocab: int) -> int:
         return 2 * h * (q + kv) + layers * h * h
 
-    def train_block(kind: str, causal: bool) -> dict[str, Any]:
+    def train_block(kind: str, causal: bool, beside: int = 0) -> dict[str, Any]:
+        width = mlp_width(setup, config, lambda *sizes: block(*sizes) + beside)
         run = RunOptions(
             **data, **shared, **loop(kind), causal=causal, num_layers=1, block_size=BLOCK,
-            intermediate_size=mlp_width(setup, config, block),
+            intermediate_size=width,
         )  # fmt: skip
         return train_block_head(run, TrainOptions(**setup.recipe(), anchors_per_step=blocks))
 
@@ -107,6 +119,22 @@ def train_all(setup: Setup, runs: Path, longspec: tuple[str, str] | None) -> dic
         )  # fmt: skip
         recipe = DSparkRecipe(**setup.recipe(), anchors_per_step=blocks)
         return train_dspark(run, recipe, LoopOptions(**loop("dspark")))
+
+    def train_fused() -> dict[str, Any]:
+        hidden = config["hidden_size"]
+        run = LocalRunOptions(
+            target=setup.target, data=setup.features, heldout=setup.heldout, **loop("dels"),
+            backbone=str(runs / DELS_BACKBONE / "head"),
+            hidden_size=hidden // 4, rank=hidden // 16, min_supervised=1,
+            eval_sequences=setup.eval_sequences,
+        )  # fmt: skip
+        shape = local_config(run, config, setup.draft_vocab_size)
+        local = LocalHead(shape)
+        train_block(DELS_BACKBONE, False, sum(p.numel() for p in local.parameters()))
+        recipe = LocalOptions(**setup.recipe(), anchors_per_step=blocks)
+        facts = train_local_head(run, recipe)
+        write_unigram(setup.target, setup.features, runs / "dels" / "head" / "unigram.safetensors")
+        return {**facts, "heldout": fused_acceptance(setup, runs)}
 
     def train_level() -> dict[str, Any]:
         width = mlp_width(
@@ -132,15 +160,37 @@ def train_all(setup: Setup, runs: Path, longspec: tuple[str, str] | None) -> dic
     found = {
         "jetspec": train_block("jetspec", causal=True),
         "dflash": train_block("dflash", causal=False),
+        "dels": train_fused(),
         "dspark": train_markov(),
         "eagle3": train_level(),
     }
     if longspec is not None:
         found["longspec"] = train_long(*longspec)
+    parts = {kind: (kind, DELS_BACKBONE) if kind == "dels" else (kind,) for kind in found}
     return {
-        kind: {**facts, "parameters": parameters(runs / kind / "head")}
+        kind: {**facts, "parameters": sum(parameters(runs / part / "head") for part in parts[kind])}
         for kind, facts in found.items()
     }
+
+
+def fused_acceptance(setup: Setup, runs: Path) -> dict[str, Any]:
+    """Held-out acceptance of the block and the local head together, under the policies' names."""
+    from vllm_specplug.methods.block.train.evaluate_run import Evaluation
+    from vllm_specplug.methods.dels.options import DelsOptions
+    from vllm_specplug.train.run import heldout_facts
+
+    local = runs / "dels" / "head"
+    backbone = runs / DELS_BACKBONE / "head"
+    evaluation = Evaluation(setup.target, backbone, setup.heldout, setup.eval_sequences)
+    tables = evaluation.local_tables(local, local / "unigram.safetensors")
+    weights = ([DelsOptions.model_fields[name].default] for name in ("alpha", "beta"))
+    evaluation.add_local(tables, *weights, budgets=(8, 16), width=16)
+    names = {"dels chain": "chain", "dels tree/8": "best_first/8", "dels tree/16": "best_first/16"}
+    report = evaluation.report
+    for counts in (report.total, *report.by_source.values()):
+        for old, new in names.items():
+            counts[new] = counts.pop(old)
+    return heldout_facts(report, len(evaluation.drafted))
 
 
 def parameters(head: Path) -> int:
@@ -168,14 +218,27 @@ def page(found: dict[str, Any], record: dict[str, Any]) -> ResultPage:
         )  # fmt: skip
         shares = facts["heldout"]["rounds_reaching_depth"]["best_first/16"]
         depths.append([kind, " ".join(f"{share:.2f}" for share in shares)])
+    sources = sorted({s for facts in found.values() for s in facts["heldout"][BY_SOURCE]})
+    by_source = [
+        [
+            kind,
+            *(
+                f"{lengths[source][POLICIES[-1]]:.2f}" if source in lengths else "-"
+                for source in sources
+            ),
+        ]
+        for kind, lengths in ((k, facts["heldout"][BY_SOURCE]) for k, facts in found.items())
+    ]
     header = ("head", "M parameters", "supervised tokens", *POLICIES)
     return ResultPage(
         name="equal_training",
         title="Heads of equal size after equal training",
         about="Mean acceptance length on held-out greedy answers of the target, estimated as "
-        "serving drafts. jetspec and dflash are the block heads of JetSpec and DDTree.",
+        "serving drafts. jetspec and dflash are the block heads of JetSpec and DDTree, dels is a "
+        "smaller dflash and a local head.",
         sections=[
             Section(header, rows),
+            Section(("head", *sources), by_source, "Trees of 16 nodes, by kind of prompt"),
             Section(("head", "from depth 1 on"), depths, "Share of rounds that reach each depth"),
         ],
         data=found,

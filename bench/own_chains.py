@@ -12,14 +12,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from harness import BASELINE, HEADS, Benchmark, Cells, by_load, ratios, total
-from interleave import Load
+from harness import BASELINE, HEADS, Benchmark, Cells
+from speeds import ABOUT, add_load_flags, make_loads, speed_tables
 
-from vllm_specplug.bench.result_page import ResultPage, Section
-from vllm_specplug.bench.summary import format_number
+from vllm_specplug.bench.result_page import ResultPage
 from vllm_specplug.targets import cache_dir
 
 
@@ -91,56 +89,12 @@ def make_systems(
     return systems
 
 
-def make_loads(args: Any, target: str) -> list[Load]:
-    from vllm_specplug.bench.prompts import chat_token_ids
-
-    prompts = chat_token_ids(target, args.data, 400, 1500)
-    return [
-        Load(f"{concurrency} at once", number, prompts[first : first + args.prompts], concurrency)
-        for number in range(args.rounds)
-        for first in (args.prompts * number,)
-        for concurrency in args.concurrency
-    ]
-
-
 def page(name: str, method: Method, cells: Cells) -> ResultPage:
-    sections, data = [], []
-    for load, found in by_load(cells).items():
-        rows = []
-        for system, group in found.items():
-            drafts = total(group, "drafts")
-            values = {
-                "load": load,
-                "system": system,
-                "tokens_per_s": median(c["tokens_per_s"] for c in group),
-                "over_plain": median(ratios(group, found[BASELINE], lambda c: c["tokens_per_s"])),
-                "tokens_per_step": total(group, "decode_tokens") / total(group, "decode_steps"),
-                "mean_acceptance_length": 1 + total(group, "accepted") / drafts if drafts else None,
-                "answers_of_plain": total(group, "same_as_plain") / total(group, "prompts"),
-            }
-            data.append(values)
-            rows.append(
-                [
-                    system,
-                    f"{values['tokens_per_s']:.1f}",
-                    f"{values['over_plain']:.2f} x",
-                    f"{values['tokens_per_step']:.2f}",
-                    format_number(values["mean_acceptance_length"], 2),
-                    f"{values['answers_of_plain']:.0%}",
-                ]
-            )
-        header = (
-            "", "tokens/s", "against plain", "tokens per step", "mean acceptance length",
-            "same answers as plain",
-        )  # fmt: skip
-        rounds = len(found[BASELINE])
-        sections.append(Section(header, rows, f"{load} ({rounds} rounds)", []))
+    sections, data = speed_tables(cells)
     return ResultPage(
         name=name,
         title=f"{method.title} trees and vLLM's own chains",
-        about="SmolLM2-135M-Instruct in bfloat16, greedy, one head. The engines answer the same "
-        "prompts side by side in one process, in turns of a second; times are CPU seconds of one "
-        "thread.",
+        about=f"{ABOUT} One head.",
         sections=sections,
         data=data,
         made_by=[cell["provenance"] for cell in cells],
@@ -153,10 +107,9 @@ def main() -> None:
     add = benchmark.parser.add_argument
     add("--method", choices=list(METHODS), default="eagle3")
     add("--head", type=Path, help="default: the shipped one")
-    add("--concurrency", type=int, nargs="+", default=(1, 4))
+    add_load_flags(benchmark.parser)
     add("--nodes", type=int, default=16)
     add("--depths", type=int, nargs="+", help="of the chains; default: by method")
-    add("--prompts", type=int, default=12, help="per round")
     args = benchmark.parse()
     method = METHODS[args.method]
     benchmark.name = f"own_{args.method}_chains"

@@ -16,7 +16,7 @@ RESULTS = ROOT / "bench" / "results"
 SCRIPTS = sorted(
     path.stem
     for path in (ROOT / "bench").glob("*.py")
-    if path.stem not in ("harness", "interleave", "sides")
+    if path.stem not in ("harness", "interleave", "sides", "speeds")
 )
 
 
@@ -107,13 +107,13 @@ def test_model_runners_are_compared_with_v1() -> None:
 
 
 def test_heads_of_equal_training_have_equal_size(
-    target_folder: Path, feature_folders: tuple[Path, Path], tmp_path: Path
+    target_with_tokenizer: Path, feature_folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     equal = script("equal_training")
-    folders = (str(folder) for folder in (target_folder, *feature_folders))
+    folders = (str(folder) for folder in (target_with_tokenizer, *feature_folders))
     setup = equal.Setup(*folders, 40, 9_800, tokens=140, tokens_per_step=70, eval_sequences=2)
     found = equal.train_all(setup, tmp_path, None)
-    assert list(found) == ["jetspec", "dflash", "dspark", "eagle3"]
+    assert list(found) == ["jetspec", "dflash", "dels", "dspark", "eagle3"]
     assert {facts["progress"]["step"] for facts in found.values()} == {2}
     for kind, facts in found.items():
         # Widths are rounded down to 16 units of 3 x 32 numbers; norms come on top.
@@ -128,10 +128,20 @@ def test_pages_of_own_chains_are_named_by_the_method() -> None:
     chains = script("own_chains")
     more = {
         "tokens_per_s": 10.0, "decode_steps": 5, "accepted": 5, "drafts": 5, "same_as_plain": 1,
-        "prompts": 1, "provenance": {},
+        "prompts": 1, "draft_ms": 1.5, "provenance": {},
     }  # fmt: skip
     cells = [cell(name, 0, 10, 1.0) | more for name in ("plain", "chain of 3", "tree of 16")]
     page = chains.page("own_eagle3_chains", chains.METHODS["eagle3"], cells)
     assert page.name == "own_eagle3_chains"
     assert [row[0] for row in page.sections[0].rows] == ["plain", "chain of 3", "tree of 16"]
-    assert page.sections[0].rows[2][1:5] == ["10.0", "1.00 x", "2.00", "2.00"]
+    row = ["10.0", "1.00 x (1.00 to 1.00)", "2.00", "2.00", "1.5"]
+    assert page.sections[0].rows[2][1:6] == row
+
+
+def test_heads_that_were_trained_are_served(tmp_path: Path) -> None:
+    for kind in ("jetspec", "dels", "dels-backbone"):
+        (tmp_path / kind / "head").mkdir(parents=True)
+    systems = script("equal_serving").make_systems(tmp_path, 8)
+    assert list(systems) == ["plain", "jetspec", "dels"]
+    assert systems["dels"]["model"] == str(tmp_path / "dels-backbone" / "head")
+    assert systems["dels"]["local_head"] == str(tmp_path / "dels" / "head")

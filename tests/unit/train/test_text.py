@@ -69,21 +69,6 @@ def test_counts_leave_prompts_out(answers, feature_folders):
     assert torch.equal(store.answer_counts(64), torch.bincount(supervised, minlength=64))
 
 
-@pytest.fixture
-def target_with_tokenizer(target_folder, tmp_path):
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path / "target"
-    folder.mkdir()
-    for file in target_folder.iterdir():
-        (folder / file.name).symlink_to(file)
-    vocab = {f"t{i}": i for i in range(64)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
-
-
 def test_unigram_file_names_its_tokenizer(answers, target_with_tokenizer, tmp_path):
     out = tmp_path / "unigram.safetensors"
     facts = write_unigram(target_with_tokenizer, answers, out)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads of chat prompts, and the tables of how fast several systems served them."""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import Any
+
+from harness import BASELINE, Cells, by_load, ratios, total
+from interleave import Load
+
+from vllm_specplug.bench.result_page import Section
+from vllm_specplug.bench.summary import format_number
+
+ABOUT = (
+    "SmolLM2-135M-Instruct in bfloat16, greedy. The engines answer the same prompts side by side "
+    "in one process, in turns of a second; times are CPU seconds of one thread."
+)
+
+
+def add_load_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--concurrency", type=int, nargs="+", default=(1, 4))
+    parser.add_argument("--prompts", type=int, default=12, help="per round")
+
+
+def make_loads(args: Any, target: str) -> list[Load]:
+    """In every round each concurrency serves the same prompts, of which no other round has any."""
+    from vllm_specplug.bench.prompts import chat_token_ids
+
+    prompts = chat_token_ids(target, args.data, 400, 1500)
+    return [
+        Load(f"{concurrency} at once", number, prompts[first : first + args.prompts], concurrency)
+        for number in range(args.rounds)
+        for first in (args.prompts * number,)
+        for concurrency in args.concurrency
+    ]
+
+
+def speed_tables(cells: Cells) -> tuple[list[Section], list[dict[str, Any]]]:
+    """A section for each load with a row for each system, and the same as data."""
+    sections, data = [], []
+    for load, found in by_load(cells).items():
+        rows = []
+        for system, group in found.items():
+            drafts = total(group, "drafts")
+            drafting = [c["draft_ms"] for c in group if c.get("draft_ms") is not None]
+            over = ratios(group, found[BASELINE], lambda c: c["tokens_per_s"])
+            values = {
+                "load": load,
+                "system": system,
+                "tokens_per_s": median(c["tokens_per_s"] for c in group),
+                "over_plain": median(over),
+                "over_plain_range": [min(over), max(over)],
+                "tokens_per_step": total(group, "decode_tokens") / total(group, "decode_steps"),
+                "mean_acceptance_length": 1 + total(group, "accepted") / drafts if drafts else None,
+                "draft_ms": median(drafting) if drafting else None,
+                "answers_of_plain": total(group, "same_as_plain") / total(group, "prompts"),
+            }
+            data.append(values)
+            rows.append(
+                [
+                    system,
+                    f"{values['tokens_per_s']:.1f}",
+                    f"{values['over_plain']:.2f} x ({min(over):.2f} to {max(over):.2f})",
+                    f"{values['tokens_per_step']:.2f}",
+                    format_number(values["mean_acceptance_length"], 2),
+                    format_number(values["draft_ms"], 1),
+                    f"{values['answers_of_plain']:.0%}",
+                ]
+            )
+        header = (
+            "", "tokens/s", "against plain", "tokens per step", "mean acceptance length",
+            "ms a draft", "same answers as plain",
+        )  # fmt: skip
+        rounds = len(found[BASELINE])
+        sections.append(Section(header, rows, f"{load} ({rounds} rounds)", []))
+    return sections, data
