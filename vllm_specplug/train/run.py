@@ -88,6 +88,7 @@ class Training(Generic[S]):
             size,
             self.vocab_size,
             self.weights.end_token_ids,
+            keep=self.accelerator.is_main_process,
         )
 
     def data_facts(self, ids: torch.Tensor) -> dict[str, Any]:

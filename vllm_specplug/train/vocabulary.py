@@ -77,9 +77,10 @@ def saved_vocabulary(
     size: int,
     vocab_size: int,
     always: Sequence[int],
+    keep: bool = True,
 ) -> torch.Tensor:
     """The draft vocabulary of a run, int64 [V'], kept in `path`: of the run that is resumed, else
-    of the head `vocab_from`, else by frequency."""
+    of the head `vocab_from`, else by frequency. Of a run's processes one has to `keep` it."""
     if resume and path.is_file():
         # Data may have grown since, and with it the counts.
         ids: torch.Tensor = torch.load(path, weights_only=True)
@@ -88,6 +89,7 @@ def saved_vocabulary(
         ids = vocabulary_of(vocab_from)
     else:
         ids, _ = draft_vocabulary(store, min(size, vocab_size), vocab_size, always)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(ids, path)
+    if keep:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(ids, path)
     return ids
