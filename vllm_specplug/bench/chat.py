@@ -22,6 +22,10 @@ class ChatAnswer:
     """Time to the first text, seconds."""
     total_s: float
     """Time to the end of the stream, seconds."""
+    prompt_ids: tuple[int, ...] = ()
+    """Tokens of the prompt, its chat template filled in."""
+    token_ids: tuple[int, ...] = ()
+    """Tokens of the answer."""
 
     @property
     def tpot_s(self) -> float | None:
@@ -70,6 +74,8 @@ async def _stream(client: Any, model: str, prompt: str, max_tokens: int) -> Chat
     start = time.perf_counter()
     first: float | None = None
     pieces: list[str] = []
+    prompt_ids: tuple[int, ...] = ()
+    token_ids: list[int] = []
     num_tokens = 0
     stream = await client.chat.completions.create(
         model=model,
@@ -78,16 +84,23 @@ async def _stream(client: Any, model: str, prompt: str, max_tokens: int) -> Chat
         temperature=0.0,
         stream=True,
         stream_options={"include_usage": True},
+        extra_body={"return_token_ids": True},
     )
     async for chunk in stream:
         if chunk.usage is not None:
             num_tokens = chunk.usage.completion_tokens
+        prompt_ids = prompt_ids or tuple(getattr(chunk, "prompt_token_ids", None) or ())
+        if chunk.choices:
+            token_ids += getattr(chunk.choices[0], "token_ids", None) or ()
         if chunk.choices and chunk.choices[0].delta.content:
             if first is None:
                 first = time.perf_counter()
             pieces.append(chunk.choices[0].delta.content)
     end = time.perf_counter()
-    return ChatAnswer("".join(pieces), num_tokens, (first or end) - start, end - start)
+    return ChatAnswer(
+        "".join(pieces), num_tokens, (first or end) - start, end - start, prompt_ids,
+        tuple(token_ids),
+    )  # fmt: skip
 
 
 async def _run(
