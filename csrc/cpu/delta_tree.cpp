@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gated DeltaNet layers over trees; the equations are in kernels/src/delta_tree.py.
 //
-// The triangular system is solved row by row, and a row meets nobody but its ancestors: neither
-// K Kᵀ nor the mask is ever built. What remains is two products with the committed state, which is
-// read once per tree and head.
+// The triangular system is solved row by row, and a row meets nobody but its ancestors. All else is
+// products of matrices with sums in registers: with the committed state, which is read once per
+// tree and head, and with the keys. Their operands are packed first: rows of one head lie a
+// multiple of 4 KiB apart, which is the same few lines of a cache.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "lanes.h"
@@ -35,140 +37,178 @@ struct Head {
   int64_t first;  // row of the tree's root, from which parents are counted
 };
 
-LANES_INLINE float dot(const float* a, const float* b, int64_t n) {
-  Lanes sum = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    Lanes x, y;
-    load_lanes(x, a + i);
-    load_lanes(y, b + i);
-    sum += x * y;
-  }
-  float total = sum_of(sum);
-  for (; i < n; ++i) total += a[i] * b[i];
-  return total;
-}
-
-LANES_INLINE void add_scaled(float* to, float factor, const float* from, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes x, y;
-    load_lanes(x, from + i);
-    load_lanes(y, to + i);
-    store_lanes(to + i, y + factor * x);
-  }
-}
-
-// out[i] = x[i] S for up to kRows rows and P * kLanes columns.
-template <int P, class T>
-LANES_INLINE void times_state(const float* x, int64_t stride, int64_t rows, const T* state,
-                              int64_t key_size, int64_t value_size, float* out,
-                              int64_t out_stride) {
+// out[i] = x[i] m for up to kRows rows and P * kLanes columns of m [depth, stride]; with `Keep`
+// out[i] = kept * out[i] + x[i] m.
+template <bool Keep, int P, class T, class O>
+LANES_INLINE void times_panel(const float* x, int64_t x_stride, int64_t rows, const T* m,
+                              int64_t m_stride, int64_t depth, O* out, int64_t out_stride,
+                              float kept) {
   Lanes sums[kRows][P] = {};
-  for (int64_t k = 0; k < key_size; ++k) {
+  for (int64_t k = 0; k < depth; ++k) {
     Lanes s[P];
-    for (int p = 0; p < P; ++p) load_lanes(s[p], state + k * value_size + p * kLanes);
+    for (int p = 0; p < P; ++p) load_lanes(s[p], m + k * m_stride + p * kLanes);
     for (int r = 0; r < kRows; ++r) {
-      const float factor = x[std::min<int64_t>(r, rows - 1) * stride + k];
+      const float factor = x[std::min<int64_t>(r, rows - 1) * x_stride + k];
       for (int p = 0; p < P; ++p) sums[r][p] += factor * s[p];
     }
   }
   for (int64_t r = 0; r < rows; ++r)
-    for (int p = 0; p < P; ++p) store_lanes(out + r * out_stride + p * kLanes, sums[r][p]);
+    for (int p = 0; p < P; ++p) {
+      O* to = out + r * out_stride + p * kLanes;
+      if (Keep) {
+        Lanes old;
+        load_lanes(old, to);
+        sums[r][p] += kept * old;
+      }
+      store_lanes(to, sums[r][p]);
+    }
 }
 
-template <class T>
-LANES_INLINE void all_times_state(const float* x, const Head& h, const T* state, float* out) {
+template <bool Keep = false, class T, class O>
+LANES_INLINE void times(const float* x, int64_t x_stride, int64_t rows, const T* m,
+                        int64_t m_stride, int64_t depth, int64_t columns, O* out,
+                        int64_t out_stride, float kept = 0.0f) {
   int64_t v = 0;
-  while (v < h.value_size) {
-    const bool full = v + kPanel * kLanes <= h.value_size;
-    for (int64_t i = 0; i < h.rows; i += kRows) {
-      const int64_t rows = std::min<int64_t>(kRows, h.rows - i);
-      const float* from = x + i * h.key_stride;
-      float* to = out + i * h.value_stride + v;
+  while (v < columns) {
+    const bool full = v + kPanel * kLanes <= columns;
+    for (int64_t i = 0; i < rows; i += kRows) {
+      const int64_t count = std::min<int64_t>(kRows, rows - i);
+      const float* from = x + i * x_stride;
+      O* to = out + i * out_stride + v;
       if (full)
-        times_state<kPanel>(from, h.key_stride, rows, state + v, h.key_size, h.value_size, to,
-                            h.value_stride);
+        times_panel<Keep, kPanel>(from, x_stride, count, m + v, m_stride, depth, to, out_stride,
+                                  kept);
       else
-        times_state<1>(from, h.key_stride, rows, state + v, h.key_size, h.value_size, to,
-                       h.value_stride);
+        times_panel<Keep, 1>(from, x_stride, count, m + v, m_stride, depth, to, out_stride, kept);
     }
     v += full ? kPanel * kLanes : kLanes;
   }
 }
 
+// What `solve` needs beside its operands.
+struct Scratch {
+  // Kᵀ [key_size, padded rows], U [rows, value_size], products of kRows rows with all keys before.
+  std::vector<float> key_columns, updates, keys_dot, queries_dot;
+  // Decays from the committed state down to each row.
+  std::vector<float> entering;
+  // A row's ancestors, its parent first, and the factors of their u in its u and o.
+  std::vector<int64_t> above;
+  std::vector<float> in_update, in_output;
+
+  void resize(int64_t rows, int64_t key_size, int64_t value_size) {
+    const int64_t padded = (rows + kLanes - 1) / kLanes * kLanes;
+    key_columns.assign(key_size * padded, 0.0f);
+    updates.resize(rows * value_size);
+    keys_dot.resize(kRows * padded);
+    queries_dot.resize(kRows * padded);
+    entering.resize(rows);
+    above.resize(rows);
+    in_update.resize(rows);
+    in_output.resize(rows);
+  }
+};
+
+// u and o of P * kLanes columns of one row, whose products with the state stand in `update` and
+// `o`.
+template <int P>
+LANES_INLINE void finish_row(const Scratch& t, int64_t depth, const float* value, float* update,
+                             float* o, const float* updates, int64_t value_size, float strength,
+                             float entered, float own, float scale) {
+  Lanes u[P], out[P];
+  for (int p = 0; p < P; ++p) {
+    Lanes x, s;
+    load_lanes(x, value + p * kLanes);
+    load_lanes(s, update + p * kLanes);
+    load_lanes(out[p], o + p * kLanes);
+    u[p] = strength * (x - entered * s);
+    out[p] *= entered;
+  }
+  for (int64_t d = 0; d < depth; ++d) {
+    const float* from = updates + t.above[d] * value_size;
+    for (int p = 0; p < P; ++p) {
+      Lanes known;
+      load_lanes(known, from + p * kLanes);
+      u[p] -= t.in_update[d] * known;
+      out[p] += t.in_output[d] * known;
+    }
+  }
+  for (int p = 0; p < P; ++p) {
+    store_lanes(update + p * kLanes, u[p]);
+    store_lanes(o + p * kLanes, scale * (out[p] + own * u[p]));
+  }
+}
+
 template <class T>
-LANES_INLINE void solve(const Head& h, const T* state, float scale, float* entering) {
-  all_times_state(h.key, h, state, h.updates);
-  all_times_state(h.query, h, state, h.output);
-  for (int64_t i = 0; i < h.rows; ++i) {
-    const float* key = h.key + i * h.key_stride;
-    const float* query = h.query + i * h.key_stride;
-    float* u = h.updates + i * h.value_stride;
-    float* o = h.output + i * h.value_stride;
-    const float decay = h.decays[i * h.head_stride], strength = h.strengths[i * h.head_stride];
-    const int64_t parent = h.parents[i] - h.first;
-    const bool is_first = h.parents[i] < 0;
-    const float entered = entering[i] = is_first ? decay : decay * entering[parent];
-    const float* value = h.value + i * h.value_stride;
-    for (int64_t v = 0; v < h.value_size; v += kLanes) {
-      Lanes x, s, out;
-      load_lanes(x, value + v);
-      load_lanes(s, u + v);
-      load_lanes(out, o + v);
-      store_lanes(u + v, strength * (x - entered * s));
-      store_lanes(o + v, entered * out);
-    }
-    float product = decay;
-    for (int64_t j = is_first ? -1 : parent; j >= 0;) {
-      const float* other = h.key + j * h.key_stride;
-      const float* known = h.updates + j * h.value_stride;
-      add_scaled(u, -strength * product * dot(key, other, h.key_size), known, h.value_size);
-      add_scaled(o, product * dot(query, other, h.key_size), known, h.value_size);
-      product *= h.decays[j * h.head_stride];
-      j = h.parents[j] < 0 ? -1 : h.parents[j] - h.first;
-    }
-    const float own = dot(query, key, h.key_size);
-    for (int64_t v = 0; v < h.value_size; v += kLanes) {
-      Lanes x, out;
-      load_lanes(x, u + v);
-      load_lanes(out, o + v);
-      store_lanes(o + v, scale * (out + own * x));
+LANES_INLINE void solve(const Head& h, const T* state, float scale, Scratch& t) {
+  const int64_t value_size = h.value_size, padded = t.key_columns.size() / h.key_size;
+  float* updates = t.updates.data();
+  times(h.key, h.key_stride, h.rows, state, value_size, h.key_size, value_size, updates,
+        value_size);
+  times(h.query, h.key_stride, h.rows, state, value_size, h.key_size, value_size, h.output,
+        h.value_stride);
+  for (int64_t i = 0; i < h.rows; ++i)
+    for (int64_t k = 0; k < h.key_size; ++k)
+      t.key_columns[k * padded + i] = h.key[i * h.key_stride + k];
+  for (int64_t first = 0; first < h.rows; first += kRows) {
+    const int64_t count = std::min<int64_t>(kRows, h.rows - first);
+    // A row meets only keys before it and its own.
+    const int64_t columns = (first + count + kLanes - 1) / kLanes * kLanes;
+    times(h.key + first * h.key_stride, h.key_stride, count, t.key_columns.data(), padded,
+          h.key_size, columns, t.keys_dot.data(), padded);
+    times(h.query + first * h.key_stride, h.key_stride, count, t.key_columns.data(), padded,
+          h.key_size, columns, t.queries_dot.data(), padded);
+    for (int64_t i = first; i < first + count; ++i) {
+      const float* keys_dot = t.keys_dot.data() + (i - first) * padded;
+      const float* queries_dot = t.queries_dot.data() + (i - first) * padded;
+      const float decay = h.decays[i * h.head_stride], strength = h.strengths[i * h.head_stride];
+      int64_t j = h.parents[i] < 0 ? -1 : h.parents[i] - h.first, depth = 0;
+      const float entered = t.entering[i] = j < 0 ? decay : decay * t.entering[j];
+      for (float product = decay; j >= 0; ++depth) {
+        t.above[depth] = j;
+        t.in_update[depth] = strength * product * keys_dot[j];
+        t.in_output[depth] = product * queries_dot[j];
+        product *= h.decays[j * h.head_stride];
+        j = h.parents[j] < 0 ? -1 : h.parents[j] - h.first;
+      }
+      for (int64_t v = 0; v < value_size;) {
+        const bool full = v + kPanel * kLanes <= value_size;
+        const float* value = h.value + i * h.value_stride + v;
+        float* update = updates + i * value_size + v;
+        float* o = h.output + i * h.value_stride + v;
+        if (full)
+          finish_row<kPanel>(t, depth, value, update, o, updates + v, value_size, strength, entered,
+                             queries_dot[i], scale);
+        else
+          finish_row<1>(t, depth, value, update, o, updates + v, value_size, strength, entered,
+                        queries_dot[i], scale);
+        v += full ? kPanel * kLanes : kLanes;
+      }
+      std::memcpy(h.updates + i * h.value_stride, updates + i * value_size,
+                  value_size * sizeof(float));
     }
   }
 }
 
-CLONED void solve_float(const Head& h, const float* state, float scale, float* entering) {
-  solve(h, state, scale, entering);
+CLONED void solve_float(const Head& h, const float* state, float scale, Scratch& t) {
+  solve(h, state, scale, t);
 }
 
-CLONED void solve_bf16(const Head& h, const uint16_t* state, float scale, float* entering) {
-  solve(h, state, scale, entering);
+CLONED void solve_bf16(const Head& h, const uint16_t* state, float scale, Scratch& t) {
+  solve(h, state, scale, t);
 }
 
-// The path to a committed row, leaf first, with the product of the decays below each row.
+// The path to a committed row: its keys, times the decays below each row, as [key_size, depth], its
+// u [depth, value_size], and the decays of the whole path.
 struct Path {
-  std::vector<const float*> keys, updates;
-  std::vector<float> products;
+  std::vector<float> keys, updates;
+  int64_t depth = 0;
   float entered = 1.0f;
 };
 
 template <class T>
 LANES_INLINE void commit(const Path& path, T* state, int64_t key_size, int64_t value_size) {
-  const int64_t depth = static_cast<int64_t>(path.keys.size());
-  for (int64_t k = 0; k < key_size; ++k) {
-    T* row = state + k * value_size;
-    for (int64_t v = 0; v < value_size; v += kLanes) {
-      Lanes sum;
-      load_lanes(sum, row + v);
-      sum *= path.entered;
-      for (int64_t j = 0; j < depth; ++j) {
-        Lanes u;
-        load_lanes(u, path.updates[j] + v);
-        sum += (path.products[j] * path.keys[j][k]) * u;
-      }
-      store_lanes(row + v, sum);
-    }
-  }
+  times<true>(path.keys.data(), path.depth, key_size, path.updates.data(), value_size, path.depth,
+              value_size, state, value_size, path.entered);
 }
 
 CLONED void commit_float(const Path& path, float* state, int64_t key_size, int64_t value_size) {
@@ -321,12 +361,12 @@ void tree_delta_rule(const Tensor& query, const Tensor& key, const Tensor& value
                   "tree_delta_rule: needs contiguous float32 query and key [M, Hk, K], value, "
                   "output and updates [M, Hv, V], decays and strengths [M, Hv]");
   torch::stable::parallel_for(0, trees.count * heads, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> entering;
+    Scratch scratch;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t r = i / heads, head = i % heads, first = trees.starts[r];
       const int64_t rows = trees.starts[r + 1] - first;
       if (rows == 0) continue;
-      entering.resize(rows);
+      scratch.resize(rows, key_size, value_size);
       const int64_t key_at = (first * key_heads + head / group) * key_size;
       const int64_t value_at = (first * heads + head) * value_size;
       const Head h{data<float>(query) + key_at,
@@ -346,10 +386,9 @@ void tree_delta_rule(const Tensor& query, const Tensor& key, const Tensor& value
                    first};
       const int64_t state_at = trees.slots[r] * states.stride(0) + head * states.stride(1);
       if (bf16)
-        solve_bf16(h, data<uint16_t>(states) + state_at, static_cast<float>(scale),
-                   entering.data());
+        solve_bf16(h, data<uint16_t>(states) + state_at, static_cast<float>(scale), scratch);
       else
-        solve_float(h, data<float>(states) + state_at, static_cast<float>(scale), entering.data());
+        solve_float(h, data<float>(states) + state_at, static_cast<float>(scale), scratch);
     }
   });
 }
@@ -374,13 +413,22 @@ void commit_states(Tensor& states, const Tensor& keys, const Tensor& updates, co
     STD_TORCH_CHECK(last[r] >= trees.starts[r] && last[r] < trees.starts[r + 1],
                     "commit_states: row ", last[r], " is not of tree ", r);
   torch::stable::parallel_for(0, trees.count * heads, 1, [&](int64_t begin, int64_t end) {
+    Path path;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t r = i / heads, head = i % heads;
-      Path path;
-      for (int64_t row = last[r]; row >= 0; row = trees.parents[row]) {
-        path.keys.push_back(data<float>(keys) + (row * key_heads + head / group) * key_size);
-        path.updates.push_back(data<float>(updates) + (row * heads + head) * value_size);
-        path.products.push_back(path.entered);
+      path.depth = 0;
+      for (int64_t row = last[r]; row >= 0; row = trees.parents[row]) ++path.depth;
+      path.keys.resize(key_size * path.depth);
+      path.updates.resize(path.depth * value_size);
+      path.entered = 1.0f;
+      int64_t j = 0;
+      for (int64_t row = last[r]; row >= 0; row = trees.parents[row], ++j) {
+        const float* key = data<float>(keys) + (row * key_heads + head / group) * key_size;
+        for (int64_t k = 0; k < key_size; ++k)
+          path.keys[k * path.depth + j] = path.entered * key[k];
+        std::memcpy(path.updates.data() + j * value_size,
+                    data<float>(updates) + (row * heads + head) * value_size,
+                    value_size * sizeof(float));
         path.entered *= data<float>(decays)[row * heads + head];
       }
       const int64_t at = trees.slots[r] * states.stride(0) + head * states.stride(1);

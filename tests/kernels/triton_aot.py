@@ -247,9 +247,59 @@ def small_kernels(arch: int) -> list[Compiled]:
     ]  # fmt: skip
 
 
+def state_kernels(arch: int) -> list[Compiled]:
+    """Gated DeltaNet layers of 16 key and 32 value heads of 128, over states in bfloat16 as vLLM
+    lays them out on CUDA."""
+    from vllm_specplug.kernels import delta_tree_triton as kernels
+
+    floats = dict.fromkeys(
+        ("query", "key", "value", "decays", "strengths", "within", "entering", "output", "updates",
+         "keys"), "*fp32",
+    )  # fmt: skip
+    integers = dict.fromkeys(
+        ("starts", "parents", "slots", "last_rows", "windows"), "*i64"
+    ) | dict.fromkeys(
+        ("num_rows", "width", "key_heads", "heads", "state_slot", "state_head", "state_value",
+         "channels"), "i32",
+    )  # fmt: skip
+    types = floats | integers | {"states": "*bf16", "scale": "fp32"}
+    sizes = {"KEY_SIZE": 128, "VALUE_SIZE": 128, "COLUMNS": kernels._COLUMNS}
+    cases: dict[str, tuple[Any, dict[str, Any], dict[str, str], int]] = {
+        "tree_conv": (
+            kernels._tree_conv_kernel,
+            {"WIDTH": 4, "HAS_BIAS": False, "SILU": True, "BLOCK": kernels._CHANNELS},
+            dict.fromkeys(("inputs", "weight", "bias", "output"), "*bf16"),
+            4,
+        ),
+        "tree_products": (kernels._tree_products_kernel, {"ROWS": 64}, {}, 2),
+        "tree_solve": (
+            kernels._tree_solve_kernel,
+            {**sizes, "BLOCK": kernels._BLOCK, "DEPTH": kernels._DEPTH, "state_key": 1},
+            {},
+            4,
+        ),
+        "commit_states": (
+            kernels._commit_states_kernel,
+            {**sizes, "KEYS": kernels._COMMIT_KEYS, "BLOCKS": 4, "state_key": 1},
+            {},
+            4,
+        ),
+    }
+    compiled = []
+    for name, (kernel, constants, others, warps) in cases.items():
+        used = {
+            n: t for n, t in (types | others).items() if n in {*kernel.arg_names} - {*constants}
+        }
+        aligned = tuple(n for n, t in used.items() if t[0] == "*" or n.startswith("state_"))
+        compiled.append(
+            compile_kernel(name, kernel, arch, used, constants, aligned=aligned, num_warps=warps)
+        )
+    return compiled
+
+
 def main(arch: int, all_shapes: bool) -> None:
     kernels = [tree_attention(arch, 64 * 4), tree_attention(arch, 16 * 4, dense=True)]
-    kernels += small_kernels(arch)
+    kernels += small_kernels(arch) + state_kernels(arch)
     kernels += [tree_attention(arch, 4, dense=True)]
     kernels += [tree_attention(arch, 64 * 4, prefix=True)]
     kernels += [tree_attention(arch, 64 * 4, head_dim=256, dense=d) for d in (False, True)]

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet layers over trees, on the device; `delta_tree` has the equations.
+
+Sums are float32 in full precision, whatever the states are stored in. States are read by their
+strides, [S, Hv, K, V] in any order in memory (vLLM's on CUDA have V outside K), and no tensor is
+read on the host.
+
+The products of decays D [i, j] are made first: every row walks up to its root. Then a program owns
+some columns of V of one tree and head and takes blocks of rows in order: products with the state,
+with the blocks before (whose u it wrote itself), and the triangular system of the block row by row.
+D is 0 where j is no ancestor, so no mask is needed. A commit walks the accepted path and nothing
+else.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Rows of the triangular systems that are solved at once.
+_BLOCK = 16
+# Columns of V that a program owns, and rows of K that are read at once.
+_COLUMNS, _DEPTH = 32, 32
+# Rows of K that a program commits.
+_COMMIT_KEYS = 64
+_CHANNELS = 256
+
+
+@triton.jit(do_not_specialize=["channels"])
+def _tree_conv_kernel(
+    # [I, C]
+    inputs,
+    # [M, W] int64
+    windows,
+    # [C, W]
+    weight,
+    # [C]
+    bias,
+    # [M, C]
+    output,
+    channels,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = channel < channels
+    total = tl.zeros((BLOCK,), tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=valid, other=0.0).to(tl.float32)
+    for w in tl.static_range(WIDTH):
+        at = tl.load(windows + row * WIDTH + w)
+        x = tl.load(inputs + at * channels + channel, mask=valid, other=0.0).to(tl.float32)
+        total += x * tl.load(weight + channel * WIDTH + w, mask=valid, other=0.0).to(tl.float32)
+    if SILU:
+        total = total * tl.sigmoid(total)
+    tl.store(output + row * channels + channel, total.to(output.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_rows", "width"])
+def _tree_products_kernel(
+    # [M, Hv] float32
+    decays,
+    # [R + 1] int64
+    starts,
+    # [M] int64
+    parents,
+    # [Hv, M, width] float32, zeros: D of every row, by row of its tree
+    within,
+    # [M, Hv] float32
+    entering,
+    num_rows,
+    heads,
+    width,
+    ROWS: tl.constexpr,
+):
+    tree, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(starts + tree)
+    end = tl.load(starts + tree + 1)
+    row = first + tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    valid = row < end
+    out = within + (head * num_rows + row) * width
+    tl.store(out + (row - first), 1.0, mask=valid)
+    product = tl.load(decays + row * heads + head, mask=valid, other=0.0)
+    at = tl.load(parents + row, mask=valid, other=-1)
+    while tl.max(at, 0) >= 0:
+        above = at >= 0
+        tl.store(out + (at - first), product, mask=above)
+        product *= tl.load(decays + at * heads + head, mask=above, other=1.0)
+        at = tl.load(parents + at, mask=above, other=-1)
+    tl.store(entering + row * heads + head, product, mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_rows", "width"])
+def _tree_solve_kernel(
+    # [M, Hk, K] float32
+    query,
+    key,
+    # [M, Hv, V]
+    value,
+    # [M, Hv] float32
+    strengths,
+    # [Hv, M, width] and [M, Hv] float32
+    within,
+    entering,
+    # [S, Hv, K, V]
+    states,
+    # [R + 1], [R] int64
+    starts,
+    slots,
+    # [M, Hv, V] float32
+    output,
+    updates,
+    scale,
+    num_rows,
+    width,
+    key_heads,
+    heads,
+    state_slot,
+    state_head,
+    state_key,
+    state_value,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    tree, head = tl.program_id(0), tl.program_id(1)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < VALUE_SIZE
+    key_head = head * key_heads // heads
+    first = tl.load(starts + tree)
+    end = tl.load(starts + tree + 1)
+    state = states + tl.load(slots + tree) * state_slot + head * state_head
+    step = tl.arange(0, BLOCK)
+    for block in range(first, end, BLOCK):
+        row = block + step
+        is_row = row < end
+        own = is_row[:, None] & is_column[None, :]
+        at_key = (row * key_heads + key_head) * KEY_SIZE
+        at_value = (row * heads + head)[:, None] * VALUE_SIZE + column[None, :]
+        read_k = tl.zeros((BLOCK, COLUMNS), tl.float32)
+        read_q = tl.zeros((BLOCK, COLUMNS), tl.float32)
+        for start in range(0, KEY_SIZE, DEPTH):
+            k = start + tl.arange(0, DEPTH)
+            inside = is_row[:, None] & (k < KEY_SIZE)[None, :]
+            s = tl.load(
+                state + k.to(tl.int64)[:, None] * state_key + column[None, :] * state_value,
+                mask=(k < KEY_SIZE)[:, None] & is_column[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            keys = tl.load(key + at_key[:, None] + k[None, :], mask=inside, other=0.0)
+            queries = tl.load(query + at_key[:, None] + k[None, :], mask=inside, other=0.0)
+            read_k = tl.dot(keys, s, read_k, input_precision="ieee")
+            read_q = tl.dot(queries, s, read_q, input_precision="ieee")
+        entered = tl.load(entering + row * heads + head, mask=is_row, other=0.0)[:, None]
+        strength = tl.load(strengths + row * heads + head, mask=is_row, other=0.0)[:, None]
+        u = tl.load(value + at_value, mask=own, other=0.0).to(tl.float32) - entered * read_k
+        out = entered * read_q
+        at_within = within + (head * num_rows + row)[:, None] * width
+        for other in range(first, block + 1, BLOCK):
+            before = other + step
+            is_before = before < end
+            at_other = (before * key_heads + key_head) * KEY_SIZE
+            products_k = tl.zeros((BLOCK, BLOCK), tl.float32)
+            products_q = tl.zeros((BLOCK, BLOCK), tl.float32)
+            for start in range(0, KEY_SIZE, DEPTH):
+                k = start + tl.arange(0, DEPTH)
+                is_key = (k < KEY_SIZE)[None, :]
+                keys = tl.load(
+                    key + at_key[:, None] + k[None, :], mask=is_row[:, None] & is_key, other=0.0
+                )
+                queries = tl.load(
+                    query + at_key[:, None] + k[None, :], mask=is_row[:, None] & is_key, other=0.0
+                )
+                others = tl.load(
+                    key + at_other[:, None] + k[None, :],
+                    mask=is_before[:, None] & is_key,
+                    other=0.0,
+                )
+                products_k = tl.dot(keys, tl.trans(others), products_k, input_precision="ieee")
+                products_q = tl.dot(queries, tl.trans(others), products_q, input_precision="ieee")
+            weights = tl.load(
+                at_within + (before - first)[None, :],
+                mask=is_row[:, None] & is_before[None, :],
+                other=0.0,
+            )
+            products_k *= weights
+            products_q *= weights
+            if other < block:
+                known = tl.load(
+                    updates + (before * heads + head)[:, None] * VALUE_SIZE + column[None, :],
+                    mask=is_before[:, None] & is_column[None, :],
+                    other=0.0,
+                )
+                u -= tl.dot(products_k, known, input_precision="ieee")
+                out = tl.dot(products_q, known, out, input_precision="ieee")
+            else:
+                # The block itself. `u` becomes that of a row after that of all before it.
+                u *= strength
+                products_k *= strength
+                for i in range(1, BLOCK):
+                    coefficients = tl.sum(
+                        tl.where((step[:, None] == i) & (step[None, :] < i), products_k, 0.0), 0
+                    )
+                    known_sum = tl.sum(coefficients[:, None] * u, 0)
+                    u = tl.where(step[:, None] == i, u - known_sum[None, :], u)
+                out = tl.dot(products_q, u, out, input_precision="ieee")
+        tl.store(updates + at_value, u, mask=own)
+        tl.store(output + at_value, scale * out, mask=own)
+        # Other threads of the program read these in its next blocks.
+        tl.debug_barrier()
+
+
+@triton.jit
+def _commit_states_kernel(
+    # [S, Hv, K, V], written in place
+    states,
+    # [M, Hk, K], [M, Hv, V], [M, Hv] float32
+    keys,
+    updates,
+    decays,
+    # [M], [R], [R] int64
+    parents,
+    slots,
+    last_rows,
+    key_heads,
+    heads,
+    state_slot,
+    state_head,
+    state_key,
+    state_value,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    tree, head = tl.program_id(0), tl.program_id(1)
+    k = tl.program_id(2) // BLOCKS * KEYS + tl.arange(0, KEYS)
+    column = tl.program_id(2) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    is_key, is_column = k < KEY_SIZE, column < VALUE_SIZE
+    key_head = head * key_heads // heads
+    added = tl.zeros((KEYS, COLUMNS), tl.float32)
+    product = 1.0
+    row = tl.load(last_rows + tree)
+    while row >= 0:
+        key = tl.load(keys + (row * key_heads + key_head) * KEY_SIZE + k, mask=is_key, other=0.0)
+        u = tl.load(updates + (row * heads + head) * VALUE_SIZE + column, mask=is_column, other=0.0)
+        added += (product * key)[:, None] * u[None, :]
+        product *= tl.load(decays + row * heads + head)
+        row = tl.load(parents + row)
+    at = (
+        states
+        + tl.load(slots + tree) * state_slot
+        + head * state_head
+        + k.to(tl.int64)[:, None] * state_key
+        + column[None, :] * state_value
+    )
+    inside = is_key[:, None] & is_column[None, :]
+    state = product * tl.load(at, mask=inside, other=0.0).to(tl.float32) + added
+    tl.store(at, state.to(states.dtype.element_ty), mask=inside)
+
+
+def tree_conv_triton(
+    # [I, C]
+    inputs: torch.Tensor,
+    # [M, W] int64
+    windows: torch.Tensor,
+    # [C, W]
+    weight: torch.Tensor,
+    # [C]
+    bias: torch.Tensor | None,
+    *,
+    silu: bool,
+) -> torch.Tensor:
+    """`delta_tree.tree_conv`, [M, C]. Windows are not checked."""
+    inputs, windows, weight = inputs.contiguous(), windows.contiguous(), weight.contiguous()
+    rows, channels = len(windows), inputs.shape[1]
+    output = torch.empty((rows, channels), dtype=inputs.dtype, device=inputs.device)
+    if rows:
+        _tree_conv_kernel[(rows, triton.cdiv(channels, _CHANNELS))](
+            inputs, windows, weight, weight if bias is None else bias.contiguous(), output,
+            channels, WIDTH=windows.shape[1], HAS_BIAS=bias is not None, SILU=silu,
+            BLOCK=_CHANNELS,
+        )  # fmt: skip
+    return output
+
+
+def tree_delta_rule_triton(
+    # [M, Hk, K] float32, normalised
+    query: torch.Tensor,
+    key: torch.Tensor,
+    # [M, Hv, V]
+    value: torch.Tensor,
+    # [M, Hv] float32
+    decays: torch.Tensor,
+    strengths: torch.Tensor,
+    # [S, Hv, K, V], any strides
+    states: torch.Tensor,
+    # [R + 1], [M], [R] int64
+    starts: torch.Tensor,
+    parents: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    max_rows: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and the rows u, float32 [M, Hv, V]. Nothing is checked on the device.
+
+    Args:
+        starts, parents, slots: as in `StateTrees`.
+        max_rows: at least the rows of the largest tree.
+    """
+    rows, heads, value_size = value.shape
+    key_heads, key_size = key.shape[1:]
+    assert heads % key_heads == 0 and query.shape == key.shape, (query.shape, value.shape)
+    for tensor in (query, key, value, decays, strengths):
+        assert tensor.is_contiguous(), tensor.shape
+    output = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+    updates = torch.empty_like(output)
+    if rows == 0:
+        return output, updates
+    within = torch.zeros((heads, rows, max_rows), dtype=torch.float32, device=value.device)
+    entering = torch.empty((rows, heads), dtype=torch.float32, device=value.device)
+    _tree_products_kernel[(len(slots), heads, triton.cdiv(max_rows, 64))](
+        decays, starts, parents, within, entering, rows, heads, max_rows, ROWS=64, num_warps=2
+    )
+    _tree_solve_kernel[(len(slots), heads, triton.cdiv(value_size, _COLUMNS))](
+        query, key, value, strengths, within, entering, states, starts, slots, output, updates,
+        scale, rows, max_rows, key_heads, heads, *states.stride(),
+        KEY_SIZE=key_size, VALUE_SIZE=value_size, BLOCK=_BLOCK, COLUMNS=_COLUMNS, DEPTH=_DEPTH,
+        num_warps=4,
+    )  # fmt: skip
+    return output, updates
+
+
+def commit_states_triton(
+    # [S, Hv, K, V], any strides, written in place
+    states: torch.Tensor,
+    # [M, Hk, K], [M, Hv, V], [M, Hv] float32
+    keys: torch.Tensor,
+    updates: torch.Tensor,
+    decays: torch.Tensor,
+    # [M], [R], [R] int64
+    parents: torch.Tensor,
+    slots: torch.Tensor,
+    last_rows: torch.Tensor,
+) -> None:
+    """`delta_tree.commit_states`. Nothing is checked on the device."""
+    heads, key_size, value_size = states.shape[1:]
+    for tensor in (keys, updates, decays):
+        assert tensor.is_contiguous(), tensor.shape
+    blocks = triton.cdiv(value_size, _COLUMNS)
+    if len(slots):
+        _commit_states_kernel[(len(slots), heads, triton.cdiv(key_size, _COMMIT_KEYS) * blocks)](
+            states, keys, updates, decays, parents, slots, last_rows, keys.shape[1], heads,
+            *states.stride(), KEY_SIZE=key_size, VALUE_SIZE=value_size, KEYS=_COMMIT_KEYS,
+            COLUMNS=_COLUMNS, BLOCKS=blocks,
+        )  # fmt: skip

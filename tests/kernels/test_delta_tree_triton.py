@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device's kernels for Gated DeltaNet over trees, in Triton's interpreter, against every branch
+decoded alone in float64.
+
+The interpreter cuts float32 to bfloat16, where a device rounds: twice the error.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.test_delta_tree import (
+    EPS,
+    SCALE,
+    SHAPES,
+    Layer,
+    branch,
+    bush,
+    chain,
+    error,
+    make_layer,
+    make_trees,
+    one_by_one,
+)
+from vllm_specplug.kernels import StateTrees
+from vllm_specplug.kernels.delta_tree import tree_conv_reference
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+# A tree of three blocks of rows, trees of one, an edge of a block.
+RAGGED = [1, 5, 35, 16]
+
+
+def normalised(x: torch.Tensor) -> torch.Tensor:
+    return (x / (x.square().sum(-1, keepdim=True) + EPS).sqrt()).contiguous()
+
+
+def run(layer: Layer, trees: StateTrees) -> tuple[torch.Tensor, torch.Tensor]:
+    from vllm_specplug.kernels.delta_tree_triton import tree_delta_rule_triton
+
+    return tree_delta_rule_triton(
+        normalised(layer.query), normalised(layer.key), layer.value, layer.decays,
+        layer.strengths, layer.states, trees.starts, trees.parents, trees.slots,
+        max_rows=int(trees.starts.diff().max()), scale=SCALE,
+    )  # fmt: skip
+
+
+def commit(
+    states: torch.Tensor,
+    layer: Layer,
+    updates: torch.Tensor,
+    trees: StateTrees,
+    last_rows: torch.Tensor,
+) -> None:
+    from vllm_specplug.kernels.delta_tree_triton import commit_states_triton
+
+    commit_states_triton(
+        states, normalised(layer.key), updates, layer.decays, trees.parents, trees.slots, last_rows
+    )
+
+
+def check(trees: StateTrees, layer: Layer, limit: float) -> None:
+    expected, states = one_by_one(layer, trees)
+    used = layer.to(torch.float32)
+    output, updates = run(used, trees)
+    assert error(output, expected) < limit
+    ends = trees.starts[1:] - 1
+    for last in (trees.starts[:-1], ends):
+        after = used.states.clone()
+        commit(after, used, updates, trees, last)
+        for row, slot in zip(last.tolist(), trees.slots.tolist(), strict=True):
+            assert error(after[slot], states[row]) < limit
+        others = sorted(set(range(len(after))) - set(trees.slots.tolist()))
+        assert torch.equal(after[others], used.states[others])
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (1, 2)], ids=["as-many", "twice"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_branch_is_decoded_as_alone(shape: str, heads: tuple[int, int]) -> None:
+    trees = make_trees(SHAPES[shape], RAGGED)
+    check(trees, make_layer(trees, *heads, 20, 16), 3e-6)
+
+
+@pytest.mark.parametrize("gates", ["saturated", "denormal"])
+def test_gates_at_their_ends(gates: str) -> None:
+    trees = make_trees(bush, [3, 20])
+    check(trees, make_layer(trees, 1, 1, 16, 16, gates), 3e-6)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(0, 10**6))
+def test_ragged_batches(sizes: list[int], seed: int) -> None:
+    trees = make_trees(bush, sizes, seed)
+    check(trees, make_layer(trees, 1, 1, 16, 16), 5e-6)
+
+
+@pytest.mark.parametrize(("key_size", "value_size"), [(72, 40), (64, 33)])
+def test_sizes_of_several_tiles(key_size: int, value_size: int) -> None:
+    trees = make_trees(bush, [7, 18])
+    check(trees, make_layer(trees, 1, 1, key_size, value_size), 3e-6)
+
+
+def test_states_in_pages_in_bfloat16_and_with_values_outside_keys() -> None:
+    """As vLLM lays them out on CUDA: [S, Hv, V, K] in pages that hold more."""
+    trees = make_trees(bush, [6, 17])
+    layer = make_layer(trees, 1, 2, 32, 16).to(torch.bfloat16).to(torch.float64)
+    expected, states = one_by_one(layer, trees)
+    pages = torch.full((len(layer.states), 3 + 2 * 32 * 16), 7.0, dtype=torch.bfloat16)
+    paged = pages[:, 3:].view(-1, 2, 16, 32).transpose(2, 3)
+    paged.copy_(layer.states)
+    used = layer.to(torch.float32)
+    output, updates = run(Layer(**{**vars(used), "states": paged}), trees)
+    assert error(output, expected) < 3e-6
+    last = trees.starts[1:] - 1
+    commit(paged, used, updates, trees, last)
+    for row, slot in zip(last.tolist(), trees.slots.tolist(), strict=True):
+        assert error(paged[slot], states[row]) < 8e-3
+    assert (pages[:, :3] == 7.0).all()
+
+
+def test_what_was_not_accepted_is_not_read() -> None:
+    """A row off the path may hold anything, NaN too."""
+    trees = make_trees(bush, [20])
+    layer = make_layer(trees, 1, 1, 16, 16)
+    _, states = one_by_one(layer, trees)
+    used = layer.to(torch.float32)
+    _, updates = run(used, trees)
+    off = [row for row in range(20) if row not in branch(trees, 19)]
+    assert off
+    updates[off] = torch.nan
+    after = used.states.clone()
+    commit(after, used, updates, trees, torch.tensor([19]))
+    assert error(after[trees.slots[0]], states[19]) < 3e-6
+
+
+def test_another_tree_gives_another_answer() -> None:
+    trees, line = make_trees(bush, [20]), make_trees(chain, [20])
+    layer = make_layer(trees, 1, 1, 16, 16).to(torch.float32)
+    (output, updates), (other, _) = run(layer, trees), run(layer, line)
+    assert error(other, output.double()) > 0.1
+    right, wrong = layer.states.clone(), layer.states.clone()
+    commit(right, layer, updates, trees, torch.tensor([19]))
+    commit(wrong, layer, updates, line, torch.tensor([19]))
+    assert error(wrong, right.double()) > 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("channels", "width", "bias"), [(37, 4, True), (300, 4, False), (8, 1, True)]
+)
+def test_convolution_follows_ancestors(
+    dtype: torch.dtype, channels: int, width: int, bias: bool
+) -> None:
+    from vllm_specplug.kernels.delta_tree_triton import tree_conv_triton
+
+    torch.manual_seed(channels)
+    trees = make_trees(bush, RAGGED)
+    rows = len(RAGGED) * (width - 1) + len(trees.parents)
+    inputs, weight = torch.randn(rows, channels).to(dtype), torch.randn(channels, width).to(dtype)
+    offset = torch.randn(channels).to(dtype) if bias else None
+    windows = trees.windows(width)
+    actual = tree_conv_triton(inputs, windows, weight, offset, silu=True)
+    expected = tree_conv_reference(
+        inputs.double(), windows, weight.double(), None if offset is None else offset.double(),
+        silu=True,
+    )  # fmt: skip
+    assert actual.dtype == dtype
+    assert error(actual, expected) < (2e-6 if dtype == torch.float32 else 8e-3)
