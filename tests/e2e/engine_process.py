@@ -110,6 +110,12 @@ def _sabotage(name: str) -> None:
             ]
 
         DraftPlanner.draft = others
+    elif name == "states":
+        from vllm_specplug.vllm_attention.state_rows import StateStep
+
+        # Of what was accepted, layers with a state are told the root alone.
+        commit = StateStep.commit
+        StateStep.commit = lambda step, last_rows: commit(step, step.starts[:-1])
     elif name == "own_trees":
         import vllm_specplug.vllm_v2.speculator as speculator
 
@@ -175,6 +181,10 @@ def main(job_path: str, result_path: str) -> None:
         from tests.e2e.v2_setup import use_v2
 
         use_v2()
+    if job.get("float32_states"):
+        from tests.e2e.hybrids import use_float32_states
+
+        use_float32_states()
     for name in job.get("sabotage", ()):
         _sabotage(name)
     from vllm import LLM

@@ -252,6 +252,7 @@ def run_engine(
     env: dict[str, str] | None = None,
     own_processes: bool = False,
     v2: bool = False,
+    float32_states: bool = False,
 ) -> EngineResult:
     """Runs `calls` on an engine in a process of its own; plain engines once for the same calls.
 
@@ -260,6 +261,7 @@ def run_engine(
         own_processes: the engine and each of its workers have a process, as when serving; tensor
             parallelism needs it.
         v2: on Model Runner V2.
+        float32_states: with vLLM's CPU kernels for Gated DeltaNet in float32; see `hybrids`.
 
     Raises:
         AssertionError: with the end of the log when the process fails.
@@ -267,7 +269,8 @@ def run_engine(
     if speculative is not None:
         engine = {**engine, "speculative_config": speculative}
     job = json.dumps({"engine": engine, "calls": calls, "sabotage": sabotage,
-                      "own_processes": own_processes, "v2": v2})  # fmt: skip
+                      "own_processes": own_processes, "v2": v2,
+                      "float32_states": float32_states})  # fmt: skip
     if speculative is None and not env:
         return _shared_result(job, own_processes)
     return _run_job(job, env, own_processes)

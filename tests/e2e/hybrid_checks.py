@@ -83,6 +83,10 @@ def _by_place(stock: Any, step: Any, last_rows: torch.Tensor) -> None:
     stock(step, torch.tensor(places))
 
 
+# What trees and commits must not be; either shows in the output.
+WRONG: list[tuple[str, Callable[..., Any]]] = [("__init__", _is_a_line), ("commit", _by_place)]
+
+
 def check_greedy_and_seeded() -> None:
     counts = compared(engines(), least_accepted=60)
     assert counts.skipping > 20 or not V2, counts
@@ -90,7 +94,7 @@ def check_greedy_and_seeded() -> None:
 
 def check_wrong_parents_and_wrong_commits_show() -> None:
     made = engines()
-    for name, change in (("__init__", _is_a_line), ("commit", _by_place)):
+    for name, change in WRONG:
         with changed(name, change), pytest.raises(AssertionError, match="differs"):
             compared(made)
     # Nothing of it is left behind.

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 
 NORM_EPS = 1e-5
+# Of Qwen3.5's text models, whose config has it with and without a vision tower.
+ROPE_ON_AXES = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0,
+                "mrope_section": [4, 6, 6], "mrope_interleaved": True}  # fmt: skip
 
 
 def make_hybrid_target(
@@ -26,27 +29,34 @@ def make_hybrid_target(
     *,
     value_heads: int = 4,
     size: int = 32,
+    wrapper: dict[str, Any] | None = None,
     **config: Any,
 ) -> Path:
     """A float32 target whose states matter: they fade slowly, and what they hold is large.
 
     Args:
-        family: of transformers, "Qwen3Next" or "Qwen3_5Text".
+        family: of transformers, such as "Qwen3Next" or "Qwen3_5Text".
         size: of keys and values of a state.
+        wrapper: fields of the config around the text model's, of a multimodal family.
     """
     import transformers
 
     torch.manual_seed(0)
-    made = getattr(transformers, f"{family}Config")(
-        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=256,
-        linear_num_value_heads=value_heads, linear_num_key_heads=2, linear_key_head_dim=size,
-        linear_value_head_dim=size, linear_conv_kernel_dim=4, bos_token_id=0, eos_token_id=1,
-        pad_token_id=2, tie_word_embeddings=False,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
-        shared_expert_intermediate_size=64, **config,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(made).float()
+    text = {
+        "vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "max_position_embeddings": 256, "linear_num_value_heads": value_heads,
+        "linear_num_key_heads": 2, "linear_key_head_dim": size, "linear_value_head_dim": size,
+        "linear_conv_kernel_dim": 4, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+        "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, **config,
+    }  # fmt: skip
+    make_config = getattr(transformers, f"{family}Config")
+    if wrapper is None:
+        model = transformers.AutoModelForCausalLM.from_config(make_config(**text)).float()
+    else:
+        make_model = getattr(transformers, f"{family}ForConditionalGeneration")
+        model = make_model(make_config(text_config=text, **wrapper)).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):

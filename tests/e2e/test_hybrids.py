@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
-from tests.e2e.pair import assert_check
+from tests.e2e.pair import assert_check, written_checks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("hybrid_checks")]
 
-# Importing the module would put kernels in place here.
-_SOURCE = Path(__file__).with_name("hybrid_checks.py").read_text()
-CHECKS = re.findall(r"^def (check_\w+)", _SOURCE, re.MULTILINE)
 
-
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", written_checks("hybrid_checks"))
 def test_on_v2(name: str) -> None:
     assert_check("tests.e2e.hybrid_checks", name)
+
+
+@pytest.mark.parametrize("name", written_checks("qwen3_5_checks"))
+def test_qwen3_5_on_v2(name: str) -> None:
+    assert_check("tests.e2e.qwen3_5_checks", name)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,19 +11,20 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.e2e.fork_server import run_forked
+from tests.e2e.pair import written_checks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.xdist_group("hybrid_checks")]
 
 
 def rows() -> list[tuple[str, bool, str]]:
     """(module, whether on V1, check)."""
-    found = []
-    for module in ("hybrid_checks", "hybrid_full_checks", "hybrid_bf16_checks"):
-        source = Path(__file__).with_name(f"{module}.py").read_text()
-        checks = re.findall(r"^def (check_\w+)", source, re.MULTILINE)
-        runners = (True,) if module == "hybrid_checks" else (False, True)
-        found += [(module, on_v1, check) for on_v1 in runners for check in checks]
-    return found
+    on_v1_alone = ("hybrid_checks", "qwen3_5_checks", "qwen3_5_image_checks")
+    return [
+        (module, on_v1, check)
+        for module in (*on_v1_alone, "hybrid_full_checks", "hybrid_bf16_checks")
+        for on_v1 in ((True,) if module in on_v1_alone else (False, True))
+        for check in written_checks(module)
+    ]
 
 
 @cache

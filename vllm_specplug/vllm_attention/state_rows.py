@@ -11,6 +11,7 @@ Seam: state_rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -244,6 +245,24 @@ class StateStep:
         # Metadata holds this step, and this step its metadata: not until the garbage collector.
         self._pending.clear()
         self._groups.clear()
+
+
+def rehearsed_step(num_rows: int, max_requests: int, tree_rows: int) -> StateStep:
+    """Trees for a forward of dummies, in which every node has two children.
+
+    Args:
+        max_requests: most trees.
+        tree_rows: most rows of one, where `max_requests` do not stand in the way.
+    """
+    count = min(max_requests, -(-num_rows // tree_rows))
+    ends = torch.linspace(0, num_rows, count + 1).round().long()
+    requests = [RequestRows(a, a, b, True) for a, b in itertools.pairwise(ends.tolist())]
+    parents = []
+    for request in requests:
+        rows = torch.arange(request.end_row - request.root_row)
+        start = sum(len(above) for above in parents)
+        parents.append(torch.where(rows > 0, start + (rows - 1) // 2, -1))
+    return StateStep(requests, torch.cat(parents))
 
 
 def layer_states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -156,12 +156,6 @@ def _check_multimodal(method: str, spec: SpecPlugSpeculativeConfig, model: Any) 
             "Its positions on several axes come after those of a tree's nodes; set "
             "VLLM_USE_V2_MODEL_RUNNER=0",
         )
-    if model.is_hybrid:
-        _refuse(
-            method,
-            f"{target} with recurrent layers",
-            "Use a target with one of the two",
-        )
     if option:
         _refuse(
             method,

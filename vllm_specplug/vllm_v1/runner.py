@@ -68,6 +68,8 @@ class TreeRunnerMixin(_Runner):
         self.tree_step = TreeStep([])
         # What the step's trees would do to recurrent states, until the walk.
         self.tree_states: StateStep | None = None
+        # The same for a forward of dummies.
+        self.rehearsed_states: StateStep | None = None
         # KV cache group of the drafter's own layers.
         self.draft_group = 0
         self.tree_metrics = step_metrics(spec)
@@ -231,9 +233,12 @@ class TreeRunnerMixin(_Runner):
                 padded_requests=kwargs.get("num_reqs_padded"),
             )
             names = self.drafter.state_layers.names
-            if names and self.tree_step.has_drafts and not kwargs.get("for_cudagraph_capture"):
-                self.tree_states = state_step(self.tree_step)
-                attach_state_step(attn_metadata, names, self.tree_states)
+            if names and not kwargs.get("for_cudagraph_capture"):
+                if self.tree_step.has_drafts:
+                    self.tree_states = state_step(self.tree_step)
+                step = self.tree_states or self.rehearsed_states
+                if step is not None:
+                    attach_state_step(attn_metadata, names, step)
         return attn_metadata, common
 
     # -- after the forward ----------------------------------------------------------------
@@ -255,14 +260,15 @@ class TreeRunnerMixin(_Runner):
             ends_request=state.ends_request,
         )
         walk, output = sampler.walk([r.tree for r in self.tree_step.requests], root_rows)
-        walked = time.perf_counter()
         for request, path in zip(self.tree_step.requests, walk.accepted_paths, strict=True):
             request.accepted_path = path
-        # Before anything can read or hash their blocks.
-        self.tree_backend.compact(self.tree_step, state)
+        # Both before anything can read or hash their blocks. What applies to states is part of
+        # verification, as in a calibration: it costs by tree and not by what moves.
         if self.tree_states is not None:
             self.tree_states.commit(last_state_rows(self.tree_step))
             self.tree_states = None
+        walked = time.perf_counter()
+        self.tree_backend.compact(self.tree_step, state)
         self._record_verification(walked)
         return output
 

@@ -80,6 +80,8 @@ class TreeRunnerV2Mixin(_Runner):
         self.tree_walk: Walk | None = None
         # What the step's trees would do to recurrent states, until the walk.
         self.tree_states: StateStep | None = None
+        # The same for a forward of dummies.
+        self.rehearsed_states: StateStep | None = None
         # Running requests with a grammar.
         self.tree_constrained: set[str] = set()
         # KV cache group of the drafter's own layers.
@@ -124,10 +126,11 @@ class TreeRunnerV2Mixin(_Runner):
                 rows = self.tree_backend.tree_rows(self.tree_step, block_tables[0])
                 for one in {id(m): m for m in metadata.values()}.values():
                     attach_tree_rows(one, rows)
-                names = self.drafter.state_layers.names
-                if names:
+                if self.drafter.state_layers.names:
                     self.tree_states = state_step(input_batch, self.tree_step)
-                    attach_state_step(metadata, names, self.tree_states)
+            states = self.tree_states or self.rehearsed_states
+            if states is not None:
+                attach_state_step(metadata, self.drafter.state_layers.names, states)
             return metadata
 
         self.model_state.prepare_attn = prepare_attn
@@ -238,12 +241,13 @@ class TreeRunnerV2Mixin(_Runner):
 
     def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
         output = super().sample(hidden_states, input_batch, grammar_output)
+        # States and caches before anything can read or hash their blocks. What applies to states
+        # is part of verification, as in a calibration: it costs by tree and not by what moves.
+        if self.tree_walk is not None and self.tree_states is not None:
+            self.tree_states.commit(last_state_rows(input_batch, self.tree_walk))
         walked = self.planner.clock.mark()
         if self.tree_walk is not None and self.tree_slots is not None:
-            # Before anything can read or hash their blocks.
             self.tree_backend.compact(self._running_trees(), self.tree_walk, self.tree_slots)
-            if self.tree_states is not None:
-                self.tree_states.commit(last_state_rows(input_batch, self.tree_walk))
         self._record_verification(input_batch, walked)
         return output
 

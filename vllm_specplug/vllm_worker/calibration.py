@@ -183,7 +183,7 @@ class Calibrator:
         hidden: list[torch.Tensor] = []
 
         def forward() -> None:
-            hidden[:] = [self.state.dummy_forward(rows, context)]
+            hidden[:] = [self.state.tree_forward(rows, context)]
 
         def logits() -> None:
             self.state.logits(hidden[0][:rows])
@@ -305,6 +305,7 @@ def _digest(state: RunnerView) -> str:
         spec.draft_depth,
         spec.tree_width,
         spec.tree_kernel,
+        len(state.state_layers.names),
         state.drafter.forward_depth,
         None if state.runner.lora_config is None else state.runner.lora_config.compute_hash(),
         torch.get_num_threads(),

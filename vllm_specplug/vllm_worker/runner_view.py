@@ -20,6 +20,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specplug.drafting.drafter import DrafterOptions
+from vllm_specplug.vllm_attention.state_rows import rehearsed_step
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_groups
 from vllm_specplug.vllm_worker.state_layers import StateLayers
 
@@ -89,6 +90,22 @@ class RunnerView(ABC):
     @abstractmethod
     def dummy_forward(self, rows: int, context: int) -> torch.Tensor:
         """A forward of `rows` rows that attend `context` tokens; hidden states [>= rows, H]."""
+
+    def tree_forward(self, rows: int, context: int) -> torch.Tensor:
+        """`dummy_forward` whose rows are trees to layers with a state, the accepted paths applied.
+
+        Such layers take rows of other kinds elsewhere, at other costs. One row is a decoding one.
+        """
+        if rows == 1 or not self.state_layers.names:
+            return self.dummy_forward(rows, context)
+        step = rehearsed_step(rows, self.max_requests, self.drafter_options.num_nodes + 1)
+        self.runner.rehearsed_states = step
+        try:
+            hidden = self.dummy_forward(rows, context)
+        finally:
+            self.runner.rehearsed_states = None
+        step.commit(step.starts[1:] - 1)
+        return hidden
 
     @abstractmethod
     def wait_for_device(self) -> None:

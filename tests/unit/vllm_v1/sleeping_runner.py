@@ -11,6 +11,7 @@ import torch
 
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v1.runner_state import RunnerState
+from vllm_specplug.vllm_worker.state_layers import StateLayers
 
 
 class SleepingDrafter:
@@ -42,7 +43,9 @@ class SleepingRunner:
         self.state = RunnerState(self)
         self.model = SimpleNamespace(compute_logits=lambda hidden: time.sleep(1e-4))
         self.drafter = SimpleNamespace(
-            drafter=SleepingDrafter(), options=SimpleNamespace(num_nodes=8, tree_width=4)
+            drafter=SleepingDrafter(),
+            options=SimpleNamespace(num_nodes=8, tree_width=4),
+            state_layers=StateLayers(),
         )
         self.scheduler_config = SimpleNamespace(max_num_seqs=16)
         parallel = SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1)

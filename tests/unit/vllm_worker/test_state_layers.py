@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_attention.state_rows import rehearsed_step
 from vllm_specplug.vllm_v1 import state_trees as v1
 from vllm_specplug.vllm_v2 import state_trees as v2
 from vllm_specplug.vllm_v2.device_trees import NO_NODE, ROOT, StepTrees
@@ -59,6 +60,19 @@ def expect(step: Any, last: torch.Tensor) -> None:
     assert (linear.requests.tolist(), linear.num_decodes) == ([2, 0, 1], 1)
     assert linear.starts.tolist() == [0, 1, 7, 9]
     assert linear.has_state.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("rows", "requests", "sizes"), [(2, 8, [2]), (9, 8, [9]), (24, 8, [8, 8, 8]), (40, 2, [20, 20])]
+)
+def test_rehearsed_rows_are_trees(rows: int, requests: int, sizes: list[int]) -> None:
+    step = rehearsed_step(rows, requests, tree_rows=9)
+    assert step.starts.diff().tolist() == sizes and step.linear is None
+    assert step.rows.tolist() == list(range(rows)) and not step.fresh.any()
+    for start, size in zip(step.starts.tolist(), sizes, strict=False):
+        assert step.parents[start] == -1
+        children = torch.bincount(step.parents[start + 1 : start + size] - start)
+        assert children.max() <= 2 and children.sum() == size - 1
 
 
 def test_v1_rows() -> None:
