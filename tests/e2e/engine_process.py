@@ -115,7 +115,7 @@ def _sabotage(name: str) -> None:
 
         # Of what was accepted, layers with a state are told the root alone.
         commit = StateStep.commit
-        StateStep.commit = lambda step, last_rows: commit(step, step.starts[:-1])
+        StateStep.commit = lambda step, last_rows, *rest: commit(step, step.starts[:-1])
     elif name == "own_trees":
         import vllm_specplug.vllm_v2.speculator as speculator
 

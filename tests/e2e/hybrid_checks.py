@@ -72,7 +72,7 @@ def _is_a_line(stock: Any, step: Any, requests: Any, parents: torch.Tensor) -> N
     stock(step, requests, torch.where(parents < 0, -1, torch.arange(len(parents)) - 1))
 
 
-def _by_place(stock: Any, step: Any, last_rows: torch.Tensor) -> None:
+def _by_place(stock: Any, step: Any, last_rows: torch.Tensor, *rest: Any) -> None:
     """As many rows as were accepted, but the first ones."""
     places = []
     for start, row in zip(step.starts.tolist(), last_rows.tolist(), strict=False):
@@ -80,7 +80,7 @@ def _by_place(stock: Any, step: Any, last_rows: torch.Tensor) -> None:
         while step.parents[row] >= 0:
             row, depth = int(step.parents[row]), depth + 1
         places.append(start + depth)
-    stock(step, torch.tensor(places))
+    stock(step, torch.tensor(places), *rest)
 
 
 # What trees and commits must not be; either shows in the output.

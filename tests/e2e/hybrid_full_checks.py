@@ -8,9 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from tests.e2e import hybrid_checks
 from tests.e2e.hybrid_checks import VOCAB, changed, compared, target
-from tests.e2e.pair import pair
+from tests.e2e.option_checks import greedy, seeded
+from tests.e2e.pair import core_of, pair, sequences_of, watch_prefix_hits
+from tests.e2e.target_checks import WINDOW_PROMPTS
 from tests.e2e.tiny import make_eagle3_head, make_head
 
 FAMILY = "Qwen3Next"
@@ -57,9 +62,9 @@ def check_costs_are_measured_with_trees() -> None:
         run.append(len(inputs))
         return stock(step, layer, trees, inputs, *args)
 
-    def committed(stock: Any, step: Any, last_rows: Any) -> None:
+    def committed(stock: Any, step: Any, *args: Any) -> None:
         commits.append(len(step.rows))
-        stock(step, last_rows)
+        stock(step, *args)
 
     with changed("_run_trees", noted), changed("commit", committed):
         made = hybrid_checks.engines(speculative={"tree_budget": "auto", "max_step_rows": 40})
@@ -92,3 +97,56 @@ def check_grammars() -> None:
     kinds = {name: KINDS[name] for name in ("regex", "choice", "ebnf")}
     made = pair("oracle", model=str(folder), speculative=hybrid_checks.SPECULATIVE)
     every_kind(made, kinds, prunes=not hybrid_checks.V2)
+
+
+def _number(hit: tuple[str, int]) -> int:
+    """vLLM's of a request; its names are "NUMBER-RANDOM"."""
+    return int(hit[0].partition("-")[0])
+
+
+def check_prefix_hits_on_generated_text() -> None:
+    """A block that generated text fills keeps the state at its end.
+
+    vLLM lets go of those whose end is passed before it looks; what is found was the last committed
+    row of a step, or the first of the next.
+    """
+    # Blocks of 32 tokens: paths end them in most steps.
+    made = hybrid_checks.engines(
+        model=target(FAMILY, size=16),
+        # By default vLLM keeps the last state of a prompt alone.
+        tree={"enable_prefix_caching": True, "prefix_cache_retention_interval": None},
+        speculative={"num_speculative_tokens": 16, "tree_budget": 16},
+    )
+    size = core_of(made.tree).scheduler.block_size
+    assert size == 32
+    hits = watch_prefix_hits(made.tree)
+    prompts = [WINDOW_PROMPTS[i % len(WINDOW_PROMPTS)][: 5 + 9 * i] for i in range(6)]
+    params = [
+        make(max_tokens=90, detokenize=False) for make in [greedy, lambda **kw: seeded(1, **kw)] * 3
+    ]
+
+    def both_times() -> int:
+        """Prompts, then those with what was generated for them; how many of these found more than
+        their prompt."""
+        made.tree.reset_prefix_cache()
+        expected, _ = made.compare(prompts, params, least_accepted=100)
+        hits.clear()
+        longer = [[*text[:-7], 11] for text in sequences_of(expected)]
+        made.compare(longer, params)
+        found = zip(sorted(hits.items(), key=_number), prompts, strict=True)
+        return sum(count > len(prompt) for (_, count), prompt in found)
+
+    assert both_times() >= 2, hits
+
+    # Neither the running state nor that of the row behind or before is the block's.
+    def is_lost(stock: Any, step: Any, *args: Any) -> Any:
+        ended, rows, slots = stock(step, *args)
+        return ended[:0], rows[:0], slots[:0]
+
+    def is_the_row_above(stock: Any, step: Any, *args: Any) -> Any:
+        ended, rows, slots = stock(step, *args)
+        return ended, torch.where(step.parents[rows] < 0, rows, step.parents[rows]), slots
+
+    for wrong in (is_lost, is_the_row_above):
+        with changed("_full_blocks", wrong), pytest.raises(AssertionError, match="differs"):
+            both_times()

@@ -31,6 +31,9 @@ from vllm_specplug.kernels import (
 # Attribute of vLLM's metadata of such layers that carries `StateStep`.
 STATE_STEP_ATTRIBUTE = "specplug_state_step"
 
+# The same, with prefix caching: `StateBlocks`.
+STATE_BLOCKS_ATTRIBUTE = "specplug_state_blocks"
+
 # What vLLM's CPU kernels add to the sum of squares of a query or key.
 NORM_EPS = 1e-5
 
@@ -53,6 +56,26 @@ class TreeGDNMetadataBuilder(GDNAttentionMetadataBuilder):
         super().__init__(*args, **kwargs)
         if getattr(self.speculative_config, "plugin_method", None) is not None:
             self.use_spec_decode, self.num_spec, self.reorder_batch_threshold = False, 0, 1
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kw: Any
+    ) -> Any:
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kw)
+        if self.vllm_config.cache_config.mamba_cache_mode == "align":
+            table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.block_size
+            setattr(metadata, STATE_BLOCKS_ATTRIBUTE, StateBlocks(table, size))
+        return metadata
+
+
+@dataclass(frozen=True)
+class StateBlocks:
+    """Where the states of a KV cache group are: a block that is full keeps the one at its end, and
+    the last one of a step's rows the running one."""
+
+    # [B, blocks] int32, 0 for none
+    table: torch.Tensor
+    size: int
+    """Tokens of a block."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +155,7 @@ class _Pending:
     inputs: torch.Tensor
     updates: DeltaUpdates
     trees: StateTrees
+    blocks: StateBlocks | None
 
 
 class StateStep:
@@ -189,12 +213,19 @@ class StateStep:
             own = torch.empty_like(output[: len(at)])
             stock(layer, linear, mixed_qkv[at], b[at], a[at], own)
             output[at] = own
+        blocks = getattr(metadata, STATE_BLOCKS_ATTRIBUTE, None)
         output[self.rows] = self._run_trees(
-            layer, trees, mixed_qkv[self.rows], b[self.rows], a[self.rows]
+            layer, trees, mixed_qkv[self.rows], b[self.rows], a[self.rows], blocks
         )
 
     def _run_trees(
-        self, layer: Any, trees: StateTrees, inputs: torch.Tensor, b: torch.Tensor, a: torch.Tensor
+        self,
+        layer: Any,
+        trees: StateTrees,
+        inputs: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        blocks: StateBlocks | None,
     ) -> torch.Tensor:
         conv_states, states = layer_states(layer)
         if self.fresh.any():
@@ -224,7 +255,7 @@ class StateStep:
             scale=key.shape[-1] ** -0.5,
             eps=NORM_EPS,
         )
-        self._pending.append(_Pending(conv_states, states, inputs, updates, trees))
+        self._pending.append(_Pending(conv_states, states, inputs, updates, trees, blocks))
         return output.to(inputs.dtype)
 
     def _window(self, trees: StateTrees, width: int) -> torch.Tensor:
@@ -232,19 +263,63 @@ class StateStep:
             self._windows[width] = trees.windows(width)
         return self._windows[width]
 
-    def commit(self, last_rows: torch.Tensor) -> None:
-        """Applies the accepted paths to the states of all layers; `last_rows` int64 [R] as in
-        `commit_states`."""
+    def commit(
+        self,
+        last_rows: torch.Tensor,
+        contexts: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> None:
+        """Applies the accepted paths to the states of all layers.
+
+        A path that reaches the end of a block leaves its state there as well, for prefix hits. It
+        is shorter than a block (`check_state_blocks`), so that there is at most one.
+
+        Args:
+            last_rows: int64 [R] as in `commit_states`.
+            contexts: int64 [R] tokens before each root; not given for dummies.
+            lengths: int64 [R] accepted nodes of each tree.
+        """
         for layer in self._pending:
             width = layer.conv_states.shape[1] + 1
             kept = layer.conv_states[layer.trees.slots].flatten(0, 1)
             known = torch.cat((kept, layer.inputs.to(kept.dtype)))
-            window = self._window(layer.trees, width)[last_rows][:, 1:]
-            layer.conv_states[layer.trees.slots] = known[window]
+            windows = self._window(layer.trees, width)[:, 1:]
+            if layer.blocks is not None and contexts is not None and lengths is not None:
+                ended, rows, slots = self._full_blocks(layer, last_rows, contexts, lengths)
+                if len(ended):
+                    layer.conv_states[slots] = known[windows[rows]]
+                    layer.states[slots] = layer.states[layer.trees.slots[ended]]
+                    # Rows of the trees between them count as theirs, and are not read.
+                    starts = self.starts[[0, *ended[1:].tolist(), -1]]
+                    trees = StateTrees(starts, self.parents, slots)
+                    commit_states(layer.states, layer.updates, trees, rows)
+            layer.conv_states[layer.trees.slots] = known[windows[last_rows]]
             commit_states(layer.states, layer.updates, layer.trees, last_rows)
         # Metadata holds this step, and this step its metadata: not until the garbage collector.
         self._pending.clear()
         self._groups.clear()
+
+    def _full_blocks(
+        self,
+        layer: _Pending,
+        last_rows: torch.Tensor,
+        contexts: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Trees whose paths fill a block, the row that does, and the slot for its state; int64."""
+        assert layer.blocks is not None
+        size = layer.blocks.size
+        # Nodes of the path down to the row with a block's last position.
+        depths = size - 1 - contexts % size
+        slots = layer.blocks.table[self.requests].long()
+        slots = slots.gather(1, (contexts // size)[:, None])[:, 0]
+        # Where the rows end with the block, the running state is that of its end.
+        is_full = (depths <= lengths) & (slots != layer.trees.slots) & (slots != 0)
+        ended = is_full.nonzero()[:, 0]
+        rows, above = last_rows[ended], (lengths - depths)[ended]
+        for climbed in range(int(above.max()) if len(above) else 0):
+            rows = torch.where(above > climbed, self.parents[rows], rows)
+        return ended, rows, slots[ended]
 
 
 def rehearsed_step(num_rows: int, max_requests: int, tree_rows: int) -> StateStep:

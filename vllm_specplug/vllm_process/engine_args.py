@@ -210,13 +210,6 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
             f"tree_kernel='triton' on a target with recurrent states ({model.architectures[0]})",
             'The interpreted kernel knows one cache group: use tree_kernel="auto"',
         )
-    if vllm_config.cache_config.enable_prefix_caching:
-        _refuse(
-            method,
-            f"enable_prefix_caching=True on a target with recurrent states "
-            f"({model.architectures[0]})",
-            "Set enable_prefix_caching=False (--no-enable-prefix-caching)",
-        )
     option = spec.plan.target_forward_option if spec.plan else None
     if option:
         _refuse(

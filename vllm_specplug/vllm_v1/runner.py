@@ -25,7 +25,7 @@ from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_attention.state_rows import StateStep, attach_state_step
 from vllm_specplug.vllm_v1.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v1.runner_state import RunnerState, ScheduledRows
-from vllm_specplug.vllm_v1.state_trees import last_state_rows, state_step
+from vllm_specplug.vllm_v1.state_trees import accepted_lengths, last_state_rows, state_step
 from vllm_specplug.vllm_v1.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
 from vllm_specplug.vllm_worker.cache_groups import (
@@ -37,6 +37,7 @@ from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner, step_me
 from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.proposer import TreeProposer
 from vllm_specplug.vllm_worker.ranks import first_rank_trees
+from vllm_specplug.vllm_worker.state_layers import check_state_blocks
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 logger = init_logger("vllm.specplug.runner")
@@ -106,6 +107,7 @@ class TreeRunnerMixin(_Runner):
         state, drafter, method = self.state, self.drafter.drafter, str(self.tree_spec.plugin_method)
         caches, groups = state.target_caches(), state.target_groups()
         check_cache_dtypes(caches, state.dtype, method)
+        check_state_blocks(state.kv_cache_config, self.tree_spec.num_speculative_tokens, method)
         if not self.tree_backend.serves_features:
             check_plain_attention(
                 state.layers,
@@ -163,6 +165,8 @@ class TreeRunnerMixin(_Runner):
             self.planner.forget(sorted(ended))
             for req_id in gone:
                 self.proposed_trees.pop(req_id, None)
+                # vLLM drops these in steps with rows alone, and a name may come back before one.
+                self.mamba_state_idx.pop(req_id, None)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(
@@ -265,12 +269,26 @@ class TreeRunnerMixin(_Runner):
         # Both before anything can read or hash their blocks. What applies to states is part of
         # verification, as in a calibration: it costs by tree and not by what moves.
         if self.tree_states is not None:
-            self.tree_states.commit(last_state_rows(self.tree_step))
+            lengths = accepted_lengths(self.tree_step)
+            self.tree_states.commit(last_state_rows(self.tree_step), *lengths)
             self.tree_states = None
         walked = time.perf_counter()
         self.tree_backend.compact(self.tree_step, state)
         self._record_verification(walked)
         return output
+
+    def _get_mamba_bufs(self) -> Any:
+        # Nor at the end of a block is there a state of a draft for vLLM to copy.
+        spec, self.speculative_config = self.speculative_config, None
+        try:
+            return super()._get_mamba_bufs()
+        finally:
+            self.speculative_config = spec
+
+    def _update_states_after_model_execute(self, *args: Any, **kwargs: Any) -> None:
+        # It counts how many states of drafts the next step is to pass over.
+        if not self.drafter.state_layers.names:
+            super()._update_states_after_model_execute(*args, **kwargs)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM rewinds the generators of discarded samples, which a CPU generator cannot do, and

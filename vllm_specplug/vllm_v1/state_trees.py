@@ -36,5 +36,12 @@ def last_state_rows(step: TreeStep) -> torch.Tensor:
     return torch.tensor(rows)
 
 
+def accepted_lengths(step: TreeStep) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens before each tree's root, and its accepted nodes; int64 [R]."""
+    trees = _drafting(step)
+    contexts = torch.tensor([r.context_len for r in trees])
+    return contexts, torch.tensor([len(r.accepted_path) for r in trees])
+
+
 def _drafting(step: TreeStep) -> list[StepRequest]:
     return [r for r in step.requests if r.end_row > r.root_row + 1]

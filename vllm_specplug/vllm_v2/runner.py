@@ -34,7 +34,8 @@ from vllm_specplug.vllm_v2.device_trees import (
 from vllm_specplug.vllm_v2.runner_state import RunnerState
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
-from vllm_specplug.vllm_v2.state_trees import last_state_rows, state_step
+from vllm_specplug.vllm_v2.state_blocks import move_states_by_block
+from vllm_specplug.vllm_v2.state_trees import accepted_lengths, last_state_rows, state_step
 from vllm_specplug.vllm_v2.step_input import step_rows, verified_step
 from vllm_specplug.vllm_v2.tree_params import TreeParams
 from vllm_specplug.vllm_worker.cache_groups import draft_group
@@ -43,6 +44,7 @@ from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.proposer import TreeProposer
+from vllm_specplug.vllm_worker.state_layers import check_state_blocks
 
 logger = init_logger("vllm.specplug.runner")
 
@@ -134,6 +136,8 @@ class TreeRunnerV2Mixin(_Runner):
             return metadata
 
         self.model_state.prepare_attn = prepare_attn
+        if self.drafter.state_layers.names and self.cache_config.mamba_cache_mode == "align":
+            move_states_by_block(self.model_state, self.state.layers)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
@@ -142,6 +146,7 @@ class TreeRunnerV2Mixin(_Runner):
             return
         state, method = self.state, str(self.tree_spec.plugin_method)
         check_cache_dtypes(state.target_caches(), state.dtype, method)
+        check_state_blocks(state.kv_cache_config, self.tree_spec.num_speculative_tokens, method)
         self.tree_backend.bind(state.target_groups())
         self.draft_group = draft_group(state.kv_cache_config, state.layers, method)
         layers = self.drafter.cache_layers
@@ -244,7 +249,9 @@ class TreeRunnerV2Mixin(_Runner):
         # States and caches before anything can read or hash their blocks. What applies to states
         # is part of verification, as in a calibration: it costs by tree and not by what moves.
         if self.tree_walk is not None and self.tree_states is not None:
-            self.tree_states.commit(last_state_rows(input_batch, self.tree_walk))
+            walk = self.tree_walk
+            lengths = accepted_lengths(input_batch, self._running_trees(), walk)
+            self.tree_states.commit(last_state_rows(input_batch, walk), *lengths)
         walked = self.planner.clock.mark()
         if self.tree_walk is not None and self.tree_slots is not None:
             self.tree_backend.compact(self._running_trees(), self.tree_walk, self.tree_slots)

@@ -40,6 +40,14 @@ def last_state_rows(input_batch: Any, walk: Walk) -> torch.Tensor:
     return last[drafting] - torch.from_numpy(lost)[drafting]
 
 
+def accepted_lengths(
+    input_batch: Any, trees: StepTrees, walk: Walk
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens before each tree's root, and its accepted nodes; int64 [R]."""
+    drafting = torch.from_numpy(np.flatnonzero(_row_counts(input_batch) > 1))
+    return trees.rows.contexts[drafting].long(), walk.lengths[drafting].long()
+
+
 def _row_counts(input_batch: Any) -> np.ndarray:
     """Logits rows of each request: its root and its drafts."""
     counts: np.ndarray = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])

@@ -4,17 +4,19 @@
 vLLM reserves a state per draft token; trees need one per sequence (`vllm_attention.state_rows`). So
 these layers are made to ask for what they would ask for without speculation.
 
-Seam: state_layers.
+Seams: state_layers, state_blocks.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_specplug.seams import STATE_SEAMS
 
@@ -70,6 +72,36 @@ def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
         layer.num_spec = 0
         layer.get_kv_cache_spec = _without_draft_states(layer.get_kv_cache_spec)
     return StateLayers(tuple(found), sum(row_bytes(layer) for layer in found.values()))
+
+
+def check_state_blocks(kv_cache_config: Any, num_nodes: int, method: str) -> None:
+    """Refuses trees of which a path could fill two blocks, where states at their ends are kept.
+
+    Raises:
+        ValueError: naming the sizes.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
+            if num_nodes >= spec.block_size:
+                raise ValueError(
+                    f"Speculative method {method!r}: num_speculative_tokens={num_nodes} with "
+                    "prefix caching on a target with recurrent states, legal: less than a block, "
+                    f"{spec.block_size} tokens. Lower num_speculative_tokens, raise block_size or "
+                    "set enable_prefix_caching=False (--no-enable-prefix-caching)."
+                )
+
+
+def host_copies(stock: Callable[..., None]) -> Callable[..., None]:
+    """`batch_memcpy` of states, which is a Triton kernel, on a CPU. Seam: state_blocks."""
+
+    def batch_memcpy(sources: Any, targets: Any, sizes: Any) -> None:
+        for source, target, size in zip(
+            sources.tolist(), targets.tolist(), sizes.tolist(), strict=True
+        ):
+            ctypes.memmove(target, source, size)
+
+    return batch_memcpy
 
 
 def _refuse(layers: Mapping[str, Any], method: str, why: str, remedy: str) -> None:

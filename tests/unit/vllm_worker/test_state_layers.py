@@ -10,12 +10,23 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_specplug.kernels import DeltaUpdates, StateTrees, commit_states
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_attention.state_rows import rehearsed_step
+from vllm_specplug.vllm_attention.state_rows import (
+    RequestRows,
+    StateBlocks,
+    StateStep,
+    _Pending,
+    rehearsed_step,
+)
 from vllm_specplug.vllm_v1 import state_trees as v1
 from vllm_specplug.vllm_v2 import state_trees as v2
 from vllm_specplug.vllm_v2.device_trees import NO_NODE, ROOT, StepTrees
-from vllm_specplug.vllm_worker.state_layers import StateLayers, prepare_state_layers
+from vllm_specplug.vllm_worker.state_layers import (
+    StateLayers,
+    check_state_blocks,
+    prepare_state_layers,
+)
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 
@@ -26,6 +37,71 @@ def test_layers_are_served_by_their_class() -> None:
     layer = MambaMixer2.__new__(MambaMixer2)
     with pytest.raises(ValueError, match=r"'ngram_tree' .*'layers\.3'.*MambaMixer2.*Use a target"):
         prepare_state_layers({"layers.3": layer}, "ngram_tree")
+
+
+def cache_groups(mode: str, size: int) -> Any:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    spec = MambaSpec(
+        block_size=size, shapes=((1, 1),), dtypes=(torch.float32,), mamba_cache_mode=mode
+    )
+    group = SimpleNamespace(kv_cache_spec=spec)
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=object()), group])
+
+
+def test_no_path_may_fill_two_blocks() -> None:
+    check_state_blocks(cache_groups("align", 17), 16, "ngram_tree")
+    check_state_blocks(cache_groups("none", 16), 16, "ngram_tree")
+    message = r"'ngram_tree': num_speculative_tokens=16 .* 16 tokens.*enable_prefix_caching=False"
+    with pytest.raises(ValueError, match=message):
+        check_state_blocks(cache_groups("align", 16), 16, "ngram_tree")
+
+
+def test_a_full_block_keeps_the_state_at_its_end() -> None:
+    """Wherever in a path that is; blocks of 8 tokens, slots by request and block."""
+    torch.manual_seed(0)
+    # Below the root: 0 -> 1 -> 3, and 2 aside. A path fills the block at 5, 6, 7 or 8 tokens.
+    parents = [-1, 0, 1, 0, 2]
+    table = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8], [0, 9]], dtype=torch.int32)
+    contexts, lengths = torch.tensor([4, 5, 6, 7, 7]), torch.tensor([3, 3, 0, 3, 3])
+    full_at = [4, 2, None, 0, None]
+    count, rows = len(contexts), len(parents)
+    step = StateStep(
+        [RequestRows(i * rows, i * rows, (i + 1) * rows, True) for i in range(count)],
+        torch.tensor([p if p < 0 else p + i * rows for i in range(count) for p in parents]),
+    )
+    trees = StateTrees(step.starts, step.parents, torch.tensor([2, 4, 5, 8, 9]))
+    heads, key, value, width = 2, 4, 16, 4
+    updates = DeltaUpdates(
+        torch.randn(count * rows, 1, key), torch.randn(count * rows, heads, value),
+        torch.rand(count * rows, heads),
+    )  # fmt: skip
+    conv, states = torch.randn(10, width - 1, 3), torch.randn(10, heads, key, value)
+    inputs = torch.randn(count * rows, 3)
+
+    def committed(row: int, tree: int) -> tuple[torch.Tensor, torch.Tensor]:
+        alone = states.clone()
+        last = (step.starts[:-1]).clone()
+        last[tree] = row
+        commit_states(alone, updates, trees, last)
+        known = torch.cat((conv[trees.slots].flatten(0, 1), inputs))
+        slot = trees.slots[tree]
+        return alone[slot], known[trees.windows(width)[row, 1:]]
+
+    last_rows = step.starts[:-1] + torch.tensor([4, 4, 0, 4, 4])
+    expected = {}
+    for tree, full in enumerate(full_at):
+        start = int(step.starts[tree])
+        expected[int(trees.slots[tree])] = committed(int(last_rows[tree]), tree)
+        if full is not None:
+            expected[int(table[tree, 0])] = committed(start + full, tree)
+    kept = states.clone()
+    own = conv.clone(), states
+    step._pending.append(_Pending(*own, inputs, updates, trees, StateBlocks(table, 8)))
+    step.commit(last_rows, contexts, lengths)
+    for slot in range(10):
+        state, window = expected.get(slot, (kept[slot], conv[slot]))
+        assert torch.equal(states[slot], state) and torch.equal(own[0][slot], window), slot
 
 
 def tree_of(parents: list[int]) -> DraftTree:
@@ -87,6 +163,7 @@ def test_v1_rows() -> None:
     # Drafts of nobody: a line, of which the root alone is committed.
     step = TreeStep([StepRequest(0, 0, 3, 4, None)])
     assert v1.state_step(step).parents.tolist() == [-1, 0, 1]
+    assert [x.tolist() for x in v1.accepted_lengths(step)] == [[4], [0]]
     assert v1.last_state_rows(step).tolist() == [0]
 
 
