@@ -105,7 +105,8 @@ class TreeRunnerMixin(_Runner):
             return
         state, drafter, method = self.state, self.drafter.drafter, str(self.tree_spec.plugin_method)
         caches, groups = state.target_caches(), state.target_groups()
-        check_cache_dtypes(caches, state.dtype, method)
+        served = state.layers if self.tree_backend.serves_features else None
+        check_cache_dtypes(caches, state.dtype, method, served)
         if not self.tree_backend.serves_features:
             check_plain_attention(
                 state.layers,

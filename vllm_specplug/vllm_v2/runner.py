@@ -141,7 +141,7 @@ class TreeRunnerV2Mixin(_Runner):
             # A small cache to measure graphs with, dropped right after: it must not be kept alive.
             return
         state, method = self.state, str(self.tree_spec.plugin_method)
-        check_cache_dtypes(state.target_caches(), state.dtype, method)
+        check_cache_dtypes(state.target_caches(), state.dtype, method, state.layers)
         self.tree_backend.bind(state.target_groups())
         self.draft_group = draft_group(state.kv_cache_config, state.layers, method)
         layers = self.drafter.cache_layers
