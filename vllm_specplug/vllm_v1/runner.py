@@ -386,9 +386,10 @@ class TreeRunnerMixin(_Runner):
     def _record_verification(self, walked: float) -> None:
         stats = self.tree_metrics.stats
         step_nodes = 0
-        for r in self.tree_step.requests:
+        requests = self.tree_step.requests
+        for r, adapter in zip(requests, self.state.adapter_names(len(requests)), strict=True):
             if r.tree is not None and r.tree.num_nodes:
-                stats.observe_draft(r.tree.num_nodes, len(r.accepted_path))
+                stats.observe_draft(r.tree.num_nodes, len(r.accepted_path), adapter)
                 step_nodes += r.tree.num_nodes
         self.planner.observe(self.tree_step, self.state.req_ids, walked)
         if step_nodes:

@@ -297,9 +297,10 @@ class TreeRunnerV2Mixin(_Runner):
         step = verified_step(input_batch, self.speculator.trees, self.tree_walk)
         stats = self.tree_metrics.stats
         step_nodes = 0
-        for r in step.requests:
+        adapters = self.state.adapter_names(len(step.requests))
+        for r, adapter in zip(step.requests, adapters, strict=True):
             if r.tree is not None and r.tree.num_nodes:
-                stats.observe_draft(r.tree.num_nodes, len(r.accepted_path))
+                stats.observe_draft(r.tree.num_nodes, len(r.accepted_path), adapter)
                 step_nodes += r.tree.num_nodes
         self.planner.observe(step, input_batch.req_ids, walked)
         if step_nodes:
