@@ -60,7 +60,7 @@ void compact_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
                         kv.size(2) * kv.size(3) == 2 * interior && kv.stride(0) == block_stride &&
                         kv.stride(1) == head_stride && kv.stride(2) == kv.size(3) &&
                         kv.stride(3) == 1 && kv.element_size() == element &&
-                        (element == 2 || element == 4),
+                        (element == 1 || element == 2 || element == 4),
                     "compact_kv: all caches must share one shape [blocks, Hkv, block, 2*Dh] that "
                     "fits block size ",
                     block_size, " and head size ", head_size);
@@ -92,7 +92,9 @@ void compact_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
   torch::stable::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       char* head = bases[i / num_heads] + i % num_heads * head_stride * element;
-      if (element == 2)
+      if (element == 1)
+        move_head(reinterpret_cast<uint8_t*>(head), moves, head_size, interior);
+      else if (element == 2)
         move_head(reinterpret_cast<uint16_t*>(head), moves, head_size, interior);
       else
         move_head(reinterpret_cast<uint32_t*>(head), moves, head_size, interior);

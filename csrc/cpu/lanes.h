@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "element.h"
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define CLONED __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -27,6 +29,14 @@ LANES_INLINE void load_lanes(Lanes& v, const uint16_t* p) {
   LanesHalf half;
   std::memcpy(&half, p, sizeof(half));
   const LanesUint wide = __builtin_convertvector(half, LanesUint) << 16;
+  std::memcpy(&v, &wide, sizeof(v));
+}
+
+LANES_INLINE void load_lanes(Lanes& v, const Float16* p) {
+  LanesHalf half;
+  std::memcpy(&half, p, sizeof(half));
+  LanesUint wide = __builtin_convertvector(half, LanesUint);
+  widen_float16<Lanes>(wide, wide);
   std::memcpy(&v, &wide, sizeof(v));
 }
 

@@ -133,6 +133,11 @@ CLONED void gates_bf16(const uint16_t* x, const float* from_state, const float* 
   gates(x, from_state, h, size, size, out);
 }
 
+CLONED void gates_half(const Float16* x, const float* from_state, const float* h, int64_t size,
+                       float* out) {
+  gates(x, from_state, h, size, size, out);
+}
+
 CLONED void gates_float(const float* x, const float* from_state, const float* h, int64_t size,
                         float* out) {
   gates(x, from_state, h, size, size, out);
@@ -196,7 +201,7 @@ struct Table {
 
 struct LocalHead {
   const AttnVariant* variant;
-  bool bf16;           // of the tables
+  Element element;     // of the tables
   int64_t state_size;  // padded to 32; 0 for Markov
   int64_t rank;        // padded to 32
   bool silu;
@@ -230,34 +235,33 @@ void to_operand(const LocalHead& head, const float* x, int64_t n, uint32_t* out)
 // A row of a table as an operand of columns padded to `columns`.
 void table_operand(const LocalHead& head, const Table& table, int64_t row, int64_t columns,
                    uint32_t* out) {
-  const int element = head.bf16 ? 2 : 4;
+  const int element = size_of(head.element);
   const char* in = table.data + row * table.columns * element;
   std::memset(out, 0, static_cast<size_t>(words_of(head, columns)) * 4);
-  if (head.bf16 == head.variant->bf16_dot) {
+  if (head.variant->bf16_dot)
     std::memcpy(out, in, static_cast<size_t>(table.columns) * element);
-    return;
-  }
-  const uint16_t* half = reinterpret_cast<const uint16_t*>(in);
-  for (int64_t i = 0; i < table.columns; ++i) out[i] = static_cast<uint32_t>(half[i]) << 16;
+  else
+    widen(head.element, in, table.columns, out);
 }
 
 // Packs output rows of `ids` [count] as columns of a product.
 void pack_outputs(const LocalHead& head, const int64_t* ids, int64_t count, uint32_t* out) {
   const int words = words_of(head, head.rank);
-  const int element = head.bf16 ? 2 : 4;
-  const bool same = head.bf16 == head.variant->bf16_dot;
+  const int element = size_of(head.element);
   const int64_t row_words = head.output.columns * element / 4;
   std::memset(out, 0, static_cast<size_t>(padded_to(count, kGroup) * words) * 4);
   for (int64_t j = 0; j < count; ++j) {
     const char* row = head.output.data + ids[j] * head.output.columns * element;
     uint32_t* to = out + j / kPanel * kPanel * words + j % kPanel;
-    if (same) {
+    if (head.variant->bf16_dot || head.element == Element::kFloat) {
       const uint32_t* from = reinterpret_cast<const uint32_t*>(row);
       for (int64_t w = 0; w < row_words; ++w) to[w * kPanel] = from[w];
+    } else if (head.element == Element::kFloat16) {
+      const Float16* from = reinterpret_cast<const Float16*>(row);
+      for (int64_t w = 0; w < head.output.columns; ++w) to[w * kPanel] = word_of(from[w]);
     } else {
       const uint16_t* from = reinterpret_cast<const uint16_t*>(row);
-      for (int64_t w = 0; w < head.output.columns; ++w)
-        to[w * kPanel] = static_cast<uint32_t>(from[w]) << 16;
+      for (int64_t w = 0; w < head.output.columns; ++w) to[w * kPanel] = word_of(from[w]);
     }
   }
 }
@@ -317,9 +321,12 @@ void read_tokens(const LocalHead& head, Branches& from, const int64_t* tokens,
     const float* h = slot[i] < 0 ? nullptr : from.state.data() + parents[i] * s;
     if (computed != nullptr)
       gates_float(computed + i * 3 * s, gates_h, h, s, state + i * s);
-    else if (head.bf16)
+    else if (head.element == Element::kBfloat16)
       gates_bf16(reinterpret_cast<const uint16_t*>(head.inputs.data) + tokens[i] * 3 * s, gates_h,
                  h, s, state + i * s);
+    else if (head.element == Element::kFloat16)
+      gates_half(reinterpret_cast<const Float16*>(head.inputs.data) + tokens[i] * 3 * s, gates_h, h,
+                 s, state + i * s);
     else
       gates_float(reinterpret_cast<const float*>(head.inputs.data) + tokens[i] * 3 * s, gates_h, h,
                   s, state + i * s);
@@ -408,7 +415,10 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
                  const std::optional<Tensor>& w_state, const std::optional<Tensor>& w_rank,
                  const std::optional<Tensor>& roots, Tensor& token_ids, Tensor& parents,
                  Tensor& node_depths, Tensor& scores, Tensor& counts) {
-  const bool bf16 = output_table.scalar_type() == ScalarType::BFloat16;
+  const ScalarType dtype = output_table.scalar_type();
+  const Element element = dtype == ScalarType::BFloat16 ? Element::kBfloat16
+                          : dtype == ScalarType::Half   ? Element::kFloat16
+                                                        : Element::kFloat;
   const auto is_table = [&](const Tensor& t) {
     return t.dim() == 2 && t.is_contiguous() && t.scalar_type() == output_table.scalar_type();
   };
@@ -426,14 +436,14 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
         t->scalar_type() == ScalarType::Float && t->is_contiguous() && t->numel() >= num_depths,
         "local_trees: alpha and beta must be float32 [D]");
   STD_TORCH_CHECK(
-      is_table(output_table) && (bf16 || output_table.scalar_type() == ScalarType::Float) &&
+      is_table(output_table) && (element != Element::kFloat || dtype == ScalarType::Float) &&
           output_table.size(1) % 2 == 0 && rank % 32 == 0 && output_table.size(1) <= rank,
-      "local_trees: the output table must be bfloat16 or float32 [V', r], r even");
+      "local_trees: the output table must be bfloat16, float16 or float32 [V', r], r even");
   const int64_t vocab = output_table.size(0);
 
   LocalHead head;
-  head.variant = select_variant(bf16);
-  head.bf16 = bf16;
+  head.variant = select_variant(element == Element::kBfloat16);
+  head.element = element;
   head.state_size = state_size;
   head.rank = rank;
   head.silu = silu;

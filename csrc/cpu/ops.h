@@ -20,7 +20,7 @@ void tree_attn(const torch::stable::Tensor& query, const torch::stable::Tensor& 
                const std::optional<torch::stable::Tensor>& tail_value, bool context_only,
                const std::optional<torch::stable::Tensor>& lse, int64_t window, double soft_cap,
                const std::optional<torch::stable::Tensor>& alibi_slopes,
-               const std::optional<torch::stable::Tensor>& sinks);
+               const std::optional<torch::stable::Tensor>& sinks, double value_scale);
 
 void compact_kv(const std::vector<torch::stable::Tensor>& kv_caches,
                 const torch::stable::Tensor& src_slots, const torch::stable::Tensor& dst_slots,

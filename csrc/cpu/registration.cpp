@@ -30,7 +30,7 @@ STABLE_TORCH_LIBRARY(specplug, m) {
       "Tensor plan, Tensor mask_words, Tensor block_table, float scale, int layout, "
       "int block_size, Tensor? tables, Tensor? tail_key, Tensor? tail_value, "
       "bool context_only=False, Tensor(b!)? lse=None, int window=0, float soft_cap=0.0, "
-      "Tensor? alibi_slopes=None, Tensor? sinks=None) -> ()");
+      "Tensor? alibi_slopes=None, Tensor? sinks=None, float value_scale=1.0) -> ()");
   m.def(
       "compact_kv(Tensor(a!)[] kv_caches, Tensor src_slots, Tensor dst_slots, Tensor tables) "
       "-> ()");

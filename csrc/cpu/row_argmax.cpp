@@ -23,8 +23,9 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 LANES_INLINE float value_of(float x) { return x; }
 
-LANES_INLINE float value_of(uint16_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+template <class T>
+LANES_INLINE float value_of(T x) {
+  const uint32_t bits = word_of(x);
   float value;
   std::memcpy(&value, &bits, sizeof(value));
   return value;
@@ -69,13 +70,16 @@ LANES_INLINE int64_t argmax_of(const T* row, int64_t n) {
 
 CLONED int64_t argmax_bf16(const uint16_t* row, int64_t n) { return argmax_of(row, n); }
 
+CLONED int64_t argmax_half(const Float16* row, int64_t n) { return argmax_of(row, n); }
+
 CLONED int64_t argmax_float(const float* row, int64_t n) { return argmax_of(row, n); }
 
 void row_argmax(const Tensor& rows, Tensor& indices) {
-  const bool bf16 = rows.scalar_type() == ScalarType::BFloat16;
+  const ScalarType dtype = rows.scalar_type();
+  const bool bf16 = dtype == ScalarType::BFloat16, half = dtype == ScalarType::Half;
   STD_TORCH_CHECK(rows.dim() == 2 && rows.size(1) > 0 && rows.is_contiguous() &&
-                      (bf16 || rows.scalar_type() == ScalarType::Float),
-                  "row_argmax: rows must be contiguous bfloat16 or float32 [T, V]");
+                      (bf16 || half || dtype == ScalarType::Float),
+                  "row_argmax: rows must be contiguous bfloat16, float16 or float32 [T, V]");
   const int64_t count = rows.size(0), n = rows.size(1);
   STD_TORCH_CHECK(indices.dim() == 1 && indices.size(0) == count && indices.is_contiguous() &&
                       indices.scalar_type() == ScalarType::Long,
@@ -84,8 +88,9 @@ void row_argmax(const Tensor& rows, Tensor& indices) {
   int64_t* out = static_cast<int64_t*>(indices.data_ptr());
   torch::stable::parallel_for(0, count, 4, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
-      out[r] = bf16 ? argmax_bf16(static_cast<const uint16_t*>(in) + r * n, n)
-                    : argmax_float(static_cast<const float*>(in) + r * n, n);
+      out[r] = bf16   ? argmax_bf16(static_cast<const uint16_t*>(in) + r * n, n)
+               : half ? argmax_half(static_cast<const Float16*>(in) + r * n, n)
+                      : argmax_float(static_cast<const float*>(in) + r * n, n);
   });
 }
 

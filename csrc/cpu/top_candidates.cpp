@@ -61,6 +61,10 @@ CLONED void load_row_bf16(const uint16_t* row, int64_t n, int64_t chunk, float* 
   load_row(row, n, chunk, out, maxima);
 }
 
+CLONED void load_row_half(const Float16* row, int64_t n, int64_t chunk, float* out, float* maxima) {
+  load_row(row, n, chunk, out, maxima);
+}
+
 CLONED void load_row_float(const float* row, int64_t n, int64_t chunk, float* out, float* maxima) {
   load_row(row, n, chunk, out, maxima);
 }
@@ -82,8 +86,8 @@ struct Workspace {
   std::vector<Entry> found;
 };
 
-void select(const void* logits, bool bf16, int64_t n, int64_t k, Workspace& work, int64_t* ids,
-            float* log_probs) {
+void select(const void* logits, Element element, int64_t n, int64_t k, Workspace& work,
+            int64_t* ids, float* log_probs) {
   // Chunks small enough that the k-th largest maximum is close to the k-th largest entry.
   int64_t chunk = kLanes;
   while (chunk < 512 && n / (2 * chunk) >= 4 * k) chunk *= 2;
@@ -91,8 +95,10 @@ void select(const void* logits, bool bf16, int64_t n, int64_t k, Workspace& work
   work.row.resize(chunks * chunk);
   work.maxima.resize(chunks);
   float* row = work.row.data();
-  if (bf16)
+  if (element == Element::kBfloat16)
     load_row_bf16(static_cast<const uint16_t*>(logits), n, chunk, row, work.maxima.data());
+  else if (element == Element::kFloat16)
+    load_row_half(static_cast<const Float16*>(logits), n, chunk, row, work.maxima.data());
   else
     load_row_float(static_cast<const float*>(logits), n, chunk, row, work.maxima.data());
   float floor = kNone;
@@ -122,10 +128,13 @@ void select(const void* logits, bool bf16, int64_t n, int64_t k, Workspace& work
 }
 
 void top_candidates(const Tensor& logits, Tensor& ids, Tensor& log_probs) {
-  const bool bf16 = logits.scalar_type() == ScalarType::BFloat16;
+  const ScalarType dtype = logits.scalar_type();
+  const Element element = dtype == ScalarType::BFloat16 ? Element::kBfloat16
+                          : dtype == ScalarType::Half   ? Element::kFloat16
+                                                        : Element::kFloat;
   STD_TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous() &&
-                      (bf16 || logits.scalar_type() == ScalarType::Float),
-                  "top_candidates: logits must be contiguous bfloat16 or float32 [T, V]");
+                      (element != Element::kFloat || dtype == ScalarType::Float),
+                  "top_candidates: logits must be contiguous bfloat16, float16 or float32 [T, V]");
   const int64_t rows = logits.size(0), n = logits.size(1);
   STD_TORCH_CHECK(ids.dim() == 2 && ids.size(0) == rows && ids.is_contiguous() &&
                       ids.scalar_type() == ScalarType::Long && log_probs.dim() == 2 &&
@@ -137,11 +146,11 @@ void top_candidates(const Tensor& logits, Tensor& ids, Tensor& log_probs) {
   const char* in = static_cast<const char*>(logits.data_ptr());
   int64_t* id = static_cast<int64_t*>(ids.data_ptr());
   float* log_prob = static_cast<float*>(log_probs.data_ptr());
-  const int64_t row_bytes = n * (bf16 ? 2 : 4);
+  const int64_t row_bytes = n * size_of(element);
   torch::stable::parallel_for(0, rows, 4, [&](int64_t begin, int64_t end) {
     Workspace work;
     for (int64_t r = begin; r < end; ++r)
-      select(in + r * row_bytes, bf16, n, k, work, id + r * k, log_prob + r * k);
+      select(in + r * row_bytes, element, n, k, work, id + r * k, log_prob + r * k);
   });
 }
 

@@ -55,7 +55,9 @@ class Scratch {
 // Everything about the call that does not change between items.
 struct Problem {
   const AttnVariant* variant;
-  bool bf16;
+  Element element;        // of queries, outputs and dense tails
+  Element cache_element;  // of the cache
+  float value_scale;      // of the cache's values
   LayoutKind layout;
   bool direct;  // panels can be read from the cache without packing
   int head_size, block_size, num_kv_heads, group_size;
@@ -84,7 +86,8 @@ struct Problem {
   bool reshaped;              // there is a soft cap, or ALiBi
   float* lse;                 // [T, Hq] natural log of the sum of exp(scores), or null
   int64_t lse_row, lse_head;
-  int element;  // bytes
+  int bytes;        // of an element
+  int cache_bytes;  // of an element of the cache
 };
 
 // Rows [first_row, first_row + rows) of the packed (query row, query head) rows of one KV head.
@@ -316,13 +319,11 @@ class Worker {
         ++row;
       }
       uint32_t* to = b_.q + static_cast<int64_t>(i) * p_.padded_words;
-      const char* from = p_.query + at * p_.element;
-      if (p_.variant->bf16_dot || !p_.bf16) {
+      const char* from = p_.query + at * p_.bytes;
+      if (p_.variant->bf16_dot)
         std::memcpy(to, from, static_cast<size_t>(words) * 4);
-      } else {
-        const uint16_t* half = reinterpret_cast<const uint16_t*>(from);
-        for (int d = 0; d < words; ++d) to[d] = static_cast<uint32_t>(half[d]) << 16;
-      }
+      else
+        widen(p_.element, from, words, to);
       for (int d = words; d < p_.padded_words; ++d) to[d] = 0;
     }
     // Row tiles are computed whole; the rows past the end are never read back.
@@ -340,7 +341,7 @@ class Worker {
                        const Item& item, int slot) const {
     const int64_t block =
         p_.block_table[p_.req_index[item.req] * p_.table_row + slot / p_.block_size];
-    return base + (block * block_stride + item.head * head_stride) * p_.element;
+    return base + (block * block_stride + item.head * head_stride) * p_.cache_bytes;
   }
 
   void packed_group(int index, KvGroup& group) {
@@ -402,7 +403,7 @@ class Worker {
       src.block_size = p_.block_size;
       src.k_table = p_.k_table;
       src.v_table = p_.v_table;
-      p_.variant->pack(src, p_.bf16, half, p_.head_size, p_.padded_words,
+      p_.variant->pack(src, p_.cache_element, half, p_.head_size, p_.padded_words,
                        const_cast<char*>(group.k), const_cast<char*>(group.v));
     }
   }
@@ -444,12 +445,12 @@ class Worker {
       const int64_t row = p_.mask_start[item.req] + first + (left > 0 ? half * kPanel : 0);
       PackSource src = {};
       src.kind = PackSource::kDense;
-      src.k = p_.tail_key + (row * p_.tail_k_row + item.head * p_.tail_k_head) * p_.element;
-      src.v = p_.tail_value + (row * p_.tail_v_row + item.head * p_.tail_v_head) * p_.element;
+      src.k = p_.tail_key + (row * p_.tail_k_row + item.head * p_.tail_k_head) * p_.bytes;
+      src.v = p_.tail_value + (row * p_.tail_v_row + item.head * p_.tail_v_head) * p_.bytes;
       src.valid = left;
       src.k_stride = p_.tail_k_row;
       src.v_stride = p_.tail_v_row;
-      p_.variant->pack(src, p_.bf16, half, p_.head_size, p_.padded_words,
+      p_.variant->pack(src, p_.element, half, p_.head_size, p_.padded_words,
                        const_cast<char*>(group.k), const_cast<char*>(group.v));
     }
   }
@@ -500,11 +501,12 @@ class Worker {
     RowTarget target;
     target.base =
         p_.output +
-        (p_.row_start[item.req] * p_.o_row + item.head * p_.group_size * p_.o_head) * p_.element;
+        (p_.row_start[item.req] * p_.o_row + item.head * p_.group_size * p_.o_head) * p_.bytes;
     target.row_stride = p_.o_row;
     target.head_stride = p_.o_head;
     target.group_size = p_.group_size;
-    target.bf16 = p_.bf16;
+    target.element = p_.element;
+    target.factor = p_.value_scale;
     if (piece.partial < 0) {
       p_.variant->write(o, l, item.rows, p_.head_size, target, item.first_row);
       const Partial whole = {m, l, o};
@@ -668,11 +670,28 @@ void write_empty(const Problem& p, int req, int num_heads) {
   for (int i = 0; i < p.row_count[req]; ++i)
     for (int h = 0; h < num_heads; ++h) {
       const int64_t row = p.row_start[req] + i;
-      std::memset(p.output + (row * p.o_row + h * p.o_head) * p.element, 0,
-                  static_cast<size_t>(p.head_size) * p.element);
+      std::memset(p.output + (row * p.o_row + h * p.o_head) * p.bytes, 0,
+                  static_cast<size_t>(p.head_size) * p.bytes);
       if (p.lse != nullptr)
         p.lse[row * p.lse_row + h * p.lse_head] = -std::numeric_limits<float>::infinity();
     }
+}
+
+std::optional<Element> element_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return Element::kFloat;
+    case ScalarType::BFloat16:
+      return Element::kBfloat16;
+    case ScalarType::Half:
+      return Element::kFloat16;
+    case ScalarType::Float8_e4m3fn:
+      return Element::kE4m3;
+    case ScalarType::Float8_e5m2:
+      return Element::kE5m2;
+    default:
+      return std::nullopt;
+  }
 }
 
 void check(const Tensor& t, const char* name, ScalarType dtype, int64_t dim) {
@@ -689,14 +708,21 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
                const std::optional<Tensor>& tables, const std::optional<Tensor>& tail_key,
                const std::optional<Tensor>& tail_value, bool context_only,
                const std::optional<Tensor>& lse, int64_t window, double soft_cap,
-               const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks) {
+               const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
+               double value_scale) {
   const ScalarType dtype = query.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Float,
-                  "tree_attn: query must be float32 or bfloat16");
+  const ScalarType cache_dtype = key_cache.scalar_type();
+  const std::optional<Element> element = element_of(dtype);
+  const std::optional<Element> cache_element = element_of(cache_dtype);
+  STD_TORCH_CHECK(element.has_value() && size_of(*element) > 1,
+                  "tree_attn: query must be float32, bfloat16 or float16");
+  STD_TORCH_CHECK(
+      cache_dtype == dtype || (cache_element.has_value() && size_of(*cache_element) == 1),
+      "tree_attn: key_cache must be of the query's dtype, float8_e4m3fn or float8_e5m2");
   check(query, "query", dtype, 3);
   check(output, "output", dtype, 3);
-  check(key_cache, "key_cache", dtype, 4);
-  check(value_cache, "value_cache", dtype, 4);
+  check(key_cache, "key_cache", cache_dtype, 4);
+  check(value_cache, "value_cache", cache_dtype, 4);
   check(plan_rows, "plan", ScalarType::Int, 2);
   check(mask_words, "mask_words", ScalarType::Long, 2);
   check(block_table, "block_table", ScalarType::Int, 2);
@@ -704,9 +730,12 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
   STD_TORCH_CHECK(scale > 0, "tree_attn: scale must be positive, got ", scale);
 
   Problem p = {};
-  p.bf16 = dtype == ScalarType::BFloat16;
-  p.element = p.bf16 ? 2 : 4;
-  p.variant = select_variant(p.bf16);
+  p.element = *element;
+  p.cache_element = *cache_element;
+  p.bytes = size_of(p.element);
+  p.cache_bytes = size_of(p.cache_element);
+  p.value_scale = static_cast<float>(value_scale);
+  p.variant = select_variant(p.cache_element == Element::kBfloat16);
   p.layout = static_cast<LayoutKind>(layout);
   p.head_size = static_cast<int>(query.size(2));
   p.block_size = static_cast<int>(block_size);
@@ -738,9 +767,10 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
   p.group_size = static_cast<int>(num_heads / p.num_kv_heads);
   const int words = p.variant->bf16_dot ? p.head_size / 2 : p.head_size;
   p.padded_words = p.variant->bf16_dot ? ceil_div(words, kPanel) * kPanel : words;
-  p.direct = block_size % kGroup == 0 &&
-             (p.variant->bf16_dot ? p.layout == LayoutKind::kVnni && p.head_size % kGroup == 0
-                                  : p.layout == LayoutKind::kVec && !p.bf16);
+  p.direct =
+      block_size % kGroup == 0 &&
+      (p.variant->bf16_dot ? p.layout == LayoutKind::kVnni && p.head_size % kGroup == 0
+                           : p.layout == LayoutKind::kVec && p.cache_element == Element::kFloat);
   STD_TORCH_CHECK(soft_cap >= 0 && window >= 0,
                   "tree_attn: soft_cap and window are positive, or 0 "
                   "for none; got ",

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "element.h"
+
 namespace specplug {
 
 // KV slots are processed in groups of 32, each made of two panels of 16 tokens.
@@ -56,7 +58,8 @@ struct RowTarget {
   int64_t row_stride;   // elements between query rows
   int64_t head_stride;  // elements between query heads
   int group_size;       // query heads per KV head
-  bool bf16;
+  Element element;
+  float factor;  // of every value
 };
 
 struct AttnVariant {
@@ -81,7 +84,7 @@ struct AttnVariant {
   void (*values)(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
                  int head_size, bool first, float* o);
   // Packs 16 slots as half `half` of a group.
-  void (*pack)(const PackSource& src, bool src_bf16, int half, int head_size, int padded_words,
+  void (*pack)(const PackSource& src, Element element, int half, int head_size, int padded_words,
                void* k_dst, void* v_dst);
   // Normalises and writes rows to the output.
   void (*write)(const float* o, const float* l, int rows, int head_size, const RowTarget& target,
@@ -97,7 +100,7 @@ const AttnVariant* variant_avx512();
 const AttnVariant* variant_avx512_bf16();
 const AttnVariant* variant_amx();
 
-// The variant for a cache dtype under the current choice of instruction set.
+// The variant under the current choice of instruction set; `bf16` where all operands are.
 const AttnVariant* select_variant(bool bf16);
 
 }  // namespace specplug

@@ -318,8 +318,6 @@ void softmax(float* s, int64_t ld_s, int rows, int cols, float scale_log2, bool 
 
 // ---- packing ---------------------------------------------------------------
 
-INLINE uint32_t to_f32_word(uint16_t x) { return static_cast<uint32_t>(x) << 16; }
-
 template <class Src, class K, class V>
 INLINE void pack_with(const K& k_at, const V& v_at, int valid, int half, int head_size,
                       int padded_words, void* k_dst, void* v_dst, bool k_readable) {
@@ -356,21 +354,17 @@ INLINE void pack_with(const K& k_at, const V& v_at, int valid, int half, int hea
           out[d] = t < valid ? static_cast<uint32_t>(v_at(t, d0 + d)) : 0;
     }
 #else
-  const auto word = [](Src x) -> uint32_t {
-    if constexpr (sizeof(Src) == 2) return to_f32_word(x);
-    return x;
-  };
   for (int d = 0; d < head_size; ++d) {
     uint32_t* out = k + d * kPanel;
     if (k_valid == kPanel)
-      for (int t = 0; t < kPanel; ++t) out[t] = word(k_at(t, d));
+      for (int t = 0; t < kPanel; ++t) out[t] = word_of(k_at(t, d));
     else
-      for (int t = 0; t < kPanel; ++t) out[t] = t < k_valid ? word(k_at(t, d)) : 0;
+      for (int t = 0; t < kPanel; ++t) out[t] = t < k_valid ? word_of(k_at(t, d)) : 0;
   }
   for (int t = 0; t < kPanel; ++t) {
     uint32_t* out = v + (half * kPanel + t) * static_cast<int64_t>(head_size);
     if (t < valid)
-      for (int d = 0; d < head_size; ++d) out[d] = word(v_at(t, d));
+      for (int d = 0; d < head_size; ++d) out[d] = word_of(v_at(t, d));
     else
       for (int d = 0; d < head_size; ++d) out[d] = 0;
   }
@@ -402,11 +396,17 @@ void pack_typed(const PackSource& src, int half, int head_size, int padded_words
   }
 }
 
-void pack(const PackSource& src, bool src_bf16, int half, int head_size, int padded_words,
-          void* k_dst, void* v_dst) {
+void pack(const PackSource& src, [[maybe_unused]] Element element, int half, int head_size,
+          int padded_words, void* k_dst, void* v_dst) {
 #if !BF16_DOT
-  if (!src_bf16)
+  if (element == Element::kFloat)
     return pack_typed<uint32_t>(src, half, head_size, padded_words, k_dst, v_dst);
+  if (element == Element::kFloat16)
+    return pack_typed<Float16>(src, half, head_size, padded_words, k_dst, v_dst);
+  if (element == Element::kE4m3)
+    return pack_typed<E4m3>(src, half, head_size, padded_words, k_dst, v_dst);
+  if (element == Element::kE5m2)
+    return pack_typed<E5m2>(src, half, head_size, padded_words, k_dst, v_dst);
 #endif
   pack_typed<uint16_t>(src, half, head_size, padded_words, k_dst, v_dst);
 }
@@ -442,7 +442,10 @@ struct OutputCursor {
 
 INLINE void write_row(const float* o, float factor, int head_size, const RowTarget& target,
                       int64_t at) {
-  if (target.bf16) {
+  if (target.element == Element::kFloat16) {
+    uint16_t* out = static_cast<uint16_t*>(target.base) + at;
+    for (int d = 0; d < head_size; ++d) out[d] = round_float16(o[d] * factor);
+  } else if (target.element == Element::kBfloat16) {
     uint16_t* out = static_cast<uint16_t*>(target.base) + at;
 #if BF16_DOT
     for (int d = 0; d < head_size; d += VEC_WORDS)
@@ -460,7 +463,7 @@ void write(const float* o, const float* l, int rows, int head_size, const RowTar
            int first_row) {
   OutputCursor cursor = OutputCursor::at_row(target, first_row);
   for (int r = 0; r < rows; ++r)
-    write_row(o + static_cast<int64_t>(r) * head_size, 1.0f / l[r], head_size, target,
+    write_row(o + static_cast<int64_t>(r) * head_size, target.factor / l[r], head_size, target,
               OutputCursor::next(cursor));
 }
 
@@ -480,7 +483,7 @@ void combine(const Partial* parts, int num_parts, int rows, int head_size,
       const float* o = parts[i].o + static_cast<int64_t>(r) * head_size;
       for (int d = 0; d < head_size; ++d) sum[d] += weight * o[d];
     }
-    write_row(sum, 1.0f / l, head_size, target, OutputCursor::next(cursor));
+    write_row(sum, target.factor / l, head_size, target, OutputCursor::next(cursor));
   }
 }
 

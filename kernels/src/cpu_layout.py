@@ -20,8 +20,15 @@ import torch
 #   table  anything else, by index table (slower)
 KINDS = {"vec": 0, "vnni": 1, "table": 2}
 
-# Integers up to this are exact in every cache dtype.
-_DIGIT = 128
+# Integers up to this are exact in caches of 16 and 32 bits; and in those of 8.
+_DIGIT, _SMALL_DIGIT = 128, 8
+
+# Names of vLLM's for the numbers of caches of 8 bits, which it allocates as uint8.
+FP8_CACHES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +52,8 @@ class CpuKvLayout:
         stay valid as long as the cache, so make them once per layer.
         """
         num_blocks, num_heads, block_size, _ = kv_cache.shape
+        if kv_cache.dtype == torch.uint8:
+            kv_cache = kv_cache.view(self.dtype)
         key, value = kv_cache.view(num_blocks, num_heads, 2 * block_size, -1).chunk(2, dim=2)
         return key, value
 
@@ -63,6 +72,8 @@ class CpuKvLayout:
         key = key_cache[block].flatten(2)  # [L, Hkv, block * Dh]
         value = value_cache[block].flatten(2)
         heads = key.shape[1]
+        if self.dtype.itemsize == 1:  # torch gathers no numbers of 8 bits
+            key, value = key.float(), value.float()
         k = key.gather(2, index[0][:, None].expand(-1, heads, -1))
         v = value.gather(2, index[1][:, None].expand(-1, heads, -1))
         return k, v
@@ -81,14 +92,21 @@ def standard_tables(kind: str, block_size: int, head_size: int) -> torch.Tensor:
     return torch.stack([key, value]).to(torch.int32)
 
 
-def _vllm_write(key, value, key_cache, value_cache, slots, isa: str) -> None:
+def _vllm_write(
+    key, value, key_cache, value_cache, slots, isa: str, key_dtype: torch.dtype
+) -> None:
     if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
         raise RuntimeError(
             "vLLM's CPU kernels are not loaded: torch.ops._C.cpu_attn_reshape_and_cache is "
             "missing. Call vllm.platforms.current_platform.import_kernels() first."
         )
+    kind = "auto"
+    if key_cache.dtype.itemsize == 1:
+        kind = next(name for name, dtype in FP8_CACHES.items() if dtype == key_cache.dtype)
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+    key, value = key.to(key_dtype), value.to(key_dtype)
     torch.ops._C.cpu_attn_reshape_and_cache(
-        key, value, key_cache, value_cache, slots, isa, 1.0, 1.0, "auto"
+        key, value, key_cache, value_cache, slots, isa, 1.0, 1.0, kind
     )
 
 
@@ -114,24 +132,27 @@ def measure_layout(
     head = torch.arange(num_heads).view(1, -1, 1).expand(block_size, -1, head_size)
     dim = torch.arange(head_size).view(1, 1, -1).expand(block_size, num_heads, -1)
     is_value = num_heads  # added to V's head number, so that V is told from K
+    digit = _SMALL_DIGIT if dtype.itemsize == 1 else _DIGIT
 
     def written(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The K and V halves of the written block, [2, Hkv, block_size * head_size]."""
-        cache = torch.full((num_blocks, num_heads, 2 * block_size, head_size), -1.0, dtype=dtype)
+        shape = num_blocks, num_heads, 2 * block_size, head_size
+        cache = torch.full(shape, -1.0).to(dtype)
         key_cache, value_cache = cache.chunk(2, dim=2)
         write(
             key.to(dtype).contiguous(), value.to(dtype).contiguous(), key_cache, value_cache, slots
         )
+        cache = cache.float()
         others = torch.cat([cache[:block], cache[block + 1 :]])
         if not bool((others == -1).all()):
             raise RuntimeError("vLLM's cache op wrote outside the block of its slots")
-        return cache[block].float().round().long().view(num_heads, 2, -1).transpose(0, 1)
+        return cache[block].round().long().view(num_heads, 2, -1).transpose(0, 1)
 
     def measured(quantity: torch.Tensor, limit: int) -> torch.Tensor:
         found, place = 0, 1
         while place < limit:
-            found = found + place * written(*[quantity // place % _DIGIT] * 2)
-            place *= _DIGIT
+            found = found + place * written(*[quantity // place % digit] * 2)
+            place *= digit
         return found
 
     heads = written(head, head + is_value)
@@ -157,15 +178,25 @@ def measure_layout(
 
 
 @functools.cache
-def probe_cpu_layout(isa: str, dtype: torch.dtype, block_size: int, head_size: int) -> CpuKvLayout:
+def probe_cpu_layout(
+    isa: str,
+    dtype: torch.dtype,
+    block_size: int,
+    head_size: int,
+    key_dtype: torch.dtype | None = None,
+) -> CpuKvLayout:
     """Measures the layout vLLM uses for (isa, dtype, block_size, head_size).
+
+    Args:
+        dtype: of the numbers in the cache.
+        key_dtype: of the keys that are written; None where they are of `dtype`.
 
     Raises:
         RuntimeError: if vLLM's kernels are not loaded or the layout is not a permutation.
     """
 
     def write(*args) -> None:
-        _vllm_write(*args, isa)
+        _vllm_write(*args, isa, key_dtype or dtype)
 
     tables = measure_layout(write, dtype, block_size, head_size)
     return make_layout(tables, isa, dtype)

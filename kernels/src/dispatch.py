@@ -16,7 +16,7 @@ from .extension import cpu_extension_error, has_cpu_extension, supported_isas
 from .features import PLAIN, AttnFeatures
 from .metadata import TreeAttnMetadata
 
-_COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+_COMPILED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def tree_attn(
@@ -42,6 +42,9 @@ def tree_attn(
     whose mask bit is set. K/V of row j lie in the cache at slot context_len + j, or, when
     `tail_key` and `tail_value` are given, at row mask_start + j of these; then nothing past the
     context is read from the cache. Rows of `output` that belong to no tree are not touched.
+
+    A cache of 8 bits holds keys divided by what is part of `scale`, and values divided by
+    `features.value_scale`; it has no dense tail.
 
     `features` needs masks of trees or chains, whose rows attend as many rows as they are deep. With
     a window, pages that lie wholly before it are not read, and their entries of the block table are
@@ -71,6 +74,7 @@ def tree_attn(
             features.soft_cap,
             features.alibi_slopes,
             features.sinks,
+            features.value_scale,
         )
         return
     reference.tree_attn_reference(

@@ -22,6 +22,8 @@ class AttnFeatures:
     # float32 [Hq]: slope times (position of the key - position of the row) is added to scores,
     # after the soft cap
     alibi_slopes: torch.Tensor | None = None
+    value_scale: float = 1.0
+    """What values in the cache are multiplied by; that of keys is part of the scale of scores."""
 
     def __post_init__(self) -> None:
         assert self.window >= 0 and self.soft_cap >= 0, (self.window, self.soft_cap)
@@ -29,7 +31,12 @@ class AttnFeatures:
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing but scale and mask."""
-        return not self.window and not self.soft_cap and not self.changes_weights
+        return (
+            not self.window
+            and not self.soft_cap
+            and not self.changes_weights
+            and self.value_scale == 1.0
+        )
 
     @property
     def changes_weights(self) -> bool:

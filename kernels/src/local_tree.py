@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from .extension import has_cpu_extension
 
-_COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+_COMPILED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GROUP, _PANEL, _WORDS = 32, 16, 16
 
 
@@ -38,7 +38,7 @@ def pack_rows(weight: torch.Tensor, bf16_dot: bool) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LocalTreeWeights:
-    """A local head as the kernel reads it; tables are bfloat16 or float32, all of one dtype."""
+    """A local head as the kernel reads it; its tables have one dtype, of 16 or 32 bits."""
 
     # [V', r]
     output_table: torch.Tensor

@@ -176,7 +176,7 @@ def dense_attention(
     lse = scores.logsumexp(dim=-1)  # [Hq, n]
     weights = scores.softmax(dim=-1)[..., : len(key)]
     weights.masked_fill_(lse.isneginf().unsqueeze(-1), 0.0)
-    return torch.einsum("hij,jhd->ihd", weights, v), lse.t()
+    return torch.einsum("hij,jhd->ihd", weights, v) * features.value_scale, lse.t()
 
 
 def _cached(

@@ -7,7 +7,7 @@ import torch
 
 from .extension import has_cpu_extension
 
-_COMPILED = (torch.bfloat16, torch.float32)
+_COMPILED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def row_argmax(rows: torch.Tensor) -> torch.Tensor:

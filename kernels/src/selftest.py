@@ -12,7 +12,10 @@ from .metadata import tree_metadata
 
 # (context length, nodes): no context, one row past a word, more than one tile.
 _TREES = ((0, 0), (33, 8), (300, 70))
-_LAYOUTS = ((torch.float32, "vec"), (torch.bfloat16, "vec"), (torch.bfloat16, "vnni"))
+_LAYOUTS = (
+    (torch.float32, "vec"), (torch.float16, "vec"), (torch.bfloat16, "vec"),
+    (torch.bfloat16, "vnni"),
+)  # fmt: skip
 
 
 def self_test(seed: int = 0) -> str:

@@ -18,6 +18,7 @@ from tests.e2e.event_checks import LONG
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
 from tests.e2e.pair import Pair, core_of, pair, sequences_of, target, watch_prefix_hits
 from tests.e2e.tiny import make_adapter
+from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2.step_input import verified_step
 
 # What each changes: layers alone, the embedding too, and the LM head too.
@@ -63,6 +64,24 @@ def by_adapter(made: Pair) -> tuple[Counter[int], Counter[int]]:
     return nodes, accepted
 
 
+@contextmanager
+def counted_by_metrics(made: Pair) -> Iterator[StepStats]:
+    """What the payloads of the steps add up to."""
+    metrics, stats = made.runner.tree_metrics, StepStats()
+    stock = metrics.end_step
+
+    def end_step() -> Any:
+        payload = stock()
+        stats.merge(payload)
+        return payload
+
+    metrics.end_step = end_step
+    try:
+        yield stats
+    finally:
+        del metrics.end_step
+
+
 def batch(prompts: list[list[int]], each: Sequence[Any], **options: Any) -> dict[str, Any]:
     """Each prompt with each of these adapters; every other prompt's answers are sampled."""
     return {
@@ -81,7 +100,12 @@ def compare_adapters(made: Pair, prompts: list[list[int]], **options: Any) -> li
     accepted."""
     nodes, accepted = by_adapter(made)
     each = adapters()
-    expected, _ = made.compare(**batch(prompts, each, **options))
+    with counted_by_metrics(made) as stats:
+        expected, _ = made.compare(**batch(prompts, each, **options))
+    assert set(stats.by_adapter) == {"", *MODULES}, stats
+    for i, adapter in enumerate(each):
+        _, *counts = stats.by_adapter["" if adapter is None else adapter.lora_name]
+        assert counts == [nodes[i], accepted[i]], (adapter, counts, nodes, accepted)
     for i in range(0, len(expected), len(each)):
         answers = {tuple(o.outputs[0].token_ids) for o in expected[i : i + len(each)]}
         assert len(answers) == len(each), "an adapter changes nothing"

@@ -12,8 +12,8 @@ import torch
 from tests.kernels.paged import PagedTrees, layout_of, random_parents
 from vllm_specplug.kernels import AttnFeatures, ancestor_words, reference, tree_attn
 
-FP32, BF16 = torch.float32, torch.bfloat16
-CACHES = [(FP32, "vec"), (BF16, "vec"), (BF16, "vnni"), (FP32, "table")]
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CACHES = [(FP32, "vec"), (FP16, "vec"), (BF16, "vec"), (BF16, "vnni"), (FP32, "table")]
 KV_HEADS, GROUP = 2, 3
 HEADS = KV_HEADS * GROUP
 
@@ -72,7 +72,7 @@ def test_shares_of_a_split_context_are_merged(compiled, name, threads):
 
 
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
 def test_dense_tails_and_blocks_of_sixteen(compiled, name, dtype):
     """Half of a group of slots may be another request's."""
     specs = [(c, 5) for c in (0, 15, 16, 17, 40, 55, 56, 57, 71, 72)]

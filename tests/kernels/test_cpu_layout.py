@@ -69,6 +69,7 @@ class TestVllm:
         [
             ("vec", FP32, 32, 64, "vec"),
             ("vec", FP32, 128, 128, "vec"),
+            ("vec", torch.float16, 64, 96, "vec"),
             ("vec", BF16, 64, 96, "vec"),
             ("amx", BF16, 32, 64, "vnni"),
             ("amx", BF16, 128, 128, "vnni"),

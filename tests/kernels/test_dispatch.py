@@ -77,10 +77,11 @@ def test_describe_names_the_best_variant(compiled):
     info = kernels.describe(torch.bfloat16)
     assert info["kernel"] == "cpp"
     assert info["isa"] == (extension.requested_isa() or info["supported_isas"][-1])
-    assert kernels.describe(torch.float16)["kernel"] == "reference"
+    assert kernels.describe(torch.float16)["isa"] in ("plain", "avx2", "avx512")
+    assert kernels.describe(torch.float64)["kernel"] == "reference"
 
 
 def test_other_dtypes_go_to_the_reference(compiled):
     parents = random_parents(6, np.random.default_rng(0))
-    step = PagedTrees(layout_of("vec", torch.float16, 32, 32), 2, 3, [(40, parents)])
+    step = PagedTrees(layout_of("vec", torch.float64, 32, 32), 2, 3, [(40, parents)])
     step.check(dispatch.tree_attn, kernels.ancestor_words([parents]))

@@ -17,8 +17,15 @@ from tests.kernels.paged import (
 from vllm_specplug.kernels import compact_kv
 from vllm_specplug.kernels.reference import compact_kv_reference
 
-FP32, BF16 = torch.float32, torch.bfloat16
-LAYOUTS = [(FP32, "vec"), (BF16, "vec"), (BF16, "vnni"), (FP32, "table"), (BF16, "table")]
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+LAYOUTS = [
+    (FP32, "vec"),
+    (FP16, "vec"),
+    (BF16, "vec"),
+    (BF16, "vnni"),
+    (FP32, "table"),
+    (BF16, "table"),
+]
 
 
 def decode_and_compact(compact, layout, requests, layers=3, heads=2, seed=0, threads=1):

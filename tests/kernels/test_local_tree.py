@@ -43,11 +43,14 @@ def test_float32_trees_equal_the_readable_ones(
         assert np.allclose(tree.scores, oracle.scores, atol=2e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", HEADS)
-def test_bfloat16_scores_are_near_the_readable_ones(isa: str, name: str) -> None:
-    """The kernel keeps states in float32: it is no further from float32 than torch's bfloat16."""
+def test_scores_of_sixteen_bits_are_near_the_readable_ones(
+    isa: str, name: str, dtype: torch.dtype
+) -> None:
+    """The kernel keeps states in float32: it is no further from float32 than torch's 16 bits."""
     del isa
-    trees, rounded = build_both(builder(name, torch.bfloat16, anchor=True), 61)
+    trees, rounded = build_both(builder(name, dtype, anchor=True), 61)
     _, exact = build_both(builder(name, torch.float32, anchor=True), 61)
 
     def error(candidates: Any) -> float:
@@ -80,7 +83,7 @@ def test_bad_arguments_are_refused(compiled: None) -> None:
         b.build(ids, log_probs, [0], [4], [9], [2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("vocab", "count"), [(7, 3), (49, 49), (1000, 1), (12288, 128), (30011, 8)]
 )

@@ -54,7 +54,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
     call(rows, indices)
     assert torch.equal(indices, rows.argmax(dim=-1))
     for bad in (
-        (rows.half(), indices), (rows[:, ::2], indices), (rows[0], indices),
+        (rows.double(), indices), (rows[:, ::2], indices), (rows[0], indices),
         (torch.empty(3, 0), indices), (rows, indices[:2]), (rows, indices.int()),
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match="row_argmax"):

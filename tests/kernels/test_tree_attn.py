@@ -17,8 +17,8 @@ from vllm_specplug.kernels import (
     tree_attn,
 )
 
-FP32, BF16 = torch.float32, torch.bfloat16
-CACHES = [(FP32, "vec"), (BF16, "vec"), (BF16, "vnni")]
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CACHES = [(FP32, "vec"), (FP16, "vec"), (BF16, "vec"), (BF16, "vnni")]
 
 
 def trees_of(specs, seed=0):
@@ -32,7 +32,9 @@ def check(problem: PagedTrees, run=tree_attn, words=None, threads=1) -> None:
     problem.check(run, words, threads)
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [*CACHES, (FP32, "table"), (BF16, "table")])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [*CACHES, (FP32, "table"), (FP16, "table"), (BF16, "table")]
+)
 @pytest.mark.parametrize("dense", [False, True])
 def test_every_isa_matches_branches_run_as_chains(isa, dtype, kind, dense):
     layout = layout_of(kind, dtype, 32, 64)
@@ -67,7 +69,7 @@ def test_grouped_heads_and_head_sizes(compiled, dtype, kind, group_size, head_si
     check(PagedTrees(layout, 2, group_size, trees_of([(40, 9), (0, 12)])))
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
 @pytest.mark.parametrize("head_size", [80, 112])
 def test_blocks_of_sixteen(isa, dtype, head_size):
     """Head sizes that are no multiple of 32 come with blocks of 16 tokens."""

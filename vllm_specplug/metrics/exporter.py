@@ -16,6 +16,11 @@ NAMESPACE = "specplug:"
 _MS_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
 _NODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
+# Labels of requests without a LoRA adapter, and of adapters past the first `MAX_ADAPTERS`: servers
+# that load adapters while they run may see any number of names, and a time series is kept for each.
+BARE_TARGET, OTHER_ADAPTERS = "(none)", "(others)"
+MAX_ADAPTERS = 64
+
 _PHASE_HELP = {
     "draft": "Milliseconds per step for drafting and building trees.",
     "verify": "Milliseconds per step for the target's forward pass over tree rows and the walk.",
@@ -36,6 +41,8 @@ class _Families:
     tree_budget: Gauge
     predicted: Counter
     predicted_actual: Counter
+    # drafts, nodes and accepted nodes by adapter
+    by_adapter: tuple[Counter, Counter, Counter]
 
 
 _families: WeakKeyDictionary[CollectorRegistry, _Families] = WeakKeyDictionary()
@@ -81,6 +88,11 @@ def _make_families(labelnames: Sequence[str], registry: CollectorRegistry) -> _F
         predicted_actual=counter(
             "predicted_actual_tokens", "Accepted draft tokens of the trees with a prediction."
         ),
+        by_adapter=(
+            counter("adapter_drafts", "Draft trees verified, by LoRA adapter.", "adapter"),
+            counter("adapter_draft_nodes", "Draft tree nodes verified, by adapter.", "adapter"),
+            counter("adapter_accepted_tokens", "Draft tokens accepted, by adapter.", "adapter"),
+        ),
         tree_budget=Gauge(
             NAMESPACE + "tree_budget",
             "Nodes of the largest tree that the last step with drafts requested; 0 for no drafts.",
@@ -105,6 +117,9 @@ class PrometheusExporter:
     | `specplug:tree_budget` | gauge | |
     | `specplug:predicted_accepted_tokens_total` | counter | |
     | `specplug:predicted_actual_tokens_total` | counter | |
+    | `specplug:adapter_drafts_total` | counter | `adapter` |
+    | `specplug:adapter_draft_nodes_total` | counter | `adapter` |
+    | `specplug:adapter_accepted_tokens_total` | counter | `adapter` |
 
     Mean acceptance length over a window is
     `1 + sum(rate(specplug:accepted_tokens_total[5m])) / sum(rate(specplug:drafts_total[5m]))`.
@@ -136,6 +151,8 @@ class PrometheusExporter:
         self._tree_budget = families.tree_budget.labels(*values)
         self._predicted = families.predicted.labels(*values)
         self._predicted_actual = families.predicted_actual.labels(*values)
+        self._adapter_families = families.by_adapter
+        self._adapters: dict[str, tuple[Counter, ...]] = {}
 
     def observe(self, payload: Payload | None) -> None:
         """Add one payload. Keys and labels this version does not know are ignored."""
@@ -163,3 +180,17 @@ class PrometheusExporter:
         if (predicted := payload.get("predicted")) is not None:
             self._predicted.inc(predicted[0])
             self._predicted_actual.inc(predicted[1])
+        for name, counts in payload.get("adapters", {}).items():
+            for counter, count in zip(self._adapter_counters(name), counts, strict=True):
+                counter.inc(count)
+
+    def _adapter_counters(self, name: str) -> tuple[Counter, ...]:
+        """Of the adapter `name`, "" for none; those of all others once there are enough."""
+        label = name or BARE_TARGET
+        if label not in self._adapters and name and len(self._adapters) >= MAX_ADAPTERS:
+            label = OTHER_ADAPTERS
+        if label not in self._adapters:
+            self._adapters[label] = tuple(
+                family.labels(*self._values, label) for family in self._adapter_families
+            )
+        return self._adapters[label]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,8 @@ class StepStats:
     # accepted nodes that the adaptive budget expected of its trees, and how many there were
     predicted_accepted: float = 0.0
     predicted_actual: int = 0
+    # drafts, nodes and accepted nodes by LoRA adapter, "" for the bare target; where there are any
+    by_adapter: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def num_accepted(self) -> int:
@@ -59,8 +62,12 @@ class StepStats:
         """Tokens a verified draft yields, the target's own token included; 1.0 without drafts."""
         return 1.0 + self.num_accepted / self.num_drafts if self.num_drafts else 1.0
 
-    def observe_draft(self, num_nodes: int, num_accepted: int) -> None:
-        """One verified tree of `num_nodes` >= 1 nodes, accepted down to depth `num_accepted`."""
+    def observe_draft(self, num_nodes: int, num_accepted: int, adapter: str | None = None) -> None:
+        """One verified tree of `num_nodes` >= 1 nodes, accepted down to depth `num_accepted`.
+
+        Args:
+            adapter: name of the request's LoRA adapter, "" for none; None on engines without any.
+        """
         assert 0 <= num_accepted <= num_nodes, (num_accepted, num_nodes)
         assert num_nodes > 0, "a request without a tree is a plain step"
         self.num_drafts += 1
@@ -70,6 +77,12 @@ class StepStats:
             by_depth.extend([0] * (num_accepted - len(by_depth)))
         for index in range(num_accepted):
             by_depth[index] += 1
+        if adapter is not None:
+            self._add_adapter(adapter, (1, num_nodes, num_accepted))
+
+    def _add_adapter(self, adapter: str, counts: Sequence[int]) -> None:
+        before = self.by_adapter.get(adapter, (0, 0, 0))
+        self.by_adapter[adapter] = [a + b for a, b in zip(before, counts, strict=True)]
 
     def observe_step_nodes(self, num_nodes: int) -> None:
         """Nodes that all trees of one step had together."""
@@ -108,6 +121,8 @@ class StepStats:
             payload["budget"] = self.tree_budget
         if self.predicted_accepted:
             payload["predicted"] = [self.predicted_accepted, self.predicted_actual]
+        if self.by_adapter:
+            payload["adapters"] = {name: list(c) for name, c in self.by_adapter.items()}
         return payload or None
 
     def merge(self, payload: Payload | None) -> None:
@@ -131,6 +146,8 @@ class StepStats:
         expected, accepted = payload.get("predicted", (0.0, 0))
         self.predicted_accepted += expected
         self.predicted_actual += accepted
+        for adapter, counts in payload.get("adapters", {}).items():
+            self._add_adapter(adapter, counts)
 
     def reset(self) -> None:
         """Back to zero; the object stays the one that others hold."""
@@ -143,6 +160,7 @@ class StepStats:
         self.tree_budget = None
         self.predicted_accepted = 0.0
         self.predicted_actual = 0
+        self.by_adapter = {}
 
     def drain(self) -> Payload | None:
         """`to_payload`, then `reset`."""

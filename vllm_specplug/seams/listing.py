@@ -457,6 +457,7 @@ _WORKER_USES: tuple[Seam, ...] = (
     ),
 )
 
+_CACHE_SCALES = "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod"
 _CPU_USES: tuple[Seam, ...] = (
     *uses(
         "cpu_backend",
@@ -467,6 +468,10 @@ _CPU_USES: tuple[Seam, ...] = (
         f"{_BACKENDS}.cpu_attn:CPUAttentionBackend",
         f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl",
         f"{_BACKENDS}.cpu_attn:_get_attn_isa",
+    ),
+    *(
+        InstanceAttribute("cpu_backend", f"{_CACHE_SCALES}.{name}", _WHY_BACKEND, TREE)
+        for name in ("_k_scale_float", "_v_scale_float")
     ),
     Overrides(
         "cpu_backend",

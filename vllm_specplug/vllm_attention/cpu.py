@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -11,14 +13,26 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_specplug.kernels import CpuKvLayout, probe_cpu_layout
+from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 
 
-def cpu_kv_layout(kv_cache: torch.Tensor) -> CpuKvLayout:
-    """The layout of a layer's cache [blocks, Hkv, block, 2 * Dh], probed, not assumed."""
+def cpu_kv_layout(
+    kv_cache: torch.Tensor, key_dtype: torch.dtype | None = None, cache_dtype: str = "auto"
+) -> CpuKvLayout:
+    """The layout of a layer's cache [blocks, Hkv, block, 2 * Dh], probed, not assumed.
+
+    Args:
+        key_dtype: of the keys that are written; None where the cache holds them as they are.
+        cache_dtype: vLLM's name for the numbers of a cache of 8 bits.
+    """
     block_size, head_size = kv_cache.shape[2], kv_cache.shape[3] // 2
-    isa = _get_attn_isa(kv_cache.dtype, block_size, head_size)
-    return probe_cpu_layout(isa, kv_cache.dtype, block_size, head_size)
+    if kv_cache.dtype != torch.uint8:
+        isa = _get_attn_isa(kv_cache.dtype, block_size, head_size)
+        return probe_cpu_layout(isa, kv_cache.dtype, block_size, head_size)
+    assert key_dtype is not None
+    isa = _get_attn_isa(key_dtype, block_size, head_size, cache_dtype)
+    return probe_cpu_layout(isa, FP8_CACHES[cache_dtype], block_size, head_size, key_dtype)
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
@@ -35,3 +49,9 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
     """Stock attention for linear rows, the tree kernel for tree rows."""
 
     serves = frozenset({"sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"})
+
+    def cache_scales(self, layer: Any) -> tuple[float, float]:
+        # Also known to layers whose cache is not quantised: vLLM's kernel ignores them there.
+        if not self.is_fp8_kv_cache:
+            return 1.0, 1.0
+        return layer._k_scale_float, layer._v_scale_float

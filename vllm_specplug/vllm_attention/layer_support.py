@@ -16,6 +16,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
+from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.vllm_attention.tree_rows import TREE_BACKEND_MARK, TreeAttentionMixin
 
 
@@ -100,13 +101,23 @@ def check_target_layers(
             )
 
 
-def check_cache_dtypes(caches: Mapping[str, torch.Tensor], dtype: torch.dtype, method: str) -> None:
+def check_cache_dtypes(
+    caches: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    method: str,
+    layers: Mapping[str, Any] | None = None,
+) -> None:
     """Refuses caches [num_blocks, Hkv, block_size, 2 * Dh] that do not hold the model's numbers.
+
+    Args:
+        layers: of the target by name, where the kernels read caches of 8 bits.
 
     Raises:
         ValueError: naming the first such layer.
     """
     for name, cache in caches.items():
+        if cache.dtype == torch.uint8 and layers and layers[name].kv_cache_dtype in FP8_CACHES:
+            continue
         if cache.dtype != dtype:
             wanted = str(dtype).removeprefix("torch.")
             raise ValueError(

@@ -46,13 +46,18 @@ class TreeRows(Protocol):
         """Attention of the tree rows in one layer."""
 
 
+def layout_key(kv_cache: torch.Tensor) -> tuple[int, torch.dtype]:
+    """Block size and dtype of a cache [num_blocks, Hkv, block_size, 2 * Dh]."""
+    return kv_cache.shape[2], kv_cache.dtype
+
+
 @dataclass(frozen=True)
 class CpuTreeRows:
     """Tree rows for the CPU kernels."""
 
     metadata: TreeAttnMetadata
-    layouts: Mapping[int, CpuKvLayout]
-    """Layouts of the target's caches by their block size, which is a KV cache group's."""
+    layouts: Mapping[tuple[int, torch.dtype], CpuKvLayout]
+    """Layouts of the target's caches by `layout_key`, which is a KV cache group's."""
     covers_batch: bool
 
     def attend(
@@ -64,7 +69,7 @@ class CpuTreeRows:
         features: AttnFeatures,
         block_table: torch.Tensor,
     ) -> None:
-        layout = self.layouts[kv_cache.shape[2]]
+        layout = self.layouts[layout_key(kv_cache)]
         metadata = replace(self.metadata, block_table=block_table)
         tree_attn(
             query, *layout.views(kv_cache), output, metadata, scale, layout, features=features
@@ -115,6 +120,10 @@ class TreeAttentionMixin:
             alibi_slopes=values.get("alibi_slopes"),
         )
 
+    def cache_scales(self, layer: Any) -> tuple[float, float]:
+        """What the cache's keys and values are multiplied by."""
+        return 1.0, 1.0
+
     def forward(
         self,
         layer: Any,
@@ -144,12 +153,13 @@ class TreeAttentionMixin:
                 output_block_scale,
             )
         if rows is not None:
+            key_scale, value_scale = self.cache_scales(layer)
             rows.attend(
                 query,
                 kv_cache,
                 output,
-                self.scale,
-                self.tree_features(),
+                self.scale * key_scale,
+                replace(self.tree_features(), value_scale=value_scale),
                 attn_metadata.block_table,
             )
         return output

@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+from vllm_specplug.drafting.method import Capability
+from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.options import check_v2_feature, tree_option_names
 from vllm_specplug.registry import find_method, get_method, legal_method_names, owners_of
 from vllm_specplug.vllm_process.spec_config import (
@@ -14,6 +16,9 @@ from vllm_specplug.vllm_process.spec_config import (
     option_names,
     tree_config,
 )
+
+# Drafts over the target's own keys and values read them as they were computed.
+READS_TARGET_CACHE = frozenset({Capability.TARGET_CACHE, Capability.TARGET_FORWARD})
 
 _ASYNC_REMEDY = (
     "Leave async scheduling out, or set VLLM_USE_V2_MODEL_RUNNER=1 where V2 serves the method"
@@ -100,9 +105,13 @@ def check_engine_config(vllm_config: Any) -> None:
     check_v2_feature(method, uses_v2=vllm_config.use_v2_model_runner, asked=spec.uses_v2)
     if spec.uses_v2:
         _check_v2(method, vllm_config)
-    if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16"):
-        _refuse(method, f"dtype={model.dtype}", "Tree kernels read bfloat16 and float32: use one")
-    _check_cache_dtype(method, vllm_config)
+    if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16", "float16"):
+        _refuse(
+            method,
+            f"dtype={model.dtype}",
+            "Tree kernels read bfloat16, float16 and float32: use one",
+        )
+    _check_cache_dtype(method, spec, vllm_config)
     if model.use_mla:
         _refuse(method, f"MLA targets ({model.architectures[0]})", "Use a target with MHA or GQA")
     if model.is_hybrid or model.is_attention_free or model.has_inner_state:
@@ -219,21 +228,28 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
         )
 
 
-def _check_cache_dtype(method: str, vllm_config: Any) -> None:
-    """Tree rows are read and moved as numbers of the model's dtype."""
+def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
+    """Tree rows are read and moved as numbers of the model's dtype or, on a CPU, of 8 bits."""
     wanted = vllm_config.cache_config.cache_dtype
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    remedy = f'Use kv_cache_dtype="auto" or "{dtype}"; other caches are not supported yet'
-    if wanted not in ("auto", dtype):
-        _refuse(method, f"kv_cache_dtype={wanted!r} of a target of dtype {dtype}", remedy)
     # The layers of such a checkpoint turn "auto" into "fp8" when they are built.
     scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
-    if wanted == "auto" and scheme is not None:
-        _refuse(
-            method,
-            f"a checkpoint whose kv_cache_scheme={scheme!r} asks for a quantised KV cache",
-            f'Use kv_cache_dtype="{dtype}", which keeps keys and values as they are',
-        )
+    if wanted == dtype or (wanted == "auto" and scheme is None):
+        return
+    what = f"kv_cache_dtype={wanted!r} of a target of dtype {dtype}"
+    if wanted == "auto":
+        what = f"a checkpoint whose kv_cache_scheme={scheme!r} asks for a quantised KV cache"
+    remedy = f'Use kv_cache_dtype="{dtype}", which keeps keys and values as they are'
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        _refuse(method, f"{what} on {device!r}", remedy)
+    if wanted != "auto" and wanted not in FP8_CACHES:
+        _refuse(method, what, f"{remedy}, or one of {', '.join(FP8_CACHES)}")
+    if spec.tree_kernel == "triton":
+        _refuse(method, f"{what} and tree_kernel='triton'", remedy)
+    needs = get_method(method).needs | (spec.plan.needs if spec.plan else frozenset())
+    if needs & READS_TARGET_CACHE or (spec.plan and spec.plan.target_forward_option):
+        _refuse(method, f"{what}: its drafts read the target's cache", remedy)
 
 
 def _check_kv_transfer(method: str, vllm_config: Any) -> None:

@@ -106,7 +106,8 @@ class TreeRunnerMixin(_Runner):
             return
         state, drafter, method = self.state, self.drafter.drafter, str(self.tree_spec.plugin_method)
         caches, groups = state.target_caches(), state.target_groups()
-        check_cache_dtypes(caches, state.dtype, method)
+        served = state.layers if self.tree_backend.serves_features else None
+        check_cache_dtypes(caches, state.dtype, method, served)
         check_state_blocks(state.kv_cache_config, self.tree_spec.num_speculative_tokens, method)
         if not self.tree_backend.serves_features:
             check_plain_attention(
@@ -403,9 +404,10 @@ class TreeRunnerMixin(_Runner):
     def _record_verification(self, walked: float) -> None:
         stats = self.tree_metrics.stats
         step_nodes = 0
-        for r in self.tree_step.requests:
+        requests = self.tree_step.requests
+        for r, adapter in zip(requests, self.state.adapter_names(len(requests)), strict=True):
             if r.tree is not None and r.tree.num_nodes:
-                stats.observe_draft(r.tree.num_nodes, len(r.accepted_path))
+                stats.observe_draft(r.tree.num_nodes, len(r.accepted_path), adapter)
                 step_nodes += r.tree.num_nodes
         self.planner.observe(self.tree_step, self.state.req_ids, walked)
         if step_nodes:

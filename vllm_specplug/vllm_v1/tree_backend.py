@@ -17,10 +17,14 @@ import torch
 from vllm_specplug.drafting.drafter import DraftCache
 from vllm_specplug.kernels import compact_kv, tree_metadata
 from vllm_specplug.kvcache import path_moves
-from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
-from vllm_specplug.vllm_attention.tree_rows import CpuTreeRows, TreeRows, attach_tree_rows
+from vllm_specplug.vllm_attention.tree_rows import (
+    CpuTreeRows,
+    TreeRows,
+    attach_tree_rows,
+    layout_key,
+)
 from vllm_specplug.vllm_v1.runner_state import RunnerState
-from vllm_specplug.vllm_worker.cache_groups import CacheGroup
+from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer, PagedDraftCache
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
@@ -136,8 +140,7 @@ class CpuTreeBackend(TreeBackend):
 
     def bind(self, groups: list[CacheGroup]) -> None:
         self.groups = [(group.index, list(group.caches.values())) for group in groups]
-        layouts = [cpu_kv_layout(caches[0]) for _, caches in self.groups]
-        self.layouts = {layout.block_size: layout for layout in layouts}
+        self.layouts = target_layouts(groups)
 
     def tree_rows(
         self, members: Sequence[tuple[int, StepRequest]], covers_batch: bool, common: Any
@@ -154,7 +157,7 @@ class CpuTreeBackend(TreeBackend):
     def compact(self, step: TreeStep, state: RunnerState) -> None:
         moved = [(i, r) for i, r in enumerate(step.requests) if r.accepted_path and not r.is_linear]
         for index, caches in self.groups if moved else ():
-            block_ids, layout = state.block_ids(index), self.layouts[caches[0].shape[2]]
+            block_ids, layout = state.block_ids(index), self.layouts[layout_key(caches[0])]
             paths = ((r.accepted_path, r.context_len, block_ids[i]) for i, r in moved)
             sources, targets = path_moves(paths, layout.block_size)
             if len(sources):

@@ -11,10 +11,9 @@ from abc import ABC, abstractmethod
 import torch
 
 from vllm_specplug.kernels import TreeAttnMetadata, compact_kv
-from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
-from vllm_specplug.vllm_attention.tree_rows import CpuTreeRows, TreeRows
+from vllm_specplug.vllm_attention.tree_rows import CpuTreeRows, TreeRows, layout_key
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, path_moves
-from vllm_specplug.vllm_worker.cache_groups import CacheGroup
+from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
 
@@ -62,8 +61,7 @@ class CpuTreeBackend(TreeBackend):
 
     def bind(self, groups: list[CacheGroup]) -> None:
         self.groups = [(group.index, list(group.caches.values())) for group in groups]
-        layouts = [cpu_kv_layout(caches[0]) for _, caches in self.groups]
-        self.layouts = {layout.block_size: layout for layout in layouts}
+        self.layouts = target_layouts(groups)
 
     def tree_rows(self, trees: StepTrees, block_table: torch.Tensor) -> TreeRows:
         metadata = TreeAttnMetadata(
@@ -79,5 +77,5 @@ class CpuTreeBackend(TreeBackend):
         for index, caches in self.groups:
             # Slots that stay where they are cost nothing in the kernel.
             sources, targets = path_moves(trees, walk, slot_mappings[index])
-            layout = self.layouts[caches[0].shape[2]]
+            layout = self.layouts[layout_key(caches[0])]
             compact_kv(caches, sources.flatten(), targets.flatten(), layout)

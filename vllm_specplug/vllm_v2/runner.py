@@ -145,7 +145,7 @@ class TreeRunnerV2Mixin(_Runner):
             # A small cache to measure graphs with, dropped right after: it must not be kept alive.
             return
         state, method = self.state, str(self.tree_spec.plugin_method)
-        check_cache_dtypes(state.target_caches(), state.dtype, method)
+        check_cache_dtypes(state.target_caches(), state.dtype, method, state.layers)
         check_state_blocks(state.kv_cache_config, self.tree_spec.num_speculative_tokens, method)
         self.tree_backend.bind(state.target_groups())
         self.draft_group = draft_group(state.kv_cache_config, state.layers, method)
@@ -304,9 +304,10 @@ class TreeRunnerV2Mixin(_Runner):
         step = verified_step(input_batch, self.speculator.trees, self.tree_walk)
         stats = self.tree_metrics.stats
         step_nodes = 0
-        for r in step.requests:
+        adapters = self.state.adapter_names(len(step.requests))
+        for r, adapter in zip(step.requests, adapters, strict=True):
             if r.tree is not None and r.tree.num_nodes:
-                stats.observe_draft(r.tree.num_nodes, len(r.accepted_path))
+                stats.observe_draft(r.tree.num_nodes, len(r.accepted_path), adapter)
                 step_nodes += r.tree.num_nodes
         self.planner.observe(step, input_batch.req_ids, walked)
         if step_nodes:

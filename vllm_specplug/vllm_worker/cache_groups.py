@@ -16,7 +16,9 @@ import torch
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
+from vllm_specplug.kernels import CpuKvLayout
+from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
+from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin, layout_key
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
 
 # Draft layers' caches are the drafter's; a state is no keys and values (`state_layers`).
@@ -31,6 +33,10 @@ class CacheGroup:
     """Of its block table among those of the engine."""
     # by layer, each [num_blocks, Hkv, block_size, 2 * Dh]
     caches: dict[str, torch.Tensor]
+    key_dtype: torch.dtype | None = None
+    """Of the keys and values that are written; None where the caches hold them as they are."""
+    cache_dtype: str = "auto"
+    """vLLM's name for the numbers of the caches."""
 
 
 def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[CacheGroup]:
@@ -43,8 +49,27 @@ def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Cache
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         names = [n for n in group.layer_names if not isinstance(layers[n], _NO_TARGET_CACHE)]
         if names:
-            groups.append(CacheGroup(index, {name: layers[name].kv_cache for name in names}))
+            first = layers[names[0]]
+            caches = {name: layers[name].kv_cache for name in names}
+            quantised = first.kv_cache.dtype == torch.uint8
+            groups.append(
+                CacheGroup(
+                    index,
+                    caches,
+                    key_dtype=first.dtype if quantised else None,
+                    cache_dtype=first.kv_cache_dtype if quantised else "auto",
+                )
+            )
     return groups
+
+
+def target_layouts(groups: list[CacheGroup]) -> dict[tuple[int, torch.dtype], CpuKvLayout]:
+    """The measured layouts of the groups' caches on a CPU, by `layout_key`."""
+    layouts = {}
+    for group in groups:
+        cache = next(iter(group.caches.values()))
+        layouts[layout_key(cache)] = cpu_kv_layout(cache, group.key_dtype, group.cache_dtype)
+    return layouts
 
 
 def draft_group(kv_cache_config: Any, layers: Mapping[str, Any], method: str) -> int:

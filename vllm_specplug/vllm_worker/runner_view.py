@@ -140,6 +140,15 @@ class RunnerView(ABC):
     def adapters(self, req_indices: Sequence[int]) -> tuple[list[int], set[Any]]:
         """LoRA ids of requests of the batch, 0 for none, and vLLM's requests for those adapters."""
 
+    def adapter_names(self, count: int) -> list[str | None]:
+        """LoRA adapters of the first `count` requests of the batch, "" for none; None for all on
+        an engine without any."""
+        if self.runner.lora_config is None:
+            return [None] * count
+        ids, requests = self.adapters(range(count))
+        names = {request.lora_int_id: request.lora_name for request in requests}
+        return [names.get(i, "") for i in ids]
+
     def forward(
         self,
         input_ids: torch.Tensor,

@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests.e2e.tiny import make_target
+from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.vllm_attention.cpu import (
     TreeCPUAttentionBackend,
     TreeCPUAttentionBackendImpl,
@@ -223,6 +224,21 @@ def test_caches_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(ValueError, match=f"'jetspec' .*'b'.* dtype is {name}.*--kv-cache-dtype"):
         check_cache_dtypes({"a": good, "b": good.to(dtype)}, torch.float32, "jetspec")
+
+
+def test_caches_of_eight_bits_are_taken_where_their_numbers_are_known() -> None:
+    cache = {"a": torch.zeros(1, 1, 16, 8, dtype=torch.uint8)}
+    for kind in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        layers = {"a": SimpleNamespace(kv_cache_dtype=kind)}
+        check_cache_dtypes(cache, torch.float32, "jetspec", layers)
+    layers = {"a": SimpleNamespace(kv_cache_dtype="int8_per_token_head")}
+    with pytest.raises(ValueError, match="'a'.* dtype is uint8"):
+        check_cache_dtypes(cache, torch.float32, "jetspec", layers)
+
+
+def test_the_caches_of_eight_bits_are_those_that_vllms_cpu_attention_declares() -> None:
+    """It has none of int8, though vLLM takes the name without asking the backend."""
+    assert {*FP8_CACHES, "auto"} == set(CPUAttentionBackend.supported_kv_cache_dtypes)
 
 
 def test_a_forward_that_reads_the_tokens_before_a_row_is_refused() -> None:

@@ -181,8 +181,7 @@ def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
     ("engine", "message"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
-        ({"dtype": "float16"}, "dtype=torch.float16"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "'int8_per_token_head'.*, or one of fp8"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' of a target of dtype float32"),
         ({"async_scheduling": True}, "'jetspec' .*async_scheduling=True"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0"),
@@ -196,6 +195,28 @@ def test_engine_combinations(
     spec = _jetspec(head, num_speculative_tokens=256 if message is None else 8)
     with pytest.raises(ValueError, match=message or "needs 257 rows"):
         _config(target, spec, **engine)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_fp8_caches_are_read_by_whom_they_can_be(
+    target: Path, head: Path, tmp_path: Path, kind: str
+) -> None:
+    """Not by drafts over the target's own keys and values."""
+    spec = _config(target, _jetspec(head), kv_cache_dtype=kind).speculative_config
+    assert spec.plugin_method == "jetspec"
+    heads = make_tokenswift_heads(tmp_path / "heads", VOCAB)
+    for options, message in (
+        ({"method": "tokenswift", "model": str(heads), "draft_source": "self"}, "read the target"),
+        (_jetspec(head, tree_kernel="triton"), "tree_kernel"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _config(target, options, kv_cache_dtype=kind)
+
+
+def test_every_dtype_of_vllm_is_taken(target: Path, head: Path) -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        config = _config(target, _jetspec(head), dtype=dtype)
+        assert str(config.model_config.dtype) == f"torch.{dtype}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""float16 targets, and KV caches of 8 bits; see test_number_formats.py.
+
+In float16, trees part from plain decoding at near ties alone, as in bfloat16. Over a cache of 8
+bits a float32 target is compared exactly: plain decoding reads the same rounded keys and values.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.option_checks import greedy
+from tests.e2e.oracle import OracleDrafter
+from tests.e2e.pair import Pair, generate, pair, sequences_of
+from tests.e2e.target_checks import WINDOW_PROMPTS, around_windows, diverges, engine_of, num_groups
+from tests.e2e.tiny import make_head, make_target
+
+VOCAB = 300
+# Of a logprob, an eighth of what bfloat16 is given: float16 has three bits more.
+MARGIN = 2.0**-8
+SCALES = {"k_scale": 0.02, "v_scale": 0.01}
+
+
+@cache
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="specplug-numbers-"))
+
+
+@cache
+def head() -> Path:
+    return make_head(folder() / "head", VOCAB)
+
+
+@cache
+def scaled_target() -> Path:
+    """A target whose checkpoint asks for an fp8 cache and brings scales, far from 1."""
+    target = make_target(folder() / "scaled", VOCAB)
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "dense", "config_groups": {},
+        "ignore": [], "quantization_status": "compressed",
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "symmetric": True,
+                            "strategy": "tensor", "dynamic": False},
+    }  # fmt: skip
+    (target / "config.json").write_text(json.dumps(config))
+    file = target / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(config["num_hidden_layers"]):
+        for name, scale in SCALES.items():
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([scale * (layer + 1)])
+    save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def engines_of(target: Path | None, method: str = "oracle", **engine: Any) -> Pair:
+    path = target or make_target(folder() / "plain", VOCAB)
+    return pair(method, model=str(path), skip_tokenizer_init=True, **engine)
+
+
+def up_to_ties(made: Pair) -> None:
+    """The oracle knows the plain engine's answers, so that drafts are accepted until the first
+    near tie that is decided otherwise, and branch."""
+    params = greedy(max_tokens=40, detokenize=False, ignore_eos=True)
+    OracleDrafter.sequences = sequences_of(generate(made.plain, WINDOW_PROMPTS, params))
+    counts = made.compare_up_to_ties(WINDOW_PROMPTS, 40, MARGIN)
+    assert counts.accepted > 40, counts
+
+
+def check_float16_parts_at_ties_alone() -> None:
+    up_to_ties(engines_of(None, dtype="float16"))
+
+
+def check_float16_draft_heads() -> None:
+    """Heads are loaded in the target's dtype, and what they project is written to its pages."""
+    made = engines_of(None, "jetspec", dtype="float16", speculative={"model": str(head())})
+    counts = made.compare_up_to_ties(WINDOW_PROMPTS, 40, MARGIN)
+    assert counts.nodes > 300, counts
+
+
+def check_float16_without_branches_is_exact() -> None:
+    """vLLM's own attention verifies them."""
+    made = engines_of(None, dtype="float16", speculative={"tree_width": 1})
+    params = greedy(max_tokens=40, detokenize=False)
+    _, counts = made.compare(WINDOW_PROMPTS, params, least_accepted=100, branching=False)
+    assert not counts.branching, counts
+
+
+def check_float16_would_show_missing_compaction() -> None:
+    made = engines_of(None, dtype="float16")
+    backend = made.runner.tree_backend
+    backend.compact = lambda *args: None
+    try:
+        with pytest.raises(AssertionError, match="behind the best"):
+            up_to_ties(made)
+    finally:
+        del backend.compact
+
+
+@contextmanager
+def scales_left_out(made: Pair, *which: int) -> Iterator[None]:
+    """Tree rows that take the scale of keys (0) or values (1) for 1."""
+    from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackendImpl as Impl
+
+    stock = Impl.cache_scales
+    Impl.cache_scales = lambda self, layer: tuple(  # type: ignore[method-assign]
+        1.0 if i in which else scale for i, scale in enumerate(stock(self, layer))
+    )
+    try:
+        yield
+    finally:
+        Impl.cache_scales = stock  # type: ignore[method-assign]
+
+
+def have_fp8() -> bool:
+    """vLLM serves them with AVX-512 alone."""
+    return torch.cpu._is_avx512_supported()
+
+
+def check_fp8_caches_with_scales() -> None:
+    if not have_fp8():
+        return
+    made = engines_of(scaled_target())
+    layer = next(iter(made.runner.state.target_caches().values()))
+    assert layer.dtype == torch.uint8
+    around_windows(made)
+    for which in (0, 1):
+        with scales_left_out(made, which):
+            diverges(made)
+    backend = made.runner.tree_backend
+    backend.compact = lambda *args: None
+    try:
+        diverges(made)
+    finally:
+        del backend.compact
+
+
+def check_fp8_caches_of_both_kinds() -> None:
+    for kind in ("fp8", "fp8_e5m2") if have_fp8() else ():
+        around_windows(engines_of(None, kv_cache_dtype=kind))
+
+
+def check_fp8_caches_in_groups() -> None:
+    """Also where vLLM leaves the layers with windows as they are."""
+    if not have_fp8():
+        return
+    for skipped in ([], ["sliding_window"]):
+        made = pair(
+            "oracle",
+            **engine_of("Gemma3Text"),
+            kv_cache_dtype="fp8",
+            kv_cache_dtype_skip_layers=skipped,
+        )
+        assert num_groups(made) > 1
+        dtypes = {c.dtype for c in made.runner.state.target_caches().values()}
+        assert len(dtypes) == 1 + bool(skipped), dtypes
+        around_windows(made)
+
+
+def check_draft_heads_beside_fp8_caches() -> None:
+    """A head's own keys and values keep the model's dtype."""
+    if not have_fp8():
+        return
+    made = engines_of(None, "jetspec", kv_cache_dtype="fp8", speculative={"model": str(head())})
+    made.compare(WINDOW_PROMPTS, greedy(max_tokens=40, detokenize=False))
