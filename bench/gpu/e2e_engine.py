@@ -28,20 +28,33 @@ _timing = False
 
 def _time_phases(runner: Any) -> None:
     """Wraps the runner's phases; a phase waits for the device before and after."""
-    for name in PHASES:
-        original = getattr(runner, name)
+    is_v2 = hasattr(runner, "speculator")
+    owners = {name: (runner, name) for name in PHASES}
+    if is_v2:
+        owners["_sample"] = runner, "sample"
+        owners["propose_draft_token_ids"] = runner.speculator, "propose"
+    wait = _wait if is_v2 else runner._sync_device
+    for name, (owner, method) in owners.items():
+        original = getattr(owner, method)
 
         def timed(*args: Any, _original=original, _name=name, **kwargs: Any) -> Any:
             if not _timing:
                 return _original(*args, **kwargs)
-            runner._sync_device()
+            wait()
             start = time.perf_counter()
             result = _original(*args, **kwargs)
-            runner._sync_device()
+            wait()
             _times[_name].append(1e3 * (time.perf_counter() - start))
             return result
 
-        setattr(runner, name, timed)
+        setattr(owner, method, timed)
+
+
+def _wait() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _model_runner(llm: Any) -> Any:

@@ -120,25 +120,26 @@ class Pair:
     def _watch_v2(self, runner: Any) -> None:
         record = runner._record_verification
 
-        def recorded(input_batch: Any, *args: Any) -> None:
-            record(input_batch, *args)
-            if runner.tree_walk is None:
+        def recorded(input_batch: Any, walk: Any, seq_lens: Any, trees: Any, *args: Any) -> None:
+            trees = dict(trees)
+            record(input_batch, walk, seq_lens, trees, *args)
+            if walk is None:
                 return
-            slots, counts = input_batch.idx_mapping_np, self.counts
-            starts, parents = input_batch.cu_num_logits_np.tolist(), runner.tree_step.parent_rows
+            counts, starts = self.counts, input_batch.cu_num_logits_np.tolist()
             for i, req_id in enumerate(input_batch.req_ids):
-                tree = runner.speculator.trees.get(req_id)
+                tree = trees.get(req_id)
                 nodes = 0 if tree is None else min(tree.num_nodes, starts[i + 1] - starts[i] - 1)
-                length = int(runner.tree_walk.lengths[i])
-                path = runner.tree_walk.path_rows[i, : length + 1] - starts[i]
-                rows = parents[starts[i] + 1 : starts[i] + nodes + 1] - starts[i]
+                length = int(walk.lengths[i])
+                path = walk.path_rows[i, : length + 1] - starts[i]
                 counts.drafts += nodes > 0
                 counts.nodes += nodes
                 counts.accepted += length
-                counts.branching += rows.tolist() != list(range(nodes))
+                if nodes:
+                    parents = tree.parent_indices[:nodes] + 1
+                    counts.branching += parents.tolist() != list(range(nodes))
                 counts.skipping += path.tolist() != list(range(length + 1))
-            computed = runner.req_states.num_computed_tokens.gpu.numpy()[slots]
-            counts.stale += bool((input_batch.num_computed_tokens_np > computed).any())
+            bound = input_batch.seq_lens_cpu_upper_bound[: len(input_batch.req_ids)]
+            counts.stale += bool((bound > seq_lens[: len(bound)]).any())
 
         runner._record_verification = recorded
 

@@ -14,10 +14,10 @@ from tests.kernels.paged import chain_attention
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.drafter import DeviceRequests, DraftRequests
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
-from vllm_specplug.vllm_v1.cuda_backend import CudaTreeBackend
-from vllm_specplug.vllm_v1.tree_backend import StepLimits
+from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -25,9 +25,27 @@ PAGE, HEADS, KV_HEADS, DIM, ROWS = 16, 4, 2, 16, 5
 CONTEXTS = (0, 7, 300)
 
 
+def on_the_device(order: list[int]) -> DeviceRequests:
+    """All requests of the batch, those not in `order` without a draft and any context."""
+    count = len(CONTEXTS)
+    contexts = [CONTEXTS[r] if r in order else 10**6 for r in range(count)]
+    return DeviceRequests(
+        anchors=torch.ones(count, dtype=torch.int64),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        budgets=torch.tensor([3 * (r in order) for r in range(count)], dtype=torch.int32),
+        depths=torch.ones(count, dtype=torch.int32),
+        width=1,
+        num_nodes=3,
+        max_context=max(CONTEXTS),
+    )
+
+
+@pytest.mark.parametrize("is_device", [False, True])
 @pytest.mark.parametrize("target", ["triton", "cute"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_block_attends_its_pages_and_itself(monkeypatch, causal: bool, target: str) -> None:
+def test_a_block_attends_its_pages_and_itself(
+    monkeypatch, causal: bool, target: str, is_device: bool
+) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: print)
     backend = CudaTreeBackend("auto", HEADS, StepLimits(4, 64, 9, 512), torch.device("cpu"))
@@ -56,12 +74,14 @@ def test_a_block_attends_its_pages_and_itself(monkeypatch, causal: bool, target:
             context_lens=[CONTEXTS[r] for r in order],
             req_indices=order,
         )
-        attend = drafts.block_attention(requests, ROWS, causal)
+        given = on_the_device(order) if is_device else requests
+        places = {r: r if is_device else place for place, r in enumerate(order)}
+        attend = drafts.block_attention(given, ROWS, causal)
         for layer in range(2):
-            query = torch.randn(ROWS * len(order), HEADS, DIM)
-            key, value = torch.randn(2, ROWS * len(order), KV_HEADS, DIM).unbind(0)
-            output = attend(layer, query, key, value).unflatten(0, (len(order), ROWS))
-            for place, r in enumerate(order):
+            query = torch.randn(ROWS * len(given), HEADS, DIM)
+            key, value = torch.randn(2, ROWS * len(given), KV_HEADS, DIM).unbind(0)
+            output = attend(layer, query, key, value).unflatten(0, (len(given), ROWS))
+            for r, place in places.items():
                 own = slice(place * ROWS, (place + 1) * ROWS)
                 for row in range(ROWS):
                     seen = row + 1 if causal else ROWS

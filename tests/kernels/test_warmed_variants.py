@@ -33,10 +33,10 @@ from vllm_specplug.kernels import tree_attn_flash, tree_attn_triton
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v1 import rehearsal
-from vllm_specplug.vllm_v1.cuda_backend import CudaTreeBackend
+from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v1.runner_state import RunnerState
-from vllm_specplug.vllm_v1.tree_backend import StepLimits
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
+from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 pytestmark = pytest.mark.usefixtures("interpreter")

@@ -189,6 +189,46 @@ class DraftRequests:
         return chosen, DraftRequests(**columns, depths=[self.forward_depths[r] for r in chosen])
 
 
+@dataclass(frozen=True)
+class DeviceRequests:
+    """The R requests of a batch to draft for, where their tokens are on the device and the host
+    does not wait for them."""
+
+    # [R] int64, see `DraftRequests.anchors`; anything where the budget is 0
+    anchors: torch.Tensor
+    # [R] int32
+    context_lens: torch.Tensor
+    # [R] int32, 0 for requests that get no draft
+    budgets: torch.Tensor
+    # [R] int32
+    depths: torch.Tensor
+    width: int
+    """Most children of a node, of all requests."""
+    num_nodes: int
+    """N, at least the largest budget."""
+    max_context: int
+    """Upper bound of the contexts."""
+
+    def __len__(self) -> int:
+        return len(self.anchors)
+
+
+@dataclass(frozen=True)
+class DeviceTrees:
+    """Trees of R requests on the device; past its count a tree's entries may be anything."""
+
+    # [R, N] int64
+    token_ids: torch.Tensor
+    # [R, N] int32, as in `DraftTree.parent_indices`
+    parents: torch.Tensor
+    # [R, N] int32
+    depths: torch.Tensor
+    # [R, N] float32
+    scores: torch.Tensor
+    # [R] int32
+    counts: torch.Tensor
+
+
 class DraftCache(Protocol):
     """Context keys and values of the draft layers in vLLM's paged cache."""
 
@@ -196,11 +236,12 @@ class DraftCache(Protocol):
         """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
 
     def block_attention(
-        self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
+        self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]
     ) -> BlockAttention:
         """Attention of `rows` block rows per request over its paged context and the block.
 
         Args:
+            requests: on the device only where the drafter drafts there.
             causal: the mask inside the block, of all layers or of each.
         """
 
@@ -394,3 +435,12 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         """One tree per request, within its budget, width and depth."""
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether `propose_on_device` gives what `propose` would, tree for tree."""
+        return False
+
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
+        """One tree per request without a read on the host; where `drafts_on_device`."""
+        raise NotImplementedError

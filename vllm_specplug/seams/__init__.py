@@ -3,7 +3,6 @@
 
 from vllm_specplug.seams.listing import (
     ALL_SEAMS,
-    ATTENTION_BACKENDS,
     CPU_BACKENDS,
     CPU_RUNNER,
     LOGITS_PROCESSORS,
@@ -11,9 +10,11 @@ from vllm_specplug.seams.listing import (
     REFUSAL,
     WORKER_SEAMS,
 )
+from vllm_specplug.seams.listing_gpu import ATTENTION_BACKENDS
 from vllm_specplug.seams.listing_states import STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
+    DEVICE_SPECULATOR,
     SPECULATOR,
     V2_CPU_ADMISSION,
     V2_CPU_KERNELS,
@@ -27,6 +28,7 @@ __all__ = [
     "CPU_BACKENDS",
     "CPU_RUNNER",
     "CPU_RUNNER_V2",
+    "DEVICE_SPECULATOR",
     "LOGITS_PROCESSORS",
     "PROCESS_SEAMS",
     "REFUSAL",

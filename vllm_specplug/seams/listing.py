@@ -8,13 +8,17 @@ that every start checks them. `scripts/vllm_names.py` reads from the code what b
 
 from __future__ import annotations
 
+from vllm_specplug.seams.listing_gpu import ATTENTION_BACKENDS, GPU_USES, GPU_V1_USES
 from vllm_specplug.seams.listing_states import STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
+    DEVICE_SPECULATOR,
     SPECULATOR,
     V2_ADMISSION,
     V2_CPU_ADMISSION,
     V2_CPU_KERNELS,
+    V2_CPU_USES,
+    V2_GPU_USES,
     V2_USES,
 )
 from vllm_specplug.seams.reasons import (
@@ -42,7 +46,6 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
-_GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BACKENDS = "vllm.v1.attention.backends"
 _PROCESSORS = "vllm.v1.sample.logits_processor"
 # -- changes ------------------------------------------------------------------------------------
@@ -191,20 +194,6 @@ CPU_BACKENDS = SeamSet(
             f"vLLM takes a mask per request ({TREE})",
             path="vllm_specplug.vllm_attention.cpu.TreeCPUAttentionBackend",
         ),
-    )
-)
-
-ATTENTION_BACKENDS = SeamSet(
-    Register(
-        "gpu_backend",
-        f"{_BACKENDS}.registry:AttentionBackendEnum.{name}",
-        _WHY_BACKEND,
-        f"vLLM takes a mask per request ({TREE})",
-        path=f"vllm_specplug.vllm_attention.gpu.{path}",
-    )
-    for name, path in (
-        ("FLASH_ATTN", "TreeFlashAttentionBackend"),
-        ("TRITON_ATTN", "TreeTritonAttentionBackend"),
     )
 )
 
@@ -497,66 +486,6 @@ _CPU_USES: tuple[Seam, ...] = (
     ),
 )
 
-_GPU_USES: tuple[Seam, ...] = (
-    *uses(
-        "gpu_backend",
-        _WHY_BACKEND,
-        f"vLLM takes a mask per request ({TREE})",
-        _GPU_WORKER,
-        "vllm.v1.attention.backend:AttentionCGSupport",
-        f"{_BACKENDS}.flash_attn:FlashAttentionBackend",
-        f"{_BACKENDS}.flash_attn:FlashAttentionImpl",
-        f"{_BACKENDS}.flash_attn:FlashAttentionMetadataBuilder",
-        f"{_BACKENDS}.triton_attn:TritonAttentionBackend",
-        f"{_BACKENDS}.triton_attn:TritonAttentionImpl",
-        f"{_BACKENDS}.triton_attn:TritonAttentionMetadataBuilder",
-        f"{_BACKENDS}.fa_utils:flash_attn_varlen_func",
-        f"{_BACKENDS}.fa_utils:get_flash_attn_version",
-        f"{_BACKENDS}.fa_utils:reshape_and_cache_flash",
-    ),
-    *(
-        seam
-        for module, name in (("flash_attn", "Flash"), ("triton_attn", "Triton"))
-        for owner, methods in (
-            ("AttentionBackend", ("get_impl_cls", "get_builder_cls")),
-            ("AttentionImpl", ("forward",)),
-            ("AttentionMetadataBuilder", ("get_cudagraph_support",)),
-        )
-        for seam in overrides(
-            "gpu_backend",
-            f"{_WHY_BACKEND}, and a full graph captured without them would leave them out",
-            f"vLLM takes a mask per request ({TREE})",
-            f"{_BACKENDS}.{module}:{name}{owner}",
-            *methods,
-        )
-    ),
-    *overrides(
-        "gpu_backend",
-        "fused output quantisation would skip the tree rows",
-        f"vLLM takes a mask per request ({TREE})",
-        f"{_BACKENDS}.triton_attn:TritonAttentionImpl",
-        "fused_output_quant_supported",
-    ),
-    *overrides(
-        "gpu_worker",
-        "the documented seam for a runner of one's own, and the two moments for warming up: before "
-        "graphs are captured, and before vLLM watches for kernels that still compile",
-        "never: _make_model_runner is a public seam",
-        _GPU_WORKER,
-        "init_device",
-        "_make_model_runner",
-        "compile_or_warm_up_model",
-        "_maybe_activate_jit_monitor",
-    ),
-    *overrides(
-        "gpu_worker",
-        "drafts and the logits of all rows are memory that the KV cache must not get",
-        f"a method may take part in the memory profile ({REGISTRY})",
-        _RUNNER,
-        "profile_run",
-    ),
-)
-
 PROCESS_CHECKS = SeamSet((*PROCESS_SEAMS.seams, *_PROCESS_USES))
 WORKER_SEAMS = {
     "cpu": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, CPU_RUNNER, *CPU_BACKENDS.seams, *_CPU_USES)),
@@ -568,10 +497,29 @@ WORKER_SEAMS = {
             *V2_CPU_KERNELS.seams,
             *CPU_BACKENDS.seams,
             *_CPU_USES,
+            *V2_CPU_USES,
             *V2_USES,
         )
     ),
-    "cuda": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, *ATTENTION_BACKENDS.seams, *_GPU_USES)),
+    "cuda": SeamSet(
+        (
+            *_WORKER_USES,
+            LOGITS_PROCESSORS,
+            *ATTENTION_BACKENDS.seams,
+            *GPU_USES,
+            *GPU_V1_USES,
+        )
+    ),
+    "cuda_v2": SeamSet(
+        (
+            *_WORKER_USES,
+            DEVICE_SPECULATOR,
+            *ATTENTION_BACKENDS.seams,
+            *GPU_USES,
+            *V2_USES,
+            *V2_GPU_USES,
+        )
+    ),
 }
 """By device, and by model runner where it is V2: what a worker that verifies trees relies on,
 beyond what every process does."""
@@ -584,12 +532,16 @@ ALL_SEAMS: tuple[Seam, ...] = (
     CPU_RUNNER,
     CPU_RUNNER_V2,
     SPECULATOR,
+    DEVICE_SPECULATOR,
     *CPU_BACKENDS.seams,
     *STATE_SEAMS.seams,
     *_CPU_USES,
     V2_CPU_ADMISSION,
     *V2_CPU_KERNELS.seams,
+    *V2_CPU_USES,
     *V2_USES,
     *ATTENTION_BACKENDS.seams,
-    *_GPU_USES,
+    *GPU_USES,
+    *GPU_V1_USES,
+    *V2_GPU_USES,
 )

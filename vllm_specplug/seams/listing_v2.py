@@ -44,6 +44,14 @@ SPECULATOR = Replace(
     make="vllm_specplug.vllm_v2.runner:make_speculator",
 )
 
+DEVICE_SPECULATOR = Replace(
+    "device_speculator",
+    f"{_V2}.model_runner:init_speculator",
+    "V2's list of speculators is closed; in place while a tree runner of a device is built",
+    HAS_REGISTRY,
+    make="vllm_specplug.vllm_v2.device_speculator:make_device_speculator",
+)
+
 
 V2_ADMISSION = (
     Wrap(
@@ -151,7 +159,13 @@ V2_CPU_KERNELS = SeamSet(
     )
 )
 
-V2_USES: tuple[Seam, ...] = (
+V2_CPU_USES: tuple[Seam, ...] = (
+    *uses(
+        "runner_v2_setup",
+        "drafters read the target's hidden states; caches are known only after allocation",
+        HAS_REGISTRY,
+        "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
+    ),
     *overrides(
         "v2_cpu_admission",
         "from 0.33 on a worker refuses the V2 runner without Triton",
@@ -161,18 +175,37 @@ V2_USES: tuple[Seam, ...] = (
     ),
     V2_CPU_WORKER,
     *uses(
+        "v2_cpu_kernels",
+        "from 0.33 on cached draft logits come with seeds by step",
+        HAS_CPU_KERNELS,
+        f"{_V2}.sample:gumbel",
+    ),
+)
+
+V2_GPU_USES: tuple[Seam, ...] = (
+    *uses(
+        "gpu_worker",
+        "drafts and the logits of all rows are memory that the KV cache must not get",
+        HAS_REGISTRY,
+        "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p",
+    ),
+    *overrides(
+        "gpu_worker",
+        "drafts and the logits of all rows are memory that the KV cache must not get",
+        HAS_REGISTRY,
+        _RUNNER_V2,
+        "profile_run",
+    ),
+)
+
+V2_USES: tuple[Seam, ...] = (
+    *uses(
         "tree_params",
         "penalties, bad words and thinking budgets read the rows before a row, which are not its "
         "ancestors",
         HAS_TREES,
         f"{_V2}.sample.bad_words:BadWordsState",
         f"{_V2}.sample.logit_bias:LogitBiasState",
-    ),
-    *uses(
-        "v2_cpu_kernels",
-        "from 0.33 on cached draft logits come with seeds by step",
-        HAS_CPU_KERNELS,
-        f"{_V2}.sample:gumbel",
     ),
     *overrides(
         "runner_v2_step",
@@ -249,7 +282,6 @@ V2_USES: tuple[Seam, ...] = (
         "drafters read the target's hidden states; caches are known only after allocation",
         HAS_REGISTRY,
         "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
-        "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
         "vllm.triton_utils:HAS_TRITON",
     ),
     *uses(
@@ -268,6 +300,8 @@ V2_USES: tuple[Seam, ...] = (
         )
         for name in [
             "vllm_config",
+            "model_config",
+            "parallel_config",
             "device",
             "dtype",
             "max_model_len",

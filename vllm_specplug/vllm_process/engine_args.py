@@ -13,7 +13,9 @@ from vllm_specplug.options import check_v2_feature, tree_option_names
 from vllm_specplug.registry import find_method, get_method, legal_method_names, owners_of
 from vllm_specplug.vllm_process.spec_config import (
     SpecPlugSpeculativeConfig,
+    current_device,
     option_names,
+    takes_v2,
     tree_config,
 )
 
@@ -66,10 +68,8 @@ def check_runner_options(
     Raises:
         ValueError: naming the method and the setting.
     """
-    from vllm import envs
-
     method = spec_method or (options or {}).get("method")
-    if method in legal_method_names() and asynchronous and not envs.VLLM_USE_V2_MODEL_RUNNER:
+    if method in legal_method_names() and asynchronous and not takes_v2(current_device()):
         _refuse(method, "async_scheduling=True in vLLM's V1 model runner", _ASYNC_REMEDY)
 
 

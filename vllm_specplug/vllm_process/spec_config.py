@@ -18,6 +18,7 @@ from vllm import envs
 from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
 from vllm.config.utils import config
 from vllm.logger import init_logger
+from vllm.triton_utils import HAS_TRITON
 from vllm.utils.hashing import safe_hash
 
 from vllm_specplug.drafting.method import Capability, DraftPlan, MethodOptions, TargetInfo
@@ -64,15 +65,39 @@ CAPABILITIES = {
     ),
 }
 # The same for vLLM's V2 model runner.
-WORKERS_V2 = {"cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2"}
-CAPABILITIES_V2 = {"cpu": frozenset(Capability)}
+WORKERS_V2 = {
+    "cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2",
+    "cuda": "vllm_specplug.vllm_v2.worker_gpu.TreeGPUWorkerV2",
+}
+CAPABILITIES_V2 = {"cpu": frozenset(Capability), "cuda": CAPABILITIES["cuda"]}
 
 
 def device_capabilities() -> dict[str, frozenset[Capability]]:
     """What a drafter is given on each device that trees run on, by the model runner in use."""
-    # V1 wherever nobody asked for V2.
-    return CAPABILITIES_V2 if envs.VLLM_USE_V2_MODEL_RUNNER else CAPABILITIES
+    return {
+        device: (CAPABILITIES_V2 if takes_v2(device) else CAPABILITIES).get(device, frozenset())
+        for device in {**CAPABILITIES, **CAPABILITIES_V2}
+    }
 
+
+def takes_v2(device: str) -> bool:
+    """Whether trees run in vLLM's V2 model runner where it can serve them: where it was asked for,
+    and on CUDA unless V1 was, as vLLM itself chooses."""
+    asked: bool | None = envs.VLLM_USE_V2_MODEL_RUNNER
+    if asked is not None:
+        return asked
+    return device == "cuda" and device in WORKERS_V2 and HAS_TRITON
+
+
+def current_device() -> str:
+    """This machine's, as the tables above name it."""
+    from vllm.platforms import current_platform
+
+    return "cuda" if current_platform.is_cuda() else current_platform.device_type
+
+
+# Of CUDA workers; this process does not import what reads it there.
+FULL_GRAPHS_VARIABLE = "SPECPLUG_FULL_CUDA_GRAPHS"
 
 # What is there on a single rank only: with tensor parallelism a rank has some of the KV heads.
 ONE_RANK = frozenset({Capability.TARGET_CACHE})
@@ -193,11 +218,11 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         """Our worker builds the model runner with the tree mixin."""
         from vllm.platforms import current_platform
 
-        device = "cuda" if current_platform.is_cuda() else current_platform.device_type
+        device = current_device()
         method = get_method(str(self.plugin_method))
-        self.uses_v2 = bool(envs.VLLM_USE_V2_MODEL_RUNNER)
+        self.uses_v2 = self._uses_v2(device)
         workers = WORKERS_V2 if self.uses_v2 else WORKERS
-        given = device_capabilities().get(device, frozenset())
+        given = (CAPABILITIES_V2 if self.uses_v2 else CAPABILITIES).get(device, frozenset())
         needs = method.needs | (self.plan.needs if self.plan else frozenset())
         missing = sorted(needs - given)
         problem = device_problem(device) if device in workers else None
@@ -229,6 +254,25 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 "Leave --worker-cls out."
             )
         parallel.worker_cls = workers[device]
+
+    def _uses_v2(self, device: str) -> bool:
+        """`takes_v2`, but for what V1 alone serves: there nobody who did not ask for V2 gets it."""
+        if not takes_v2(device):
+            return False
+        if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
+            return True
+        target, problem = self.target_model_config, None
+        if target.is_multimodal_model or target.uses_mrope:
+            problem = f"trees on a multimodal or M-RoPE target ({target.architectures[0]})"
+        elif os.environ.get(FULL_GRAPHS_VARIABLE, "0") == "1":
+            problem = f"{FULL_GRAPHS_VARIABLE}=1"
+        if problem is not None:
+            logger.info(
+                "Method %r runs in vLLM's V1 model runner: V2 does not serve %s",
+                self.plugin_method,
+                problem,
+            )
+        return problem is None
 
     def compute_hash(self) -> str:
         """The parent's hash, plus the auxiliary layers: they change the compiled graph."""

@@ -13,7 +13,7 @@ import torch
 
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.tree_rows import CacheViews
-from vllm_specplug.vllm_v1.cuda_backend import CudaTreeBackend
+from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 
 
 def transposed_key_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

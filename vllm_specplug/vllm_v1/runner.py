@@ -27,7 +27,7 @@ from vllm_specplug.vllm_v1.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v1.runner_state import RunnerState, ScheduledRows
 from vllm_specplug.vllm_v1.state_trees import accepted_lengths, last_state_rows, state_step
 from vllm_specplug.vllm_v1.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
-from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, StepLimits, TreeBackend
+from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_worker.cache_groups import (
     check_plain_attention,
     draft_group,
@@ -86,15 +86,6 @@ class TreeRunnerMixin(_Runner):
     def make_tree_backend(self) -> TreeBackend:
         """How this device verifies trees."""
         return CpuTreeBackend()
-
-    def step_limits(self) -> StepLimits:
-        """The largest step there can be."""
-        return StepLimits(
-            num_requests=self.state.max_requests,
-            num_rows=self.state.max_rows,
-            tree_rows=self.tree_spec.num_speculative_tokens + 1,
-            context=self.state.max_model_len,
-        )
 
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
         return self.tree_spec.aux_layers or super()._get_eagle3_aux_layers_from_config()

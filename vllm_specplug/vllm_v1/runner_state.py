@@ -64,20 +64,6 @@ class RunnerState(RunnerView):
     # -- the engine -----------------------------------------------------------------------
 
     @property
-    def vocab_size(self) -> int:
-        return self.runner.model_config.get_vocab_size()
-
-    @property
-    def hidden_size(self) -> int:
-        return self.runner.model_config.get_hidden_size()
-
-    @property
-    def num_query_heads(self) -> int:
-        """Query heads of the target on this rank."""
-        runner = self.runner
-        return runner.model_config.get_num_attention_heads(runner.parallel_config)
-
-    @property
     def sampler(self) -> Any:
         """vLLM's sampler."""
         return self.runner.sampler

@@ -7,8 +7,7 @@ The runner mixin is the same everywhere; everything that differs between devices
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,23 +24,8 @@ from vllm_specplug.vllm_attention.tree_rows import (
 )
 from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
-from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer, PagedDraftCache
+from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer, PagedDraftCache
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
-
-BlockTable = Callable[[], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StepLimits:
-    """The largest step there can be."""
-
-    num_requests: int
-    num_rows: int
-    """Rows of the target forward."""
-    tree_rows: int
-    """Rows of one tree."""
-    context: int
-    """The model's length."""
 
 
 class TreeBackend(ABC):

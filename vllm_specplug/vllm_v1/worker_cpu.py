@@ -31,8 +31,10 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]
         if self.tree_spec.tree_kernel != "triton":
             return super().make_tree_backend()
         from vllm_specplug.vllm_v1.interpreted_backend import InterpretedTreeBackend
+        from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 
-        return InterpretedTreeBackend("triton", self.state.num_query_heads, self.step_limits(), CPU)
+        limits = StepLimits.of(self.state)
+        return InterpretedTreeBackend("triton", self.state.num_query_heads, limits, CPU)
 
 
 def tree_runner_class(stock: type) -> type:

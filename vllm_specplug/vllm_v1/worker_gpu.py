@@ -3,51 +3,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.options import check_v2_feature
-from vllm_specplug.seams import ATTENTION_BACKENDS
-from vllm_specplug.vllm_v1.cuda_backend import CudaTreeBackend
-from vllm_specplug.vllm_v1.rehearsal import (
-    profile_largest_step,
-    warm_up_draft,
-    warm_up_sampling,
-)
+from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_v1.rehearsal import warm_up_sampling
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v1.tree_backend import TreeBackend
+from vllm_specplug.vllm_worker.cuda_backend import StepLimits, claim_attention_backend
+from vllm_specplug.vllm_worker.rehearsal import profile_largest_step, warm_up_draft
 from vllm_specplug.vllm_worker.start_up import require_seams
-
-# vLLM's attention backends that can hand tree rows over.
-TREE_BACKENDS = (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN)
-
-
-def claim_attention_backend(vllm_config: Any) -> None:
-    """Registers the tree backends and, where the user named none, picks FlashAttention, or Triton
-    for float32, which FlashAttention does not have.
-
-    Seam: gpu_backend.
-
-    Raises:
-        ValueError: for a backend that cannot hand tree rows over.
-    """
-    attention = vllm_config.attention_config
-    if attention.backend is None:
-        is_float32 = vllm_config.model_config.dtype == torch.float32
-        attention.backend = (
-            AttentionBackendEnum.TRITON_ATTN if is_float32 else AttentionBackendEnum.FLASH_ATTN
-        )
-    if attention.backend not in TREE_BACKENDS:
-        names = " or ".join(b.name for b in TREE_BACKENDS)
-        raise ValueError(
-            f"--attention-backend {attention.backend.name} cannot verify trees. Use {names}, or "
-            "leave it out."
-        )
-    ATTENTION_BACKENDS.apply()
 
 
 class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):  # type: ignore[misc]  # overrides
@@ -59,7 +29,7 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):  # type: ignore[misc]
         return CudaTreeBackend(
             self.tree_spec.tree_kernel,
             self.state.num_query_heads,
-            self.step_limits(),
+            StepLimits.of(self.state),
             self.device,
         )
 
@@ -68,7 +38,8 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):  # type: ignore[misc]
         workspace = self.tree_backend.make_workspace()
         super().profile_run(*args, **kwargs)
         del workspace
-        profile_largest_step(self.state, self.planner.row_budget.max_step_rows)
+        rows = self.planner.row_budget.max_step_rows
+        profile_largest_step(self.state, rows, partial(warm_up_sampling, self.state))
         self.state.wait_for_device()
 
 

@@ -10,15 +10,20 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from vllm_specplug.drafting.drafter import DraftCache
 from vllm_specplug.kernels import TreeAttnMetadata, compact_kv
 from vllm_specplug.vllm_attention.tree_rows import CpuTreeRows, TreeRows, layout_key
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, path_moves
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
+from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer, PagedDraftCache
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
 
 class TreeBackend(ABC):
     """One device's way of verifying trees."""
+
+    is_host = False
+    """Whether the device's memory is the host's, so that nothing has to be waited for."""
 
     @abstractmethod
     def step_clock(self) -> StepClock:
@@ -36,6 +41,12 @@ class TreeBackend(ABC):
     @abstractmethod
     def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
         """Makes accepted paths contiguous in all layers; `slot_mappings` int64 [groups, T]."""
+
+    @abstractmethod
+    def draft_cache(
+        self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
+    ) -> DraftCache:
+        """The drafter's pages."""
 
 
 def step_plan(trees: StepTrees) -> torch.Tensor:
@@ -55,6 +66,8 @@ def step_plan(trees: StepTrees) -> torch.Tensor:
 
 class CpuTreeBackend(TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache."""
+
+    is_host = True
 
     def step_clock(self) -> StepClock:
         return HostClock()
@@ -79,3 +92,8 @@ class CpuTreeBackend(TreeBackend):
             sources, targets = path_moves(trees, walk, slot_mappings[index])
             layout = self.layouts[layout_key(caches[0])]
             compact_kv(caches, sources.flatten(), targets.flatten(), layout)
+
+    def draft_cache(
+        self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
+    ) -> DraftCache:
+        return PagedDraftCache(layers, block_table, scale)

@@ -8,6 +8,7 @@ overrides below follow the order of a step. Seams: runner_v2_*.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from vllm.logger import init_logger
 
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics import STATS_ATTRIBUTE
+from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_attention.state_rows import StateStep, attach_state_step
@@ -31,6 +33,7 @@ from vllm_specplug.vllm_v2.device_trees import (
     committed_rows,
     set_positions,
 )
+from vllm_specplug.vllm_v2.host_step import StepRecord
 from vllm_specplug.vllm_v2.runner_state import RunnerState
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
@@ -40,7 +43,6 @@ from vllm_specplug.vllm_v2.step_input import step_rows, verified_step
 from vllm_specplug.vllm_v2.tree_params import TreeParams
 from vllm_specplug.vllm_worker.cache_groups import draft_group
 from vllm_specplug.vllm_worker.calibration import start_budget
-from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.proposer import TreeProposer
@@ -56,7 +58,8 @@ else:
 
 
 def make_speculator(stock: Any) -> Any:
-    """`init_speculator` of a runner that verifies trees. Seam: speculator."""
+    """`init_speculator` of a runner that verifies trees where memory is the host's. Seam:
+    speculator."""
     return TreeSpeculator
 
 
@@ -76,7 +79,16 @@ class TreeRunnerV2Mixin(_Runner):
         self.planner = DraftPlanner.for_engine(
             vllm_config, self.tree_metrics.stats, self.tree_backend.step_clock()
         )
-        self.speculator.begin(self.planner, self.tree_metrics.stats, self._committed_rows)
+        self.speculator.begin(
+            self.planner,
+            self.tree_metrics.stats,
+            self._committed_rows,
+            lambda: self.tree_walk,
+            self._running_step,
+            lambda *args: self._record_verification(*args),
+        )
+        # Marks of the clock: after the walk and after compaction.
+        self.tree_marks: tuple[Any, Any] = (None, None)
         # Of the running step; None where it has no drafts, and for dummies.
         self.tree_step: StepTrees | None = None
         self.tree_walk: Walk | None = None
@@ -153,7 +165,7 @@ class TreeRunnerV2Mixin(_Runner):
         if layers:
             scale = layers[0].spec.head_dim ** -0.5
             table = partial(state.block_table, self.draft_group)
-            state.drafter.bind_cache(PagedDraftCache(layers, table, scale))
+            state.drafter.bind_cache(self.tree_backend.draft_cache(layers, table, scale))
         bind_drafter_memory(state, method)
 
     def start_budget(self) -> None:
@@ -197,7 +209,12 @@ class TreeRunnerV2Mixin(_Runner):
         for request in new:
             params = request.sampling_params
             extra_args = None if params is None else params.extra_args
-            self.speculator.add(request.req_id, extra_args, self._plain_reason(request))
+            self.speculator.add(
+                request.req_id,
+                extra_args,
+                self._plain_reason(request),
+                request.prefill_token_ids,
+            )
             if params is not None and params.structured_outputs is not None:
                 self.tree_constrained.add(request.req_id)
         if new:
@@ -255,7 +272,10 @@ class TreeRunnerV2Mixin(_Runner):
         walked = self.planner.clock.mark()
         if self.tree_walk is not None and self.tree_slots is not None:
             self.tree_backend.compact(self._running_trees(), self.tree_walk, self.tree_slots)
-        self._record_verification(input_batch, walked)
+        self.tree_marks = walked, self.planner.clock.mark()
+        if self.tree_backend.is_host:
+            trees, lengths = self.speculator.trees, input_batch.seq_lens
+            self._record_verification(input_batch, self.tree_walk, lengths, trees)
         return output
 
     def _committed_rows(self, input_batch: Any) -> Committed:
@@ -287,7 +307,7 @@ class TreeRunnerV2Mixin(_Runner):
         if drafts is not None:
             parents = {}
             for req_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
-                tree = self.speculator.trees.get(req_id)
+                tree = self.speculator.tree_of(req_id)
                 count = 0 if tree is None else tree.num_nodes
                 del token_ids[count:]
                 if tree is not None and count and req_id in self.tree_constrained:
@@ -297,11 +317,28 @@ class TreeRunnerV2Mixin(_Runner):
                 setattr(drafts, STAYS_ATTRIBUTE, True)
         return drafts
 
-    def _record_verification(self, input_batch: Any, walked: Any) -> None:
-        """Counts the step's trees and learns from them and from its time. Reads the device: on a
-        CPU its memory is the host's."""
-        compacted = self.planner.clock.mark()
-        step = verified_step(input_batch, self.speculator.trees, self.tree_walk)
+    def _running_step(self) -> StepRecord:
+        """The running step, for a record of it once the host has read it."""
+        return StepRecord(*self.tree_marks, self.planner.running)
+
+    def _record_verification(
+        self,
+        input_batch: Any,
+        walk: Walk | None,
+        seq_lens: torch.Tensor,
+        trees: Mapping[str, DraftTree],
+        record: StepRecord | None = None,
+    ) -> None:
+        """Counts a step's trees and learns from them and from its time.
+
+        Args:
+            walk: in the host's memory, as `seq_lens`; None in a step without drafts.
+            trees: those it verified, before they were cut to what was scheduled.
+            record: of a step that may be over; None for the running one.
+        """
+        record = record or self._running_step()
+        walked, compacted = record.walked, record.compacted
+        step = verified_step(input_batch, trees, walk, seq_lens)
         stats = self.tree_metrics.stats
         step_nodes = 0
         adapters = self.state.adapter_names(len(step.requests))
@@ -309,7 +346,7 @@ class TreeRunnerV2Mixin(_Runner):
             if r.tree is not None and r.tree.num_nodes:
                 stats.observe_draft(r.tree.num_nodes, len(r.accepted_path), adapter)
                 step_nodes += r.tree.num_nodes
-        self.planner.observe(step, input_batch.req_ids, walked)
+        self.planner.observe(step, input_batch.req_ids, walked, record.running)
         if step_nodes:
             stats.observe_step_nodes(step_nodes)
             self.planner.clock.measure(walked, compacted, partial(stats.observe_ms, "compact"))

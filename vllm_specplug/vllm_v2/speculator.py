@@ -18,7 +18,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v2.device_trees import Committed, TreeStore
+from vllm_specplug.vllm_v2.device_trees import Committed, TreeStore, Walk
+from vllm_specplug.vllm_v2.host_step import StepRecord, to_device
 from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests, next_tokens
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner
 from vllm_specplug.vllm_worker.proposer import TreeProposer
@@ -74,17 +75,34 @@ class TreeSpeculator(BaseSpeculator):
         self.committed_rows: CommittedRows
         self.max_num_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
 
-    def begin(self, planner: DraftPlanner, stats: StepStats, committed_rows: CommittedRows) -> None:
-        """Gives what only a whole runner has."""
+    def begin(
+        self,
+        planner: DraftPlanner,
+        stats: StepStats,
+        committed_rows: CommittedRows,
+        walk: Callable[[], Walk | None],
+        running: Callable[[], StepRecord],
+        record: Callable[..., None],
+    ) -> None:
+        """Gives what only a whole runner has: what of the running step is final, its walk, its
+        times, and what takes that which a speculator reads of a step."""
         self.planner, self.stats, self.committed_rows = planner, stats, committed_rows
+        self.walk, self.running, self.record = walk, running, record
 
     # -- requests that come and go -----------------------------------------------------------
 
-    def add(self, req_id: str, extra_args: dict[str, Any] | None, plain: str | None) -> None:
+    def add(
+        self,
+        req_id: str,
+        extra_args: dict[str, Any] | None,
+        plain: str | None,
+        token_ids: Sequence[int],
+    ) -> None:
         """A request that starts, or comes back after preemption.
 
         Args:
             plain: why it may not have drafts; a reason of the metrics.
+            token_ids: what is known of it.
         """
         self.extra_args[req_id] = extra_args
         self.plain.pop(req_id, None)
@@ -101,6 +119,10 @@ class TreeSpeculator(BaseSpeculator):
             self.extra_args.pop(req_id, None)
             self.plain.pop(req_id, None)
             self.trees.pop(req_id, None)
+
+    def tree_of(self, req_id: str) -> DraftTree | None:
+        """A running request's tree on the host; None where none was drafted."""
+        return self.trees.get(req_id)
 
     # -- V2's interface ------------------------------------------------------------------------
 
@@ -130,6 +152,17 @@ class TreeSpeculator(BaseSpeculator):
         if dummy_run:
             shape = (input_batch.num_reqs, self.store.num_nodes)
             return torch.zeros(shape, dtype=torch.int64, device=self.device)
+        most = self.store.num_nodes if num_speculative_tokens is None else num_speculative_tokens
+        return self._propose(input_batch, last_hidden_states, aux_hidden_states, num_sampled, most)
+
+    def _propose(
+        self,
+        input_batch: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        most: int,
+    ) -> torch.Tensor:
         drafter = self.proposer.drafter
         committed = _committed_tokens(self.committed_rows(input_batch), aux_hidden_states)
         batch = host_requests(self.req_states, input_batch, num_sampled)
@@ -137,7 +170,12 @@ class TreeSpeculator(BaseSpeculator):
             following = next_tokens(committed.positions.numpy(), batch)
             committed = replace(committed, next_token_ids=torch.from_numpy(following))
         drafter.observe(replace(committed, output_states=last_hidden_states))
-        most = self.store.num_nodes if num_speculative_tokens is None else num_speculative_tokens
+        return self._draft(input_batch, batch, most)
+
+    def _draft(self, input_batch: Any, batch: list[HostRequest], most: int) -> torch.Tensor:
+        """Trees of a batch that the host knows, of `most` nodes at most: kept, and their token ids
+        int64 [R, N]."""
+        drafter = self.proposer.drafter
         requests, others = self._draft_requests(batch, most)
         drafted = self.planner.draft(drafter, requests, others, self._room(requests))
         drafted = first_rank_trees(drafted, requests.budgets)
@@ -186,7 +224,7 @@ class TreeSpeculator(BaseSpeculator):
         # The last sampled token is the next root.
         roots = np.array([len(r.token_ids) - 1 if r.is_decoding else -1 for r in batch], np.int32)
         arrays = (roots, token_ids, parents, counts, scores)
-        tensors = (torch.from_numpy(array).to(self.device) for array in arrays)
+        tensors = (to_device(array, self.device) for array in arrays)
         return self.store.put(input_batch.idx_mapping, *tensors)
 
     def _draft_requests(self, batch: list[HostRequest], most: int) -> tuple[DraftRequests, Batch]:

@@ -37,23 +37,29 @@ def step_rows(input_batch: Any, max_nodes: int) -> StepRows:
         places=input_batch.expanded_local_pos.long(),
         query_rows=input_batch.logits_indices,
         max_rows=max_nodes + 1,
-        covers_batch=num_rows == input_batch.num_tokens_after_padding,
+        # Rows of padding may hold anything, as in vLLM's own attention.
+        covers_batch=num_rows == input_batch.num_tokens,
         max_context=int(input_batch.seq_lens_cpu_upper_bound.max()),
     )
 
 
-def verified_step(input_batch: Any, trees: Mapping[str, DraftTree], walk: Walk | None) -> TreeStep:
-    """A step's trees, cut to what was scheduled, and their accepted paths; call before vLLM updates
-    its request states. Reads the device: on a CPU its memory is the host's.
+def verified_step(
+    input_batch: Any,
+    trees: Mapping[str, DraftTree],
+    walk: Walk | None,
+    seq_lens: torch.Tensor | None = None,
+) -> TreeStep:
+    """A step's trees, cut to what was scheduled, and their accepted paths.
 
     Args:
         trees: of running requests that have one.
-        walk: None in a step without drafts.
+        walk: on the host; None in a step without drafts.
+        seq_lens: those of the batch, where its own are not in the host's memory.
     """
     empty = DraftTree.empty()
     ends = input_batch.query_start_loc_np.tolist()
     roots = input_batch.cu_num_logits_np.tolist()
-    seq_lens = input_batch.seq_lens.tolist()
+    tokens = (input_batch.seq_lens if seq_lens is None else seq_lens).tolist()
     lengths = [0] * len(input_batch.req_ids) if walk is None else walk.lengths.tolist()
     requests = []
     for i, req_id in enumerate(input_batch.req_ids):
@@ -66,7 +72,7 @@ def verified_step(input_batch: Any, trees: Mapping[str, DraftTree], walk: Walk |
                 first_row=ends[i],
                 root_row=ends[i + 1] - scheduled - 1,
                 end_row=ends[i + 1],
-                num_computed=seq_lens[i] - (ends[i + 1] - ends[i]),
+                num_computed=tokens[i] - (ends[i + 1] - ends[i]),
                 tree=trees.get(req_id, empty).prefix(scheduled),
                 accepted_path=path,
             )

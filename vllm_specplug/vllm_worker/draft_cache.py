@@ -28,6 +28,9 @@ from vllm_specplug.kernels import (
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_worker.windowed_blocks import WindowedBlocks
 
+# int32 [>= B, max_blocks] of the batch, as it is when asked.
+BlockTable = Callable[[], torch.Tensor]
+
 
 class DraftKVLayer(AttentionLayerBase):
     """A cache-only layer: vLLM allocates its pages, only the drafter reads and writes them.
@@ -77,9 +80,7 @@ class DraftKVLayer(AttentionLayerBase):
 class PagedDraftCache:
     """`drafting.drafter.DraftCache` over the pages of `DraftKVLayer`s, on CPU."""
 
-    def __init__(
-        self, layers: list[DraftKVLayer], block_table: Callable[[], torch.Tensor], scale: float
-    ) -> None:
+    def __init__(self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float) -> None:
         self.block_table = block_table
         self.scale = scale
         self.layout = cpu_kv_layout(layers[0].kv_cache)

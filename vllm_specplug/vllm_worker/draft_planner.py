@@ -202,6 +202,13 @@ class DraftPlanner:
             self.stats.tree_budget = max(requests.budgets) if budget is None else largest
         return trees
 
+    def drafted_on_device(self, start: Any, budgets: Sequence[int]) -> None:
+        """Call instead of `draft` where a drafter drafted by itself since the mark `start`, within
+        fixed budgets; trees that break a rule were dropped on the device."""
+        drafted = partial(self._learn_draft, self._now, 0)
+        self.clock.measure(start, self.clock.mark(), drafted)
+        self.stats.tree_budget = max(budgets, default=0)
+
     def _draft_adaptively(
         self,
         budget: AdaptiveBudget,
@@ -283,9 +290,24 @@ class DraftPlanner:
         self._before, self._now = self._now, _Step(began)
         self.clock.poll()
 
-    def observe(self, step: TreeStep, req_ids: Sequence[str], walked: Any) -> None:
-        """Call once a step's trees are walked, at `walked`, a mark of the clock."""
-        now, before = self._now, self._before
+    @property
+    def running(self) -> tuple[_Step | None, _Step | None]:
+        """The step that runs and the one before it, for an `observe` that comes later."""
+        return self._now, self._before
+
+    def observe(
+        self,
+        step: TreeStep,
+        req_ids: Sequence[str],
+        walked: Any,
+        running: tuple[_Step | None, _Step | None] | None = None,
+    ) -> None:
+        """Call once a step's trees are walked, at `walked`, a mark of the clock.
+
+        Args:
+            running: as it was in that step, where it is over.
+        """
+        now, before = self.running if running is None else running
         assert now is not None
         now.req_ids = set(req_ids)
         now.has_trees = any(r.tree is not None and r.tree.num_nodes for r in step.requests)

@@ -85,6 +85,15 @@ def first_rank_trees(trees: Sequence[DraftTree], budgets: Sequence[int]) -> list
     return _unpacked(received, len(budgets))
 
 
+def first_rank_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the device, overwritten in place by that of the first tensor parallel rank; no
+    host waits."""
+    group = get_tp_group()
+    if group.world_size > 1:
+        torch.distributed.broadcast(tensor, src=group.ranks[0], group=group.device_group)
+    return tensor
+
+
 def _from_first(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """`tensor`, overwritten in place by that of the group's first rank."""
     if group.world_size > 1:

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft forwards before there are requests."""
+"""Draft forwards before there are requests: to compile what they compile, and to take the memory
+they take while vLLM measures it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import torch
 
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
+from vllm_specplug.registry import headless_methods
+from vllm_specplug.vllm_worker.ranks import any_failed
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 SHORT_CONTEXT = 7
+# Long enough for a kernel to split it.
+LONG_CONTEXT = 8192
 
 
 @contextmanager
@@ -37,3 +44,79 @@ def rehearsal(
     finally:
         state.rehearsal_requests = 0
         state.drafter.forget(requests.req_ids)
+
+
+def warm_up_draft(state: RunnerView) -> None:
+    """Drafts every depth once after a short and a long context, so that what a draft forward
+    compiles is compiled before serving.
+
+    Raises:
+        RuntimeError: on every worker, when drafting failed on any.
+    """
+    failure: Exception | None = None
+    try:
+        _draft_every_depth(state)
+        state.wait_for_device()
+    except Exception as error:
+        failure = error
+    # What comes next is done together.
+    if any_failed(failure):
+        reason = "another worker could not; its log says why"
+        if failure is not None:
+            reason = f"{type(failure).__name__}: {failure}"
+        raise RuntimeError(
+            f"The draft head cannot draft on this device: {reason}. It would fail while serving; "
+            f"use another head, or a method without one: {', '.join(headless_methods())}."
+        ) from failure
+
+
+def _draft_every_depth(state: RunnerView) -> None:
+    deepest = state.drafter.forward_depth
+    longest = min(LONG_CONTEXT, state.max_model_len - deepest - 1)
+    for context in (SHORT_CONTEXT, longest) if longest > SHORT_CONTEXT else (SHORT_CONTEXT,):
+        for depth in range(1, deepest + 1):
+            with rehearsal(state, 1, depth, context) as requests:
+                state.drafter.propose(requests)
+
+
+class _NoCache:
+    """A `DraftCache` before there are pages: takes what a real one would take for a moment."""
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        pass
+
+    def block_attention(self, requests: DraftRequests, rows: int, causal: Any) -> Any:
+        return lambda layer, query, key, value: torch.zeros_like(
+            query, memory_format=torch.contiguous_format
+        )
+
+
+@torch.inference_mode()
+def profile_largest_step(
+    state: RunnerView, max_step_rows: int, sample: Callable[[torch.Tensor], Any]
+) -> None:
+    """Allocates at once what the largest step with trees needs beside the target's forward, for
+    vLLM's memory profile: logits of all rows, their samples, and a draft for every request.
+
+    The hidden states stay for the draft, and vLLM holds the logits until the step is over.
+
+    Args:
+        max_step_rows: most rows with logits of one step.
+        sample: takes the memory that samples of logits [rows, V] take.
+    """
+    options = state.vllm_config.speculative_config
+    tokens, num_reqs, device = state.max_rows, state.max_requests, state.device
+    drafter = state.drafter
+    hidden = torch.zeros((tokens, state.hidden_size), dtype=state.dtype, device=device)
+    aux = [torch.zeros_like(hidden) for _ in options.aux_layers or ()]
+    rows = min(num_reqs * (1 + options.num_speculative_tokens), max_step_rows)
+    sample_hidden = hidden[:rows].clone()
+    logits = state.logits(sample_hidden)
+    sample(logits)
+    if not drafter.forward_depth:
+        return
+    drafter.bind_cache(_NoCache())
+    every = torch.arange(tokens, device=device)
+    drafter.observe(CommittedTokens(aux, every, every % state.max_model_len, every))
+    with rehearsal(state, num_reqs, drafter.forward_depth) as requests:
+        drafter.propose(requests)

@@ -72,6 +72,20 @@ class RunnerView(ABC):
         return self.runner.max_num_tokens
 
     @property
+    def vocab_size(self) -> int:
+        return self.runner.model_config.get_vocab_size()
+
+    @property
+    def hidden_size(self) -> int:
+        return self.runner.model_config.get_hidden_size()
+
+    @property
+    def num_query_heads(self) -> int:
+        """Query heads of the target on this rank."""
+        runner = self.runner
+        return runner.model_config.get_num_attention_heads(runner.parallel_config)
+
+    @property
     def drafter(self) -> Drafter:
         return self.runner.drafter.drafter
 

@@ -351,6 +351,54 @@ def test_asynchronous_scheduling_needs_v2(target: Path) -> None:
         _config(target, {"method": "ngram_tree"}, async_scheduling=True)
 
 
+@pytest.mark.parametrize(
+    ("asked", "full_graphs", "runner"),
+    [(None, "0", "v2"), ("1", "0", "v2"), ("0", "0", "v1"), (None, "1", "v1"), ("1", "1", "v2")],
+)
+def test_cuda_takes_the_runner_that_vllm_takes(
+    target: Path,
+    asked: str | None,
+    full_graphs: str,
+    runner: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_specplug.vllm_process import spec_config
+
+    if asked is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    monkeypatch.setenv(spec_config.FULL_GRAPHS_VARIABLE, full_graphs)
+    monkeypatch.setattr(spec_config, "HAS_TRITON", True)
+    # Beyond its options, nothing of a config looks at the device here.
+    monkeypatch.setattr(spec_config, "current_device", lambda: "cuda")
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    monkeypatch.setattr(spec_config.logger, "info", lambda text, *args: told.append(text % args))
+    told: list[str] = []
+    config = _config(target, {"method": "ngram_tree"})
+    assert config.speculative_config.uses_v2 == config.use_v2_model_runner == (runner == "v2")
+    name = {"v1": "vllm_v1.worker_gpu.TreeGPUWorker", "v2": "vllm_v2.worker_gpu.TreeGPUWorkerV2"}
+    assert config.parallel_config.worker_cls == f"vllm_specplug.{name[runner]}"
+    falls_back = asked is None and runner == "v1"
+    assert any("V1 model runner: V2 does not serve" in line for line in told) == falls_back
+
+
+def test_full_graphs_on_v2_stop_a_worker(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE
+    from vllm_specplug.vllm_process import spec_config
+    from vllm_specplug.vllm_v2.worker_gpu import TreeGPUWorkerV2
+
+    assert spec_config.FULL_GRAPHS_VARIABLE == FULL_GRAPHS_VARIABLE
+    worker = TreeGPUWorkerV2.__new__(TreeGPUWorkerV2)
+    WorkerBase.__init__(
+        worker, _config(target, {"method": "ngram_tree"}), 0, 0, "tcp://127.0.0.1:0"
+    )
+    worker.use_v2_model_runner = True
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
+    with pytest.raises(ValueError, match="legal: 0 or unset.*VLLM_USE_V2_MODEL_RUNNER=0"):
+        worker.init_device()
+
+
 def test_a_worker_told_to_use_another_runner_starts_nothing(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,12 +408,13 @@ def test_a_worker_told_to_use_another_runner_starts_nothing(
     from vllm_specplug.vllm_v1.worker_cpu import TreeCPUWorker
     from vllm_specplug.vllm_v1.worker_gpu import TreeGPUWorker
     from vllm_specplug.vllm_v2.worker_cpu import TreeCPUWorkerV2
+    from vllm_specplug.vllm_v2.worker_gpu import TreeGPUWorkerV2
 
     config = _config(target, {"method": "ngram_tree"})
-    for worker_class in (TreeCPUWorker, TreeGPUWorker, TreeCPUWorkerV2):
+    for worker_class in (TreeCPUWorker, TreeGPUWorker, TreeCPUWorkerV2, TreeGPUWorkerV2):
         worker = worker_class.__new__(worker_class)
         WorkerBase.__init__(worker, config, 0, 0, "tcp://127.0.0.1:0")
-        worker.use_v2_model_runner = worker_class is not TreeCPUWorkerV2
+        worker.use_v2_model_runner = worker_class in (TreeCPUWorker, TreeGPUWorker)
         with pytest.raises(ValueError, match="'ngram_tree' .*VLLM_USE_V2_MODEL_RUNNER"):
             worker.init_device()
 

@@ -24,9 +24,9 @@ from vllm.distributed import (
 )
 
 from tests.unit.vllm_v1.sleeping_runner import SleepingRunner
-from vllm_specplug.vllm_v1.rehearsal import warm_up_draft
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_worker import ranks
+from vllm_specplug.vllm_worker.rehearsal import warm_up_draft
 
 TIMEOUT = timedelta(seconds=90)
 

@@ -21,13 +21,12 @@ from vllm_specplug.vllm_attention.gpu import (
     gpu_cache_views,
 )
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin, tree_rows_of
-from vllm_specplug.vllm_v1.cuda_backend import (
+from vllm_specplug.vllm_v1.cuda_trees import (
     CudaTreeBackend,
-    TreeBuffers,
     request_parent_rows,
 )
-from vllm_specplug.vllm_v1.tree_backend import StepLimits
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
+from vllm_specplug.vllm_worker.cuda_backend import StepLimits, TreeBuffers
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 CPU = torch.device("cpu")

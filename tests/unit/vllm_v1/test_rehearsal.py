@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_specplug.vllm_v1 import rehearsal as module
-from vllm_specplug.vllm_v1.rehearsal import rehearsal, warm_up_draft
 from vllm_specplug.vllm_v1.runner_state import RunnerState
+from vllm_specplug.vllm_worker import rehearsal as module
+from vllm_specplug.vllm_worker.rehearsal import rehearsal, warm_up_draft
 
 
 class _Drafter:

@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB, input_batch
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2 import sampler as sampler_module
-from vllm_specplug.vllm_v2.backend import TreeBackend, step_plan
+from vllm_specplug.vllm_v2.backend import step_plan
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.device_trees import (
-    StepTrees,
     TreeStore,
-    Walk,
     ancestor_words,
     attach_trees,
     committed_rows,
@@ -148,26 +148,23 @@ def test_a_read_is_noticed(read: Callable[[torch.Tensor], Any]) -> None:
 
 # -- a whole step of the runner ------------------------------------------------------------
 
-LAUNCHES_PER_STEP = 100
+LAUNCHES_PER_STEP = 80
 """Operations of a step with drafts, from its inputs to its tokens and contiguous caches; vLLM's own
 not among them. Less is better; more needs a reason."""
 # What sampling parameters add that follow a row's path.
 LAUNCHES_OF_PARAMS = {"penalties": 60, "bad_words": 90, "thinking_budget": 95}
 
 
-class PretendedBackend(TreeBackend):
-    """A device's backend, without its two kernels."""
+class PretendedBackend(CudaTreeBackend):
+    """CUDA's backend, without its kernels."""
+
+    def __init__(self) -> None:
+        self.layers: Any = None
+        self.views: Any = None
+        self.kernel = ChosenKernel("cute", lambda *args: None, "")
 
     def step_clock(self) -> StepClock:
         return HostClock()
-
-    def bind(self, groups: list[Any]) -> None: ...
-
-    def tree_rows(self, trees: StepTrees, block_table: torch.Tensor) -> Any:
-        return step_plan(trees), ancestor_words(trees)
-
-    def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
-        self.moved = path_moves(trees, walk, slot_mappings[0])
 
 
 class _Stock:
@@ -181,12 +178,10 @@ class _Stock:
         return self.rejection_sampler(hidden_states, batch)  # type: ignore[attr-defined]
 
 
-class _Runner(TreeRunnerV2Mixin, _Stock):
-    def _record_verification(self, input_batch: Any, walked: Any) -> None:
-        """It reads the device, where that is the host."""
+class _Runner(TreeRunnerV2Mixin, _Stock): ...
 
 
-def _runner(step: Step, kind: type[TreeRunnerV2Mixin] = _Runner) -> Any:
+def _runner(step: Step) -> Any:
     rows = len(step.trees.depths)
     batch, samples = step.batch, step.samples
     batch.num_draft_tokens = rows - 3
@@ -195,11 +190,11 @@ def _runner(step: Step, kind: type[TreeRunnerV2Mixin] = _Runner) -> Any:
     batch.query_start_loc_np = np.array([0, 17, 39, 43])
     batch.positions = torch.empty(batch.num_tokens, dtype=torch.int64, device="meta")
     batch.input_ids = torch.empty(batch.num_tokens, dtype=torch.int32, device="meta")
-    runner: Any = object.__new__(kind)
+    runner: Any = object.__new__(_Runner)
     runner.tree_backend = PretendedBackend()
     runner.num_speculative_steps = N
     runner.speculator = SimpleNamespace(store=step.store, trees={})
-    runner.planner = SimpleNamespace(clock=HostClock())
+    runner.planner = SimpleNamespace(clock=HostClock(), running=(None, None))
     runner.tree_metrics = SimpleNamespace(stats=StepStats())
     runner.tree_step = runner.tree_walk = runner.tree_slots = runner.tree_states = None
     sampler = SimpleNamespace(
@@ -222,31 +217,38 @@ def _run(runner: Any, batch: Any) -> Any:
 
 
 @pytest.fixture
-def _without_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What compaction was given; kernels of vLLM and ours do not run here."""
+    from vllm_specplug.kernels import kv_compact_triton
+
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(kv_compact_triton, "compact_paths_triton", lambda *args: calls.append(args))
     monkeypatch.setattr(
         sampler_module, "get_num_sampled_and_rejected", lambda counts, *rest: (counts, counts)
     )
+    return calls
 
 
-@pytest.mark.usefixtures("_without_vllms_kernel")
-def test_a_step_reads_nothing_and_keeps_to_its_launches() -> None:
+def test_a_step_reads_nothing_and_keeps_to_its_launches(moved: list[tuple[Any, ...]]) -> None:
     step = Step()
     runner = _runner(step)
     assert reads_the_device(lambda: _run(runner, step.batch)) is None
     with Recorder() as recorder:
         output = _run(runner, step.batch)
-    assert output.sampled_token_ids.is_meta and runner.tree_backend.moved[0].is_meta
+    assert output.sampled_token_ids.is_meta
+    paths, lengths, contexts, requests, table = moved[-1][1:]
+    assert paths.shape == (3, N) and len(lengths) == len(contexts) == len(requests) == 3
+    assert all(given.dtype == torch.int32 and given.is_meta for given in moved[-1][1:])
+    assert table.shape == (3, 9)
     assert 0 < recorder.operations <= LAUNCHES_PER_STEP, recorder.operations
 
 
-@pytest.mark.usefixtures("_without_vllms_kernel")
-def test_statistics_that_read_the_walk_are_noticed() -> None:
+def test_statistics_that_read_the_walk_are_noticed(moved: list[tuple[Any, ...]]) -> None:
     """The control: what a runner does where the device's memory is the host's."""
-
-    class Reading(TreeRunnerV2Mixin, _Stock): ...
-
     step = Step()
-    assert reads_the_device(lambda: _run(_runner(step, Reading), step.batch))
+    runner = _runner(step)
+    runner.tree_backend.is_host = True
+    assert reads_the_device(lambda: _run(runner, step.batch))
 
 
 def _numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -11,11 +11,14 @@ into a tree. JetSpec (causal in the block) and DFlash with a tree (bidirectional
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
+    DeviceRequests,
+    DeviceTrees,
     DraftCacheSpec,
     Drafter,
     DraftRequests,
@@ -36,6 +39,9 @@ _MOST_LOGITS = 1 << 25
 
 class BlockHeadDrafter(Drafter):
     """Block head of the JetSpec and DFlash family; causal or bidirectional by its config."""
+
+    scores_branches: ClassVar[bool] = False
+    """Whether its trees need more than each depth's candidates."""
 
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
@@ -111,6 +117,21 @@ class BlockHeadDrafter(Drafter):
                 trees[r] = tree
         return trees if self.ngrams is None else self.ngrams.added_to(trees, requests)
 
+    @property
+    def drafts_on_device(self) -> bool:
+        is_exact = self.options.tree_builder == "best_first" and not self.scores_branches
+        return is_exact and self.ngrams is None
+
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
+        from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
+
+        width = requests.width
+        token_ids, log_probs = self.candidates(requests, self.forward_depth, width)
+        built = build_best_first_triton(
+            token_ids, log_probs, requests.budgets, requests.depths, width, requests.num_nodes
+        )
+        return DeviceTrees(*built)
+
     def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
         """The head's own trees."""
         widths, budgets, options = requests.widths, requests.budgets, self.options
@@ -137,7 +158,7 @@ class BlockHeadDrafter(Drafter):
         ]
 
     def candidates(
-        self, requests: DraftRequests, depth: int, width: int
+        self, requests: DraftRequests | DeviceRequests, depth: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `width` likeliest tokens of each depth.
 
@@ -149,7 +170,7 @@ class BlockHeadDrafter(Drafter):
         return (ids if self.target_ids is None else self.target_ids[ids]), log_probs
 
     def draft_candidates(
-        self, requests: DraftRequests, depth: int, width: int
+        self, requests: DraftRequests | DeviceRequests, depth: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`candidates` by their ids in the draft vocabulary."""
         self.backlog.flush()
@@ -159,7 +180,10 @@ class BlockHeadDrafter(Drafter):
         causal = self.config.layer_causal
         rows = depth + first if all(causal) else self.config.block_size
         device = self.embed_tokens.device
-        anchors, starts = device_tensor([requests.anchors, requests.context_lens], device)
+        if isinstance(requests, DeviceRequests):
+            anchors, starts = requests.anchors, requests.context_lens
+        else:
+            anchors, starts = device_tensor([requests.anchors, requests.context_lens], device)
         block = self.head.block_embeds(self.embed_tokens[anchors], rows)
         positions = starts[:, None] + torch.arange(rows, device=device)
         # Slots past the model's last position are never used: depths are capped before.

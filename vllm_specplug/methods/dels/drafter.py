@@ -21,6 +21,8 @@ from vllm_specplug.tree import DraftTree
 class DelsDrafter(BlockHeadDrafter):
     """Block head and local head; without weights it is the block head alone."""
 
+    scores_branches = True
+
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
         super().load(target)

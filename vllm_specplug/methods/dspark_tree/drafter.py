@@ -23,6 +23,8 @@ from vllm_specplug.tree import DraftTree
 class DSparkDrafter(BlockHeadDrafter):
     """Block head and Markov head of one checkpoint; without the latter, the block head alone."""
 
+    scores_branches = True
+
     markov: LocalHead | None = None
     local_tree: LocalTreeBuilder | None = None
 

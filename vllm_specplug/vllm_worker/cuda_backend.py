@@ -10,30 +10,81 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_specplug.drafting.drafter import DraftCache, DraftRequests
+from vllm_specplug.drafting.drafter import DeviceRequests, DraftCache, DraftRequests
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS, PLAN_ROWS
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape, choose_cuda_kernel
 from vllm_specplug.kernels.metadata import plan_columns
+from vllm_specplug.seams import ATTENTION_BACKENDS
 from vllm_specplug.vllm_attention.gpu import (
     FULL_GRAPHS_VARIABLE,
     gpu_cache_views,
     wants_full_graphs,
 )
-from vllm_specplug.vllm_attention.tree_rows import CacheViews, DeviceTreeRows, TreeRows
-from vllm_specplug.vllm_v1.runner_state import RunnerState
-from vllm_specplug.vllm_v1.tree_backend import BlockTable, StepLimits, TreeBackend, put_rows
+from vllm_specplug.vllm_attention.tree_rows import CacheViews
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
-from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
-from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
+from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer
+from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 logger = init_logger("vllm.specplug.cuda")
+
+# vLLM's attention backends that can hand tree rows over.
+TREE_BACKENDS = (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN)
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest step there can be."""
+
+    num_requests: int
+    num_rows: int
+    """Rows of the target forward."""
+    tree_rows: int
+    """Rows of one tree."""
+    context: int
+    """The model's length."""
+
+    @classmethod
+    def of(cls, state: RunnerView) -> StepLimits:
+        """Those of a runner."""
+        return cls(
+            num_requests=state.max_requests,
+            num_rows=state.max_rows,
+            tree_rows=state.vllm_config.speculative_config.num_speculative_tokens + 1,
+            context=state.max_model_len,
+        )
+
+
+def claim_attention_backend(vllm_config: Any) -> None:
+    """Registers the tree backends and, where the user named none, picks FlashAttention, or Triton
+    for float32, which FlashAttention does not have.
+
+    Seam: gpu_backend.
+
+    Raises:
+        ValueError: for a backend that cannot hand tree rows over.
+    """
+    attention = vllm_config.attention_config
+    if attention.backend is None:
+        is_float32 = vllm_config.model_config.dtype == torch.float32
+        attention.backend = (
+            AttentionBackendEnum.TRITON_ATTN if is_float32 else AttentionBackendEnum.FLASH_ATTN
+        )
+    if attention.backend not in TREE_BACKENDS:
+        names = " or ".join(b.name for b in TREE_BACKENDS)
+        raise ValueError(
+            f"--attention-backend {attention.backend.name} cannot verify trees. Use {names}, or "
+            "leave it out."
+        )
+    ATTENTION_BACKENDS.apply()
 
 
 class TreeBuffers:
@@ -115,22 +166,8 @@ class TreeBuffers:
         )
 
 
-def request_parent_rows(request: StepRequest) -> np.ndarray:
-    """int32: every row of the request as a tree: a chain up to the root, then its nodes.
-
-    Right for any request, also a prompt chunk or another drafter's tokens: those are a chain.
-    """
-    total = request.end_row - request.first_row
-    rows = np.arange(-1, total - 1, dtype=np.int32)
-    tree = request.tree
-    if tree is not None and tree.num_nodes:
-        root = request.root_row - request.first_row
-        rows[root + 1 :] = tree.parent_indices + (root + 1)
-    return rows
-
-
-class CudaTreeBackend(TreeBackend):
-    """The kernels of `kernels.cuda_dispatch` over vLLM's GPU cache.
+class CudaKernels:
+    """The kernels of `kernels.cuda_dispatch` over vLLM's GPU cache, for both runners.
 
     Args:
         requested: option `tree_kernel`.
@@ -210,6 +247,12 @@ class CudaTreeBackend(TreeBackend):
                 "(see: specplug doctor)"
             )
 
+    def captures_trees(self) -> bool:
+        """Whether uniform batches of trees are captured as full graphs."""
+        if not wants_full_graphs() or self.kernel is None:
+            return False
+        return self.kernel.name != "reference"
+
     def choose(
         self,
         head_dim: int,
@@ -279,19 +322,6 @@ class CudaTreeBackend(TreeBackend):
 
     # -- the step ---------------------------------------------------------------------------
 
-    def tree_rows(
-        self, members: Sequence[tuple[int, StepRequest]], covers_batch: bool, common: Any
-    ) -> TreeRows:
-        metadata = self.buffers.fill(
-            [i for i, _ in members],
-            [r.root_row for _, r in members],
-            [r.context_len for _, r in members],
-            [_parent_rows(r) for _, r in members],
-            common.block_table_tensor,
-        )
-        self.fill_words(metadata)
-        return DeviceTreeRows(metadata, self.kernel.run, self.views, covers_batch)
-
     def fill_words(self, metadata: TreeAttnMetadata, kernel: ChosenKernel | None = None) -> None:
         """Ancestor words, for a kernel (the target's, if none is given) that does not make them
         itself."""
@@ -302,34 +332,6 @@ class CudaTreeBackend(TreeBackend):
             fill_tree_words(
                 metadata.plan, metadata.parent_rows, metadata.mask_words, metadata.max_rows
             )
-
-    def compact(self, step: TreeStep, state: RunnerState) -> None:
-        from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton
-
-        moved = [
-            (i, r)
-            for i, r in enumerate(step.requests)
-            if r.accepted_path
-            and not r.is_linear
-            and r.accepted_path[-1] != len(r.accepted_path) - 1
-        ]
-        if not moved:
-            return
-        depth = max(len(r.accepted_path) for _, r in moved)
-        # Columns: length, context, request, then the path.
-        table = np.zeros((len(moved), 3 + depth), dtype=np.int32)
-        for line, (i, r) in zip(table, moved, strict=True):
-            line[:3] = len(r.accepted_path), r.context_len, i
-            line[3 : 3 + len(r.accepted_path)] = r.accepted_path
-        columns = self.to_device(np.ascontiguousarray(table.T))
-        compact_paths_triton(
-            self.layers,
-            columns[3:].t().contiguous(),
-            columns[0],
-            columns[1],
-            columns[2],
-            state.block_table(),
-        )
 
     def draft_cache(
         self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
@@ -343,67 +345,13 @@ class CudaTreeBackend(TreeBackend):
         # The allocator keeps pinned memory until the copy is done.
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    # -- full graphs --------------------------------------------------------------------------
-
-    def captures_trees(self) -> bool:
-        if not wants_full_graphs() or self.kernel is None:
-            return False
-        return self.kernel.name != "reference"
-
-    def attach(
-        self,
-        attn_metadata: Any,
-        step: TreeStep,
-        common: Any,
-        *,
-        for_capture: bool = False,
-        padded_requests: int | None = None,
-    ) -> None:
-        """In a full graph every row of a uniform batch is a tree row: drafts that form no tree
-        are a chain, which is one. Which batches run so is vLLM's choice: all requests bring
-        `max_query_len` rows."""
-        if not self.captures_trees() or not self._is_uniform(common):
-            super().attach(attn_metadata, step, common, for_capture=for_capture)
-            return
-        requests = [] if for_capture else step.requests
-        metadata = self.buffers.fill(
-            range(len(requests)),
-            [r.first_row for r in requests],
-            [r.num_computed for r in requests],
-            [request_parent_rows(r) for r in requests],
-            common.block_table_tensor,
-            # The stride of the plan as the graph was captured with it.
-            places=padded_requests or common.num_reqs,
-            max_rows=common.max_query_len,
-            max_context=self.limits.context,
-        )
-        self.fill_words(metadata)
-        put_rows(attn_metadata, DeviceTreeRows(metadata, self.kernel.run, self.views, True))
-
-    def _is_uniform(self, common: Any) -> bool:
-        rows = common.max_query_len
-        return (
-            1 < rows <= MAX_TREE_ROWS
-            and rows == self.limits.tree_rows
-            and common.num_actual_tokens == rows * common.num_reqs
-        )
-
-
-def _parent_rows(request: StepRequest) -> np.ndarray:
-    """int32 [1 + N]: root and nodes of a request's tree."""
-    assert request.tree is not None
-    rows = np.empty(request.tree.num_nodes + 1, dtype=np.int32)
-    rows[0] = -1
-    rows[1:] = request.tree.parent_indices + 1
-    return rows
-
 
 class CudaDraftCache:
     """`drafting.drafter.DraftCache` over the pages of `DraftKVLayer`s, on the device."""
 
     def __init__(
         self,
-        backend: CudaTreeBackend,
+        backend: CudaKernels,
         layers: list[DraftKVLayer],
         block_table: BlockTable,
         scale: float,
@@ -433,19 +381,22 @@ class CudaDraftCache:
             self.write_layer(key, value, kv_cache, slots)
 
     def block_attention(
-        self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
+        self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Attention of `rows` block rows per request over its paged context and the block."""
         # Masks differ only beside sliding windows, which this device's adapter does not give.
         assert isinstance(causal, bool), causal
-        block = np.arange(-1, rows - 1, dtype=np.int32)
-        metadata = self.buffers.fill(
-            requests.req_indices,
-            range(0, rows * len(requests), rows),
-            requests.context_lens,
-            [block] * len(requests),
-            self.block_table(),
-        )
+        if isinstance(requests, DeviceRequests):
+            metadata = self._on_device(requests, rows)
+        else:
+            block = np.arange(-1, rows - 1, dtype=np.int32)
+            metadata = self.buffers.fill(
+                requests.req_indices,
+                range(0, rows * len(requests), rows),
+                requests.context_lens,
+                [block] * len(requests),
+                self.block_table(),
+            )
         # A draft is made for any requests of the batch, which leaves gaps: no kernel is to have a
         # variant for each.
         metadata.query_starts = None
@@ -467,6 +418,22 @@ class CudaDraftCache:
             return output
 
         return attend
+
+    def _on_device(self, requests: DeviceRequests, rows: int) -> TreeAttnMetadata:
+        """Metadata of a block for each request, of no rows where it gets no draft."""
+        count, device = len(requests), self.backend.device
+        every = torch.arange(count, dtype=torch.int32, device=device)
+        starts = every * rows
+        counts = torch.where(requests.budgets > 0, rows, 0).to(torch.int32)
+        words = (count * rows, -(-rows // 64))
+        return TreeAttnMetadata(
+            torch.stack([every, starts, counts, requests.context_lens, starts]),
+            self.block_table(),
+            max_rows=rows,
+            max_context=requests.max_context,
+            mask_words=torch.empty(words, dtype=torch.int64, device=device),
+            parent_rows=torch.arange(-1, rows - 1, dtype=torch.int32, device=device).repeat(count),
+        )
 
     def _kernel_for(self, query: torch.Tensor, key: torch.Tensor) -> ChosenKernel:
         """The head may have other heads than the target, so its kernel is chosen for it."""

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees on V2 as on CUDA, against plain V2, in Triton's interpreter; see test_cuda_v2.py.
+
+To be run with SPECPLUG_INTERPRETED_V2=1, set before vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
+    from tests.e2e import interpreted_v2
+
+    interpreted_v2.install()
+
+import pytest
+import torch
+
+from tests.e2e import cuda_v2_worker
+from tests.e2e.option_checks import greedy, seeded
+from tests.e2e.oracle import OracleDrafter
+from tests.e2e.pair import Counts, Pair, core_of, pair
+from vllm_specplug.drafting.drafter import DeviceRequests
+from vllm_specplug.methods.block.drafter import BlockHeadDrafter
+from vllm_specplug.vllm_v2 import cuda_trees
+
+cuda_v2_worker.use_cuda_worker()
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+CACHE = {"kv_cache_memory_bytes": 1 << 24}
+# One is longer than a step, so that its pieces come beside requests that decode.
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7], list(range(20, 60)), [9, 9, 9]]
+
+
+def engines(
+    method: str = "oracle",
+    *,
+    ahead: bool,
+    ngram_topk: int = 3,
+    nodes: int = 6,
+    budget: int | str | None = None,
+    **tree: Any,
+) -> Pair:
+    options = {
+        "num_speculative_tokens": nodes,
+        "tree_budget": nodes if budget is None else budget,
+        "ngram_topk": ngram_topk,
+    }
+    made = pair(
+        method,
+        speculative=options,
+        tree={"async_scheduling": ahead, **tree},
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        **CACHE,
+    )
+    core = core_of(made.tree)
+    assert type(core.scheduler).__name__ == ("AsyncScheduler" if ahead else "Scheduler")
+    assert isinstance(made.runner, cuda_v2_worker.InterpretedRunner)
+    assert made.runner.tree_backend.kernel.name == "triton"
+    return made
+
+
+def _compare(made: Pair, ahead: bool) -> Counts:
+    params = [
+        greedy(max_tokens=10, logprobs=2),
+        seeded(1, max_tokens=12),
+        seeded(2, max_tokens=8, logprobs=2),
+    ]
+    _, counts = made.compare(PROMPTS, params)
+    assert (counts.stale > 0) == ahead, counts
+    return counts
+
+
+def check_branching_trees() -> None:
+    assert _compare(engines(ahead=False), False).skipping > 1
+
+
+def check_branching_trees_scheduled_ahead() -> None:
+    assert _compare(engines(ahead=True), True).skipping > 1
+
+
+def check_trees_without_their_mask_diverge() -> None:
+    """The control: every row attends the rows before it, as in a chain."""
+    made = engines(ahead=True)
+    with patch.object(cuda_trees, "parent_rows", _chain), pytest.raises(AssertionError):
+        _compare(made, True)
+
+
+def _chain(trees: Any) -> torch.Tensor:
+    return (trees.rows.places - 1).to(torch.int32)
+
+
+def check_uncompacted_paths_diverge() -> None:
+    made = engines(ahead=True)
+    backend = made.runner.tree_backend
+    with patch.object(backend, "compact", lambda *args: None), pytest.raises(AssertionError):
+        _compare(made, True)
+
+
+def check_adaptive_budget_of_events() -> None:
+    """Costs by marks that the device passes later."""
+    made = engines(ahead=True, budget="auto", nodes=7)
+    adaptive = made.runner.planner.adaptive
+    _compare(made, True)
+    assert adaptive.costs.draft is not None
+
+
+@contextmanager
+def knowing_candidates() -> Iterator[list[int]]:
+    """A block head's forward is run, and its candidates are the tokens that follow in any of the
+    oracle's sequences; yields how many requests of each draft had their tokens on the host."""
+    original, seen = BlockHeadDrafter.candidates, []
+
+    def candidates(self: Any, requests: Any, depth: int, width: int) -> Any:
+        ids, log_probs = original(self, requests, depth, width)
+        seen.append(0 if isinstance(requests, DeviceRequests) else len(requests))
+        anchors = [int(anchor) for anchor in requests.anchors]
+        for r, (anchor, context) in enumerate(zip(anchors, requests.context_lens, strict=True)):
+            if not requests.budgets[r]:
+                # Its rows are not computed.
+                continue
+            at = int(context)
+            known = [s for s in OracleDrafter.sequences if len(s) > at and s[at] == anchor]
+            for d in range(depth):
+                told = [s[at + 1 + d] for s in known if len(s) > at + 1 + d]
+                tokens = list(dict.fromkeys([*told, *ids[r, d].tolist()]))[:width]
+                # The answer is the best of them and the second best in turns.
+                ids[r, d] = torch.tensor(tokens if d % 2 else [tokens[1], tokens[0], *tokens[2:]])
+        return ids, torch.arange(1, width + 1).mul(-0.4).expand(log_probs.shape).contiguous()
+
+    with patch.object(BlockHeadDrafter, "candidates", candidates):
+        yield seen
+
+
+def _compare_block_head(method: str, ahead: bool, ngram_topk: int) -> list[int]:
+    with knowing_candidates() as seen:
+        made = engines(method, ahead=ahead, ngram_topk=ngram_topk, nodes=10)
+        seen.clear()
+        assert _compare(made, ahead).skipping > 1
+    return seen
+
+
+def check_causal_block_head_on_the_device() -> None:
+    for ahead in (False, True):
+        assert set(_compare_block_head("jetspec", ahead, 0)) == {0}
+
+
+def check_bidirectional_block_head_on_the_device() -> None:
+    assert set(_compare_block_head("ddtree", True, 0)) == {0}
+
+
+def check_block_head_and_ngrams() -> None:
+    assert 0 not in _compare_block_head("jetspec", True, 3)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA worker of V2 on a CPU: its classes and its kernels, in Triton's interpreter.
+
+To be imported after `interpreted_v2.install`. vLLM's Triton attention stands where it stands on
+CUDA, over a cache of that layout; what a CPU lacks is replaced here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.cpu import model_runner as cpu_runner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_specplug.drafting.method import Capability
+from vllm_specplug.vllm_attention.gpu import gpu_cache_views
+from vllm_specplug.vllm_process import spec_config
+from vllm_specplug.vllm_v2 import worker_gpu
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin, TreeGPUWorkerV2
+from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+from vllm_specplug.vllm_worker.step_clock import DeviceClock, StepClock
+
+
+class PretendedEvent:
+    """An event that the device passes two questions later."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.asked = 0
+
+    def record(self) -> None:
+        import time
+
+        self.time = time.perf_counter()
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > 2
+
+    def elapsed_time(self, end: PretendedEvent) -> float:
+        return 1e3 * (end.time - self.time)
+
+
+class InterpretedTreeBackend(CudaTreeBackend):
+    """`CudaTreeBackend` on a CPU."""
+
+    def step_clock(self) -> StepClock:
+        return DeviceClock(PretendedEvent)
+
+    def capability(self) -> tuple[int, int]:
+        return (9, 0)
+
+    def cache_writer(self) -> Callable[..., None]:
+        from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
+            triton_reshape_and_cache_flash,
+        )
+
+        one = torch.ones((), dtype=torch.float32)
+
+        def write(
+            key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+        ) -> None:
+            key_cache, value_cache = gpu_cache_views(kv_cache)
+            triton_reshape_and_cache_flash(
+                key, value, key_cache, value_cache, slots, "auto", one, one
+            )
+
+        return write
+
+
+class InterpretedRunner(DeviceRunnerMixin, cpu_runner.CPUModelRunner):
+    """`TreeGPUModelRunnerV2` on a CPU."""
+
+    def make_tree_backend(self) -> CudaTreeBackend:
+        limits = StepLimits.of(self.state)
+        return InterpretedTreeBackend("triton", self.state.num_query_heads, limits, self.device)
+
+
+class InterpretedWorker(TreeGPUWorkerV2, CPUWorker):
+    """`TreeGPUWorkerV2` on a CPU."""
+
+    def init_device(self) -> None:
+        # A CPU build has no FlashAttention.
+        with (
+            patch.object(worker_gpu, "require_seams", lambda device: None),
+            patch.object(cpu_runner, "CPUModelRunner", InterpretedRunner),
+        ):
+            super().init_device()
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        # vLLM's CPU worker does not come to it.
+        self._maybe_activate_jit_monitor()
+        return times
+
+
+def use_cuda_worker() -> None:
+    """Engines that this process builds from here on run as on CUDA, plain ones included."""
+    spec_config.WORKERS_V2["cpu"] = f"{__name__}.{InterpretedWorker.__name__}"
+    spec_config.CAPABILITIES_V2["cpu"] = spec_config.CAPABILITIES["cuda"]
+    assert Capability.HOST_BRANCHES not in spec_config.CAPABILITIES_V2["cpu"]
+    # vLLM's cache writes look for it.
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    CpuPlatform.get_attn_backend_cls = classmethod(  # type: ignore[method-assign]
+        lambda cls, *args, **kwargs: AttentionBackendEnum.TRITON_ATTN.get_path()
+    )

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verifying trees on CUDA in vLLM's V2 runner: trees that the host does not know.
+
+Which rows there are is known on the host; parents, contexts and accepted paths are tensors that
+only kernels read. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, TreeRows
+from vllm_specplug.vllm_v2.backend import TreeBackend, step_plan
+from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk
+from vllm_specplug.vllm_worker.cuda_backend import CudaKernels
+from vllm_specplug.vllm_worker.step_clock import DeviceClock, StepClock
+
+
+def parent_rows(trees: StepTrees) -> torch.Tensor:
+    """`TreeAttnMetadata.parent_rows` int32 [M]. What no walk can reach hangs below its root."""
+    rows = trees.rows
+    above = trees.above - rows.starts[rows.row_requests]
+    return torch.where(rows.places == 0, -1, above).to(torch.int32)
+
+
+class CudaTreeBackend(CudaKernels, TreeBackend):
+    """`CudaKernels` for trees that are tensors."""
+
+    is_host = False
+    # The running step's, int32 [R, blocks].
+    block_table: torch.Tensor
+
+    def step_clock(self) -> StepClock:
+        return DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+
+    def captures_trees(self) -> bool:
+        # V2 replays what it captured with the metadata of a dummy batch, which has no trees.
+        return False
+
+    def tree_rows(self, trees: StepTrees, block_table: torch.Tensor) -> TreeRows:
+        rows = trees.rows
+        self.block_table = block_table
+        words = (len(rows.places), -(-rows.max_rows // 64))
+        metadata = TreeAttnMetadata(
+            step_plan(trees),
+            block_table,
+            max_rows=rows.max_rows,
+            max_context=rows.max_context,
+            mask_words=torch.empty(words, dtype=torch.int64, device=block_table.device),
+            parent_rows=parent_rows(trees),
+            query_starts=rows.starts if rows.covers_batch else None,
+        )
+        self.fill_words(metadata)
+        return DeviceTreeRows(metadata, self.kernel.run, self.views, rows.covers_batch)
+
+    def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
+        from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton
+
+        rows = trees.rows
+        # Past a path's end the kernel reads nothing.
+        nodes = walk.path_rows[:, 1:] - (rows.starts[:-1, None] + 1)
+        compact_paths_triton(
+            self.layers,
+            nodes.to(torch.int32),
+            walk.lengths,
+            rows.contexts,
+            torch.arange(len(walk.lengths), dtype=torch.int32, device=nodes.device),
+            self.block_table,
+        )

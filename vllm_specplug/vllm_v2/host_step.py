@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the host learns of a step on a device whose memory it cannot read: one copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specplug.drafting.drafter import DeviceTrees
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v2.device_trees import Walk
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device, without waiting for it."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    # The allocator keeps pinned memory until the copy is done.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor on its way to the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copy = tensor
+        if tensor.device.type == "cuda":
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether reading it would not wait."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> torch.Tensor:
+        """The copy; waits for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """A step after its walk, in the host's memory. W is the most tokens a step emits."""
+
+    # [R] tokens of each request the step's forward ended at
+    seq_lens: torch.Tensor
+    # [R] tokens that it has now
+    totals: torch.Tensor
+    # [R] of them in the cache
+    computed: torch.Tensor
+    # [R] sampled by the step; 0 where a prompt goes on
+    sampled: torch.Tensor
+    # [R, W] its last tokens, the newest at the end
+    latest: torch.Tensor
+    walk: Walk | None
+
+
+class StepCopy:
+    """The `HostStep` of a step whose request states vLLM has updated, on its way to the host.
+
+    Args:
+        walk: None in a step without drafts.
+        width: most tokens that a step emits.
+    """
+
+    def __init__(
+        self,
+        req_states: Any,
+        input_batch: Any,
+        walk: Walk | None,
+        num_sampled: torch.Tensor,
+        width: int,
+    ) -> None:
+        slots = input_batch.idx_mapping.long()
+        num_reqs = len(slots)
+        self.width = width
+        self.has_walk = walk is not None
+        totals = req_states.total_len.gpu[slots]
+        places = totals[:, None] - torch.arange(width, 0, -1, device=slots.device)
+        columns = [
+            input_batch.seq_lens[:num_reqs],
+            totals,
+            req_states.num_computed_tokens.gpu[slots],
+            num_sampled,
+            *([walk.lengths] if walk is not None else ()),
+        ]
+        parts = [torch.stack([column.to(torch.int32) for column in columns], dim=1)]
+        parts.append(req_states.all_token_ids.gpu[slots[:, None], places.clamp_min(0)])
+        if walk is not None:
+            parts.append(walk.path_rows.to(torch.int32))
+        self.copy = HostCopy(torch.cat(parts, dim=1))
+
+    def read(self) -> HostStep:
+        """Waits for it."""
+        table = self.copy.read()
+        first = 4 + self.has_walk
+        latest = table[:, first : first + self.width]
+        walk = None
+        if self.has_walk:
+            paths = table[:, first + self.width :]
+            # `latest` has what it emitted.
+            walk = Walk(latest.new_empty((len(table), 0)), paths, table[:, 4])
+        return HostStep(
+            seq_lens=table[:, 0],
+            totals=table[:, 1],
+            computed=table[:, 2],
+            sampled=table[:, 3],
+            latest=latest,
+            walk=walk,
+        )
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What is kept of a step until the host has read its walk."""
+
+    # marks of the clock
+    walked: Any
+    compacted: Any
+    # `DraftPlanner.running`
+    running: Any
+
+
+class TreesCopy:
+    """Trees of R requests on their way to the host."""
+
+    def __init__(self, trees: DeviceTrees) -> None:
+        fields = (trees.token_ids, trees.parents, trees.depths)
+        # Scores travel as bits.
+        packed = [*(field.to(torch.int32) for field in fields), trees.scores.view(torch.int32)]
+        self.copy = HostCopy(torch.cat([trees.counts[:, None], *packed], dim=1))
+
+    def read(self, row: int) -> DraftTree:
+        """The tree of one request; waits for it."""
+        line = self.copy.read()[row].numpy()
+        count = int(line[0])
+        tokens, parents, depths, scores = line[1:].reshape(4, -1)[:, :count]
+        return DraftTree(tokens.astype(np.int64), parents, depths, scores.view(np.float32))
+
+
+class KnownTokens:
+    """The tokens of one running request on the host.
+
+    Args:
+        token_ids: those it starts with.
+    """
+
+    def __init__(self, token_ids: Any) -> None:
+        self.count = len(token_ids)
+        self._tokens = np.empty(max(64, 2 * self.count), np.int32)
+        self._tokens[: self.count] = token_ids
+
+    def add(self, token_ids: np.ndarray) -> None:
+        """What a step emitted."""
+        end = self.count + len(token_ids)
+        if end > len(self._tokens):
+            grown = np.empty(2 * end, np.int32)
+            grown[: self.count] = self._tokens[: self.count]
+            self._tokens = grown
+        self._tokens[self.count : end] = token_ids
+        self.count = end
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [count], a view."""
+        return self._tokens[: self.count]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA worker on V2: vLLM's, with the tree runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_specplug.options import check_v2_feature
+from vllm_specplug.seams import DEVICE_SPECULATOR
+from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE, wants_full_graphs
+from vllm_specplug.vllm_v2.backend import TreeBackend
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
+from vllm_specplug.vllm_worker.cuda_backend import StepLimits, claim_attention_backend
+from vllm_specplug.vllm_worker.rehearsal import profile_largest_step, warm_up_draft
+from vllm_specplug.vllm_worker.start_up import require_seams
+
+
+class DeviceRunnerMixin(TreeRunnerV2Mixin):
+    """Put before a V2 runner whose memory is a device's."""
+
+    tree_backend: CudaTreeBackend
+
+    def make_tree_backend(self) -> TreeBackend:
+        return CudaTreeBackend(
+            self.tree_spec.tree_kernel,
+            self.state.num_query_heads,
+            StepLimits.of(self.state),
+            self.device,
+        )
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        # In a forward with trees; stock attention plans nothing of the kind in a profile run.
+        workspace = self.tree_backend.make_workspace()
+        super().profile_run(*args, **kwargs)
+        del workspace
+        profile_largest_step(self.state, self.planner.row_budget.max_step_rows, _sample_all)
+        self.state.wait_for_device()
+
+
+def _sample_all(logits: torch.Tensor) -> None:
+    """As much as V2's sampler takes for logits [rows, V]: a copy in float32, sorted for limits."""
+    rows, vocab_size = logits.shape
+    top_k = torch.full((rows,), vocab_size - 1, dtype=torch.int32, device=logits.device)
+    top_p = torch.full((rows,), 0.9, device=logits.device)
+    apply_top_k_top_p(logits.float(), top_k, top_p)
+
+
+class TreeGPUModelRunnerV2(DeviceRunnerMixin, GPUModelRunner):  # type: ignore[misc]  # overrides
+    """vLLM's V2 CUDA runner, verifying trees."""
+
+
+class TreeGPUWorkerV2(Worker):
+    """vLLM's CUDA worker. Seams: gpu_worker, gpu_backend, device_speculator."""
+
+    device: Any
+    model_runner: Any  # a TreeGPUModelRunnerV2
+
+    def init_device(self) -> None:
+        spec: Any = self.vllm_config.speculative_config
+        check_v2_feature(spec.plugin_method, uses_v2=self.use_v2_model_runner, asked=True)
+        if wants_full_graphs():
+            raise ValueError(
+                f"{FULL_GRAPHS_VARIABLE}=1, legal: 0 or unset on vLLM's V2 model runner, whose "
+                "full graphs hold no trees; unset it, or set VLLM_USE_V2_MODEL_RUNNER=0"
+            )
+        require_seams("cuda_v2")
+        claim_attention_backend(self.vllm_config)
+        with DEVICE_SPECULATOR.applied():
+            super().init_device()
+
+    def _make_model_runner(self) -> TreeGPUModelRunnerV2:
+        return TreeGPUModelRunnerV2(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        # Before graphs are captured: a kernel that compiles during a capture would break it.
+        self.model_runner.tree_backend.warm_up()
+        return super().compile_or_warm_up_model()
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        # Graphs are captured, and whatever compiles from here on is reported or raised by vLLM,
+        # which has also seeded its generators for the requests to come.
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            warm_up_draft(self.model_runner.state)
+            self.model_runner.start_budget()
+        super()._maybe_activate_jit_monitor()
