@@ -29,6 +29,7 @@ from vllm_specplug.vllm_v2.device_trees import (
     Walk,
     attach_trees,
     committed_rows,
+    set_axes,
     set_positions,
 )
 from vllm_specplug.vllm_v2.runner_state import RunnerState
@@ -36,6 +37,7 @@ from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.state_trees import last_state_rows, state_step
 from vllm_specplug.vllm_v2.step_input import step_rows, verified_step
+from vllm_specplug.vllm_v2.stop_tokens import MOST_STOP_TOKENS, StopTokens, stop_tokens_of
 from vllm_specplug.vllm_v2.tree_params import TreeParams
 from vllm_specplug.vllm_worker.cache_groups import draft_group
 from vllm_specplug.vllm_worker.calibration import start_budget
@@ -56,6 +58,18 @@ else:
 def make_speculator(stock: Any) -> Any:
     """`init_speculator` of a runner that verifies trees. Seam: speculator."""
     return TreeSpeculator
+
+
+def _plain_reason(request: Any) -> str | None:
+    """Why a request decodes without drafts; None where it may have them."""
+    if request.sampling_params is None or len(_stop_tokens(request)) > MOST_STOP_TOKENS:
+        return "no_draft"
+    return None if request.prompt_embeds is None else "embeds"
+
+
+def _stop_tokens(request: Any) -> set[int]:
+    params = request.sampling_params
+    return set() if params is None else stop_tokens_of(params)
 
 
 class TreeRunnerV2Mixin(_Runner):
@@ -113,7 +127,10 @@ class TreeRunnerV2Mixin(_Runner):
         self.tree_params = TreeParams(
             self.sampler, lambda: self.tree_step, self.num_speculative_steps
         )
-        self.rejection_sampler = TreeSampler(self.sampler, self._running_trees, self._set_walk)
+        self.stop_tokens = StopTokens(self.max_num_reqs, self.device)
+        self.rejection_sampler = TreeSampler(
+            self.sampler, self._running_trees, self._set_walk, self.stop_tokens
+        )
         stock = self.model_state.prepare_attn
 
         def prepare_attn(
@@ -131,6 +148,20 @@ class TreeRunnerV2Mixin(_Runner):
             return metadata
 
         self.model_state.prepare_attn = prepare_attn
+        if self.model_config.uses_mrope:
+            self._follow_depth_on_all_axes()
+
+    def _follow_depth_on_all_axes(self) -> None:
+        """Those of the model state come after `prepare_attn`."""
+        stock = self.model_state.prepare_inputs
+
+        def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+            inputs = stock(*args, **kwargs)
+            if self.tree_step is not None:
+                set_axes(self.tree_step, inputs["positions"])
+            return inputs
+
+        self.model_state.prepare_inputs = prepare_inputs
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
@@ -189,22 +220,13 @@ class TreeRunnerV2Mixin(_Runner):
         for request in new:
             params = request.sampling_params
             extra_args = None if params is None else params.extra_args
-            self.speculator.add(request.req_id, extra_args, self._plain_reason(request))
+            self.speculator.add(request.req_id, extra_args, _plain_reason(request))
             if params is not None and params.structured_outputs is not None:
                 self.tree_constrained.add(request.req_id)
         if new:
             slots = [self.req_states.req_id_to_index[request.req_id] for request in new]
             self.speculator.store.clear(torch.tensor(slots, device=self.device))
-
-    def _plain_reason(self, request: Any) -> str | None:
-        """Why a request decodes without drafts; None where a tree can follow its options."""
-        params = request.sampling_params
-        if params is None:
-            return "no_draft"
-        if request.prompt_embeds is not None:
-            return "embeds"
-        slot = self.req_states.req_id_to_index[request.req_id]
-        return None if self.tree_params.follows(slot) else "logits_processor"
+            self.stop_tokens.put(slots, [_stop_tokens(request) for request in new])
 
     def prepare_attn(self, input_batch: Any) -> Any:
         block_tables, slot_mappings = super().prepare_attn(input_batch)

@@ -39,6 +39,7 @@ def step_rows(input_batch: Any, max_nodes: int) -> StepRows:
         max_rows=max_nodes + 1,
         covers_batch=num_rows == input_batch.num_tokens_after_padding,
         max_context=int(input_batch.seq_lens_cpu_upper_bound.max()),
+        most_rows=int(np.diff(input_batch.cu_num_logits_np[: num_reqs + 1]).max()),
     )
 
 

@@ -38,6 +38,7 @@ from vllm_specplug.vllm_v2.device_trees import (
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.step_input import step_rows
+from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_v2.tree_params import TreeBadWords, TreePenalties, TreeThinkingBudget
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
@@ -148,7 +149,7 @@ def test_a_read_is_noticed(read: Callable[[torch.Tensor], Any]) -> None:
 
 # -- a whole step of the runner ------------------------------------------------------------
 
-LAUNCHES_PER_STEP = 100
+LAUNCHES_PER_STEP = 105
 """Operations of a step with drafts, from its inputs to its tokens and contiguous caches; vLLM's own
 not among them. Less is better; more needs a reason."""
 # What sampling parameters add that follow a row's path.
@@ -209,7 +210,8 @@ def _runner(step: Step, kind: type[TreeRunnerV2Mixin] = _Runner) -> Any:
         sample=lambda *args, **kwargs: (samples, None),
         req_states=SimpleNamespace(prefill_len=SimpleNamespace(gpu=None)),
     )
-    runner.rejection_sampler = TreeSampler(sampler, runner._running_trees, runner._set_walk)
+    stops = StopTokens(SLOTS, torch.device("meta"))
+    runner.rejection_sampler = TreeSampler(sampler, runner._running_trees, runner._set_walk, stops)
     return runner
 
 
