@@ -87,6 +87,30 @@ def check_penalties() -> None:
     both(PROMPTS, penalties)
 
 
+def contextual(window: int, theta: float) -> dict[str, Any]:
+    return {"extra_args": {"specplug_penalty": theta, "specplug_penalty_window": window}}
+
+
+def contextual_penalties() -> list[Any]:
+    return [
+        greedy(**contextual(6, 1.6)), greedy(), greedy(**contextual(200, 1.2), logprobs=2),
+        seeded(3, temperature=0.6, **contextual(20, 1.4)),
+        greedy(presence_penalty=0.5, **contextual(12, 0.8)),
+    ]  # fmt: skip
+
+
+def check_contextual_penalties() -> None:
+    outputs = both(PROMPTS, contextual_penalties)
+    assert outputs[0].outputs[0].token_ids != outputs[1].outputs[0].token_ids
+
+
+def check_contextual_penalties_without_paths_differ() -> None:
+    for ahead in (False, True):
+        made = engines(ahead=ahead)
+        with vllms_own_rows(made):
+            diverges(made, PROMPTS, contextual_penalties())
+
+
 def check_vllms_own_penalties_differ() -> None:
     for ahead in (False, True):
         made = engines(ahead=ahead)
@@ -157,18 +181,44 @@ def check_everything_at_once() -> None:
     both(PROMPTS, params)
 
 
-def check_processors_of_others_decode_plainly() -> None:
-    custom = {"logits_processors": ["tests.e2e.processors_v2:AlternateRows"]}
+CUSTOM = {
+    "logits_processors": [
+        "tests.e2e.processors_v2:AlternateRows", "tests.e2e.processors_v2:ForbidHistory",
+    ]
+}  # fmt: skip
+
+
+def processed() -> list[Any]:
+    return [
+        greedy(extra_args={"alternate": True}), greedy(),
+        greedy(extra_args={"forbid": True, "force": [7, 44]}, logprobs=2),
+        seeded(5, extra_args={"forbid": True, "alternate": True}, repetition_penalty=1.2),
+        seeded(6, extra_args={"force": [5, 91]}, top_p=0.9, min_p=0.05),
+    ]  # fmt: skip
+
+
+def check_processors_of_others() -> None:
+    from tests.e2e.pair import generate
+
     for ahead in (False, True):
-        made = engines(ahead=ahead, **custom)
-        outputs, _ = each(made, PROMPTS, [greedy(extra_args={"alternate": True}), greedy()])
+        made = engines(ahead=ahead, **CUSTOM)
+        outputs, _ = each(made, PROMPTS, processed())
         ids = outputs[0].outputs[0].token_ids
         assert all((a + b) % 2 for a, b in zip(ids, ids[1:], strict=False))
-        from tests.e2e.pair import generate
-
+        ids = outputs[2].outputs[0].token_ids
+        assert ids[7] == 44 and len(set(ids[:7])) == 7
+        # Alone: every tree is of a request that a processor changes.
         made.take_counts()
-        generate(made.tree, PROMPTS, greedy(extra_args={"alternate": True}))
-        assert made.take_counts().nodes == 0
+        generate(made.tree, PROMPTS, processed()[2])
+        counts = made.take_counts()
+        assert counts.accepted > 10 and counts.branching > 3, counts
+
+
+def check_processors_of_others_shown_vllms_own_rows_differ() -> None:
+    for ahead in (False, True):
+        made = engines(ahead=ahead, **CUSTOM)
+        with vllms_own_rows(made):
+            diverges(made, PROMPTS, processed())
 
 
 def grammars(**options: Any) -> list[Any]:

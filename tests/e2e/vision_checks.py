@@ -109,7 +109,7 @@ def without_processors() -> Iterator[None]:
         Qwen2VLProcessingInfo.get_mm_max_tokens_per_item = stock
 
 
-def engines(family: str = "Qwen2_5_VL", method: str = "oracle", **engine: Any) -> Pair:
+def vision_engines(family: str = "Qwen2_5_VL", method: str = "oracle", **engine: Any) -> Pair:
     model = vision_target(family)
     with without_processors():
         return pair(
@@ -178,7 +178,7 @@ def compare(made: Pair, inputs: list[Any]) -> tuple[list[Any], Counts]:
 
 
 def check_images_and_positions_on_three_axes() -> None:
-    made = engines()
+    made = vision_engines()
     expected, _ = compare(made, prompts())
     # The same text around another image.
     assert expected[4].outputs[0].token_ids != expected[7].outputs[0].token_ids
@@ -202,7 +202,7 @@ def check_images_and_positions_on_three_axes() -> None:
 def check_prefix_hits_chunks_and_preemption_with_images() -> None:
     tree = {"enable_prefix_caching": True, "max_num_batched_tokens": 144,
             "num_gpu_blocks_override": 14}  # fmt: skip
-    made = engines(tree=tree)
+    made = vision_engines(tree=tree)
     scheduler = core_of(made.tree).scheduler
     preempted, original = [], scheduler._preempt_request
 
@@ -221,4 +221,4 @@ def check_prefix_hits_chunks_and_preemption_with_images() -> None:
 
 def check_layers_that_see_the_image_again() -> None:
     """Qwen3-VL adds features of the tower's layers to the first layers' outputs."""
-    compare(engines("Qwen3VL"), prompts())
+    compare(vision_engines("Qwen3VL"), prompts())

@@ -92,6 +92,19 @@ def test_positions_and_lengths(seed: int) -> None:
 
 @few
 @given(seeds)
+def test_positions_on_several_axes(seed: int) -> None:
+    b, axes, longest = Batch(seed), 3, 64
+    positions = torch.full((axes, b.num_tokens + 1), -7)
+    given_positions = torch.from_numpy(b.rng.integers(0, 90, (SLOTS * axes, longest)))
+    check(
+        "mm.rope", "prepare_rope_positions", positions, positions.stride(0),
+        given_positions.int(), axes * longest, longest, b.ints(b.rng.integers(-9, 9, SLOTS)),
+        b.idx_mapping, b.query_start_loc, b.prefill_len, b.computed, 1024, axes,
+    )  # fmt: skip
+
+
+@few
+@given(seeds)
 def test_sampled_and_draft_tokens_become_inputs(seed: int) -> None:
     b = Batch(seed)
     last = torch.from_numpy(b.rng.integers(0, VOCAB, (SLOTS, 1)))

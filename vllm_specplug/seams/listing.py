@@ -142,6 +142,13 @@ PROCESS_SEAMS = SeamSet(
         ),
         Wrap(
             "penalty_processor",
+            "vllm.v1.worker.gpu.sample.logits_processor.loader:_load_v2_logitsprocs",
+            _WHY_PENALTY,
+            _HAS_PROCESSORS,
+            make="vllm_specplug.vllm_process.penalty:with_penalty_on_v2",
+        ),
+        Wrap(
+            "penalty_processor",
             "vllm.v1.engine.input_processor:InputProcessor."
             "_build_logits_processors_params_validator",
             _WHY_PENALTY,

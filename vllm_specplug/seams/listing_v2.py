@@ -129,6 +129,7 @@ V2_CPU_KERNELS = SeamSet(
                     "model_states.mamba_hybrid",
                     "scatter_num_accepted fill_num_accepted",
                 ),
+                ("inputs", "mm.rope", "prepare_rope_positions"),
                 ("sampling", "sample.gumbel", "temperature gumbel_sample"),
                 ("sampling", "sample.min_p", "min_p"),
                 ("sampling", "sample.logprob", "topk_log_softmax ranks fill_logprob_token_ids"),
@@ -207,6 +208,23 @@ V2_USES: tuple[Seam, ...] = (
         f"{_V2}.sample.bad_words:BadWordsState",
         f"{_V2}.sample.logit_bias:LogitBiasState",
     ),
+    *uses(
+        "penalty_processor",
+        "the contextual penalty reads committed tokens where V2 keeps them",
+        "the entry point distinguishes the model runners",
+        f"{_V2}.sample.logits_processor:LogitsProcessor",
+        f"{_V2}.buffer_utils:UvaBackedTensor",
+    ),
+    *overrides(
+        "penalty_processor",
+        "the contextual penalty reads committed tokens where V2 keeps them",
+        "the entry point distinguishes the model runners",
+        f"{_V2}.sample.logits_processor:LogitsProcessor",
+        "__init__",
+        "add_request",
+        "apply_staged_writes",
+        "apply",
+    ),
     *overrides(
         "runner_v2_step",
         "a step is timed, its statistics leave with its output, and a scheduler that waits for "
@@ -245,6 +263,12 @@ V2_USES: tuple[Seam, ...] = (
         "runner_v2_inputs",
         f"{_V2}.model_states.interface:ModelState.prepare_attn",
         "tree rows are attached to the attention metadata",
+        HAS_TREES,
+    ),
+    Overrides(
+        "runner_v2_inputs",
+        f"{_V2}.model_states.interface:ModelState.prepare_inputs",
+        "rotary positions on several axes follow depth, too; vLLM makes them after the others",
         HAS_TREES,
     ),
     *overrides(

@@ -155,15 +155,14 @@ def _check_v2(method: str, vllm_config: Any) -> None:
 
 
 def _check_multimodal(method: str, spec: SpecPlugSpeculativeConfig, model: Any) -> None:
-    """V1 embeds text and images before the target's forward, and gives positions on every axis."""
+    """vLLM embeds text and images before the forward, and gives positions on every axis."""
     target = f"a multimodal or M-RoPE target ({model.architectures[0]})"
     option = spec.plan.target_forward_option if spec.plan else None
-    if spec.uses_v2:
+    if model.is_hybrid and spec.uses_v2:
         _refuse(
             method,
-            f"{target} on vLLM's V2 model runner",
-            "Its positions on several axes come after those of a tree's nodes; set "
-            "VLLM_USE_V2_MODEL_RUNNER=0",
+            f"{target} with recurrent layers on vLLM's V2 model runner",
+            "Set VLLM_USE_V2_MODEL_RUNNER=0",
         )
     if option:
         _refuse(

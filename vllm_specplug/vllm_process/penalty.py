@@ -15,12 +15,34 @@ from vllm_specplug.request_params import PENALTY_ARGS, parse_penalty, unknown_re
 from vllm_specplug.vllm_process.spec_config import tree_config
 
 _PROCESSOR = "vllm_specplug.vllm_v1.penalty_processor"
+_PROCESSOR_V2 = "vllm_specplug.vllm_v2.penalty_processor"
 
 
 def make_processor(vllm_config: Any, device: Any, is_pin_memory: bool) -> Any:
     """What vLLM calls to build the processor; imported only where a runner is built."""
     module = importlib.import_module(_PROCESSOR)
     return module.ContextualPenaltyProcessor(vllm_config, device, is_pin_memory)
+
+
+class PenaltyProcessorV2:
+    """What V2 calls to build its processor; the front end loads the list of them as well."""
+
+    def __new__(cls, vllm_config: Any, req_states: Any) -> Any:
+        module = importlib.import_module(_PROCESSOR_V2)
+        return module.ContextualPenaltyV2(vllm_config, req_states)
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Nothing: `check_request` did."""
+
+
+def with_penalty_on_v2(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    """V2's list of custom processors, the plugin's before a user's own, as on V1."""
+
+    def load(logits_processors: Any) -> list[Any]:
+        return [PenaltyProcessorV2, *original(logits_processors)]
+
+    return load
 
 
 def check_request(vllm_config: Any, params: Any) -> None:
@@ -51,14 +73,13 @@ def check_request(vllm_config: Any, params: Any) -> None:
 
 
 def _unavailable(vllm_config: Any) -> str | None:
-    if getattr(vllm_config, "use_v2_model_runner", False):
-        return "model runner V2 does not have it; set VLLM_USE_V2_MODEL_RUNNER=0"
     if vllm_config.speculative_config is not None and tree_config(vllm_config) is None:
         return (
             f"speculative method {vllm_config.speculative_config.method!r} does not apply it; use "
             "one of vllm-specplug's methods, or none"
         )
-    if vllm_config.scheduler_config.async_scheduling:
+    is_v2 = getattr(vllm_config, "use_v2_model_runner", False)
+    if vllm_config.scheduler_config.async_scheduling and not is_v2:
         # The sampled tokens of the last step are not known yet when the next one is sampled.
         return "async scheduling hides the latest tokens; start with --no-async-scheduling"
     return None

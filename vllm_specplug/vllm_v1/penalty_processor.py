@@ -16,16 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
 from vllm_specplug.accept.contextual_penalty import RecentTokens, penalise, penalise_where
 from vllm_specplug.drafting.drafter import DraftPenalty
-from vllm_specplug.request_params import parse_penalty
-
-logger = init_logger("vllm.specplug.penalty")
+from vllm_specplug.vllm_worker.penalty import request_penalty
 
 
 @dataclass(frozen=True)
@@ -81,12 +78,7 @@ def draft_penalties(processors: Iterable[Any]) -> dict[int, DraftPenalty]:
 def _penalised_request(
     params: SamplingParams, prompt: list[int] | None, output: list[int]
 ) -> PenalisedRequest | None:
-    try:
-        penalty = parse_penalty(params.extra_args)
-    except ValueError:
-        # Front ends refuse it; one that does not must not end the worker.
-        logger.warning_once("Requests came in with contextual penalties that are none: ignored")
-        penalty = None
+    penalty = request_penalty(params.extra_args)
     if penalty is None:
         return None
     window, theta = penalty

@@ -126,6 +126,8 @@ class StepRows:
     """Whether the forward has no other rows than these."""
     max_context: int
     """Upper bound of the contexts, known on the host."""
+    most_rows: int
+    """Logits rows of the request that has most in this step, known on the host."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,11 @@ class StepTrees:
     depths: torch.Tensor
     # [M] int64 the row above, for masks: the root's own for roots, the root's for NO_NODE
     above: torch.Tensor
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the request that has most."""
+        return self.rows.most_rows
 
     def without(self, dropped: torch.Tensor) -> StepTrees:
         """The same trees, rows marked in bool [M] no longer reachable."""
@@ -169,6 +176,19 @@ def set_positions(trees: StepTrees, positions: torch.Tensor) -> None:
     rows = trees.rows
     values = rows.contexts[rows.row_requests] + trees.depths
     positions[rows.query_rows] = values.to(positions.dtype)
+
+
+def set_axes(
+    trees: StepTrees,
+    # [axes, T]
+    positions: torch.Tensor,
+) -> None:
+    """`set_positions` for rotary positions on several axes: on each of them a node's is its root's,
+    plus depth."""
+    rows = trees.rows
+    roots = rows.query_rows[rows.starts[:-1].long()][rows.row_requests]
+    values = positions[:, roots] + trees.depths
+    positions[:, rows.query_rows] = values.to(positions.dtype)
 
 
 def ancestor_words(trees: StepTrees) -> torch.Tensor:

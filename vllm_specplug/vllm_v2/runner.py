@@ -31,6 +31,7 @@ from vllm_specplug.vllm_v2.device_trees import (
     Walk,
     attach_trees,
     committed_rows,
+    set_axes,
     set_positions,
 )
 from vllm_specplug.vllm_v2.host_step import StepRecord
@@ -40,6 +41,7 @@ from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.state_blocks import move_states_by_block
 from vllm_specplug.vllm_v2.state_trees import accepted_lengths, last_state_rows, state_step
 from vllm_specplug.vllm_v2.step_input import step_rows, verified_step
+from vllm_specplug.vllm_v2.stop_tokens import MOST_STOP_TOKENS, StopTokens, stop_tokens_of
 from vllm_specplug.vllm_v2.tree_params import TreeParams
 from vllm_specplug.vllm_worker.cache_groups import draft_group
 from vllm_specplug.vllm_worker.calibration import start_budget
@@ -61,6 +63,18 @@ def make_speculator(stock: Any) -> Any:
     """`init_speculator` of a runner that verifies trees where memory is the host's. Seam:
     speculator."""
     return TreeSpeculator
+
+
+def _plain_reason(request: Any) -> str | None:
+    """Why a request decodes without drafts; None where it may have them."""
+    if request.sampling_params is None or len(_stop_tokens(request)) > MOST_STOP_TOKENS:
+        return "no_draft"
+    return None if request.prompt_embeds is None else "embeds"
+
+
+def _stop_tokens(request: Any) -> set[int]:
+    params = request.sampling_params
+    return set() if params is None else stop_tokens_of(params)
 
 
 class TreeRunnerV2Mixin(_Runner):
@@ -129,7 +143,10 @@ class TreeRunnerV2Mixin(_Runner):
         self.tree_params = TreeParams(
             self.sampler, lambda: self.tree_step, self.num_speculative_steps
         )
-        self.rejection_sampler = TreeSampler(self.sampler, self._running_trees, self._set_walk)
+        self.stop_tokens = StopTokens(self.max_num_reqs, self.device)
+        self.rejection_sampler = TreeSampler(
+            self.sampler, self._running_trees, self._set_walk, self.stop_tokens
+        )
         stock = self.model_state.prepare_attn
 
         def prepare_attn(
@@ -150,6 +167,20 @@ class TreeRunnerV2Mixin(_Runner):
         self.model_state.prepare_attn = prepare_attn
         if self.drafter.state_layers.names and self.cache_config.mamba_cache_mode == "align":
             move_states_by_block(self.model_state, self.state.layers)
+        if self.model_config.uses_mrope:
+            self._follow_depth_on_all_axes()
+
+    def _follow_depth_on_all_axes(self) -> None:
+        """Those of the model state come after `prepare_attn`."""
+        stock = self.model_state.prepare_inputs
+
+        def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+            inputs = stock(*args, **kwargs)
+            if self.tree_step is not None:
+                set_axes(self.tree_step, inputs["positions"])
+            return inputs
+
+        self.model_state.prepare_inputs = prepare_inputs
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
@@ -212,7 +243,7 @@ class TreeRunnerV2Mixin(_Runner):
             self.speculator.add(
                 request.req_id,
                 extra_args,
-                self._plain_reason(request),
+                _plain_reason(request),
                 request.prefill_token_ids,
             )
             if params is not None and params.structured_outputs is not None:
@@ -220,16 +251,7 @@ class TreeRunnerV2Mixin(_Runner):
         if new:
             slots = [self.req_states.req_id_to_index[request.req_id] for request in new]
             self.speculator.store.clear(torch.tensor(slots, device=self.device))
-
-    def _plain_reason(self, request: Any) -> str | None:
-        """Why a request decodes without drafts; None where a tree can follow its options."""
-        params = request.sampling_params
-        if params is None:
-            return "no_draft"
-        if request.prompt_embeds is not None:
-            return "embeds"
-        slot = self.req_states.req_id_to_index[request.req_id]
-        return None if self.tree_params.follows(slot) else "logits_processor"
+            self.stop_tokens.put(slots, [_stop_tokens(request) for request in new])
 
     def prepare_attn(self, input_batch: Any) -> Any:
         block_tables, slot_mappings = super().prepare_attn(input_batch)

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, emitting_rows, walk_trees
+from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 
 
 class TreeSampler:
@@ -29,17 +30,23 @@ class TreeSampler:
         sampler: vLLM's sampler.
         trees: the running step's trees.
         walked: is told the walk, once per step.
+        stops: tokens that end requests.
     """
 
     # vLLM's own warm-up asks for it, from 0.33 on.
     enable_adaptive_verification = False
 
     def __init__(
-        self, sampler: Any, trees: Callable[[], StepTrees], walked: Callable[[Walk], None]
+        self,
+        sampler: Any,
+        trees: Callable[[], StepTrees],
+        walked: Callable[[Walk], None],
+        stops: StopTokens,
     ) -> None:
         self.sampler = sampler
         self.trees = trees
         self.walked = walked
+        self.stops = stops
 
     def __call__(
         self,
@@ -73,6 +80,7 @@ class TreeSampler:
             input_batch.seq_lens_cpu_upper_bound.numpy(),
             return_logprobs=scores is not None,
         )
+        trees = self.stops.within(trees, token_ids)
         walk = walk_trees(trees, samples, token_ids)
         self.walked(walk)
         num_sampled, num_rejected = get_num_sampled_and_rejected(

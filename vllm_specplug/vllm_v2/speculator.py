@@ -20,8 +20,10 @@ from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.device_trees import Committed, TreeStore, Walk
 from vllm_specplug.vllm_v2.host_step import StepRecord, to_device
+from vllm_specplug.vllm_v2.penalty_processor import draft_penalty
 from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests, next_tokens
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_worker.penalty import request_penalty
 from vllm_specplug.vllm_worker.proposer import TreeProposer
 from vllm_specplug.vllm_worker.ranks import first_rank_trees
 
@@ -70,6 +72,8 @@ class TreeSpeculator(BaseSpeculator):
         # Of running requests: their own arguments, and why they may not have drafts.
         self.extra_args: dict[str, dict[str, Any] | None] = {}
         self.plain: dict[str, str] = {}
+        # Window and theta of running requests with a contextual penalty.
+        self.penalties: dict[str, tuple[int, float]] = {}
         self.planner: DraftPlanner
         self.stats: StepStats
         self.committed_rows: CommittedRows
@@ -108,6 +112,9 @@ class TreeSpeculator(BaseSpeculator):
         self.plain.pop(req_id, None)
         if plain is not None:
             self.plain[req_id] = plain
+        self.penalties.pop(req_id, None)
+        if (penalty := request_penalty(extra_args)) is not None:
+            self.penalties[req_id] = penalty
 
     def forget(self, gone: Sequence[str], ended: Sequence[str]) -> None:
         """Drops state of requests that are not running any more; of those in `ended` for good."""
@@ -118,6 +125,7 @@ class TreeSpeculator(BaseSpeculator):
         for req_id in gone:
             self.extra_args.pop(req_id, None)
             self.plain.pop(req_id, None)
+            self.penalties.pop(req_id, None)
             self.trees.pop(req_id, None)
 
     def tree_of(self, req_id: str) -> DraftTree | None:
@@ -263,7 +271,10 @@ class TreeSpeculator(BaseSpeculator):
             requests.budgets.append(nodes)
             requests.widths.append(self.proposer.options.tree_width)
             requests.depths.append(depth)
-            requests.penalties.append(None)
+            penalty = self.penalties.get(request.req_id)
+            requests.penalties.append(
+                draft_penalty(penalty, request.token_ids, self.store.vocab_size)
+            )
         return requests, others
 
 

@@ -4,7 +4,8 @@
 vLLM's penalties, bad words and thinking budgets take the rows above a row for the tokens before it.
 In a tree these are its ancestors only by accident; here a row's drafted tokens are those of its
 path. Everything else in a sampler looks at a row's own logits or at its position, which follows
-depth: temperature, min_p, top-k and top-p, biases, allowed tokens, `min_tokens`.
+depth: temperature, min_p, top-k and top-p, biases, allowed tokens, `min_tokens`. Processors of
+somebody's own are shown one row of each request at a time, as in plain decoding.
 
 Tensor code of fixed shapes throughout: nothing is read on the host.
 
@@ -14,85 +15,18 @@ Letters: M logits rows of the step, P the longest path, B bad words, V vocabular
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_specplug.vllm_v2.penalty_processor import ContextualPenaltyV2
+from vllm_specplug.vllm_v2.tree_paths import StepParents, TreePaths, output_tail, tree_paths
+
 # Added to logits by vLLM for a token that must come next.
 _FORCED = 1.0e9
 _INF = float("inf")
-
-
-class StepParents(Protocol):
-    """A step's logits rows as trees."""
-
-    @property
-    def parent_rows(self) -> torch.Tensor:
-        """[M] int32 logits row of each row's parent; negative for roots and for what is no node."""
-
-    @property
-    def depths(self) -> torch.Tensor:
-        """[M] int32 distance to the root."""
-
-
-@dataclass(frozen=True)
-class TreePaths:
-    """What was drafted before each row's next token."""
-
-    # [M, P] int64 tokens from the first below the root to the row's own; -1 past its end
-    tokens: torch.Tensor
-    # [M] int64
-    lengths: torch.Tensor
-
-
-def tree_paths(
-    parents: StepParents,
-    # [M] token of every row
-    input_ids: torch.Tensor,
-    # [M] place within the row's request, 0 for its root
-    places: torch.Tensor,
-    longest: int,
-) -> TreePaths:
-    """Every row's path; rows without a parent have none.
-
-    Args:
-        longest: P, at least the greatest depth.
-    """
-    num_rows = len(places)
-    rows = torch.arange(num_rows, device=places.device)
-    is_node = parents.parent_rows >= 0
-    above = torch.where(is_node, parents.parent_rows.long(), rows)
-    # After k rounds of doubling a row knows its 2 ** k nearest ancestors: their tokens, by depth.
-    depth = torch.where(is_node, parents.depths.long() - 1, longest)
-    tokens = torch.full((num_rows, longest + 1), -1, dtype=torch.int64, device=places.device)
-    tokens.scatter_(1, depth[:, None], input_ids[:, None].long())
-    # Rows that are no nodes share the last column.
-    tokens = tokens[:, :longest]
-    for _ in range(max(1, longest.bit_length())):
-        tokens = torch.maximum(tokens, tokens[above])
-        above = above[above]
-    return TreePaths(tokens, torch.where(is_node, parents.depths.long(), 0))
-
-
-def output_tail(
-    paths: TreePaths,
-    # [M, n] int64 position in the sequence
-    positions: torch.Tensor,
-    # [M] committed tokens of the row's request
-    total_lens: torch.Tensor,
-    # [slots, max_model_len]
-    all_token_ids: torch.Tensor,
-    # [M] int64
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    """Tokens [M, n] at positions of each row's sequence, committed and drafted; -1 outside."""
-    drafted = positions - total_lens[:, None]
-    committed = all_token_ids[slots[:, None], positions.clamp(0, all_token_ids.shape[1] - 1)].long()
-    on_path = paths.tokens.gather(1, drafted.clamp(0, paths.tokens.shape[1] - 1))
-    on_path = torch.where(drafted < paths.lengths[:, None], on_path, -1)
-    return torch.where(positions < 0, -1, torch.where(drafted < 0, committed, on_path))
 
 
 class _OnTrees:
@@ -240,19 +174,91 @@ class TreeThinkingBudget(_OnTrees):
         return logits.scatter_(1, token, forced)
 
 
-class _Watched:
-    """A processor of somebody's own; notes whose logits it changes."""
+class TreeContextualPenalty(_OnTrees):
+    """The plugin's own penalty, whose window ends with each row's path."""
 
-    def __init__(self, stock: Any, max_num_reqs: int) -> None:
-        self.stock = stock
-        self.is_active = np.zeros(max_num_reqs, dtype=bool)
+    def is_used(self, slots: np.ndarray) -> bool:
+        return self.stock.is_used(slots)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stock, name)
+    def apply_along(self, paths: TreePaths, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return self.stock.apply_along(paths, logits, ctx)
+
+
+class TreeProcessor(_OnTrees):
+    """A processor of somebody's own, shown what plain decoding would show it.
+
+    It may read a row's past from anywhere: the rows above it, or its request's committed tokens.
+    One row of each request at a time therefore looks like a step without drafts: the row's path
+    stands behind the committed tokens, and no other row is there.
+    """
+
+    def __init__(self, stock: Any, params: TreeParams, req_states: Any) -> None:
+        super().__init__(stock, params)
+        self.req_states = req_states
+        # [slots] whether it changes the request's logits
+        self.is_active = np.zeros(req_states.max_num_reqs, dtype=bool)
 
     def add_request(self, slot: int, sampling_params: Any) -> bool:
         self.is_active[slot] = active = self.stock.add_request(slot, sampling_params)
         return active
+
+    def is_used(self, slots: np.ndarray) -> bool:
+        return bool(np.any(self.is_active[slots]))
+
+    def apply_along(self, paths: TreePaths, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        parents = self.params.parents()
+        assert parents is not None
+        total_lens, all_token_ids = (
+            self.req_states.total_len.gpu,
+            self.req_states.all_token_ids.gpu,
+        )
+        slots = ctx.idx_mapping.long()
+        committed = total_lens[slots]
+        # [R] first row of each request; all others count from there
+        index = torch.arange(len(logits), device=logits.device)
+        is_root = ctx.expanded_local_pos == 0
+        request = is_root.long().cumsum(0) - 1
+        roots = torch.zeros_like(slots).scatter_reduce_(
+            0, request, torch.where(is_root, index, 0), "amax"
+        )
+        lasts = torch.zeros_like(slots).scatter_reduce_(0, request, index, "amax")
+        columns = torch.arange(paths.tokens.shape[1], device=logits.device)
+        try:
+            for place in range(parents.most_rows):
+                # A request that has no such row shows its last one again, for nothing.
+                rows = torch.minimum(roots + place, lasts)
+                lengths = paths.lengths[rows]
+                is_path = columns < lengths[:, None]
+                # What is past the path writes the first token onto itself.
+                at = torch.where(is_path, committed[:, None].long() + columns, 0)
+                token = torch.where(
+                    is_path, paths.tokens[rows], all_token_ids[slots, 0][:, None].long()
+                )
+                all_token_ids[slots[:, None], at] = token.to(all_token_ids.dtype)
+                total_lens[slots] = (committed + lengths).to(total_lens.dtype)
+                shown = replace(
+                    ctx,
+                    expanded_idx_mapping=ctx.idx_mapping,
+                    expanded_local_pos=torch.zeros_like(ctx.expanded_local_pos[rows]),
+                    input_ids=ctx.input_ids[rows],
+                    pos=ctx.pos[rows],
+                    seq_lens_upper_bound_np=self._seq_lens(ctx, rows),
+                )
+                before = logits[rows]
+                after = self.stock.apply(before.clone(), shown)
+                is_new = (roots + place <= lasts)[:, None]
+                logits[rows] = torch.where(is_new, after, before)
+        finally:
+            total_lens[slots] = committed
+        return logits
+
+    @staticmethod
+    def _seq_lens(ctx: Any, rows: torch.Tensor) -> np.ndarray:
+        """Tokens visible to each row: exact as in plain decoding where reading waits for nothing,
+        else vLLM's upper bound."""
+        if ctx.pos.device.type != "cpu":
+            return ctx.seq_lens_upper_bound_np
+        return (ctx.pos[rows] + 1).numpy().astype(ctx.seq_lens_upper_bound_np.dtype)
 
 
 class TreeParams:
@@ -272,7 +278,6 @@ class TreeParams:
 
         self.parents = parents
         self.longest_path = longest_path
-        self._watched: list[_Watched] = []
 
         def on_trees(processor: Any) -> Any:
             # By what vLLM builds itself; a subclass is somebody else's.
@@ -282,13 +287,9 @@ class TreeParams:
                 return TreeBadWords(processor, self)
             if type(processor) is LogitBiasState:
                 return processor
-            self._watched.append(_Watched(processor, sampler.req_states.max_num_reqs))
-            return self._watched[-1]
+            if type(processor) is ContextualPenaltyV2:
+                return TreeContextualPenalty(processor, self)
+            return TreeProcessor(processor, self, sampler.req_states)
 
         sampler.logits_processors[:] = map(on_trees, sampler.logits_processors)
         sampler.thinking_budget_state = TreeThinkingBudget(sampler.thinking_budget_state, self)
-
-    def follows(self, slot: int) -> bool:
-        """Whether trees can be drafted for the request in a slot: a processor that we do not know
-        may read the rows before a row, which are not its ancestors."""
-        return not any(watched.is_active[slot] for watched in self._watched)

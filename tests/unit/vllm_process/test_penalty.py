@@ -92,7 +92,6 @@ def test_misspelt_names_are_refused_with_the_near_one(name, near) -> None:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ({"use_v2_model_runner": True}, "V2"),
         ({"speculative_config": SimpleNamespace(method="ngram")}, "'ngram'"),
         ({"scheduler_config": SimpleNamespace(async_scheduling=True)}, "--no-async-scheduling"),
     ],
@@ -102,6 +101,26 @@ def test_a_server_that_would_not_apply_it_says_so(overrides, reason) -> None:
     with pytest.raises(VLLMValidationError, match=reason):
         check_request(_config(**overrides), asks)
     check_request(_config(**overrides), SamplingParams())
+
+
+def test_v2_applies_it_scheduled_ahead_as_well() -> None:
+    asks = SamplingParams(extra_args={"specplug_penalty": 1.2})
+    ahead = SimpleNamespace(async_scheduling=True)
+    check_request(_config(use_v2_model_runner=True, scheduler_config=ahead), asks)
+    others = _config(use_v2_model_runner=True, speculative_config=SimpleNamespace(method="ngram"))
+    with pytest.raises(VLLMValidationError, match="'ngram'"):
+        check_request(others, asks)
+
+
+def test_v2_builds_its_own_processor() -> None:
+    from vllm.v1.worker.gpu.sample.logits_processor import loader
+
+    from vllm_specplug.vllm_process import install
+    from vllm_specplug.vllm_process.penalty import PenaltyProcessorV2
+
+    install()
+    assert loader._load_v2_logitsprocs(None) == [PenaltyProcessorV2]
+    loader.build_custom_logits_processors_params_validator(None)(SamplingParams())
 
 
 def test_vllm_checks_requests_and_builds_the_processor() -> None:

@@ -38,6 +38,7 @@ from vllm_specplug.vllm_v2.device_trees import (
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.step_input import step_rows
+from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_v2.tree_params import TreeBadWords, TreePenalties, TreeThinkingBudget
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
@@ -204,7 +205,8 @@ def _runner(step: Step) -> Any:
         sample=lambda *args, **kwargs: (samples, None),
         req_states=SimpleNamespace(prefill_len=SimpleNamespace(gpu=None)),
     )
-    runner.rejection_sampler = TreeSampler(sampler, runner._running_trees, runner._set_walk)
+    stops = StopTokens(SLOTS, torch.device("meta"))
+    runner.rejection_sampler = TreeSampler(sampler, runner._running_trees, runner._set_walk, stops)
     return runner
 
 

@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from vllm_specplug.seams import V2_CPU_KERNELS
-from vllm_specplug.vllm_v2.tree_params import TreeParams, tree_paths
+from vllm_specplug.vllm_v2.penalty_processor import ContextualPenaltyV2, draft_penalty
+from vllm_specplug.vllm_v2.tree_params import TreeParams
+from vllm_specplug.vllm_v2.tree_paths import tree_paths
 
 VOCAB, TOKENS, SLOTS, NODES = 40, 5, 5, 9
 CPU = torch.device("cpu")
@@ -136,7 +138,7 @@ def sample(
         torch.tensor(positions),
         torch.tensor(input_ids, dtype=torch.int32),
         torch.cat([torch.arange(n, dtype=torch.int32) for n in counts]),
-        np.array(positions),
+        np.array([np.max(one) + 1 for one in np.split(positions, np.cumsum(counts)[:-1])]),
     )
 
 
@@ -149,6 +151,7 @@ def step_parents(requests: list[Request]) -> Any:
     return SimpleNamespace(
         parent_rows=torch.tensor(parent_rows, dtype=torch.int32),
         depths=torch.tensor(depths, dtype=torch.int32),
+        most_rows=max(request.rows for request in requests),
     )
 
 
@@ -324,30 +327,210 @@ def test_words_of_any_length_are_taken() -> None:
     assert torch.equal(as_trees(requests, logits)[1], as_chains(requests, logits)[1])
 
 
-class Spy:
-    """A processor of somebody's own, for requests with a seed of 0."""
+class Reader:
+    """A processor of somebody's own, for requests with a seed of 0: a function of what it reads.
+
+    Args:
+        read: a number of the row from its context, its slot, the batch index and request states.
+    """
+
+    def __init__(self, read: Any) -> None:
+        self.read = read
+        self.is_on = np.zeros(SLOTS, dtype=bool)
+        self.states: Any = None
 
     def add_request(self, slot: int, params: Any) -> bool:
-        return params.seed == 0
+        self.is_on[slot] = params.seed == 0
+        return bool(self.is_on[slot])
 
     def apply_staged_writes(self) -> None:
         pass
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        logits = logits.clone()
+        for row, slot in enumerate(ctx.expanded_idx_mapping.tolist()):
+            if self.is_on[slot]:
+                index = ctx.idx_mapping.tolist().index(slot)
+                shift = self.read(self.states, ctx, row, slot, index)
+                logits[row] += torch.sin(torch.arange(VOCAB) + 7.0 * shift)
         return logits
 
 
-def test_requests_of_unknown_processors_are_told() -> None:
-    from vllm import SamplingParams
+def _text(states: Any, slot: int) -> list[int]:
+    return states.all_token_ids.gpu[slot, : int(states.total_len.gpu[slot])].tolist()
 
-    rng = np.random.default_rng(0)
-    requests = [random_request(rng, SamplingParams(seed=seed)) for seed in (0, 1)]
-    sampler = make_sampler(requests, (Spy(),))
-    params = TreeParams(sampler, lambda: None, NODES)
+
+READERS: dict[str, Any] = {
+    "text": lambda states, ctx, row, slot, index: hash(tuple(_text(states, slot))) % 1009,
+    "length": lambda states, ctx, row, slot, index: int(states.total_len.gpu[slot]),
+    "input": lambda states, ctx, row, slot, index: int(ctx.input_ids[row]),
+    "position": lambda states, ctx, row, slot, index: int(ctx.pos[row]),
+    "bound": lambda states, ctx, row, slot, index: int(ctx.seq_lens_upper_bound_np[index]),
+    # Rows above the row, as a processor that knows vLLM's own drafts reads them.
+    "rows_above": lambda states, ctx, row, slot, index: (
+        sum(ctx.input_ids[row - int(ctx.expanded_local_pos[row]) : row + 1].tolist())
+        + sum(_text(states, slot)[:-1])
+    ),
+}  # fmt: skip
+
+
+def read_in_trees(requests: list[Request], logits: torch.Tensor, read: Any) -> Any:
+    """Samples of all rows with such a processor, and its request states."""
+    reader = Reader(read)
+    sampler = make_sampler(requests, (reader,))
+    reader.states = sampler.req_states
+    TreeParams(sampler, lambda: step_parents(requests), NODES)
     slots = begin(sampler, requests)
-    assert [params.follows(slot) for slot in slots] == [False, True]
-    plain = TreeParams(make_sampler(requests), lambda: None, NODES)
-    assert plain.follows(0)
+    return sample(sampler, slots, requests, all_rows(requests), logits.clone()), reader.states
+
+
+def read_plainly(requests: list[Request], logits: torch.Tensor, read: Any) -> torch.Tensor:
+    """Every row alone, its path emitted: what plain decoding processes."""
+    processed, first = [], 0
+    for request in requests:
+        for row in range(request.rows):
+            path = [request.token_ids[r - 1] for r in request.path(row)]
+            alone = Request(request.prompt, [*request.output, *path], request.params, [], [])
+            reader = Reader(read)
+            sampler = make_sampler([alone], (reader,))
+            reader.states = sampler.req_states
+            taken = logits[first + row : first + row + 1].clone()
+            processed.append(sample(sampler, begin(sampler, [alone]), [alone], [[0]], taken)[1])
+        first += request.rows
+    return torch.cat(processed)
+
+
+def reading(seed: int) -> tuple[list[Request], torch.Tensor]:
+    return batch(seed, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=4)
+@given(seed=seeds)
+def test_processors_of_others_see_what_plain_decoding_shows_them(name: str, seed: int) -> None:
+    requests, logits = reading(seed)
+    (_, processed), states = read_in_trees(requests, logits, READERS[name])
+    assert torch.equal(processed, read_plainly(requests, logits, READERS[name]))
+    for i, request in enumerate(requests):
+        assert _text(states, states.req_id_to_index[str(i)]) == [*request.prompt, *request.output]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_processors_of_others_shown_wrong_paths_are_noticed(name: str) -> None:
+    """As vLLM shows them the rows of a step; inputs and positions are the rows' own there, too."""
+    differ = 0
+    for seed in range(5):
+        requests, logits = reading(seed)
+        reader = Reader(READERS[name])
+        sampler = make_sampler(requests, (reader,))
+        reader.states = sampler.req_states
+        slots = begin(sampler, requests)
+        _, processed = sample(sampler, slots, requests, all_rows(requests), logits.clone())
+        differ += not torch.equal(processed, read_plainly(requests, logits, READERS[name]))
+    assert differ >= (0 if name in ("input", "position") else 1)
+
+
+def test_a_processor_that_fails_leaves_the_tokens_as_they_were() -> None:
+    def fail(*_: Any) -> int:
+        raise RuntimeError("broken")
+
+    requests, logits = reading(1)
+    reader = Reader(fail)
+    sampler = make_sampler(requests, (reader,))
+    TreeParams(sampler, lambda: step_parents(requests), NODES)
+    slots = begin(sampler, requests)
+    lengths = sampler.req_states.total_len.gpu.clone()
+    with pytest.raises(RuntimeError, match="broken"):
+        sample(sampler, slots, requests, all_rows(requests), logits)
+    assert torch.equal(sampler.req_states.total_len.gpu, lengths)
+
+
+def contextual(seed: int) -> tuple[list[Request], torch.Tensor]:
+    """Windows inside the output, into the prompt and past its begin; likely and unlikely tokens."""
+    requests, logits = batch(seed)
+    for i, request in enumerate(requests):
+        window, theta = [(3, 1.5), (11, 0.6), (1024, 1.3)][(seed + i) % 3]
+        if i != 1:
+            request.params.extra_args = {
+                "specplug_penalty": theta, "specplug_penalty_window": window
+            }  # fmt: skip
+    return requests, logits - 3 * (seed % 2)
+
+
+def penalised(requests: list[Request], logits: torch.Tensor, in_trees: bool = True) -> torch.Tensor:
+    sampler = make_sampler(requests)
+    sampler.logits_processors.append(ContextualPenaltyV2(None, sampler.req_states))
+    if in_trees:
+        TreeParams(sampler, lambda: step_parents(requests), NODES)
+    slots = begin(sampler, requests)
+    return sample(sampler, slots, requests, all_rows(requests), logits.clone())[1]
+
+
+def expected_penalised(requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
+    """Token by token, from the definition."""
+    from vllm_specplug.accept.contextual_penalty import penalise, recent_tokens
+    from vllm_specplug.request_params import parse_penalty
+
+    rows, logits, first = [], logits.clone(), 0
+    for request in requests:
+        penalty = parse_penalty(request.params.extra_args)
+        for row in range(request.rows):
+            path = [request.token_ids[r - 1] for r in request.path(row)]
+            one = logits[first + row]
+            if penalty is not None:
+                recent = recent_tokens(request.prompt, [*request.output, *path], penalty[0])
+                kept = [token for token in recent if token < VOCAB]
+                penalise(one, torch.tensor(kept, dtype=torch.int64), penalty[1])
+            rows.append(one)
+        first += request.rows
+    return torch.stack(rows)
+
+
+@some
+@given(seed=seeds)
+def test_the_contextual_penalty_reads_each_rows_path(seed: int) -> None:
+    requests, logits = contextual(seed)
+    assert torch.equal(penalised(requests, logits), expected_penalised(requests, logits))
+
+
+def test_the_contextual_penalty_of_a_step_without_drafts() -> None:
+    for seed in range(6):
+        requests, logits = contextual(seed)
+        for request in requests:
+            request.token_ids, request.parents = [], []
+        logits = logits[: len(requests)]
+        expected = expected_penalised(requests, logits)
+        assert torch.equal(penalised(requests, logits, in_trees=False), expected)
+
+
+def test_a_contextual_penalty_that_knows_no_paths_differs() -> None:
+    differ = 0
+    for seed in range(6):
+        requests, logits = contextual(seed)
+        found = penalised(requests, logits, in_trees=False)
+        differ += not torch.equal(found, expected_penalised(requests, logits))
+    assert differ >= 2
+
+
+def test_tokens_without_a_logit_are_not_penalised() -> None:
+    """A tokenizer may know more tokens than there are logits, and token 0 is one like others."""
+    for newest in (0, 5, VOCAB - 1):
+        requests, logits = contextual(2)
+        requests = requests[:1]
+        requests[0].prompt, requests[0].output = [0, 3, 50], [60, newest]
+        requests[0].token_ids, requests[0].parents = [], []
+        found = penalised(requests, logits[:1], in_trees=False)
+        assert torch.equal(found, expected_penalised(requests, logits[:1]))
+
+
+def test_drafts_see_the_penalty_of_the_next_sample() -> None:
+    tokens = np.array([7, 3, 50, 3, 9, 4], dtype=np.int32)
+    assert draft_penalty(None, tokens, VOCAB) is None
+    penalty = draft_penalty((4, 2.0), tokens, VOCAB)
+    assert penalty is not None and penalty.token_ids.tolist() == [3, 4, 9]
+    logits = torch.ones(VOCAB)
+    penalty.apply(logits, penalty.token_ids)
+    assert logits[[3, 4, 9]].tolist() == [0.5] * 3 and logits.sum() == VOCAB - 1.5
 
 
 def on_pretended_device(state: Any) -> None:

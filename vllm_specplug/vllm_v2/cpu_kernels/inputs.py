@@ -82,6 +82,40 @@ def prepare_pos_seq_lens(
 
 
 @CpuKernel
+def prepare_rope_positions(
+    grid: Grid,
+    positions_ptr: Tensor,
+    positions_stride: int,
+    prefill_positions_ptr: Tensor,
+    prefill_positions_stride0: int,
+    prefill_positions_stride1: int,
+    prefill_delta_ptr: Tensor,
+    idx_mapping_ptr: Tensor,
+    query_start_loc_ptr: Tensor,
+    prefill_lens_ptr: Tensor,
+    num_computed_tokens_ptr: Tensor,
+    BLOCK_SIZE: int,
+    NUM_DIMS: int,
+) -> None:
+    slots = idx_mapping_ptr.numpy()
+    computed = num_computed_tokens_ptr.numpy()[slots]
+    is_prefill = computed < prefill_lens_ptr.numpy()[slots]
+    first = computed + prefill_delta_ptr.numpy()[slots]
+    starts, positions = query_start_loc_ptr.numpy(), positions_ptr.numpy()
+    given = _flat(prefill_positions_ptr)
+    for i, slot in enumerate(slots.tolist()):
+        start, end = starts[i], starts[i + 1]
+        for axis in range(NUM_DIMS):
+            if is_prefill[i]:
+                row = slot * prefill_positions_stride0 + axis * prefill_positions_stride1
+                row += computed[i]
+                values = given[row : row + end - start]
+            else:
+                values = np.arange(first[i], first[i] + end - start)
+            positions[axis, start : start + len(values)] = values
+
+
+@CpuKernel
 def combine_sampled_and_draft_tokens(
     grid: Grid,
     input_ids_ptr: Tensor,

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No walk goes past a token that ends its request, whatever lies below it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import SamplingParams
+
+from tests.unit.vllm_v2.steps import SLOTS, VOCAB, attached, trees
+from vllm_specplug.accept import walk_trees as walk_on_host
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v2.device_trees import walk_trees
+from vllm_specplug.vllm_v2.stop_tokens import MOST_STOP_TOKENS, StopTokens, stop_tokens_of
+
+CPU = torch.device("cpu")
+stops = st.lists(st.sets(st.integers(0, VOCAB - 1), max_size=2), min_size=4, max_size=4)
+
+
+@given(st.lists(trees(), min_size=1, max_size=4), stops, st.integers(0, 2**32 - 1))
+def test_a_walk_ends_where_it_ends_on_the_host(
+    batch: list[DraftTree], ends: list[set[int]], seed: int
+) -> None:
+    step, tokens, _ = attached(batch)
+    samples = torch.from_numpy(np.random.default_rng(seed).integers(0, 3, len(tokens)))
+    table = StopTokens(SLOTS, CPU)
+    # Whatever slots held before is gone.
+    table.put(list(range(SLOTS)), [set(range(VOCAB))] * SLOTS)
+    slots = [(3 * i + 1) % SLOTS for i in range(len(batch))]
+    table.put(slots, ends[: len(batch)])
+    walk = walk_trees(table.within(step, tokens), samples, tokens)
+    expected = walk_on_host(
+        batch,
+        step.rows.starts[:-1].tolist(),
+        lambda rows, live: samples[rows].tolist(),
+        lambda index, token: token in ends[index],
+    )
+    for i, (path, emitted) in enumerate(
+        zip(expected.accepted_paths, expected.token_ids, strict=True)
+    ):
+        assert walk.lengths[i] == len(path)
+        assert walk.emitted[i, : len(path) + 1].tolist() == list(emitted)
+
+
+def test_a_token_that_ends_the_request_is_emitted_and_is_the_last() -> None:
+    step, tokens, _ = attached([DraftTree.chain([4, 5, 2])])
+    samples = torch.tensor([4, 5, 2, 3, *[0] * 9])
+    table = StopTokens(SLOTS, CPU)
+    past = walk_trees(table.within(step, tokens), samples, tokens)
+    assert past.emitted[0, : int(past.lengths[0]) + 1].tolist() == [4, 5, 2, 3]
+    table.put([1], [{5}])
+    walk = walk_trees(table.within(step, tokens), samples, tokens)
+    assert walk.emitted[0, : int(walk.lengths[0]) + 1].tolist() == [4, 5]
+
+
+def test_as_many_as_a_client_sends_are_taken() -> None:
+    params = SamplingParams(stop_token_ids=list(range(3 * MOST_STOP_TOKENS)))
+    assert len(stop_tokens_of(params)) == 3 * MOST_STOP_TOKENS
+    table = StopTokens(2, CPU)
+    table.put([1], [stop_tokens_of(params)])
+    assert (table.token_ids[1] >= 0).all() and (table.token_ids[0] == -1).all()
+    assert stop_tokens_of(SamplingParams()) == set()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contextual penalty as one of V2's logits processors; `accept.contextual_penalty` says what it
+is.
+
+Windows are read where V2 keeps committed tokens, on the device: steps may be scheduled ahead.
+
+Seam: penalty_processor.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+
+from vllm_specplug.accept.contextual_penalty import penalise, recent_tokens
+from vllm_specplug.drafting.drafter import DraftPenalty
+from vllm_specplug.vllm_v2.tree_paths import TreePaths, output_tail
+from vllm_specplug.vllm_worker.penalty import request_penalty
+
+
+class ContextualPenaltyV2(LogitsProcessor):
+    """Penalises recent tokens of the requests that ask for it."""
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        self.req_states = req_states
+        # [slots] tokens, 0 for no penalty
+        self.windows = UvaBackedTensor(req_states.max_num_reqs, dtype=torch.int32)
+        # [slots]
+        self.thetas = UvaBackedTensor(req_states.max_num_reqs, dtype=torch.float32)
+        self.is_stale = False
+
+    def add_request(self, slot: int, sampling_params: Any) -> bool:
+        window, theta = request_penalty(sampling_params.extra_args) or (0, 1.0)
+        longest = self.req_states.all_token_ids.gpu.shape[1]
+        self.windows.np[slot], self.thetas.np[slot] = min(window, longest), theta
+        self.is_stale = True
+        return window > 0
+
+    def apply_staged_writes(self) -> None:
+        if self.is_stale:
+            self.windows.copy_to_uva()
+            self.thetas.copy_to_uva()
+            self.is_stale = False
+
+    def is_used(self, slots: np.ndarray) -> bool:
+        """Whether a request of the batch is penalised."""
+        return bool(np.any(self.windows.np[slots]))
+
+    def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        if not self.is_used(ctx.idx_mapping_np):
+            return logits
+        return self.apply_along(TreePaths.none(len(logits), logits.device), logits, ctx)
+
+    def apply_along(self, paths: TreePaths, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Logits [M, V] of rows whose paths follow the committed tokens, changed in place."""
+        slots = ctx.expanded_idx_mapping.long()
+        total_lens = self.req_states.total_len.gpu[slots]
+        width = int(self.windows.np[ctx.idx_mapping_np].max())
+        width = min(width, int(ctx.seq_lens_upper_bound_np.max()))
+        back = torch.arange(width, device=logits.device)
+        positions = (total_lens + paths.lengths).long()[:, None] - 1 - back
+        all_token_ids = self.req_states.all_token_ids.gpu
+        # [M, W]
+        tokens = output_tail(paths, positions, total_lens, all_token_ids, slots)
+        is_recent = (tokens >= 0) & (tokens < logits.shape[1])
+        is_recent &= back < self.windows.gpu[slots][:, None]
+        # Whatever is not recent writes token 0, with what token 0 gets.
+        tokens = torch.where(is_recent, tokens, 0)
+        is_recent |= (is_recent & (tokens == 0)).any(1, keepdim=True)
+        theta = torch.where(is_recent, self.thetas.gpu[slots][:, None], 1.0)
+        before = logits.gather(1, tokens)
+        return logits.scatter_(1, tokens, torch.where(before > 0, before / theta, before * theta))
+
+
+def draft_penalty(
+    penalty: tuple[int, float] | None,
+    # [n] tokens of the request
+    token_ids: np.ndarray,
+    vocab_size: int,
+) -> DraftPenalty | None:
+    """What the next step's samples will have, for the drafts it verifies; reads the host.
+
+    Depths beyond the first see the same window; the walk's window moves on with every token.
+    """
+    if penalty is None:
+        return None
+    window, theta = penalty
+    recent = recent_tokens(token_ids[-window:].tolist(), (), window)
+    kept = torch.tensor([token for token in recent if token < vocab_size], dtype=torch.int64)
+    return DraftPenalty(kept, functools.partial(penalise, theta=theta))

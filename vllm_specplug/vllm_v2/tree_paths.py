@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens before each row of a tree: its request's committed ones, then those of its path.
+
+Tensor code of fixed shapes: nothing is read on the host.
+
+Letters: M logits rows of the step, P the longest path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class StepParents(Protocol):
+    """A step's logits rows as trees."""
+
+    @property
+    def parent_rows(self) -> torch.Tensor:
+        """[M] int32 logits row of each row's parent; negative for roots and for what is no node."""
+
+    @property
+    def depths(self) -> torch.Tensor:
+        """[M] int32 distance to the root."""
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the request that has most."""
+
+
+@dataclass(frozen=True)
+class TreePaths:
+    """What was drafted before each row's next token."""
+
+    # [M, P] int64 tokens from the first below the root to the row's own; -1 past its end
+    tokens: torch.Tensor
+    # [M] int64
+    lengths: torch.Tensor
+
+    @classmethod
+    def none(cls, num_rows: int, device: torch.device) -> TreePaths:
+        """Of rows that are roots."""
+        tokens = torch.full((num_rows, 1), -1, dtype=torch.int64, device=device)
+        return cls(tokens, torch.zeros(num_rows, dtype=torch.int64, device=device))
+
+
+def tree_paths(
+    parents: StepParents,
+    # [M] token of every row
+    input_ids: torch.Tensor,
+    # [M] place within the row's request, 0 for its root
+    places: torch.Tensor,
+    longest: int,
+) -> TreePaths:
+    """Every row's path; rows without a parent have none.
+
+    Args:
+        longest: P, at least the greatest depth.
+    """
+    num_rows = len(places)
+    rows = torch.arange(num_rows, device=places.device)
+    is_node = parents.parent_rows >= 0
+    above = torch.where(is_node, parents.parent_rows.long(), rows)
+    # After k rounds of doubling a row knows its 2 ** k nearest ancestors: their tokens, by depth.
+    depth = torch.where(is_node, parents.depths.long() - 1, longest)
+    tokens = torch.full((num_rows, longest + 1), -1, dtype=torch.int64, device=places.device)
+    tokens.scatter_(1, depth[:, None], input_ids[:, None].long())
+    # Rows that are no nodes share the last column.
+    tokens = tokens[:, :longest]
+    for _ in range(max(1, longest.bit_length())):
+        tokens = torch.maximum(tokens, tokens[above])
+        above = above[above]
+    return TreePaths(tokens, torch.where(is_node, parents.depths.long(), 0))
+
+
+def output_tail(
+    paths: TreePaths,
+    # [M, n] int64 position in the sequence
+    positions: torch.Tensor,
+    # [M] committed tokens of the row's request
+    total_lens: torch.Tensor,
+    # [slots, max_model_len]
+    all_token_ids: torch.Tensor,
+    # [M] int64
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens [M, n] at positions of each row's sequence, committed and drafted; -1 outside."""
+    drafted = positions - total_lens[:, None]
+    committed = all_token_ids[slots[:, None], positions.clamp(0, all_token_ids.shape[1] - 1)].long()
+    on_path = paths.tokens.gather(1, drafted.clamp(0, paths.tokens.shape[1] - 1))
+    on_path = torch.where(drafted < paths.lengths[:, None], on_path, -1)
+    return torch.where(positions < 0, -1, torch.where(drafted < 0, committed, on_path))
