@@ -149,7 +149,7 @@ def test_a_read_is_noticed(read: Callable[[torch.Tensor], Any]) -> None:
 
 # -- a whole step of the runner ------------------------------------------------------------
 
-LAUNCHES_PER_STEP = 80
+LAUNCHES_PER_STEP = 88
 """Operations of a step with drafts, from its inputs to its tokens and contiguous caches; vLLM's own
 not among them. Less is better; more needs a reason."""
 # What sampling parameters add that follow a row's path.
