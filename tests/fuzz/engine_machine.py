@@ -91,11 +91,15 @@ def sampling_params(index: int, budget: int | None = None, **changes: Any) -> An
     return SamplingParams(**options)
 
 
-def machine_pair(method: str, ahead: bool | None) -> Pair:
-    """The engines of a machine."""
+def machine_pair(method: str, ahead: bool | None, target: dict[str, Any] | None = None) -> Pair:
+    """The engines of a machine; `target` holds what is other than in `TREE_ENGINE`, and the
+    model."""
     # Counting ranks is the only thing compiled here, and takes longer than all examples.
     torch.compiler.set_stance("force_eager")
-    made = pair(method, tree=TREE_ENGINE | ({} if ahead is None else {"async_scheduling": ahead}))
+    tree, model = {**TREE_ENGINE, **(target or {})}, {}
+    if "model" in tree:
+        model = {"model": tree.pop("model")}
+    made = pair(method, tree=tree | ({} if ahead is None else {"async_scheduling": ahead}), **model)
     scheduler, runner = type(core_of(made.tree).scheduler).__name__, type(made.runner).__name__
     assert scheduler == ("AsyncScheduler" if ahead else "Scheduler"), scheduler
     assert runner == ("TreeCPUModelRunner" if ahead is None else "TreeCPUModelRunnerV2"), runner
@@ -187,6 +191,8 @@ class EngineMachine(RuleBasedStateMachine):
     method = "oracle"
     ahead: ClassVar[bool | None] = None
     """On V2, whether the scheduler works ahead; None on V1."""
+    target: ClassVar[dict[str, Any] | None] = None
+    """Of `machine_pair`."""
     totals: ClassVar[Counter[str]] = Counter()
     """What all examples of a method did; one of its own for each."""
 
@@ -198,7 +204,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
     )
     def begin(self, first: list[tuple[list[int], int]]) -> None:
-        self.engines = machine_pair(self.method, self.ahead)
+        self.engines = machine_pair(self.method, self.ahead, self.target)
         self.core = core_of(self.engines.tree)
         self.engine = self.engines.tree.llm_engine
         if id(self.core) not in _watches:

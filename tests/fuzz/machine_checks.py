@@ -28,13 +28,15 @@ def machine_name(method: str, ahead: bool | None) -> str:
     return {None: "", False: "v2-", True: "v2-ahead-"}[ahead] + method
 
 
-def run_examples(method: str, ahead: bool | None = None, **changes: Any) -> Counter[str]:
-    """Runs the machine; what its examples did."""
+def run_examples(
+    method: str, ahead: bool | None = None, target: dict[str, Any] | None = None, **changes: Any
+) -> Counter[str]:
+    """Runs the machine, on another target if one is given; what its examples did."""
     totals: Counter[str] = Counter()
     machine = type(
         f"{machine_name(method, ahead).replace('-', '_')}_machine",
         (EngineMachine,),
-        {"method": method, "ahead": ahead, "totals": totals},
+        {"method": method, "ahead": ahead, "target": target, "totals": totals},
     )
     chosen: dict[str, Any] = {
         "max_examples": EXAMPLES,

@@ -11,7 +11,15 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.pair import assert_check, check_names
-from tests.fuzz import hard_head_checks, machine_checks, v2_machine_checks, v2_method_checks
+from tests.fuzz import (
+    hard_head_checks,
+    hybrid_machine_checks,
+    machine_checks,
+    v2_hybrid_ahead_checks,
+    v2_hybrid_machine_checks,
+    v2_machine_checks,
+    v2_method_checks,
+)
 from vllm_specplug.registry import method_names
 
 # All methods run in one process.
@@ -43,6 +51,25 @@ def test_state_machine_of_every_method_on_v2(name: str) -> None:
 @pytest.mark.parametrize("name", check_names(hard_head_checks))
 def test_state_machine_with_hard_heads(name: str) -> None:
     assert_check("tests.fuzz.hard_head_checks", name, TIMEOUT_S)
+
+
+@pytest.mark.xdist_group("hybrid_machine_checks")
+@pytest.mark.parametrize("name", check_names(hybrid_machine_checks))
+def test_state_machine_of_recurrent_states(name: str) -> None:
+    assert_check("tests.fuzz.hybrid_machine_checks", name, TIMEOUT_S)
+
+
+@pytest.mark.xdist_group("hybrid_machine_checks")
+@pytest.mark.parametrize("name", check_names(v2_hybrid_machine_checks))
+def test_state_machine_of_recurrent_states_on_v2(name: str) -> None:
+    assert_check("tests.fuzz.v2_hybrid_machine_checks", name, TIMEOUT_S)
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("hybrid_machine_checks")
+@pytest.mark.parametrize("name", check_names(v2_hybrid_ahead_checks))
+def test_state_machine_of_recurrent_states_ahead(name: str) -> None:
+    assert_check("tests.fuzz.v2_hybrid_ahead_checks", name, TIMEOUT_S)
 
 
 def test_every_method_has_its_machine() -> None:
