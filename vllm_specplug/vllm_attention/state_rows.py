@@ -332,11 +332,10 @@ def rehearsed_step(num_rows: int, max_requests: int, tree_rows: int) -> StateSte
     count = min(max_requests, -(-num_rows // tree_rows))
     ends = torch.linspace(0, num_rows, count + 1).round().long()
     requests = [RequestRows(a, a, b, True) for a, b in itertools.pairwise(ends.tolist())]
-    parents = []
+    parents: list[torch.Tensor] = []
     for request in requests:
         rows = torch.arange(request.end_row - request.root_row)
-        start = sum(len(above) for above in parents)
-        parents.append(torch.where(rows > 0, start + (rows - 1) // 2, -1))
+        parents.append(torch.where(rows > 0, request.root_row + (rows - 1) // 2, -1))
     return StateStep(requests, torch.cat(parents))
 
 

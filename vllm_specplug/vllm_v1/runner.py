@@ -271,11 +271,11 @@ class TreeRunnerMixin(_Runner):
 
     def _get_mamba_bufs(self) -> Any:
         # Nor at the end of a block is there a state of a draft for vLLM to copy.
-        spec, self.speculative_config = self.speculative_config, None
+        self.speculative_config: Any = None
         try:
             return super()._get_mamba_bufs()
         finally:
-            self.speculative_config = spec
+            self.speculative_config = self.tree_spec
 
     def _update_states_after_model_execute(self, *args: Any, **kwargs: Any) -> None:
         # It counts how many states of drafts the next step is to pass over.
