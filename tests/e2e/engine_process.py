@@ -16,6 +16,15 @@ from types import SimpleNamespace
 from typing import Any
 
 
+def _adapters(adapters: list[Any] | None) -> list[Any] | None:
+    """(name, id, folder) of each prompt's LoRA adapter, None for none."""
+    if adapters is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return [None if adapter is None else LoRARequest(*adapter) for adapter in adapters]
+
+
 def _sabotage(name: str) -> None:
     """Breaks one promise on purpose, so that a test can show it would notice."""
     if name == "compaction":
@@ -199,6 +208,7 @@ def main(job_path: str, result_path: str) -> None:
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for ids in call["prompts"]],
             [_params(p) for p in params] if isinstance(params, list) else _params(params),
+            lora_request=_adapters(call.get("adapters")),
             use_tqdm=False,
         )
         results.append(

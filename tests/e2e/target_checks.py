@@ -51,6 +51,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "GptOss": {**_ROPED, "num_hidden_layers": 2, "sliding_window": 16, "num_local_experts": 4,
                "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"],
                "sharp": 3.0},
+    # The last layers read the keys and values of earlier ones.
+    "Gemma3nText": {**_ROPED, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+                    "sliding_window": 16,
+                    "layer_types": ["sliding_attention", "full_attention"] * 2,
+                    "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 16,
+                    "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4},
 }  # fmt: skip
 
 
@@ -316,3 +322,7 @@ def check_partial_rotary_and_another_lm_head() -> None:
 def _is_refused(family: str, message: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=message):
         make_engine("ngram_tree", **engine_of(family))
+
+
+def check_shared_caches_are_refused_by_layer() -> None:
+    _is_refused("Gemma3nText", "layers.2.self_attn.attn' has another layer's KV cache")

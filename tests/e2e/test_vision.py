@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e import vision_checks
+from tests.e2e import vision_checks, wrapper_checks
 from tests.e2e.pair import assert_check, check_names
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("vision_checks")]
@@ -14,3 +14,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("vision_checks")]
 @pytest.mark.parametrize("name", check_names(vision_checks))
 def test_images_and_text_are_answered_alike(name: str) -> None:
     assert_check("tests.e2e.vision_checks", name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", check_names(wrapper_checks))
+def test_wrappers_with_positions_on_one_axis(name: str) -> None:
+    assert_check("tests.e2e.wrapper_checks", name)

@@ -8,11 +8,13 @@ the blocks themselves may be another request's.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -20,6 +22,8 @@ from vllm_specplug.kernels import CpuKvLayout
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin, layout_key
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
+
+logger = init_logger("vllm.specplug")
 
 # Draft layers' caches are the drafter's; a state is no keys and values (`state_layers`).
 _NO_TARGET_CACHE = (DraftKVLayer, MambaBase)
@@ -89,7 +93,31 @@ def draft_group(kv_cache_config: Any, layers: Mapping[str, Any], method: str) ->
             f"this target's layers vLLM spreads them over {len(found)}. Use "
             "--disable-hybrid-kv-cache-manager, or a head with fewer layers."
         )
+    if found:
+        _warn_of_small_groups(kv_cache_config.kv_cache_groups, layers, found[0], method)
     return found[0] if found else 0
+
+
+def _warn_of_small_groups(groups: Any, layers: Mapping[str, Any], own: int, method: str) -> None:
+    """vLLM's groups are as small as the fewest layers of one kind, which may be the drafter's; each
+    group has block tables and metadata of its own in every step."""
+    count, names = len(groups), groups[own].layer_names
+    if count <= 2 or not all(isinstance(layers[name], DraftKVLayer) for name in names):
+        return
+    kinds: Counter[Any] = Counter()
+    for index, group in enumerate(groups):
+        if index != own:
+            kinds[group.kv_cache_spec] += len(group.layer_names)
+    fewest = min(kinds.values())
+    without = sum(-(-layers_of_kind // fewest) for layers_of_kind in kinds.values())
+    if without < count - 1:
+        logger.warning(
+            "Speculative method %r has %d draft layer(s) of another shape than the target's, for "
+            "which vLLM splits the target's layers into %d KV cache groups instead of %d: steps "
+            "take longer. --disable-hybrid-kv-cache-manager brings all layers into one group, "
+            "which keeps also tokens that left a sliding window.",
+            method, len(names), count - 1, without,
+        )  # fmt: skip
 
 
 def last_layer(groups: list[CacheGroup], layers: Mapping[str, Any], method: str) -> tuple[int, str]:

@@ -7,6 +7,7 @@ vLLM's own layers over the CPU backend that serves; its CUDA implementations by 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,46 @@ def test_draft_layers_in_several_groups_are_refused(config: VllmConfig) -> None:
     assert draft_group(groups(["t"], ["d0", "d1"]), layers, "jetspec") == 1
     with pytest.raises(ValueError, match="'jetspec' .*over 2.*--disable-hybrid-kv-cache-manager"):
         draft_group(groups(["t", "d0"], ["d1"]), layers, "jetspec")
+
+
+@pytest.mark.parametrize(
+    ("drafts", "windows", "full", "expected"),
+    # layers of each group: drafts of another shape, with a window, with full attention
+    [
+        (1, [1] * 10, [1] * 2, "12 KV cache groups instead of 6"),
+        (2, [2] * 5, [2], None),
+        (3, [2] * 5, [2], None),
+        (1, [2], [2], None),
+    ],
+)
+def test_draft_layers_that_split_the_targets_groups_are_told_of(
+    caplog: pytest.LogCaptureFixture,
+    config: VllmConfig,
+    drafts: int,
+    windows: list[int],
+    full: list[int],
+    expected: str | None,
+) -> None:
+    draft = object.__new__(DraftKVLayer)
+    names = iter(f"{i}" for i in range(100))
+    groups, layers = [], {}
+    for kind, sizes in (("windows", windows), ("full", full), ("drafts", [drafts])):
+        for size in sizes:
+            members = [next(names) for _ in range(size)]
+            layers |= {name: draft if kind == "drafts" else None for name in members}
+            groups.append(SimpleNamespace(layer_names=members, kv_cache_spec=kind))
+    logger = logging.getLogger("vllm.specplug")
+    logger.addHandler(caplog.handler)
+    try:
+        assert draft_group(SimpleNamespace(kv_cache_groups=groups), layers, "jetspec") == (
+            len(groups) - 1
+        )
+    finally:
+        logger.removeHandler(caplog.handler)
+    if expected is None:
+        assert not caplog.text
+    else:
+        assert expected in caplog.text and "--disable-hybrid-kv-cache-manager" in caplog.text
 
 
 def test_bidirectional_prefixes_are_refused(config: VllmConfig) -> None:
