@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.e2e]
 # Importing the modules would choose a model runner for this process.
 CHECKS = [
     pytest.param(module, name, marks=pytest.mark.xdist_group(module))
-    for module in ("v2_vision_checks",)
+    for module in ("v2_vision_checks", "v2_session_checks")
     for name in re.findall(
         r"^def (check_\w+)", Path(__file__).with_name(f"{module}.py").read_text(), re.MULTILINE
     )

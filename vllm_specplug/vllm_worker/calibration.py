@@ -17,6 +17,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
@@ -92,12 +93,12 @@ class Calibrator:
         """Times by rows, by context, and of the draft forward.
 
         Raises:
-            CalibrationError: on every worker, when a forward failed on any.
+            CalibrationError: on every worker, when a forward failed on any, or dummy adapters did.
         """
         longest = self.state.max_model_len
         context = max(1, min(_SHORT_CONTEXT, longest - 1))
         # The first forward of a process allocates; it is not counted.
-        self._together(lambda: self.state.dummy_forward(1, context))
+        self.together(lambda: self.state.dummy_forward(1, context))
         sizes: list[int] = []
         for rows in filter(self._fits, _ROWS):
             # Early enough for at least two more passes.
@@ -158,10 +159,10 @@ class Calibrator:
         return self.share([left])[0] < 0
 
     def _time(self, part: str, rows: float, call: Callable[[], object]) -> None:
-        elapsed_ms = self._together(call)
+        elapsed_ms = self.together(call)
         self._times.setdefault((part, rows), []).append(elapsed_ms)
 
-    def _together(self, call: Callable[[], object]) -> float:
+    def together(self, call: Callable[[], object]) -> float:
         """Milliseconds that `call` took here; the workers part only once it succeeded on all."""
         start = time.perf_counter()
         failure: Exception | None = None
@@ -215,7 +216,7 @@ def calibrate(
     """The calibration of this runner: the cached one, or a new one that is then cached.
 
     Raises:
-        CalibrationError: on every worker, when a forward failed on any.
+        CalibrationError: on every worker, when a forward failed on any, or dummy adapters did.
     """
     try:
         path = cache_dir() / "calibration" / f"{_digest(state)}.json"
@@ -232,7 +233,9 @@ def calibrate(
         return calibration
     start = time.perf_counter()
     calibrator = Calibrator(state, share, any_failed)
-    with state.dummy_adapters():
+    with ExitStack() as stack:
+        # Making them takes memory, which one worker may lack.
+        calibrator.together(lambda: stack.enter_context(state.dummy_adapters()))
         calibration = calibrator.measure()
     if is_first_rank:
         stored = "not stored, the machine was busy" if calibrator.is_noisy else "not stored"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of two workers; the second fails.
 
-Groups are vLLM's own. WHERE is what fails: "draft", every draft forward, or "forward", the fourth
-forward of the target, or "collective", the same where forwards are collectives. A worker that waits
-for the other one for long fails too.
+Groups are vLLM's own. WHERE is what fails: "draft", every draft forward, "adapters", making dummy
+LoRA adapters, or "forward", the fourth forward of the target, or "collective", the same where
+forwards are collectives. A worker that waits for the other one for long fails too.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def main(rank: int, port: int, folder: str, where: str) -> None:
         stock = worker._dummy_run
         if rank == 1 and where == "draft":
             worker.drafter.drafter.propose = fail
+        elif rank == 1 and where == "adapters":
+            worker.state.dummy_adapters = fail  # type: ignore[method-assign]
         elif rank == 1:
             worker._dummy_run = lambda rows, **kwargs: (  # type: ignore[method-assign]
                 fail() if len(worker.rows) == 3 else stock(rows, **kwargs)

@@ -56,7 +56,7 @@ def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
     assert first["rows"] and first == second
 
 
-@pytest.mark.parametrize("where", ["draft", "forward", "collective"])
+@pytest.mark.parametrize("where", ["draft", "adapters", "forward", "collective"])
 def test_a_worker_that_fails_to_warm_up_leaves_no_other_waiting(tmp_path: Path, where: str) -> None:
     """Drafts are refused on both, or the budget is fixed on both; where the other one waits in a
     forward that only both can end, the worker that failed says what failed, and ends."""
@@ -73,7 +73,7 @@ def test_a_worker_that_fails_to_warm_up_leaves_no_other_waiting(tmp_path: Path, 
         assert second["kind"] == "SystemExit"
         return
     assert first["ended"] is None and second["ended"] is None
-    if where == "forward":
+    if where in ("forward", "adapters"):
         assert first["refused"] is None and second["refused"] is None
         return
     assert "another worker could not" in first["refused"]
@@ -137,3 +137,38 @@ def test_a_request_left_out_of_a_step_keeps_its_tree() -> None:
     assert list(runner.proposed_trees) == ["b"]
     later = runner._tree_for("b", [1, 2, 3], None)
     assert later is not None and later.num_nodes == 3
+
+
+def test_vllms_worker_process_ends_with_a_worker_that_cannot_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's own loop answers any other exception and waits for its next message."""
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    from vllm_specplug.vllm_worker import ranks
+
+    class Alone:
+        """Nobody comes to the collective."""
+
+        def wait(self, patience: Any = None) -> None:
+            raise RuntimeError("timed out")
+
+    class Worker:
+        def breaks(self) -> None:
+            raise MemoryError("no room")
+
+        def leaves_a_collective(self) -> None:
+            ranks.any_failed(MemoryError("no room"))
+
+    group = SimpleNamespace(world_size=2, cpu_group=None)
+    monkeypatch.setattr(ranks, "get_world_group", lambda: group)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *args, **kwargs: Alone())
+    answers: list[Any] = []
+    calls = iter(["breaks", "leaves_a_collective", "breaks"])
+    process: Any = object.__new__(WorkerProc)
+    process.worker, process.rank, process.handle_output = Worker(), 0, answers.append
+    process.rpc_broadcast_mq = SimpleNamespace(dequeue=lambda **kwargs: (next(calls), (), {}, None))
+    with pytest.raises(SystemExit, match="MemoryError in what all workers do together: no room"):
+        process.worker_busy_loop()
+    assert [type(answer) for answer in answers] == [MemoryError]
+    assert list(calls) == ["breaks"]
