@@ -236,14 +236,22 @@ class DraftCache(Protocol):
         """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
 
     def block_attention(
-        self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]
+        self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
     ) -> BlockAttention:
         """Attention of `rows` block rows per request over its paged context and the block.
 
         Args:
-            requests: on the device only where the drafter drafts there.
             causal: the mask inside the block, of all layers or of each.
         """
+
+
+class DeviceCache(DraftCache, Protocol):
+    """The cache on devices that can draft without the host (`Drafter.drafts_on_device`)."""
+
+    def block_attention(
+        self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]
+    ) -> BlockAttention:
+        """See `DraftCache`."""
 
 
 class BranchCache(DraftCache, Protocol):

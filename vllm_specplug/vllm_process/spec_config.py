@@ -261,18 +261,14 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             return False
         if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
             return True
-        target, problem = self.target_model_config, None
-        if target.is_multimodal_model or target.uses_mrope:
-            problem = f"trees on a multimodal or M-RoPE target ({target.architectures[0]})"
-        elif os.environ.get(FULL_GRAPHS_VARIABLE, "0") == "1":
-            problem = f"{FULL_GRAPHS_VARIABLE}=1"
-        if problem is not None:
-            logger.info(
-                "Method %r runs in vLLM's V1 model runner: V2 does not serve %s",
-                self.plugin_method,
-                problem,
-            )
-        return problem is None
+        if os.environ.get(FULL_GRAPHS_VARIABLE, "0") != "1":
+            return True
+        logger.info(
+            "Method %r runs in vLLM's V1 model runner: V2 does not serve %s=1",
+            self.plugin_method,
+            FULL_GRAPHS_VARIABLE,
+        )
+        return False
 
     def compute_hash(self) -> str:
         """The parent's hash, plus the auxiliary layers: they change the compiled graph."""

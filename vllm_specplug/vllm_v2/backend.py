@@ -24,6 +24,8 @@ class TreeBackend(ABC):
 
     is_host = False
     """Whether the device's memory is the host's, so that nothing has to be waited for."""
+    serves_features = False
+    """Whether its kernels take `AttnFeatures` other than plain ones, and quantised caches."""
 
     @abstractmethod
     def step_clock(self) -> StepClock:
@@ -68,6 +70,7 @@ class CpuTreeBackend(TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache."""
 
     is_host = True
+    serves_features = True
 
     def step_clock(self) -> StepClock:
         return HostClock()

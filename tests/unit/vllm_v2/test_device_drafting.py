@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.e2e.tiny import HIDDEN, make_head
-from tests.unit.vllm_v2.test_host_reads import N, Recorder, Step, reads_the_device
+from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from vllm_specplug.budget import RowBudget
 from vllm_specplug.drafting.drafter import DeviceRequests, DrafterOptions, TargetWeights
 from vllm_specplug.kernels import tree_builder_triton

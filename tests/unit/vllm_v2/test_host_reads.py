@@ -8,6 +8,7 @@ one fails.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,106 +16,25 @@ import numpy as np
 import pytest
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
-from tests.unit.vllm_v2.steps import SLOTS, VOCAB, input_batch
+from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
+from tests.unit.vllm_v2.steps import SLOTS, VOCAB
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.metrics import StepStats
+from vllm_specplug.vllm_v2 import runner as runner_module
 from vllm_specplug.vllm_v2 import sampler as sampler_module
-from vllm_specplug.vllm_v2.backend import step_plan
+from vllm_specplug.vllm_v2.backend import CpuTreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
-from vllm_specplug.vllm_v2.device_trees import (
-    TreeStore,
-    ancestor_words,
-    attach_trees,
-    committed_rows,
-    emitting_rows,
-    path_moves,
-    set_positions,
-    walk_trees,
-)
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_v2.sampler import TreeSampler
-from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_v2.tree_params import TreeBadWords, TreePenalties, TreeThinkingBudget
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
-N = 16
 # Operations of one step's trees, each of which is a launch on a GPU. Less is better; more needs a
 # reason.
 MOST_OPERATIONS = {"attach": 30, "words": 25, "walk": 35, "moves": 15, "committed": 30, "put": 60}
-
-
-class Recorder(TorchDispatchMode):
-    """Counts operations on the pretended device, views left out."""
-
-    operations = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given = tree_leaves((args, kwargs))
-        is_on_device = any(isinstance(a, torch.Tensor) and a.is_meta for a in given)
-        result = func(*args, **(kwargs or {}))
-        # Whatever comes back without an error must have stayed there.
-        if is_on_device:
-            made = [a for a in tree_leaves(result) if isinstance(a, torch.Tensor)]
-            assert all(a.is_meta for a in made), f"{func} reads the device (meta)"
-            self.operations += not func.is_view
-        return result
-
-
-def reads_the_device(call: Callable[[], Any]) -> str | None:
-    """What `call` fails with for want of a value; None where it needs none."""
-    error = None
-    try:
-        with Recorder():
-            call()
-    except (RuntimeError, NotImplementedError, AssertionError) as raised:
-        error = str(raised)
-    if error is not None and "meta" not in error.lower():
-        raise RuntimeError(error)
-    return error
-
-
-class Step:
-    """A step of three requests on the pretended device."""
-
-    def __init__(self) -> None:
-        batch = input_batch([1, 4, 2], [40, 60, 80], [N, N, 3], [0, 5, 0])
-        for name, value in vars(batch).items():
-            if isinstance(value, torch.Tensor) and name != "seq_lens_cpu_upper_bound":
-                setattr(batch, name, value.to("meta"))
-        self.batch = batch
-        self.store = TreeStore(SLOTS, N, VOCAB, torch.device("meta"))
-        self.trees = attach_trees(self.store, step_rows(batch, N))
-        rows = len(self.trees.depths)
-        self.samples = torch.empty(rows, dtype=torch.int64, device="meta")
-        self.tokens = torch.empty(rows, dtype=torch.int32, device="meta")
-        self.walk = walk_trees(self.trees, self.samples, self.tokens)
-        self.slots = torch.empty(batch.num_tokens, dtype=torch.int64, device="meta")
-
-    def phases(self) -> dict[str, Callable[[], Any]]:
-        def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="meta")
-
-        drafted = (numbers(3, N), numbers(3, N, dtype=torch.int32), numbers(3, dtype=torch.int32))
-        roots, scores = numbers(3, dtype=torch.int32), numbers(3, N, dtype=torch.float32)
-        return {
-            "attach": lambda: set_positions(
-                attach_trees(self.store, step_rows(self.batch, N)), self.slots
-            ),
-            "words": lambda: (ancestor_words(self.trees), step_plan(self.trees)),
-            "walk": lambda: emitting_rows(
-                self.trees, walk_trees(self.trees, self.samples, self.tokens)
-            ),
-            "moves": lambda: path_moves(self.trees, self.walk, self.slots),
-            "committed": lambda: committed_rows(self.trees, self.walk, self.slots, self.slots),
-            "put": lambda: self.store.put(roots.long(), roots, *drafted, scores),
-        }
 
 
 @pytest.mark.parametrize("phase", list(MOST_OPERATIONS))
@@ -328,3 +248,37 @@ def test_parameters_that_follow_a_path_read_nothing(name: str) -> None:
     with Recorder() as recorder:
         processor.apply(logits, context)
     assert 0 < recorder.operations <= LAUNCHES_OF_PARAMS[name], recorder.operations
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_a_device_takes_no_layer_that_its_kernels_do_not_serve(
+    is_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, soft caps, sinks, ALiBi and quantised caches stop the start on CUDA."""
+
+    class Refused(Exception): ...
+
+    def refuse(layers: Any, *args: Any) -> None:
+        raise Refused
+
+    served: list[Any] = []
+    monkeypatch.setattr(runner_module, "check_plain_attention", refuse)
+    monkeypatch.setattr(runner_module, "check_cache_dtypes", lambda *args: served.append(args[3]))
+    monkeypatch.setattr(runner_module, "check_state_blocks", lambda *args: None)
+    monkeypatch.setattr(runner_module, "draft_group", lambda *args: 0)
+    monkeypatch.setattr(runner_module, "bind_drafter_memory", lambda *args: None)
+    monkeypatch.setattr(_Stock, "initialize_kv_cache", lambda self, config: None, raising=False)
+    runner: Any = object.__new__(_Runner)
+    runner.tree_spec = SimpleNamespace(
+        num_speculative_tokens=N, plugin_method="jetspec", tree_kernel="auto"
+    )
+    runner.state = SimpleNamespace(
+        layers={}, dtype=torch.float32, kv_cache_config=None,
+        target_caches=dict, target_groups=list,
+    )  # fmt: skip
+    runner.speculator = SimpleNamespace(proposer=SimpleNamespace(cache_layers=[]))
+    runner.tree_backend = PretendedBackend() if is_cuda else CpuTreeBackend()
+    monkeypatch.setattr(CpuTreeBackend, "bind", lambda self, groups: None)
+    with pytest.raises(Refused) if is_cuda else nullcontext():
+        runner.initialize_kv_cache(None)
+    assert served == [None if is_cuda else {}]

@@ -11,12 +11,13 @@ into a tree. JetSpec (causal in the block) and DFlash with a tree (bidirectional
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
+    DeviceCache,
     DeviceRequests,
     DeviceTrees,
     DraftCacheSpec,
@@ -189,7 +190,8 @@ class BlockHeadDrafter(Drafter):
         # Slots past the model's last position are never used: depths are capped before.
         positions = positions.clamp_(max=self.options.max_model_len - 1)
 
-        attend = self.cache.block_attention(
+        # Requests are on the device where the cache is.
+        attend = cast(DeviceCache, self.cache).block_attention(
             requests, rows, causal[0] if len(set(causal)) == 1 else causal
         )
         hidden = self.head(block.flatten(0, 1), positions.flatten(), attend)

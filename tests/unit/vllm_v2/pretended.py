@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pretended device: its tensors have shapes and no values, and whoever asks for one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.unit.vllm_v2.steps import SLOTS, VOCAB, input_batch
+from vllm_specplug.vllm_v2.backend import step_plan
+from vllm_specplug.vllm_v2.device_trees import (
+    TreeStore,
+    ancestor_words,
+    attach_trees,
+    committed_rows,
+    emitting_rows,
+    path_moves,
+    set_positions,
+    walk_trees,
+)
+from vllm_specplug.vllm_v2.step_input import step_rows
+
+N = 16
+
+
+class Recorder(TorchDispatchMode):
+    """Counts operations on the pretended device, views left out."""
+
+    operations = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = tree_leaves((args, kwargs))
+        is_on_device = any(isinstance(a, torch.Tensor) and a.is_meta for a in given)
+        result = func(*args, **(kwargs or {}))
+        # Whatever comes back without an error must have stayed there.
+        if is_on_device:
+            made = [a for a in tree_leaves(result) if isinstance(a, torch.Tensor)]
+            assert all(a.is_meta for a in made), f"{func} reads the device (meta)"
+            self.operations += not func.is_view
+        return result
+
+
+def reads_the_device(call: Callable[[], Any]) -> str | None:
+    """What `call` fails with for want of a value; None where it needs none."""
+    error = None
+    try:
+        with Recorder():
+            call()
+    except (RuntimeError, NotImplementedError, AssertionError) as raised:
+        error = str(raised)
+    if error is not None and "meta" not in error.lower():
+        raise RuntimeError(error)
+    return error
+
+
+class Step:
+    """A step of three requests on the pretended device."""
+
+    def __init__(self) -> None:
+        batch = input_batch([1, 4, 2], [40, 60, 80], [N, N, 3], [0, 5, 0])
+        for name, value in vars(batch).items():
+            if isinstance(value, torch.Tensor) and name != "seq_lens_cpu_upper_bound":
+                setattr(batch, name, value.to("meta"))
+        self.batch = batch
+        self.store = TreeStore(SLOTS, N, VOCAB, torch.device("meta"))
+        self.trees = attach_trees(self.store, step_rows(batch, N))
+        rows = len(self.trees.depths)
+        self.samples = torch.empty(rows, dtype=torch.int64, device="meta")
+        self.tokens = torch.empty(rows, dtype=torch.int32, device="meta")
+        self.walk = walk_trees(self.trees, self.samples, self.tokens)
+        self.slots = torch.empty(batch.num_tokens, dtype=torch.int64, device="meta")
+
+    def phases(self) -> dict[str, Callable[[], Any]]:
+        def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        drafted = (numbers(3, N), numbers(3, N, dtype=torch.int32), numbers(3, dtype=torch.int32))
+        roots, scores = numbers(3, dtype=torch.int32), numbers(3, N, dtype=torch.float32)
+        return {
+            "attach": lambda: set_positions(
+                attach_trees(self.store, step_rows(self.batch, N)), self.slots
+            ),
+            "words": lambda: (ancestor_words(self.trees), step_plan(self.trees)),
+            "walk": lambda: emitting_rows(
+                self.trees, walk_trees(self.trees, self.samples, self.tokens)
+            ),
+            "moves": lambda: path_moves(self.trees, self.walk, self.slots),
+            "committed": lambda: committed_rows(self.trees, self.walk, self.slots, self.slots),
+            "put": lambda: self.store.put(roots.long(), roots, *drafted, scores),
+        }
