@@ -5,6 +5,9 @@ Query heads of one KV head are packed into rows, so that a tile of K and V is re
 them. The context is split among programs; a second kernel merges the splits. No mask is read over
 the context: only the tree's own columns look at the ancestor words.
 
+What a layer does beside that (`features.AttnFeatures`) is a variant of the kernel: code and
+arguments of a feature are there only where a layer has it.
+
 Letters: T query rows of the step, M tree rows, R trees, Hq/Hkv heads, Dh head size, W 64-bit words
 a mask row, S splits.
 """
@@ -18,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .features import PLAIN, AttnFeatures
 from .lse_merge_triton import merge_states
 from .tree_words_triton import fill_tree_words
 
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
+# Longer windows leave out nothing, and would not fit in 32 bits beside a position.
+_LONGEST_WINDOW = 2**30
 
 # A split shorter than this costs more in merging than it saves.
 MIN_SPLIT = 256
@@ -36,11 +42,19 @@ MAX_HEAD_DIM = 256
 
 @triton.jit
 def _attend(
-    q, k, v, shown, row_max, row_sum, acc, scale_log2,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, shown, row_max, row_sum, acc, scale_log2, slope_log2, distance,
+    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the online softmax; `shown` [BLOCK_M, BLOCK_N] is read when MASKED."""
+    """One tile of the online softmax; `shown` [BLOCK_M, BLOCK_N] is read when MASKED, `distance`
+    where there are slopes [BLOCK_M]."""
     scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+    if SOFT_CAP > 0:
+        # tanh by an exponential that cannot overflow.
+        small = tl.exp2(tl.abs(scores) * (-2.0 / SOFT_CAP))
+        capped = (1.0 - small) / (1.0 + small) * (SOFT_CAP / LN_2)
+        scores = tl.where(scores < 0.0, -capped, capped)
+    if slope_log2 is not None:
+        scores -= slope_log2[:, None] * distance
     if MASKED:
         scores = tl.where(shown, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -52,6 +66,21 @@ def _attend(
     acc = acc * decay[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return new_max, row_sum, acc
+
+
+@triton.jit
+def _depths(word_at, present, rows):
+    """int32 [N]: how many rows of its own tree each mask row at `word_at` attends, but itself."""
+    bits = tl.zeros(word_at.shape, tl.int64)
+    for _ in range(0, rows, 64):
+        # Bits in pairs, in fours, in eights, then their sum in the highest eight.
+        x = tl.load(word_at, mask=present, other=0)
+        x -= (x >> 1) & 0x5555555555555555
+        x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+        bits += (x * 0x0101010101010101) >> 56
+        word_at += 1
+    return bits.to(tl.int32) - 1
 
 
 # Numbers that change from step to step must not make new variants of the kernel.
@@ -118,6 +147,23 @@ def _tree_attn_kernel(
     prefix_row,
     prefix_head,
     prefix_lse_head,
+    # [Hq] each, any float dtype; None without
+    sinks,
+    alibi_slopes,
+    # float32, one or Hkv values by strides; None where they are 1
+    query_scale,
+    key_scale,
+    value_scale,
+    QUERY_SCALE_HEAD: tl.constexpr,
+    KEY_SCALE_HEAD: tl.constexpr,
+    VALUE_SCALE_HEAD: tl.constexpr,
+    # 0 without
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    # whether it matters how far a key is from a row
+    PLACED: tl.constexpr,
+    # type of the products' factors, to which narrower queries and caches are widened
+    COMPUTE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -157,6 +203,23 @@ def _tree_attn_kernel(
         q = tl.load(query_at[:, None] + dims[None, :])
     else:
         q = tl.load(query_at[:, None] + dims[None, :], mask=in_head[None, :], other=0.0)
+    q = q.to(COMPUTE)
+    if query_scale is not None:
+        scale_log2 = scale_log2 * tl.load(query_scale + head_kv * QUERY_SCALE_HEAD)
+    # A dense tail is not quantised.
+    tail_scale_log2 = scale_log2
+    if key_scale is not None:
+        scale_log2 = scale_log2 * tl.load(key_scale + head_kv * KEY_SCALE_HEAD)
+        if not DENSE_TAIL:
+            tail_scale_log2 = scale_log2
+    if alibi_slopes is not None:
+        slope_log2 = tl.load(alibi_slopes + head).to(tl.float32) / LN_2
+    else:
+        slope_log2 = None
+    if PLACED:
+        tl.static_assert(not FULL_TAIL, "rows of a full mask have no depth")
+        depth = _depths(words + (mask_start + row) * words_stride, valid, rows)
+        row_position = context + depth
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -171,15 +234,33 @@ def _tree_attn_kernel(
             )
             row_max = tl.load(prefix_lse + head * prefix_lse_head + row_start + row) / LN_2
             row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+    if sinks is not None:
+        # A column of the first split alone, or merging would count it again.
+        sink = tl.load(sinks + head).to(tl.float32) / LN_2
+        sink = tl.where(split == 0, sink, float("-inf"))
+        new_max = tl.maximum(row_max, sink)
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        decay = tl.exp2(row_max - base)
+        row_sum = row_sum * decay + tl.exp2(sink - base)
+        acc = acc * decay[:, None]
+        row_max = new_max
     columns = tl.arange(0, BLOCK_N)
     everything = tl.full([BLOCK_M, BLOCK_N], True, tl.int1)
     key_base = key_cache + head_kv.to(tl.int64) * key_head
     value_base = value_cache + head_kv.to(tl.int64) * value_head
 
     # The context of this split: whole tiles first, without any mask, then the part of one.
-    chunk = tl.cdiv(tl.cdiv(context, num_splits), BLOCK_N) * BLOCK_N
-    chunk = tl.maximum(chunk, MIN_SPLIT)
-    begin = tl.minimum(split * chunk, context)
+    if WINDOW:
+        # The root sees furthest back. Pages before may be another request's.
+        lowest = tl.maximum(context - WINDOW + 1, 0)
+        origin = tl.minimum(lowest // BLOCK_N * BLOCK_N, context)
+        chunk = tl.cdiv(tl.cdiv(context - origin, num_splits), BLOCK_N) * BLOCK_N
+        chunk = tl.maximum(chunk, MIN_SPLIT)
+        begin = tl.minimum(origin + split * chunk, context)
+    else:
+        chunk = tl.cdiv(tl.cdiv(context, num_splits), BLOCK_N) * BLOCK_N
+        chunk = tl.maximum(chunk, MIN_SPLIT)
+        begin = tl.minimum(split * chunk, context)
     end = tl.minimum(begin + chunk, context)
     if HAS_PREFIX:
         end = begin
@@ -192,10 +273,26 @@ def _tree_attn_kernel(
             value_at = value_base + page * value_block + offset * value_token
         else:
             position = start + columns
-            pages = tl.load(table + position // PAGE).to(tl.int64)
+            if WINDOW:
+                pages = tl.load(table + position // PAGE, mask=position >= lowest, other=0)
+                pages = pages.to(tl.int64)
+            else:
+                pages = tl.load(table + position // PAGE).to(tl.int64)
             key_at = key_base + pages * key_block + position % PAGE * key_token
             value_at = value_base + pages * value_block + position % PAGE * value_token
-        if PADDED_DIM == HEAD_DIM:
+        if WINDOW:
+            kept = start + columns >= lowest
+            k = tl.load(
+                key_at[None, :] + dims[:, None] * key_dim,
+                mask=kept[None, :] & in_head[:, None],
+                other=0.0,
+            )
+            v = tl.load(
+                value_at[:, None] + dims[None, :] * value_dim,
+                mask=kept[:, None] & in_head[None, :],
+                other=0.0,
+            )
+        elif PADDED_DIM == HEAD_DIM:
             k = tl.load(key_at[None, :] + dims[:, None] * key_dim)
             v = tl.load(value_at[:, None] + dims[None, :] * value_dim)
         else:
@@ -203,12 +300,23 @@ def _tree_attn_kernel(
             v = tl.load(
                 value_at[:, None] + dims[None, :] * value_dim, mask=in_head[None, :], other=0.0
             )
+        if PLACED:
+            distance = row_position[:, None] - (start + columns)[None, :]
+        else:
+            distance = None
+        if WINDOW:
+            shown = distance < WINDOW
+        else:
+            shown = everything
         row_max, row_sum, acc = _attend(
-            q, k, v, everything, row_max, row_sum, acc, scale_log2, False, PRECISION
-        )
+            q, k.to(COMPUTE), v.to(COMPUTE), shown, row_max, row_sum, acc, scale_log2, slope_log2,
+            distance, WINDOW > 0, SOFT_CAP, PRECISION,
+        )  # fmt: skip
     if whole < end:
         position = whole + columns
         present = position < end
+        if WINDOW:
+            present = present & (position >= lowest)
         pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
         key_at = key_base + pages * key_block + position % PAGE * key_token
         value_at = value_base + pages * value_block + position % PAGE * value_token
@@ -223,9 +331,21 @@ def _tree_attn_kernel(
             mask=present[:, None] & in_head[None, :],
             other=0.0,
         )
+        shown = present[None, :]
+        if PLACED:
+            distance = row_position[:, None] - position[None, :]
+        else:
+            distance = None
+        if WINDOW:
+            shown = shown & (distance < WINDOW)
         row_max, row_sum, acc = _attend(
-            q, k, v, present[None, :], row_max, row_sum, acc, scale_log2, True, PRECISION
-        )
+            q, k.to(COMPUTE), v.to(COMPUTE), shown, row_max, row_sum, acc, scale_log2, slope_log2,
+            distance, True, SOFT_CAP, PRECISION,
+        )  # fmt: skip
+    if value_scale is not None:
+        scale_of_values = tl.load(value_scale + head_kv * VALUE_SCALE_HEAD)
+        if DENSE_TAIL:
+            acc = acc * scale_of_values
 
     # The tree's own columns go to the first split, which always exists.
     if split == 0:
@@ -263,9 +383,18 @@ def _tree_attn_kernel(
                 word = tl.load(word_at + start // 64)
                 bit = (start % 64 + columns).to(tl.int64)
                 shown = (((word[:, None] >> bit[None, :]) & 1) == 1) & present[None, :]
+            if PLACED:
+                # Whatever its place in the tree, a row is as far behind as it is less deep.
+                other = _depths(words + (mask_start + column) * words_stride, present, rows)
+                distance = depth[:, None] - other[None, :]
+            else:
+                distance = None
+            if WINDOW:
+                shown = shown & (distance < WINDOW)
             row_max, row_sum, acc = _attend(
-                q, k, v, shown, row_max, row_sum, acc, scale_log2, True, PRECISION
-            )
+                q, k.to(COMPUTE), v.to(COMPUTE), shown, row_max, row_sum, acc, tail_scale_log2,
+                slope_log2, distance, True, SOFT_CAP, PRECISION,
+            )  # fmt: skip
 
     if SPLIT:
         to_row = mask_start + row
@@ -274,6 +403,8 @@ def _tree_attn_kernel(
     # A split without any context leaves only its -inf behind; the merge does not read the rest.
     if (split == 0) | (begin < end):
         acc = acc / row_sum[:, None]
+        if value_scale is not None and not DENSE_TAIL:
+            acc = acc * scale_of_values
         at = output + split.to(tl.int64) * output_split + to_row * output_row + head * output_head
         tl.store(
             at[:, None] + dims[None, :],
@@ -377,6 +508,7 @@ def tree_attn_triton(
     tail_key: torch.Tensor | None = None,
     tail_value: torch.Tensor | None = None,
     *,
+    features: AttnFeatures = PLAIN,
     # [T, Hq] float32, any strides; written for tree rows
     lse: torch.Tensor | None = None,
     splits: int | None = None,
@@ -390,7 +522,8 @@ def tree_attn_triton(
         splits: forces the number of context splits.
         prefix: attention over the context and its log-sum-exp, when another kernel has computed
             them; this one then reads the tree's own columns alone. Rows without a context may hold
-            anything.
+            anything. It knows nothing of sinks, which are added here; a window, slopes or scales
+            cannot come with it.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = key_cache.shape[2]
@@ -399,6 +532,11 @@ def tree_attn_triton(
     if meta.num_trees == 0 or meta.max_rows == 0:
         return
     group = num_heads // num_kv_heads
+    quantised = features.key_scales is not None
+    assert quantised or query.dtype == key_cache.dtype, (query.dtype, key_cache.dtype)
+    assert prefix is None or not (features.needs_positions or quantised)
+    compute = output.dtype if quantised else query.dtype
+    window = min(features.window, _LONGEST_WINDOW)
     num_sms = _device_limits(query.device)[0]
     dense = tail_key is not None
     config = config_for(query.device, meta.max_rows * group, head_dim, query.element_size(), dense)
@@ -406,7 +544,8 @@ def tree_attn_triton(
     if prefix is not None:
         splits = 1
     elif splits is None:
-        splits = choose_splits(row_tiles * num_kv_heads * meta.num_trees, meta.max_context, num_sms)
+        attended = min(meta.max_context, window) if window else meta.max_context
+        splits = choose_splits(row_tiles * num_kv_heads * meta.num_trees, attended, num_sms)
     if splits == 1:
         target, target_lse = output, lse
         target_strides = (0, output.stride(0), output.stride(1))
@@ -456,6 +595,18 @@ def tree_attn_triton(
         *value_cache.stride(),
         *tail_strides,
         *prefix_strides,
+        features.sinks,
+        features.alibi_slopes,
+        features.query_scales,
+        features.key_scales,
+        features.value_scales,
+        QUERY_SCALE_HEAD=_head_stride(features.query_scales),
+        KEY_SCALE_HEAD=_head_stride(features.key_scales),
+        VALUE_SCALE_HEAD=_head_stride(features.value_scales),
+        WINDOW=window,
+        SOFT_CAP=features.soft_cap,
+        PLACED=features.needs_positions,
+        COMPUTE=_TRITON_TYPES[compute],
         GROUP=group,
         HEAD_DIM=head_dim,
         PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
@@ -468,7 +619,7 @@ def tree_attn_triton(
         FULL_TAIL=full,
         HAS_PREFIX=prefix is not None,
         STORE_LSE=target_lse is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if compute == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -476,6 +627,18 @@ def tree_attn_triton(
         merge_states(
             target, target_lse, output, plan=meta.plan, max_rows=meta.max_rows, merged_lse=lse
         )
+
+
+_TRITON_TYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+
+
+def _head_stride(scale: torch.Tensor | None) -> int:
+    """From one head's scale to the next's; 0 where all share one."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
 
 
 def tree_words(meta: TreeAttnMetadata) -> torch.Tensor:

@@ -104,7 +104,9 @@ class Served:
     ) -> None:  # fmt: skip
         monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
         kernel = ChosenKernel(name, load_kernel(name), "")
-        monkeypatch.setattr(tree_attn_flash, "context_attention", lambda head_dim: _no_context)
+        monkeypatch.setattr(
+            tree_attn_flash, "context_attention", lambda head_dim, capped: _no_context
+        )
         monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **kwargs: kernel)
         monkeypatch.setattr(block_head, "can_build_best_first", lambda device: True)
         monkeypatch.setattr(block_head, "build_best_first", _build_on_device)

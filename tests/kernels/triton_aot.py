@@ -107,12 +107,25 @@ def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
     return int(registers[1]), sum(map(int, spills))
 
 
+# Features of a layer, and the arguments that come with them.
+FEATURES: dict[str, tuple[str, ...]] = {
+    "window": (),
+    "soft cap": (),
+    "sinks": ("sinks",),
+    "alibi": ("alibi_slopes",),
+    "fp8": ("key_scale", "value_scale"),
+    "fp8 query": ("query_scale",),
+}
+
+
 def tree_attention(
     arch: int, packed_rows: int, *, head_dim: int = 128, page: int = 16, dense: bool = False,
-    dtype: str = "bf16", prefix: bool = False,
+    dtype: str = "bf16", prefix: bool = False, features: tuple[str, ...] = (),
 ) -> Compiled:  # fmt: skip
     """The attention kernel with the tiles its wrapper chooses; split, unless `dense` or behind
-    another kernel's `prefix`."""
+    another kernel's `prefix`. `features` are names of `FEATURES`."""
+    import triton.language as tl
+
     from vllm_specplug.kernels.tree_attn_triton import (
         MIN_SPLIT,
         TreeAttnConfig,
@@ -122,6 +135,10 @@ def tree_attention(
     shared = {80: 163, 90: 227, 100: 227}[arch] * 1024
     itemsize = 4 if dtype == "fp32" else 2
     config = TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared, arch // 10, dense)
+    cache = "*fp8e4nv" if "fp8" in features else f"*{dtype}"
+    asked = "*fp8e4nv" if "fp8 query" in features else f"*{dtype}"
+    scales = {n: "*fp32" for f in features for n in FEATURES[f]}
+    absent = {n: None for names in FEATURES.values() for n in names if n not in scales}
     element, result = f"*{dtype}", f"*{dtype}" if dense or prefix else "*fp32"
     pointers = ("query", "key_cache", "value_cache", "tail_key", "tail_value", "prefix")
     strides = (
@@ -135,11 +152,14 @@ def tree_attention(
     )  # fmt: skip
     compiled = compile_kernel(
         f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}{' dense' * dense}"
-        f"{' prefix' * prefix}",
+        f"{' prefix' * prefix}{''.join(f' {f}' for f in features)}",
         _tree_attn_kernel,
         arch,
         {
             **dict.fromkeys(pointers, element),
+            **dict.fromkeys(("key_cache", "value_cache"), cache),
+            "query": asked,
+            **scales,
             "output": result,
             "lse": "*fp32",
             "prefix_lse": "*fp32",
@@ -150,6 +170,12 @@ def tree_attention(
             **dict.fromkeys((*strides, *numbers), "i32"),
         },
         {
+            **absent,
+            **dict.fromkeys(("QUERY_SCALE_HEAD", "KEY_SCALE_HEAD", "VALUE_SCALE_HEAD"), 0),
+            "WINDOW": 128 if "window" in features else 0,
+            "SOFT_CAP": 50.0 if "soft cap" in features else 0.0,
+            "PLACED": not {"window", "alibi"}.isdisjoint(features),
+            "COMPUTE": getattr(tl, {"bf16": "bfloat16", "fp16": "float16"}.get(dtype, "float32")),
             "key_dim": 1,
             "value_dim": 1,
             "GROUP": 4,
