@@ -18,8 +18,8 @@ FP32, FP16, FP8 = torch.float32, torch.float16, torch.float8_e4m3fn
 class DeviceTrees:
     """Trees over a cache in vLLM's GPU layout; slots that nobody owns are NaN.
 
-    With `key_scales` among the features the cache holds 8-bit numbers, with `query_scales` the query
-    does as well; the oracle then reads what these stand for.
+    With `key_scales` among the features the cache holds 8-bit numbers, with `query_scales` the
+    query does as well; the oracle then reads what these stand for.
     """
 
     def __init__(

@@ -126,6 +126,7 @@ def tree_attention(
     another kernel's `prefix`. `features` are names of `FEATURES`."""
     import triton.language as tl
 
+    from vllm_specplug.kernels.features import FeatureKind
     from vllm_specplug.kernels.tree_attn_triton import (
         MIN_SPLIT,
         TreeAttnConfig,
@@ -134,7 +135,15 @@ def tree_attention(
 
     shared = {80: 163, 90: 227, 100: 227}[arch] * 1024
     itemsize = 4 if dtype == "fp32" else 2
-    config = TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared, arch // 10, dense)
+    kind = FeatureKind(
+        window=128 * ("window" in features),
+        soft_cap=50.0 * ("soft cap" in features),
+        sinks="sinks" in features,
+        alibi="alibi" in features,
+        quantised_cache="fp8" in features,
+        quantised_query="fp8 query" in features,
+    )
+    config = TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared, arch // 10, dense, kind)
     cache = "*fp8e4nv" if "fp8" in features else f"*{dtype}"
     asked = "*fp8e4nv" if "fp8 query" in features else f"*{dtype}"
     scales = {n: "*fp32" for f in features for n in FEATURES[f]}
@@ -172,9 +181,9 @@ def tree_attention(
         {
             **absent,
             **dict.fromkeys(("QUERY_SCALE_HEAD", "KEY_SCALE_HEAD", "VALUE_SCALE_HEAD"), 0),
-            "WINDOW": 128 if "window" in features else 0,
-            "SOFT_CAP": 50.0 if "soft cap" in features else 0.0,
-            "PLACED": not {"window", "alibi"}.isdisjoint(features),
+            "WINDOW": kind.window,
+            "SOFT_CAP": kind.soft_cap,
+            "PLACED": bool(kind.window or kind.alibi),
             "COMPUTE": getattr(tl, {"bf16": "bfloat16", "fp16": "float16"}.get(dtype, "float32")),
             "key_dim": 1,
             "value_dim": 1,
@@ -329,6 +338,16 @@ def main(arch: int, all_shapes: bool) -> None:
     kernels += [tree_attention(arch, 4, dense=True)]
     kernels += [tree_attention(arch, 64 * 4, prefix=True)]
     kernels += [tree_attention(arch, 64 * 4, head_dim=256, dense=d) for d in (False, True)]
+    # What layers of Gemma, gpt-oss and BLOOM have; e4m3 needs compute capability 8.9.
+    kernels += [
+        tree_attention(arch, 64 * 4, head_dim=256, features=("window", "soft cap")),
+        tree_attention(arch, 64 * 4, head_dim=64, features=("window", "sinks")),
+        tree_attention(arch, 64 * 4, prefix=True, features=("soft cap", "sinks")),
+        tree_attention(arch, 64 * 4, features=("alibi",)),
+    ]
+    if arch >= 89:
+        kernels.append(tree_attention(arch, 64 * 4, features=("fp8", "fp8 query")))
+        kernels.append(tree_attention(arch, 16 * 4, dense=True, features=("fp8",)))
     if arch == 90 or all_shapes:
         # Roots alone, large pages, another head size.
         kernels.append(tree_attention(arch, 4, page=128))
