@@ -14,6 +14,7 @@ from typing import Any
 _EXPORTS = {
     "AttnFeatures": "features",
     "CpuKvLayout": "cpu_layout",
+    "FeatureKind": "features",
     "DeltaUpdates": "delta_tree",
     "NgramIndex": "ngram_index",
     "StateTrees": "delta_tree",

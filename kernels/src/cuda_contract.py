@@ -13,12 +13,19 @@ in the block table, Hq/Hkv heads, G = Hq / Hkv, Dh head size, W 64-bit words per
         scale,          # float, multiplies query times key
         tail_key=None,    # [M, Hkv, Dh]
         tail_value=None,  # [M, Hkv, Dh]
+        *,
+        features=PLAIN,   # features.AttnFeatures of the layer; not for the CuTe kernel
     ) -> None
 
 Row i of tree r (query row `row_start[r] + i`) attends cache slots [0, context_lens[r]) of request
 `req_indices[r]` and those rows j of its own tree that its mask names. K/V of row j lie in the
 cache at slot context_lens[r] + j, or, when both tails are given, in row mask_start[r] + j of
 these; then no cache slot past the context is used. Query head h reads KV head h // G.
+
+A window, or ALiBi, takes a row's position from its ancestors: context_lens[r] plus its depth; it
+needs a mask of trees or chains. With `key_scales` the caches (not the tails) hold 8-bit floating
+point numbers (e4m3), with `query_scales` the query does as well; products are then of the output's
+dtype, in which both are exact.
 
 Strides are arbitrary multiples of 16 bytes, except that the last one is 1 (element) everywhere
 and that plan, parent_rows and block_table are contiguous. vLLM's FlashAttention cache of 0.32 is
@@ -33,7 +40,7 @@ What a kernel promises:
   - rows of `output` that belong to no tree are not written, rows of prefill stay with the caller;
   - a slot that no row attends may hold anything, NaN too, but the pages named for slots
     [0, context_lens + row_count) must exist, except that entries of `block_table` past the last
-    slot used are never followed;
+    slot used, and those of pages wholly before the root's window, are never followed;
   - float32 accumulation; the result differs from exact attention by rounding alone, for any
     number of splits;
   - parent_rows is not trusted to be a tree: an entry that does not precede its row ends the walk

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .features import PLAIN, AttnFeatures, FeatureKind
 from .metadata import TreeAttnMetadata
 from .reference import tree_attn_cuda_reference
 
@@ -34,6 +35,9 @@ TIME_LIMIT_S = 5.0
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_TRITON_CAPABILITY = (8, 0)
 _MAX_TRITON_HEAD_DIM = 256
+# The first whose Triton knows e4m3.
+_MIN_FP8_CAPABILITY = (8, 9)
+FP8 = torch.float8_e4m3fn
 TreeAttnFn = Callable[..., None]
 
 
@@ -46,6 +50,8 @@ class KernelShape:
     block_size: int
     num_heads: int
     num_kv_heads: int
+    kinds: tuple[FeatureKind, ...] = (FeatureKind(),)
+    """What the model's layers have, each kind once."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +78,20 @@ class ChosenKernel:
 
 def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -> str | None:
     """Why kernel `name` cannot serve `shape` on a device of `capability`; None when it can."""
+    quantised = any(kind.quantised_cache for kind in shape.kinds)
     if name == "reference":
-        return None
+        return "a quantised cache" if quantised else None
     if shape.num_heads % shape.num_kv_heads:
         return f"{shape.num_heads} query heads over {shape.num_kv_heads} KV heads"
     if name == "flash":
+        from .tree_attn_flash import reads_context
         from .tree_attn_flash import unsupported_reason as flash_problem
 
         problem = flash_problem(shape.head_dim, shape.dtype, shape.block_size)
         if problem is not None:
             return problem
+        if not any(map(reads_context, shape.kinds)):
+            return f"it reads no layer with {_listed(shape.kinds)}"
     if name in ("flash", "triton"):
         if capability < _MIN_TRITON_CAPABILITY:
             return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
@@ -89,12 +99,22 @@ def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -
             return f"dtype {shape.dtype}"
         if shape.head_dim > _MAX_TRITON_HEAD_DIM or shape.head_dim % 8:
             return f"head_dim {shape.head_dim} (multiples of 8 up to {_MAX_TRITON_HEAD_DIM})"
+        if quantised and capability < _MIN_FP8_CAPABILITY:
+            return f"an 8-bit cache on compute capability {capability[0]}.{capability[1]}"
         return None
+    listed = _listed(shape.kinds)
+    if listed:
+        return f"layers with {listed}"
     try:
         from .tree_attn_cute_sm90 import unsupported_reason
     except ImportError as error:
         return f"it cannot be imported ({error})"
     return unsupported_reason(capability, shape.head_dim, shape.dtype, shape.block_size)
+
+
+def _listed(kinds: Sequence[FeatureKind]) -> str:
+    """The features of some layers; empty where all are plain."""
+    return ", ".join(dict.fromkeys(name for kind in kinds for name in kind.names))
 
 
 def load_kernel(name: str) -> TreeAttnFn:
@@ -243,10 +263,12 @@ _TURNS, _WARM_UPS, _CALLS_TIMED = 3, 3, 20
 
 
 def call_us(run: TreeAttnFn, use: KernelUse, device: torch.device) -> float:
-    """Microseconds per call, launches included: the geometric mean over `_TIMED_CALLS`."""
+    """Microseconds per call, launches included: the geometric mean over `_TIMED_CALLS` and the
+    kinds of layers."""
     product = 1.0
-    for trees in _TIMED_CALLS:
-        problem = _Problem.of(trees, use.shape, device, seed=0, for_drafts=use.for_drafts)
+    cells = [(trees, kind) for trees in _TIMED_CALLS for kind in use.shape.kinds]
+    for trees, kind in cells:
+        problem = _Problem.of(trees, use.shape, device, 0, use.for_drafts, kind)
         for _ in range(_WARM_UPS):
             problem.run(run)
         _wait_for(device)
@@ -255,7 +277,7 @@ def call_us(run: TreeAttnFn, use: KernelUse, device: torch.device) -> float:
             problem.run(run)
         _wait_for(device)
         product *= (time.perf_counter() - start) / _CALLS_TIMED * 1e6
-    return product ** (1 / len(_TIMED_CALLS))
+    return product ** (1 / len(cells))
 
 
 def _wait_for(device: torch.device) -> None:
@@ -334,11 +356,20 @@ def self_test_error(
     run: TreeAttnFn, shape: KernelShape, device: torch.device, seed: int = 0
 ) -> tuple[float, float]:
     """Largest difference from the reference in float32 over a few calls, and the limit for it."""
-    errors = [_call_error(run, trees, shape, device, seed) for trees in _CALLS]
+    errors = [
+        _call_error(run, trees, shape, device, seed, kind)
+        for kind in shape.kinds
+        for trees in (*_CALLS, *_calls_beyond(kind.window))
+    ]
     # Inputs are standard normal, so outputs are at most about 4: a few units of rounding.
     limit = {torch.float32: 1e-4, torch.float16: 1e-2}.get(shape.dtype, 6e-2)
     # One that is not a number hides from max().
     return next((e for e in errors if e != e), max(errors)), limit
+
+
+def _calls_beyond(window: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """A context that outgrows a window, if that is not too long for a test."""
+    return ((((window + 77, 9), (3, 1)),)) if 0 < window <= 2**14 else ()
 
 
 @dataclass(frozen=True)
@@ -352,6 +383,9 @@ class _Problem:
     scale: float
     # tail_key and tail_value
     tail: tuple[torch.Tensor, ...]
+    features: AttnFeatures
+    dtype: torch.dtype
+    """Of the output."""
 
     @classmethod
     def of(
@@ -362,6 +396,7 @@ class _Problem:
         device: torch.device,
         seed: int,
         for_drafts: bool = False,
+        kind: FeatureKind = PLAIN.kind,
     ) -> _Problem:
         draw = torch.Generator().manual_seed(seed)
         rng = np.random.default_rng(seed)
@@ -373,6 +408,8 @@ class _Problem:
         table = torch.randperm(len(trees) * blocks, generator=draw).view(len(trees), blocks).int()
         # Memory order of vLLM's GPU cache: block, token, head, K then V.
         cache = normal(table.numel(), shape.block_size, shape.num_kv_heads, 2 * shape.head_dim)
+        if kind.quantised_cache:
+            cache = cache.to(FP8)
         key_cache, value_cache = cache.split(shape.head_dim, dim=-1)
         rows = [n + 1 for _, n in trees]
         starts = np.cumsum([0, *rows]).astype(np.int32)
@@ -391,23 +428,47 @@ class _Problem:
             query_starts=None if for_drafts else torch.from_numpy(starts).to(device),
         )
         query = normal(int(starts[-1]), shape.num_heads, shape.head_dim)
+        if kind.quantised_query:
+            query = query.to(FP8)
         own = (len(query), shape.num_kv_heads, shape.head_dim)
         tail = (normal(*own), normal(*own)) if for_drafts else ()
-        return cls(query, key_cache, value_cache, meta, shape.head_dim**-0.5, tail)
+        one = torch.ones((), device=device)
+        by_head = torch.arange(shape.num_heads, device=device) + 1.0
+        features = AttnFeatures(
+            window=kind.window,
+            soft_cap=kind.soft_cap,
+            sinks=by_head.log() if kind.sinks else None,
+            alibi_slopes=0.1 / by_head if kind.alibi else None,
+            key_scales=0.8 * one if kind.quantised_cache else None,
+            value_scales=0.9 * one if kind.quantised_cache else None,
+            query_scales=0.7 * one if kind.quantised_query else None,
+        )
+        scale = shape.head_dim**-0.5
+        return cls(query, key_cache, value_cache, meta, scale, tail, features, shape.dtype)
 
     def run(self, kernel: TreeAttnFn) -> torch.Tensor:
         """What `kernel` makes of it; rows that it leaves out are no numbers."""
-        output = torch.full_like(self.query, float("nan"))
+        output = torch.full_like(self.query, float("nan"), dtype=self.dtype)
+        more = {} if self.features.is_plain else {"features": self.features}
         kernel(
-            self.query, self.key_cache, self.value_cache, output, self.meta, self.scale, *self.tail
-        )
+            self.query, self.key_cache, self.value_cache, output, self.meta, self.scale, *self.tail,
+            **more,
+        )  # fmt: skip
         return output
 
     def expected(self) -> torch.Tensor:
         """The reference's output in float32."""
-        wide = (self.query.float(), self.key_cache.float(), self.value_cache.float())
+        features = self.features
+        scales = (features.query_scales, features.key_scales, features.value_scales)
+        wide = [
+            numbers.float() * (1.0 if scale is None else scale)
+            for numbers, scale in zip(
+                (self.query, self.key_cache, self.value_cache), scales, strict=True
+            )
+        ]
         output = torch.empty_like(wide[0])
-        tree_attn_cuda_reference(*wide, output, self.meta, self.scale)
+        features = replace(features, query_scales=None, key_scales=None, value_scales=None)
+        tree_attn_cuda_reference(*wide, output, self.meta, self.scale, features=features)
         return output
 
 
@@ -417,7 +478,8 @@ def _call_error(
     shape: KernelShape,
     device: torch.device,
     seed: int,
+    kind: FeatureKind,
 ) -> float:
     """Largest difference from the reference in float32 in one call."""
-    problem = _Problem.of(trees, shape, device, seed)
+    problem = _Problem.of(trees, shape, device, seed, kind=kind)
     return float((problem.run(run).float() - problem.expected()).abs().max())

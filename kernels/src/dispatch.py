@@ -73,7 +73,7 @@ def tree_attn(
             features.window,
             features.soft_cap,
             features.alibi_slopes,
-            features.sinks,
+            None if features.sinks is None else features.sinks.float(),
             features.value_scale,
         )
         return

@@ -8,6 +8,30 @@ from dataclasses import dataclass
 import torch
 
 
+@dataclass(frozen=True)
+class FeatureKind:
+    """Which features a layer has: what kernels are chosen and compiled by."""
+
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: bool = False
+    alibi: bool = False
+    quantised_cache: bool = False
+    quantised_query: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Those that are there, as messages name them."""
+        titles = {
+            "sliding windows": self.window,
+            "soft-capped logits": self.soft_cap,
+            "attention sinks": self.sinks,
+            "ALiBi": self.alibi,
+            "a quantised cache": self.quantised_cache,
+        }
+        return [title for title, there in titles.items() if there]
+
+
 @dataclass(frozen=True, eq=False)
 class AttnFeatures:
     """A row's position is its context length plus its depth in its tree, whatever its slot."""
@@ -17,31 +41,44 @@ class AttnFeatures:
     branch: a row then attends its nearest ancestors alone."""
     soft_cap: float = 0.0
     """Scaled scores s become soft_cap * tanh(s / soft_cap); 0 leaves them."""
-    # float32 [Hq]: a score of each head without a key and a value, added to the softmax
+    # [Hq], any float dtype: a score of each head without a key and a value, added to the softmax
     sinks: torch.Tensor | None = None
     # float32 [Hq]: slope times (position of the key - position of the row) is added to scores,
     # after the soft cap
     alibi_slopes: torch.Tensor | None = None
     value_scale: float = 1.0
     """What values in the cache are multiplied by; that of keys is part of the scale of scores."""
+    # On CUDA instead, float32, one value or one of each KV head: what an 8-bit cache's numbers, and
+    # those of a query that is quantised with it, are multiplied by. Both of a cache, or neither
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+    query_scales: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.window >= 0 and self.soft_cap >= 0, (self.window, self.soft_cap)
+        assert (self.key_scales is None) == (self.value_scales is None)
 
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing but scale and mask."""
-        return (
-            not self.window
-            and not self.soft_cap
-            and not self.changes_weights
-            and self.value_scale == 1.0
-        )
+        return self.kind == FeatureKind() and self.value_scale == 1.0
 
     @property
-    def changes_weights(self) -> bool:
-        """Whether a tensor of the layer enters the softmax."""
-        return self.sinks is not None or self.alibi_slopes is not None
+    def needs_positions(self) -> bool:
+        """Whether it matters how far a key is from a row."""
+        return bool(self.window) or self.alibi_slopes is not None
+
+    @property
+    def kind(self) -> FeatureKind:
+        """All of it but the tensors' values."""
+        return FeatureKind(
+            self.window,
+            self.soft_cap,
+            self.sinks is not None,
+            self.alibi_slopes is not None,
+            self.key_scales is not None,
+            self.query_scales is not None,
+        )
 
 
 PLAIN = AttnFeatures()

@@ -10,6 +10,11 @@ of the online softmax,
 
 over the tree's own columns j, at most 257, with m the maximum of l and all s_j. Two launches, and
 no buffer besides the context's output.
+
+Soft caps are FlashAttention's own, and sinks a column more of the tail. Layers with a window or
+slopes go to the Triton kernel whole: rows of unequal depth look back from positions of their own,
+and FlashAttention knows a row's position by its number alone. So do layers with a quantised cache,
+whose queries FlashAttention would want quantised.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .cuda_contract import PLAN_CONTEXT
+from .features import PLAIN, AttnFeatures, FeatureKind
 from .tree_attn_triton import MAX_HEAD_DIM, tree_attn_triton
 
 if TYPE_CHECKING:
@@ -40,15 +46,22 @@ def unsupported_reason(head_dim: int, dtype: torch.dtype, block_size: int) -> st
     return None
 
 
+def reads_context(kind: FeatureKind) -> bool:
+    """Whether FlashAttention attends the context of such layers."""
+    return not (kind.window or kind.alibi or kind.quantised_cache)
+
+
 @cache
-def context_attention(head_dim: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """vLLM's FlashAttention, in the version that it takes on this device."""
+def context_attention(
+    head_dim: int, capped: bool = False
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """vLLM's FlashAttention, in the version that it takes on this device; for `capped` logits."""
     from vllm.v1.attention.backends.fa_utils import (
         flash_attn_varlen_func,
         get_flash_attn_version,
     )
 
-    version = get_flash_attn_version(head_size=head_dim)
+    version = get_flash_attn_version(head_size=head_dim, requires_softcap=capped)
     if version is None:
         raise RuntimeError(f"vLLM has no FlashAttention for head_dim {head_dim} here")
 
@@ -71,12 +84,15 @@ def tree_attn_flash(
     # [M, Hkv, Dh]
     tail_key: torch.Tensor | None = None,
     tail_value: torch.Tensor | None = None,
+    *,
+    features: AttnFeatures = PLAIN,
 ) -> None:
     """Tree attention as `cuda_contract` states it; trees that lie apart (beside chunks of
     prompts, and draft blocks) go to the Triton kernel whole."""
     prefix = None
-    if meta.query_starts is not None and meta.max_rows > 0:
-        prefix = context_attention(query.shape[2])(
+    if meta.query_starts is not None and meta.max_rows > 0 and reads_context(features.kind):
+        cap = {"softcap": features.soft_cap} if features.soft_cap else {}
+        prefix = context_attention(query.shape[2], bool(cap))(
             q=query,
             k=key_cache,
             v=value_cache,
@@ -90,7 +106,9 @@ def tree_attn_flash(
             causal=False,
             block_table=meta.block_table[: meta.num_trees],
             return_softmax_lse=True,
+            **cap,
         )
     tree_attn_triton(
-        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, prefix=prefix
-    )
+        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value,
+        features=features, prefix=prefix,
+    )  # fmt: skip

@@ -18,272 +18,23 @@ import torch
 import triton
 import triton.language as tl
 
+from .features import PLAIN, AttnFeatures, FeatureKind
 from .lse_merge_triton import merge_states
+from .tree_attn_triton_kernel import _tree_attn_kernel
 from .tree_words_triton import fill_tree_words
 
 if TYPE_CHECKING:
     from .metadata import TreeAttnMetadata
 
 LOG2_E = 1.4426950408889634
-LN_2 = tl.constexpr(0.6931471805599453)
+# Longer windows leave out nothing, and would not fit in 32 bits beside a position.
+_LONGEST_WINDOW = 2**30
 
 # A split shorter than this costs more in merging than it saves.
 MIN_SPLIT = 256
 MAX_SPLITS = 64
 _MAX_BLOCK_M = 128
 MAX_HEAD_DIM = 256
-
-
-@triton.jit
-def _attend(
-    q, k, v, shown, row_max, row_sum, acc, scale_log2,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One tile of the online softmax; `shown` [BLOCK_M, BLOCK_N] is read when MASKED."""
-    scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-    if MASKED:
-        scores = tl.where(shown, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # A row may see nothing of its first tile: then its maximum stays -inf, and -inf - -inf is NaN.
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - base[:, None])
-    decay = tl.exp2(row_max - base)
-    row_sum = row_sum * decay + tl.sum(weights, 1)
-    acc = acc * decay[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-    return new_max, row_sum, acc
-
-
-# Numbers that change from step to step must not make new variants of the kernel.
-_STEP_NUMBERS = [
-    "num_splits",
-    "plan_stride",
-    "words_stride",
-    "table_stride",
-    "lse_split",
-    "lse_row",
-    "lse_head",
-    "prefix_lse_head",
-]
-
-
-@triton.jit(do_not_specialize=_STEP_NUMBERS)
-def _tree_attn_kernel(
-    # [T, Hq, Dh]
-    query,
-    # [num_blocks, PAGE, Hkv, Dh] by strides
-    key_cache,
-    value_cache,
-    # [T, Hq, Dh]; [S, M, Hq, Dh] float32 when split
-    output,
-    # [S, M, Hq] natural logarithms; read only when STORE_LSE
-    lse,
-    # [5, R] int32: request, first query row, rows, context length, first mask row
-    plan,
-    # [M, W] int64; not read when FULL_TAIL
-    words,
-    # [B, max_blocks] int32
-    block_table,
-    # [M, Hkv, Dh] when DENSE_TAIL
-    tail_key,
-    tail_value,
-    # attention over the context [T, Hq, Dh] and its natural log-sum-exp [Hq, T], when HAS_PREFIX
-    prefix,
-    prefix_lse,
-    scale_log2,
-    num_splits,
-    plan_stride,
-    words_stride,
-    table_stride,
-    query_row,
-    query_head,
-    output_split,
-    output_row,
-    output_head,
-    lse_split,
-    lse_row,
-    lse_head,
-    key_block,
-    key_token,
-    key_head,
-    key_dim,
-    value_block,
-    value_token,
-    value_head,
-    value_dim,
-    tail_key_row,
-    tail_key_head,
-    tail_value_row,
-    tail_value_head,
-    prefix_row,
-    prefix_head,
-    prefix_lse_head,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DENSE_TAIL: tl.constexpr,
-    FULL_TAIL: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    STORE_LSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    tree = tl.program_id(2)
-    head_kv = tl.program_id(1)
-    split = tl.program_id(0) % num_splits
-    first = tl.program_id(0) // num_splits * BLOCK_M
-    rows = tl.load(plan + 2 * plan_stride + tree)
-    if first >= rows * GROUP:
-        return
-    request = tl.load(plan + tree).to(tl.int64)
-    row_start = tl.load(plan + plan_stride + tree).to(tl.int64)
-    context = tl.load(plan + 3 * plan_stride + tree)
-    mask_start = tl.load(plan + 4 * plan_stride + tree).to(tl.int64)
-    table = block_table + request * table_stride
-
-    packed = first + tl.arange(0, BLOCK_M)
-    valid = packed < rows * GROUP
-    # Rows past the end work on the last row, which keeps every softmax finite without a mask.
-    row = tl.minimum(packed // GROUP, rows - 1)
-    head = head_kv * GROUP + packed % GROUP
-    dims = tl.arange(0, PADDED_DIM)
-    in_head = dims < HEAD_DIM
-    query_at = query + (row_start + row) * query_row + head * query_head
-    if PADDED_DIM == HEAD_DIM:
-        q = tl.load(query_at[:, None] + dims[None, :])
-    else:
-        q = tl.load(query_at[:, None] + dims[None, :], mask=in_head[None, :], other=0.0)
-
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-    if HAS_PREFIX:
-        # Softmax over the context as one column: its output, at the logit of its log-sum-exp.
-        # Nothing is read where there is no context: FlashAttention then gives +inf or nothing.
-        if context > 0:
-            prefix_at = prefix + (row_start + row) * prefix_row + head * prefix_head
-            acc = tl.load(prefix_at[:, None] + dims[None, :], mask=in_head[None, :], other=0.0).to(
-                tl.float32
-            )
-            row_max = tl.load(prefix_lse + head * prefix_lse_head + row_start + row) / LN_2
-            row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
-    columns = tl.arange(0, BLOCK_N)
-    everything = tl.full([BLOCK_M, BLOCK_N], True, tl.int1)
-    key_base = key_cache + head_kv.to(tl.int64) * key_head
-    value_base = value_cache + head_kv.to(tl.int64) * value_head
-
-    # The context of this split: whole tiles first, without any mask, then the part of one.
-    chunk = tl.cdiv(tl.cdiv(context, num_splits), BLOCK_N) * BLOCK_N
-    chunk = tl.maximum(chunk, MIN_SPLIT)
-    begin = tl.minimum(split * chunk, context)
-    end = tl.minimum(begin + chunk, context)
-    if HAS_PREFIX:
-        end = begin
-    whole = begin + (end - begin) // BLOCK_N * BLOCK_N
-    for start in range(begin, whole, BLOCK_N):
-        if PAGE % BLOCK_N == 0:
-            page = tl.load(table + start // PAGE).to(tl.int64)
-            offset = start % PAGE + columns
-            key_at = key_base + page * key_block + offset * key_token
-            value_at = value_base + page * value_block + offset * value_token
-        else:
-            position = start + columns
-            pages = tl.load(table + position // PAGE).to(tl.int64)
-            key_at = key_base + pages * key_block + position % PAGE * key_token
-            value_at = value_base + pages * value_block + position % PAGE * value_token
-        if PADDED_DIM == HEAD_DIM:
-            k = tl.load(key_at[None, :] + dims[:, None] * key_dim)
-            v = tl.load(value_at[:, None] + dims[None, :] * value_dim)
-        else:
-            k = tl.load(key_at[None, :] + dims[:, None] * key_dim, mask=in_head[:, None], other=0.0)
-            v = tl.load(
-                value_at[:, None] + dims[None, :] * value_dim, mask=in_head[None, :], other=0.0
-            )
-        row_max, row_sum, acc = _attend(
-            q, k, v, everything, row_max, row_sum, acc, scale_log2, False, PRECISION
-        )
-    if whole < end:
-        position = whole + columns
-        present = position < end
-        pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
-        key_at = key_base + pages * key_block + position % PAGE * key_token
-        value_at = value_base + pages * value_block + position % PAGE * value_token
-        # Slots past the context may hold anything, NaN too: they are not read.
-        k = tl.load(
-            key_at[None, :] + dims[:, None] * key_dim,
-            mask=present[None, :] & in_head[:, None],
-            other=0.0,
-        )
-        v = tl.load(
-            value_at[:, None] + dims[None, :] * value_dim,
-            mask=present[:, None] & in_head[None, :],
-            other=0.0,
-        )
-        row_max, row_sum, acc = _attend(
-            q, k, v, present[None, :], row_max, row_sum, acc, scale_log2, True, PRECISION
-        )
-
-    # The tree's own columns go to the first split, which always exists.
-    if split == 0:
-        word_at = words + (mask_start + row) * words_stride
-        for start in range(0, rows, BLOCK_N):
-            column = start + columns
-            present = column < rows
-            if DENSE_TAIL:
-                tail_row = mask_start + column
-                key_at = tail_key + tail_row * tail_key_row + head_kv * tail_key_head
-                value_at = tail_value + tail_row * tail_value_row + head_kv * tail_value_head
-                key_step = 1
-                value_step = 1
-            else:
-                position = context + column
-                pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
-                key_at = key_base + pages * key_block + position % PAGE * key_token
-                value_at = value_base + pages * value_block + position % PAGE * value_token
-                key_step = key_dim
-                value_step = value_dim
-            k = tl.load(
-                key_at[None, :] + dims[:, None] * key_step,
-                mask=present[None, :] & in_head[:, None],
-                other=0.0,
-            )
-            v = tl.load(
-                value_at[:, None] + dims[None, :] * value_step,
-                mask=present[:, None] & in_head[None, :],
-                other=0.0,
-            )
-            if FULL_TAIL:
-                shown = everything & present[None, :]
-            else:
-                # BLOCK_N divides 64: the columns of a tile share one word of a row.
-                word = tl.load(word_at + start // 64)
-                bit = (start % 64 + columns).to(tl.int64)
-                shown = (((word[:, None] >> bit[None, :]) & 1) == 1) & present[None, :]
-            row_max, row_sum, acc = _attend(
-                q, k, v, shown, row_max, row_sum, acc, scale_log2, True, PRECISION
-            )
-
-    if SPLIT:
-        to_row = mask_start + row
-    else:
-        to_row = row_start + row
-    # A split without any context leaves only its -inf behind; the merge does not read the rest.
-    if (split == 0) | (begin < end):
-        acc = acc / row_sum[:, None]
-        at = output + split.to(tl.int64) * output_split + to_row * output_row + head * output_head
-        tl.store(
-            at[:, None] + dims[None, :],
-            acc.to(output.dtype.element_ty),
-            mask=valid[:, None] & in_head[None, :],
-        )
-    if STORE_LSE:
-        value = (row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0))) * LN_2
-        lse_at = lse + split.to(tl.int64) * lse_split + to_row * lse_row + head * lse_head
-        tl.store(lse_at, value, mask=valid)
 
 
 @dataclass(frozen=True)
@@ -304,9 +55,11 @@ class TreeAttnConfig:
         shared_memory: int,
         major: int = 9,
         dense: bool = False,
+        kind: FeatureKind = PLAIN.kind,
     ) -> TreeAttnConfig:
         """Tiles for `packed_rows` rows x heads of the largest tree on a device of compute
-        capability `major` whose blocks may take `shared_memory` bytes; with `dense` tails."""
+        capability `major` whose blocks may take `shared_memory` bytes; with `dense` tails, for a
+        layer of `kind`."""
         # Few sizes: each is a compilation.
         block_m = 16 if packed_rows <= 16 else 64 if packed_rows <= 64 or itemsize == 4 else 128
         block_n = 64 if itemsize < 4 else 32
@@ -315,6 +68,9 @@ class TreeAttnConfig:
             block_m, block_n = min(block_m, 32 if head_dim > 128 and major < 9 else 64), 32
         if dense and major >= 10:
             block_m = min(block_m, 64)
+        if kind.alibi and major < 9:
+            # Slopes of more rows spill.
+            block_m = min(block_m, 32)
         # K and V of a tile per stage, and the query once.
         padded = triton.next_power_of_2(head_dim)
         stage = 2 * block_n * padded * itemsize
@@ -325,18 +81,25 @@ class TreeAttnConfig:
         # A dense tail adds addresses, which spill too: with four warps, and with three stages.
         if block_m == 64 and dense + (head_dim > 128) + (major >= 10) >= 2:
             wide = True
-        if block_m == 32:
+        if block_m == 32 or (kind.quantised_cache and head_dim > 128):
             wide = True
         deepest = 3 if not dense else 2 if head_dim <= 128 or block_m > 16 else 1
+        if dense and kind.quantised_cache and major >= 10:
+            deepest = 1
         return cls(block_m, block_n, 8 if wide else 4, int(max(1, min(deepest, stages))))
 
 
 def config_for(
-    device: torch.device, packed_rows: int, head_dim: int, itemsize: int, dense: bool = False
+    device: torch.device,
+    packed_rows: int,
+    head_dim: int,
+    itemsize: int,
+    dense: bool = False,
+    kind: FeatureKind = PLAIN.kind,
 ) -> TreeAttnConfig:
     """`TreeAttnConfig.choose` for a device."""
     _, shared_memory, major = _device_limits(device)
-    return TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared_memory, major, dense)
+    return TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared_memory, major, dense, kind)
 
 
 def choose_splits(programs: int, max_context: int, num_sms: int) -> int:
@@ -377,6 +140,7 @@ def tree_attn_triton(
     tail_key: torch.Tensor | None = None,
     tail_value: torch.Tensor | None = None,
     *,
+    features: AttnFeatures = PLAIN,
     # [T, Hq] float32, any strides; written for tree rows
     lse: torch.Tensor | None = None,
     splits: int | None = None,
@@ -390,7 +154,8 @@ def tree_attn_triton(
         splits: forces the number of context splits.
         prefix: attention over the context and its log-sum-exp, when another kernel has computed
             them; this one then reads the tree's own columns alone. Rows without a context may hold
-            anything.
+            anything. It knows nothing of sinks, which are added here; a window, slopes or scales
+            cannot come with it.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = key_cache.shape[2]
@@ -399,14 +164,23 @@ def tree_attn_triton(
     if meta.num_trees == 0 or meta.max_rows == 0:
         return
     group = num_heads // num_kv_heads
+    quantised = features.key_scales is not None
+    assert quantised or query.dtype == key_cache.dtype, (query.dtype, key_cache.dtype)
+    assert prefix is None or not (features.needs_positions or quantised)
+    compute = output.dtype if quantised else query.dtype
+    window = min(features.window, _LONGEST_WINDOW)
     num_sms = _device_limits(query.device)[0]
     dense = tail_key is not None
-    config = config_for(query.device, meta.max_rows * group, head_dim, query.element_size(), dense)
+    itemsize = compute.itemsize
+    config = config_for(
+        query.device, meta.max_rows * group, head_dim, itemsize, dense, features.kind
+    )
     row_tiles = triton.cdiv(meta.max_rows * group, config.block_m)
     if prefix is not None:
         splits = 1
     elif splits is None:
-        splits = choose_splits(row_tiles * num_kv_heads * meta.num_trees, meta.max_context, num_sms)
+        attended = min(meta.max_context, window) if window else meta.max_context
+        splits = choose_splits(row_tiles * num_kv_heads * meta.num_trees, attended, num_sms)
     if splits == 1:
         target, target_lse = output, lse
         target_strides = (0, output.stride(0), output.stride(1))
@@ -456,6 +230,18 @@ def tree_attn_triton(
         *value_cache.stride(),
         *tail_strides,
         *prefix_strides,
+        features.sinks,
+        features.alibi_slopes,
+        features.query_scales,
+        features.key_scales,
+        features.value_scales,
+        QUERY_SCALE_HEAD=_head_stride(features.query_scales),
+        KEY_SCALE_HEAD=_head_stride(features.key_scales),
+        VALUE_SCALE_HEAD=_head_stride(features.value_scales),
+        WINDOW=window,
+        SOFT_CAP=features.soft_cap,
+        PLACED=features.needs_positions,
+        COMPUTE=_TRITON_TYPES[compute],
         GROUP=group,
         HEAD_DIM=head_dim,
         PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
@@ -468,7 +254,7 @@ def tree_attn_triton(
         FULL_TAIL=full,
         HAS_PREFIX=prefix is not None,
         STORE_LSE=target_lse is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if compute == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -476,6 +262,18 @@ def tree_attn_triton(
         merge_states(
             target, target_lse, output, plan=meta.plan, max_rows=meta.max_rows, merged_lse=lse
         )
+
+
+_TRITON_TYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+
+
+def _head_stride(scale: torch.Tensor | None) -> int:
+    """From one head's scale to the next's; 0 where all share one."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
 
 
 def tree_words(meta: TreeAttnMetadata) -> torch.Tensor:

@@ -7,16 +7,20 @@ import numpy as np
 import torch
 
 from tests.kernels.paged import chain_attention, path_of, random_parents
-from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.kernels import AttnFeatures, TreeAttnMetadata
 from vllm_specplug.kernels.tree_attn_triton import (
     tree_attn_triton,
 )
 
-FP32, FP16 = torch.float32, torch.float16
+FP32, FP16, FP8 = torch.float32, torch.float16, torch.float8_e4m3fn
 
 
 class DeviceTrees:
-    """Trees over a cache in vLLM's GPU layout; slots that nobody owns are NaN."""
+    """Trees over a cache in vLLM's GPU layout; slots that nobody owns are NaN.
+
+    With `key_scales` among the features the cache holds 8-bit numbers, with `query_scales` the
+    query does as well; the oracle then reads what these stand for.
+    """
 
     def __init__(
         self,
@@ -29,6 +33,7 @@ class DeviceTrees:
         page: int = 16,
         dense: bool = False,
         mask: str = "tree",
+        features: AttnFeatures | None = None,
         seed: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed)
@@ -38,6 +43,7 @@ class DeviceTrees:
             return torch.randn(*shape, generator=draw).to(dtype)
 
         self.mask, self.dtype, self.scale = mask, dtype, head_dim**-0.5
+        self.features = features or AttnFeatures()
         self.contexts = [c for c, _ in specs]
         self.parents = [random_parents(n, rng) for _, n in specs]
         self.rows = [n + 1 for _, n in specs]
@@ -48,7 +54,8 @@ class DeviceTrees:
         self.block_table = torch.cat([rubbish, shuffled.view(-1, blocks)]).int()
         shape = (len(specs) * blocks + 1, page, kv_heads, 2 * head_dim)
         # [num_blocks, Hkv, page, 2 * Dh], in memory page before head
-        self.cache = torch.full(shape, float("nan"), dtype=dtype).transpose(1, 2)
+        quantised = self.features.key_scales is not None
+        self.cache = torch.full(shape, float("nan")).to(FP8 if quantised else dtype).transpose(1, 2)
         self.key_cache, self.value_cache = self.cache.transpose(1, 2).split(head_dim, dim=-1)
         self.starts, self.keys, self.values = [], [], []
         start = 0
@@ -60,19 +67,41 @@ class DeviceTrees:
                 normal(context + n, kv_heads, head_dim),
                 normal(context + n, kv_heads, head_dim),
             )
-            for position in range(context if dense else context + n):
+            cached = context if dense else context + n
+            if quantised:
+                key[:cached], keys = _quantised(key[:cached], self.features.key_scales)
+                value[:cached], values = _quantised(value[:cached], self.features.value_scales)
+            else:
+                keys, values = key, value
+            for position in range(cached):
                 block = int(self.block_table[r + 1, position // page])
-                self.key_cache[block, position % page] = key[position]
-                self.value_cache[block, position % page] = value[position]
+                self.key_cache[block, position % page] = keys[position]
+                self.value_cache[block, position % page] = values[position]
             self.keys.append(key)
             self.values.append(value)
         # A slice of a joined projection: rows are not contiguous.
         self.query = normal(start + 2, kv_heads * group + 3, head_dim)[:, : kv_heads * group]
+        self.asked = self.query
+        if self.features.query_scales is not None:
+            grouped = self.query.unflatten(1, (kv_heads, group)).transpose(1, 2)
+            wide, narrow = _quantised(grouped.flatten(0, 1), self.features.query_scales)
+            self.query, self.asked = (
+                x.unflatten(0, (-1, group)).transpose(1, 2).flatten(1, 2) for x in (wide, narrow)
+            )
+        if self.features.window:
+            self._lose_what_left_the_window(page)
         self.tail = {}
         if dense:
             for name, parts in (("tail_key", self.keys), ("tail_value", self.values)):
                 tails = [p[-n:] for p, n in zip(parts, self.rows, strict=True)]
                 self.tail[name] = torch.cat(tails)
+
+    def _lose_what_left_the_window(self, page: int) -> None:
+        """Pages that no row attends are somebody else's: NaN here, and out of the table."""
+        for r, context in enumerate(self.contexts):
+            gone = max(0, context - self.features.window + 1) // page
+            self.cache[self.block_table[r + 1, :gone].long()] = float("nan")
+            self.block_table[r + 1, :gone] = 10**9
 
     def parent_rows(self) -> torch.Tensor:
         if self.mask == "causal":
@@ -117,22 +146,29 @@ class DeviceTrees:
             for row in range(self.rows[r]):
                 chain = [*range(context), *(context + j for j in self.seen(r, row))]
                 query = self.query[self.starts[r] + row]
-                rows.append(
-                    chain_attention(query, self.keys[r][chain], self.values[r][chain], self.scale)
-                )
+                key, value = self.keys[r][chain], self.values[r][chain]
+                rows.append(chain_attention(query, key, value, self.scale, self.features))
             out.append(torch.stack(rows))
         return out
 
-    def check(self, *, splits: int | None = None, places: int = 0) -> None:
+    def check(
+        self,
+        *,
+        splits: int | None = None,
+        places: int = 0,
+        features: AttnFeatures | None = None,
+    ) -> None:
+        """The kernel against the oracle; `features` are told to the kernel alone."""
         untouched = torch.full(self.query.shape, 7.0, dtype=self.dtype)
         output = untouched.clone()
         tree_attn_triton(
-            self.query,
+            self.asked,
             self.key_cache,
             self.value_cache,
             output,
             self.metadata(places),
             self.scale,
+            features=features or self.features,
             splits=splits,
             **self.tail,
         )
@@ -144,3 +180,15 @@ class DeviceTrees:
             assert error <= limit, f"off by {error}"
             output[start : start + n] = 7.0
         assert torch.equal(output, untouched), "a row of no tree was written"
+
+
+def _quantised(
+    # [n, Hkv, Dh]
+    numbers: torch.Tensor,
+    # one value, or [Hkv]
+    scale: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is left of `numbers` in their dtype, and the 8-bit numbers that stand for it."""
+    by_head = scale.reshape(-1, 1)
+    narrow = (numbers.float() / by_head).to(FP8)
+    return (narrow.float() * by_head).to(numbers.dtype), narrow

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.kernels.device_trees import DeviceTrees
-from vllm_specplug.kernels import cuda_dispatch
+from vllm_specplug.kernels import FeatureKind, cuda_dispatch
 from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
     KernelShape,
@@ -25,6 +25,7 @@ from vllm_specplug.kernels.cuda_dispatch import (
 from vllm_specplug.kernels.cute import store
 from vllm_specplug.kernels.cute.config import all_configs
 from vllm_specplug.kernels.cute.launch import plan_launches
+from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.reference import tree_attn_cuda_reference
 
 CPU = torch.device("cpu")
@@ -68,6 +69,62 @@ def test_reference_matches_branches_run_as_chains(dense, mask):
 
 def test_triton_passes_its_self_test_in_the_interpreter(interpreter):
     assert self_test_failure("triton", SHAPE, CPU) is None
+
+
+QUANTISED = FeatureKind(quantised_cache=True, quantised_query=True)
+KINDS = (
+    FeatureKind(),
+    FeatureKind(window=20, sinks=True),
+    FeatureKind(soft_cap=2.0, alibi=True),
+    QUANTISED,
+)
+
+
+def test_triton_passes_its_self_test_with_features(interpreter):
+    assert self_test_failure("triton", replace(SHAPE, kinds=KINDS), CPU) is None
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("name", [f.name for f in fields(FeatureKind)])
+def test_a_feature_that_a_kernel_leaves_out_fails_its_self_test(monkeypatch, kind, name):
+    """The control: kernels that would ignore what a layer has."""
+
+    def attend(*args, features=PLAIN):
+        plain = [numbers.float() for numbers in args[:3]]
+        for i, scale in enumerate(
+            (features.query_scales, features.key_scales, features.value_scales)
+        ):
+            ignored = name == "quantised_query" if i == 0 else name == "quantised_cache"
+            plain[i] *= 1.0 if scale is None or ignored else scale
+        zero = {"window": 0, "soft_cap": 0.0, "sinks": None, "alibi": None}
+        left = {"alibi_slopes" if name == "alibi" else name: zero[name]} if name in zero else {}
+        none = dict.fromkeys(("query_scales", "key_scales", "value_scales"))
+        tree_attn_cuda_reference(*plain, *args[3:], features=replace(features, **none, **left))
+
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", lambda _: attend)
+    failure = self_test_failure("triton", replace(SHAPE, kinds=(kind,)), CPU)
+    assert (failure is not None) == bool(getattr(kind, name)), failure
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "capability", "why"),
+    [
+        ("cute", KINDS[:2], HOPPER, "layers with sliding windows, attention sinks"),
+        ("flash", KINDS[:2], HOPPER, None),
+        ("flash", KINDS[1:2], HOPPER, "reads no layer with sliding windows, attention sinks"),
+        ("flash", (QUANTISED,), HOPPER, "reads no layer with a quantised cache"),
+        ("triton", KINDS, HOPPER, None),
+        ("triton", KINDS, (8, 9), None),
+        ("triton", KINDS, (8, 0), "an 8-bit cache on compute capability 8.0"),
+        ("triton", KINDS[:3], (8, 0), None),
+        ("reference", KINDS, HOPPER, "a quantised cache"),
+        ("reference", KINDS[:3], HOPPER, None),
+    ],
+)
+def test_kernels_are_chosen_by_what_layers_have(name, kinds, capability, why):
+    shape = replace(SHAPE, head_dim=64, dtype=torch.float16, kinds=kinds)
+    problem = unsupported_by(name, shape, capability)
+    assert problem is None if why is None else why in problem
 
 
 def test_a_kernel_that_is_wrong_or_does_not_load_is_named(monkeypatch):

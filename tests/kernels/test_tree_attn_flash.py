@@ -7,6 +7,7 @@ and what it leaves in rows without keys, which differs between its versions.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.kernels.device_trees import DeviceTrees
 
 pytest.importorskip("triton")
 
-from vllm_specplug.kernels import tree_attn_flash
+from vllm_specplug.kernels import AttnFeatures, tree_attn_flash
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -34,7 +35,7 @@ class Attention:
     def __call__(
         self, *, q: Any, k: Any, v: Any, max_seqlen_q: int, cu_seqlens_q: Any, seqused_k: Any,
         max_seqlen_k: int, softmax_scale: float, causal: bool, block_table: Any,
-        return_softmax_lse: bool,
+        return_softmax_lse: bool, softcap: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         assert return_softmax_lse and not causal
         assert cu_seqlens_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
@@ -54,28 +55,34 @@ class Attention:
             keys, values = (c[pages].flatten(0, 1)[:used] for c in (k, v))
             keys, values = (x.repeat_interleave(group, 1).float() for x in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), keys) * softmax_scale
+            if softcap:
+                scores = softcap * (scores / softcap).tanh()
             lse[:, start:end] = scores.logsumexp(-1)
             out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
         return out, lse
 
 
-def run(problem: DeviceTrees, monkeypatch: pytest.MonkeyPatch, attention: Any) -> torch.Tensor:
+def run(
+    problem: DeviceTrees, monkeypatch: pytest.MonkeyPatch, attention: Any,
+    features: AttnFeatures | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Output of trees side by side, which follow rows of another request."""
-    monkeypatch.setattr(tree_attn_flash, "context_attention", lambda head_dim: attention)
+    monkeypatch.setattr(tree_attn_flash, "context_attention", lambda head_dim, capped: attention)
     meta = problem.metadata()
     order = torch.cat(
         [torch.arange(s, s + n) for s, n in zip(problem.starts, problem.rows, strict=True)]
     )
-    query = torch.cat([problem.query[:3], problem.query[order]])
+    query = torch.cat([problem.asked[:3], problem.asked[order]])
     starts = torch.tensor([0, *problem.rows]).cumsum(0).int() + 3
     meta.plan[0] = torch.arange(len(problem.rows)).int()
     meta.plan[1] = starts[:-1]
     meta.block_table = problem.block_table[1:].contiguous()
     meta.query_starts = starts
-    output = torch.full_like(query, 7.0, memory_format=torch.contiguous_format)
+    output = torch.full(query.shape, 7.0)
     tree_attn_flash.tree_attn_flash(
-        query, problem.key_cache, problem.value_cache, output, meta, problem.scale, **problem.tail
-    )
+        query, problem.key_cache, problem.value_cache, output, meta, problem.scale,
+        features=features or problem.features, **problem.tail,
+    )  # fmt: skip
     assert (output[:3] == 7.0).all(), "a row of no tree was written"
     return output[3:].double()
 
@@ -96,6 +103,36 @@ def test_context_and_tree_make_one_softmax(monkeypatch, empty: str, options: dic
     output = run(problem, monkeypatch, attention)
     assert (output - torch.cat(problem.expected())).abs().max() < 1e-5
     assert attention.calls == 1
+
+
+SINKS = torch.tensor([1.5, -2.0, 90.0, -90.0])
+# Features, and whether FlashAttention reads the context.
+FEATURES = {
+    "soft cap": (AttnFeatures(soft_cap=0.7), True),
+    "sinks": (AttnFeatures(sinks=SINKS), True),
+    "soft cap and sinks": (AttnFeatures(soft_cap=0.7, sinks=SINKS), True),
+    "window": (AttnFeatures(window=20, sinks=SINKS), False),
+    "alibi": (AttnFeatures(alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4])), False),
+    "cache": (AttnFeatures(key_scales=torch.tensor(0.4), value_scales=torch.tensor(0.3)), False),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_are_served_by_whom_can(monkeypatch, name: str):
+    features, asked = FEATURES[name]
+    problem = DeviceTrees([(40, 20), (0, 9), (33, 0)], group=4, features=features)
+    attention = Attention("FA2")
+    output = run(problem, monkeypatch, attention)
+    assert (output - torch.cat(problem.expected())).abs().max() < 1e-5
+    assert attention.calls == int(asked)
+
+
+@pytest.mark.parametrize("change", [{"soft_cap": 0.0}, {"sinks": None}])
+def test_a_feature_left_out_is_noticed(monkeypatch, change: dict[str, Any]):
+    features = FEATURES["soft cap and sinks"][0]
+    problem = DeviceTrees([(40, 20), (0, 9)], group=4, features=features)
+    output = run(problem, monkeypatch, Attention(), replace(features, **change))
+    assert (output - torch.cat(problem.expected())).abs().max() > 1e-2
 
 
 def test_a_lost_log_sum_exp_is_noticed(monkeypatch):

@@ -29,8 +29,9 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from vllm_specplug.kernels import tree_attn_flash, tree_attn_triton
+from vllm_specplug.kernels import AttnFeatures, tree_attn_flash, tree_attn_triton
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
+from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v1 import rehearsal
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
@@ -100,11 +101,13 @@ class Served:
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, nodes: int, heads: int, kv_heads: int,
-        head_dim: int, name: str = "triton",
+        head_dim: int, name: str = "triton", features: AttnFeatures = PLAIN,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
         kernel = ChosenKernel(name, load_kernel(name), "")
-        monkeypatch.setattr(tree_attn_flash, "context_attention", lambda head_dim: _no_context)
+        monkeypatch.setattr(
+            tree_attn_flash, "context_attention", lambda head_dim, capped: _no_context
+        )
         monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **kwargs: kernel)
         monkeypatch.setattr(block_head, "can_build_best_first", lambda device: True)
         monkeypatch.setattr(block_head, "build_best_first", _build_on_device)
@@ -116,7 +119,13 @@ class Served:
             torch.zeros(4, kv_heads, PAGE, 2 * head_dim, dtype=torch.bfloat16)
             for _ in range(LAYERS)
         ]
-        self.backend.bind([CacheGroup(0, {str(i): c for i, c in enumerate(self.caches)})])
+        # A group for the plain layer, one for that with features.
+        self.features = [PLAIN, features]
+        groups = [
+            CacheGroup(i, {str(i): c}, features={str(i): f})
+            for i, (c, f) in enumerate(zip(self.caches, self.features, strict=True))
+        ]
+        self.backend.bind(groups)
         self.table = torch.zeros(REQUESTS, -(-CONTEXT // PAGE), dtype=torch.int32)
         options = DrafterOptions(
             head_path=str(make_head(folder, VOCAB)), num_nodes=nodes, tree_depth=4, max_depth=8,
@@ -172,12 +181,12 @@ class Served:
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
         joint = torch.zeros(row, width, dtype=torch.bfloat16)
         query = joint[:, : self.heads * self.head_dim].view(row, self.heads, self.head_dim)
-        for cache in self.caches:
-            rows.attend(
-                query, cache, torch.empty_like(query, memory_format=torch.contiguous_format), 0.1
-            )
+        for cache, features in zip(self.caches, self.features, strict=True):
+            output = torch.empty_like(query, memory_format=torch.contiguous_format)
+            rows.attend(query, cache, output, 0.1, features, self.table[: len(requests)])
         self.backend.compact(
-            TreeStep(requests), SimpleNamespace(block_table=lambda: self.table[: len(requests)])
+            TreeStep(requests),
+            SimpleNamespace(block_table=lambda group: self.table[: len(requests)]),
         )
         count = len(sizes)
         self.drafter.propose(
@@ -190,21 +199,24 @@ class Served:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "heads", "kv_heads", "head_dim", "name"),
+    ("nodes", "heads", "kv_heads", "head_dim", "name", "features"),
     # The third: strides of a row that are no multiple of 16.
     [
-        (7, 8, 2, 64, "triton"),
-        (256, 16, 1, 64, "triton"),
-        (40, 3, 1, 40, "triton"),
-        (70, 32, 8, 128, "flash"),
-        (40, 3, 1, 40, "flash"),
+        (7, 8, 2, 64, "triton", PLAIN),
+        (256, 16, 1, 64, "triton", PLAIN),
+        (40, 3, 1, 40, "triton", PLAIN),
+        (40, 8, 2, 64, "triton", AttnFeatures(window=2000, sinks=torch.zeros(8))),
+        (70, 32, 8, 128, "flash", PLAIN),
+        (40, 3, 1, 40, "flash", PLAIN),
+        (40, 8, 2, 64, "flash", AttnFeatures(soft_cap=50.0)),
     ],
 )
 def test_steps_launch_what_was_warmed_up(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    nodes: int, heads: int, kv_heads: int, head_dim: int, name: str,
+    nodes: int, heads: int, kv_heads: int, head_dim: int, name: str, features: AttnFeatures,
 ) -> None:  # fmt: skip
-    served = Served(monkeypatch, tmp_path / "head", nodes, heads, kv_heads, head_dim, name)
+    shape = (nodes, heads, kv_heads, head_dim)
+    served = Served(monkeypatch, tmp_path / "head", *shape, name, features)
     launches.taken()
     served.warm_up()
     warmed = launches.taken()

@@ -107,12 +107,26 @@ def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
     return int(registers[1]), sum(map(int, spills))
 
 
+# Features of a layer, and the arguments that come with them.
+FEATURES: dict[str, tuple[str, ...]] = {
+    "window": (),
+    "soft cap": (),
+    "sinks": ("sinks",),
+    "alibi": ("alibi_slopes",),
+    "fp8": ("key_scale", "value_scale"),
+    "fp8 query": ("query_scale",),
+}
+
+
 def tree_attention(
     arch: int, packed_rows: int, *, head_dim: int = 128, page: int = 16, dense: bool = False,
-    dtype: str = "bf16", prefix: bool = False,
+    dtype: str = "bf16", prefix: bool = False, features: tuple[str, ...] = (),
 ) -> Compiled:  # fmt: skip
     """The attention kernel with the tiles its wrapper chooses; split, unless `dense` or behind
-    another kernel's `prefix`."""
+    another kernel's `prefix`. `features` are names of `FEATURES`."""
+    import triton.language as tl
+
+    from vllm_specplug.kernels.features import FeatureKind
     from vllm_specplug.kernels.tree_attn_triton import (
         MIN_SPLIT,
         TreeAttnConfig,
@@ -121,7 +135,19 @@ def tree_attention(
 
     shared = {80: 163, 90: 227, 100: 227}[arch] * 1024
     itemsize = 4 if dtype == "fp32" else 2
-    config = TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared, arch // 10, dense)
+    kind = FeatureKind(
+        window=128 * ("window" in features),
+        soft_cap=50.0 * ("soft cap" in features),
+        sinks="sinks" in features,
+        alibi="alibi" in features,
+        quantised_cache="fp8" in features,
+        quantised_query="fp8 query" in features,
+    )
+    config = TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared, arch // 10, dense, kind)
+    cache = "*fp8e4nv" if "fp8" in features else f"*{dtype}"
+    asked = "*fp8e4nv" if "fp8 query" in features else f"*{dtype}"
+    scales = {n: "*fp32" for f in features for n in FEATURES[f]}
+    absent = {n: None for names in FEATURES.values() for n in names if n not in scales}
     element, result = f"*{dtype}", f"*{dtype}" if dense or prefix else "*fp32"
     pointers = ("query", "key_cache", "value_cache", "tail_key", "tail_value", "prefix")
     strides = (
@@ -135,11 +161,14 @@ def tree_attention(
     )  # fmt: skip
     compiled = compile_kernel(
         f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}{' dense' * dense}"
-        f"{' prefix' * prefix}",
+        f"{' prefix' * prefix}{''.join(f' {f}' for f in features)}",
         _tree_attn_kernel,
         arch,
         {
             **dict.fromkeys(pointers, element),
+            **dict.fromkeys(("key_cache", "value_cache"), cache),
+            "query": asked,
+            **scales,
             "output": result,
             "lse": "*fp32",
             "prefix_lse": "*fp32",
@@ -150,6 +179,12 @@ def tree_attention(
             **dict.fromkeys((*strides, *numbers), "i32"),
         },
         {
+            **absent,
+            **dict.fromkeys(("QUERY_SCALE_HEAD", "KEY_SCALE_HEAD", "VALUE_SCALE_HEAD"), 0),
+            "WINDOW": kind.window,
+            "SOFT_CAP": kind.soft_cap,
+            "PLACED": bool(kind.window or kind.alibi),
+            "COMPUTE": getattr(tl, {"bf16": "bfloat16", "fp16": "float16"}.get(dtype, "float32")),
             "key_dim": 1,
             "value_dim": 1,
             "GROUP": 4,
@@ -303,6 +338,16 @@ def main(arch: int, all_shapes: bool) -> None:
     kernels += [tree_attention(arch, 4, dense=True)]
     kernels += [tree_attention(arch, 64 * 4, prefix=True)]
     kernels += [tree_attention(arch, 64 * 4, head_dim=256, dense=d) for d in (False, True)]
+    # What layers of Gemma, gpt-oss and BLOOM have; e4m3 needs compute capability 8.9.
+    kernels += [
+        tree_attention(arch, 64 * 4, head_dim=256, features=("window", "soft cap")),
+        tree_attention(arch, 64 * 4, head_dim=64, features=("window", "sinks")),
+        tree_attention(arch, 64 * 4, prefix=True, features=("soft cap", "sinks")),
+        tree_attention(arch, 64 * 4, features=("alibi",)),
+    ]
+    if arch >= 89:
+        kernels.append(tree_attention(arch, 64 * 4, features=("fp8", "fp8 query")))
+        kernels.append(tree_attention(arch, 16 * 4, dense=True, features=("fp8",)))
     if arch == 90 or all_shapes:
         # Roots alone, large pages, another head size.
         kernels.append(tree_attention(arch, 4, page=128))

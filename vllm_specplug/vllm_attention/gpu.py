@@ -25,6 +25,8 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 
+# What the Triton kernel reproduces; the others leave such layers to it, or do not serve.
+SERVED = frozenset({"sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"})
 FULL_GRAPHS_VARIABLE = "SPECPLUG_FULL_CUDA_GRAPHS"
 
 
@@ -58,6 +60,8 @@ class TreeFlashAttentionMetadataBuilder(_GraphSupport, FlashAttentionMetadataBui
 class TreeFlashAttentionImpl(TreeAttentionMixin, FlashAttentionImpl):
     """Stock attention for linear rows, the tree kernel for tree rows."""
 
+    serves = SERVED
+
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):
     """Registered over `FLASH_ATTN` in workers that draft trees."""
@@ -79,6 +83,8 @@ class TreeTritonAttentionMetadataBuilder(_GraphSupport, TritonAttentionMetadataB
 
 class TreeTritonAttentionImpl(TreeAttentionMixin, TritonAttentionImpl):
     """Stock attention for linear rows, the tree kernel for tree rows."""
+
+    serves = SERVED
 
     def fused_output_quant_supported(self, quant_key) -> bool:
         return False

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -84,6 +84,8 @@ class DeviceTreeRows:
     run: Callable[..., None]
     views: CacheViews
     covers_batch: bool
+    _of_groups: dict[int, TreeAttnMetadata] = field(default_factory=dict)
+    """By the address of a block table other than the step's."""
 
     def attend(
         self,
@@ -94,10 +96,20 @@ class DeviceTreeRows:
         features: AttnFeatures = PLAIN,
         block_table: torch.Tensor | None = None,
     ) -> None:
-        # One group: its block table is the step's, whose address a captured graph keeps.
-        assert features.is_plain, features
         key_cache, value_cache = self.views(kv_cache)
-        self.run(query, key_cache, value_cache, output, self.metadata, scale)
+        # Not every kernel takes features.
+        more = {} if features.is_plain else {"features": features}
+        metadata = self._metadata(block_table)
+        self.run(query, key_cache, value_cache, output, metadata, scale, **more)
+
+    def _metadata(self, block_table: torch.Tensor | None) -> TreeAttnMetadata:
+        """The metadata over the block table of a layer's group; made once per group and step."""
+        if block_table is None or block_table.data_ptr() == self.metadata.block_table.data_ptr():
+            return self.metadata
+        address = block_table.data_ptr()
+        if address not in self._of_groups:
+            self._of_groups[address] = replace(self.metadata, block_table=block_table)
+        return self._of_groups[address]
 
 
 class TreeAttentionMixin:
@@ -113,10 +125,13 @@ class TreeAttentionMixin:
         """What tree rows must reproduce; of attributes in `serves` alone. Sinks are as loaded."""
         values = {name: getattr(self, name, None) for name in self.serves}
         window, sinks = values.get("sliding_window"), values.get("sinks")
+        if isinstance(window, tuple):
+            # Keys before a row and after it.
+            window = window[0] + 1
         return AttnFeatures(
             window=0 if window is None or window < 0 else window,
             soft_cap=values.get("logits_soft_cap") or 0.0,
-            sinks=None if sinks is None else sinks.detach().float(),
+            sinks=None if sinks is None else sinks.detach(),
             alibi_slopes=values.get("alibi_slopes"),
         )
 

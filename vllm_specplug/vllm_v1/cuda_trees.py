@@ -65,14 +65,11 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
             line[:3] = len(r.accepted_path), r.context_len, i
             line[3 : 3 + len(r.accepted_path)] = r.accepted_path
         columns = self.to_device(np.ascontiguousarray(table.T))
-        compact_paths_triton(
-            self.layers,
-            columns[3:].t().contiguous(),
-            columns[0],
-            columns[1],
-            columns[2],
-            state.block_table(),
-        )
+        paths = columns[3:].t().contiguous()
+        for index, layers in self.groups:
+            compact_paths_triton(
+                layers, paths, columns[0], columns[1], columns[2], state.block_table(index)
+            )
 
     # -- full graphs --------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from vllm_specplug.vllm_v1.state_trees import accepted_lengths, last_state_rows,
 from vllm_specplug.vllm_v1.target_sampler import PLACEHOLDER_TOKEN_ID, TargetSampler
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_worker.cache_groups import (
-    check_plain_attention,
     draft_group,
 )
 from vllm_specplug.vllm_worker.calibration import start_budget
@@ -97,16 +96,9 @@ class TreeRunnerMixin(_Runner):
             return
         state, drafter, method = self.state, self.drafter.drafter, str(self.tree_spec.plugin_method)
         caches, groups = state.target_caches(), state.target_groups()
-        served = state.layers if self.tree_backend.serves_features else None
+        served = state.layers if self.tree_backend.reads_fp8 else None
         check_cache_dtypes(caches, state.dtype, method, served)
         check_state_blocks(state.kv_cache_config, self.tree_spec.num_speculative_tokens, method)
-        if not self.tree_backend.serves_features:
-            check_plain_attention(
-                state.layers,
-                method,
-                f"tree_kernel={self.tree_spec.tree_kernel!r}",
-                'Use tree_kernel="auto" on a CPU',
-            )
         self.tree_backend.bind(groups)
         self.draft_group = draft_group(state.kv_cache_config, state.layers, method)
         layers = self.drafter.cache_layers

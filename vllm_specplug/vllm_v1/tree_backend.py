@@ -31,8 +31,8 @@ from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 class TreeBackend(ABC):
     """One device's way of verifying trees."""
 
-    serves_features = False
-    """Whether its kernels take `AttnFeatures` other than plain ones."""
+    reads_fp8 = False
+    """Whether its kernels read caches of 8 bits."""
 
     @abstractmethod
     def bind(self, groups: list[CacheGroup]) -> None:
@@ -120,7 +120,7 @@ def put_rows(attn_metadata: Any, rows: TreeRows) -> None:
 class CpuTreeBackend(TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache."""
 
-    serves_features = True
+    reads_fp8 = True
 
     def bind(self, groups: list[CacheGroup]) -> None:
         self.groups = [(group.index, list(group.caches.values())) for group in groups]

@@ -13,6 +13,7 @@ from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, TreeRows
 from vllm_specplug.vllm_v2.backend import TreeBackend, step_plan
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk
+from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_backend import CudaKernels
 from vllm_specplug.vllm_worker.step_clock import DeviceClock, StepClock
 
@@ -30,6 +31,15 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
     is_host = False
     # The running step's, int32 [R, blocks].
     block_table: torch.Tensor
+
+    def bind(self, groups: list[CacheGroup]) -> None:
+        if len(groups) != 1:
+            raise ValueError(
+                f"tree_kernel={self.requested!r} serves targets with one KV cache group on vLLM's "
+                f"V2 model runner, and this one has {len(groups)}: set "
+                "VLLM_USE_V2_MODEL_RUNNER=0, or --disable-hybrid-kv-cache-manager."
+            )
+        super().bind(groups)
 
     def step_clock(self) -> StepClock:
         return DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
@@ -60,8 +70,9 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
         rows = trees.rows
         # Past a path's end the kernel reads nothing.
         nodes = walk.path_rows[:, 1:] - (rows.starts[:-1, None] + 1)
+        ((_, layers),) = self.groups
         compact_paths_triton(
-            self.layers,
+            layers,
             nodes.to(torch.int32),
             walk.lengths,
             rows.contexts,

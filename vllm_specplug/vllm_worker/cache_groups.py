@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_specplug.kernels import CpuKvLayout
+from vllm_specplug.kernels import AttnFeatures, CpuKvLayout
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin, layout_key
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
@@ -41,6 +41,8 @@ class CacheGroup:
     """Of the keys and values that are written; None where the caches hold them as they are."""
     cache_dtype: str = "auto"
     """vLLM's name for the numbers of the caches."""
+    # by layer; those that are not there are plain
+    features: dict[str, AttnFeatures] = field(default_factory=dict)
 
 
 def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[CacheGroup]:
@@ -55,6 +57,11 @@ def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Cache
         if names:
             first = layers[names[0]]
             caches = {name: layers[name].kv_cache for name in names}
+            features = {
+                name: impl.tree_features()
+                for name in names
+                if isinstance(impl := getattr(layers[name], "impl", None), TreeAttentionMixin)
+            }
             quantised = first.kv_cache.dtype == torch.uint8
             groups.append(
                 CacheGroup(
@@ -62,6 +69,7 @@ def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Cache
                     caches,
                     key_dtype=first.dtype if quantised else None,
                     cache_dtype=first.kv_cache_dtype if quantised else "auto",
+                    features=features,
                 )
             )
     return groups

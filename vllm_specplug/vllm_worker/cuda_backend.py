@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from vllm_specplug.drafting.drafter import DeviceRequests, DraftCache, DraftRequ
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS, PLAN_ROWS
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape, choose_cuda_kernel
+from vllm_specplug.kernels.features import PLAIN, AttnFeatures, FeatureKind
 from vllm_specplug.kernels.metadata import plan_columns
 from vllm_specplug.seams import ATTENTION_BACKENDS
 from vllm_specplug.vllm_attention.gpu import (
@@ -33,6 +34,9 @@ from vllm_specplug.vllm_attention.tree_rows import CacheViews
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer
 from vllm_specplug.vllm_worker.runner_view import RunnerView
+
+if TYPE_CHECKING:
+    from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 
 logger = init_logger("vllm.specplug.cuda")
 
@@ -166,6 +170,11 @@ class TreeBuffers:
         )
 
 
+def _place(kv_cache: torch.Tensor) -> tuple[int, int]:
+    """What tells caches apart: address, and tokens a page."""
+    return kv_cache.data_ptr(), kv_cache.shape[2]
+
+
 class CudaKernels:
     """The kernels of `kernels.cuda_dispatch` over vLLM's GPU cache, for both runners.
 
@@ -184,6 +193,10 @@ class CudaKernels:
         self.buffers = TreeBuffers(limits, device)
         # Chosen once the cache is known; none while vLLM measures graphs with a small one.
         self.kernel: Any = None  # a ChosenKernel once the caches are bound
+        # Block table and layers of each KV cache group of the target.
+        self.groups: list[tuple[int, LayerCaches]] = []
+        # Features, keys and values of one layer of each kind.
+        self.samples: dict[FeatureKind, tuple[AttnFeatures, torch.Tensor, torch.Tensor]] = {}
 
     # -- where the device's memory is reached; the interpreter's backend differs here ---------
 
@@ -223,21 +236,23 @@ class CudaKernels:
     def bind(self, groups: list[CacheGroup]) -> None:
         from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 
-        if len(groups) != 1:
-            raise ValueError(
-                f"tree_kernel={self.requested!r} serves targets with one KV cache group, and this "
-                f"one has {len(groups)}: layers with a sliding window are served by the C++ kernel "
-                'on a CPU (tree_kernel="auto").'
-            )
-        kv_caches = list(groups[0].caches.values())
-        view = self.views_of(kv_caches[0])
-        views = [view(cache) for cache in kv_caches]
-        # Made once: a view costs as much as a launch.
-        table = {c.data_ptr(): v for c, v in zip(kv_caches, views, strict=True)}
-        self.views: CacheViews = lambda kv_cache: table[kv_cache.data_ptr()]
-        _, self.block_size, num_kv_heads, head_dim = views[0][0].shape
-        self.layers = LayerCaches.of(views)
-        self.kernel = self.choose(head_dim, self.num_heads, num_kv_heads, kv_caches[0].dtype)
+        view = self.views_of(next(iter(groups[0].caches.values())))
+        # Made once: a view costs as much as a launch. Layers of two groups may share memory, in
+        # pages of as many bytes but not of as many tokens.
+        table = {_place(c): view(c) for group in groups for c in group.caches.values()}
+        self.views: CacheViews = lambda kv_cache: table[_place(kv_cache)]
+        self.groups = [
+            (group.index, LayerCaches.of([self.views(c) for c in group.caches.values()]))
+            for group in groups
+        ]
+        self.samples = {}
+        for group in groups:
+            for name, cache in group.caches.items():
+                features = group.features.get(name, PLAIN)
+                self.samples.setdefault(features.kind, (features, *self.views(cache)))
+        key_cache = self.groups[0][1].keys[0]
+        _, self.block_size, num_kv_heads, head_dim = key_cache.shape
+        self.kernel = self.choose(head_dim, self.num_heads, num_kv_heads, key_cache.dtype)
         logger.info("Tree attention: %s kernel (%s)", self.kernel.name, self.kernel.reason)
         if wants_full_graphs() and not self.captures_trees():
             # vLLM expects that trees can be captured, and would replay stock attention for them.
@@ -262,7 +277,8 @@ class CudaKernels:
         for_drafts: bool = False,
     ) -> ChosenKernel:
         """The kernel for one shape of attention."""
-        shape = KernelShape(head_dim, dtype, self.block_size, num_heads, num_kv_heads)
+        kinds = (PLAIN.kind,) if for_drafts else tuple(self.samples)
+        shape = KernelShape(head_dim, dtype, self.block_size, num_heads, num_kv_heads, kinds)
         return choose_cuda_kernel(self.requested, shape, self.device, self.capability(), for_drafts)
 
     def warm_up(self) -> None:
@@ -282,18 +298,20 @@ class CudaKernels:
         blocks = torch.zeros(
             1, -(-self.limits.context // self.block_size), dtype=torch.int32, device=self.device
         )
-        # No moves.
-        compact_paths_triton(self.layers, zero[None], zero, zero, zero, blocks)
+        for _, layers in self.groups:
+            # No moves.
+            compact_paths_triton(layers, zero[None], zero, zero, zero, blocks)
         warm_up_builder(self.limits.tree_rows - 1, self.device)
         if not self.kernel.reads_words:
             return
-        key_cache, value_cache = self.layers.keys[0], self.layers.values[0]
-        head_dim = key_cache.shape[3]
-        for rows in self._warm_up_rows():
+        head_dim = self.groups[0][1].keys[0].shape[3]
+        for rows, sample in itertools.product(self._warm_up_rows(), self.samples.values()):
+            features, key_cache, value_cache = sample
             query = torch.zeros(
                 rows, self.num_heads, head_dim, dtype=key_cache.dtype, device=self.device
             )
             chain = np.arange(-1, rows - 1, dtype=np.int32)
+            more = {} if features.is_plain else {"features": features}
             # Side by side, as most steps are, and apart, as beside chunks of prompts; without and
             # with a split context, for splits follow the bound, as in a captured graph.
             for apart, context in itertools.product((False, True), (0, self.limits.context)):
@@ -302,7 +320,9 @@ class CudaKernels:
                     metadata.query_starts = None
                 self.fill_words(metadata)
                 output = torch.empty_like(query)
-                self.kernel.run(query, key_cache, value_cache, output, metadata, head_dim**-0.5)
+                self.kernel.run(
+                    query, key_cache, value_cache, output, metadata, head_dim**-0.5, **more
+                )
                 # Nothing else separates these calls, and they share pinned memory.
                 synchronize()
 
@@ -310,7 +330,7 @@ class CudaKernels:
         """Rows of trees that together take every variant: of tiles, and of words per row."""
         from vllm_specplug.kernels.tree_attn_triton import config_for
 
-        key_cache = self.layers.keys[0]
+        key_cache = self.groups[0][1].keys[0]
         group = self.num_heads // key_cache.shape[2]
         sizes: dict[tuple[Any, int], int] = {}
         for rows in range(1, self.limits.tree_rows + 1):

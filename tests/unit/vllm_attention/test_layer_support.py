@@ -25,11 +25,13 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests.e2e.tiny import make_target
+from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.vllm_attention.cpu import (
     TreeCPUAttentionBackend,
     TreeCPUAttentionBackendImpl,
 )
+from vllm_specplug.vllm_attention.gpu import TreeFlashAttentionImpl, TreeTritonAttentionImpl
 from vllm_specplug.vllm_attention.layer_support import (
     IMPL_FEATURES,
     check_cache_dtypes,
@@ -104,7 +106,7 @@ def test_each_feature_is_refused_by_layer_and_name(
         check(config)
 
 
-SERVED_ON_CPU = [
+SERVED = [
     ({"alibi_slopes": [0.5] * HEADS}, "ALiBi", "alibi_slopes", torch.full((HEADS,), 0.5)),
     ({"sinks": torch.zeros(HEADS)}, "attention sinks", "sinks", torch.zeros(HEADS)),
     ({"logits_soft_cap": 50.0}, r"soft-capped logits \(logits_soft_cap=50.0\)", "soft_cap", 50.0),
@@ -113,7 +115,7 @@ SERVED_ON_CPU = [
 ]
 
 
-@pytest.mark.parametrize(("options", "title", "name", "value"), SERVED_ON_CPU)
+@pytest.mark.parametrize(("options", "title", "name", "value"), SERVED)
 def test_what_the_kernel_reproduces_is_served_and_handed_over(
     config: VllmConfig, options: dict[str, Any], title: str, name: str, value: Any
 ) -> None:
@@ -124,7 +126,7 @@ def test_what_the_kernel_reproduces_is_served_and_handed_over(
     assert torch.equal(given, value) if isinstance(value, torch.Tensor) else given == value
 
 
-@pytest.mark.parametrize(("options", "title", "name", "value"), SERVED_ON_CPU)
+@pytest.mark.parametrize(("options", "title", "name", "value"), SERVED)
 def test_an_implementation_that_does_not_serve_a_feature_is_refused(
     config: VllmConfig,
     monkeypatch: pytest.MonkeyPatch,
@@ -133,7 +135,6 @@ def test_an_implementation_that_does_not_serve_a_feature_is_refused(
     name: str,
     value: Any,
 ) -> None:
-    """Those of CUDA devices."""
     monkeypatch.setattr(TreeCPUAttentionBackendImpl, "serves", frozenset())
     layer(config, 1, **options)
     with pytest.raises(ValueError, match=f"'ngram_tree' .*'model.layers.1.attn' has .*{title}"):
@@ -256,6 +257,31 @@ def test_an_unlimited_window_is_none(impl: type, windows: Any) -> None:
     source = inspect.getsource(impl.__init__)
     assert f"self.sliding_window = {windows}" in source
     assert IMPL_FEATURES["sliding_window"][1](windows)
+
+
+@pytest.mark.parametrize("impl", [TreeFlashAttentionImpl, TreeTritonAttentionImpl])
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ({"sliding_window": (-1, -1), "logits_soft_cap": 0, "sinks": None}, AttnFeatures()),
+        ({"sliding_window": (63, 0)}, AttnFeatures(window=64)),
+        ({"logits_soft_cap": 30.0}, AttnFeatures(soft_cap=30.0)),
+        ({"sinks": torch.zeros(4, dtype=torch.bfloat16)}, AttnFeatures(sinks=torch.zeros(4))),
+        ({"alibi_slopes": torch.ones(4)}, AttnFeatures(alibi_slopes=torch.ones(4))),
+    ],
+)
+def test_implementations_of_cuda_hand_over_what_they_hold(
+    impl: type, held: dict[str, Any], expected: AttnFeatures
+) -> None:
+    """As their constructors leave it: windows are keys before and after a row."""
+    made = object.__new__(impl)
+    vars(made).update(held)
+    features = made.tree_features()
+    assert features.kind == expected.kind
+    for name, value in held.items():
+        if isinstance(value, torch.Tensor):
+            # No copy: weights may be loaded again in place.
+            assert getattr(features, name).data_ptr() == value.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.bfloat16])

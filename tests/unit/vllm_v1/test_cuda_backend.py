@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.kernels import AttnFeatures, FeatureKind
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
+from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.options import check_kernel
 from vllm_specplug.seams import ATTENTION_BACKENDS
 from vllm_specplug.tree import DraftTree
@@ -25,6 +27,7 @@ from vllm_specplug.vllm_v1.cuda_trees import (
     CudaTreeBackend,
     request_parent_rows,
 )
+from vllm_specplug.vllm_worker import cuda_backend
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits, TreeBuffers
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
@@ -259,7 +262,8 @@ def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, head
     backend.kernel = ChosenKernel("triton", attend, "")
     backend.block_size = 16
     cache = torch.zeros(2, 16, kv_heads, 64, dtype=torch.bfloat16)
-    backend.layers = kv_compact_triton.LayerCaches.of([(cache, cache)])
+    backend.groups = [(0, kv_compact_triton.LayerCaches.of([(cache, cache)]))]
+    backend.samples = {PLAIN.kind: (PLAIN, cache, cache)}
     monkeypatch.setattr(tree_words_triton, "fill_tree_words", fill)
     monkeypatch.setattr(
         kv_compact_triton, "compact_paths_triton", lambda *args: moved.append(args[2].tolist())
@@ -319,11 +323,50 @@ def test_full_graphs_need_a_kernel_that_can_be_captured(backend, monkeypatch, na
         backend.bind(groups)
 
 
-def test_several_cache_groups_are_refused(backend):
-    """Its metadata has one block table, whose address captured graphs keep."""
-    groups = [CacheGroup(i, {f"{i}": torch.zeros(2, 1, 16, 8)}) for i in range(2)]
-    with pytest.raises(ValueError, match='one KV cache group, and this one has 2.*"auto"'):
-        backend.bind(groups)
+def test_layers_attend_by_the_block_table_of_their_group(backend, monkeypatch):
+    """Groups share memory, in pages of as many bytes; a step's trees are the same in all."""
+    pytest.importorskip("triton")
+    from vllm_specplug.kernels import kv_compact_triton
+
+    memory = torch.zeros(2 * 16 * 8)
+    caches = [memory.view(2, 1, 16, 8), memory.view(1, 1, 32, 8)]
+    window = AttnFeatures(window=7, sinks=torch.zeros(2))
+    held = CacheGroup(4, {"b": caches[1]}, features={"b": window})
+    groups = [CacheGroup(1, {"a": caches[0]}), held]
+    chosen, ran, moved = [], [], []
+
+    def choose(requested, shape, *rest):
+        chosen.append(shape.kinds)
+        return ChosenKernel("triton", lambda *args, **more: ran.append((args, more)), "")
+
+    monkeypatch.setattr(cuda_backend, "choose_cuda_kernel", choose)
+    monkeypatch.setattr(CudaTreeBackend, "capability", lambda self: (9, 0))
+    monkeypatch.setattr(CudaTreeBackend, "fill_words", lambda *args: None)
+    backend.bind(groups)
+    assert chosen == [(FeatureKind(), FeatureKind(window=7, sinks=True))]
+    tables = [torch.zeros(1, 8, dtype=torch.int32) for _ in range(2)]
+    tree = request(0, bushy())
+    common = SimpleNamespace(block_table_tensor=tables[0])
+    rows = backend.tree_rows([(0, tree)], True, common)
+    query = torch.zeros(5, 2, 4)
+    for cache, table, features in zip(caches, tables, (AttnFeatures(), window), strict=True):
+        for _ in range(2):
+            rows.attend(query, cache, query, 1.0, features, table)
+    assert [args[1].shape[1] for args, _ in ran] == [16, 16, 32, 32]
+    assert [
+        args[4].block_table is table
+        for (args, _), table in zip(ran, (tables[0], tables[0], tables[1], tables[1]), strict=True)
+    ] == [True] * 4
+    assert ran[2][0][4] is ran[3][0][4], "metadata are made once a step"
+    assert [more for _, more in ran] == [{}, {}, *[{"features": window}] * 2]
+    # Accepted paths are moved in each group, by its table.
+    monkeypatch.setattr(
+        kv_compact_triton, "compact_paths_triton",
+        lambda layers, *args: moved.append((layers.keys[0].shape[1], args[-1])),
+    )  # fmt: skip
+    tree.accepted_path = [1, 2]
+    backend.compact(TreeStep([tree]), SimpleNamespace(block_table=lambda group: group))
+    assert moved == [(16, 1), (32, 4)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of `tree_attn_triton`.
+
+What a layer does beside a scale and a mask (`features.AttnFeatures`) is a variant of it: code and
+arguments of a feature are there only where a layer has it. Letters as in `tree_attn_triton`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _attend(
+    q, k, v, shown, row_max, row_sum, acc, scale_log2, slope_log2, distance,
+    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of the online softmax; `shown` [BLOCK_M, BLOCK_N] is read when MASKED, `distance`
+    where there are slopes [BLOCK_M]."""
+    scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+    if SOFT_CAP > 0:
+        # tanh by an exponential that cannot overflow.
+        small = tl.exp2(tl.abs(scores) * (-2.0 / SOFT_CAP))
+        capped = (1.0 - small) / (1.0 + small) * (SOFT_CAP / LN_2)
+        scores = tl.where(scores < 0.0, -capped, capped)
+    if slope_log2 is not None:
+        scores -= slope_log2[:, None] * distance
+    if MASKED:
+        scores = tl.where(shown, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # A row may see nothing of its first tile: then its maximum stays -inf, and -inf - -inf is NaN.
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(row_max - base)
+    row_sum = row_sum * decay + tl.sum(weights, 1)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    return new_max, row_sum, acc
+
+
+@triton.jit
+def _depths(word_at, present, rows):
+    """int32 [N]: how many rows of its own tree each mask row at `word_at` attends, but itself."""
+    bits = tl.zeros(word_at.shape, tl.int64)
+    for _ in range(0, rows, 64):
+        # Bits in pairs, in fours, in eights, then their sum in the highest eight.
+        x = tl.load(word_at, mask=present, other=0)
+        x -= (x >> 1) & 0x5555555555555555
+        x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+        bits += (x * 0x0101010101010101) >> 56
+        word_at += 1
+    return bits.to(tl.int32) - 1
+
+
+# Numbers that change from step to step must not make new variants of the kernel.
+_STEP_NUMBERS = [
+    "num_splits",
+    "plan_stride",
+    "words_stride",
+    "table_stride",
+    "lse_split",
+    "lse_row",
+    "lse_head",
+    "prefix_lse_head",
+]
+
+
+@triton.jit(do_not_specialize=_STEP_NUMBERS)
+def _tree_attn_kernel(
+    # [T, Hq, Dh]
+    query,
+    # [num_blocks, PAGE, Hkv, Dh] by strides
+    key_cache,
+    value_cache,
+    # [T, Hq, Dh]; [S, M, Hq, Dh] float32 when split
+    output,
+    # [S, M, Hq] natural logarithms; read only when STORE_LSE
+    lse,
+    # [5, R] int32: request, first query row, rows, context length, first mask row
+    plan,
+    # [M, W] int64; not read when FULL_TAIL
+    words,
+    # [B, max_blocks] int32
+    block_table,
+    # [M, Hkv, Dh] when DENSE_TAIL
+    tail_key,
+    tail_value,
+    # attention over the context [T, Hq, Dh] and its natural log-sum-exp [Hq, T], when HAS_PREFIX
+    prefix,
+    prefix_lse,
+    scale_log2,
+    num_splits,
+    plan_stride,
+    words_stride,
+    table_stride,
+    query_row,
+    query_head,
+    output_split,
+    output_row,
+    output_head,
+    lse_split,
+    lse_row,
+    lse_head,
+    key_block,
+    key_token,
+    key_head,
+    key_dim,
+    value_block,
+    value_token,
+    value_head,
+    value_dim,
+    tail_key_row,
+    tail_key_head,
+    tail_value_row,
+    tail_value_head,
+    prefix_row,
+    prefix_head,
+    prefix_lse_head,
+    # [Hq] each, any float dtype; None without
+    sinks,
+    alibi_slopes,
+    # float32, one or Hkv values by strides; None where they are 1
+    query_scale,
+    key_scale,
+    value_scale,
+    QUERY_SCALE_HEAD: tl.constexpr,
+    KEY_SCALE_HEAD: tl.constexpr,
+    VALUE_SCALE_HEAD: tl.constexpr,
+    # 0 without
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    # whether it matters how far a key is from a row
+    PLACED: tl.constexpr,
+    # type of the products' factors, to which narrower queries and caches are widened
+    COMPUTE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DENSE_TAIL: tl.constexpr,
+    FULL_TAIL: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tree = tl.program_id(2)
+    head_kv = tl.program_id(1)
+    split = tl.program_id(0) % num_splits
+    first = tl.program_id(0) // num_splits * BLOCK_M
+    rows = tl.load(plan + 2 * plan_stride + tree)
+    if first >= rows * GROUP:
+        return
+    request = tl.load(plan + tree).to(tl.int64)
+    row_start = tl.load(plan + plan_stride + tree).to(tl.int64)
+    context = tl.load(plan + 3 * plan_stride + tree)
+    mask_start = tl.load(plan + 4 * plan_stride + tree).to(tl.int64)
+    table = block_table + request * table_stride
+
+    packed = first + tl.arange(0, BLOCK_M)
+    valid = packed < rows * GROUP
+    # Rows past the end work on the last row, which keeps every softmax finite without a mask.
+    row = tl.minimum(packed // GROUP, rows - 1)
+    head = head_kv * GROUP + packed % GROUP
+    dims = tl.arange(0, PADDED_DIM)
+    in_head = dims < HEAD_DIM
+    query_at = query + (row_start + row) * query_row + head * query_head
+    if PADDED_DIM == HEAD_DIM:
+        q = tl.load(query_at[:, None] + dims[None, :])
+    else:
+        q = tl.load(query_at[:, None] + dims[None, :], mask=in_head[None, :], other=0.0)
+    q = q.to(COMPUTE)
+    if query_scale is not None:
+        scale_log2 = scale_log2 * tl.load(query_scale + head_kv * QUERY_SCALE_HEAD)
+    # A dense tail is not quantised.
+    tail_scale_log2 = scale_log2
+    if key_scale is not None:
+        scale_log2 = scale_log2 * tl.load(key_scale + head_kv * KEY_SCALE_HEAD)
+        if not DENSE_TAIL:
+            tail_scale_log2 = scale_log2
+    if alibi_slopes is not None:
+        slope_log2 = tl.load(alibi_slopes + head).to(tl.float32) / LN_2
+    else:
+        slope_log2 = None
+    if PLACED:
+        tl.static_assert(not FULL_TAIL, "rows of a full mask have no depth")
+        depth = _depths(words + (mask_start + row) * words_stride, valid, rows)
+        row_position = context + depth
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    if HAS_PREFIX:
+        # Softmax over the context as one column: its output, at the logit of its log-sum-exp.
+        # Nothing is read where there is no context: FlashAttention then gives +inf or nothing.
+        if context > 0:
+            prefix_at = prefix + (row_start + row) * prefix_row + head * prefix_head
+            acc = tl.load(prefix_at[:, None] + dims[None, :], mask=in_head[None, :], other=0.0).to(
+                tl.float32
+            )
+            row_max = tl.load(prefix_lse + head * prefix_lse_head + row_start + row) / LN_2
+            row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+    if sinks is not None:
+        # A column of the first split alone, or merging would count it again.
+        sink = tl.load(sinks + head).to(tl.float32) / LN_2
+        sink = tl.where(split == 0, sink, float("-inf"))
+        new_max = tl.maximum(row_max, sink)
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        decay = tl.exp2(row_max - base)
+        row_sum = row_sum * decay + tl.exp2(sink - base)
+        acc = acc * decay[:, None]
+        row_max = new_max
+    columns = tl.arange(0, BLOCK_N)
+    everything = tl.full([BLOCK_M, BLOCK_N], True, tl.int1)
+    key_base = key_cache + head_kv.to(tl.int64) * key_head
+    value_base = value_cache + head_kv.to(tl.int64) * value_head
+
+    # The context of this split: whole tiles first, without any mask, then the part of one.
+    if WINDOW:
+        # The root sees furthest back. Pages before may be another request's.
+        lowest = tl.maximum(context - WINDOW + 1, 0)
+        origin = tl.minimum(lowest // BLOCK_N * BLOCK_N, context)
+        chunk = tl.cdiv(tl.cdiv(context - origin, num_splits), BLOCK_N) * BLOCK_N
+        chunk = tl.maximum(chunk, MIN_SPLIT)
+        begin = tl.minimum(origin + split * chunk, context)
+    else:
+        chunk = tl.cdiv(tl.cdiv(context, num_splits), BLOCK_N) * BLOCK_N
+        chunk = tl.maximum(chunk, MIN_SPLIT)
+        begin = tl.minimum(split * chunk, context)
+    end = tl.minimum(begin + chunk, context)
+    if HAS_PREFIX:
+        end = begin
+    whole = begin + (end - begin) // BLOCK_N * BLOCK_N
+    for start in range(begin, whole, BLOCK_N):
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(table + start // PAGE).to(tl.int64)
+            offset = start % PAGE + columns
+            key_at = key_base + page * key_block + offset * key_token
+            value_at = value_base + page * value_block + offset * value_token
+        else:
+            position = start + columns
+            if WINDOW:
+                pages = tl.load(table + position // PAGE, mask=position >= lowest, other=0)
+                pages = pages.to(tl.int64)
+            else:
+                pages = tl.load(table + position // PAGE).to(tl.int64)
+            key_at = key_base + pages * key_block + position % PAGE * key_token
+            value_at = value_base + pages * value_block + position % PAGE * value_token
+        if WINDOW:
+            kept = start + columns >= lowest
+            k = tl.load(
+                key_at[None, :] + dims[:, None] * key_dim,
+                mask=kept[None, :] & in_head[:, None],
+                other=0.0,
+            )
+            v = tl.load(
+                value_at[:, None] + dims[None, :] * value_dim,
+                mask=kept[:, None] & in_head[None, :],
+                other=0.0,
+            )
+        elif PADDED_DIM == HEAD_DIM:
+            k = tl.load(key_at[None, :] + dims[:, None] * key_dim)
+            v = tl.load(value_at[:, None] + dims[None, :] * value_dim)
+        else:
+            k = tl.load(key_at[None, :] + dims[:, None] * key_dim, mask=in_head[:, None], other=0.0)
+            v = tl.load(
+                value_at[:, None] + dims[None, :] * value_dim, mask=in_head[None, :], other=0.0
+            )
+        if PLACED:
+            distance = row_position[:, None] - (start + columns)[None, :]
+        else:
+            distance = None
+        if WINDOW:
+            shown = distance < WINDOW
+        else:
+            shown = everything
+        row_max, row_sum, acc = _attend(
+            q, k.to(COMPUTE), v.to(COMPUTE), shown, row_max, row_sum, acc, scale_log2, slope_log2,
+            distance, WINDOW > 0, SOFT_CAP, PRECISION,
+        )  # fmt: skip
+    if whole < end:
+        position = whole + columns
+        present = position < end
+        if WINDOW:
+            present = present & (position >= lowest)
+        pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
+        key_at = key_base + pages * key_block + position % PAGE * key_token
+        value_at = value_base + pages * value_block + position % PAGE * value_token
+        # Slots past the context may hold anything, NaN too: they are not read.
+        k = tl.load(
+            key_at[None, :] + dims[:, None] * key_dim,
+            mask=present[None, :] & in_head[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            value_at[:, None] + dims[None, :] * value_dim,
+            mask=present[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        shown = present[None, :]
+        if PLACED:
+            distance = row_position[:, None] - position[None, :]
+        else:
+            distance = None
+        if WINDOW:
+            shown = shown & (distance < WINDOW)
+        row_max, row_sum, acc = _attend(
+            q, k.to(COMPUTE), v.to(COMPUTE), shown, row_max, row_sum, acc, scale_log2, slope_log2,
+            distance, True, SOFT_CAP, PRECISION,
+        )  # fmt: skip
+    if value_scale is not None:
+        scale_of_values = tl.load(value_scale + head_kv * VALUE_SCALE_HEAD)
+        if DENSE_TAIL:
+            acc = acc * scale_of_values
+
+    # The tree's own columns go to the first split, which always exists.
+    if split == 0:
+        word_at = words + (mask_start + row) * words_stride
+        for start in range(0, rows, BLOCK_N):
+            column = start + columns
+            present = column < rows
+            if DENSE_TAIL:
+                tail_row = mask_start + column
+                key_at = tail_key + tail_row * tail_key_row + head_kv * tail_key_head
+                value_at = tail_value + tail_row * tail_value_row + head_kv * tail_value_head
+                key_step = 1
+                value_step = 1
+            else:
+                position = context + column
+                pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
+                key_at = key_base + pages * key_block + position % PAGE * key_token
+                value_at = value_base + pages * value_block + position % PAGE * value_token
+                key_step = key_dim
+                value_step = value_dim
+            k = tl.load(
+                key_at[None, :] + dims[:, None] * key_step,
+                mask=present[None, :] & in_head[:, None],
+                other=0.0,
+            )
+            v = tl.load(
+                value_at[:, None] + dims[None, :] * value_step,
+                mask=present[:, None] & in_head[None, :],
+                other=0.0,
+            )
+            if FULL_TAIL:
+                shown = everything & present[None, :]
+            else:
+                # BLOCK_N divides 64: the columns of a tile share one word of a row.
+                word = tl.load(word_at + start // 64)
+                bit = (start % 64 + columns).to(tl.int64)
+                shown = (((word[:, None] >> bit[None, :]) & 1) == 1) & present[None, :]
+            if PLACED:
+                # Whatever its place in the tree, a row is as far behind as it is less deep.
+                other = _depths(words + (mask_start + column) * words_stride, present, rows)
+                distance = depth[:, None] - other[None, :]
+            else:
+                distance = None
+            if WINDOW:
+                shown = shown & (distance < WINDOW)
+            row_max, row_sum, acc = _attend(
+                q, k.to(COMPUTE), v.to(COMPUTE), shown, row_max, row_sum, acc, tail_scale_log2,
+                slope_log2, distance, True, SOFT_CAP, PRECISION,
+            )  # fmt: skip
+
+    if SPLIT:
+        to_row = mask_start + row
+    else:
+        to_row = row_start + row
+    # A split without any context leaves only its -inf behind; the merge does not read the rest.
+    if (split == 0) | (begin < end):
+        acc = acc / row_sum[:, None]
+        if value_scale is not None and not DENSE_TAIL:
+            acc = acc * scale_of_values
+        at = output + split.to(tl.int64) * output_split + to_row * output_row + head * output_head
+        tl.store(
+            at[:, None] + dims[None, :],
+            acc.to(output.dtype.element_ty),
+            mask=valid[:, None] & in_head[None, :],
+        )
+    if STORE_LSE:
+        value = (row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0))) * LN_2
+        lse_at = lse + split.to(tl.int64) * lse_split + to_row * lse_row + head * lse_head
+        tl.store(lse_at, value, mask=valid)
