@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.test_delta_tree import (
+from tests.kernels.delta_trees import (
     EPS,
     SCALE,
     SHAPES,
