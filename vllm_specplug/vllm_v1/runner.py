@@ -142,15 +142,18 @@ class TreeRunnerMixin(_Runner):
         # goes idle. A name may come back at once, with another request behind it.
         ended = {*scheduler_output.finished_req_ids}
         ended.update(request.req_id for request in scheduler_output.scheduled_new_reqs)
-        gone = ended.union(scheduler_output.preempted_req_ids or ())
+        preempted = scheduler_output.preempted_req_ids or set()
+        gone = ended.union(preempted)
         if gone:
             # Ranks must free their slots in one order: sets of strings have none.
             self.drafter.drafter.forget(sorted(gone))
             self.planner.forget(sorted(ended))
             for req_id in gone:
                 self.proposed_trees.pop(req_id, None)
-                # vLLM drops these in steps with rows alone, and a name may come back before one.
-                self.mamba_state_idx.pop(req_id, None)
+        for req_id in preempted.union(scheduler_output.finished_req_ids):
+            # vLLM drops these in steps with rows alone, and a name may come back before one. That
+            # of a session whose input goes on stays where its last step left its state.
+            self.mamba_state_idx.pop(req_id, None)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(

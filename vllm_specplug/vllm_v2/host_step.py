@@ -128,6 +128,8 @@ class StepRecord:
     compacted: Any
     # `DraftPlanner.running`
     running: Any
+    # LoRA adapter of each request, see `RunnerView.adapter_names`
+    adapters: list[str | None]
 
 
 class TreesCopy:

@@ -22,6 +22,9 @@ from vllm_specplug.drafting.drafter import DraftPenalty
 from vllm_specplug.vllm_v2.tree_paths import TreePaths, output_tail
 from vllm_specplug.vllm_worker.penalty import request_penalty
 
+# Tokens of windows that are looked at together: a few temporaries of 8 MiB.
+MOST_ELEMENTS = 1 << 20
+
 
 class ContextualPenaltyV2(LogitsProcessor):
     """Penalises recent tokens of the requests that ask for it."""
@@ -59,9 +62,20 @@ class ContextualPenaltyV2(LogitsProcessor):
     def apply_along(self, paths: TreePaths, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Logits [M, V] of rows whose paths follow the committed tokens, changed in place."""
         slots = ctx.expanded_idx_mapping.long()
-        total_lens = self.req_states.total_len.gpu[slots]
         width = int(self.windows.np[ctx.idx_mapping_np].max())
         width = min(width, int(ctx.seq_lens_upper_bound_np.max()))
+        # One client's window is as wide as the model is long, and all rows have its width.
+        most = max(1, MOST_ELEMENTS // max(1, width))
+        for first in range(0, len(logits), most):
+            rows = slice(first, first + most)
+            part = TreePaths(paths.tokens[rows], paths.lengths[rows])
+            self._penalise(part, logits[rows], slots[rows], width)
+        return logits
+
+    def _penalise(
+        self, paths: TreePaths, logits: torch.Tensor, slots: torch.Tensor, width: int
+    ) -> None:
+        total_lens = self.req_states.total_len.gpu[slots]
         back = torch.arange(width, device=logits.device)
         positions = (total_lens + paths.lengths).long()[:, None] - 1 - back
         all_token_ids = self.req_states.all_token_ids.gpu
@@ -74,7 +88,7 @@ class ContextualPenaltyV2(LogitsProcessor):
         is_recent |= (is_recent & (tokens == 0)).any(1, keepdim=True)
         theta = torch.where(is_recent, self.thetas.gpu[slots][:, None], 1.0)
         before = logits.gather(1, tokens)
-        return logits.scatter_(1, tokens, torch.where(before > 0, before / theta, before * theta))
+        logits.scatter_(1, tokens, torch.where(before > 0, before / theta, before * theta))
 
 
 def draft_penalty(

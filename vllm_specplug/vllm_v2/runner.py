@@ -8,8 +8,8 @@ overrides below follow the order of a step. Seams: runner_v2_*.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
+from vllm_specplug.drafting.drafter import device_tensor
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics import STATS_ATTRIBUTE
 from vllm_specplug.tree import DraftTree
@@ -65,9 +66,13 @@ def make_speculator(stock: Any) -> Any:
     return TreeSpeculator
 
 
-def _plain_reason(request: Any) -> str | None:
+def _plain_reason(request: Any, stop_tokens: set[int]) -> str | None:
     """Why a request decodes without drafts; None where it may have them."""
-    if request.sampling_params is None or len(_stop_tokens(request)) > MOST_STOP_TOKENS:
+    params = request.sampling_params
+    if params is None or len(stop_tokens) > MOST_STOP_TOKENS:
+        return "no_draft"
+    if params.repetition_detection is not None:
+        # It ends a request at any token, and what a walk has behind it counts as computed.
         return "no_draft"
     return None if request.prompt_embeds is None else "embeds"
 
@@ -165,7 +170,10 @@ class TreeRunnerV2Mixin(_Runner):
             return metadata
 
         self.model_state.prepare_attn = prepare_attn
-        if self.drafter.state_layers.names and self.cache_config.mamba_cache_mode == "align":
+        self._moves_states = bool(
+            self.drafter.state_layers.names and self.cache_config.mamba_cache_mode == "align"
+        )
+        if self._moves_states:
             move_states_by_block(self.model_state, self.state.layers)
         if self.model_config.uses_mrope:
             self._follow_depth_on_all_axes()
@@ -243,23 +251,40 @@ class TreeRunnerV2Mixin(_Runner):
         super().finish_requests(scheduler_output)
 
     def add_requests(self, scheduler_output: Any) -> None:
-        super().add_requests(scheduler_output)
         new = scheduler_output.scheduled_new_reqs
-        for request in new:
+        with self._sessions_keep_their_states([request.req_id for request in new]):
+            super().add_requests(scheduler_output)
+        stops = [_stop_tokens(request) for request in new]
+        for request, ends in zip(new, stops, strict=True):
             params = request.sampling_params
             extra_args = None if params is None else params.extra_args
             self.speculator.add(
                 request.req_id,
                 extra_args,
-                _plain_reason(request),
+                _plain_reason(request, ends),
                 request.prefill_token_ids,
             )
             if params is not None and params.structured_outputs is not None:
                 self.tree_constrained.add(request.req_id)
         if new:
-            slots = [self.req_states.req_id_to_index[request.req_id] for request in new]
-            self.speculator.store.clear(torch.tensor(slots, device=self.device))
-            self.stop_tokens.put(slots, [_stop_tokens(request) for request in new])
+            indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
+            slots = device_tensor(indices, self.device)
+            self.speculator.store.clear(slots)
+            self.stop_tokens.put(slots, stops)
+
+    @contextmanager
+    def _sessions_keep_their_states(self, req_ids: list[str]) -> Iterator[None]:
+        """While vLLM adds requests, among them those whose input goes on after an answer: their
+        states stay in the block of the last step's last row, which a path need not have reached."""
+        if not self._moves_states:
+            yield
+            return
+        blocks = self.model_state._mamba_state_idx_gpu
+        index = self.req_states.req_id_to_index
+        kept = {req_id: blocks[index[req_id]].clone() for req_id in req_ids if req_id in index}
+        yield
+        for req_id, block in kept.items():
+            blocks[index[req_id]] = block
 
     def prepare_attn(self, input_batch: Any) -> Any:
         block_tables, slot_mappings = super().prepare_attn(input_batch)
@@ -349,7 +374,8 @@ class TreeRunnerV2Mixin(_Runner):
 
     def _running_step(self) -> StepRecord:
         """The running step, for a record of it once the host has read it."""
-        return StepRecord(*self.tree_marks, self.planner.running)
+        adapters = self.state.adapter_names(len(self.step_adapters[0]))
+        return StepRecord(*self.tree_marks, self.planner.running, adapters)
 
     def _record_verification(
         self,
@@ -371,7 +397,8 @@ class TreeRunnerV2Mixin(_Runner):
         step = verified_step(input_batch, trees, walk, seq_lens)
         stats = self.tree_metrics.stats
         step_nodes = 0
-        adapters = self.state.adapter_names(len(step.requests))
+        # The step's own: those of the runner may be a later one's.
+        adapters = record.adapters or [None] * len(step.requests)
         for r, adapter in zip(step.requests, adapters, strict=True):
             if r.tree is not None and r.tree.num_nodes:
                 stats.observe_draft(r.tree.num_nodes, len(r.accepted_path), adapter)

@@ -8,13 +8,14 @@ own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_specplug.vllm_v2.device_trees import StepTrees
+from vllm_specplug.vllm_v2.host_step import to_device
 
 MOST_STOP_TOKENS = 128
 """Of one request; vLLM has the same limit beside `min_tokens`. One with more has no drafts."""
@@ -41,14 +42,13 @@ class StopTokens:
         shape = (num_slots, MOST_STOP_TOKENS)
         self.token_ids = torch.full(shape, -1, dtype=torch.int64, device=device)
 
-    def put(self, slots: list[int], tokens: Iterable[set[int]]) -> None:
-        """Replaces what the slots' last requests had; more than fit are left out."""
-        rows = np.full((len(slots), MOST_STOP_TOKENS), -1, np.int64)
+    def put(self, slots: torch.Tensor, tokens: Sequence[set[int]]) -> None:
+        """Replaces what the last requests of the slots [n] had; more than fit are left out."""
+        rows = np.full((len(tokens), MOST_STOP_TOKENS), -1, np.int64)
         for row, ids in zip(rows, tokens, strict=True):
             kept = sorted(ids)[:MOST_STOP_TOKENS]
             row[: len(kept)] = kept
-        device = self.token_ids.device
-        self.token_ids[torch.tensor(slots, device=device)] = torch.from_numpy(rows).to(device)
+        self.token_ids[slots] = to_device(rows, self.token_ids.device)
 
     def within(
         self,

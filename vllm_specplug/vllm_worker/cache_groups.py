@@ -48,13 +48,21 @@ class CacheGroup:
 def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[CacheGroup]:
     """The groups with attention layers of the target, in vLLM's order.
 
+    vLLM may put caches of different numbers into one group (`kv_cache_dtype_skip_layers`); here
+    they are two, of one index.
+
     Args:
         layers: vLLM's static forward context.
     """
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        names = [n for n in group.layer_names if not isinstance(layers[n], _NO_TARGET_CACHE)]
-        if names:
+        alike: dict[Any, list[str]] = {}
+        for name in group.layer_names:
+            layer = layers[name]
+            if not isinstance(layer, _NO_TARGET_CACHE):
+                numbers = (layout_key(layer.kv_cache), getattr(layer, "kv_cache_dtype", "auto"))
+                alike.setdefault(numbers, []).append(name)
+        for names in alike.values():
             first = layers[names[0]]
             caches = {name: layers[name].kv_cache for name in names}
             features = {

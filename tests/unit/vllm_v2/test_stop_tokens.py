@@ -27,9 +27,9 @@ def test_a_walk_ends_where_it_ends_on_the_host(
     samples = torch.from_numpy(np.random.default_rng(seed).integers(0, 3, len(tokens)))
     table = StopTokens(SLOTS, CPU)
     # Whatever slots held before is gone.
-    table.put(list(range(SLOTS)), [set(range(VOCAB))] * SLOTS)
+    table.put(torch.arange(SLOTS), [set(range(VOCAB))] * SLOTS)
     slots = [(3 * i + 1) % SLOTS for i in range(len(batch))]
-    table.put(slots, ends[: len(batch)])
+    table.put(torch.tensor(slots), ends[: len(batch)])
     walk = walk_trees(table.within(step, tokens), samples, tokens)
     expected = walk_on_host(
         batch,
@@ -50,7 +50,7 @@ def test_a_token_that_ends_the_request_is_emitted_and_is_the_last() -> None:
     table = StopTokens(SLOTS, CPU)
     past = walk_trees(table.within(step, tokens), samples, tokens)
     assert past.emitted[0, : int(past.lengths[0]) + 1].tolist() == [4, 5, 2, 3]
-    table.put([1], [{5}])
+    table.put(torch.tensor([1]), [{5}])
     walk = walk_trees(table.within(step, tokens), samples, tokens)
     assert walk.emitted[0, : int(walk.lengths[0]) + 1].tolist() == [4, 5]
 
@@ -59,6 +59,6 @@ def test_as_many_as_a_client_sends_are_taken() -> None:
     params = SamplingParams(stop_token_ids=list(range(3 * MOST_STOP_TOKENS)))
     assert len(stop_tokens_of(params)) == 3 * MOST_STOP_TOKENS
     table = StopTokens(2, CPU)
-    table.put([1], [stop_tokens_of(params)])
+    table.put(torch.tensor([1]), [stop_tokens_of(params)])
     assert (table.token_ids[1] >= 0).all() and (table.token_ids[0] == -1).all()
     assert stop_tokens_of(SamplingParams()) == set()
