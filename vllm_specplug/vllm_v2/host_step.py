@@ -128,8 +128,8 @@ class StepRecord:
     compacted: Any
     # `DraftPlanner.running`
     running: Any
-    # LoRA adapter of each request, see `RunnerView.adapter_names`
-    adapters: list[str | None]
+    # LoRA adapter of each request, see `RunnerView.adapter_names`; empty on an engine without any
+    adapters: tuple[str | None, ...] = ()
 
 
 class TreesCopy:

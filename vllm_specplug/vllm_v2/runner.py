@@ -374,7 +374,7 @@ class TreeRunnerV2Mixin(_Runner):
 
     def _running_step(self) -> StepRecord:
         """The running step, for a record of it once the host has read it."""
-        adapters = self.state.adapter_names(len(self.step_adapters[0]))
+        adapters = tuple(self.state.adapter_names(len(self.step_adapters[0])))
         return StepRecord(*self.tree_marks, self.planner.running, adapters)
 
     def _record_verification(
@@ -398,7 +398,7 @@ class TreeRunnerV2Mixin(_Runner):
         stats = self.tree_metrics.stats
         step_nodes = 0
         # The step's own: those of the runner may be a later one's.
-        adapters = record.adapters or [None] * len(step.requests)
+        adapters = record.adapters or (None,) * len(step.requests)
         for r, adapter in zip(step.requests, adapters, strict=True):
             if r.tree is not None and r.tree.num_nodes:
                 stats.observe_draft(r.tree.num_nodes, len(r.accepted_path), adapter)
