@@ -402,7 +402,6 @@ _FP8_CACHE = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": _FP8_CACHE}, "quantised KV cache.*kv_cache_dtype"),
         ({"hidden_size": 32, "head_dim": 32}, "target_hidden_size = 64, legal: 32"),
         ({"vocab_size": 16}, "vocab_size = 12, legal: 16"),
         ({"num_hidden_layers": 1}, r"target_layer_ids = \[0, 1\].*0\.\.0"),
@@ -417,6 +416,17 @@ def test_wrong_targets(
     (other / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=message):
         _config(other, _jetspec(head))
+
+
+def test_drafts_do_not_read_a_quantised_cache_that_the_checkpoint_asks_for(
+    target: Path, tmp_path: Path
+) -> None:
+    config = json.loads((target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": _FP8_CACHE}))
+    heads = str(make_tokenswift_heads(tmp_path / "heads", VOCAB))
+    assert _config(tmp_path, {"method": "ngram_tree"}).speculative_config.plugin_method
+    with pytest.raises(ValueError, match="'tokenswift' .*quantised KV cache: its drafts read"):
+        _config(tmp_path, {"method": "tokenswift", "model": heads, "draft_source": "self"})
 
 
 _HYBRID = {
