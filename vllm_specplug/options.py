@@ -7,7 +7,6 @@ vLLM reads the annotations as types: no `from __future__ import annotations` her
 """
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args
 
@@ -146,24 +145,6 @@ def check_kernel(name: str, device_type: str, interpreted: bool) -> None:
 def option_error(field: str, value: object, legal: str, remedy: str) -> ValueError:
     """The one form of every refusal: field, value, legal set, what to do."""
     return ValueError(f"speculative_config.{field}={value!r} is not usable: {legal}. {remedy}.")
-
-
-def check_model_runner(method: str, device: str, missing: Sequence[str]) -> None:
-    """Refuses vLLM's V2 model runner for a method that needs what it is not given there.
-
-    Args:
-        missing: capabilities that the method needs; none where no method runs on that device.
-
-    Raises:
-        ValueError: naming the method, what is missing and what to do.
-    """
-    reason = f"on {device} in this release"
-    if missing:
-        reason = f"on {device}, where it does not get {', '.join(missing)} from it"
-    raise ValueError(
-        f"Speculative method {method!r} does not run in vLLM's V2 model runner {reason}. Unset "
-        "VLLM_USE_V2_MODEL_RUNNER, or set it to 0, to use V1; or choose another method."
-    )
 
 
 def check_v2_feature(method: str, *, uses_v2: bool, asked: bool) -> None:

@@ -10,21 +10,15 @@ from typing import Any
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.options import check_v2_feature, tree_option_names
-from vllm_specplug.registry import find_method, get_method, legal_method_names, owners_of
+from vllm_specplug.registry import find_method, get_method, owners_of
 from vllm_specplug.vllm_process.spec_config import (
     SpecPlugSpeculativeConfig,
-    current_device,
     option_names,
-    takes_v2,
     tree_config,
 )
 
 # Drafts over the target's own keys and values read them as they were computed.
 READS_TARGET_CACHE = frozenset({Capability.TARGET_CACHE, Capability.TARGET_FORWARD})
-
-_ASYNC_REMEDY = (
-    "Leave async scheduling out, or set VLLM_USE_V2_MODEL_RUNNER=1 where V2 serves the method"
-)
 
 
 def _refuse(method: str, what: str, remedy: str) -> None:
@@ -59,18 +53,21 @@ def check_option_names(
             )
 
 
-def check_runner_options(
-    spec_method: str | None, options: dict[str, Any] | None, asynchronous: bool | None
-) -> None:
-    """Refuses asynchronous scheduling of one of our methods on V1, before vLLM refuses it without
-    naming the method.
+def check_scheduling(vllm_config: Any) -> None:
+    """Refuses asynchronous scheduling of one of our methods on V1, where vLLM would refuse it
+    without naming the method.
 
     Raises:
         ValueError: naming the method and the setting.
     """
-    method = spec_method or (options or {}).get("method")
-    if method in legal_method_names() and asynchronous and not takes_v2(current_device()):
-        _refuse(method, "async_scheduling=True in vLLM's V1 model runner", _ASYNC_REMEDY)
+    spec = tree_config(vllm_config)
+    if spec is not None and vllm_config.scheduler_config.async_scheduling and not spec.uses_v2:
+        _refuse(
+            str(spec.plugin_method),
+            "async_scheduling=True in vLLM's V1 model runner",
+            "Leave async scheduling out, or set VLLM_USE_V2_MODEL_RUNNER=1 where V2 serves the "
+            "method",
+        )
 
 
 def check_engine_config(vllm_config: Any) -> None:
@@ -135,8 +132,7 @@ def check_engine_config(vllm_config: Any) -> None:
             f"targets without auxiliary hidden states ({model.architectures[0]})",
             "The model class must implement vLLM's SupportsEagle3 (Llama, Qwen2/3 and others do)",
         )
-    if vllm_config.scheduler_config.async_scheduling and not spec.uses_v2:
-        _refuse(method, "async_scheduling=True in vLLM's V1 model runner", _ASYNC_REMEDY)
+    check_scheduling(vllm_config)
     _check_token_budget(method, spec, vllm_config.scheduler_config)
 
 
@@ -158,12 +154,6 @@ def _check_multimodal(method: str, spec: SpecPlugSpeculativeConfig, model: Any) 
     """vLLM embeds text and images before the forward, and gives positions on every axis."""
     target = f"a multimodal or M-RoPE target ({model.architectures[0]})"
     option = spec.plan.target_forward_option if spec.plan else None
-    if model.is_hybrid and spec.uses_v2:
-        _refuse(
-            method,
-            f"{target} with recurrent layers on vLLM's V2 model runner",
-            "Set VLLM_USE_V2_MODEL_RUNNER=0",
-        )
     if option:
         _refuse(
             method,
@@ -290,7 +280,6 @@ def checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_option_names(self.spec_method, self.speculative_config, self.spec_model)
-        check_runner_options(self.spec_method, self.speculative_config, self.async_scheduling)
         vllm_config = original(self, *args, **kwargs)
         check_engine_config(vllm_config)
         return vllm_config

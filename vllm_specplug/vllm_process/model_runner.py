@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""V2 admits our methods where it was asked for and serves them.
+"""V2 admits our methods where vLLM would take it and it serves them.
 
 Seams: model_runner_v2, v2_cpu_admission.
 
@@ -20,6 +20,8 @@ from typing import Any
 
 from vllm_specplug.seams import V2_CPU_ADMISSION
 from vllm_specplug.seams.seam import resolve
+from vllm_specplug.vllm_process.engine_args import check_scheduling
+from vllm_specplug.vllm_process.runner_choice import asked_for_v2
 from vllm_specplug.vllm_process.spec_config import tree_config
 
 
@@ -58,6 +60,9 @@ def keeping_async_scheduling(original: Callable[[Any], None]) -> Callable[[Any],
 
     def post_init(self: Any) -> None:
         spec = tree_config(self)
+        if spec is not None and spec.uses_v2 and takes_v1(self):
+            spec.take_v1()
+        check_scheduling(self)
         if spec is None or not spec.uses_v2:
             original(self)
             return
@@ -72,6 +77,14 @@ def keeping_async_scheduling(original: Callable[[Any], None]) -> Callable[[Any],
             parallel.disable_nccl_for_dp_synchronization = True
 
     return post_init
+
+
+def takes_v1(vllm_config: Any) -> bool:
+    """Whether vLLM takes V1 for a config that trees took V2 for: what its V2 lacks besides trees,
+    unless V2 was asked for."""
+    if asked_for_v2() is not None:
+        return False
+    return bool(vllm_config._get_v2_model_runner_unsupported_features())
 
 
 def schedules_ahead(vllm_config: Any, asked: bool | None) -> bool:

@@ -14,11 +14,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import ArgsKwargs
-from vllm import envs
 from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
 from vllm.config.utils import config
 from vllm.logger import init_logger
-from vllm.triton_utils import HAS_TRITON
 from vllm.utils.hashing import safe_hash
 
 from vllm_specplug.drafting.method import Capability, DraftPlan, MethodOptions, TargetInfo
@@ -27,7 +25,6 @@ from vllm_specplug.options import (
     TreeOptions,
     changed_tree_options,
     check_kernel,
-    check_model_runner,
     check_request_limit,
     check_tree_budget,
     check_tree_shape,
@@ -41,6 +38,7 @@ from vllm_specplug.registry import (
     method_names,
     owners_of,
 )
+from vllm_specplug.vllm_process.runner_choice import asked_for_v2, log_fall_back, takes_v2
 from vllm_specplug.vllm_process.versions import SeamReport, device_problem, refusal_text
 
 logger = init_logger("vllm.specplug.config")
@@ -74,19 +72,8 @@ CAPABILITIES_V2 = {"cpu": frozenset(Capability), "cuda": CAPABILITIES["cuda"]}
 
 def device_capabilities() -> dict[str, frozenset[Capability]]:
     """What a drafter is given on each device that trees run on, by the model runner in use."""
-    return {
-        device: (CAPABILITIES_V2 if takes_v2(device) else CAPABILITIES).get(device, frozenset())
-        for device in {**CAPABILITIES, **CAPABILITIES_V2}
-    }
-
-
-def takes_v2(device: str) -> bool:
-    """Whether trees run in vLLM's V2 model runner where it can serve them: where it was asked for,
-    and on CUDA unless V1 was, as vLLM itself chooses."""
-    asked: bool | None = envs.VLLM_USE_V2_MODEL_RUNNER
-    if asked is not None:
-        return asked
-    return device == "cuda" and device in WORKERS_V2 and HAS_TRITON
+    # What V2 does not give takes V1, unless V2 was asked for.
+    return CAPABILITIES_V2 if asked_for_v2() else CAPABILITIES
 
 
 def current_device() -> str:
@@ -220,23 +207,20 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
         device = current_device()
         method = get_method(str(self.plugin_method))
-        self.uses_v2 = self._uses_v2(device)
-        workers = WORKERS_V2 if self.uses_v2 else WORKERS
-        given = (CAPABILITIES_V2 if self.uses_v2 else CAPABILITIES).get(device, frozenset())
         needs = method.needs | (self.plan.needs if self.plan else frozenset())
-        missing = sorted(needs - given)
-        problem = device_problem(device) if device in workers else None
+        # V1 serves whatever V2 does.
+        missing = sorted(needs - CAPABILITIES.get(device, frozenset()))
+        problem = device_problem(device) if device in WORKERS else None
         if problem:
             raise ValueError(refusal_text(method.name, SeamReport("", problem)))
-        if self.uses_v2 and (device not in workers or missing):
-            check_model_runner(method.name, device, missing)
-        if device not in workers or missing:
+        if device not in WORKERS or missing:
             lacking = f" (it needs {', '.join(missing)})" if missing else ""
             raise ValueError(
                 f"Speculative method {method.name!r} does not run on device "
                 f"{current_platform.device_name!r} in this release{lacking}. Use a CPU build of "
                 "vLLM, or a chain method of vLLM's own."
             )
+        self.uses_v2 = self._uses_v2(device, needs)
         parallel = self.target_parallel_config
         ranks = parallel.tensor_parallel_size
         unshared = sorted(method.needs & ONE_RANK)
@@ -253,22 +237,50 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 f"speculative method {self.plugin_method!r}, which brings its own worker. "
                 "Leave --worker-cls out."
             )
-        parallel.worker_cls = workers[device]
+        parallel.worker_cls = (WORKERS_V2 if self.uses_v2 else WORKERS)[device]
 
-    def _uses_v2(self, device: str) -> bool:
-        """`takes_v2`, but for what V1 alone serves: there nobody who did not ask for V2 gets it."""
-        if not takes_v2(device):
-            return False
-        if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
-            return True
-        if os.environ.get(FULL_GRAPHS_VARIABLE, "0") != "1":
-            return True
-        logger.info(
-            "Method %r runs in vLLM's V1 model runner: V2 does not serve %s=1",
-            self.plugin_method,
-            FULL_GRAPHS_VARIABLE,
-        )
+    def _uses_v2(self, device: str, needs: frozenset[Capability]) -> bool:
+        """`takes_v2`, but for what V1 alone serves: there nobody who did not ask for V2 gets it.
+
+        Raises:
+            ValueError: when V2 was asked for and cannot serve these options.
+        """
+        lacks = self._lacks_on_v2(device, needs) if takes_v2() else None
+        if lacks is None:
+            return takes_v2()
+        method = str(self.plugin_method)
+        if asked_for_v2():
+            raise ValueError(
+                f"Speculative method {method!r} does not run in vLLM's V2 model runner here: "
+                f"{lacks}. Unset VLLM_USE_V2_MODEL_RUNNER, or set it to 0, to use V1."
+            )
+        log_fall_back(method, lacks)
         return False
+
+    def _lacks_on_v2(self, device: str, needs: frozenset[Capability]) -> str | None:
+        """Why V2 cannot serve these options, where V1 might; None where it can."""
+        if device not in WORKERS_V2:
+            return f"V2 does not serve trees on {device} in this release"
+        missing = sorted(needs - CAPABILITIES_V2[device])
+        if missing:
+            return f"V2 on {device} does not give the method {', '.join(missing)}"
+        if self.tree_kernel == "triton" and device == "cpu":
+            return "V2 has no interpreted kernels (tree_kernel='triton')"
+        if device == "cuda" and os.environ.get(FULL_GRAPHS_VARIABLE, "0") == "1":
+            return f"V2 does not serve {FULL_GRAPHS_VARIABLE}=1"
+        target = self.target_model_config
+        if target.is_multimodal_model or target.uses_mrope:
+            shown = f"multimodal and M-RoPE targets ({target.architectures[0]})"
+            if target.is_hybrid:
+                return f"V2 does not serve {shown} with recurrent layers"
+            if device == "cuda":
+                return f"V2 does not serve trees over {shown} on CUDA"
+        return None
+
+    def take_v1(self) -> None:
+        """Takes V1 for V2 where the whole engine config makes vLLM do so."""
+        self.uses_v2 = False
+        self.target_parallel_config.worker_cls = WORKERS[current_device()]
 
     def compute_hash(self) -> str:
         """The parent's hash, plus the auxiliary layers: they change the compiled graph."""

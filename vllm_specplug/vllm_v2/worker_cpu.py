@@ -12,7 +12,6 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_specplug.options import option_error
 from vllm_specplug.seams import (
     CPU_BACKENDS,
     CPU_RUNNER_V2,
@@ -68,10 +67,6 @@ class TreeCPUWorkerV2(CPUWorker):
                 f"Speculative method {spec.plugin_method!r} was configured for vLLM's V2 model "
                 "runner, and this worker has VLLM_USE_V2_MODEL_RUNNER=0. Give all processes of "
                 "the server the same environment."
-            )
-        if spec.tree_kernel == "triton":
-            raise option_error(
-                "tree_kernel", "triton", "the V2 runner has no interpreted kernels", 'Use "auto"'
             )
         choose_kernel(spec.tree_kernel, self.model_config.dtype)
         require_seams("cpu_v2")

@@ -300,7 +300,9 @@ def test_what_v2_does_not_give_is_named(
     with monkeypatch.context() as patch:
         fewer = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
         patch.setattr(spec_config, "CAPABILITIES_V2", fewer)
-        with pytest.raises(ValueError, match="'tokenswift' .*V2.*on cpu.*not get target_forward"):
+        with pytest.raises(
+            ValueError, match="'tokenswift' .*V2 on cpu does not give the method target_forward"
+        ):
             _config(target, heads)
     monkeypatch.setattr(spec_config, "WORKERS_V2", {})
     with pytest.raises(ValueError, match="'ngram_tree' .*V2.*on cpu.*VLLM_USE_V2_MODEL_RUNNER"):
@@ -349,36 +351,6 @@ def test_rows_reserved_ahead_leave_some_for_one_more_request(
 def test_asynchronous_scheduling_needs_v2(target: Path) -> None:
     with pytest.raises(ValueError, match="async_scheduling=True.*VLLM_USE_V2_MODEL_RUNNER=1"):
         _config(target, {"method": "ngram_tree"}, async_scheduling=True)
-
-
-@pytest.mark.parametrize(
-    ("asked", "full_graphs", "runner"),
-    [(None, "0", "v2"), ("1", "0", "v2"), ("0", "0", "v1"), (None, "1", "v1"), ("1", "1", "v2")],
-)
-def test_cuda_takes_the_runner_that_vllm_takes(
-    target: Path,
-    asked: str | None,
-    full_graphs: str,
-    runner: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from vllm_specplug.vllm_process import spec_config
-
-    if asked is not None:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
-    monkeypatch.setenv(spec_config.FULL_GRAPHS_VARIABLE, full_graphs)
-    monkeypatch.setattr(spec_config, "HAS_TRITON", True)
-    # Beyond its options, nothing of a config looks at the device here.
-    monkeypatch.setattr(spec_config, "current_device", lambda: "cuda")
-    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    monkeypatch.setattr(spec_config.logger, "info", lambda text, *args: told.append(text % args))
-    told: list[str] = []
-    config = _config(target, {"method": "ngram_tree"})
-    assert config.speculative_config.uses_v2 == config.use_v2_model_runner == (runner == "v2")
-    name = {"v1": "vllm_v1.worker_gpu.TreeGPUWorker", "v2": "vllm_v2.worker_gpu.TreeGPUWorkerV2"}
-    assert config.parallel_config.worker_cls == f"vllm_specplug.{name[runner]}"
-    falls_back = asked is None and runner == "v1"
-    assert any("V1 model runner: V2 does not serve" in line for line in told) == falls_back
 
 
 def test_full_graphs_on_v2_stop_a_worker(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +402,6 @@ _FP8_CACHE = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": _FP8_CACHE}, "quantised KV cache.*kv_cache_dtype"),
         ({"hidden_size": 32, "head_dim": 32}, "target_hidden_size = 64, legal: 32"),
         ({"vocab_size": 16}, "vocab_size = 12, legal: 16"),
         ({"num_hidden_layers": 1}, r"target_layer_ids = \[0, 1\].*0\.\.0"),
@@ -445,6 +416,17 @@ def test_wrong_targets(
     (other / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=message):
         _config(other, _jetspec(head))
+
+
+def test_drafts_do_not_read_a_quantised_cache_that_the_checkpoint_asks_for(
+    target: Path, tmp_path: Path
+) -> None:
+    config = json.loads((target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": _FP8_CACHE}))
+    heads = str(make_tokenswift_heads(tmp_path / "heads", VOCAB))
+    assert _config(tmp_path, {"method": "ngram_tree"}).speculative_config.plugin_method
+    with pytest.raises(ValueError, match="'tokenswift' .*quantised KV cache: its drafts read"):
+        _config(tmp_path, {"method": "tokenswift", "model": heads, "draft_source": "self"})
 
 
 _HYBRID = {

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees take the model runner that vLLM takes without them, or V1 with a reason, or stop."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.e2e.tiny import make_target
+
+VOCAB = 12
+TREES = {"method": "ngram_tree"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    from vllm_specplug.vllm_process import install
+
+    install()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB)
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    from vllm_specplug.vllm_process import runner_choice
+
+    found: list[str] = []
+    monkeypatch.setattr(runner_choice.logger, "warning", lambda text, *a: found.append(text % a))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+
+
+def with_triton(monkeypatch: pytest.MonkeyPatch, has: bool = True) -> None:
+    """As vLLM finds out whether Triton serves the device, on a CPU that of triton-cpu."""
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", has)
+
+
+def start(target: Path, spec: dict[str, Any] | None = TREES, **engine: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(target),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        enforce_eager=True,
+        speculative_config=spec,
+        **engine,
+    ).create_engine_config()
+
+
+def runner_of(config: Any) -> str:
+    """Of a tree engine: the worker's and the config's, which must agree."""
+    name = "V2" if config.speculative_config.uses_v2 else "V1"
+    assert config.use_v2_model_runner == (name == "V2")
+    assert f"vllm_{name.lower()}" in config.parallel_config.worker_cls
+    return name
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_triton", "expected"),
+    [
+        (None, False, "V1"),
+        (None, True, "V2"),
+        ("0", False, "V1"),
+        ("0", True, "V1"),
+        ("1", True, "V2"),
+    ],
+)
+def test_trees_take_the_runner_of_plain_vllm(
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: list[str],
+    asked: str | None,
+    has_triton: bool,
+    expected: str,
+) -> None:
+    with_triton(monkeypatch, has_triton)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    assert runner_of(start(target)) == expected
+    assert start(target, None).use_v2_model_runner == (expected == "V2")
+    assert warnings == []
+
+
+def test_v2_that_is_asked_for_needs_no_triton(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_triton(monkeypatch, False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert runner_of(start(target)) == "V2"
+    with pytest.raises(ValueError, match="Triton"):
+        start(target, None)
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch, what: str) -> dict[str, Any]:
+    """Options of trees that V2 cannot serve while V1 can."""
+    from vllm_specplug.vllm_process import spec_config
+
+    if what == "device":
+        monkeypatch.setattr(spec_config, "WORKERS_V2", {})
+    elif what == "capability":
+        monkeypatch.setattr(spec_config, "CAPABILITIES_V2", {"cpu": frozenset()})
+        monkeypatch.setattr(spec_config.get_method("ngram_tree").__class__, "needs", _needs())
+    else:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        return {**TREES, "tree_kernel": "triton"}
+    return TREES
+
+
+def _needs() -> Any:
+    from vllm_specplug.drafting.method import Capability
+
+    return property(lambda self: frozenset({Capability.HIDDEN_STATES}))
+
+
+LIMITS = {
+    "device": "V2 does not serve trees on cpu",
+    "capability": "V2 on cpu does not give the method hidden_states",
+    "kernel": "V2 has no interpreted kernels",
+}
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_what_v2_cannot_serve_takes_v1_and_says_why(
+    target: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str], what: str
+) -> None:
+    with_triton(monkeypatch)
+    spec = lacking(monkeypatch, what)
+    assert runner_of(start(target, spec)) == "V1"
+    assert len(warnings) == 1 and LIMITS[what] in warnings[0]
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in warnings[0]
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_v1_that_cannot_do_what_is_asked_for_stops_the_start(
+    target: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with_triton(monkeypatch)
+    spec = lacking(monkeypatch, what)
+    with pytest.raises(ValueError, match="'ngram_tree' .*async_scheduling=True.* V1 model runner"):
+        start(target, spec, async_scheduling=True)
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_v2_that_is_asked_for_and_cannot_serve_stops_the_start(
+    target: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    spec = lacking(monkeypatch, what)
+    with pytest.raises(
+        ValueError, match=f"'ngram_tree' .*{LIMITS[what]}.*VLLM_USE_V2_MODEL_RUNNER"
+    ):
+        start(target, spec)
+
+
+@pytest.mark.parametrize("asked", [None, "1"])
+def test_what_vllms_own_v2_lacks_takes_v1_as_in_plain_vllm(
+    target: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str], asked: str | None
+) -> None:
+    from vllm.config import VllmConfig
+
+    name = "_get_v2_model_runner_unsupported_features"
+    stock = getattr(VllmConfig, name)
+    monkeypatch.setattr(VllmConfig, name, lambda self: [*stock(self), "this feature"])
+    with_triton(monkeypatch)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+        with pytest.raises(ValueError, match="does not yet support: this feature"):
+            start(target)
+        return
+    config = start(target)
+    assert runner_of(config) == "V1" and not start(target, None).use_v2_model_runner
+    # vLLM says so itself.
+    assert warnings == []
+    config.__post_init__()  # as an engine process does
+    assert runner_of(config) == "V1"
+    with pytest.raises(ValueError, match="'ngram_tree' .*async_scheduling=True.* V1 model runner"):
+        start(target, async_scheduling=True)
+
+
+@pytest.mark.parametrize("ahead", [None, True, False])
+def test_v2_schedules_ahead_on_a_cpu_where_that_is_asked_for(
+    target: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool | None
+) -> None:
+    with_triton(monkeypatch)
+    config = start(target, async_scheduling=ahead)
+    assert runner_of(config) == "V2"
+    assert config.scheduler_config.async_scheduling == bool(ahead)
+
+
+def test_devices_of_a_method_are_those_of_the_runner_it_would_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_specplug.vllm_process import spec_config
+
+    nothing: dict[str, Any] = {"cpu": frozenset()}
+    monkeypatch.setattr(spec_config, "CAPABILITIES_V2", nothing)
+    with_triton(monkeypatch)
+    assert spec_config.device_capabilities() == spec_config.CAPABILITIES
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert spec_config.device_capabilities() == nothing
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert spec_config.device_capabilities() == spec_config.CAPABILITIES
+
+
+# -- on CUDA -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configs as on CUDA: beyond their options, they look at nothing of the device."""
+    monkeypatch.setattr("vllm_specplug.vllm_process.spec_config.current_device", lambda: "cuda")
+    with_triton(monkeypatch)
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(
+    ("asked", "full_graphs", "expected"),
+    [(None, "0", "V2"), ("1", "0", "V2"), ("0", "0", "V1"), (None, "1", "V1"), ("0", "1", "V1")],
+)
+def test_cuda_takes_the_runner_that_vllm_takes(
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: list[str],
+    asked: str | None,
+    full_graphs: str,
+    expected: str,
+) -> None:
+    if asked is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    monkeypatch.setenv("SPECPLUG_FULL_CUDA_GRAPHS", full_graphs)
+    config = start(target)
+    assert runner_of(config) == expected
+    name = {"V1": "vllm_v1.worker_gpu.TreeGPUWorker", "V2": "vllm_v2.worker_gpu.TreeGPUWorkerV2"}
+    assert config.parallel_config.worker_cls == f"vllm_specplug.{name[expected]}"
+    falls_back = asked is None and expected == "V1"
+    assert len(warnings) == falls_back
+    assert all("V2 does not serve SPECPLUG_FULL_CUDA_GRAPHS=1" in text for text in warnings)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_full_graphs_stop_the_start_where_v2_is_asked_for(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setenv("SPECPLUG_FULL_CUDA_GRAPHS", "1")
+    with pytest.raises(ValueError, match="'ngram_tree' .*FULL_CUDA_GRAPHS=1.*set it to 0"):
+        start(target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "lacks"),
+    [
+        ({"is_multimodal_model": True}, "cuda", "multimodal and M-RoPE targets .* on CUDA"),
+        ({"uses_mrope": True}, "cuda", "multimodal and M-RoPE targets .* on CUDA"),
+        ({"is_multimodal_model": True}, "cpu", None),
+        ({"uses_mrope": True, "is_hybrid": True}, "cpu", "M-RoPE targets .* with recurrent layers"),
+        ({"is_hybrid": True}, "cpu", None),
+    ],
+)
+def test_targets_that_v2_does_not_serve(
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: list[str],
+    kind: dict[str, bool],
+    device: str,
+    lacks: str | None,
+) -> None:
+    """They take V1 where nobody asked for V2, and stop where it was asked for."""
+    with_triton(monkeypatch)
+    spec = start(target).speculative_config
+    kinds = {"is_multimodal_model": False, "uses_mrope": False, "is_hybrid": False, **kind}
+    spec.target_model_config = SimpleNamespace(architectures=["Some"], **kinds)
+    assert spec._uses_v2(device, frozenset()) == (lacks is None)
+    assert len(warnings) == (lacks is not None)
+    if lacks is None:
+        return
+    assert re.search(lacks, warnings[0])
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*{lacks}.*set it to 0, to use V1"):
+        spec._uses_v2(device, frozenset())
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert not spec._uses_v2(device, frozenset())
