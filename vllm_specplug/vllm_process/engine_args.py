@@ -158,12 +158,6 @@ def _check_multimodal(method: str, spec: SpecPlugSpeculativeConfig, model: Any) 
     """vLLM embeds text and images before the forward, and gives positions on every axis."""
     target = f"a multimodal or M-RoPE target ({model.architectures[0]})"
     option = spec.plan.target_forward_option if spec.plan else None
-    if model.is_hybrid and spec.uses_v2:
-        _refuse(
-            method,
-            f"{target} with recurrent layers on vLLM's V2 model runner",
-            "Set VLLM_USE_V2_MODEL_RUNNER=0",
-        )
     if option:
         _refuse(
             method,
