@@ -16,7 +16,7 @@ import torch
 
 from tests.e2e.hybrids import make_hybrid_target, use_float32_states
 from tests.e2e.option_checks import greedy, seeded
-from tests.e2e.pair import Counts, Pair, core_of, pair
+from tests.e2e.pair import Counts, Pair, core_of, pair, watch_preemptions
 from tests.e2e.target_checks import WINDOW_PROMPTS
 
 V2 = os.environ.get("SPECPLUG_HYBRIDS_V1") != "1"
@@ -135,13 +135,6 @@ def check_one_state_per_sequence() -> None:
 def check_preemption() -> None:
     """A request that lost its state is computed again from its first token."""
     made = engines(num_gpu_blocks_override=24, **CHUNKS)
-    scheduler, preempted = core_of(made.tree).scheduler, []
-    stock = scheduler._preempt_request
-
-    def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return stock(request, *args, **kwargs)
-
-    scheduler._preempt_request = noted
+    preempted = watch_preemptions(made.tree)
     made.compare(WINDOW_PROMPTS[1:], greedy(max_tokens=90, detokenize=False))
     assert preempted

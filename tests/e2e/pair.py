@@ -221,6 +221,20 @@ def watch_prefix_hits(llm: Any) -> dict[str, int]:
     return hits
 
 
+def watch_preemptions(llm: Any) -> list[str]:
+    """Ids of the requests preempted from here on; grows."""
+    scheduler = core_of(llm).scheduler
+    preempted: list[str] = []
+    original = scheduler._preempt_request
+
+    def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = noted
+    return preempted
+
+
 def generate(
     llm: Any, prompts: list[list[int]], params: Any, adapters: list[Any] | None = None
 ) -> list[Any]:

@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multimodal models of Qwen3.5: Gated DeltaNet layers, images, positions on three axes. On V1
+"""Multimodal models of Qwen3.5: Gated DeltaNet layers, images, positions on three axes,
 against plain decoding, float32; see test_hybrids_in_full.py."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.e2e import hybrid_checks, vision_checks
-from tests.e2e.hybrid_checks import WRONG, changed
+from tests.e2e.hybrid_checks import V2, WRONG, changed
 from tests.e2e.hybrids import ROPE_ON_AXES, make_hybrid_target
-from tests.e2e.pair import Pair, pair
+from tests.e2e.pair import Pair, core_of, pair, watch_preemptions, watch_prefix_hits
 from tests.e2e.tiny import make_tokenizer
 from tests.e2e.vision_checks import END, IMAGE, START, VIDEO, VOCAB, compare, prompts
 
 
 @cache
-def wrapped(family: str) -> str:
+def wrapped(family: str, size: int = 32) -> str:
     """A text model and a vision tower."""
     folder = Path(tempfile.mkdtemp(prefix="specplug-qwen3-5-")) / "target"
     tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
@@ -29,13 +32,15 @@ def wrapped(family: str) -> str:
     wrapper = {"vision_config": tower, "image_token_id": IMAGE, "video_token_id": VIDEO,
                "vision_start_token_id": START, "vision_end_token_id": END,
                "tie_word_embeddings": False}  # fmt: skip
-    make_hybrid_target(folder, family, VOCAB, wrapper=wrapper, rope_parameters=ROPE_ON_AXES)
+    make_hybrid_target(
+        folder, family, VOCAB, size=size, wrapper=wrapper, rope_parameters=ROPE_ON_AXES
+    )
     assert make_tokenizer(folder) <= VOCAB
     return str(folder)
 
 
-def engines(family: str, **options: Any) -> Pair:
-    model = wrapped(family)
+def engines(family: str, *, size: int = 32, **options: Any) -> Pair:
+    model = wrapped(family, size)
     with vision_checks.without_processors():
         return pair(
             model=model, limit_mm_per_prompt={"image": 2, "video": 0},
@@ -43,23 +48,49 @@ def engines(family: str, **options: Any) -> Pair:
         )  # fmt: skip
 
 
+@contextmanager
+def linear_positions(made: Pair) -> Iterator[None]:
+    """A tree's rows keep, on every axis, the positions that vLLM gives a chain."""
+    if V2:
+        with patch("vllm_specplug.vllm_v2.runner.set_axes", lambda trees, positions: None):
+            yield
+        return
+    assert made.runner.state.positions.shape[0] == 3
+    backend = made.runner.tree_backend
+    with patch.object(backend, "set_positions", lambda positions, step: None):
+        yield
+
+
 def check_text_and_images() -> None:
     made = engines("Qwen3_5")
     expected, _ = compare(made, prompts())
     # The same text around another image.
     assert expected[4].outputs[0].token_ids != expected[7].outputs[0].token_ids
-    assert made.runner.state.positions.shape[0] == 3
     for name, change in WRONG:
         with changed(name, change), pytest.raises(AssertionError, match="differs"):
             compare(made, prompts())
-    backend = made.runner.tree_backend
-    backend.set_positions = lambda positions, step: None
-    try:
-        with pytest.raises(AssertionError, match="differs"):
-            compare(made, prompts())
-    finally:
-        del backend.set_positions
+    with linear_positions(made), pytest.raises(AssertionError, match="differs"):
+        compare(made, prompts())
+    # Nothing of it is left behind.
+    compare(made, prompts())
 
 
 def check_text_and_images_with_experts() -> None:
     compare(engines("Qwen3_5Moe"), prompts())
+
+
+def check_prefix_hits_chunks_and_preemption_with_images() -> None:
+    """Blocks of 32 tokens, which end inside an image; on V2 also under a scheduler that works
+    ahead."""
+    for ahead in (False, True) if V2 else (False,):
+        tree = {"enable_prefix_caching": True, "max_num_batched_tokens": 96,
+                "num_gpu_blocks_override": 40, "async_scheduling": ahead}  # fmt: skip
+        made = engines("Qwen3_5", size=16, tree=tree)
+        assert core_of(made.tree).scheduler.block_size == 32
+        preempted, hits = watch_preemptions(made.tree), watch_prefix_hits(made.tree)
+        # What all of them leave in the cache is gone again; what the images alone leave is not.
+        for inputs in (prompts(), prompts()[4:], prompts()[4:]):
+            hits.clear()
+            _, counts = compare(made, inputs)
+            assert (counts.stale > 0) == ahead, counts
+        assert max(hits.values()) == 32 and preempted, (hits, preempted)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More of test_hybrids.py: on V1, other drafters, grammars, bfloat16."""
+"""More of test_hybrids.py: on V1, images, other drafters, grammars, bfloat16."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.xdist_group("hybrid
 
 def rows() -> list[tuple[str, bool, str]]:
     """(module, whether on V1, check)."""
-    on_v1_alone = ("hybrid_checks", "qwen3_5_checks", "qwen3_5_image_checks")
+    on_v1_alone = ("hybrid_checks", "qwen3_5_checks")
+    on_both = ("qwen3_5_image_checks", "hybrid_full_checks", "hybrid_bf16_checks")
     return [
         (module, on_v1, check)
-        for module in (*on_v1_alone, "hybrid_full_checks", "hybrid_bf16_checks")
+        for module in (*on_v1_alone, *on_both)
         for on_v1 in ((True,) if module in on_v1_alone else (False, True))
         for check in written_checks(module)
     ]

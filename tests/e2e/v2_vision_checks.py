@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.e2e.pair import Pair, core_of, watch_prefix_hits
+from tests.e2e.pair import Pair, core_of, watch_preemptions, watch_prefix_hits
 from tests.e2e.v2_setup import use_v2
 from tests.e2e.vision_checks import compare, prompts, vision_engines
 from vllm_specplug.vllm_v2 import runner as runner_module
@@ -52,8 +52,7 @@ def check_prefix_hits_chunks_and_preemption_with_images() -> None:
             ahead=ahead, enable_prefix_caching=True, max_num_batched_tokens=144,
             num_gpu_blocks_override=14,
         )  # fmt: skip
-        preempted = _watch_preemptions(core_of(made.tree).scheduler)
-        hits = watch_prefix_hits(made.tree)
+        preempted, hits = watch_preemptions(made.tree), watch_prefix_hits(made.tree)
         for _ in range(2):
             hits.clear()
             compare(made, prompts())
@@ -64,15 +63,3 @@ def check_prefix_hits_chunks_and_preemption_with_images() -> None:
 def check_layers_that_see_the_image_again() -> None:
     """Qwen3-VL adds features of the tower's layers to the first layers' outputs."""
     compare(engines(ahead=False, family="Qwen3VL"), prompts())
-
-
-def _watch_preemptions(scheduler: Any) -> list[str]:
-    preempted: list[str] = []
-    original = scheduler._preempt_request
-
-    def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = noted
-    return preempted

@@ -24,7 +24,14 @@ import torch
 
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.oracle import OracleDrafter
-from tests.e2e.pair import Counts, Pair, assert_same_output, core_of, pair, watch_prefix_hits
+from tests.e2e.pair import (
+    Counts,
+    Pair,
+    assert_same_output,
+    pair,
+    watch_preemptions,
+    watch_prefix_hits,
+)
 from tests.e2e.tiny import make_tokenizer
 
 VOCAB, START, END, IMAGE, VIDEO = 360, 6, 7, 8, 9
@@ -203,15 +210,7 @@ def check_prefix_hits_chunks_and_preemption_with_images() -> None:
     tree = {"enable_prefix_caching": True, "max_num_batched_tokens": 144,
             "num_gpu_blocks_override": 14}  # fmt: skip
     made = vision_engines(tree=tree)
-    scheduler = core_of(made.tree).scheduler
-    preempted, original = [], scheduler._preempt_request
-
-    def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = noted
-    hits = watch_prefix_hits(made.tree)
+    preempted, hits = watch_preemptions(made.tree), watch_prefix_hits(made.tree)
     for _ in range(2):
         hits.clear()
         compare(made, prompts())
