@@ -87,7 +87,8 @@ def check_engine_config(vllm_config: Any) -> None:
         _refuse(
             method,
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}",
-            "Use pipeline_parallel_size=1 (tensor parallelism works)",
+            "vLLM drafts on the last rank alone, while every rank's layers need the tree's parents "
+            "and the accepted path: use pipeline_parallel_size=1 (tensor parallelism works)",
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         _refuse(method, "context parallelism", "Leave the context-parallel sizes at 1")
