@@ -33,9 +33,9 @@ from vllm_specplug.kernels import AttnFeatures, tree_attn_flash, tree_attn_trito
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
-from vllm_specplug.vllm_v1 import rehearsal
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v1.runner_state import RunnerState
+from vllm_specplug.vllm_worker import rehearsal
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
