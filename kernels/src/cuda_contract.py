@@ -49,9 +49,16 @@ What a kernel promises:
 
 from __future__ import annotations
 
+import torch
+
+from .cpu_layout import FP8_CACHES
+
 # Rows of `TreeAttnMetadata.plan`.
 PLAN_REQ, PLAN_ROW_START, PLAN_ROW_COUNT, PLAN_CONTEXT, PLAN_MASK_START = range(5)
 PLAN_ROWS = 5
+
+# vLLM's names of the 8-bit caches that kernels read.
+E4M3_CACHES = frozenset(n for n, dtype in FP8_CACHES.items() if dtype == torch.float8_e4m3fn)
 
 # Rows of the largest tree a kernel need take: the root and 256 nodes.
 MAX_TREE_ROWS = 257

@@ -43,7 +43,7 @@ def tree_attn(
     `tail_key` and `tail_value` are given, at row mask_start + j of these; then nothing past the
     context is read from the cache. Rows of `output` that belong to no tree are not touched.
 
-    A cache of 8 bits holds keys divided by what is part of `scale`, and values divided by
+    A cache of 8 bits holds keys and values divided by `features.key_scale` and
     `features.value_scale`; it has no dense tail.
 
     `features` needs masks of trees or chains, whose rows attend as many rows as they are deep. With
@@ -62,7 +62,7 @@ def tree_attn(
             meta.plan,
             meta.mask_words,
             meta.block_table,
-            scale,
+            scale * features.key_scale,
             layout.kind_id,
             layout.block_size,
             layout.tables,

@@ -46,10 +46,12 @@ class AttnFeatures:
     # float32 [Hq]: slope times (position of the key - position of the row) is added to scores,
     # after the soft cap
     alibi_slopes: torch.Tensor | None = None
+    key_scale: float = 1.0
+    """What keys in the cache are multiplied by."""
     value_scale: float = 1.0
-    """What values in the cache are multiplied by; that of keys is part of the scale of scores."""
     # On CUDA instead, float32, one value or one of each KV head: what an 8-bit cache's numbers, and
-    # those of a query that is quantised with it, are multiplied by. Both of a cache, or neither
+    # those of a query that is quantised with it, are multiplied by. Both of a cache, or neither.
+    # Tensors, as no call is to wait for a number.
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
     query_scales: torch.Tensor | None = None
@@ -61,7 +63,7 @@ class AttnFeatures:
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing but scale and mask."""
-        return self.kind == FeatureKind() and self.value_scale == 1.0
+        return self.kind == FeatureKind() and self.key_scale == self.value_scale == 1.0
 
     @property
     def needs_positions(self) -> bool:

@@ -162,7 +162,7 @@ def dense_attention(
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     k = key.to(wide).repeat_interleave(group_size, dim=1)
     v = value.to(wide).repeat_interleave(group_size, dim=1)
-    scores = torch.einsum("ihd,jhd->hij", query.to(wide), k) * scale
+    scores = torch.einsum("ihd,jhd->hij", query.to(wide), k) * (scale * features.key_scale)
     if features.soft_cap:
         scores = features.soft_cap * (scores / features.soft_cap).tanh()
     if features.alibi_slopes is not None:

@@ -107,14 +107,14 @@ def check_float16_would_show_missing_compaction() -> None:
 
 
 @contextmanager
-def scales_left_out(made: Pair, *which: int) -> Iterator[None]:
-    """Tree rows that take the scale of keys (0) or values (1) for 1."""
+def scales_left_out(made: Pair, *which: str) -> Iterator[None]:
+    """Tree rows that take `key_scale` or `value_scale` for 1."""
     from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackendImpl as Impl
 
     stock = Impl.cache_scales
-    Impl.cache_scales = lambda self, layer: tuple(  # type: ignore[method-assign]
-        1.0 if i in which else scale for i, scale in enumerate(stock(self, layer))
-    )
+    Impl.cache_scales = lambda self, layer: {  # type: ignore[method-assign]
+        name: 1.0 if name in which else scale for name, scale in stock(self, layer).items()
+    }
     try:
         yield
     finally:
@@ -133,7 +133,7 @@ def check_fp8_caches_with_scales() -> None:
     layer = next(iter(made.runner.state.target_caches().values()))
     assert layer.dtype == torch.uint8
     around_windows(made)
-    for which in (0, 1):
+    for which in ("key_scale", "value_scale"):
         with scales_left_out(made, which):
             diverges(made)
     backend = made.runner.tree_backend
@@ -164,6 +164,16 @@ def check_fp8_caches_in_groups() -> None:
         dtypes = {c.dtype for c in made.runner.state.target_caches().values()}
         assert len(dtypes) == 1 + bool(skipped), dtypes
         around_windows(made)
+
+
+def check_fp8_caches_beside_others_in_a_group() -> None:
+    if not have_fp8():
+        return
+    made = engines_of(None, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])
+    assert num_groups(made) == 1
+    dtypes = [c.dtype for c in made.runner.state.target_caches().values()]
+    assert sorted(map(str, dtypes)) == ["torch.float32", "torch.uint8"], dtypes
+    around_windows(made)
 
 
 def check_draft_heads_beside_fp8_caches() -> None:

@@ -111,14 +111,14 @@ def test_trees_over_eight_bits(isa, small, run, kind, dtype) -> None:
     """With scales, a window and a soft cap; a scale that is left out would show."""
     del isa
     key_scale, value_scale = 0.4, 2.5
-    features = AttnFeatures(window=40, soft_cap=3.0, value_scale=value_scale)
+    features = AttnFeatures(window=40, soft_cap=3.0, key_scale=key_scale, value_scale=value_scale)
     problem, layout, cache = small_problem(small, dtype, kind, features)
     views = layout.views(cache)
     output = torch.zeros_like(problem.query)
     meta = problem.metadata(ancestor_words([p for _, p in problem.trees]))
     with num_threads(2):
-        run(problem.query, *views, output, meta, problem.scale * key_scale, layout,
-            features=features)  # fmt: skip
+        args = (problem.query, *views, output, meta, problem.scale, layout)
+        run(*args, features=features)
     problem.scale *= key_scale
     expected = problem.expected() * value_scale
     error = (problem.tree_rows(output).double() - expected).abs().max()

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from importlib.metadata import version
 
 import pytest
+
+from scripts import resource_table
 
 pytest.importorskip("triton")
 
@@ -25,15 +23,7 @@ MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma", 100: "tcgen05.mma"}
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", MATRIX_INSTRUCTION)
 def test_kernels_compile_without_spills(arch: int) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton_aot", str(arch)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    kernels = resource_table.compiled(arch)
     assert len(kernels) == {80: 20, 90: 24, 100: 22}[arch]
     for kernel in kernels:
         assert kernel["spilled_bytes"] == 0, kernel
@@ -43,3 +33,31 @@ def test_kernels_compile_without_spills(arch: int) -> None:
     for kernel in kernels[:2]:
         assert kernel["instructions"][MATRIX_INSTRUCTION[arch]] > 0, kernel
         assert kernel["instructions"]["cp.async."] > 0, kernel
+    release, recorded = resource_table.recorded(resource_table.PAGE.read_text())
+    changed = resource_table.differences(
+        resource_table.resources(kernels),
+        recorded[arch],
+        same_compiler=release == version("triton"),
+    )
+    assert not changed, (changed, "run: python -m scripts.resource_table --write")
+
+
+def test_kernels_that_take_more_than_recorded_are_told() -> None:
+    """By the compiler of the record any difference counts, by another what is out of proportion."""
+    by_arch = {80: {"a": (100, 4096, 0), "b": (32, 0, 16)}, 90: {"a": (128, 8192, 0)}}
+    block = f"<!-- resources -->\n{resource_table.table(by_arch)}\n<!-- /resources -->"
+    release, recorded = resource_table.recorded(f"text\n{block}\nmore")
+    assert (release, recorded) == (version("triton"), by_arch)
+    for now, same, other in (
+        ((100, 4096, 0), 0, 0),
+        ((101, 4096, 0), 1, 0),
+        ((90, 2048, 0), 1, 0),
+        ((134, 4096, 0), 1, 1),
+        ((100, 8192, 0), 1, 1),
+        ((100, 4096, 4), 1, 1),
+    ):
+        found = {"a": now, "b": (32, 0, 16)}
+        for same_compiler, count in ((True, same), (False, other)):
+            got = resource_table.differences(found, by_arch[80], same_compiler=same_compiler)
+            assert len(got) == count, (now, got)
+    assert len(resource_table.differences({}, by_arch[90], same_compiler=False)) == 1

@@ -33,16 +33,16 @@ from vllm_specplug.kernels import AttnFeatures, tree_attn_flash, tree_attn_trito
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
-from vllm_specplug.vllm_v1 import rehearsal
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v1.runner_state import RunnerState
+from vllm_specplug.vllm_worker import rehearsal
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-CPU = torch.device("cpu")
+CPU, ONE = torch.device("cpu"), torch.ones(())
 PAGE, VOCAB, REQUESTS, CONTEXT, LAYERS = 16, 20, 6, 3000, 2
 ATTENTION = {"_tree_attn_kernel", "_merge_states_kernel", "_tree_words_kernel"}
 STEP_KERNELS = {*ATTENTION, "_compact_paths_kernel", "_build_best_first_kernel"}
@@ -119,10 +119,12 @@ class Served:
             torch.zeros(4, kv_heads, PAGE, 2 * head_dim, dtype=torch.bfloat16)
             for _ in range(LAYERS)
         ]
+        if features.key_scales is not None:
+            self.caches[1] = self.caches[1].to(torch.uint8)
         # A group for the plain layer, one for that with features.
         self.features = [PLAIN, features]
         groups = [
-            CacheGroup(i, {str(i): c}, features={str(i): f})
+            CacheGroup(i, {str(i): c}, torch.bfloat16, features={str(i): f})
             for i, (c, f) in enumerate(zip(self.caches, self.features, strict=True))
         ]
         self.backend.bind(groups)
@@ -183,7 +185,11 @@ class Served:
         query = joint[:, : self.heads * self.head_dim].view(row, self.heads, self.head_dim)
         for cache, features in zip(self.caches, self.features, strict=True):
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
-            rows.attend(query, cache, output, 0.1, features, self.table[: len(requests)])
+            asked = query
+            if features.query_scales is not None:
+                # vLLM quantises a query into rows of its own.
+                asked = query.contiguous().to(torch.float8_e4m3fn)
+            rows.attend(asked, cache, output, 0.1, features, self.table[: len(requests)])
         self.backend.compact(
             TreeStep(requests),
             SimpleNamespace(block_table=lambda group: self.table[: len(requests)]),
@@ -206,6 +212,8 @@ class Served:
         (256, 16, 1, 64, "triton", PLAIN),
         (40, 3, 1, 40, "triton", PLAIN),
         (40, 8, 2, 64, "triton", AttnFeatures(window=2000, sinks=torch.zeros(8))),
+        (40, 8, 2, 64, "triton", AttnFeatures(key_scales=ONE, value_scales=ONE)),
+        (40, 8, 2, 64, "triton", AttnFeatures(key_scales=ONE, value_scales=ONE, query_scales=ONE)),
         (70, 32, 8, 128, "flash", PLAIN),
         (40, 3, 1, 40, "flash", PLAIN),
         (40, 8, 2, 64, "flash", AttnFeatures(soft_cap=50.0)),

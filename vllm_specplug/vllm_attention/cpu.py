@@ -50,8 +50,7 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
 
     serves = frozenset({"sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"})
 
-    def cache_scales(self, layer: Any) -> tuple[float, float]:
-        # Also known to layers whose cache is not quantised: vLLM's kernel ignores them there.
-        if not self.is_fp8_kv_cache:
-            return 1.0, 1.0
-        return layer._k_scale_float, layer._v_scale_float
+    cache_dtypes = frozenset(FP8_CACHES)
+
+    def cache_scales(self, layer: Any) -> dict[str, Any]:
+        return {"key_scale": layer._k_scale_float, "value_scale": layer._v_scale_float}

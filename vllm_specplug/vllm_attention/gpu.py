@@ -9,6 +9,7 @@ that these backends ask for piecewise graphs, in which attention runs outside of
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -23,6 +24,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
+from vllm_specplug.kernels.cuda_contract import E4M3_CACHES
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 
 # What the Triton kernel reproduces; the others leave such layers to it, or do not serve.
@@ -38,9 +40,24 @@ def wants_full_graphs() -> bool:
 
 def gpu_cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's cache [num_blocks, Hkv, block_size, 2 * Dh] as key_cache and value_cache
-    [num_blocks, block_size, Hkv, Dh], whatever the order in memory."""
+    [num_blocks, block_size, Hkv, Dh], whatever the order in memory. Bytes are e4m3."""
+    if kv_cache.dtype == torch.uint8:
+        kv_cache = kv_cache.view(torch.float8_e4m3fn)
     key_cache, value_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
     return key_cache, value_cache
+
+
+class _DeviceAttentionMixin(TreeAttentionMixin):
+    serves = SERVED
+    cache_dtypes = E4M3_CACHES
+
+    def cache_scales(self, layer: Any) -> dict[str, Any]:
+        # As tensors: they are written in place while checkpoints load or vLLM calibrates.
+        scales = {"key_scales": layer._k_scale, "value_scales": layer._v_scale}
+        # Then vLLM hands quantised queries over.
+        if layer.query_quant is not None:
+            scales["query_scales"] = layer._q_scale
+        return scales
 
 
 class _GraphSupport:
@@ -57,10 +74,8 @@ class TreeFlashAttentionMetadataBuilder(_GraphSupport, FlashAttentionMetadataBui
     """vLLM's metadata; the runner attaches the tree rows."""
 
 
-class TreeFlashAttentionImpl(TreeAttentionMixin, FlashAttentionImpl):
+class TreeFlashAttentionImpl(_DeviceAttentionMixin, FlashAttentionImpl):
     """Stock attention for linear rows, the tree kernel for tree rows."""
-
-    serves = SERVED
 
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):
@@ -81,10 +96,8 @@ class TreeTritonAttentionMetadataBuilder(_GraphSupport, TritonAttentionMetadataB
     """vLLM's metadata; the runner attaches the tree rows."""
 
 
-class TreeTritonAttentionImpl(TreeAttentionMixin, TritonAttentionImpl):
+class TreeTritonAttentionImpl(_DeviceAttentionMixin, TritonAttentionImpl):
     """Stock attention for linear rows, the tree kernel for tree rows."""
-
-    serves = SERVED
 
     def fused_output_quant_supported(self, quant_key) -> bool:
         return False

@@ -16,7 +16,6 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.vllm_attention.tree_rows import TREE_BACKEND_MARK, TreeAttentionMixin
 
 
@@ -110,14 +109,15 @@ def check_cache_dtypes(
     """Refuses caches [num_blocks, Hkv, block_size, 2 * Dh] that do not hold the model's numbers.
 
     Args:
-        layers: of the target by name, where the kernels read caches of 8 bits.
+        layers: of the target by name, where the backend reads caches of 8 bits.
 
     Raises:
         ValueError: naming the first such layer.
     """
     for name, cache in caches.items():
-        if cache.dtype == torch.uint8 and layers and layers[name].kv_cache_dtype in FP8_CACHES:
-            continue
+        if layers and cache.dtype == torch.uint8:
+            if layers[name].kv_cache_dtype in layers[name].impl.cache_dtypes:
+                continue
         if cache.dtype != dtype:
             wanted = str(dtype).removeprefix("torch.")
             raise ValueError(

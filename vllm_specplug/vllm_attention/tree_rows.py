@@ -117,27 +117,38 @@ class TreeAttentionMixin:
     kernel for tree rows."""
 
     scale: float
+    kv_cache_dtype: str
 
     serves: ClassVar[frozenset[str]] = frozenset()
     """Attributes of the implementation whose effect the tree kernel reproduces."""
 
-    def tree_features(self) -> AttnFeatures:
-        """What tree rows must reproduce; of attributes in `serves` alone. Sinks are as loaded."""
+    cache_dtypes: ClassVar[frozenset[str]] = frozenset()
+    """Values of `kv_cache_dtype` beside the model's dtype that the tree kernel reads."""
+
+    def tree_features(self, layer: Any = None) -> AttnFeatures:
+        """What tree rows must reproduce; of attributes in `serves` alone. Sinks are as loaded.
+
+        Args:
+            layer: vLLM's layer of this implementation, for the scales of a quantised cache.
+        """
         values = {name: getattr(self, name, None) for name in self.serves}
         window, sinks = values.get("sliding_window"), values.get("sinks")
         if isinstance(window, tuple):
             # Keys before a row and after it.
             window = window[0] + 1
+        # Layers know scales also where their cache is not quantised.
+        quantised = layer is not None and self.kv_cache_dtype in self.cache_dtypes
         return AttnFeatures(
             window=0 if window is None or window < 0 else window,
             soft_cap=values.get("logits_soft_cap") or 0.0,
             sinks=None if sinks is None else sinks.detach(),
             alibi_slopes=values.get("alibi_slopes"),
+            **(self.cache_scales(layer) if quantised else {}),
         )
 
-    def cache_scales(self, layer: Any) -> tuple[float, float]:
-        """What the cache's keys and values are multiplied by."""
-        return 1.0, 1.0
+    def cache_scales(self, layer: Any) -> dict[str, Any]:
+        """What a quantised cache's numbers are multiplied by: fields of `AttnFeatures`."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -168,13 +179,12 @@ class TreeAttentionMixin:
                 output_block_scale,
             )
         if rows is not None:
-            key_scale, value_scale = self.cache_scales(layer)
             rows.attend(
                 query,
                 kv_cache,
                 output,
-                self.scale * key_scale,
-                replace(self.tree_features(), value_scale=value_scale),
+                self.scale,
+                self.tree_features(layer),
                 attn_metadata.block_table,
             )
         return output

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
+from vllm_specplug.kernels.cuda_contract import E4M3_CACHES
 from vllm_specplug.options import check_v2_feature, tree_option_names
 from vllm_specplug.registry import find_method, get_method, owners_of
 from vllm_specplug.vllm_process.spec_config import (
@@ -219,7 +220,7 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
 
 
 def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
-    """Tree rows are read and moved as numbers of the model's dtype or, on a CPU, of 8 bits."""
+    """Tree rows are read and moved as numbers of the model's dtype or of 8 bits."""
     wanted = vllm_config.cache_config.cache_dtype
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     # The layers of such a checkpoint turn "auto" into "fp8" when they are built.
@@ -231,12 +232,16 @@ def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config
         what = f"a checkpoint whose kv_cache_scheme={scheme!r} asks for a quantised KV cache"
     remedy = f'Use kv_cache_dtype="{dtype}", which keeps keys and values as they are'
     device = vllm_config.device_config.device_type
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         _refuse(method, f"{what} on {device!r}", remedy)
-    if wanted != "auto" and wanted not in FP8_CACHES:
-        _refuse(method, what, f"{remedy}, or one of {', '.join(FP8_CACHES)}")
-    if spec.tree_kernel == "triton":
-        _refuse(method, f"{what} and tree_kernel='triton'", remedy)
+    if device == "cuda" and spec.uses_v2:
+        remedy = f"{remedy}, or set VLLM_USE_V2_MODEL_RUNNER=0"
+        _refuse(method, f"{what} in vLLM's V2 model runner on 'cuda'", remedy)
+    served = [name for name in FP8_CACHES if device == "cpu" or name in E4M3_CACHES]
+    if wanted not in ("auto", *served):
+        _refuse(method, f"{what} on {device!r}", f"{remedy}, or one of {', '.join(served)}")
+    if spec.tree_kernel == {"cpu": "triton", "cuda": "reference"}[device]:
+        _refuse(method, f"{what} and tree_kernel={spec.tree_kernel!r}", remedy)
     needs = get_method(method).needs | (spec.plan.needs if spec.plan else frozenset())
     if needs & READS_TARGET_CACHE or (spec.plan and spec.plan.target_forward_option):
         _refuse(method, f"{what}: its drafts read the target's cache", remedy)

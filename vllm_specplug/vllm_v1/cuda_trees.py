@@ -33,6 +33,8 @@ def request_parent_rows(request: StepRequest) -> np.ndarray:
 class CudaTreeBackend(CudaKernels, TreeBackend):
     """`CudaKernels` for trees that the host knows."""
 
+    reads_fp8 = True
+
     def tree_rows(
         self, members: Sequence[tuple[int, StepRequest]], covers_batch: bool, common: Any
     ) -> TreeRows:

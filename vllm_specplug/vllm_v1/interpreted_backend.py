@@ -29,6 +29,8 @@ def transposed_key_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 class InterpretedTreeBackend(CudaTreeBackend):
     """`CudaTreeBackend` on a CPU."""
 
+    reads_fp8 = False
+
     def views_of(self, kv_cache: torch.Tensor) -> CacheViews:
         layout = cpu_kv_layout(kv_cache)
         if layout.kind != "vec":

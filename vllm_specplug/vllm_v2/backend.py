@@ -25,7 +25,9 @@ class TreeBackend(ABC):
     is_host = False
     """Whether the device's memory is the host's, so that nothing has to be waited for."""
     serves_features = False
-    """Whether its kernels take `AttnFeatures` other than plain ones, and quantised caches."""
+    """Whether its kernels take `AttnFeatures` other than plain ones."""
+    reads_fp8 = False
+    """Whether its kernels read caches of 8 bits."""
 
     @abstractmethod
     def step_clock(self) -> StepClock:
@@ -71,6 +73,7 @@ class CpuTreeBackend(TreeBackend):
 
     is_host = True
     serves_features = True
+    reads_fp8 = True
 
     def step_clock(self) -> StepClock:
         return HostClock()

@@ -31,7 +31,7 @@ _NO_TARGET_CACHE = (DraftKVLayer, MambaBase)
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """The target's layers of one KV cache group."""
+    """The target's layers of one KV cache group, or those of one dtype where it has several."""
 
     index: int
     """Of its block table among those of the engine."""
@@ -56,17 +56,15 @@ def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Cache
     """
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        alike: dict[Any, list[str]] = {}
+        members: dict[torch.dtype, list[str]] = {}
         for name in group.layer_names:
-            layer = layers[name]
-            if not isinstance(layer, _NO_TARGET_CACHE):
-                numbers = (layout_key(layer.kv_cache), getattr(layer, "kv_cache_dtype", "auto"))
-                alike.setdefault(numbers, []).append(name)
-        for names in alike.values():
+            if not isinstance(layers[name], _NO_TARGET_CACHE):
+                members.setdefault(layers[name].kv_cache.dtype, []).append(name)
+        for names in members.values():
             first = layers[names[0]]
             caches = {name: layers[name].kv_cache for name in names}
             features = {
-                name: impl.tree_features()
+                name: impl.tree_features(layers[name])
                 for name in names
                 if isinstance(impl := getattr(layers[name], "impl", None), TreeAttentionMixin)
             }

@@ -191,6 +191,8 @@ class CudaKernels:
         self.limits = limits
         self.device = device
         self.buffers = TreeBuffers(limits, device)
+        # The model's, also where the caches hold other numbers; set with them.
+        self.dtype: torch.dtype
         # Chosen once the cache is known; none while vLLM measures graphs with a small one.
         self.kernel: Any = None  # a ChosenKernel once the caches are bound
         # Block table and layers of each KV cache group of the target.
@@ -252,7 +254,8 @@ class CudaKernels:
                 self.samples.setdefault(features.kind, (features, *self.views(cache)))
         key_cache = self.groups[0][1].keys[0]
         _, self.block_size, num_kv_heads, head_dim = key_cache.shape
-        self.kernel = self.choose(head_dim, self.num_heads, num_kv_heads, key_cache.dtype)
+        self.dtype = groups[0].key_dtype or key_cache.dtype
+        self.kernel = self.choose(head_dim, self.num_heads, num_kv_heads, self.dtype)
         logger.info("Tree attention: %s kernel (%s)", self.kernel.name, self.kernel.reason)
         if wants_full_graphs() and not self.captures_trees():
             # vLLM expects that trees can be captured, and would replay stock attention for them.
@@ -308,8 +311,9 @@ class CudaKernels:
         for rows, sample in itertools.product(self._warm_up_rows(), self.samples.values()):
             features, key_cache, value_cache = sample
             query = torch.zeros(
-                rows, self.num_heads, head_dim, dtype=key_cache.dtype, device=self.device
+                rows, self.num_heads, head_dim, dtype=self.dtype, device=self.device
             )
+            asked = query if features.query_scales is None else query.to(key_cache.dtype)
             chain = np.arange(-1, rows - 1, dtype=np.int32)
             more = {} if features.is_plain else {"features": features}
             # Side by side, as most steps are, and apart, as beside chunks of prompts; without and
@@ -321,7 +325,7 @@ class CudaKernels:
                 self.fill_words(metadata)
                 output = torch.empty_like(query)
                 self.kernel.run(
-                    query, key_cache, value_cache, output, metadata, head_dim**-0.5, **more
+                    asked, key_cache, value_cache, output, metadata, head_dim**-0.5, **more
                 )
                 # Nothing else separates these calls, and they share pinned memory.
                 synchronize()
@@ -334,9 +338,7 @@ class CudaKernels:
         group = self.num_heads // key_cache.shape[2]
         sizes: dict[tuple[Any, int], int] = {}
         for rows in range(1, self.limits.tree_rows + 1):
-            config = config_for(
-                self.device, rows * group, key_cache.shape[3], key_cache.element_size()
-            )
+            config = config_for(self.device, rows * group, key_cache.shape[3], self.dtype.itemsize)
             sizes.setdefault((config, -(-rows // 64)), rows)
         return list(sizes.values())
 

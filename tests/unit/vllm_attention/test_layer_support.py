@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests.e2e.tiny import make_target
-from vllm_specplug.kernels import AttnFeatures
+from vllm_specplug.kernels import AttnFeatures, FeatureKind
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.vllm_attention.cpu import (
     TreeCPUAttentionBackend,
@@ -42,6 +42,7 @@ from vllm_specplug.vllm_worker.cache_groups import (
     check_plain_attention,
     draft_group,
     last_layer,
+    target_groups,
 )
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
 
@@ -296,11 +297,57 @@ def test_caches_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
 def test_caches_of_eight_bits_are_taken_where_their_numbers_are_known() -> None:
     cache = {"a": torch.zeros(1, 1, 16, 8, dtype=torch.uint8)}
     for kind in ("fp8", "fp8_e4m3", "fp8_e5m2"):
-        layers = {"a": SimpleNamespace(kv_cache_dtype=kind)}
-        check_cache_dtypes(cache, torch.float32, "jetspec", layers)
-    layers = {"a": SimpleNamespace(kv_cache_dtype="int8_per_token_head")}
-    with pytest.raises(ValueError, match="'a'.* dtype is uint8"):
-        check_cache_dtypes(cache, torch.float32, "jetspec", layers)
+        for impl in (TreeCPUAttentionBackendImpl, TreeFlashAttentionImpl, TreeTritonAttentionImpl):
+            layers = {"a": SimpleNamespace(kv_cache_dtype=kind, impl=impl)}
+            if kind == "fp8_e5m2" and impl is not TreeCPUAttentionBackendImpl:
+                with pytest.raises(ValueError, match="'a'.* dtype is uint8"):
+                    check_cache_dtypes(cache, torch.float32, "jetspec", layers)
+            else:
+                check_cache_dtypes(cache, torch.float32, "jetspec", layers)
+    for kind in ("int8_per_token_head", "fp8_per_token_head"):
+        for impl in (TreeCPUAttentionBackendImpl, TreeTritonAttentionImpl):
+            layers = {"a": SimpleNamespace(kv_cache_dtype=kind, impl=impl)}
+            with pytest.raises(ValueError, match="'a'.* dtype is uint8"):
+                check_cache_dtypes(cache, torch.float32, "jetspec", layers)
+
+
+@pytest.mark.parametrize("impl", [TreeFlashAttentionImpl, TreeTritonAttentionImpl])
+def test_scales_of_a_quantised_cache_are_handed_over(impl: type) -> None:
+    """Those of the layer, which checkpoints and calibration write in place."""
+    scales = {f"_{name}_scale": torch.tensor(0.5) for name in "qkv"}
+    made = object.__new__(impl)
+    for cache_dtype, query_quant, expected in (
+        ("fp8", object(), FeatureKind(quantised_cache=True, quantised_query=True)),
+        ("fp8_e4m3", None, FeatureKind(quantised_cache=True)),
+        ("auto", None, FeatureKind()),
+        # Other formats, which the check of dtypes refuses.
+        ("fp8_e5m2", None, FeatureKind()),
+        ("int8_per_token_head", None, FeatureKind()),
+    ):
+        made.kv_cache_dtype = cache_dtype
+        features = made.tree_features(SimpleNamespace(**scales, query_quant=query_quant))
+        assert features.kind == expected
+        if features.key_scales is not None:
+            assert features.key_scales is scales["_k_scale"]
+            assert features.value_scales is scales["_v_scale"]
+        assert features.query_scales is (scales["_q_scale"] if query_quant else None)
+
+
+def test_layers_of_one_group_are_told_apart_by_their_numbers() -> None:
+    """`kv_cache_dtype_skip_layers` leaves some as they are."""
+    layers = {
+        str(i): SimpleNamespace(
+            kv_cache=torch.zeros(1, 1, 16, 8, dtype=torch.uint8 if i % 2 else torch.float32),
+            dtype=torch.float32,
+            kv_cache_dtype="fp8" if i % 2 else "auto",
+        )
+        for i in range(4)
+    }
+    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=list(layers))])
+    plain, small = target_groups(config, layers)
+    assert (plain.index, [*plain.caches], plain.key_dtype) == (0, ["0", "2"], None)
+    assert (small.index, [*small.caches], small.key_dtype) == (0, ["1", "3"], torch.float32)
+    assert small.cache_dtype == "fp8"
 
 
 def test_the_caches_of_eight_bits_are_those_that_vllms_cpu_attention_declares() -> None:

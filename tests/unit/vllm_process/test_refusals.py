@@ -7,6 +7,7 @@ import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,6 +214,43 @@ def test_fp8_caches_are_read_by_whom_they_can_be(
             _config(target, options, kv_cache_dtype=kind)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "scheme", "options", "message"),
+    [
+        ("cuda", "auto", None, {}, None),
+        ("cuda", "fp8", None, {}, None),
+        ("cuda", "fp8_e4m3", {"num_bits": 8}, {}, None),
+        ("cuda", "auto", {"num_bits": 8}, {}, None),
+        ("cuda", "fp8_e5m2", None, {}, "'fp8_e5m2' of .* on 'cuda'.*, or one of fp8, fp8_e4m3"),
+        ("cuda", "int8_per_token_head", None, {}, "'int8_per_token_head' of .*, or one of fp8"),
+        ("cuda", "fp8_per_token_head", None, {}, "'fp8_per_token_head' of .*, or one of fp8"),
+        ("cuda", "fp8", None, {"tree_kernel": "reference"}, "tree_kernel='reference'"),
+        ("cuda", "fp8", None, {"uses_v2": True}, "V2 .* on 'cuda'.*VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("cuda", "auto", {"num_bits": 8}, {"uses_v2": True}, "kv_cache_scheme=.* V2 .* on 'cuda'"),
+        ("cpu", "fp8_e5m2", None, {"uses_v2": True}, None),
+        ("cpu", "auto", {"num_bits": 8}, {}, None),
+        ("xpu", "fp8", None, {}, "'fp8' of .* on 'xpu'"),
+    ],
+)
+def test_quantised_caches_by_device(
+    device: str, dtype: str, scheme: Any, options: dict[str, Any], message: str | None
+) -> None:
+    from vllm_specplug.vllm_process.engine_args import _check_cache_dtype
+
+    config: Any = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        cache_config=SimpleNamespace(cache_dtype=dtype),
+        model_config=SimpleNamespace(dtype="torch.bfloat16"),
+        quant_config=SimpleNamespace(kv_cache_scheme=scheme),
+    )
+    spec: Any = SimpleNamespace(**{"tree_kernel": "auto", "uses_v2": False, "plan": None} | options)
+    if message is None:
+        _check_cache_dtype("jetspec", spec, config)
+        return
+    with pytest.raises(ValueError, match=message):
+        _check_cache_dtype("jetspec", spec, config)
+
+
 def test_every_dtype_of_vllm_is_taken(target: Path, head: Path) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
         config = _config(target, _jetspec(head), dtype=dtype)
@@ -389,14 +427,6 @@ def test_a_worker_told_to_use_another_runner_starts_nothing(
         worker.use_v2_model_runner = worker_class in (TreeCPUWorker, TreeGPUWorker)
         with pytest.raises(ValueError, match="'ngram_tree' .*VLLM_USE_V2_MODEL_RUNNER"):
             worker.init_device()
-
-
-_FP8_CACHE = {
-    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
-    "ignore": [],
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True,
-                        "dynamic": False},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,7 @@ def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, head
     cache = torch.zeros(2, 16, kv_heads, 64, dtype=torch.bfloat16)
     backend.groups = [(0, kv_compact_triton.LayerCaches.of([(cache, cache)]))]
     backend.samples = {PLAIN.kind: (PLAIN, cache, cache)}
+    backend.dtype = cache.dtype
     monkeypatch.setattr(tree_words_triton, "fill_tree_words", fill)
     monkeypatch.setattr(
         kv_compact_triton, "compact_paths_triton", lambda *args: moved.append(args[2].tolist())
@@ -367,6 +368,45 @@ def test_layers_attend_by_the_block_table_of_their_group(backend, monkeypatch):
     tree.accepted_path = [1, 2]
     backend.compact(TreeStep([tree]), SimpleNamespace(block_table=lambda group: group))
     assert moved == [(16, 1), (32, 4)]
+
+
+def test_a_quantised_cache_takes_a_kernel_for_the_models_dtype(monkeypatch):
+    pytest.importorskip("triton")
+    scale = torch.tensor(0.5)
+    features = AttnFeatures(key_scales=scale, value_scales=scale, query_scales=scale)
+    backend = CudaTreeBackend("auto", 2, LIMITS, CPU)
+    chosen = []
+
+    def choose(requested, shape, *rest):
+        chosen.append((shape.dtype, shape.kinds))
+        return ChosenKernel("triton", print, "")
+
+    monkeypatch.setattr(cuda_backend, "choose_cuda_kernel", choose)
+    monkeypatch.setattr(CudaTreeBackend, "capability", lambda self: (9, 0))
+    cache = torch.zeros(2, 1, 16, 8, dtype=torch.uint8)
+    backend.bind([CacheGroup(0, {"a": cache}, torch.float16, "fp8", {"a": features})])
+    kind = FeatureKind(quantised_cache=True, quantised_query=True)
+    assert chosen == [(torch.float16, (kind,))]
+    assert backend.views(cache)[0].dtype == torch.float8_e4m3fn
+    assert backend.views(cache)[0].data_ptr() == cache.data_ptr()
+    # A head's caches keep the model's dtype, and its kernel is one for plain layers.
+    backend.choose(64, 2, 1, torch.float16, for_drafts=True)
+    assert chosen[1] == (torch.float16, (FeatureKind(),))
+
+
+def test_draft_layers_share_a_group_with_a_quantised_target():
+    """Their caches keep the model's dtype, so that drafts are not quantised."""
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 64}
+    specs = {f"t{i}": FullAttentionSpec(**sizes, dtype=torch.uint8) for i in range(3)}
+    specs["draft"] = FullAttentionSpec(**sizes, dtype=torch.bfloat16)
+    (group,) = get_kv_cache_groups(VllmConfig(), specs)
+    assert sorted(group.layer_names) == sorted(specs)
+    held = group.kv_cache_spec.kv_cache_specs
+    assert (held["t0"].dtype, held["draft"].dtype) == (torch.uint8, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
