@@ -269,12 +269,9 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         if device == "cuda" and os.environ.get(FULL_GRAPHS_VARIABLE, "0") == "1":
             return f"V2 does not serve {FULL_GRAPHS_VARIABLE}=1"
         target = self.target_model_config
-        if target.is_multimodal_model or target.uses_mrope:
+        if device == "cuda" and (target.is_multimodal_model or target.uses_mrope):
             shown = f"multimodal and M-RoPE targets ({target.architectures[0]})"
-            if target.is_hybrid:
-                return f"V2 does not serve {shown} with recurrent layers"
-            if device == "cuda":
-                return f"V2 does not serve trees over {shown} on CUDA"
+            return f"V2 does not serve trees over {shown} on CUDA"
         return None
 
     def take_v1(self) -> None:

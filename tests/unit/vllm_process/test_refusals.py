@@ -448,6 +448,14 @@ def test_wrong_targets(
         _config(other, _jetspec(head))
 
 
+_FP8_CACHE = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True,
+                        "dynamic": False},
+}  # fmt: skip
+
+
 def test_drafts_do_not_read_a_quantised_cache_that_the_checkpoint_asks_for(
     target: Path, tmp_path: Path
 ) -> None:

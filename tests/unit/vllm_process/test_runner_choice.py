@@ -267,8 +267,7 @@ def test_full_graphs_stop_the_start_where_v2_is_asked_for(
         ({"is_multimodal_model": True}, "cuda", "multimodal and M-RoPE targets .* on CUDA"),
         ({"uses_mrope": True}, "cuda", "multimodal and M-RoPE targets .* on CUDA"),
         ({"is_multimodal_model": True}, "cpu", None),
-        ({"uses_mrope": True, "is_hybrid": True}, "cpu", "M-RoPE targets .* with recurrent layers"),
-        ({"is_hybrid": True}, "cpu", None),
+        ({"uses_mrope": True, "is_hybrid": True}, "cpu", None),
     ],
 )
 def test_targets_that_v2_does_not_serve(
