@@ -8,7 +8,12 @@ that every start checks them. `scripts/vllm_names.py` reads from the code what b
 
 from __future__ import annotations
 
-from vllm_specplug.seams.listing_gpu import ATTENTION_BACKENDS, GPU_USES, GPU_V1_USES
+from vllm_specplug.seams.listing_gpu import (
+    ATTENTION_BACKENDS,
+    CACHE_SCALES,
+    GPU_USES,
+    GPU_V1_USES,
+)
 from vllm_specplug.seams.listing_states import STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
@@ -453,7 +458,6 @@ _WORKER_USES: tuple[Seam, ...] = (
     ),
 )
 
-_CACHE_SCALES = "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod"
 _CPU_USES: tuple[Seam, ...] = (
     *uses(
         "cpu_backend",
@@ -466,7 +470,7 @@ _CPU_USES: tuple[Seam, ...] = (
         f"{_BACKENDS}.cpu_attn:_get_attn_isa",
     ),
     *(
-        InstanceAttribute("cpu_backend", f"{_CACHE_SCALES}.{name}", _WHY_BACKEND, TREE)
+        InstanceAttribute("cpu_backend", f"{CACHE_SCALES}.{name}", _WHY_BACKEND, TREE)
         for name in ("_k_scale_float", "_v_scale_float")
     ),
     Overrides(
