@@ -116,6 +116,8 @@ def _runner(step: Step) -> Any:
     runner.speculator = SimpleNamespace(store=step.store, trees={})
     runner.planner = SimpleNamespace(clock=HostClock(), running=(None, None))
     runner.tree_metrics = SimpleNamespace(stats=StepStats())
+    runner.step_adapters = (), set()
+    runner.state = SimpleNamespace(adapter_names=lambda count: [])
     runner.tree_step = runner.tree_walk = runner.tree_slots = runner.tree_states = None
     sampler = SimpleNamespace(
         compute_nans=False,
