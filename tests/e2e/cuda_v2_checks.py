@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,8 +25,10 @@ from tests.e2e import cuda_v2_worker
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Counts, Pair, core_of, pair
+from tests.e2e.target_checks import engine_of
 from vllm_specplug.drafting.drafter import DeviceRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
+from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows
 from vllm_specplug.vllm_v2 import cuda_trees
 
 cuda_v2_worker.use_cuda_worker()
@@ -42,6 +45,7 @@ def engines(
     ngram_topk: int = 3,
     nodes: int = 6,
     budget: int | str | None = None,
+    target: dict[str, Any] | None = None,
     **tree: Any,
 ) -> Pair:
     options = {
@@ -56,6 +60,7 @@ def engines(
         max_num_batched_tokens=32,
         max_num_seqs=4,
         **CACHE,
+        **(target or {}),
     )
     core = core_of(made.tree)
     assert type(core.scheduler).__name__ == ("AsyncScheduler" if ahead else "Scheduler")
@@ -73,6 +78,67 @@ def _compare(made: Pair, ahead: bool) -> Counts:
     _, counts = made.compare(PROMPTS, params)
     assert (counts.stale > 0) == ahead, counts
     return counts
+
+
+# Around gpt-oss' window, and longer than a block.
+WINDOW_PROMPTS = [[(5 * i + n) % 250 + 5 for i in range(n)] for n in (13, 24, 40)]
+
+
+def _compare_windows(made: Pair) -> Counts:
+    params = [
+        greedy(max_tokens=20, detokenize=False),
+        *(seeded(i, max_tokens=20, detokenize=False) for i in (1, 2)),
+    ]
+    return made.compare(WINDOW_PROMPTS, params)[1]
+
+
+def _changing(**changes: Any) -> Any:
+    """Tree rows whose layers have other features than they have."""
+    original = DeviceTreeRows.attend
+
+    def attend(self: Any, query: Any, cache: Any, output: Any, scale: float, features: Any,
+               block_table: Any) -> None:  # fmt: skip
+        if "block_table" in changes:
+            block_table = self.metadata.block_table
+        given = {name: value for name, value in changes.items() if name != "block_table"}
+        original(self, query, cache, output, scale, replace(features, **given), block_table)
+
+    return patch.object(DeviceTreeRows, "attend", attend)
+
+
+# vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
+def check_windows_and_sinks_in_groups() -> None:
+    """gpt-oss: windows of 16 and full attention in KV cache groups of their own, and sinks."""
+    made = engines(ahead=True, target=engine_of("GptOss"))
+    assert len(made.runner.kv_cache_config.kv_cache_groups) == 2
+    backend = made.runner.tree_backend
+    assert [index for index, _ in backend.groups] == [0, 1]
+    counts = _compare_windows(made)
+    assert counts.skipping > 1 and counts.stale > 0, counts
+    stock = backend.compact
+
+    def by_the_first_table(*args: Any) -> None:
+        tables = backend.block_tables
+        backend.block_tables = [tables[0], tables[0]]
+        stock(*args)
+        backend.block_tables = tables
+
+    controls = {
+        "windows": _changing(window=0),
+        "sinks": _changing(sinks=None),
+        "block tables": _changing(block_table=None),
+        "compaction": patch.object(backend, "compact", by_the_first_table),
+    }
+    assert not [name for name, control in controls.items() if _is_equal(made, control)]
+
+
+def _is_equal(made: Pair, control: Any) -> bool:
+    with control:
+        try:
+            _compare_windows(made)
+        except AssertionError as error:
+            return "differs" not in str(error)
+        return True
 
 
 def check_branching_trees() -> None:

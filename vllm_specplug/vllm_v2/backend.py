@@ -7,6 +7,7 @@ The runner mixin is the same everywhere; everything that differs between devices
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -24,10 +25,8 @@ class TreeBackend(ABC):
 
     is_host = False
     """Whether the device's memory is the host's, so that nothing has to be waited for."""
-    serves_features = False
-    """Whether its kernels take `AttnFeatures` other than plain ones."""
     reads_fp8 = False
-    """Whether its kernels read caches of 8 bits."""
+    """Whether its kernels read KV caches of 8 bits."""
 
     @abstractmethod
     def step_clock(self) -> StepClock:
@@ -38,9 +37,9 @@ class TreeBackend(ABC):
         """Takes the target's caches."""
 
     @abstractmethod
-    def tree_rows(self, trees: StepTrees, block_table: torch.Tensor) -> TreeRows:
-        """The step's rows for the attention backends; `block_table` int32 [R, blocks] of one of
-        the KV cache groups: each layer brings its own."""
+    def tree_rows(self, trees: StepTrees, block_tables: Sequence[torch.Tensor]) -> TreeRows:
+        """The step's rows for the attention backends; `block_tables` int32 [R, blocks] by KV cache
+        group."""
 
     @abstractmethod
     def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
@@ -72,7 +71,6 @@ class CpuTreeBackend(TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache."""
 
     is_host = True
-    serves_features = True
     reads_fp8 = True
 
     def step_clock(self) -> StepClock:
@@ -82,10 +80,11 @@ class CpuTreeBackend(TreeBackend):
         self.groups = [(group.index, list(group.caches.values())) for group in groups]
         self.layouts = target_layouts(groups)
 
-    def tree_rows(self, trees: StepTrees, block_table: torch.Tensor) -> TreeRows:
+    def tree_rows(self, trees: StepTrees, block_tables: Sequence[torch.Tensor]) -> TreeRows:
+        # Each layer brings its own table.
         metadata = TreeAttnMetadata(
             step_plan(trees),
-            block_table,
+            block_tables[0],
             max_rows=trees.rows.max_rows,
             max_context=trees.rows.max_context,
             mask_words=ancestor_words(trees),

@@ -7,13 +7,14 @@ only kernels read. Nothing here waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, TreeRows
 from vllm_specplug.vllm_v2.backend import TreeBackend, step_plan
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk
-from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_backend import CudaKernels
 from vllm_specplug.vllm_worker.step_clock import DeviceClock, StepClock
 
@@ -29,17 +30,8 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
     """`CudaKernels` for trees that are tensors."""
 
     is_host = False
-    # The running step's, int32 [R, blocks].
-    block_table: torch.Tensor
-
-    def bind(self, groups: list[CacheGroup]) -> None:
-        if len(groups) != 1:
-            raise ValueError(
-                f"tree_kernel={self.requested!r} serves targets with one KV cache group on vLLM's "
-                f"V2 model runner, and this one has {len(groups)}: set "
-                "VLLM_USE_V2_MODEL_RUNNER=0, or --disable-hybrid-kv-cache-manager."
-            )
-        super().bind(groups)
+    # The running step's by KV cache group, each int32 [R, blocks].
+    block_tables: Sequence[torch.Tensor]
 
     def step_clock(self) -> StepClock:
         return DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
@@ -48,16 +40,18 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
         # V2 replays what it captured with the metadata of a dummy batch, which has no trees.
         return False
 
-    def tree_rows(self, trees: StepTrees, block_table: torch.Tensor) -> TreeRows:
+    def tree_rows(self, trees: StepTrees, block_tables: Sequence[torch.Tensor]) -> TreeRows:
         rows = trees.rows
-        self.block_table = block_table
+        self.block_tables = block_tables
+        device = rows.places.device
         words = (len(rows.places), -(-rows.max_rows // 64))
         metadata = TreeAttnMetadata(
             step_plan(trees),
-            block_table,
+            # Each layer brings its own.
+            block_tables[0],
             max_rows=rows.max_rows,
             max_context=rows.max_context,
-            mask_words=torch.empty(words, dtype=torch.int64, device=block_table.device),
+            mask_words=torch.empty(words, dtype=torch.int64, device=device),
             parent_rows=parent_rows(trees),
             query_starts=rows.starts if rows.covers_batch else None,
         )
@@ -70,12 +64,8 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
         rows = trees.rows
         # Past a path's end the kernel reads nothing.
         nodes = walk.path_rows[:, 1:] - (rows.starts[:-1, None] + 1)
-        ((_, layers),) = self.groups
-        compact_paths_triton(
-            layers,
-            nodes.to(torch.int32),
-            walk.lengths,
-            rows.contexts,
-            torch.arange(len(walk.lengths), dtype=torch.int32, device=nodes.device),
-            self.block_table,
-        )
+        paths = nodes.to(torch.int32)
+        requests = torch.arange(len(walk.lengths), dtype=torch.int32, device=nodes.device)
+        for index, layers in self.groups:
+            table = self.block_tables[index]
+            compact_paths_triton(layers, paths, walk.lengths, rows.contexts, requests, table)

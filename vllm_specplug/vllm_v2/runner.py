@@ -44,7 +44,7 @@ from vllm_specplug.vllm_v2.state_trees import accepted_lengths, last_state_rows,
 from vllm_specplug.vllm_v2.step_input import step_rows, verified_step
 from vllm_specplug.vllm_v2.stop_tokens import MOST_STOP_TOKENS, StopTokens, stop_tokens_of
 from vllm_specplug.vllm_v2.tree_params import TreeParams
-from vllm_specplug.vllm_worker.cache_groups import check_plain_attention, draft_group
+from vllm_specplug.vllm_worker.cache_groups import draft_group
 from vllm_specplug.vllm_worker.calibration import start_budget
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
@@ -159,7 +159,7 @@ class TreeRunnerV2Mixin(_Runner):
         ) -> Any:
             metadata = stock(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
             if self.tree_step is not None:
-                rows = self.tree_backend.tree_rows(self.tree_step, block_tables[0])
+                rows = self.tree_backend.tree_rows(self.tree_step, block_tables)
                 for one in {id(m): m for m in metadata.values()}.values():
                     attach_tree_rows(one, rows)
                 if self.drafter.state_layers.names:
@@ -199,13 +199,6 @@ class TreeRunnerV2Mixin(_Runner):
         served = state.layers if self.tree_backend.reads_fp8 else None
         check_cache_dtypes(state.target_caches(), state.dtype, method, served)
         check_state_blocks(state.kv_cache_config, self.tree_spec.num_speculative_tokens, method)
-        if not self.tree_backend.serves_features:
-            check_plain_attention(
-                state.layers,
-                method,
-                f"tree_kernel={self.tree_spec.tree_kernel!r}",
-                'Use tree_kernel="auto" on a CPU',
-            )
         self.tree_backend.bind(state.target_groups())
         self.draft_group = draft_group(state.kv_cache_config, state.layers, method)
         layers = self.drafter.cache_layers

@@ -8,9 +8,8 @@ one fails.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -80,7 +79,7 @@ class PretendedBackend(CudaTreeBackend):
     """CUDA's backend, without its kernels."""
 
     def __init__(self) -> None:
-        self.layers: Any = None
+        self.groups = [(0, cast(Any, None))]
         self.views: Any = None
         self.kernel = ChosenKernel("cute", lambda *args: None, "")
 
@@ -117,6 +116,8 @@ def _runner(step: Step) -> Any:
     runner.speculator = SimpleNamespace(store=step.store, trees={})
     runner.planner = SimpleNamespace(clock=HostClock(), running=(None, None))
     runner.tree_metrics = SimpleNamespace(stats=StepStats())
+    runner.step_adapters = (), set()
+    runner.state = SimpleNamespace(adapter_names=lambda count: [])
     runner.tree_step = runner.tree_walk = runner.tree_slots = runner.tree_states = None
     sampler = SimpleNamespace(
         compute_nans=False,
@@ -132,7 +133,11 @@ def _runner(step: Step) -> Any:
 
 def _run(runner: Any, batch: Any) -> Any:
     tables, _ = runner.prepare_attn(batch)
-    runner.tree_backend.tree_rows(runner.tree_step, tables[0])
+    runner.tree_backend.tree_rows(runner.tree_step, tables)
+    return _sample(runner, batch)
+
+
+def _sample(runner: Any, batch: Any) -> Any:
     return runner.sample(
         torch.empty((len(batch.logits_indices), VOCAB), device="meta"), batch, None
     )
@@ -250,19 +255,32 @@ def test_parameters_that_follow_a_path_read_nothing(name: str) -> None:
     assert 0 < recorder.operations <= LAUNCHES_OF_PARAMS[name], recorder.operations
 
 
+def test_each_kv_cache_group_is_compacted_by_its_own_block_table(
+    moved: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step()
+    runner = _runner(step)
+    # Layers of one group and of another; the one between is the drafter's.
+    first, other = object(), object()
+    runner.tree_backend.groups = [(0, first), (2, other)]
+    tables = tuple(_numbers(3, blocks, dtype=torch.int32) for blocks in (9, 4, 5))
+    slots = _numbers(3, step.batch.num_tokens)
+    monkeypatch.setattr(_Stock, "prepare_attn", lambda self, batch: (tables, slots))
+    runner.prepare_attn(step.batch)
+    runner.tree_backend.tree_rows(runner.tree_step, tables)
+    assert reads_the_device(lambda: _sample(runner, step.batch)) is None
+    (layers, *paths, table), (others, *again, another) = moved[-2:]
+    assert layers is first and table is tables[0]
+    assert others is other and another is tables[2]
+    assert all(a is b for a, b in zip(paths, again, strict=True))
+
+
 @pytest.mark.parametrize("is_cuda", [True, False])
-def test_a_device_takes_no_layer_that_its_kernels_do_not_serve(
+def test_a_device_takes_no_cache_that_its_kernels_do_not_read(
     is_cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows, soft caps, sinks, ALiBi and quantised caches stop the start on CUDA."""
-
-    class Refused(Exception): ...
-
-    def refuse(layers: Any, *args: Any) -> None:
-        raise Refused
-
+    """Those of 8 bits stop the start on CUDA."""
     served: list[Any] = []
-    monkeypatch.setattr(runner_module, "check_plain_attention", refuse)
     monkeypatch.setattr(runner_module, "check_cache_dtypes", lambda *args: served.append(args[3]))
     monkeypatch.setattr(runner_module, "check_state_blocks", lambda *args: None)
     monkeypatch.setattr(runner_module, "draft_group", lambda *args: 0)
@@ -278,7 +296,6 @@ def test_a_device_takes_no_layer_that_its_kernels_do_not_serve(
     )  # fmt: skip
     runner.speculator = SimpleNamespace(proposer=SimpleNamespace(cache_layers=[]))
     runner.tree_backend = PretendedBackend() if is_cuda else CpuTreeBackend()
-    monkeypatch.setattr(CpuTreeBackend, "bind", lambda self, groups: None)
-    with pytest.raises(Refused) if is_cuda else nullcontext():
-        runner.initialize_kv_cache(None)
+    monkeypatch.setattr(type(runner.tree_backend), "bind", lambda self, groups: None)
+    runner.initialize_kv_cache(None)
     assert served == [None if is_cuda else {}]
