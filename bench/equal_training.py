@@ -51,8 +51,9 @@ class Setup:
 
 
 def mlp_width(setup: Setup, config: dict[str, Any], others: Callable[..., int]) -> int:
-    """The width, a multiple of 16, that gives a head of one MLP `setup.parameters`; `others` counts
-    the rest from the hidden size, the widths of queries and of keys, and the vocabulary."""
+    """The width, a multiple of 16, that gives a head of one MLP `setup.parameters`, but at most the
+    target's, from whose rows a head starts; `others` counts the rest from the hidden size, the
+    widths of queries and of keys, and the vocabulary."""
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
@@ -64,7 +65,7 @@ def mlp_width(setup: Setup, config: dict[str, Any], others: Callable[..., int]) 
             f"--parameters {setup.parameters:.3g} leaves no MLP: a head has {rest:,} parameters "
             "beside it; raise it"
         )
-    return width
+    return min(width, config["intermediate_size"])
 
 
 def train_all(setup: Setup, runs: Path, longspec: tuple[str, str] | None) -> dict[str, Any]:
