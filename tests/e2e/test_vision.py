@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e import vision_checks, wrapper_checks
-from tests.e2e.pair import assert_check, check_names
+from tests.e2e import vision_checks
+from tests.e2e.pair import assert_check, check_names, written_checks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("vision_checks")]
 
@@ -17,6 +17,7 @@ def test_images_and_text_are_answered_alike(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", check_names(wrapper_checks))
-def test_wrappers_with_positions_on_one_axis(name: str) -> None:
-    assert_check("tests.e2e.wrapper_checks", name)
+@pytest.mark.parametrize("module", ["wrapper_checks", "v2_wrapper_checks"])
+def test_wrappers_with_positions_on_one_axis(module: str) -> None:
+    for name in written_checks(module):
+        assert_check(f"tests.e2e.{module}", name)
