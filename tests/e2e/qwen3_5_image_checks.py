@@ -79,18 +79,28 @@ def check_text_and_images_with_experts() -> None:
     compare(engines("Qwen3_5Moe"), prompts())
 
 
-def check_prefix_hits_chunks_and_preemption_with_images() -> None:
-    """Blocks of 32 tokens, which end inside an image; on V2 also under a scheduler that works
-    ahead."""
+def schedulers(**tree: Any) -> Iterator[tuple[Pair, bool]]:
+    """Engines with blocks of 32 tokens, which end inside an image, whose prompts come in chunks;
+    on V2 also with a scheduler that works ahead, and whether it does."""
     for ahead in (False, True) if V2 else (False,):
-        tree = {"enable_prefix_caching": True, "max_num_batched_tokens": 96,
-                "num_gpu_blocks_override": 40, "async_scheduling": ahead}  # fmt: skip
-        made = engines("Qwen3_5", size=16, tree=tree)
+        common = {"enable_prefix_caching": True, "max_num_batched_tokens": 96}
+        made = engines("Qwen3_5", size=16, tree={**common, "async_scheduling": ahead, **tree})
         assert core_of(made.tree).scheduler.block_size == 32
-        preempted, hits = watch_preemptions(made.tree), watch_prefix_hits(made.tree)
-        # What all of them leave in the cache is gone again; what the images alone leave is not.
-        for inputs in (prompts(), prompts()[4:], prompts()[4:]):
+        yield made, ahead
+
+
+def check_prefix_hits_and_chunks_with_images() -> None:
+    for made, ahead in schedulers():
+        hits = watch_prefix_hits(made.tree)
+        for hit in (0, 32):
             hits.clear()
-            _, counts = compare(made, inputs)
+            _, counts = compare(made, prompts())
+            assert max(hits.values()) == hit, hits
             assert (counts.stale > 0) == ahead, counts
-        assert max(hits.values()) == 32 and preempted, (hits, preempted)
+
+
+def check_preemption_with_images() -> None:
+    for made, ahead in schedulers(num_gpu_blocks_override=40):
+        preempted = watch_preemptions(made.tree)
+        _, counts = compare(made, prompts())
+        assert preempted and (counts.stale > 0) == ahead, (preempted, counts)
