@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from vllm_specplug.seams.listing_gpu import (
     ATTENTION_BACKENDS,
-    CACHE_SCALES,
     GPU_USES,
     GPU_V1_USES,
 )
@@ -458,6 +457,7 @@ _WORKER_USES: tuple[Seam, ...] = (
     ),
 )
 
+_CACHE_SCALES = "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod"
 _CPU_USES: tuple[Seam, ...] = (
     *uses(
         "cpu_backend",
@@ -470,7 +470,7 @@ _CPU_USES: tuple[Seam, ...] = (
         f"{_BACKENDS}.cpu_attn:_get_attn_isa",
     ),
     *(
-        InstanceAttribute("cpu_backend", f"{CACHE_SCALES}.{name}", _WHY_BACKEND, TREE)
+        InstanceAttribute("cpu_backend", f"{_CACHE_SCALES}.{name}", _WHY_BACKEND, TREE)
         for name in ("_k_scale_float", "_v_scale_float")
     ),
     Overrides(

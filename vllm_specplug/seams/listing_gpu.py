@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from vllm_specplug.seams.reasons import REGISTRY, TREE, overrides, uses
-from vllm_specplug.seams.seam import InstanceAttribute, Register, Seam, SeamSet
+from vllm_specplug.seams.seam import Register, Seam, SeamSet
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BACKENDS = "vllm.v1.attention.backends"
-CACHE_SCALES = "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod"
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
 ATTENTION_BACKENDS = SeamSet(
@@ -42,10 +41,6 @@ GPU_USES: tuple[Seam, ...] = (
         f"{_BACKENDS}.fa_utils:flash_attn_varlen_func",
         f"{_BACKENDS}.fa_utils:get_flash_attn_version",
         f"{_BACKENDS}.fa_utils:reshape_and_cache_flash",
-    ),
-    *(
-        InstanceAttribute("gpu_backend", f"{CACHE_SCALES}.{name}", _WHY_BACKEND, TREE)
-        for name in ("_q_scale", "_k_scale", "_v_scale")
     ),
     *(
         seam
