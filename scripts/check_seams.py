@@ -48,14 +48,10 @@ def imported_from(tree: ast.Module, name: str, package: str) -> list[tuple[str, 
     return found
 
 
-def is_set_on_self(node: ast.ClassDef, name: str) -> bool:
-    """Whether one of the class's methods assigns `self.name`."""
+def is_set_by(node: ast.ClassDef, name: str) -> bool:
+    """Whether one of the class's methods assigns the attribute, of whatever object."""
     return any(
-        isinstance(part, ast.Attribute)
-        and part.attr == name
-        and isinstance(part.ctx, ast.Store)
-        and isinstance(part.value, ast.Name)
-        and part.value.id == "self"
+        isinstance(part, ast.Attribute) and part.attr == name and isinstance(part.ctx, ast.Store)
         for part in ast.walk(node)
     )
 
@@ -98,12 +94,16 @@ def find(source: Path, module: str, path: str, depth: int = 0) -> Definition | a
         return None if rest else parse(source, f"{module}.{head}")
     if not rest:
         return node
+    if isinstance(node, ast.FunctionDef):
+        # A buffer that it registers.
+        names = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+        return node if rest in names else None
     if not isinstance(node, ast.ClassDef):
         return None
     member = defined(node.body, rest)
     if member is not None:
         return member
-    if is_set_on_self(node, rest):
+    if is_set_by(node, rest):
         return node
     for base in node.bases:
         if isinstance(base, ast.Subscript):

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from vllm_specplug.seams.reasons import REGISTRY, TREE, overrides, uses
-from vllm_specplug.seams.seam import Register, Seam, SeamSet
+from vllm_specplug.seams.seam import InstanceAttribute, Register, Seam, SeamSet
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BACKENDS = "vllm.v1.attention.backends"
+_QUANT_SCALES = "vllm.model_executor.layers.attention.attention:set_default_quant_scales"
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
 ATTENTION_BACKENDS = SeamSet(
@@ -26,6 +27,10 @@ ATTENTION_BACKENDS = SeamSet(
 )
 
 GPU_USES: tuple[Seam, ...] = (
+    *(
+        InstanceAttribute("gpu_backend", f"{_QUANT_SCALES}.{name}", _WHY_BACKEND, TREE)
+        for name in ("_q_scale", "_k_scale", "_v_scale")
+    ),
     *uses(
         "gpu_backend",
         _WHY_BACKEND,

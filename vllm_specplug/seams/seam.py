@@ -11,6 +11,7 @@ import dis
 import functools
 import importlib
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -126,7 +127,8 @@ class Overrides(Seam):
 
 
 class InstanceAttribute(Seam):
-    """An attribute that a method of a vLLM class sets and the package reads or sets."""
+    """An attribute that a method of a vLLM class sets, or a buffer that a function of vLLM
+    registers, and the package reads or sets."""
 
     kind = "reads"
 
@@ -142,8 +144,16 @@ class InstanceAttribute(Seam):
 
 
 @functools.cache
-def _attributes_set(owner: type) -> frozenset[str]:
-    """Names of the attributes that methods of a class or of its bases store."""
+def _attributes_set(owner: Any) -> frozenset[str]:
+    """Names of the attributes that methods of a class or of its bases store; of a function, of the
+    buffers that it registers."""
+    if not isinstance(owner, type):
+        body = list(dis.get_instructions(inspect.unwrap(owner)))
+        return frozenset(
+            name.argval
+            for call, name in itertools.pairwise(body)
+            if call.argval == "register_buffer" and name.opname == "LOAD_CONST"
+        )
     functions = [
         inspect.unwrap(member)
         for base in owner.__mro__
