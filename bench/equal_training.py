@@ -167,11 +167,21 @@ def train_all(setup: Setup, runs: Path, longspec: tuple[str, str] | None) -> dic
     }
     if longspec is not None:
         found["longspec"] = train_long(*longspec)
+    # What a run that was finished before returns says nothing of its head.
+    found = {
+        kind: {**provenance_of(runs / kind / "head"), **facts} for kind, facts in found.items()
+    }
     parts = {kind: (kind, DELS_BACKBONE) if kind == "dels" else (kind,) for kind in found}
     return {
         kind: {**facts, "parameters": sum(parameters(runs / part / "head") for part in parts[kind])}
         for kind, facts in found.items()
     }
+
+
+def provenance_of(head: Path) -> dict[str, Any]:
+    """What a trained head says of its training and its acceptance."""
+    facts: dict[str, Any] = json.loads((head / "provenance.json").read_text())
+    return facts
 
 
 def fused_acceptance(setup: Setup, runs: Path) -> dict[str, Any]:

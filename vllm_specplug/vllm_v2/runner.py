@@ -229,6 +229,7 @@ class TreeRunnerV2Mixin(_Runner):
         if not kwargs.get("dummy_run"):
             self.planner.begin_step()
         self.tree_step = self.tree_walk = self.tree_states = self.logits_counts = None
+        self.step_adapters = (), set()
         return super().execute_model(*args, **kwargs)
 
     def finish_requests(self, scheduler_output: Any) -> None:
