@@ -246,7 +246,8 @@ def page(found: dict[str, Any], record: dict[str, Any]) -> ResultPage:
         title="Heads of equal size after equal training",
         about="Mean acceptance length on held-out greedy answers of the target, estimated as "
         "serving drafts. jetspec and dflash are the block heads of JetSpec and DDTree, dels is a "
-        "smaller dflash and a local head.",
+        "smaller dflash and a local head. longspec reads features of another kind, made of other "
+        "answers to the same prompts, so its held-out answers are not those of the others.",
         sections=[
             Section(header, rows),
             Section(("head", *sources), by_source, "Trees of 16 nodes, by kind of prompt"),
