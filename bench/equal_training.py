@@ -262,9 +262,9 @@ def main() -> None:
     benchmark = Benchmark("equal_training", __doc__, runs_vllm=False)
     add = benchmark.parser.add_argument
     for name in ("target", "features", "heldout"):
-        add(f"--{name}", required=True)
-    add("--longspec-features", default="")
-    add("--longspec-heldout", default="")
+        add(f"--{name}", type=Path, required=True)
+    add("--longspec-features", type=Path)
+    add("--longspec-heldout", type=Path)
     add("--runs", type=Path, required=True, help="folder of the trained heads")
     add("--tokens", type=int, default=200_000, help="supervised tokens of each training")
     add("--tokens-per-step", type=int, default=2240)
@@ -273,11 +273,13 @@ def main() -> None:
     add("--eval-sequences", type=int, default=24)
     args = benchmark.parse()
     setup = Setup(
-        args.target, args.features, args.heldout, args.draft_vocab_size, args.parameters,
+        str(args.target), str(args.features), str(args.heldout), args.draft_vocab_size,
+        args.parameters,
         args.tokens, args.tokens_per_step, args.eval_sequences,
     )  # fmt: skip
     longspec = (args.longspec_features, args.longspec_heldout)
-    found = train_all(setup, args.runs, longspec if all(longspec) else None)
+    given = (str(longspec[0]), str(longspec[1])) if all(longspec) else None
+    found = train_all(setup, args.runs, given)
     benchmark.publish(args, page(found, benchmark.provenance(args)))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,13 +95,22 @@ def test_positions_and_lengths(seed: int) -> None:
 @given(seeds)
 def test_positions_on_several_axes(seed: int) -> None:
     b, axes, longest = Batch(seed), 3, 64
-    positions = torch.full((axes, b.num_tokens + 1), -7)
-    given_positions = torch.from_numpy(b.rng.integers(0, 90, (SLOTS * axes, longest)))
-    check(
-        "mm.rope", "prepare_rope_positions", positions, positions.stride(0),
-        given_positions.int(), axes * longest, longest, b.ints(b.rng.integers(-9, 9, SLOTS)),
-        b.idx_mapping, b.query_start_loc, b.prefill_len, b.computed, 1024, axes,
-    )  # fmt: skip
+    prompts = b.ints(b.rng.integers(0, 90, (SLOTS * axes, longest)))
+    deltas = b.ints(b.rng.integers(-9, 9, SLOTS))
+
+    def positions(module: Any) -> torch.Tensor:
+        state = SimpleNamespace(
+            positions=torch.full((axes, b.num_tokens + 1), -7), num_dims=axes, max_model_len=longest,
+            prefill_positions=SimpleNamespace(gpu=prompts),
+            prefill_delta=SimpleNamespace(gpu=deltas),
+        )  # fmt: skip
+        module.RopeState.prepare_positions(
+            state, b.idx_mapping, b.query_start_loc, b.prefill_len, b.computed
+        )
+        return state.positions
+
+    stock, ours = run_both("mm.rope", positions)
+    same(stock, ours)
 
 
 @few

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.config import CacheConfig
 
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v1.runner_state import RunnerState
@@ -58,7 +59,7 @@ class SleepingRunner:
                 model="m", dtype=torch.float32, max_model_len=1024, quantization=None,
                 enforce_eager=True,
             ),
-            cache_config=SimpleNamespace(block_size=16),
+            cache_config=CacheConfig(block_size=16),
             parallel_config=parallel,
             scheduler_config=self.scheduler_config,
         )  # fmt: skip

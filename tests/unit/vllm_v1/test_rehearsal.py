@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_specplug.vllm_v1.rehearsal import warm_up_sampling
 from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_worker import rehearsal as module
 from vllm_specplug.vllm_worker.rehearsal import rehearsal, warm_up_draft
@@ -87,7 +88,7 @@ def test_every_way_to_sample_is_warmed_up(runner: Any) -> None:
 
     runner.sampler, runner.max_num_reqs, runner.device = sample, 5, torch.device("cpu")
     runner.dtype, runner.model_config = torch.float32, SimpleNamespace(get_vocab_size=lambda: 50)
-    module.warm_up_sampling(runner.state)
+    warm_up_sampling(runner.state)
     ways = [(k, p) for k in (True, False) for p in (True, False)]
     assert seen == {(rows, k, p) for rows in (1, 2, 5, 256) for k, p in ways}
 
