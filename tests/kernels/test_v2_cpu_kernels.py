@@ -100,7 +100,8 @@ def test_positions_on_several_axes(seed: int) -> None:
 
     def positions(module: Any) -> torch.Tensor:
         state = SimpleNamespace(
-            positions=torch.full((axes, b.num_tokens + 1), -7), num_dims=axes, max_model_len=longest,
+            positions=torch.full((axes, b.num_tokens + 1), -7),
+            num_dims=axes, max_model_len=longest,
             prefill_positions=SimpleNamespace(gpu=prompts),
             prefill_delta=SimpleNamespace(gpu=deltas),
         )  # fmt: skip
