@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -60,6 +59,8 @@ class DeviceSpeculator(TreeSpeculator):
         self.known[req_id] = KnownTokens(token_ids)
 
     def forget(self, gone: Sequence[str], ended: Sequence[str]) -> None:
+        # An engine that goes idle has no later step to count the last ones in.
+        self._look_back()
         super().forget(gone, ended)
         for req_id in gone:
             self.known.pop(req_id, None)
@@ -72,8 +73,9 @@ class DeviceSpeculator(TreeSpeculator):
             return copy.read(row)
         return super().tree_of(req_id)
 
-    @cached_property
+    @property
     def _reads_nothing(self) -> bool:
+        # Not kept: vLLM's warm-up steps come before the budget is calibrated.
         return self.planner.adaptive is None and self.proposer.drafter.drafts_on_device
 
     def _propose(

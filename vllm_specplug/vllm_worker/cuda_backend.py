@@ -2,8 +2,10 @@
 """Verifying trees on CUDA: buffers that outlive a step, kernels that never wait for the host.
 
 Metadata of a step goes to the device in two small copies from pinned memory; ancestor words are
-made there. vLLM's own wait for the sampled tokens separates two steps, so pinned memory is never
-rewritten while a copy of it is under way (trees rule out asynchronous scheduling).
+made there. That memory must not be rewritten while a copy of it is under way. On V1 the host's wait
+for the sampled tokens separates two steps. On V2, which may schedule ahead, trees and their words
+are made on the device, and whoever fills buffers from the host (a draft in pages) has waited for
+the step's tokens first, once per draft.
 """
 
 from __future__ import annotations
