@@ -138,6 +138,24 @@ def test_pages_of_own_chains_are_named_by_the_method() -> None:
     assert page.sections[0].rows[2][1:6] == row
 
 
+def test_local_heads_are_compared_with_the_block_head_alone() -> None:
+    heads = script("fused_heads")
+    more = {
+        "tokens_per_s": 10.0, "decode_steps": 5, "accepted": 5, "drafts": 5, "same_as_plain": 1,
+        "prompts": 1, "provenance": {},
+    }  # fmt: skip
+    drafting = {"GRU": 3.0, "Markov": 2.5}
+    cells = [
+        cell(name, 0, 10, 1.0) | more | {"draft_ms": drafting.get(name.split()[1], 2.0)}
+        for name in ("plain base", *(s for s in heads.make_systems(16) if s != "plain"))
+    ]
+    cells[0] |= {"system": "plain", "draft_ms": None}
+    (section,) = heads.page(cells, 16).sections
+    assert (
+        section.notes[0] == "The local head adds 50 % (GRU) and 25 % (Markov) to a chain's draft."
+    )
+
+
 def test_heads_that_were_trained_are_served(tmp_path: Path) -> None:
     for kind in ("jetspec", "dels", "dels-backbone"):
         (tmp_path / kind / "head").mkdir(parents=True)
