@@ -179,9 +179,10 @@ def train_all(setup: Setup, runs: Path, longspec: tuple[str, str] | None) -> dic
 
 
 def provenance_of(head: Path) -> dict[str, Any]:
-    """What a trained head says of its training and its acceptance."""
+    """What a trained head says of its training and its acceptance; what made it is the page's."""
     facts: dict[str, Any] = json.loads((head / "provenance.json").read_text())
-    return facts
+    made_by = ("command", "git_revision", "versions", "hardware")
+    return {name: value for name, value in facts.items() if name not in made_by}
 
 
 def fused_acceptance(setup: Setup, runs: Path) -> dict[str, Any]:
