@@ -30,6 +30,7 @@ from vllm_specplug.vllm_v2.host_step import (
     StepCopy,
     StepRecord,
     TreesCopy,
+    packed_trees,
     to_device,
 )
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
@@ -235,11 +236,7 @@ def _first_rank(trees: DeviceTrees) -> DeviceTrees:
     """The first tensor parallel rank's, on every rank."""
     if get_tensor_model_parallel_world_size() == 1:
         return trees
-    fields = (trees.token_ids.to(torch.int32), trees.parents, trees.depths)
-    packed = torch.cat(
-        [trees.counts[:, None], *fields, trees.scores.view(torch.int32)], dim=1
-    ).contiguous()
-    first = first_rank_tensor(packed)
+    first = first_rank_tensor(packed_trees(trees))
     token_ids, parents, depths, scores = first[:, 1:].chunk(4, dim=1)
     return DeviceTrees(
         token_ids.long(), parents, depths, scores.contiguous().view(torch.float32), first[:, 0]

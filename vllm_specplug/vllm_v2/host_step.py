@@ -49,7 +49,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class HostStep:
-    """A step after its walk, in the host's memory. W is the most tokens a step emits."""
+    """A step after its walk, in host memory. W: most tokens emitted per step."""
 
     # [R] tokens of each request the step's forward ended at
     seq_lens: torch.Tensor
@@ -132,14 +132,17 @@ class StepRecord:
     adapters: tuple[str | None, ...] = ()
 
 
+def packed_trees(trees: DeviceTrees) -> torch.Tensor:
+    """int32 [R, 1 + 4 * N]: counts, token ids, parents, depths, and scores as bits."""
+    fields = (trees.token_ids.to(torch.int32), trees.parents, trees.depths)
+    return torch.cat([trees.counts[:, None], *fields, trees.scores.view(torch.int32)], dim=1)
+
+
 class TreesCopy:
     """Trees of R requests on their way to the host."""
 
     def __init__(self, trees: DeviceTrees) -> None:
-        fields = (trees.token_ids, trees.parents, trees.depths)
-        # Scores travel as bits.
-        packed = [*(field.to(torch.int32) for field in fields), trees.scores.view(torch.int32)]
-        self.copy = HostCopy(torch.cat([trees.counts[:, None], *packed], dim=1))
+        self.copy = HostCopy(packed_trees(trees))
 
     def read(self, row: int) -> DraftTree:
         """The tree of one request; waits for it."""
