@@ -9,8 +9,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <random>
+#include <vector>
 
 #include "ops.h"
 
@@ -53,8 +55,93 @@ int64_t first_entry(const int32_t* tokens, int64_t size, int64_t mask) {
 void check_int32(const Tensor& tensor, int64_t dim, const char* name) {
   STD_TORCH_CHECK(
       tensor.scalar_type() == ScalarType::Int && tensor.is_contiguous() && tensor.dim() == dim,
-      "ngram_lookup: ", name, " must be a contiguous int32 tensor of ", dim, " dimensions");
+      "ngram index: ", name, " must be a contiguous int32 tensor of ", dim, " dimensions");
 }
+
+// N-gram nodes less probable than this are worth no row under any budget.
+const double kLowestScore = std::log(1.0 / 256);
+
+// A node that may be verified. `source` is its place in the tree that is grafted, -1 for one that
+// only the text proposes.
+struct Offer {
+  double score;
+  int32_t order;  // of entry; breaks ties, earlier first
+  int32_t token, parent, depth, source;
+};
+
+bool comes_later(const Offer& a, const Offer& b) {
+  return a.score < b.score || (a.score == b.score && a.order > b.order);
+}
+
+// What followed a suffix: distinct tokens, those seen more often first, then later ones.
+struct Continuations {
+  int64_t size = 0;  // of the suffix
+  int32_t seen = 0;  // occurrences that were looked at
+  int32_t count = 0;
+  int32_t tokens[kMaxOccurrences];
+  int32_t times[kMaxOccurrences];
+};
+
+// The text of one request with its index, see `ngram_lookup`.
+struct IndexedText {
+  const int32_t* tokens;
+  const int32_t* links;
+  const int32_t* heads;
+  int64_t n, levels, capacity, buckets, longest;
+
+  // What followed the last tokens of the text with `path` [length] behind it, after the longest
+  // suffix that anything followed.
+  Continuations after(const int32_t* path, int64_t length) const {
+    Continuations found;
+    std::vector<int32_t> tail(static_cast<size_t>(longest));
+    for (int64_t level = 0; level < levels && !found.seen; ++level) {
+      const int64_t size = longest - level;
+      if (n + length < size) continue;
+      for (int64_t i = 0; i < size; ++i) {
+        const int64_t at = n + length - size + i;
+        tail[static_cast<size_t>(i)] = at < n ? tokens[at] : path[at - n];
+      }
+      const size_t bytes = static_cast<size_t>(size) * sizeof(int32_t);
+      const int32_t* head = heads + level * buckets;
+      int64_t entry = first_entry(tail.data(), size, buckets - 1), place = 0;
+      for (int64_t tried = 0; head[entry] != 0 && tried < buckets; ++tried) {
+        if (head[entry] >= size && head[entry] <= n &&
+            std::memcmp(tokens + head[entry] - size, tail.data(), bytes) == 0) {
+          place = head[entry];
+          break;
+        }
+        entry = (entry + 1) & (buckets - 1);
+      }
+      while (place >= size && found.seen < kMaxOccurrences) {
+        // Nothing has followed the end of the text yet but the path.
+        if (place < n || length > 0) {
+          const int32_t next = place < n ? tokens[place] : path[0];
+          int32_t i = 0;
+          while (i < found.count && found.tokens[i] != next) ++i;
+          if (i == found.count) {
+            found.tokens[found.count] = next;
+            found.times[found.count++] = 0;
+          }
+          ++found.times[i];
+          ++found.seen;
+        }
+        const int64_t earlier = links[level * capacity + place - 1];
+        STD_TORCH_CHECK(earlier < place, "ngram_graft: the links are not those of these tokens");
+        place = earlier;
+        // Only tokens that changed after they were indexed can differ.
+        if (place >= size && std::memcmp(tokens + place - size, tail.data(), bytes) != 0) break;
+      }
+      found.size = size;
+    }
+    // Few entries, and equal ones keep their order.
+    for (int32_t i = 1; i < found.count; ++i)
+      for (int32_t j = i; j > 0 && found.times[j - 1] < found.times[j]; --j) {
+        std::swap(found.times[j - 1], found.times[j]);
+        std::swap(found.tokens[j - 1], found.tokens[j]);
+      }
+    return found;
+  }
+};
 
 }  // namespace
 
@@ -129,6 +216,112 @@ int64_t ngram_lookup(const Tensor& tokens, Tensor& links, Tensor& heads, int64_t
     }
   }
   return rows;
+}
+
+int64_t ngram_graft(const Tensor& tokens, const Tensor& links, const Tensor& heads, int64_t longest,
+                    const Tensor& shares, int64_t width, int64_t depth, const Tensor& tree_tokens,
+                    const Tensor& tree_parents, const Tensor& tree_scores, Tensor& out_tokens,
+                    Tensor& out_parents, Tensor& out_depths, Tensor& out_scores) {
+  check_int32(tokens, 1, "tokens");
+  check_int32(links, 2, "links");
+  check_int32(heads, 2, "heads");
+  check_int32(tree_parents, 1, "tree_parents");
+  check_int32(out_parents, 1, "out_parents");
+  check_int32(out_depths, 1, "out_depths");
+  const int64_t nodes = tree_parents.size(0), budget = out_parents.size(0);
+  const IndexedText text = {static_cast<const int32_t*>(tokens.data_ptr()),
+                            static_cast<const int32_t*>(links.data_ptr()),
+                            static_cast<const int32_t*>(heads.data_ptr()),
+                            tokens.size(0),
+                            links.size(0),
+                            links.size(1),
+                            heads.size(1),
+                            longest};
+  STD_TORCH_CHECK(text.levels >= 1 && text.levels <= longest && heads.size(0) == text.levels &&
+                      text.n <= text.capacity && text.buckets > 0 &&
+                      (text.buckets & (text.buckets - 1)) == 0,
+                  "ngram_graft: links and heads are not those of an index");
+  STD_TORCH_CHECK(tree_tokens.scalar_type() == ScalarType::Long && tree_tokens.is_contiguous() &&
+                      tree_tokens.numel() == nodes &&
+                      tree_scores.scalar_type() == ScalarType::Float &&
+                      tree_scores.is_contiguous() && tree_scores.numel() == nodes,
+                  "ngram_graft: a tree must be int64, int32 and float32 [M]");
+  STD_TORCH_CHECK(out_tokens.scalar_type() == ScalarType::Long && out_tokens.is_contiguous() &&
+                      out_tokens.numel() == budget && out_depths.numel() == budget &&
+                      out_scores.scalar_type() == ScalarType::Float &&
+                      out_scores.is_contiguous() && out_scores.numel() == budget,
+                  "ngram_graft: outputs must be int64, int32, int32 and float32 [N]");
+  STD_TORCH_CHECK(shares.scalar_type() == ScalarType::Float && shares.is_contiguous() &&
+                      shares.numel() == longest + 1,
+                  "ngram_graft: shares must be float32 [longest + 1]");
+  const float* share = static_cast<const float*>(shares.data_ptr());
+  const int64_t* in_token = static_cast<const int64_t*>(tree_tokens.data_ptr());
+  const int32_t* in_parent = static_cast<const int32_t*>(tree_parents.data_ptr());
+  const float* in_score = static_cast<const float*>(tree_scores.data_ptr());
+  int64_t* token = static_cast<int64_t*>(out_tokens.data_ptr());
+  int32_t* parent = static_cast<int32_t*>(out_parents.data_ptr());
+  int32_t* node_depth = static_cast<int32_t*>(out_depths.data_ptr());
+  float* score = static_cast<float*>(out_scores.data_ptr());
+
+  // Children of each node of the tree, the root's last, in their order.
+  std::vector<std::vector<int32_t>> children(static_cast<size_t>(nodes) + 1);
+  for (int32_t i = 0; i < nodes; ++i) {
+    const int32_t above = in_parent[i];
+    const float highest = above < 0 ? 0.0f : above < i ? in_score[above] : -INFINITY;
+    if (above < -1 || above >= i || !(in_score[i] <= highest)) return -1;
+    children[static_cast<size_t>(above < 0 ? nodes : above)].push_back(i);
+  }
+
+  std::vector<Offer> heap;
+  std::vector<int32_t> path;
+  int32_t entered = 0, node = 0;
+  const auto offer = [&](int64_t t, double total, int32_t above, int32_t level, int32_t source) {
+    // What cannot be, by a certain text or a saturated head, is worth no row.
+    if (!std::isfinite(total)) return;
+    heap.push_back({total, entered++, static_cast<int32_t>(t), above, level, source});
+    std::push_heap(heap.begin(), heap.end(), comes_later);
+  };
+  // Offers the children of output node `at`, -1 for the root, which is `source` in the tree.
+  const auto expand = [&](int32_t at, int32_t source, double total) {
+    path.clear();
+    for (int32_t i = at; i >= 0; i = parent[i]) path.push_back(static_cast<int32_t>(token[i]));
+    std::reverse(path.begin(), path.end());
+    Continuations found;
+    if (static_cast<int64_t>(path.size()) < depth)
+      found = text.after(path.data(), static_cast<int64_t>(path.size()));
+    const double weight = found.seen ? share[found.size] : 0.0;
+    const int32_t level = static_cast<int32_t>(path.size()) + 1;
+    const int32_t wanted = static_cast<int32_t>(std::min<int64_t>(width, found.count));
+    bool used[kMaxOccurrences] = {};
+    const bool in_tree = at < 0 || source >= 0;
+    if (in_tree)
+      for (const int32_t child : children[static_cast<size_t>(at < 0 ? nodes : source)]) {
+        const double above = at < 0 ? 0.0 : static_cast<double>(in_score[source]);
+        double p = (1.0 - weight) * std::exp(static_cast<double>(in_score[child]) - above);
+        for (int32_t i = 0; i < wanted; ++i)
+          if (found.tokens[i] == in_token[child] && !used[i]) {
+            p += weight * found.times[i] / found.seen;
+            used[i] = true;
+          }
+        offer(in_token[child], total + std::log(std::min(p, 1.0)), at, level, child);
+      }
+    for (int32_t i = 0; i < wanted; ++i) {
+      const double below = total + std::log(std::min(weight * found.times[i] / found.seen, 1.0));
+      if (!used[i] && below >= kLowestScore) offer(found.tokens[i], below, at, level, -1);
+    }
+  };
+  if (budget > 0) expand(-1, -1, 0.0);
+  while (!heap.empty() && node < budget) {
+    std::pop_heap(heap.begin(), heap.end(), comes_later);
+    const Offer best = heap.back();
+    heap.pop_back();
+    token[node] = best.token;
+    parent[node] = best.parent;
+    node_depth[node] = best.depth;
+    score[node] = static_cast<float>(best.score);
+    if (++node < budget) expand(node - 1, best.source, best.score);
+  }
+  return node;
 }
 
 }  // namespace specplug

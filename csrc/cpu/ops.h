@@ -45,4 +45,13 @@ int64_t ngram_lookup(const torch::stable::Tensor& tokens, torch::stable::Tensor&
                      torch::stable::Tensor& heads, int64_t indexed, int64_t longest,
                      torch::stable::Tensor& sizes, torch::stable::Tensor& found);
 
+int64_t ngram_graft(const torch::stable::Tensor& tokens, const torch::stable::Tensor& links,
+                    const torch::stable::Tensor& heads, int64_t longest,
+                    const torch::stable::Tensor& shares, int64_t width, int64_t depth,
+                    const torch::stable::Tensor& tree_tokens,
+                    const torch::stable::Tensor& tree_parents,
+                    const torch::stable::Tensor& tree_scores, torch::stable::Tensor& out_tokens,
+                    torch::stable::Tensor& out_parents, torch::stable::Tensor& out_depths,
+                    torch::stable::Tensor& out_scores);
+
 }  // namespace specplug

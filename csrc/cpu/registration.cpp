@@ -45,6 +45,11 @@ STABLE_TORCH_LIBRARY(specplug, m) {
   m.def(
       "ngram_lookup(Tensor tokens, Tensor(a!) links, Tensor(b!) heads, int indexed, int longest, "
       "Tensor(c!) sizes, Tensor(d!) found) -> int");
+  m.def(
+      "ngram_graft(Tensor tokens, Tensor links, Tensor heads, int longest, Tensor shares, "
+      "int width, int depth, Tensor tree_tokens, Tensor tree_parents, Tensor tree_scores, "
+      "Tensor(a!) out_tokens, Tensor(b!) out_parents, Tensor(c!) out_depths, "
+      "Tensor(d!) out_scores) -> int");
   m.def("cpu_isas() -> int");
   m.def("set_cpu_isa(int isa) -> ()");
   m.def("cpu_variant(bool bf16) -> str");
@@ -57,6 +62,7 @@ STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
   m.impl("ancestor_words", TORCH_BOX(&ancestor_words));
   m.impl("build_best_first", TORCH_BOX(&build_best_first));
   m.impl("ngram_lookup", TORCH_BOX(&ngram_lookup));
+  m.impl("ngram_graft", TORCH_BOX(&ngram_graft));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CompositeExplicitAutograd, m) {

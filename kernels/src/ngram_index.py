@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What followed a request's last few tokens earlier in it: hash tables in C++, readable in Python.
 
+`look_up` gives whole continuations of the text, `graft` one more token below every node of a tree.
+
 Both give the same answers, whatever their hashes are seeded with, and both look at no more than
 `MAX_OCCURRENCES` places per suffix length, whatever the text. Per token and suffix length the
 compiled index keeps 4 bytes for links and 8 for its tables; it reads the tokens where they lie.
@@ -8,8 +10,11 @@ compiled index keeps 4 bytes for links and 8 for its tables; it reads the tokens
 
 from __future__ import annotations
 
+import heapq
+import math
 from abc import ABC, abstractmethod
 from array import array
+from collections import Counter
 
 import numpy as np
 import torch
@@ -22,6 +27,11 @@ MAX_OCCURRENCES = 4
 """Occurrences of one suffix that are looked at, the latest ones."""
 
 _FIRST_CAPACITY = 1024
+# N-gram nodes less probable than this are worth no row under any budget.
+_LOWEST_SCORE = math.log(1 / 256)
+
+# A tree: tokens int64, parents int32 (-1: the root), depths int32 and scores float32, [M] each.
+TreeArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class NgramIndex(ABC):
@@ -53,6 +63,42 @@ class NgramIndex(ABC):
         Returns:
             At most `count` (matched suffix length, `length` tokens) pairs with different tokens,
             longer matches first, then later occurrences.
+        """
+
+    @abstractmethod
+    def graft(
+        self,
+        # [n], the tokens of the last `look_up`
+        tokens: np.ndarray,
+        tree: TreeArrays,
+        # float32 [longest + 1]
+        shares: np.ndarray,
+        width: int,
+        depth: int,
+        budget: int,
+    ) -> TreeArrays | None:
+        """The best-first tree over a drafter's tree and what followed each of its paths before.
+
+        At every node, also at those that are added here, the text is looked up with the path
+        behind it: the longest suffix that anything followed, in its latest occurrences. If it has
+        s tokens, a child's probability is
+
+            (1 - shares[s]) * what the tree gives it + shares[s] * its share of the occurrences
+
+        so that a token both propose scores higher than one alone would make it. A node's score is
+        the sum of the logarithms along its path. A node that only the text proposes is left out
+        where that is below 1/256.
+
+        Args:
+            tree: parents come before children, scores are cumulative log-probabilities.
+            shares: how often what followed a suffix of s tokens was right.
+            width: most children of a node that the text proposes.
+            depth: deepest node that is added.
+            budget: most nodes.
+
+        Returns:
+            Nodes in order of falling score. None for a tree that is not one: a parent that comes
+            later, or a score that is no number or above its parent's.
         """
 
 
@@ -94,6 +140,76 @@ class NgramIndexReference(NgramIndex):
                 if all(branch != other for _, other in found):
                     found.append((size, branch))
         return found
+
+    def graft(
+        self,
+        tokens: np.ndarray,
+        tree: TreeArrays,
+        shares: np.ndarray,
+        width: int,
+        depth: int,
+        budget: int,
+    ) -> TreeArrays | None:
+        assert len(tokens) == self.num_tokens
+        ids, parents, _, scores = (array.tolist() for array in tree)
+        children: dict[int, list[int]] = {}
+        for node, (parent, score) in enumerate(zip(parents, scores, strict=True)):
+            if not -1 <= parent < node or not score <= (scores[parent] if parent >= 0 else 0.0):
+                return None
+            children.setdefault(parent, []).append(node)
+        # (-score, order of entry, token, parent, path, node of `tree` or None)
+        heap: list[tuple[float, int, int, int, list[int], int | None]] = []
+        entered = 0
+
+        def offer(p: float, total: float, token: int, at: int, path: list[int], node: int | None):
+            nonlocal entered
+            if not p > 0:
+                return
+            score = total + math.log(min(p, 1.0))
+            if not math.isfinite(score) or (node is None and score < _LOWEST_SCORE):
+                return
+            heapq.heappush(heap, (-score, entered, token, at, [*path, token], node))
+            entered += 1
+
+        def expand(at: int, path: list[int], total: float, node: int | None) -> None:
+            size, times = self._after(path) if len(path) < depth else (0, Counter())
+            weight, seen = float(shares[size]) if size else 0.0, times.total()
+            proposed = {token: weight * count / seen for token, count in times.most_common(width)}
+            for child in children.get(node, []) if node is not None else []:
+                above = scores[node] if node >= 0 else 0.0
+                p = (1.0 - weight) * math.exp(scores[child] - above)
+                offer(p + proposed.pop(ids[child], 0.0), total, ids[child], at, path, child)
+            for token, p in proposed.items():
+                offer(p, total, token, at, path, None)
+
+        out: list[tuple[int, int, int, float]] = []
+        if budget > 0:
+            expand(-1, [], 0.0, -1)
+        while heap and len(out) < budget:
+            negative, _, token, at, path, node = heapq.heappop(heap)
+            out.append((token, at, len(path), -negative))
+            if len(out) < budget:
+                expand(len(out) - 1, path, -negative, node)
+        columns = zip(*out, strict=True) if out else ((), (), (), ())
+        kinds = (np.int64, np.int32, np.int32, np.float32)
+        token_ids, at_nodes, depths, totals = (
+            np.array(column, dtype=kind) for column, kind in zip(columns, kinds, strict=True)
+        )
+        return token_ids, at_nodes, depths, totals
+
+    def _after(self, path: list[int]) -> tuple[int, Counter[int]]:
+        """What followed the text and `path`: the suffix's length, and how often which token."""
+        text = [*self._tokens, *path]
+        for level, ends in enumerate(self._ends):
+            size = self.longest - level
+            if len(text) < size:
+                continue
+            places = ends.get(_key(text[len(text) - size :]), [])
+            # Nothing has followed the end of the text yet but the path.
+            followed = [place for place in reversed(places) if place < len(text)]
+            if followed:
+                return size, Counter(text[place] for place in followed[:MAX_OCCURRENCES])
+        return 0, Counter()
 
 
 def _key(suffix: list[int]) -> bytes:
@@ -137,6 +253,41 @@ class CompiledNgramIndex(NgramIndex):
         )
         self.num_tokens = len(tokens)
         return list(zip(sizes[:rows].tolist(), found[:rows].tolist(), strict=True))
+
+    def graft(
+        self,
+        tokens: np.ndarray,
+        tree: TreeArrays,
+        shares: np.ndarray,
+        width: int,
+        depth: int,
+        budget: int,
+    ) -> TreeArrays | None:
+        assert len(tokens) == self.num_tokens
+        ids, parents, _, scores = (torch.from_numpy(np.ascontiguousarray(part)) for part in tree)
+        out = (
+            torch.empty(budget, dtype=torch.int64),
+            torch.empty(budget, dtype=torch.int32),
+            torch.empty(budget, dtype=torch.int32),
+            torch.empty(budget, dtype=torch.float32),
+        )
+        nodes = torch.ops.specplug.ngram_graft.default(
+            torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int32)),
+            self._links,
+            self._heads,
+            self.longest,
+            torch.from_numpy(shares),
+            width,
+            depth,
+            ids,
+            parents,
+            scores,
+            *out,
+        )
+        if nodes < 0:
+            return None
+        token_ids, at_nodes, depths, totals = (part[:nodes].numpy() for part in out)
+        return token_ids, at_nodes, depths, totals
 
 
 def make_ngram_index(longest: int) -> NgramIndex:

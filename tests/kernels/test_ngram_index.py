@@ -15,6 +15,7 @@ from vllm_specplug.kernels.ngram_index import (
     CompiledNgramIndex,
     NgramIndex,
     NgramIndexReference,
+    TreeArrays,
     make_ngram_index,
 )
 
@@ -28,6 +29,122 @@ TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
 def _tokens(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int32)
+
+
+def _tree(nodes: list[tuple[int, int, float]]) -> TreeArrays:
+    """From (token, parent, score) of each node."""
+    depths: list[int] = []
+    for _, parent, _ in nodes:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    tokens, parents, scores = zip(*nodes, strict=True) if nodes else ((), (), ())
+    return (
+        np.array(tokens, np.int64),
+        np.array(parents, np.int32),
+        np.array(depths, np.int32),
+        np.array(scores, np.float32),
+    )
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> TreeArrays:
+    nodes: list[tuple[int, int, float]] = []
+    for _ in range(draw(st.integers(0, 10))):
+        parent, token = draw(st.integers(-1, len(nodes) - 1)), draw(st.integers(0, 4))
+        if all((token, parent) != (other, at) for other, at, _ in nodes):
+            drop = draw(st.sampled_from([0.0, 0.25, 0.5, 2.0, 1000.0, np.inf]))
+            nodes.append((token, parent, (nodes[parent][2] if parent >= 0 else 0.0) - drop))
+    return _tree(nodes)
+
+
+def _graft(
+    kind: type[NgramIndex],
+    tokens: list[int],
+    tree: TreeArrays,
+    shares: list[float],
+    budget: int = 12,
+    width: int = 3,
+    depth: int = 6,
+) -> list[tuple[tuple[int, ...], float]]:
+    """Paths and scores of the grafted tree."""
+    index = kind(len(shares) - 1)
+    index.look_up(_tokens(tokens), 1, 1)
+    weights = np.array(shares, np.float32)
+    grafted = index.graft(_tokens(tokens), tree, weights, width, depth, budget)
+    assert grafted is not None
+    paths: list[tuple[int, ...]] = []
+    for token, parent, node_depth in zip(*(part.tolist() for part in grafted[:3]), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        assert len(paths[-1]) == node_depth
+    return list(zip(paths, grafted[3].tolist(), strict=True))
+
+
+@each_kind
+@given(TOKENS, trees(), st.integers(1, 5), st.integers(0, 20), st.integers(1, 4))
+def test_a_grafted_tree_is_best_first(
+    kind: type[NgramIndex],
+    tokens: list[int],
+    tree: TreeArrays,
+    longest: int,
+    budget: int,
+    width: int,
+) -> None:
+    shares = [0.0, *(0.3 + 0.1 * size for size in range(longest))]
+    nodes = _graft(kind, tokens, tree, shares, 40, width)
+    scores = [score for _, score in nodes]
+    assert scores == sorted(scores, reverse=True) and all(score <= 0 for score in scores)
+    assert len({path for path, _ in nodes}) == len(nodes)
+    # The best tree of a smaller budget is the beginning of a larger one.
+    assert _graft(kind, tokens, tree, shares, budget, width) == nodes[:budget]
+    if kind is CompiledNgramIndex:
+        assert nodes == _graft(NgramIndexReference, tokens, tree, shares, 40, width)
+
+
+@each_kind
+def test_every_node_is_looked_up(kind: type[NgramIndex]) -> None:
+    # The head's 9 is new after 1 2, but what followed 9 is known.
+    tokens = [9, 7, 8, 5, 1, 2]
+    nodes = dict(_graft(kind, tokens, _tree([(9, -1, np.log(0.5))]), [0, 0.5, 0.5]))
+    assert nodes[9,] == pytest.approx(np.log(0.5))
+    assert nodes[9, 7] == pytest.approx(np.log(0.25))
+    # Two tokens of the path are a suffix too.
+    assert nodes[9, 7, 8] == pytest.approx(np.log(0.125))
+
+
+@each_kind
+def test_head_and_text_are_mixed(kind: type[NgramIndex]) -> None:
+    # After 1 came 2 twice and 3 once; the head gives 2 a half and 4 a quarter.
+    tokens = [1, 2, 1, 3, 1, 2, 1]
+    tree = _tree([(2, -1, np.log(0.5)), (4, -1, np.log(0.25))])
+    nodes = dict(_graft(kind, tokens, tree, [0, 0.6], depth=1))
+    expected = {2: 0.4 * 0.5 + 0.6 * 2 / 3, 4: 0.4 * 0.25, 3: 0.6 / 3}
+    assert nodes == {(token,): pytest.approx(np.log(p)) for token, p in expected.items()}
+    assert nodes[2,] > max(np.log(0.5), np.log(0.4))
+    # Text that is never right leaves the head's tree.
+    alone = dict(_graft(kind, tokens, tree, [0, 0.0], depth=1))
+    assert alone == {(2,): pytest.approx(np.log(0.5)), (4,): pytest.approx(np.log(0.25))}
+
+
+@each_kind
+def test_periodic_text_is_grafted_as_it_goes_on(kind: type[NgramIndex]) -> None:
+    nodes = _graft(kind, [5, 6, 5, 6], _tree([]), [0, 0.9, 0.9], budget=5)
+    assert [path for path, _ in nodes] == [(5, 6, 5, 6, 5)[:end] for end in range(1, 6)]
+
+
+@each_kind
+@pytest.mark.parametrize(
+    "nodes", [[(1, 0, 0.0)], [(1, -2, 0.0)], [(1, -1, 0.5)], [(1, -1, np.nan)],
+              [(1, -1, -1.0), (2, 0, -0.5)]],
+)  # fmt: skip
+def test_what_is_no_tree_is_not_grafted(
+    kind: type[NgramIndex], nodes: list[tuple[int, int, float]]
+) -> None:
+    tokens, parents, scores = zip(*nodes, strict=True)
+    tree = (np.array(tokens, np.int64), np.array(parents, np.int32),
+            np.ones(len(nodes), np.int32), np.array(scores, np.float32))  # fmt: skip
+    index = kind(2)
+    index.look_up(_tokens([1, 2, 1]), 1, 1)
+    shares = np.full(3, 0.5, np.float32)
+    assert index.graft(_tokens([1, 2, 1]), tree, shares, 3, 4, 5) is None
 
 
 @each_kind
@@ -164,6 +281,34 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
     assert call() == 1
     for wrong in ({"links": 3}, {"heads": 8}, {"heads": 24}, {"indexed": 5}, {"indexed": -1}):
         with pytest.raises(RuntimeError, match="ngram_lookup"):
+            call(**wrong)
+
+
+@pytest.mark.skipif(len(KINDS) == 1, reason="the kernels are not compiled")
+def test_the_graft_operator_refuses_what_does_not_fit() -> None:
+    def call(
+        tokens: int = 4, heads: int = 16, shares: int = 5, nodes: int = 2, out: int = 3
+    ) -> int:
+        return torch.ops.specplug.ngram_graft.default(
+            torch.zeros(tokens, dtype=torch.int32),
+            torch.zeros((3, 8), dtype=torch.int32),
+            torch.zeros((3, heads), dtype=torch.int32),
+            4,
+            torch.zeros(shares),
+            3,
+            4,
+            torch.arange(2),
+            torch.full((nodes,), -1, dtype=torch.int32),
+            torch.zeros(2),
+            torch.zeros(3, dtype=torch.int64),
+            torch.zeros(out, dtype=torch.int32),
+            torch.zeros(3, dtype=torch.int32),
+            torch.zeros(3),
+        )
+
+    assert call() == 2
+    for wrong in ({"tokens": 9}, {"heads": 24}, {"shares": 4}, {"nodes": 1}, {"out": 2}):
+        with pytest.raises(RuntimeError, match="ngram_graft"):
             call(**wrong)
 
 

@@ -4,7 +4,8 @@
 The idea of prompt lookup and of TokenSwift's token reuse, with branches merged into one tree
 instead of verified side by side, and with probabilities learned while serving: each proposed
 branch is later compared with what the target really produced, so that n-gram nodes and a head's
-nodes can compete for one budget.
+nodes can compete for one budget. In a head's tree every node is looked up, not only the root, and
+head and text are mixed there as two predictors of the same token (`kernels.NgramIndex.graft`).
 """
 
 from __future__ import annotations
@@ -101,6 +102,12 @@ class BranchStatistics:
             known = by_rank[rank, length] = np.array(listed, dtype=np.float32)
         return known
 
+    def shares(self, longest: int) -> np.ndarray:
+        """How often the first token after a suffix of 0, 1, .. `longest` tokens is right, float32
+        [longest + 1]; never certain, so that a head's nodes keep some probability."""
+        firsts = [self.scores(size, 0, 1)[0] for size in range(1, longest + 1)]
+        return np.minimum(np.exp(np.array([-math.inf, *firsts])), 0.999).astype(np.float32)
+
 
 class NgramBranches:
     """N-gram branches for every running request."""
@@ -152,14 +159,25 @@ class NgramBranches:
         return trees
 
     def added_to(self, trees: Sequence[DraftTree], requests: DraftRequests) -> list[DraftTree]:
-        """The trees [R] with branches merged in, within budget; chains stay as they are."""
+        """The trees [R] with what followed their paths in the text, within budget; chains stay as
+        they are, and so do trees that are none, for `DraftTree.is_valid` to find."""
         merged = list(trees)
+        shares = self.statistics.shares(self.suffix)
         for r, tree in enumerate(trees):
             if requests.widths[r] > 1:
-                branches = self.branches(
-                    requests.req_ids[r], requests.token_ids[r], requests.depths[r]
+                req_id, tokens = requests.req_ids[r], requests.token_ids[r]
+                # Also takes in the tokens, and remembers the branches to learn from them.
+                self.branches(req_id, tokens, requests.depths[r])
+                grafted = self._indices[req_id].graft(
+                    tokens,
+                    (tree.token_ids, tree.parent_indices, tree.depths, tree.scores),
+                    shares,
+                    self.count,
+                    min(requests.depths[r], self.max_length),
+                    requests.budgets[r],
                 )
-                merged[r] = merge_trees([tree, *branches], requests.budgets[r])
+                if grafted is not None:
+                    merged[r] = DraftTree(*grafted)
         return merged
 
     def forget(self, req_ids: Iterable[str]) -> None:
