@@ -29,6 +29,8 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "compiled": ({"enforce_eager": False}, {"tree_budget": "auto"}, {}),
     "reference_kernel": ({}, {"tree_kernel": "reference"}, {}),
     "compiled_kernel": ({}, {"tree_kernel": "cpp"}, {}),
+    # "auto" rounds the weights of bfloat16 heads.
+    "int8_head": ({}, {"draft_weights": "int8"}, {}),
     "accum_logp": ({}, {"tree_builder": "accum_logp"}, {}),
     "entropy": ({}, {"tree_builder": "entropy"}, {}),
     "hybrid": ({}, {"tree_builder": "hybrid", "hybrid_lambda": 0.5}, {}),

@@ -24,6 +24,7 @@ from vllm_specplug.options import (
     DEFAULT_TREE_NODES,
     TreeOptions,
     changed_tree_options,
+    check_draft_weights,
     check_kernel,
     check_request_limit,
     check_tree_budget,
@@ -231,6 +232,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 "heads. Use --tensor-parallel-size 1, or another method."
             )
         check_kernel(self.tree_kernel, device, os.environ.get("TRITON_INTERPRET") == "1")
+        check_draft_weights(self.draft_weights, device)
         if parallel.worker_cls != "auto":
             raise ValueError(
                 f"worker_cls={parallel.worker_cls!r} cannot be combined with "

@@ -312,6 +312,7 @@ def _digest(state: RunnerView) -> str:
         spec.draft_depth,
         spec.tree_width,
         spec.tree_kernel,
+        spec.draft_weights,
         len(state.state_layers.names),
         state.drafter.forward_depth,
         None if state.runner.lora_config is None else state.runner.lora_config.compute_hash(),

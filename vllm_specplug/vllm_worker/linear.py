@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products with weights packed the way vLLM packs the target's."""
+"""Matrix products with weights packed the way vLLM packs the target's, or rounded to int8."""
 
 from __future__ import annotations
 
@@ -7,8 +7,66 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm import _custom_ops as ops
+from vllm.logger import init_logger
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
+
+from vllm_specplug.drafting.drafter import LinearFactory
+from vllm_specplug.options import DraftWeightsName, option_error
+
+logger = init_logger("vllm.specplug.worker")
+
+# Row counts whose compiled products oneDNN keeps for each matrix.
+_KEPT_SHAPES = 128
+
+
+def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory:
+    """How the matrix products of a draft head are made, by option `draft_weights`.
+
+    Raises:
+        ValueError: where "int8" is asked for and vLLM has no such products here.
+    """
+    if weights == "full" or not current_platform.is_cpu():
+        return packed_linear
+    is_built = hasattr(torch.ops._C, "create_onednn_scaled_mm_handler")
+    if weights == "int8" and not is_built:
+        raise option_error(
+            "draft_weights", weights, "this vLLM has no int8 products for its CPU", 'Use "auto"'
+        )
+    is_faster = dtype != torch.float32 and torch.cpu._is_vnni_supported()
+    if weights == "auto" and not (is_built and is_faster):
+        return packed_linear
+    logger.info("Draft weights: int8, by row (draft_weights=%r)", weights)
+    return int8_linear
+
+
+def int8_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x [..., in] -> [..., out] for weight [out, in], with int8 products.
+
+    A row of the weight is divided by its largest magnitude / 127 and rounded, and so is each row of
+    x when it comes.
+
+    Seam: int8_linear.
+    """
+    exact = weight.float()
+    scales = (exact.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    rounded = (exact / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    product = ops.create_onednn_scaled_mm(
+        rounded.t(), scales, weight.dtype, True, False, _KEPT_SHAPES
+    )
+
+    # vLLM keeps a pointer to the scales and packs the weight: `scales` must live as long.
+    def multiply(x: torch.Tensor, scales: torch.Tensor = scales) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        inputs, input_scales, _ = ops.onednn_scaled_int8_quant(rows)
+        out = torch.empty((len(rows), product.n), dtype=x.dtype)
+        ops.onednn_scaled_mm(product, inputs, out, input_scales, None, None, bias)
+        return out.unflatten(0, x.shape[:-1]) if x.dim() != 2 else out
+
+    return multiply
 
 
 def packed_linear(

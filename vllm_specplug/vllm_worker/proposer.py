@@ -18,7 +18,7 @@ from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.registry import get_method, headless_methods
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
-from vllm_specplug.vllm_worker.linear import packed_linear
+from vllm_specplug.vllm_worker.linear import draft_linear
 from vllm_specplug.vllm_worker.state_layers import StateLayers, prepare_state_layers
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class TreeProposer:
                 dtype=model_config.dtype,
                 device=torch.device(self.vllm_config.device_config.device),
                 text_config=model_config.hf_text_config,
-                make_linear=packed_linear,
+                make_linear=draft_linear(
+                    self.vllm_config.speculative_config.draft_weights, model_config.dtype
+                ),
             )
         )
         self.cache_layers = [

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of draft heads: packed as they are, or rounded to int8."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from vllm_specplug.options import check_draft_weights
+from vllm_specplug.vllm_worker import linear
+from vllm_specplug.vllm_worker.linear import draft_linear, int8_linear, packed_linear
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.float() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_rounded_products_are_close(dtype: torch.dtype, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias = (torch.randn(96, 64) * 0.05).to(dtype), torch.randn(96).to(dtype)
+    # A row far larger than the others does not cost these their digits.
+    weight[3] *= 30
+    weight[5] = 0
+    multiply = int8_linear(weight, bias if has_bias else None)
+    for rows in (1, 2, 17, 130):
+        x = torch.randn(rows, 64).to(dtype)
+        # An outlier of a row neither.
+        x[0] *= 10
+        assert _error(multiply(x), x.float() @ weight.float().T + has_bias * bias.float()) < 0.03
+        exact = x.float() @ weight.float().T + (bias.float() if has_bias else 0.0)
+        found = multiply(x)
+        assert found.dtype == dtype and found.shape == exact.shape
+        for row in range(rows):
+            others = [place for place in range(96) if place != 3]
+            assert _error(found[row, others], exact[row, others]) < 0.03
+        if not has_bias:
+            assert not found[:, 5].any()
+
+
+def test_scales_live_as_long_as_their_product() -> None:
+    weight = torch.randn(64, 64)
+    multiply = int8_linear(weight.clone(), None)
+    gc.collect()
+    # Takes the memory that was freed, if any was.
+    crowd = [torch.full((64,), torch.nan) for _ in range(500)]
+    x = torch.randn(4, 64)
+    assert _error(multiply(x), x @ weight.T) < 0.03, len(crowd)
+
+
+def test_leading_dimensions_stay() -> None:
+    multiply = int8_linear(torch.randn(8, 64), None)
+    assert multiply(torch.randn(2, 3, 64)).shape == (2, 3, 8)
+    assert multiply(torch.randn(6, 128)[:, ::2]).shape == (6, 8)
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype", "vnni", "is_int8"),
+    [
+        ("auto", torch.bfloat16, True, True),
+        ("auto", torch.float16, True, True),
+        ("auto", torch.bfloat16, False, False),
+        # What is compared token by token in float32 keeps its drafts exact too.
+        ("auto", torch.float32, True, False),
+        ("full", torch.bfloat16, True, False),
+        ("int8", torch.float32, False, True),
+    ],
+)
+def test_weights_are_rounded_where_that_is_faster(
+    weights: linear.DraftWeightsName,
+    dtype: torch.dtype,
+    vnni: bool,
+    is_int8: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    assert draft_linear(weights, dtype) is (int8_linear if is_int8 else packed_linear)
+
+
+def test_a_gpu_refuses_int8_by_name() -> None:
+    with pytest.raises(ValueError, match=r"draft_weights='int8'.*are for CPUs"):
+        check_draft_weights("int8", "cuda")
+    for name in ("auto", "full"):
+        check_draft_weights(name, "cuda")
