@@ -426,6 +426,13 @@ class Drafter(ABC):
     def observe(self, committed: CommittedTokens) -> None:
         """Takes in newly committed tokens. Called every step, drafting or not."""
 
+    def catch_up(self) -> None:  # noqa: B027 - optional, not abstract
+        """Does what `observe` put off until a draft needs it; nothing by default.
+
+        Called before a first draft after steps without one, whose work would else count as the
+        draft's.
+        """
+
     def forget(self, req_ids: Iterable[str]) -> None:  # noqa: B027 - optional, not abstract
         """Drops what is kept for requests that ended; nothing by default."""
 

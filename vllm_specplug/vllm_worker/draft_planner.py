@@ -105,6 +105,8 @@ class DraftPlanner:
         """Nodes that were worth their cost when `draft` last decided under an adaptive budget, by
         request; of requests that fixed their budget, all of it."""
         self._steps = 0
+        # Whether the last step that could draft ran a draft forward.
+        self._has_forward = False
         self._now: _Step | None = None
         self._before: _Step | None = None
 
@@ -190,7 +192,9 @@ class DraftPlanner:
             trees = self._valid(drafter.propose(requests)) if len(requests) else []
             self.wanted = []
         else:
-            trees, forward_rows = self._draft_adaptively(budget, drafter, requests, batch, room)
+            trees, forward_rows, start = self._draft_adaptively(
+                budget, drafter, requests, batch, room, start
+            )
         # vLLM has room for the budgets, in masks and statistics, and for no node more.
         trees = [t.prefix(most) for t, most in zip(trees, requests.budgets, strict=True)]
         dropped = sum(1 for r in self._dropped if not trees[r].num_nodes)
@@ -216,8 +220,10 @@ class DraftPlanner:
         requests: DraftRequests,
         batch: Batch,
         room: Sequence[int] | None,
-    ) -> tuple[list[DraftTree], int]:
-        """The trees, and the rows of the draft forward that they needed."""
+        start: Any,
+    ) -> tuple[list[DraftTree], int, Any]:
+        """The trees, the rows of the draft forward that they needed, and the mark since which it
+        ran; `start` where there was none."""
         deepest = drafter.forward_depth
         fixed = [self._by_request[req_id].nodes is not None for req_id in requests.req_ids]
         found = self._valid(drafter.look_up(requests))
@@ -240,6 +246,12 @@ class DraftPlanner:
         if any(depths):
             requests.forward_depths[:] = depths
             forward_rows = sum(depth + 1 for depth in depths if depth)
+            if not self._has_forward:
+                # Work of the steps without drafts; as a part of this one's time it would make
+                # drafting look dear where it is rare.
+                drafter.catch_up()
+                start = self.clock.mark()
+        self._has_forward = forward_rows > 0
         if any(depths) or not deepest:
             drafted = self._valid(drafter.propose(requests))
         trees = budget.trim(drafted)
@@ -252,7 +264,7 @@ class DraftPlanner:
         for r, (had, tree) in enumerate(zip(drafted, trees, strict=True)):
             if not tree.num_nodes and r not in self._dropped:
                 self.stats.observe_plain("budget" if had.num_nodes or deepest else "no_draft")
-        return trees, forward_rows
+        return trees, forward_rows, start
 
     def _valid(self, trees: list[DraftTree]) -> list[DraftTree]:
         """The trees, empty ones in place of those that break a rule of trees.
