@@ -96,8 +96,8 @@ class DraftGate:
         found: Floats,
         owners: Ints,
         base_tokens: float,
-        # rows -> ms of drafting
-        draft_ms: Callable[[npt.ArrayLike], Floats],
+        # requests, depth -> ms of drafting
+        draft_ms: Callable[[npt.ArrayLike, npt.ArrayLike], Floats],
         # [M + 1] ms of a step with 0..M nodes, drafting excluded
         step_ms: Floats,
     ) -> GateDecision:
@@ -134,8 +134,8 @@ class DraftGate:
         nodes = np.maximum(np.cumsum(nodes, axis=2), 0.0)
         gains = np.cumsum(gains, axis=2)
         all_ms = np.arange(len(step_ms))
-        rows = sizes[:, None] * (self._depth_options + 1)
-        ms = np.interp(nodes, all_ms, step_ms, right=IMPOSSIBLE_MS) + draft_ms(rows)[:, :, None]
+        drafting = draft_ms(sizes[:, None], self._depth_options)
+        ms = np.interp(nodes, all_ms, step_ms, right=IMPOSSIBLE_MS) + drafting[:, :, None]
         rates = ((base_tokens + gains) / ms).max(axis=2)
 
         plain = base_tokens / float(step_ms[0])
@@ -157,7 +157,7 @@ class DraftGate:
             return GateDecision(depths, gain)
         self._is_on = False
         self._steps_since_forward += 1
-        probe_ms = float(draft_ms(self.deepest + 1))
+        probe_ms = float(draft_ms(1, self.deepest))
         if self._steps_since_forward * PROBE_SHARE * float(step_ms[0]) >= probe_ms:
             # In turn, so that no request depends on another's estimate for ever.
             candidates = np.flatnonzero(allowed)
@@ -167,6 +167,10 @@ class DraftGate:
             depths[chosen_one] = limits[chosen_one]
             return GateDecision(depths, gain, is_probe=True)
         return GateDecision(depths, 1.0)
+
+    def rest(self) -> None:
+        """A step went by for which nothing was decided, and nothing drafted."""
+        self._steps_since_forward += 1
 
     def observe(
         self,

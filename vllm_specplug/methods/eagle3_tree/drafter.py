@@ -112,6 +112,8 @@ class StateDrafter(HeadDrafter):
             [min(depth, self.options.tree_depth) for depth in requests.depths],
             requests.widths,
             self._expander(requests),
+            least_node=requests.least_node,
+            least_level=requests.least_level,
             frontier_width=self.options.settings.expand_width,
         )
 
