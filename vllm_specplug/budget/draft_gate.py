@@ -36,9 +36,9 @@ _REQUEST_PRIOR = 2.0
 IMPOSSIBLE_MS = 1e9
 """Time of a step with more rows than it may have."""
 
-TURN_ON = 1.02
-"""How much better than without it drafting must look before it starts; it stops when it no longer
-looks better at all."""
+TURN_ON, STAY_ON = 1.04, 1.02
+"""How much better than without it drafting must look to start, and to go on. The choice that looks
+best of many is one whose estimate errs upwards, so what looks equal is a loss."""
 PROBE_SHARE = 0.005
 """Share of the time for forwards that only measure whether drafting would pay again."""
 
@@ -149,7 +149,7 @@ class DraftGate:
         size, depth = divmod(best, len(self._depth_options))
         gain = float(rates.flat[best]) / plain
         depths = np.zeros(num_reqs, np.int64)
-        if gain >= (1.0 if self._is_on else TURN_ON):
+        if gain >= (STAY_ON if self._is_on else TURN_ON):
             self._is_on = True
             self._steps_since_forward = 0
             chosen = order[: sizes[size]]
