@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What lies between the matrix products of a draft layer, on a handful of rows: norms, rotary
-// embeddings, gates. Composed of torch's operators each takes longer than its product.
+// embeddings, gates. Composed of torch's operators the norms alone take an eighth of a small head's
+// draft.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
