@@ -3,6 +3,13 @@
 
 from vllm_specplug.budget.adaptive_budget import AdaptiveBudget, NextStep
 from vllm_specplug.budget.row_budget import RowBudget
-from vllm_specplug.budget.step_cost import Calibration, StepCostModel
+from vllm_specplug.budget.step_cost import Calibration, StepCostModel, draft_rows
 
-__all__ = ["AdaptiveBudget", "Calibration", "NextStep", "RowBudget", "StepCostModel"]
+__all__ = [
+    "AdaptiveBudget",
+    "Calibration",
+    "NextStep",
+    "RowBudget",
+    "StepCostModel",
+    "draft_rows",
+]

@@ -31,6 +31,12 @@ _PLAIN_TRIALS, _SIZE_TRIALS = 0.002, 0.001
 ones of another size than looks best."""
 _MAX_DEBT = 1.5
 """Tokens, in steps' worth, that trials of a size that had changed may take in advance."""
+_REST_STEPS = 8
+"""Steps for which a decision against any draft holds while the batch stays the same."""
+_BEST_CHILD = 0.7
+"""Probability of the best child of a node that was reached, before it is drafted."""
+_FEW_NODES = 4
+"""Nodes of a request whose average time a row is taken to cost when a draft begins."""
 _MAX_TRIAL_COST = 0.5
 """Largest share of a step's tokens that a trial may lose; the plain step is tried at any price."""
 
@@ -56,6 +62,20 @@ class NextStep:
     other_rows: int = 0
     """Prompt rows that share the step and yield none."""
     other_context: int = 0
+
+
+@dataclass(frozen=True)
+class LevelWorth:
+    """What another level of a draft must promise to be worth its time.
+
+    Probabilities are those of the head: what it drafts has not been corrected yet.
+    """
+
+    node: float
+    """Least probability of a node for its children to be drafted: they are less probable still, and
+    none that is less probable pays for its row."""
+    level: float
+    """Least sum over the nodes of a level, of all requests, for the next one to be drafted."""
 
 
 @dataclass
@@ -102,6 +122,11 @@ class AdaptiveBudget:
         self._slots: Ints = np.empty(0, np.int64)
         self._depths: Ints = np.empty(0, np.int64)
         self._found: _Nodes | None = None
+        self.worth: LevelWorth | None = None
+        """Of the draft that was planned last; None where all of its levels are to be drafted."""
+        # For how many more steps nothing is drafted for these requests, unless something is found.
+        self._rest_steps = 0
+        self._rest_ids: list[str] = []
         # Tokens, in steps' worth, that may be spent on trials of either kind.
         self._plain_credit = self._size_credit = 0.0
         # What the last step with drafts was expected to yield over a plain one, per millisecond.
@@ -120,6 +145,9 @@ class AdaptiveBudget:
         self._depths = np.zeros(len(step.req_ids), np.int64)
         self._plain_credit = min(self._plain_credit + _PLAIN_TRIALS, 1.0)
         self._size_credit = min(self._size_credit + _SIZE_TRIALS, 1.0)
+        self.worth = None
+        if self._rests(step, nodes):
+            return self._depths.tolist()
         self._is_plain_trial = self._may_try_plain(step)
         if self.gate is not None and len(step.req_ids) and not self._is_plain_trial:
             limits = np.asarray(step.forward_limits, np.int64)
@@ -128,17 +156,35 @@ class AdaptiveBudget:
                 cap for cap, is_fixed in zip(step.caps, step.fixed, strict=True) if is_fixed
             )
             free = ~fixed[nodes.owners]
+            step_ms = self._step_ms(step, forced, sum(step.caps)) + self._mean_node_ms(step)
             decision = self.gate.decide(
                 self._slots,
                 np.where(fixed, 0, limits),
                 nodes.probabilities[free],
                 nodes.owners[free],
                 step.num_roots,
-                self.costs.draft,
-                self._step_ms(step, forced, sum(step.caps)) + self._mean_node_ms(step),
+                self.costs.draft_ms,
+                step_ms,
             )
             self._depths = np.where(fixed, limits, decision.depths)
+            if not (decision.depths.any() or len(nodes.scores) or forced):
+                self._rest_steps, self._rest_ids = _REST_STEPS - 1, list(step.req_ids)
+            # A probe is to see all there is.
+            if self.costs.by_level and not decision.is_probe and not fixed.any():
+                self.worth = self._worth(step, step_ms)
         return self._depths.tolist()
+
+    def _rests(self, step: NextStep, found: _Nodes) -> bool:
+        """Whether the last decision against any draft still holds: it takes longer than all else
+        that a step without drafts does here."""
+        if self._rest_steps and not len(found.scores) and step.req_ids == self._rest_ids:
+            assert self.gate is not None
+            self._rest_steps -= 1
+            self._is_plain_trial = False
+            self.gate.rest()
+            return True
+        self._rest_steps = 0
+        return False
 
     def trim(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """The parts of the trees, one per request of the planned step, that pay for their rows."""
@@ -165,7 +211,7 @@ class AdaptiveBudget:
         forced = int(kept.sum())
         step_ms = self._step_ms(step, forced, len(free))
         if len(drafted):
-            step_ms += float(self.costs.draft(int((self._depths[drafted] + 1).sum())))
+            step_ms += float(self.costs.draft_ms(len(drafted), self._depths[drafted].mean()))
         base_tokens = step.num_roots + float(probabilities[kept].sum())
         own_ms = node_ms[nodes.owners[free]]
         allocation = allocate(probabilities[free], step_ms, base_tokens, own_ms)
@@ -231,6 +277,18 @@ class AdaptiveBudget:
         context = sum(step.context_lens) / len(step.context_lens)
         nodes: Floats = np.arange(sum(step.caps) + 1, dtype=np.float64)
         return nodes * (self.costs.attention_ms * context)
+
+    def _worth(self, step: NextStep, step_ms: Floats) -> LevelWorth | None:
+        """What a level must promise where drafting yields what it last did; `step_ms` by nodes."""
+        drafted = int(np.count_nonzero(self._depths))
+        possible = int(np.count_nonzero(step_ms < IMPOSSIBLE_MS)) - 1
+        nodes = min(_FEW_NODES * drafted, possible)
+        if nodes < 1:
+            return None
+        rate = self._gain * step.num_roots / float(step_ms[0])
+        row_ms = (float(step_ms[nodes]) - float(step_ms[0])) / nodes
+        first, second = self.costs.draft_ms(drafted, np.array([1, 2]))
+        return LevelWorth(rate * row_ms, rate * float(second - first) / _BEST_CHILD)
 
     def _may_try_plain(self, step: NextStep) -> bool:
         """Whether this step goes without drafts only to measure a plain step.

@@ -36,9 +36,9 @@ _REQUEST_PRIOR = 2.0
 IMPOSSIBLE_MS = 1e9
 """Time of a step with more rows than it may have."""
 
-TURN_ON = 1.02
-"""How much better than without it drafting must look before it starts; it stops when it no longer
-looks better at all."""
+TURN_ON, STAY_ON = 1.04, 1.02
+"""How much better than without it drafting must look to start, and to go on. The choice that looks
+best of many is one whose estimate errs upwards, so what looks equal is a loss."""
 PROBE_SHARE = 0.005
 """Share of the time for forwards that only measure whether drafting would pay again."""
 
@@ -96,8 +96,8 @@ class DraftGate:
         found: Floats,
         owners: Ints,
         base_tokens: float,
-        # rows -> ms of drafting
-        draft_ms: Callable[[npt.ArrayLike], Floats],
+        # requests, depth -> ms of drafting
+        draft_ms: Callable[[npt.ArrayLike, npt.ArrayLike], Floats],
         # [M + 1] ms of a step with 0..M nodes, drafting excluded
         step_ms: Floats,
     ) -> GateDecision:
@@ -134,8 +134,8 @@ class DraftGate:
         nodes = np.maximum(np.cumsum(nodes, axis=2), 0.0)
         gains = np.cumsum(gains, axis=2)
         all_ms = np.arange(len(step_ms))
-        rows = sizes[:, None] * (self._depth_options + 1)
-        ms = np.interp(nodes, all_ms, step_ms, right=IMPOSSIBLE_MS) + draft_ms(rows)[:, :, None]
+        drafting = draft_ms(sizes[:, None], self._depth_options)
+        ms = np.interp(nodes, all_ms, step_ms, right=IMPOSSIBLE_MS) + drafting[:, :, None]
         rates = ((base_tokens + gains) / ms).max(axis=2)
 
         plain = base_tokens / float(step_ms[0])
@@ -149,7 +149,7 @@ class DraftGate:
         size, depth = divmod(best, len(self._depth_options))
         gain = float(rates.flat[best]) / plain
         depths = np.zeros(num_reqs, np.int64)
-        if gain >= (1.0 if self._is_on else TURN_ON):
+        if gain >= (STAY_ON if self._is_on else TURN_ON):
             self._is_on = True
             self._steps_since_forward = 0
             chosen = order[: sizes[size]]
@@ -157,7 +157,7 @@ class DraftGate:
             return GateDecision(depths, gain)
         self._is_on = False
         self._steps_since_forward += 1
-        probe_ms = float(draft_ms(self.deepest + 1))
+        probe_ms = float(draft_ms(1, self.deepest))
         if self._steps_since_forward * PROBE_SHARE * float(step_ms[0]) >= probe_ms:
             # In turn, so that no request depends on another's estimate for ever.
             candidates = np.flatnonzero(allowed)
@@ -167,6 +167,10 @@ class DraftGate:
             depths[chosen_one] = limits[chosen_one]
             return GateDecision(depths, gain, is_probe=True)
         return GateDecision(depths, 1.0)
+
+    def rest(self) -> None:
+        """A step went by for which nothing was decided, and nothing drafted."""
+        self._steps_since_forward += 1
 
     def observe(
         self,

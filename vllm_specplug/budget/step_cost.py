@@ -15,6 +15,23 @@ from vllm_specplug.budget.cost_curve import CostCurve, Floats
 _REST_LEARNING_RATE = 0.05
 _FIRST_REST_MS = 1.0
 
+LEVEL_ROWS = 8
+"""What a level of a draft costs whatever its rows, in rows: its weights are read once."""
+
+
+def draft_rows(requests: npt.ArrayLike, depth: npt.ArrayLike, by_level: bool) -> Floats:
+    """Size of a draft forward, in rows.
+
+    Args:
+        requests: that are drafted for.
+        depth: deepest node drafted, on average over them.
+        by_level: whether each level is a pass of its own; else there is one, of depth + 1 rows of
+            each request.
+    """
+    requests, depth = np.asarray(requests, np.float64), np.asarray(depth, np.float64)
+    rows: Floats = depth * (requests + LEVEL_ROWS) if by_level else requests * (depth + 1)
+    return rows
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -30,7 +47,7 @@ class Calibration:
     """One row attending one more token of context, all layers."""
     draft_rows: tuple[float, ...]
     draft_ms: tuple[float, ...]
-    """Draft forward of that many rows, a request of depth D having D + 1 of them."""
+    """Draft forward of that many rows, see the function `draft_rows`."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name."""
@@ -63,9 +80,14 @@ class Calibration:
 
 
 class StepCostModel:
-    """Milliseconds of a step's parts, refreshed by the times of real steps."""
+    """Milliseconds of a step's parts, refreshed by the times of real steps.
 
-    def __init__(self, calibration: Calibration) -> None:
+    Args:
+        by_level: whether drafts take a pass for each level.
+    """
+
+    def __init__(self, calibration: Calibration, by_level: bool = False) -> None:
+        self.by_level = by_level
         self.forward = CostCurve(calibration.rows, calibration.forward_ms)
         self.logits = CostCurve(calibration.rows, calibration.logits_ms)
         self.draft = CostCurve(calibration.draft_rows, calibration.draft_ms)
@@ -88,6 +110,14 @@ class StepCostModel:
         and `other_rows` that are not; `context` is what these attend."""
         sampled = roots + np.arange(num_nodes + 1)
         return self.verify_ms(sampled + other_rows, sampled, context)
+
+    def draft_ms(self, requests: npt.ArrayLike, depth: npt.ArrayLike) -> Floats:
+        """A draft forward; arguments as in the function `draft_rows`."""
+        return self.draft(draft_rows(requests, depth, self.by_level))
+
+    def observe_draft(self, requests: int, depth: float, milliseconds: float) -> None:
+        """A real draft forward took this long."""
+        self.draft.observe(float(draft_rows(requests, depth, self.by_level)), milliseconds)
 
     def observe_verify(self, rows: int, sampled: int, context: float, milliseconds: float) -> None:
         """A real step of this shape took this long."""

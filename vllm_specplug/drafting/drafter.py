@@ -167,6 +167,10 @@ class DraftRequests:
     forward_depths: list[int] = field(default_factory=list)
     # [R] the contextual penalty of each, None where it has none. Empty: no request has one
     penalties: list[DraftPenalty | None] = field(default_factory=list)
+    least_node: float = 0.0
+    """Drafts by levels: least probability, as the head has it, of a node that gets children."""
+    least_level: float = 0.0
+    """Drafts by levels: least sum of these over a level, of all requests, for another level."""
 
     @property
     def anchors(self) -> list[int]:
@@ -184,9 +188,14 @@ class DraftRequests:
         columns = {
             name: [values[r] for r in chosen]
             for name, values in vars(self).items()
-            if name not in ("depths", "forward_depths") and values
+            if isinstance(values, list) and name not in ("depths", "forward_depths") and values
         }
-        return chosen, DraftRequests(**columns, depths=[self.forward_depths[r] for r in chosen])
+        return chosen, DraftRequests(
+            **columns,
+            depths=[self.forward_depths[r] for r in chosen],
+            least_node=self.least_node,
+            least_level=self.least_level,
+        )
 
 
 @dataclass(frozen=True)
@@ -378,6 +387,10 @@ class Drafter(ABC):
     a request is to be drafted for, `propose`.
     """
 
+    drafts_by_level: ClassVar[bool] = False
+    """Whether a draft forward is a pass for each level, which costs by its levels, and heeds
+    `least_node` and `least_level`."""
+
     reads_target_weights: ClassVar[bool] = True
     """Whether `load` reads the target's embedding and LM head; else it gets empty tensors."""
 
@@ -425,6 +438,13 @@ class Drafter(ABC):
     @abstractmethod
     def observe(self, committed: CommittedTokens) -> None:
         """Takes in newly committed tokens. Called every step, drafting or not."""
+
+    def catch_up(self) -> None:  # noqa: B027 - optional, not abstract
+        """Does what `observe` put off until a draft needs it; nothing by default.
+
+        Called before a first draft after steps without one, whose work would else count as the
+        draft's.
+        """
 
     def forget(self, req_ids: Iterable[str]) -> None:  # noqa: B027 - optional, not abstract
         """Drops what is kept for requests that ended; nothing by default."""

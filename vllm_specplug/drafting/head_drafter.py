@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafters with a forward of their own share: n-gram branches beside the head's trees."""
+"""What drafters that run their head level by level share: n-gram branches beside its trees."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from typing import ClassVar
 
 from vllm_specplug.drafting.drafter import Drafter, DraftRequests
 from vllm_specplug.drafting.ngram import NgramBranches
@@ -12,10 +13,12 @@ from vllm_specplug.tree import DraftTree
 
 
 class HeadDrafter(Drafter):
-    """A drafter whose forward is run for the requests that want one.
+    """A drafter whose head is run once for each level, for the requests that want it.
 
     Subclasses set `ngrams` in `load`.
     """
+
+    drafts_by_level: ClassVar[bool] = True
 
     ngrams: NgramBranches | None
 

@@ -6,6 +6,7 @@ Letters: R requests, F frontier nodes of all requests, K candidates of one node.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -89,9 +90,10 @@ class _Growing:
         widest: int,
         budget: int,
         frontier_width: int | None,
+        least_score: float,
     ) -> None:
         """Drafts a level of at most `widest` nodes, keeps the best `budget` of all levels, and
-        leaves in `front` those of the new level that were kept."""
+        leaves in `front` those of the new level that were kept and have `least_score`."""
         depth = int(self.front["depth"][0]) + 1
         usable = np.logical_and.accumulate(np.isfinite(log_probs), axis=1)
         rows = np.nonzero(usable)[0]
@@ -109,7 +111,8 @@ class _Growing:
         self.drafted += len(order)
         nodes = np.concatenate((self.nodes, level))
         self.nodes = nodes[np.argsort(-nodes["score"], kind="stable")[:budget]]
-        self.front = self.nodes[self.nodes["depth"] == depth][:frontier_width]
+        front = self.nodes[(self.nodes["depth"] == depth) & (self.nodes["score"] >= least_score)]
+        self.front = front[:frontier_width]
 
     def tree(self) -> DraftTree:
         """All nodes, as they are."""
@@ -132,6 +135,8 @@ def draft_level_by_level(
     *,
     beam_widths: Sequence[int] | None = None,
     frontier_width: int | None = 16,
+    least_node: float = 0.0,
+    least_level: float = 0.0,
 ) -> list[DraftTree]:
     """Trees of R requests, one call of `expand` per level.
 
@@ -153,7 +158,11 @@ def draft_level_by_level(
         beam_widths: widths of the levels, or None.
         frontier_width: most nodes of one request expanded in one level, without `beam_widths`;
             None for any number.
+        least_node: least probability of a node for its children to be drafted; anchors get theirs.
+        least_level: least sum over the nodes of a level that would be expanded, of all requests,
+            for the next one to be drafted.
     """
+    least_score = math.log(least_node) if least_node > 0 else -math.inf
     growing = [_Growing(anchor) for anchor in anchors]
     levels = max(depths, default=0)
     if beam_widths is not None:
@@ -169,6 +178,8 @@ def draft_level_by_level(
             break
         counts = [len(growing[r].front) for r in expanded]
         front = np.concatenate([growing[r].front for r in expanded])
+        if level and float(np.exp(front["score"]).sum()) < least_level:
+            break
         frontier = Frontier(
             requests=np.repeat(np.array(expanded, np.int64), counts),
             nodes=front["number"].copy(),
@@ -189,6 +200,7 @@ def draft_level_by_level(
                 widest=budgets[r] if beam_widths is None else beam_widths[level],
                 budget=budgets[r],
                 frontier_width=frontier_width,
+                least_score=least_score,
             )
             start += count
     return [tree.tree() for tree in growing]

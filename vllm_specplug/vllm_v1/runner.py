@@ -331,7 +331,7 @@ class TreeRunnerMixin(_Runner):
         """The token after each committed one, int64 [M], for drafters that read it."""
         if not self.tree_spec.reads_next_tokens:
             return None
-        known = [self.state.request(i).token_ids for i in range(len(self.tree_step.requests))]
+        known = [self.state.token_ids(i) for i in range(len(self.tree_step.requests))]
         return self.tree_backend.to_device(self.tree_step.next_tokens(known))
 
     def take_draft_token_ids(self) -> Any:

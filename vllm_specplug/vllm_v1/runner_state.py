@@ -178,6 +178,11 @@ class RunnerState(RunnerView):
             return False
         return token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
 
+    def token_ids(self, index: int) -> np.ndarray:
+        """int32 [n], prompt and output of the request at `index` of the batch; a view."""
+        batch = self.runner.input_batch
+        return batch.token_ids_cpu[index, : int(batch.num_tokens_no_spec[index])]
+
     def request(self, index: int) -> RequestState:
         """The request at `index` of the batch, with the step's tokens."""
         runner, batch = self.runner, self.runner.input_batch
@@ -190,7 +195,7 @@ class RunnerState(RunnerView):
         is_token = batch.is_token_ids[index, :num_tokens]
         return RequestState(
             req_id=state.req_id,
-            token_ids=batch.token_ids_cpu[index, :num_tokens],
+            token_ids=self.token_ids(index),
             is_text=not runner.enable_prompt_embeds or bool(is_token.all()),
             tokens_left=left,
             extra_args=None if params is None else params.extra_args,

@@ -27,7 +27,7 @@ from vllm.distributed import get_world_group
 from vllm.logger import init_logger
 
 from vllm_specplug import __version__
-from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel
+from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel, draft_rows
 from vllm_specplug.targets import cache_dir
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.ranks import any_failed as any_failed_worker
@@ -199,15 +199,22 @@ class Calibrator:
         if not depth:
             return []
         most = self.state.max_requests
-        found = [(count, depth) for count in sorted({1, min(4, most), min(16, most)})]
-        return found if depth == 1 else [*found, (1, 1)]
+        counts = sorted({1, min(4, most), min(16, most)})
+        found = [(count, depth) for count in counts]
+        if depth == 1:
+            return found
+        # By level a shallow draft for many costs less than a deep one for few.
+        shallow = counts if self.state.drafter.drafts_by_level else [1]
+        return [*found, *((count, 1) for count in shallow)]
 
     def _time_draft(self, count: int, reach: int) -> None:
         """One draft forward of `count` dummy requests."""
-        with rehearsal(self.state, count, reach) as requests:
-            self._time(
-                "draft", float(count * (reach + 1)), lambda: self.state.drafter.propose(requests)
-            )
+        drafter = self.state.drafter
+        # Heads that draft by levels expand a few nodes in each where the budget is adaptive.
+        nodes = 2 * reach if drafter.drafts_by_level else None
+        rows = float(draft_rows(count, reach, drafter.drafts_by_level))
+        with rehearsal(self.state, count, reach, nodes=nodes) as requests:
+            self._time("draft", rows, lambda: drafter.propose(requests))
 
 
 def calibrate(
@@ -276,7 +283,9 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
         )
         return
     planner.adaptive = AdaptiveBudget(
-        StepCostModel(calibration), planner.row_budget, state.drafter.forward_depth
+        StepCostModel(calibration, state.drafter.drafts_by_level),
+        planner.row_budget,
+        state.drafter.forward_depth,
     )
 
 
@@ -315,6 +324,7 @@ def _digest(state: RunnerView) -> str:
         spec.draft_weights,
         len(state.state_layers.names),
         state.drafter.forward_depth,
+        state.drafter.drafts_by_level,
         None if state.runner.lora_config is None else state.runner.lora_config.compute_hash(),
         torch.get_num_threads(),
         os.cpu_count(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,8 @@ class DraftPlanner:
         """Nodes that were worth their cost when `draft` last decided under an adaptive budget, by
         request; of requests that fixed their budget, all of it."""
         self._steps = 0
+        # Whether the last step that could draft ran a draft forward.
+        self._has_forward = False
         self._now: _Step | None = None
         self._before: _Step | None = None
 
@@ -185,18 +187,20 @@ class DraftPlanner:
         start = self.clock.mark()
         self._dropped.clear()
         budget = self.adaptive
-        forward_rows = 0
+        forward = (0, 0.0)
         if budget is None or not len(requests):
             trees = self._valid(drafter.propose(requests)) if len(requests) else []
             self.wanted = []
         else:
-            trees, forward_rows = self._draft_adaptively(budget, drafter, requests, batch, room)
+            trees, forward, start = self._draft_adaptively(
+                budget, drafter, requests, batch, room, start
+            )
         # vLLM has room for the budgets, in masks and statistics, and for no node more.
         trees = [t.prefix(most) for t, most in zip(trees, requests.budgets, strict=True)]
         dropped = sum(1 for r in self._dropped if not trees[r].num_nodes)
         self.stats.observe_plain("invalid_tree", dropped)
         if len(requests):
-            drafted = partial(self._learn_draft, self._now, forward_rows)
+            drafted = partial(self._learn_draft, self._now, forward)
             self.clock.measure(start, self.clock.mark(), drafted)
             largest = max(tree.num_nodes for tree in trees)
             self.stats.tree_budget = max(requests.budgets) if budget is None else largest
@@ -205,7 +209,7 @@ class DraftPlanner:
     def drafted_on_device(self, start: Any, budgets: Sequence[int]) -> None:
         """Call instead of `draft` where a drafter drafted by itself since the mark `start`, within
         fixed budgets; trees that break a rule were dropped on the device."""
-        drafted = partial(self._learn_draft, self._now, 0)
+        drafted = partial(self._learn_draft, self._now, (0, 0.0))
         self.clock.measure(start, self.clock.mark(), drafted)
         self.stats.tree_budget = max(budgets, default=0)
 
@@ -216,8 +220,10 @@ class DraftPlanner:
         requests: DraftRequests,
         batch: Batch,
         room: Sequence[int] | None,
-    ) -> tuple[list[DraftTree], int]:
-        """The trees, and the rows of the draft forward that they needed."""
+        start: Any,
+    ) -> tuple[list[DraftTree], tuple[int, float], Any]:
+        """The trees, the requests and the mean depth of the draft forward that they needed, and the
+        mark since which it ran; `start` where there was none."""
         deepest = drafter.forward_depth
         fixed = [self._by_request[req_id].nodes is not None for req_id in requests.req_ids]
         found = self._valid(drafter.look_up(requests))
@@ -236,11 +242,19 @@ class DraftPlanner:
             found,
         )
         drafted = found
-        forward_rows = 0
-        if any(depths):
+        count = sum(1 for depth in depths if depth)
+        if count:
             requests.forward_depths[:] = depths
-            forward_rows = sum(depth + 1 for depth in depths if depth)
-        if any(depths) or not deepest:
+            if budget.worth is not None:
+                worth = budget.worth
+                requests = replace(requests, least_node=worth.node, least_level=worth.level)
+            if not self._has_forward:
+                # Work of the steps without drafts; as a part of this one's time it would make
+                # drafting look dear where it is rare.
+                drafter.catch_up()
+                start = self.clock.mark()
+        self._has_forward = count > 0
+        if count or not deepest:
             drafted = self._valid(drafter.propose(requests))
         trees = budget.trim(drafted)
         self.wanted = [
@@ -252,7 +266,7 @@ class DraftPlanner:
         for r, (had, tree) in enumerate(zip(drafted, trees, strict=True)):
             if not tree.num_nodes and r not in self._dropped:
                 self.stats.observe_plain("budget" if had.num_nodes or deepest else "no_draft")
-        return trees, forward_rows
+        return trees, (count, sum(depths) / max(count, 1)), start
 
     def _valid(self, trees: list[DraftTree]) -> list[DraftTree]:
         """The trees, empty ones in place of those that break a rule of trees.
@@ -346,13 +360,19 @@ class DraftPlanner:
             rows, context = step.shape
             self.adaptive.costs.observe_verify(rows, rows, context, milliseconds)
 
-    def _learn_draft(self, step: _Step | None, forward_rows: int, milliseconds: float) -> None:
+    def _learn_draft(
+        self,
+        step: _Step | None,
+        # requests and mean depth
+        forward: tuple[int, float],
+        milliseconds: float,
+    ) -> None:
         self.stats.observe_ms("draft", milliseconds)
-        if step is None or not forward_rows:
+        if step is None or not forward[0]:
             return
         step.draft_ms = milliseconds
         if self.adaptive is not None and step.is_warm:
-            self.adaptive.costs.draft.observe(forward_rows, milliseconds)
+            self.adaptive.costs.observe_draft(*forward, milliseconds)
 
     def _learn_whole(self, step: _Step, milliseconds: float) -> None:
         step.rest_ms = milliseconds - step.verify_ms - step.draft_ms

@@ -23,9 +23,14 @@ LONG_CONTEXT = 8192
 
 @contextmanager
 def rehearsal(
-    state: RunnerView, count: int, depth: int, context: int = SHORT_CONTEXT
+    state: RunnerView,
+    count: int,
+    depth: int,
+    context: int = SHORT_CONTEXT,
+    nodes: int | None = None,
 ) -> Iterator[DraftRequests]:
-    """`count` dummy requests of `context` tokens and an anchor, to draft `depth` levels for."""
+    """`count` dummy requests of `context` tokens and an anchor, to draft `depth` levels for, of
+    `nodes` nodes at most."""
     tokens = 1 + np.arange(context + 1) % 7  # ids that the smallest vocabularies have
     options = state.drafter_options
     requests = DraftRequests(
@@ -33,7 +38,7 @@ def rehearsal(
         token_ids=[tokens] * count,
         context_lens=[len(tokens) - 1] * count,
         req_indices=list(range(count)),
-        budgets=[options.num_nodes] * count,
+        budgets=[min(nodes or options.num_nodes, options.num_nodes)] * count,
         widths=[options.tree_width] * count,
         depths=[depth] * count,
         forward_depths=[depth] * count,

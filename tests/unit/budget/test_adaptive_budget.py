@@ -220,6 +220,54 @@ def test_equal_histories_decide_alike(seed: int, num_reqs: int) -> None:
     assert history() == history()
 
 
+def test_a_decision_against_drafts_holds_for_some_steps_of_the_same_batch() -> None:
+    controller = budget(draft=60.0)
+    assert controller.gate is not None
+    decided = []
+    decide = controller.gate.decide
+    controller.gate.decide = lambda *args: decided.append(1) or decide(*args)  # type: ignore
+    nothing = [DraftTree.empty()] * 3
+
+    def go(step: NextStep, found: list[DraftTree]) -> int:
+        before = len(decided)
+        controller.plan(step, found)
+        controller.trim(found)
+        return len(decided) - before
+
+    assert sum(go(next_step(3), nothing) for _ in range(80)) == 10
+    # Another batch, and what lookups found, are looked at.
+    assert go(next_step(3), nothing) == 1
+    assert go(next_step(2), nothing[:2]) == 1
+    assert go(next_step(2), [tree(0.9), nothing[0]]) == 1
+    assert go(next_step(2), nothing[:2]) == 1
+
+
+def test_drafts_by_level_cost_by_their_levels() -> None:
+    rows = (1.0, 100.0)
+    costs = StepCostModel(
+        Calibration(rows, (20.0, 40.0), (0.1, 0.2), 0.0, (1.0, 100.0), (0.1, 10.0)), by_level=True
+    )
+    assert float(costs.draft_ms(1, 5)) == pytest.approx(5 * float(costs.draft_ms(1, 1)))
+    assert float(costs.draft_ms(4, 1)) < 2 * float(costs.draft_ms(1, 1))
+    before = float(costs.draft_ms(4, 2))
+    for _ in range(50):
+        costs.observe_draft(4, 2, 2 * before)
+    assert float(costs.draft_ms(4, 2)) > 1.5 * before
+    controller = AdaptiveBudget(costs, RowBudget(64, 4096), DEEPEST)
+    for _ in range(30):
+        depths = controller.plan(next_step(1), [DraftTree.empty()])
+        if any(depths):
+            worth = controller.worth
+        trees = controller.trim([tree(0.8) if any(depths) else DraftTree.empty()])
+        controller.observe(["r0"], trees, [[0, 1] if trees[0].num_nodes > 1 else []])
+    assert worth is not None and 0 < worth.node < 0.2 and worth.node < worth.level < 1
+    # Whoever fixed its budget gets all of it.
+    controller.plan(next_step(1, fixed=[True]), [DraftTree.empty()])
+    assert controller.worth is None
+    block = budget()
+    assert any(block.plan(next_step(1), [DraftTree.empty()])) and block.worth is None
+
+
 def test_requests_that_end_leave_nothing_behind() -> None:
     controller = budget()
     for start in range(0, 4000, 8):

@@ -31,7 +31,7 @@ def _decide(
         found[0],
         found[1],
         num_reqs,
-        draft,
+        lambda requests, depth: draft(requests * (np.asarray(depth) + 1)),
         step_ms,
     ).depths
 

@@ -219,6 +219,33 @@ def test_the_frontier_cap_bounds_the_work_of_a_level() -> None:
     assert max(len(call) for call in model.calls) == 3
 
 
+@pytest.mark.parametrize("least", [0.05, 0.2])
+def test_children_of_improbable_nodes_are_not_drafted(least: float) -> None:
+    whole, cut = BranchModel(5, 2), BranchModel(5, 2)
+    args = ([3, 1], [30, 30], [4, 4], [VOCAB, VOCAB])
+    expected = draft_level_by_level(*args, whole.expand)
+    found = draft_level_by_level(*args, cut.expand, least_node=least)
+    assert sum(map(len, cut.calls)) < sum(map(len, whole.calls))
+    for r, (tree, full) in enumerate(zip(found, expected, strict=True)):
+        tree.validate()
+        scores = np.exp(np.concatenate(([0.0], tree.scores)))
+        assert scores[tree.parent_indices + 1].min() >= least - 1e-6
+        above = np.exp(np.concatenate(([0.0], full.scores)))[full.parent_indices + 1]
+        kept = {path for path, up in zip(paths_of(full), above, strict=True) if up >= least}
+        assert kept <= set(paths_of(tree)), r
+
+
+def test_no_level_is_drafted_that_promises_too_little() -> None:
+    model = BranchModel(5, 2)
+    args = ([3, 1], [6, 6], [4, 4], [VOCAB, VOCAB])
+    draft_level_by_level(*args, model.expand, least_level=1.2)
+    # Anchors get their children whatever is asked.
+    assert 1 < len(model.calls) < 4
+    lone = BranchModel(5, 2)
+    draft_level_by_level(*args, lone.expand, least_level=3.0)
+    assert len(lone.calls) == 1
+
+
 def test_rows_know_their_ancestors_across_requests() -> None:
     model = BranchModel(8, 2)
     rows = BranchRows(2)

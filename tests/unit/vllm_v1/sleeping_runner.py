@@ -17,6 +17,7 @@ from vllm_specplug.vllm_worker.state_layers import StateLayers
 
 class SleepingDrafter:
     forward_depth = 3
+    drafts_by_level = False
 
     def __init__(self) -> None:
         self.rehearsed: list[tuple[int, list[int]]] = []

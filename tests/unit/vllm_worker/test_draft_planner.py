@@ -239,6 +239,39 @@ def test_the_best_nodes_of_a_tree_are_one() -> None:
     assert best_nodes(tree, 5) is tree
 
 
+class _LateDrafter(_Drafter):
+    """Puts work off, and takes its time for it."""
+
+    def __init__(self, clock: list[float], **options: Any) -> None:
+        super().__init__(**options)
+        self.clock, self.caught_up = clock, 0
+
+    def catch_up(self) -> None:
+        self.caught_up += 1
+        self.clock[0] += 50.0
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        self.clock[0] += 3.0
+        return super().propose(requests)
+
+
+def test_work_of_steps_without_drafts_is_not_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: 1e-3 * clock[0])
+    planner = _planner()
+    drafter = _LateDrafter(clock, score=-0.01)
+    learnt = []
+    assert planner.adaptive is not None
+    planner.adaptive.costs.observe_draft = lambda *args: learnt.append(args)  # type: ignore
+    for _ in range(8):
+        planner.begin_step()
+        planner.draft(drafter, *_requests(planner, [None] * 2))
+        assert planner._now is not None
+        planner._now.is_warm = True
+    assert drafter.asked and drafter.caught_up == 1
+    assert planner._now.draft_ms == pytest.approx(3.0)
+
+
 def test_nobody_to_draft_for_is_no_work() -> None:
     drafter = _Drafter()
     planner = _planner()

@@ -15,6 +15,7 @@ from typing import ClassVar, cast
 
 import torch
 
+from vllm_specplug.drafting.context_backlog import ContextBacklog
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
     DeviceCache,
@@ -29,7 +30,6 @@ from vllm_specplug.drafting.drafter import (
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.kernels import build_best_first, can_build_best_first, top_candidates
 from vllm_specplug.methods.block.checkpoint import BlockHeadExtras, load_block_head
-from vllm_specplug.methods.block.context_backlog import MAX_TOKENS, ContextBacklog
 from vllm_specplug.methods.block.fused_head import FusedBlockHead
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.tree import DraftTree, build_tree
@@ -63,9 +63,7 @@ class BlockHeadDrafter(Drafter):
         self.vocab_size = len(self.embed_tokens if self.target_ids is None else self.target_ids)
         self.head = FusedBlockHead(head, self.options.max_model_len, target.make_linear)
         self.ngrams = ngram_branches(self.options)
-        # Devices have no time to win: a step there is bound by its launches.
-        is_cpu = target.device.type == "cpu"
-        self.backlog = ContextBacklog(self._write_context, MAX_TOKENS if is_cpu else 1)
+        self.backlog = ContextBacklog.on(target.device, self._write_context)
 
     def load_head(self, target: TargetWeights) -> tuple[BlockHead, BlockHeadExtras]:
         """Reads the checkpoint and checks it against its target."""
@@ -86,12 +84,15 @@ class BlockHeadDrafter(Drafter):
         aux = torch.cat([hidden[rows] for hidden in committed.aux_hidden_states], dim=-1)
         self.backlog.add(aux, committed.positions, committed.slots)
 
-    @torch.inference_mode()
     def _write_context(
         self, aux: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
+        """aux [M, L*Ht], positions and slots int64 [M]."""
         keys, values = self.head.context_kv(self.head.context_features(aux), positions)
         self.cache.write(keys, values, slots)
+
+    def catch_up(self) -> None:
+        self.backlog.flush()
 
     def forget(self, req_ids: Iterable[str]) -> None:
         # Their pages may go to others in this very step.

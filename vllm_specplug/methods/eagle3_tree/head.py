@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from vllm_specplug.drafting.drafter import LinearFactory
+from vllm_specplug.kernels import add_rms_norm, gated_silu, rms_norm, rotate_heads
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.head import GatedMLP, RMSNorm, apply_rotary
 from vllm_specplug.methods.block.rotary import Rotary
@@ -198,7 +198,7 @@ class FusedDraftLayer(ABC):
         self.gate_up = make_linear(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), None)
         self.down = make_linear(mlp.down_proj.weight, None)
         self.mlp_norm, self.norm = layer.post_attention_layernorm.weight, norm.weight
-        # [Hq + Hkv, Dh], or None
+        # [(Hq + Hkv) * Dh], or None
         self.qk_norm = None
         if config.qk_norm:
             self.qk_norm = torch.cat(
@@ -206,13 +206,13 @@ class FusedDraftLayer(ABC):
                     attn.q_norm.weight.expand(config.num_attention_heads, -1),
                     attn.k_norm.weight.expand(config.num_key_value_heads, -1),
                 )
-            )
+            ).flatten()
         frequencies, factor = config.rotary.frequencies()
         angles = torch.arange(max_positions).float().unsqueeze(-1) * frequencies
         cos, sin = angles.cos() * factor, angles.sin() * factor
-        # [max_positions, 1, Dh]: both halves, so that rotating is two products and a sum
-        self.cos = torch.cat((cos, cos), -1)[:, None].to(norm.weight.device, norm.weight.dtype)
-        self.sin = torch.cat((-sin, sin), -1)[:, None].to(norm.weight.device, norm.weight.dtype)
+        # [max_positions, Dh]: both halves, so that rotating is two products and a sum
+        self.cos = torch.cat((cos, cos), -1).to(norm.weight.device, norm.weight.dtype)
+        self.sin = torch.cat((-sin, sin), -1).to(norm.weight.device, norm.weight.dtype)
 
     @abstractmethod
     def _inputs(
@@ -228,7 +228,7 @@ class FusedDraftLayer(ABC):
         joined, _ = self._inputs(embeds, states)
         key, value = self.key_value(joined).unflatten(-1, shape).unbind(1)
         if self.qk_norm is not None:
-            key = self._head_norm(key, self.qk_norm[self.shape.num_attention_heads :])
+            key = self._head_norm(key, self.qk_norm[-key[0].numel() :])
         return self._rotate(key, positions), value.contiguous()
 
     def forward(
@@ -243,25 +243,23 @@ class FusedDraftLayer(ABC):
             qk = self._head_norm(qk, self.qk_norm)
         qk = self._rotate(qk, positions)
         mixed = attend(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
-        x = residual + self.output(mixed.flatten(-2))
-        gate, up = self.gate_up(self.rms_norm(x, self.mlp_norm)).chunk(2, dim=-1)
-        x = x + self.down(F.silu(gate) * up)
-        normed = self.rms_norm(x, self.norm)
+        x, normed = add_rms_norm(residual, self.output(mixed.flatten(-2)), self.mlp_norm, self.eps)
+        delta = self.down(gated_silu(self.gate_up(normed)))
+        x, normed = add_rms_norm(x, delta, self.norm, self.eps)
         return normed, normed if self.shape.norm_output else x
 
     __call__ = forward
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        return rms_norm(x, weight, self.eps)
 
     def _head_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, heads, Dh], weight [heads, Dh]."""
-        return F.rms_norm(x, (x.shape[-1],), eps=self.eps) * weight
+        """x [T, heads, Dh], weight [heads * Dh]."""
+        return rms_norm(x.flatten(-2), weight, self.eps, x.shape[-1]).view(x.shape)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T]."""
-        swapped = x.roll(self.shape.head_dim // 2, dims=-1)
-        return x * self.cos[positions] + swapped * self.sin[positions]
+        return rotate_heads(x, self.cos, self.sin, positions)
 
 
 class FusedEagle3Head(FusedDraftLayer):
@@ -285,8 +283,7 @@ class FusedEagle3Head(FusedDraftLayer):
             aux = self.rms_norm(aux, self.joined_norm)
         if self.fc_norm is not None:
             size = self.config.target_hidden_size
-            normed = F.rms_norm(aux.unflatten(-1, (-1, size)), (size,), eps=self.eps)
-            aux = normed.flatten(-2) * self.fc_norm
+            aux = rms_norm(aux, self.fc_norm, self.eps, size)
         return self.fc(aux)
 
     def _inputs(

@@ -26,9 +26,9 @@ class MtpDrafter(StateDrafter):
         self.lm_head = target.make_lm_head(None)
         self.head = FusedMtpModule(module, self.options.max_model_len, target.make_linear)
         self.ngrams = ngram_branches(self.options)
-        self._roots = self.embed_tokens.new_zeros(0, module.config.hidden_size)
+        self._begin(module.config.hidden_size)
 
-    def target_states(self, committed: CommittedTokens) -> torch.Tensor:
+    def target_outputs(self, committed: CommittedTokens) -> torch.Tensor:
         assert committed.output_states is not None
         return committed.output_states[committed.rows]
 

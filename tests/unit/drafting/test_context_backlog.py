@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_specplug.methods.block.context_backlog import ContextBacklog
+from vllm_specplug.drafting.context_backlog import ContextBacklog
 
 Written = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
