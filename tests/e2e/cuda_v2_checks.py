@@ -6,6 +6,7 @@ To be run with SPECPLUG_INTERPRETED_V2=1, set before vLLM is imported.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +25,14 @@ import torch
 from tests.e2e import cuda_v2_worker
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.oracle import OracleDrafter
-from tests.e2e.pair import Counts, Pair, core_of, pair
+from tests.e2e.pair import Counts, Pair, core_of, pair, target
 from tests.e2e.target_checks import engine_of
-from vllm_specplug.drafting.drafter import DeviceRequests
+from tests.e2e.tiny import make_dspark_head
+from vllm_specplug.drafting.device_levels import read_trees
+from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
+from vllm_specplug.methods.local.tree import LocalTreeBuilder
+from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows
 from vllm_specplug.vllm_v2 import cuda_trees
 
@@ -46,12 +51,14 @@ def engines(
     nodes: int = 6,
     budget: int | str | None = None,
     target: dict[str, Any] | None = None,
+    head: dict[str, str] | None = None,
     **tree: Any,
 ) -> Pair:
     options = {
         "num_speculative_tokens": nodes,
         "tree_budget": nodes if budget is None else budget,
         "ngram_topk": ngram_topk,
+        **(head or {}),
     }
     made = pair(
         method,
@@ -179,7 +186,7 @@ def check_adaptive_budget_of_events() -> None:
 def knowing_candidates() -> Iterator[list[int]]:
     """A block head's forward is run, and its candidates are the tokens that follow in any of the
     oracle's sequences; yields how many requests of each draft had their tokens on the host."""
-    original, seen = BlockHeadDrafter.candidates, []
+    original, seen = BlockHeadDrafter.draft_candidates, []
 
     def candidates(self: Any, requests: Any, depth: int, width: int) -> Any:
         ids, log_probs = original(self, requests, depth, width)
@@ -196,15 +203,20 @@ def knowing_candidates() -> Iterator[list[int]]:
                 tokens = list(dict.fromkeys([*told, *ids[r, d].tolist()]))[:width]
                 # The answer is the best of them and the second best in turns.
                 ids[r, d] = torch.tensor(tokens if d % 2 else [tokens[1], tokens[0], *tokens[2:]])
-        return ids, torch.arange(1, width + 1).mul(-0.4).expand(log_probs.shape).contiguous()
+        # The third falls far behind: a local head is to choose among the first two.
+        falling = torch.arange(1, ids.shape[2] + 1).mul(-0.4)
+        falling[2:] -= 6.0
+        return ids, falling.expand(log_probs.shape).contiguous()
 
-    with patch.object(BlockHeadDrafter, "candidates", candidates):
+    with patch.object(BlockHeadDrafter, "draft_candidates", candidates):
         yield seen
 
 
-def _compare_block_head(method: str, ahead: bool, ngram_topk: int) -> list[int]:
+def _compare_block_head(
+    method: str, ahead: bool, ngram_topk: int, head: dict[str, str] | None = None
+) -> list[int]:
     with knowing_candidates() as seen:
-        made = engines(method, ahead=ahead, ngram_topk=ngram_topk, nodes=10)
+        made = engines(method, ahead=ahead, ngram_topk=ngram_topk, nodes=10, head=head)
         seen.clear()
         assert _compare(made, ahead).skipping > 1
     return seen
@@ -221,3 +233,56 @@ def check_bidirectional_block_head_on_the_device() -> None:
 
 def check_block_head_and_ngrams() -> None:
     assert 0 not in _compare_block_head("jetspec", True, 3)
+
+
+def assert_same_trees(made: DeviceTrees, expected: dict[int, DraftTree]) -> int:
+    """Raises unless the trees of these requests are the same; returns their nodes."""
+    nodes = 0
+    for r, (tree, oracle) in enumerate(zip(read_trees(made), expected.values(), strict=True)):
+        for name in ("token_ids", "parent_indices", "depths"):
+            ours, theirs = getattr(tree, name), getattr(oracle, name)
+            assert ours.tolist() == theirs.tolist(), (r, name, ours, theirs)
+        assert torch.allclose(torch.tensor(tree.scores), torch.tensor(oracle.scores), atol=1e-3)
+        nodes += tree.num_nodes
+    return nodes
+
+
+@contextmanager
+def local_trees_are_the_hosts() -> Iterator[list[int]]:
+    """Every tree of a local head is also built request by request on the host, from the same
+    scores; yields the nodes of each draft."""
+    original, seen = LocalTreeBuilder.build_on_device, []
+
+    def build(self: Any, ids: Any, log_probs: Any, anchors: Any, budgets: Any, depths: Any,
+              *, width: int, **limits: Any) -> Any:  # fmt: skip
+        made = original(self, ids, log_probs, anchors, budgets, depths, width=width, **limits)
+        reach = depths.clamp(0, ids.shape[1])
+        oracle = self.build(
+            ids, log_probs, anchors.tolist(), budgets.tolist(), reach.tolist(),
+            [width] * len(anchors), compiled=False,
+        )  # fmt: skip
+        seen.append(assert_same_trees(made, dict(enumerate(oracle))))
+        return made
+
+    with patch.object(LocalTreeBuilder, "build_on_device", build):
+        yield seen
+
+
+def check_local_head_on_the_device() -> None:
+    for ahead in (False, True):
+        with local_trees_are_the_hosts() as nodes:
+            assert set(_compare_block_head("dels", ahead, 0)) == {0}
+        assert sum(nodes) > 50, nodes
+
+
+def check_markov_head_on_the_device() -> None:
+    vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
+    head = make_dspark_head(target().parent / "dspark_without_windows", vocab, windows=(None,))
+    for ahead in (False, True):
+        with local_trees_are_the_hosts() as nodes:
+            found = _compare_block_head("dspark_tree", ahead, 0, {"model": str(head)})
+        assert set(found) == {0} and sum(nodes) > 50, nodes
+
+
+def check_local_head_and_ngrams() -> None:
+    assert 0 not in _compare_block_head("dels", True, 3)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.tiny import HIDDEN, make_head
+from tests.e2e.tiny import HIDDEN, make_dspark_head, make_head, make_local_head
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from vllm_specplug.budget import RowBudget
 from vllm_specplug.drafting.drafter import DeviceRequests, DrafterOptions, TargetWeights
@@ -20,6 +20,10 @@ from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
+from vllm_specplug.methods.dels.drafter import DelsDrafter
+from vllm_specplug.methods.dels.options import DelsSettings
+from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
+from vllm_specplug.methods.dspark_tree.options import DSparkSettings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2 import device_speculator
@@ -42,11 +46,19 @@ def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 @pytest.fixture
 def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JetSpecDrafter:
-    made = JetSpecDrafter(
+    head = make_head(tmp_path / "head", VOCAB)
+    return on_the_device(JetSpecDrafter, head, BlockSettings(None), monkeypatch)
+
+
+def on_the_device(
+    cls: type[Any], head: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """A drafter whose weights and caches lie on the pretended device."""
+    made = cls(
         DrafterOptions(
-            head_path=str(make_head(tmp_path / "head", VOCAB)), num_nodes=N, tree_depth=4,
+            head_path=str(head), num_nodes=N, tree_depth=4,
             max_depth=N, tree_width=4, tree_builder="best_first", hybrid_lambda=0.1,
-            settings=BlockSettings(None), ngram_topk=0, max_model_len=256,
+            settings=settings, ngram_topk=0, max_model_len=256,
         )
     )  # fmt: skip
     weights = torch.zeros(VOCAB, HIDDEN, device=META)
@@ -153,6 +165,40 @@ def test_a_draft_reads_nothing_and_keeps_to_its_launches(
     assert token_ids.is_meta and token_ids.shape == (3, N)
     assert 0 < recorder.operations <= LAUNCHES_PER_DRAFT, recorder.operations
     assert len(made._late) == 2
+
+
+def with_markov_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DSparkDrafter:
+    settings = DSparkSettings(num_candidates=32, alpha=(1.0,) * 4, beta=(0.0,) * 4)
+    head = make_dspark_head(folder, VOCAB, windows=(None,))
+    return on_the_device(DSparkDrafter, head, settings, monkeypatch)
+
+
+def with_local_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DelsDrafter:
+    local = make_local_head(folder / "local", VOCAB)
+    weights = (0.0, 0.5, 0.5, 0.5)
+    settings = DelsSettings(
+        str(local / "model.safetensors"), str(local / "unigram.safetensors"), 1.0, weights, weights,
+        anchor_input=False, num_candidates=32, gate_table_bytes=0,
+    )  # fmt: skip
+    head = make_head(folder / "head", VOCAB, causal=False)
+    return on_the_device(DelsDrafter, head, settings, monkeypatch)
+
+
+# Operations of a draft of four levels, from a step's walk to the next step's trees.
+LAUNCHES = {with_markov_head: 300, with_local_head: 345}
+
+
+@pytest.mark.parametrize("make", LAUNCHES)
+def test_a_draft_of_branches_reads_nothing_and_keeps_to_its_launches(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step()
+    made = speculator(step, make(tmp_path, monkeypatch), monkeypatch)
+    assert reads_the_device(lambda: propose(made, step)) is None
+    with Recorder() as recorder:
+        token_ids = propose(made, step)
+    assert token_ids.is_meta and token_ids.shape == (3, N)
+    assert 0 < recorder.operations <= LAUNCHES[make], recorder.operations
 
 
 @pytest.mark.parametrize("reason", ["a budget that follows the load", "branches of the host"])
