@@ -19,6 +19,7 @@ if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
 
     interpreted_v2.install()
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,12 +30,15 @@ from tests.e2e.pair import Counts, Pair, core_of, pair, target
 from tests.e2e.target_checks import engine_of
 from tests.e2e.tiny import make_dspark_head
 from vllm_specplug.drafting.device_levels import read_trees
-from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees, DraftRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
+from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels, StateDrafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.beam import draft_level_by_level
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows
 from vllm_specplug.vllm_v2 import cuda_trees
+from vllm_specplug.vllm_worker.cuda_backend import CudaDraftCache
 
 cuda_v2_worker.use_cuda_worker()
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
@@ -286,3 +290,105 @@ def check_markov_head_on_the_device() -> None:
 
 def check_local_head_and_ngrams() -> None:
     assert 0 not in _compare_block_head("dels", True, 3)
+
+
+@contextmanager
+def knowing_levels() -> Iterator[list[int]]:
+    """Every draft on the device is made twice: as the head has it, which must be the host's tree
+    of the same states, and with the candidates that follow in any of the oracle's sequences.
+    Yields the nodes of the former."""
+    expand, propose = DeviceLevels.expand, StateDrafter.propose_on_device
+    asked: list[DeviceRequests] = []
+    seen: list[int] = []
+
+    def knowing(self: Any, frontier: Any) -> Any:
+        ids, log_probs = expand(self, frontier)
+        if not asked:
+            return ids, log_probs
+        depth = frontier.depth
+        for r, known in enumerate(_known(asked[0])):
+            told = [s[depth] for s in known if len(s) > depth]
+            for place in range(ids.shape[1]):
+                tokens = list(dict.fromkeys([*told, *ids[r, place].tolist()]))[: ids.shape[2]]
+                if depth % 2 == 0:
+                    tokens[:2] = tokens[1::-1]
+                ids[r, place] = torch.tensor(tokens)
+        falling = torch.arange(1, ids.shape[2] + 1).mul(-0.4)
+        falling[2:] -= 6.0
+        return ids, falling.expand(log_probs.shape).contiguous()
+
+    def proposed(self: Any, requests: DeviceRequests) -> DeviceTrees:
+        made = propose(self, requests)
+        drafted = (requests.budgets > 0).nonzero().flatten().tolist()
+        if drafted:
+            columns = (requests.context_lens, requests.budgets, requests.depths)
+            contexts, budgets, depths = (c[drafted].tolist() for c in columns)
+            given = DraftRequests(
+                req_ids=[str(r) for r in drafted],
+                token_ids=[np.array([int(requests.anchors[r])]) for r in drafted],
+                context_lens=contexts, req_indices=drafted, budgets=budgets,
+                widths=[requests.width] * len(drafted), depths=depths,
+            )  # fmt: skip
+            oracle = draft_level_by_level(
+                given.anchors, budgets, [min(d, self.options.tree_depth) for d in depths],
+                given.widths, self._expander(given),
+                frontier_width=self.options.settings.expand_width,
+            )  # fmt: skip
+            kept = DeviceTrees(*(field[drafted] for field in vars(made).values()))
+            seen.append(assert_same_trees(kept, dict(enumerate(oracle))))
+        asked.append(requests)
+        try:
+            return propose(self, requests)
+        finally:
+            asked.clear()
+
+    def branches(self: Any, requests: Any, contexts: Any, parents: Any) -> Any:
+        rows = [np.concatenate(([-1], p + 1)).astype(np.int32) for p in parents]
+        starts = np.cumsum([0, *map(len, rows)])[:-1].tolist()
+        metadata = self.buffers.fill(
+            requests.req_indices, starts, contexts, rows, self.block_table()
+        )
+        return self._attention(metadata)
+
+    with (
+        patch.object(DeviceLevels, "expand", knowing),
+        patch.object(StateDrafter, "propose_on_device", proposed),
+        patch.object(CudaDraftCache, "branch_attention", branches, create=True),
+    ):
+        yield seen
+
+
+def _known(requests: DeviceRequests) -> list[list[list[int]]]:
+    """What follows each anchor in the oracle's sequences."""
+    found = []
+    for anchor, context in zip(
+        requests.anchors.tolist(), requests.context_lens.tolist(), strict=True
+    ):
+        sequences = OracleDrafter.sequences
+        found.append(
+            [s[context + 1 :] for s in sequences if len(s) > context and s[context] == anchor]
+        )
+    return found
+
+
+def check_draft_layer_on_the_device() -> None:
+    for ahead in (False, True):
+        with knowing_levels() as nodes:
+            made = engines("eagle3_tree", ahead=ahead, ngram_topk=0, nodes=10)
+            nodes.clear()
+            assert _compare(made, ahead).skipping > 1
+        assert sum(nodes) > 50, nodes
+
+
+def check_mtp_module_on_the_device() -> None:
+    with knowing_levels() as nodes:
+        made = engines("mtp_tree", ahead=True, ngram_topk=0, nodes=10)
+        nodes.clear()
+        assert _compare(made, True).skipping > 1
+    assert sum(nodes) > 50, nodes
+
+
+def check_draft_layer_and_ngrams() -> None:
+    with knowing_levels() as nodes:
+        _compare(engines("eagle3_tree", ahead=True, ngram_topk=3, nodes=10), True)
+    assert not nodes

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.tiny import HIDDEN, make_dspark_head, make_head, make_local_head
+from tests.e2e.tiny import (
+    HIDDEN,
+    make_dspark_head,
+    make_eagle3_head,
+    make_head,
+    make_local_head,
+)
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from vllm_specplug.budget import RowBudget
 from vllm_specplug.drafting.drafter import DeviceRequests, DrafterOptions, TargetWeights
@@ -24,6 +30,10 @@ from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.options import DelsSettings
 from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
 from vllm_specplug.methods.dspark_tree.options import DSparkSettings
+from vllm_specplug.methods.eagle3_tree import drafter as eagle3
+from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
+from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
+from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2 import device_speculator
@@ -35,6 +45,7 @@ from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
 
 VOCAB = 64
 META = torch.device("meta")
+TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2)
 LAUNCHES_PER_DRAFT = 190
 """Operations from a step's walk to the next step's trees, with a head of two layers; its kernels
 (attention, tree builder, cache writes) and vLLM's not among them."""
@@ -42,6 +53,11 @@ LAUNCHES_PER_DRAFT = 190
 
 def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
+
+
+def top(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values, ids = logits.topk(width)
+    return ids, values
 
 
 @pytest.fixture
@@ -66,9 +82,7 @@ def on_the_device(
         TargetWeights(
             embed_tokens=weights, lm_head=weights, dtype=torch.float32, device=META,
             make_linear=plain_linear,
-            text_config=SimpleNamespace(
-                hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2
-            ),
+            text_config=TARGET,
         )
     )  # fmt: skip
     limits = StepLimits(num_requests=4, num_rows=64, tree_rows=N + 1, context=256)
@@ -83,10 +97,6 @@ def on_the_device(
     ]
     table = numbers(4, 9, dtype=torch.int32)
     made.bind_cache(backend.draft_cache(layers, lambda: table, 0.25))
-
-    def top(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        values, ids = logits.topk(width)
-        return ids, values
 
     def built(ids: Any, log_probs: Any, budgets: Any, depths: Any, width: int, nodes: int) -> Any:
         assert all(t.is_meta for t in (ids, log_probs, budgets, depths))
@@ -148,7 +158,8 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
 
 def propose(made: DeviceSpeculator, step: Step) -> torch.Tensor:
     rows = step.batch.num_tokens
-    aux = [numbers(rows, HIDDEN, dtype=torch.float32) for _ in range(2)]
+    count = len(made.proposer.drafter.config.target_layer_ids)
+    aux = [numbers(rows, HIDDEN, dtype=torch.float32) for _ in range(count)]
     hidden = numbers(rows, HIDDEN, dtype=torch.float32)
     sampled = numbers(3, dtype=torch.int32)
     return made.propose(step.batch, None, None, hidden, aux, sampled)
@@ -184,8 +195,15 @@ def with_local_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DelsDrafte
     return on_the_device(DelsDrafter, head, settings, monkeypatch)
 
 
+def with_draft_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle3Drafter:
+    head = make_eagle3_head(folder / "head", VOCAB, draft_vocab_size=40)
+    layers = inspect_eagle3_head(head, TARGET).target_layer_ids
+    monkeypatch.setattr(eagle3, "top_candidates", top)
+    return on_the_device(Eagle3Drafter, head, Eagle3Settings(16, layers), monkeypatch)
+
+
 # Operations of a draft of four levels, from a step's walk to the next step's trees.
-LAUNCHES = {with_markov_head: 300, with_local_head: 345}
+LAUNCHES = {with_markov_head: 300, with_local_head: 345, with_draft_layer: 0}
 
 
 @pytest.mark.parametrize("make", LAUNCHES)
@@ -193,7 +211,9 @@ def test_a_draft_of_branches_reads_nothing_and_keeps_to_its_launches(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Step()
-    made = speculator(step, make(tmp_path, monkeypatch), monkeypatch)
+    drafter = make(tmp_path, monkeypatch)
+    made = speculator(step, drafter, monkeypatch)
+    made.spec.reads_next_tokens = make is with_draft_layer
     assert reads_the_device(lambda: propose(made, step)) is None
     with Recorder() as recorder:
         token_ids = propose(made, step)

@@ -151,7 +151,9 @@ class LocalTreeBuilder:
         not wanted) one request at a time; that is the oracle of both.
         """
         if ids.device.type != "cpu":
-            return read_trees(self._build_for_host(ids, log_probs, anchors, budgets, depths, widths))
+            return read_trees(
+                self._build_for_host(ids, log_probs, anchors, budgets, depths, widths)
+            )
         if self.weights is None or not compiled:
             trees = []
             for r, anchor in enumerate(anchors):
@@ -288,6 +290,11 @@ class LocalTreeBuilder:
         self.gate_rows[self.draft_ids] = torch.arange(
             len(self.draft_ids), device=self.draft_ids.device
         )
+        # The kernel has a variant for few nodes and one for many: neither is to compile while
+        # serving.
+        for nodes in (1, 17):
+            none = torch.zeros(nodes, dtype=torch.int64, device=self.gates.device)
+            self._step(none, none, self.head.initial_state(1))
 
     def _step(
         self, tokens: torch.Tensor, parents: torch.Tensor, states: torch.Tensor
