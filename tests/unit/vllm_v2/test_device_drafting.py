@@ -117,6 +117,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
     batch.num_computed_tokens_np = np.array([40, 60, 80])
     batch.num_scheduled_tokens = np.array([N + 1, N + 1, 4])
     batch.num_reqs = 3
+    batch.query_start_loc = numbers(4, dtype=torch.int32)
     slots = 7
     ints = {"dtype": torch.int32}
     made: Any = object.__new__(DeviceSpeculator)
@@ -203,7 +204,7 @@ def with_draft_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle3Dra
 
 
 # Operations of a draft of four levels, from a step's walk to the next step's trees.
-LAUNCHES = {with_markov_head: 300, with_local_head: 345, with_draft_layer: 0}
+LAUNCHES = {with_markov_head: 300, with_local_head: 345, with_draft_layer: 475}
 
 
 @pytest.mark.parametrize("make", LAUNCHES)

@@ -41,7 +41,6 @@ from vllm_specplug.methods.eagle3_tree.head import Attend, FusedDraftLayer, Fuse
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import BranchRows, Expand, Frontier, draft_level_by_level
 
-
 # Draft logits that exist at once, most; in float32 that is 128 MiB.
 MOST_LOGITS = 1 << 25
 
