@@ -153,7 +153,7 @@ def read_trees(trees: DeviceTrees) -> list[DraftTree]:
     """Trees of the host: one copy, which is waited for."""
     packed = packed_trees(trees).cpu()
     # [4, R, N]
-    arrays = packed[:, 1:].unflatten(1, (4, -1)).transpose(0, 1).contiguous()
+    arrays = packed[:, 1:].reshape(len(packed), 4, -1).transpose(0, 1).contiguous()
     tokens, parents, depths, scores = arrays.numpy()
     return DraftTree.split(
         tokens.astype(np.int64), parents, depths, scores.view(np.float32), packed[:, 0].numpy()
