@@ -6,11 +6,13 @@ Few tokens, as the interpreter takes seconds for a step.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.e2e.harness import assert_drafted, run_engine
 from tests.e2e.target_checks import SIZES
-from tests.e2e.tiny import make_head, make_other_target, make_target
+from tests.e2e.tiny import make_eagle3_head, make_head, make_other_target, make_target
 from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
 pytestmark = pytest.mark.e2e
@@ -48,19 +50,27 @@ def test_windows_and_sinks_in_groups_are_lossless_in_the_interpreter(
 
 
 @pytest.mark.xdist_group("device_logic")
+@pytest.mark.parametrize(
+    ("method", "make"),
+    [
+        ("jetspec", make_head),
+        pytest.param("eagle3_tree", make_eagle3_head, marks=pytest.mark.full),
+    ],
+)
 def test_the_cuda_backend_is_lossless_in_the_interpreter(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: pytest.TempPathFactory, method: str, make: Any
 ) -> None:
+    """A block head, and a draft layer whose levels are drafted on the device."""
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("device_logic")
-    target, head = make_target(folder / "target", VOCAB), make_head(folder / "head", VOCAB)
+    target, head = make_target(folder / "target", VOCAB), make(folder / "head", VOCAB)
     calls = [{"prompts": PROMPTS[:2], "params": {**PARAMS, "max_tokens": 8}}]
     plain = run_engine(tiny_engine(target), calls)
     tree = run_engine(
         tiny_engine(target),
         calls,
         speculative={
-            "method": "jetspec",
+            "method": method,
             "model": str(head),
             "num_speculative_tokens": 7,
             "tree_budget": 7,

@@ -152,12 +152,19 @@ def make_block_head(
     return head
 
 
-def make_dspark_head(folder: Path, vocab_size: int, *, seed: int = 5, hidden: int = HIDDEN) -> Path:
-    """A random DSpark head for `make_target`'s model; one of its layers has a sliding window."""
+def make_dspark_head(
+    folder: Path,
+    vocab_size: int,
+    *,
+    seed: int = 5,
+    hidden: int = HIDDEN,
+    windows: tuple[int | None, ...] = (24, None),
+) -> Path:
+    """A random DSpark head for `make_target`'s model; a layer, with its sliding window, each."""
     from vllm_specplug.methods.dspark_tree.checkpoint import save_dspark_head
 
     block = make_block_head(
-        vocab_size, causal=False, seed=seed, hidden=hidden, anchor=True, windows=(24, None)
+        vocab_size, causal=False, seed=seed, hidden=hidden, anchor=True, windows=windows
     )
     w1, w2 = torch.randn(2, vocab_size, 16) * 0.5
     save_dspark_head(folder, block, w1, w2, dtype=torch.float32)

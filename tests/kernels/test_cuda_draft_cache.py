@@ -40,12 +40,9 @@ def on_the_device(order: list[int]) -> DeviceRequests:
     )
 
 
-@pytest.mark.parametrize("is_device", [False, True])
-@pytest.mark.parametrize("target", ["triton", "cute"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_block_attends_its_pages_and_itself(
-    monkeypatch, causal: bool, target: str, is_device: bool
-) -> None:
+def draft_cache(monkeypatch, target: str = "triton"):
+    """A cache of two layers with random contexts, and their keys and values of each request,
+    [layers, context, Hkv, Dh]."""
     torch.manual_seed(0)
     monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: print)
     backend = CudaTreeBackend("auto", HEADS, StepLimits(4, 64, 9, 512), torch.device("cpu"))
@@ -67,6 +64,16 @@ def test_a_block_attends_its_pages_and_itself(
     drafts = backend.draft_cache(
         [SimpleNamespace(kv_cache=cache) for cache in caches], lambda: table, DIM**-0.5
     )
+    return drafts, keys, values
+
+
+@pytest.mark.parametrize("is_device", [False, True])
+@pytest.mark.parametrize("target", ["triton", "cute"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_block_attends_its_pages_and_itself(
+    monkeypatch, causal: bool, target: str, is_device: bool
+) -> None:
+    drafts, keys, values = draft_cache(monkeypatch, target)
     # A later step finds the words of the one before in its buffers.
     for order in ([0, 1, 2], [2, 0]):
         requests = DraftRequests(
@@ -92,3 +99,42 @@ def test_a_block_attends_its_pages_and_itself(
                         DIM**-0.5,
                     )
                     assert (output[place, row].double() - expected).abs().max() < 1e-5
+
+
+# Parents of the rows of a tree, and what each row sees.
+PARENTS = {0: [-1, 0, 0, 2, 1], 1: [-1, 0, 1, 2, 3], 2: [-1, 0, 0, 0, 3]}
+
+
+@pytest.mark.parametrize("is_device", [False, True])
+def test_rows_of_a_tree_attend_their_pages_and_their_branch(monkeypatch, is_device: bool) -> None:
+    drafts, keys, values = draft_cache(monkeypatch)
+    order = [2, 0]
+    requests = DraftRequests(
+        token_ids=[np.array([1])] * len(order),
+        context_lens=[CONTEXTS[r] for r in order],
+        req_indices=order,
+    )
+    given = on_the_device(order) if is_device else requests
+    held = range(len(CONTEXTS)) if is_device else order
+    parents = torch.tensor([PARENTS[r] for r in held], dtype=torch.int32)
+    contexts = torch.tensor([CONTEXTS[r] for r in held])
+    attend = drafts.tree_attention(given, contexts, parents)
+    query = torch.randn(ROWS * len(held), HEADS, DIM)
+    key, value = torch.randn(2, ROWS * len(held), KV_HEADS, DIM).unbind(0)
+    for layer in range(2):
+        output = attend(layer, query, key, value)
+        for place, r in enumerate(held):
+            if r not in order:
+                continue
+            for row in range(ROWS):
+                branch = [row]
+                while branch[0]:
+                    branch.insert(0, PARENTS[r][branch[0]])
+                at = [place * ROWS + b for b in branch]
+                expected = chain_attention(
+                    query[place * ROWS + row],
+                    torch.cat((keys[r][layer], key[at])),
+                    torch.cat((values[r][layer], value[at])),
+                    DIM**-0.5,
+                )
+                assert (output[place * ROWS + row].double() - expected).abs().max() < 1e-5

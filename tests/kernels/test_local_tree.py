@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.kernels.local_trees import DEPTH, HEADS, LIMITS, builder, candidates
+from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.local_tree import pack_rows
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
@@ -37,6 +38,21 @@ def test_float32_trees_equal_the_readable_ones(
     for r, (tree, oracle) in enumerate(zip(trees, oracles, strict=True)):
         tree.validate()
         assert tree.num_nodes <= LIMITS["budgets"][r]
+        assert tree.token_ids.tolist() == oracle.token_ids.tolist()
+        assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
+        assert tree.depths.tolist() == oracle.depths.tolist()
+        assert np.allclose(tree.scores, oracle.scores, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("anchor", [True, False])
+def test_trees_of_a_device_equal_the_readable_ones(name: str, anchor: bool) -> None:
+    """One read of all requests, whose budgets, depths and widths differ."""
+    b = builder(name, torch.float32, anchor=anchor)
+    args = (*candidates(6, 64), [5, 7, 11, 250, 299, 0], *LIMITS.values())
+    made = read_trees(b._build_for_host(*args))
+    for tree, oracle in zip(made, b.build(*args, compiled=False), strict=True):
+        tree.validate()
         assert tree.token_ids.tolist() == oracle.token_ids.tolist()
         assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
         assert tree.depths.tolist() == oracle.depths.tolist()

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.tiny import HIDDEN, make_head
+from tests.e2e.tiny import HIDDEN, make_eagle3_head, make_head
 from tests.kernels.paged import random_parents
 from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
+from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
+from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.tree import DraftTree
 
@@ -129,13 +131,14 @@ class Served:
         ]
         self.backend.bind(groups)
         self.table = torch.zeros(REQUESTS, -(-CONTEXT // PAGE), dtype=torch.int32)
+        cls, head, settings = self.head(folder)
         options = DrafterOptions(
-            head_path=str(make_head(folder, VOCAB)), num_nodes=nodes, tree_depth=4, max_depth=8,
+            head_path=str(head), num_nodes=nodes, tree_depth=4, max_depth=8,
             tree_width=4, tree_builder="best_first", hybrid_lambda=0.1,
-            settings=BlockSettings(None), ngram_topk=0,
+            settings=settings, ngram_topk=0,
             max_model_len=CONTEXT,
         )  # fmt: skip
-        self.drafter = JetSpecDrafter(options)
+        self.drafter = cls(options)
         self.drafter.load(
             TargetWeights(
                 embed_tokens=torch.zeros(VOCAB, HIDDEN), lm_head=torch.zeros(VOCAB, HIDDEN),
@@ -155,6 +158,10 @@ class Served:
             drafter=SimpleNamespace(drafter=self.drafter, options=options),
             max_model_len=CONTEXT, _sync_device=lambda: None,
         )  # fmt: skip
+
+    def head(self, folder: Path) -> tuple[Any, Path, Any]:
+        """The drafter's class, its head and its settings."""
+        return JetSpecDrafter, make_head(folder, VOCAB), BlockSettings(None)
 
     def warm_up(self) -> None:
         self.backend.run_every_variant(lambda: None)
@@ -204,6 +211,13 @@ class Served:
         )  # fmt: skip
 
 
+class ServedLevels(Served):
+    """The same with a draft layer, which is run level by level."""
+
+    def head(self, folder: Path) -> tuple[Any, Path, Any]:
+        return Eagle3Drafter, make_eagle3_head(folder, VOCAB), Eagle3Settings(16, (0, 1))
+
+
 @pytest.mark.parametrize(
     ("nodes", "heads", "kv_heads", "head_dim", "name", "features"),
     # The third: strides of a row that are no multiple of 16.
@@ -225,10 +239,24 @@ def test_steps_launch_what_was_warmed_up(
 ) -> None:  # fmt: skip
     shape = (nodes, heads, kv_heads, head_dim)
     served = Served(monkeypatch, tmp_path / "head", *shape, name, features)
+    _take_steps(served, launches, STEP_KERNELS)
+
+
+@pytest.mark.parametrize("nodes", [7, 40])
+def test_levels_launch_what_was_warmed_up(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: int
+) -> None:
+    served = ServedLevels(monkeypatch, tmp_path / "head", nodes, 8, 2, 64)
+    _take_steps(served, launches, STEP_KERNELS)
+
+
+def _take_steps(served: Served, launches: Launches, kernels: set[str]) -> None:
+    """Steps of any sizes after a warm-up, which must have launched each of `kernels`."""
+    nodes = served.nodes
     launches.taken()
     served.warm_up()
     warmed = launches.taken()
-    assert {name for name, *_ in warmed} == STEP_KERNELS
+    assert {name for name, *_ in warmed} == kernels
     rng = np.random.default_rng(1)
     for _ in range(40):
         count = int(rng.integers(1, REQUESTS))

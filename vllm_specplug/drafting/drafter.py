@@ -262,9 +262,22 @@ class DeviceCache(DraftCache, Protocol):
     ) -> BlockAttention:
         """See `DraftCache`."""
 
+    def tree_attention(
+        self,
+        requests: DraftRequests | DeviceRequests,
+        context_lens: torch.Tensor,
+        parent_rows: torch.Tensor,
+    ) -> BlockAttention:
+        """Attention of tree rows over the first `context_lens` [R] slots and their own branch.
+
+        Args:
+            parent_rows: int32 [R, rows], of each request's rows the row of its parent; -1 for its
+                first, which is the root.
+        """
+
 
 class BranchCache(DraftCache, Protocol):
-    """The cache on devices that draft branches on the host (`Capability.HOST_BRANCHES`)."""
+    """The cache where trees are made on the host."""
 
     def branch_attention(
         self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]

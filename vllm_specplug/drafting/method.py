@@ -50,7 +50,8 @@ class Capability(StrEnum):
     TARGET_FORWARD = "target_forward"
     """The target's own layers over a partial cache (`Drafter.partial_cache_spec`)."""
     HOST_BRANCHES = "host_branches"
-    """Trees whose candidates depend on the branch, scored on the host."""
+    """Trees made on the host level by level, with a read of what each level scored; a device gives
+    level-by-level drafters `DeviceCache.tree_attention` in its place."""
 
 
 class SharedOptions(Protocol):

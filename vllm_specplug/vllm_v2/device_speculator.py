@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 
+from vllm_specplug.drafting.device_levels import packed_trees
 from vllm_specplug.drafting.drafter import CommittedTokens, DeviceRequests, DeviceTrees
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.device_trees import Committed
@@ -30,7 +31,6 @@ from vllm_specplug.vllm_v2.host_step import (
     StepCopy,
     StepRecord,
     TreesCopy,
-    packed_trees,
     to_device,
 )
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_specplug.drafting.device_levels import packed_trees
 from vllm_specplug.drafting.drafter import DeviceTrees
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.device_trees import Walk
@@ -130,12 +131,6 @@ class StepRecord:
     running: Any
     # LoRA adapter of each request, see `RunnerView.adapter_names`; empty on an engine without any
     adapters: tuple[str | None, ...] = ()
-
-
-def packed_trees(trees: DeviceTrees) -> torch.Tensor:
-    """int32 [R, 1 + 4 * N]: counts, token ids, parents, depths, and scores as bits."""
-    fields = (trees.token_ids.to(torch.int32), trees.parents, trees.depths)
-    return torch.cat([trees.counts[:, None], *fields, trees.scores.view(torch.int32)], dim=1)
 
 
 class TreesCopy:

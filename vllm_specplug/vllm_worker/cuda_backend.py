@@ -20,7 +20,12 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_specplug.drafting.drafter import DeviceRequests, DraftCache, DraftRequests
+from vllm_specplug.drafting.drafter import (
+    DeviceRequests,
+    DraftCache,
+    DraftRequests,
+    device_tensor,
+)
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS, PLAN_ROWS
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape, choose_cuda_kernel
@@ -411,7 +416,9 @@ class CudaDraftCache:
         # Masks differ only beside sliding windows, which this device's adapter does not give.
         assert isinstance(causal, bool), causal
         if isinstance(requests, DeviceRequests):
-            metadata = self._on_device(requests, rows)
+            chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=self.backend.device)
+            parents = chain.repeat(len(requests), 1)
+            metadata = self._on_device(requests, requests.context_lens, parents)
         else:
             block = np.arange(-1, rows - 1, dtype=np.int32)
             metadata = self.buffers.fill(
@@ -421,12 +428,29 @@ class CudaDraftCache:
                 [block] * len(requests),
                 self.block_table(),
             )
+        if not causal:
+            metadata.mask_kind = "full"
+        return self._attention(metadata)
+
+    def tree_attention(
+        self,
+        requests: DraftRequests | DeviceRequests,
+        # [R]
+        context_lens: torch.Tensor,
+        # [R, rows] int32
+        parent_rows: torch.Tensor,
+    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Attention of tree rows over their paged context and their branch; see the protocol."""
+        return self._attention(self._on_device(requests, context_lens, parent_rows))
+
+    def _attention(
+        self, metadata: TreeAttnMetadata
+    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Attention of rows whose own keys and values are not in the cache."""
         # A draft is made for any requests of the batch, which leaves gaps: no kernel is to have a
         # variant for each.
         metadata.query_starts = None
-        if not causal:
-            metadata.mask_kind = "full"
-        needs_words = causal
+        needs_words = metadata.mask_kind == "tree"
 
         def attend(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -443,20 +467,33 @@ class CudaDraftCache:
 
         return attend
 
-    def _on_device(self, requests: DeviceRequests, rows: int) -> TreeAttnMetadata:
-        """Metadata of a block for each request, of no rows where it gets no draft."""
-        count, device = len(requests), self.backend.device
+    def _on_device(
+        self,
+        requests: DraftRequests | DeviceRequests,
+        # [R]
+        context_lens: torch.Tensor,
+        # [R, rows] int32
+        parent_rows: torch.Tensor,
+    ) -> TreeAttnMetadata:
+        """Metadata of as many rows for each request, of none where it gets no draft."""
+        device, (count, rows) = self.backend.device, parent_rows.shape
         every = torch.arange(count, dtype=torch.int32, device=device)
         starts = every * rows
-        counts = torch.where(requests.budgets > 0, rows, 0).to(torch.int32)
+        tables, counts = every, torch.full_like(every, rows)
+        if isinstance(requests, DeviceRequests):
+            counts = torch.where(requests.budgets > 0, counts, 0)
+            longest = requests.max_context
+        else:
+            tables = device_tensor(requests.req_indices, device).to(torch.int32)
+            longest = max(requests.context_lens)
         words = (count * rows, -(-rows // 64))
         return TreeAttnMetadata(
-            torch.stack([every, starts, counts, requests.context_lens, starts]),
+            torch.stack([tables, starts, counts, context_lens.to(torch.int32), starts]),
             self.block_table(),
             max_rows=rows,
-            max_context=requests.max_context,
+            max_context=longest,
             mask_words=torch.empty(words, dtype=torch.int64, device=device),
-            parent_rows=torch.arange(-1, rows - 1, dtype=torch.int32, device=device).repeat(count),
+            parent_rows=parent_rows.flatten(),
         )
 
     def _kernel_for(self, query: torch.Tensor, key: torch.Tensor) -> ChosenKernel:

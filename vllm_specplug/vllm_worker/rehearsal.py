@@ -95,6 +95,9 @@ class _NoCache:
             query, memory_format=torch.contiguous_format
         )
 
+    def tree_attention(self, requests: Any, context_lens: Any, parent_rows: Any) -> Any:
+        return self.block_attention(requests, 0, causal=True)
+
 
 @torch.inference_mode()
 def profile_largest_step(
@@ -122,6 +125,7 @@ def profile_largest_step(
         return
     drafter.bind_cache(_NoCache())
     every = torch.arange(tokens, device=device)
-    drafter.observe(CommittedTokens(aux, every, every % state.max_model_len, every))
+    positions = every % state.max_model_len
+    drafter.observe(CommittedTokens(aux, every, positions, every, output_states=hidden))
     with rehearsal(state, num_reqs, drafter.forward_depth) as requests:
         drafter.propose(requests)

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.tiny import make_target
+from vllm_specplug.drafting.method import Capability
+from vllm_specplug.registry import get_method, method_names
+from vllm_specplug.vllm_process.spec_config import CAPABILITIES, CAPABILITIES_V2
 
 VOCAB = 12
 TREES = {"method": "ngram_tree"}
@@ -307,3 +310,11 @@ def test_targets_that_v2_does_not_serve(
         spec._uses_v2(device, frozenset())
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert not spec._uses_v2(device, frozenset())
+
+
+@pytest.mark.parametrize("capabilities", [CAPABILITIES, CAPABILITIES_V2])
+def test_methods_that_cuda_gives_what_they_need(
+    capabilities: dict[str, frozenset[Capability]],
+) -> None:
+    missing = {name: get_method(name).needs - capabilities["cuda"] for name in method_names()}
+    assert {name for name, lacks in missing.items() if lacks} == {"longspec", "tokenswift"}

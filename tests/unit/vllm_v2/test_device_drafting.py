@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.tiny import HIDDEN, make_head
+from tests.e2e.tiny import (
+    HIDDEN,
+    make_dspark_head,
+    make_eagle3_head,
+    make_head,
+    make_local_head,
+)
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from vllm_specplug.budget import RowBudget
 from vllm_specplug.drafting.drafter import DeviceRequests, DrafterOptions, TargetWeights
@@ -20,6 +26,14 @@ from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
+from vllm_specplug.methods.dels.drafter import DelsDrafter
+from vllm_specplug.methods.dels.options import DelsSettings
+from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
+from vllm_specplug.methods.dspark_tree.options import DSparkSettings
+from vllm_specplug.methods.eagle3_tree import drafter as eagle3
+from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
+from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
+from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2 import device_speculator
@@ -31,6 +45,7 @@ from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
 
 VOCAB = 64
 META = torch.device("meta")
+TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2)
 LAUNCHES_PER_DRAFT = 190
 """Operations from a step's walk to the next step's trees, with a head of two layers; its kernels
 (attention, tree builder, cache writes) and vLLM's not among them."""
@@ -40,13 +55,26 @@ def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
+def top(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values, ids = logits.topk(width)
+    return ids, values
+
+
 @pytest.fixture
 def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JetSpecDrafter:
-    made = JetSpecDrafter(
+    head = make_head(tmp_path / "head", VOCAB)
+    return on_the_device(JetSpecDrafter, head, BlockSettings(None), monkeypatch)
+
+
+def on_the_device(
+    cls: type[Any], head: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """A drafter whose weights and caches lie on the pretended device."""
+    made = cls(
         DrafterOptions(
-            head_path=str(make_head(tmp_path / "head", VOCAB)), num_nodes=N, tree_depth=4,
+            head_path=str(head), num_nodes=N, tree_depth=4,
             max_depth=N, tree_width=4, tree_builder="best_first", hybrid_lambda=0.1,
-            settings=BlockSettings(None), ngram_topk=0, max_model_len=256,
+            settings=settings, ngram_topk=0, max_model_len=256,
         )
     )  # fmt: skip
     weights = torch.zeros(VOCAB, HIDDEN, device=META)
@@ -54,9 +82,7 @@ def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JetSpecDrafter:
         TargetWeights(
             embed_tokens=weights, lm_head=weights, dtype=torch.float32, device=META,
             make_linear=plain_linear,
-            text_config=SimpleNamespace(
-                hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2
-            ),
+            text_config=TARGET,
         )
     )  # fmt: skip
     limits = StepLimits(num_requests=4, num_rows=64, tree_rows=N + 1, context=256)
@@ -71,10 +97,6 @@ def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JetSpecDrafter:
     ]
     table = numbers(4, 9, dtype=torch.int32)
     made.bind_cache(backend.draft_cache(layers, lambda: table, 0.25))
-
-    def top(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        values, ids = logits.topk(width)
-        return ids, values
 
     def built(ids: Any, log_probs: Any, budgets: Any, depths: Any, width: int, nodes: int) -> Any:
         assert all(t.is_meta for t in (ids, log_probs, budgets, depths))
@@ -95,6 +117,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
     batch.num_computed_tokens_np = np.array([40, 60, 80])
     batch.num_scheduled_tokens = np.array([N + 1, N + 1, 4])
     batch.num_reqs = 3
+    batch.query_start_loc = numbers(4, dtype=torch.int32)
     slots = 7
     ints = {"dtype": torch.int32}
     made: Any = object.__new__(DeviceSpeculator)
@@ -136,7 +159,8 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
 
 def propose(made: DeviceSpeculator, step: Step) -> torch.Tensor:
     rows = step.batch.num_tokens
-    aux = [numbers(rows, HIDDEN, dtype=torch.float32) for _ in range(2)]
+    count = len(made.proposer.drafter.config.target_layer_ids)
+    aux = [numbers(rows, HIDDEN, dtype=torch.float32) for _ in range(count)]
     hidden = numbers(rows, HIDDEN, dtype=torch.float32)
     sampled = numbers(3, dtype=torch.int32)
     return made.propose(step.batch, None, None, hidden, aux, sampled)
@@ -153,6 +177,49 @@ def test_a_draft_reads_nothing_and_keeps_to_its_launches(
     assert token_ids.is_meta and token_ids.shape == (3, N)
     assert 0 < recorder.operations <= LAUNCHES_PER_DRAFT, recorder.operations
     assert len(made._late) == 2
+
+
+def with_markov_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DSparkDrafter:
+    settings = DSparkSettings(num_candidates=32, alpha=(1.0,) * 4, beta=(0.0,) * 4)
+    head = make_dspark_head(folder, VOCAB, windows=(None,))
+    return on_the_device(DSparkDrafter, head, settings, monkeypatch)
+
+
+def with_local_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DelsDrafter:
+    local = make_local_head(folder / "local", VOCAB)
+    weights = (0.0, 0.5, 0.5, 0.5)
+    settings = DelsSettings(
+        str(local / "model.safetensors"), str(local / "unigram.safetensors"), 1.0, weights, weights,
+        anchor_input=False, num_candidates=32, gate_table_bytes=0,
+    )  # fmt: skip
+    head = make_head(folder / "head", VOCAB, causal=False)
+    return on_the_device(DelsDrafter, head, settings, monkeypatch)
+
+
+def with_draft_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle3Drafter:
+    head = make_eagle3_head(folder / "head", VOCAB, draft_vocab_size=40)
+    layers = inspect_eagle3_head(head, TARGET).target_layer_ids
+    monkeypatch.setattr(eagle3, "top_candidates", top)
+    return on_the_device(Eagle3Drafter, head, Eagle3Settings(16, layers), monkeypatch)
+
+
+# Operations of a draft of four levels, from a step's walk to the next step's trees.
+LAUNCHES = {with_markov_head: 300, with_local_head: 345, with_draft_layer: 475}
+
+
+@pytest.mark.parametrize("make", LAUNCHES)
+def test_a_draft_of_branches_reads_nothing_and_keeps_to_its_launches(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step()
+    drafter = make(tmp_path, monkeypatch)
+    made = speculator(step, drafter, monkeypatch)
+    made.spec.reads_next_tokens = make is with_draft_layer
+    assert reads_the_device(lambda: propose(made, step)) is None
+    with Recorder() as recorder:
+        token_ids = propose(made, step)
+    assert token_ids.is_meta and token_ids.shape == (3, N)
+    assert 0 < recorder.operations <= LAUNCHES[make], recorder.operations
 
 
 @pytest.mark.parametrize("reason", ["a budget that follows the load", "branches of the host"])

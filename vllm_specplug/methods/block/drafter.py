@@ -11,7 +11,7 @@ into a tree. JetSpec (causal in the block) and DFlash with a tree (bidirectional
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 
@@ -40,9 +40,6 @@ _MOST_LOGITS = 1 << 25
 
 class BlockHeadDrafter(Drafter):
     """Block head of the JetSpec and DFlash family; causal or bidirectional by its config."""
-
-    scores_branches: ClassVar[bool] = False
-    """Whether its trees need more than each depth's candidates."""
 
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
@@ -121,10 +118,13 @@ class BlockHeadDrafter(Drafter):
 
     @property
     def drafts_on_device(self) -> bool:
-        is_exact = self.options.tree_builder == "best_first" and not self.scores_branches
-        return is_exact and self.ngrams is None
+        return self.options.tree_builder == "best_first" and self.ngrams is None
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
+        return self._build_on_device(requests)
+
+    def _build_on_device(self, requests: DeviceRequests) -> DeviceTrees:
+        """`_build` without a read on the host."""
         from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 
         width = requests.width

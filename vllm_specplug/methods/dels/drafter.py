@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplug.drafting.drafter import DraftRequests, TargetWeights
-from vllm_specplug.methods.block.drafter import BlockHeadDrafter
+from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.methods.dels.checkpoint import load_local_head
 from vllm_specplug.methods.dels.unigram import load_unigram
+from vllm_specplug.methods.local.drafter import LocalHeadDrafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
-from vllm_specplug.tree import DraftTree
 
 
-class DelsDrafter(BlockHeadDrafter):
+class DelsDrafter(LocalHeadDrafter):
     """Block head and local head; without weights it is the block head alone."""
-
-    scores_branches = True
 
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
@@ -45,14 +42,4 @@ class DelsDrafter(BlockHeadDrafter):
             embed_tokens=target.embed_tokens,
             lm_head=target.lm_head,
             dtype=target.dtype,
-        )
-
-    def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
-        if self.local_tree.is_idle:
-            return super()._build(requests, depths)
-        ids, log_probs = self.draft_candidates(
-            requests, max(depths), self.local_tree.options.num_candidates
-        )
-        return self.local_tree.build(
-            ids, log_probs, requests.anchors, requests.budgets, depths, requests.widths
         )

@@ -2,7 +2,7 @@
 """DSpark heads as trees: a low-rank Markov head corrects the block's scores, branch by branch. The
 name `dspark` is vLLM's own method, which drafts chains with the same heads."""
 
-from vllm_specplug.drafting.method import Capability, Method
+from vllm_specplug.drafting.method import Method
 from vllm_specplug.methods.block.options import BLOCK_NEEDS
 
 METHOD = Method(
@@ -10,7 +10,7 @@ METHOD = Method(
     summary="block head that drafts from the anchor's slot on, with its own Markov head",
     options="vllm_specplug.methods.dspark_tree.options:DSparkOptions",
     drafter="vllm_specplug.methods.dspark_tree.drafter:DSparkDrafter",
-    needs=BLOCK_NEEDS | {Capability.HOST_BRANCHES},
+    needs=BLOCK_NEEDS,
     recognises="vllm_specplug.methods.block.recognise:is_markov_block_head",
     train_commands=("vllm_specplug.methods.dspark_tree.train.cli",),
     presets={"smollm2": {"model": "heads/smollm2-135m-dspark", "num_speculative_tokens": 16}},

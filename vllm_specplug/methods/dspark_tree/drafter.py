@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplug.drafting.drafter import DraftRequests, TargetWeights
+from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.methods.block.checkpoint import BlockHeadExtras
-from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head
+from vllm_specplug.methods.local.drafter import LocalHeadDrafter
 from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
-from vllm_specplug.tree import DraftTree
 
 
-class DSparkDrafter(BlockHeadDrafter):
+class DSparkDrafter(LocalHeadDrafter):
     """Block head and Markov head of one checkpoint; without the latter, the block head alone."""
 
-    scores_branches = True
-
     markov: LocalHead | None = None
-    local_tree: LocalTreeBuilder | None = None
 
     def load_head(self, target: TargetWeights) -> tuple[BlockHead, BlockHeadExtras]:
         assert self.options.head_path is not None
@@ -52,13 +48,4 @@ class DSparkDrafter(BlockHeadDrafter):
             embed_tokens=self.embed_tokens,
             lm_head=target.lm_head,
             dtype=target.dtype,
-        )
-
-    def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
-        if self.local_tree is None:
-            return super()._build(requests, depths)
-        candidates = min(self.options.settings.num_candidates, self.vocab_size)
-        ids, log_probs = self.draft_candidates(requests, max(depths), candidates)
-        return self.local_tree.build(
-            ids, log_probs, requests.anchors, requests.budgets, depths, requests.widths
         )

@@ -14,7 +14,6 @@ METHOD = Method(
             Capability.HIDDEN_STATES,
             Capability.NEXT_TOKENS,
             Capability.CONTEXT_CACHE,
-            Capability.HOST_BRANCHES,
         }
     ),
     recognises="vllm_specplug.methods.eagle3_tree.recognise:is_eagle3_head",

@@ -16,9 +16,18 @@ import numpy as np
 import torch
 
 from vllm_specplug.drafting.context_backlog import ContextBacklog
+from vllm_specplug.drafting.device_levels import (
+    DeviceFrontier,
+    draft_levels_on_device,
+    read_trees,
+)
 from vllm_specplug.drafting.drafter import (
     BranchCache,
     CommittedTokens,
+    DeviceCache,
+    DeviceRequests,
+    DeviceTrees,
+    DraftCache,
     DraftCacheSpec,
     DraftRequests,
     TargetWeights,
@@ -27,10 +36,14 @@ from vllm_specplug.drafting.drafter import (
 from vllm_specplug.drafting.head_drafter import HeadDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.kernels import top_candidates
+from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
 from vllm_specplug.methods.eagle3_tree.head import Attend, FusedDraftLayer, FusedEagle3Head
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import BranchRows, Expand, Frontier, draft_level_by_level
+
+# Draft logits that exist at once, most; in float32 that is 128 MiB.
+MOST_LOGITS = 1 << 25
 
 
 class StateDrafter(HeadDrafter):
@@ -52,6 +65,8 @@ class StateDrafter(HeadDrafter):
     # [B] where the rows of those positions lie among the tokens that wait, from the end; None when
     # `_roots` is up to date
     _root_places: torch.Tensor | None
+    is_device_cache = False
+    """Whether the cache is a `DeviceCache`: levels are then drafted without the host."""
 
     def _begin(self, hidden_size: int) -> None:
         self._backlog = ContextBacklog.on(self.embed_tokens.device, self._write_context)
@@ -76,9 +91,9 @@ class StateDrafter(HeadDrafter):
         if following is None:
             following = torch.zeros_like(rows)
         if committed.last_rows is not None:
-            # Rows ascend: each request's last one stands before the next request's first.
-            places = torch.searchsorted(rows, committed.last_rows.to(rows.device))
-            self._root_places = places - len(rows)
+            last = committed.last_rows.to(rows.device)
+            # Of a device rows are in no order; those that were not accepted repeat their root's.
+            self._root_places = (rows == last[:, None]).int().argmax(1) - len(rows)
         outputs = self.target_outputs(committed)
         self._backlog.add(outputs, following, committed.positions, committed.slots)
 
@@ -104,17 +119,89 @@ class StateDrafter(HeadDrafter):
         if self._root_places is not None:
             self._roots, self._root_places = states[self._root_places], None
 
+    def bind_cache(self, cache: DraftCache) -> None:
+        super().bind_cache(cache)
+        self.is_device_cache = hasattr(cache, "tree_attention")
+
     def draft(self, requests: DraftRequests) -> list[DraftTree]:
         self._backlog.flush()
+        depths = [min(depth, self.options.tree_depth) for depth in requests.depths]
+        if self.is_device_cache:
+            return read_trees(self._draft_for_host(requests, depths))
         return draft_level_by_level(
             requests.anchors,
             requests.budgets,
-            [min(depth, self.options.tree_depth) for depth in requests.depths],
+            depths,
             requests.widths,
             self._expander(requests),
             least_node=requests.least_node,
             least_level=requests.least_level,
             frontier_width=self.options.settings.expand_width,
+        )
+
+    @property
+    def drafts_on_device(self) -> bool:
+        return self.is_device_cache and self.ngrams is None
+
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
+        roots = self._roots
+        if len(roots) != len(requests):
+            # A draft that no step came before.
+            roots = roots.new_zeros(len(requests), self.embed_tokens.shape[1])
+        return self._draft_on_device(
+            requests,
+            roots,
+            requests.anchors,
+            requests.context_lens,
+            requests.budgets,
+            requests.depths,
+            num_levels=self.options.tree_depth,
+            width=requests.width,
+        )
+
+    def _draft_for_host(self, requests: DraftRequests, depths: list[int]) -> DeviceTrees:
+        columns = (
+            requests.anchors, requests.context_lens, requests.budgets, depths, requests.widths
+        )  # fmt: skip
+        *given, widths = device_tensor(np.array(columns), self.embed_tokens.device)
+        # Not the widest: see `num_nodes` below.
+        return self._draft_on_device(
+            requests, self._root_states(requests), *given, num_levels=max(depths),
+            width=self.options.tree_width, widths=widths,
+        )  # fmt: skip
+
+    def _draft_on_device(
+        self,
+        requests: DraftRequests | DeviceRequests,
+        # [R, H]
+        roots: torch.Tensor,
+        # [R] each
+        anchors: torch.Tensor,
+        context_lens: torch.Tensor,
+        budgets: torch.Tensor,
+        depths: torch.Tensor,
+        *,
+        num_levels: int,
+        width: int,
+        widths: torch.Tensor | None = None,
+    ) -> DeviceTrees:
+        """`draft_level_by_level` without a read on the host."""
+        options = self.options
+        # All that was expanded is queried again at every level, and kernels take so many rows.
+        places = (MAX_TREE_ROWS - 1) // max(options.tree_depth - 1, 1)
+        expander = DeviceLevels(self, requests, roots, context_lens, width)
+        return draft_levels_on_device(
+            anchors,
+            budgets,
+            depths,
+            expander.expand,
+            num_levels=num_levels,
+            # Not the largest budget: kernels have variants by the rows of a level, and start-up
+            # compiles those of whole trees.
+            num_nodes=options.num_nodes,
+            width=width,
+            widths=widths,
+            frontier_width=min(options.settings.expand_width, places),
         )
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -187,6 +274,65 @@ class StateDrafter(HeadDrafter):
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.head(self._embed(token_ids, positions), states, positions, attend)
+
+
+class DeviceLevels:
+    """A draft on the device, level by level: what its expanded nodes left there.
+
+    Rows of one request lie together: its root, then the places of every frontier.
+    """
+
+    def __init__(
+        self,
+        drafter: StateDrafter,
+        requests: DraftRequests | DeviceRequests,
+        # [R, H]
+        roots: torch.Tensor,
+        # [R]
+        context_lens: torch.Tensor,
+        width: int,
+    ) -> None:
+        self.drafter, self.requests, self.states = drafter, requests, roots
+        # The root's row stands at the position before the anchor: its state is of that position.
+        self.starts = (context_lens - 1).clamp_min(0)
+        self.width = min(width, drafter.draft_vocab_size)
+        # Places of the frontier before, and its first row.
+        self.places, self.first = 1, 0
+        # Of each level [R, places, ...]: parents of the rows, then q, k and v
+        self.parents: list[torch.Tensor] = []
+        self.rows: list[tuple[torch.Tensor, ...]] = []
+
+    def expand(self, frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DeviceExpand`."""
+        drafter, depth, shape = self.drafter, frontier.depth, frontier.token_ids.shape
+        if depth:
+            self.parents.append(frontier.parents.to(torch.int32) + self.first)
+            self.first += self.places
+            # Below the roots, states are those that the level before put out.
+            states = self.states[frontier.rows_in(self.places)]
+        else:
+            states = self.states
+            self.parents.append(torch.full_like(frontier.parents, -1, dtype=torch.int32))
+        self.places = shape[1]
+        last = drafter.options.max_model_len - 1
+        positions = (self.starts + depth).clamp_max(last).long().repeat_interleave(shape[1])
+        tokens = frontier.token_ids.flatten()
+        hidden, self.states = drafter._run(tokens, states, positions, self._attend)
+        # A piece at a time: logits of all requests would be the largest tensor of a step.
+        pieces = hidden.split(max(1, MOST_LOGITS // drafter.draft_vocab_size))
+        found = [top_candidates(drafter.lm_head(piece), self.width) for piece in pieces]
+        ids, log_probs = (torch.cat(part) for part in zip(*found, strict=True))
+        ids = ids if drafter.target_ids is None else drafter.target_ids[ids]
+        return ids.unflatten(0, shape), log_probs.unflatten(0, shape)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        shape = (len(self.starts), self.places)
+        self.rows.append(tuple(x.unflatten(0, shape) for x in (query, key, value)))
+        joined = [torch.cat(parts, dim=1).flatten(0, 1) for parts in zip(*self.rows, strict=True)]
+        cache = cast(DeviceCache, self.drafter.cache)
+        parents = torch.cat(self.parents, dim=1)
+        mixed = cache.tree_attention(self.requests, self.starts, parents)(0, *joined)
+        return mixed.unflatten(0, (shape[0], -1))[:, -self.places :].flatten(0, 1)
 
 
 class Eagle3Drafter(StateDrafter):

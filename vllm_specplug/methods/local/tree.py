@@ -26,6 +26,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from vllm_specplug.drafting.device_levels import (
+    DeviceExpand,
+    DeviceFrontier,
+    draft_levels_on_device,
+    read_trees,
+)
+from vllm_specplug.drafting.drafter import DeviceTrees, device_tensor
 from vllm_specplug.kernels import (
     LocalTreeWeights,
     build_local_trees,
@@ -94,13 +101,15 @@ class LocalTreeBuilder:
     ) -> None:
         device = embed_tokens.device
         self.options = options
+        rows = None
+        if head.config.lm_head_mode != "target_lm_head":
+            rows = _rows_of(draft_ids.cpu(), local_ids, head.config.vocab_size)
         self.draft_ids = draft_ids = draft_ids.to(device)
         self.embed_tokens = embed_tokens
         head = head.to(device)
-        if head.config.lm_head_mode == "target_lm_head":
+        if rows is None:
             table = head.output_table(lm_head[draft_ids])
         else:
-            rows = _rows_of(draft_ids.cpu(), local_ids, head.config.vocab_size)
             table = head.output_table()[rows.to(device)]
         # [V', r]
         self.output_table = table.to(dtype).contiguous()
@@ -138,9 +147,13 @@ class LocalTreeBuilder:
     ) -> list[DraftTree]:
         """One tree per request, exactly best-first over the fused distributions.
 
-        Without `compiled` kernels (none for this device, or not wanted) one request at a time;
-        that is their oracle.
+        Trees of a device are read in one copy. Without `compiled` kernels (none for this CPU, or
+        not wanted) one request at a time; that is the oracle of both.
         """
+        if ids.device.type != "cpu":
+            return read_trees(
+                self._build_for_host(ids, log_probs, anchors, budgets, depths, widths)
+            )
         if self.weights is None or not compiled:
             trees = []
             for r, anchor in enumerate(anchors):
@@ -167,6 +180,100 @@ class LocalTreeBuilder:
         arrays = (parents, node_depths, scores, counts)
         return DraftTree.split(token_ids, *(array.numpy() for array in arrays))
 
+    def _build_for_host(
+        self,
+        ids: torch.Tensor,
+        log_probs: torch.Tensor,
+        *requests: Sequence[int],
+    ) -> DeviceTrees:
+        """`build_on_device` from what the host knows of the requests; arguments of `build`."""
+        anchors, budgets, depths, widths = device_tensor(np.asarray(requests), ids.device)
+        return self.build_on_device(
+            ids[:, : max(requests[2])],
+            log_probs,
+            anchors,
+            budgets,
+            depths,
+            width=max(requests[3]),
+            num_nodes=max(requests[1]),
+            widths=widths,
+        )
+
+    def build_on_device(
+        self,
+        # [R, D, M] draft ids, best first, and their log-probabilities under the block head
+        ids: torch.Tensor,
+        log_probs: torch.Tensor,
+        # [R] int64
+        anchors: torch.Tensor,
+        # [R] each
+        budgets: torch.Tensor,
+        depths: torch.Tensor,
+        *,
+        width: int,
+        num_nodes: int,
+        widths: torch.Tensor | None = None,
+    ) -> DeviceTrees:
+        """`build` without a read on the host: all branches of a depth of all requests at once.
+
+        Args:
+            width: most children of a node; `widths` [R] where requests differ.
+            num_nodes: at least the largest budget.
+        """
+        return draft_levels_on_device(
+            anchors,
+            budgets,
+            depths,
+            self._device_expander(ids, log_probs, min(width, ids.shape[-1])),
+            num_levels=ids.shape[1],
+            num_nodes=num_nodes,
+            width=width,
+            widths=widths,
+            frontier_width=None,
+        )
+
+    def _device_expander(
+        self, ids: torch.Tensor, log_probs: torch.Tensor, width: int
+    ) -> DeviceExpand:
+        """`expander` for the frontiers of all requests."""
+        head, options = self.head, self.options
+        states = ranks = torch.empty(0)
+        # Places of each request in the frontier before.
+        places = 1
+
+        def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal states, ranks, places
+            depth, shape = frontier.depth, frontier.token_ids.shape
+            read = frontier.token_ids.flatten()
+            if depth == 0:
+                states = head.initial_state(len(read))
+            if depth:
+                ranks, states = self._step(read, frontier.rows_in(places), states)
+            elif options.anchor_input:
+                ranks, states = head.step(read, states, self.embed_tokens)
+            places = shape[1]
+            # [R, M], [R, 1, M]
+            candidates, own = ids[:, depth], log_probs[:, depth, None].float()
+            fused = own.expand(*shape, -1)
+            alpha, beta = options.alpha[depth], options.beta[depth]
+            if alpha:
+                table = self.output_table[candidates]
+                fused = fused + alpha * (ranks.unflatten(0, shape) @ table.mT).float()
+            if beta:
+                assert self.log_prior is not None
+                fused = fused - beta * self.log_prior[candidates][:, None]
+            if alpha or beta:
+                # Of a confident head, rounding can sum probabilities to more than 1.
+                mass = own.logsumexp(-1, keepdim=True).clamp(max=0)
+                fused = fused.log_softmax(-1) + mass
+            # A stable order: equal scores keep the block head's.
+            scores, order = fused.sort(dim=-1, descending=True, stable=True)
+            order = order[..., :width]
+            children = candidates[:, None].expand(*shape, -1).gather(2, order)
+            return self.draft_ids[children], scores[..., :width]
+
+        return expand
+
     def _make_gates(self) -> None:
         """The table the fused step reads, where there is a GRU and the table fits."""
         if self.head.config.kind != "gru":
@@ -183,6 +290,11 @@ class LocalTreeBuilder:
         self.gate_rows[self.draft_ids] = torch.arange(
             len(self.draft_ids), device=self.draft_ids.device
         )
+        # The kernel has a variant for few nodes and one for many: neither is to compile while
+        # serving.
+        for nodes in (1, 17):
+            none = torch.zeros(nodes, dtype=torch.int64, device=self.gates.device)
+            self._step(none, none, self.head.initial_state(1))
 
     def _step(
         self, tokens: torch.Tensor, parents: torch.Tensor, states: torch.Tensor
@@ -195,7 +307,7 @@ class LocalTreeBuilder:
 
         states = gru_step_triton(
             self.gate_rows[tokens],
-            parents.int().to(states.device),
+            parents.to(device=states.device, dtype=torch.int32),
             states,
             self.gates,
             self.head.prefix_gru.weight_hh_l0,

@@ -14,7 +14,6 @@ METHOD = Method(
             Capability.OUTPUT_STATES,
             Capability.NEXT_TOKENS,
             Capability.CONTEXT_CACHE,
-            Capability.HOST_BRANCHES,
         }
     ),
     # The module is in the target's own checkpoint.

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tests.unit.methods.eagle3_tree.world import LENGTHS, VOCAB, World
+from vllm_specplug.drafting.device_levels import read_trees
+from vllm_specplug.drafting.drafter import CommittedTokens, DeviceRequests
 from vllm_specplug.tree import DraftTree
 
 
@@ -24,6 +26,63 @@ def test_each_branch_equals_the_chain_along_it(layout: str, tmp_path: Path) -> N
     assert trees[2].max_depth == trees[2].num_nodes  # width 1: a chain
     assert [tree.num_nodes for tree in trees] == [16, 9, 4, 12]
     assert max(tree.max_depth for tree in trees) > 2
+
+
+@pytest.mark.parametrize("expand", [16, 3])
+@pytest.mark.parametrize("layout", ["specforge", "yuhuili"])
+def test_trees_of_a_device_are_those_of_the_host(layout: str, expand: int, tmp_path: Path) -> None:
+    host, device = (World(tmp_path, layout, expand, device_cache=d) for d in (False, True))
+    asked = [[16, 9, 16, 12], [8, 8, 1, 3]]
+    made = []
+    for world in (host, device):
+        world.commit_all()
+        made.append(world.drafter.propose(world.requests(*asked)))
+    for ours, theirs in zip(*made, strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert ours.parent_indices.tolist() == theirs.parent_indices.tolist()
+        assert torch.allclose(torch.tensor(ours.scores), torch.tensor(theirs.scores), atol=1e-4)
+    # The same without the host, each within its own depth.
+    requests = device.requests(*asked)
+    depths = [4, 2, 3, 1]
+    requests.depths[:] = depths
+    on_device = device.drafter.propose_on_device(
+        DeviceRequests(
+            anchors=torch.tensor(requests.anchors),
+            context_lens=torch.tensor(requests.context_lens, dtype=torch.int32),
+            budgets=torch.tensor(requests.budgets, dtype=torch.int32),
+            depths=torch.tensor(depths, dtype=torch.int32),
+            width=8, num_nodes=16, max_context=64,
+        )
+    )  # fmt: skip
+    requests.widths[:] = [8] * 4
+    for r, tree in enumerate(read_trees(on_device)):
+        tree.validate(VOCAB)
+        device.check(r, tree)
+        theirs = host.drafter.propose(requests)[r]
+        assert tree.token_ids.tolist() == theirs.token_ids.tolist()
+
+
+def test_rows_of_a_device_are_in_no_order(tmp_path: Path) -> None:
+    """What was not accepted repeats its root's row, and has no slot."""
+    ordered, shuffled = (World(tmp_path, device_cache=True) for _ in range(2))
+    for world in (ordered, shuffled):
+        world.commit_all()
+    states = ordered.drafter._roots
+    aux = [torch.randn(6, 16) for _ in range(3)]
+    rows = torch.tensor([0, 3, 0, 0, 4, 5])
+    seen: list[Any] = []
+    shuffled.drafter.cache.write = lambda *given: seen.append(given)  # type: ignore[method-assign]
+    shuffled.drafter.observe(
+        CommittedTokens(
+            aux, rows, torch.arange(6), torch.tensor([7, 8, -1, -1, 9, 10]),
+            last_rows=torch.tensor([3, 5]), next_token_ids=torch.zeros(6, dtype=torch.int64),
+        )
+    )  # fmt: skip
+    expected = ordered.drafter.target_states(
+        CommittedTokens(aux, torch.tensor([3, 5]), torch.zeros(2), torch.zeros(2))
+    )
+    torch.testing.assert_close(shuffled.drafter._roots, expected)
+    assert len(seen) == 1 and len(states) == 4
 
 
 def _exact(world: World, r: int, budget: int, depth: int, beam: int | None = None) -> list[Any]:

@@ -48,7 +48,8 @@ class DenseCache:
     ) -> Any:
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out, start = torch.empty_like(q), 0
-            for index, length, up in zip(requests.req_indices, context_lens, parents, strict=True):
+            indices = getattr(requests, "req_indices", range(len(parents)))
+            for index, length, up in zip(indices, context_lens, parents, strict=True):
                 rows = slice(start, start + len(up) + 1)
                 start = rows.stop
                 slots = slice(100 * index, 100 * index + length)
@@ -64,10 +65,28 @@ class DenseCache:
         return attend
 
 
+class DenseDeviceCache(DenseCache):
+    """The same as a device has it: rows of a level's places, some of which hold no node."""
+
+    def tree_attention(
+        self, requests: DraftRequests, context_lens: torch.Tensor, parent_rows: torch.Tensor
+    ) -> Any:
+        parents = [np.asarray(line[1:]) - 1 for line in parent_rows.tolist()]
+        assert (parent_rows[:, 0] == -1).all()
+        return self.branch_attention(requests, context_lens.tolist(), parents)
+
+
 class World:
     """A head, its drafter, and requests whose target states are random."""
 
-    def __init__(self, folder: Path, layout: str = "specforge", expand: int = 16, **options: Any):
+    def __init__(
+        self,
+        folder: Path,
+        layout: str = "specforge",
+        expand: int = 16,
+        device_cache: bool = False,
+        **options: Any,
+    ):
         raw, tensors = write_head(folder, layout)
         config = {**raw, **raw.get("transformer_layer_config", {})}
         config["rope_theta"] = (config.get("rope_parameters") or config).get("rope_theta", 1e4)
@@ -95,7 +114,7 @@ class World:
             )
         )  # fmt: skip
         self.drafter.lm_head = plain_linear(self.lm_head, None)
-        self.cache = DenseCache()
+        self.cache = DenseDeviceCache() if device_cache else DenseCache()
         self.drafter.bind_cache(self.cache)  # type: ignore[arg-type]
         self.tokens = [torch.randint(0, VOCAB, (n,)) for n in LENGTHS]
         self.aux = [[torch.randn(n, HIDDEN) for _ in range(3)] for n in LENGTHS]

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tree.beam.draft_level_by_level` on a device: tensors of fixed shapes, and no read on the host.
+
+Every level has as many places per request as it can ever hold; a place without a node scores
+-inf. Levels are kept whole, and what the best nodes of all of them are is decided once, at the
+end: a node that is not among them has no descendant that is.
+
+Letters: R requests, F places of a frontier per request, K candidates of one node, N nodes of a
+tree at most, C nodes of all levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_specplug.drafting.drafter import DeviceTrees
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.draft_tree import ROOT
+
+
+@dataclass(frozen=True)
+class DeviceFrontier:
+    """Nodes whose children are drafted next, best first within each request."""
+
+    # [R, F] int64; a legal token also where there is no node
+    token_ids: torch.Tensor
+    # [R, F] int64 place of each one's parent in the frontier before this one; 0 for anchors
+    parents: torch.Tensor
+    # levels drafted so far: 0 when the frontier holds the anchors
+    depth: int
+
+    def rows_in(self, width: int) -> torch.Tensor:
+        """[R * F] int64: each one's parent as a row of the frontier before this one, whose
+        requests lie one after the other with `width` places each."""
+        count = len(self.parents)
+        first = torch.arange(0, count * width, width, device=self.parents.device)
+        return (first[:, None] + self.parents).flatten()
+
+
+# frontier -> candidate token ids int64 [R, F, K], best first, and their log-probabilities given
+# the branch float32 [R, F, K]; as `tree.beam.Expand`
+DeviceExpand = Callable[[DeviceFrontier], tuple[torch.Tensor, torch.Tensor]]
+
+
+def draft_levels_on_device(
+    # [R] int64
+    anchors: torch.Tensor,
+    # [R]
+    budgets: torch.Tensor,
+    # [R]
+    depths: torch.Tensor,
+    expand: DeviceExpand,
+    *,
+    num_levels: int,
+    num_nodes: int,
+    width: int,
+    widths: torch.Tensor | None = None,
+    beam_widths: Sequence[int] | None = None,
+    frontier_width: int | None = 16,
+) -> DeviceTrees:
+    """The trees of `draft_level_by_level`, node for node.
+
+    Args:
+        num_levels: levels that are drafted; deeper ones than a request's depth are not kept.
+        num_nodes: N, at least the largest budget.
+        width: most children of a node.
+        widths: [R] the same of each request, where they differ.
+        beam_widths, frontier_width: see `draft_level_by_level`.
+    """
+    device, count = anchors.device, len(anchors)
+    if beam_widths is not None:
+        num_levels, frontier_width = min(num_levels, len(beam_widths)), None
+    front = DeviceFrontier(anchors[:, None], torch.zeros_like(anchors)[:, None], 0)
+    above = torch.zeros((count, 1), dtype=torch.float64, device=device)
+    # Of each level [R, nodes]: token, parent as a place among all levels' nodes, score.
+    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    first, drafted = ROOT, 0
+    for level in range(num_levels):
+        ids, log_probs = expand(front)
+        ids, log_probs = ids[..., :width], log_probs[..., :width]
+        usable = log_probs.isfinite().int().cumprod(-1) > 0
+        if widths is not None:
+            usable = usable & (torch.arange(ids.shape[-1], device=device) < widths[:, None, None])
+        # Rounding can leave a sure token above 0; then it would outscore its parent.
+        scores = above[..., None] + log_probs.double().clamp(max=0.0)
+        scores = scores.masked_fill(~usable, float("-inf")).flatten(1)
+        most = num_nodes if beam_widths is None else min(num_nodes, beam_widths[level])
+        # Stable: of equal scores the one drafted first, hence the ancestor, stays first.
+        scores, order = scores.sort(dim=1, descending=True, stable=True)
+        scores, order = scores[:, :most], order[:, :most]
+        tokens, parents = ids.flatten(1).gather(1, order), order // ids.shape[-1]
+        levels.append((tokens, parents + first, scores))
+        # The frontier is what its level begins with.
+        first, drafted = drafted, drafted + scores.shape[1]
+        above = scores[:, :frontier_width]
+        front = DeviceFrontier(tokens[:, :frontier_width], parents[:, :frontier_width], level + 1)
+    return _best_nodes(levels, budgets, depths, num_nodes)
+
+
+def _best_nodes(
+    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    budgets: torch.Tensor,
+    depths: torch.Tensor,
+    num_nodes: int,
+) -> DeviceTrees:
+    device = budgets.device
+    if not levels:
+        shape = (len(budgets), num_nodes)
+        numbers = torch.zeros(shape, dtype=torch.int32, device=device)
+        return DeviceTrees(numbers.long(), numbers, numbers, numbers.float(), numbers[:, 0])
+    # [R, C] each
+    tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    deep = torch.cat([
+        torch.full((part.shape[1],), i + 1, dtype=torch.int32, device=device)
+        for i, (_, _, part) in enumerate(levels)
+    ])  # fmt: skip
+    missing = num_nodes - tokens.shape[1]
+    if missing > 0:
+        tokens, parents, deep = (
+            torch.nn.functional.pad(part, (0, missing)) for part in (tokens, parents, deep)
+        )
+        scores = torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
+    scores = scores.masked_fill(deep > depths[:, None], float("-inf"))
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
+    # Place of every node in the order of scores, behind one for the root.
+    places = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=device).expand_as(order)
+    )
+    places = torch.nn.functional.pad(places, (1, 0), value=ROOT)
+    scores, order = scores[:, :num_nodes], order[:, :num_nodes]
+    above = places.gather(1, parents.gather(1, order) + 1)
+    drafted = scores.isfinite().sum(1)
+    return DeviceTrees(
+        token_ids=tokens.gather(1, order),
+        parents=above.to(torch.int32),
+        depths=deep[order],
+        scores=scores.to(torch.float32),
+        counts=torch.minimum(drafted, budgets.clamp_min(0)).to(torch.int32),
+    )
+
+
+def packed_trees(trees: DeviceTrees) -> torch.Tensor:
+    """int32 [R, 1 + 4 * N]: counts, token ids, parents, depths, and scores as bits."""
+    fields = (trees.token_ids.to(torch.int32), trees.parents, trees.depths)
+    return torch.cat([trees.counts[:, None], *fields, trees.scores.view(torch.int32)], dim=1)
+
+
+def read_trees(trees: DeviceTrees) -> list[DraftTree]:
+    """Trees of the host: one copy, which is waited for."""
+    packed = packed_trees(trees).cpu()
+    # [4, R, N]
+    arrays = packed[:, 1:].reshape(len(packed), 4, -1).transpose(0, 1).contiguous()
+    tokens, parents, depths, scores = arrays.numpy()
+    return DraftTree.split(
+        tokens.astype(np.int64), parents, depths, scores.view(np.float32), packed[:, 0].numpy()
+    )

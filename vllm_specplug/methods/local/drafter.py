@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting with a block head whose marginals a local head corrects, branch by branch."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees, DraftRequests
+from vllm_specplug.methods.block.drafter import BlockHeadDrafter
+from vllm_specplug.methods.local.tree import LocalTreeBuilder
+from vllm_specplug.tree import DraftTree
+
+
+class LocalHeadDrafter(BlockHeadDrafter):
+    """Block head and local head; without weights it is the block head alone.
+
+    Subclasses set `local_tree` in `load`.
+    """
+
+    local_tree: LocalTreeBuilder | None = None
+
+    @property
+    def _local_builder(self) -> LocalTreeBuilder | None:
+        """The local head, unless it corrects nothing."""
+        builder = self.local_tree
+        return None if builder is None or builder.is_idle else builder
+
+    def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
+        local = self._local_builder
+        if local is None:
+            return super()._build(requests, depths)
+        ids, log_probs = self._scored(requests, local, max(depths))
+        return local.build(
+            ids, log_probs, requests.anchors, requests.budgets, depths, requests.widths
+        )
+
+    def _build_on_device(self, requests: DeviceRequests) -> DeviceTrees:
+        local = self._local_builder
+        if local is None:
+            return super()._build_on_device(requests)
+        ids, log_probs = self._scored(requests, local, self.forward_depth)
+        return local.build_on_device(
+            ids,
+            log_probs,
+            requests.anchors,
+            requests.budgets,
+            requests.depths,
+            width=requests.width,
+            num_nodes=requests.num_nodes,
+        )
+
+    def _scored(
+        self, requests: DraftRequests | DeviceRequests, local: LocalTreeBuilder, depth: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the local head scores: draft ids and log-probabilities [R, depth, M]."""
+        count = min(local.options.num_candidates, self.vocab_size)
+        return self.draft_candidates(requests, depth, count)
