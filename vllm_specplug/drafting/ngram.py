@@ -57,6 +57,8 @@ class BranchStatistics:
         self._counts: dict[int, tuple[list[float], list[float], list[float]]] = {}
         # By suffix length, until its counts change: scores by rank and longest branch.
         self._scores: dict[int, dict[tuple[int, int], np.ndarray]] = {}
+        self.observed = 0
+        """Branches that were compared."""
 
     def _counts_of(self, size: int) -> tuple[list[float], list[float], list[float]]:
         counts = self._counts.get(size)
@@ -75,6 +77,7 @@ class BranchStatistics:
         """Compares a branch with what followed; stops at its first wrong token."""
         right, asked, logs = self._counts_of(size)
         self._scores.pop(size, None)
+        self.observed += 1
         column = min(rank, self._RANKS - 1)
         for depth, (proposed, token) in enumerate(zip(branch, actual, strict=False), 1):
             if depth > 1:
@@ -100,6 +103,16 @@ class BranchStatistics:
             listed = list(itertools.islice(likely, length)) or logs[rank : rank + 1]
             known = by_rank[rank, length] = np.array(listed, dtype=np.float32)
         return known
+
+    def table(self, longest: int, length: int) -> np.ndarray:
+        """`scores` of every suffix length up to `longest` and of every rank that is told apart,
+        float32 [longest, ranks, length]; -inf past their ends."""
+        table = np.full((longest, self._RANKS, length), -np.inf, np.float32)
+        for size in range(1, longest + 1):
+            for rank in range(self._RANKS):
+                scores = self.scores(size, rank, length)
+                table[size - 1, rank, : len(scores)] = scores
+        return table
 
 
 class NgramBranches:
