@@ -446,12 +446,13 @@ class CudaDraftCache:
     def _on_device(self, requests: DeviceRequests, rows: int) -> TreeAttnMetadata:
         """Metadata of a block for each request, of no rows where it gets no draft."""
         count, device = len(requests), self.backend.device
-        every = torch.arange(count, dtype=torch.int32, device=device)
-        starts = every * rows
+        places = torch.arange(count, dtype=torch.int32, device=device)
+        starts = places * rows
         counts = torch.where(requests.budgets > 0, rows, 0).to(torch.int32)
         words = (count * rows, -(-rows // 64))
+        lines = places if requests.rows is None else requests.rows
         return TreeAttnMetadata(
-            torch.stack([every, starts, counts, requests.context_lens, starts]),
+            torch.stack([lines, starts, counts, requests.context_lens, starts]),
             self.block_table(),
             max_rows=rows,
             max_context=requests.max_context,
