@@ -117,7 +117,7 @@ def _branches_kernel(
     at = start[:, None] + step[None, :] % period[:, None]
     found = tl.load(row + at, mask=inside, other=-1)
     repeats = tl.zeros([CANDIDATES], tl.int32)
-    for earlier in tl.static_range(LEVELS * _PLACES):
+    for earlier in range(LEVELS * _PLACES):
         is_earlier = candidate == earlier
         other = tl.sum(tl.where(is_earlier[:, None], found, 0), 0)
         equal = tl.min((found == other[None, :]).to(tl.int32), 1)

@@ -34,9 +34,8 @@ def on_device(trees: list[DraftTree]) -> DeviceTrees:
 
 
 def same(a: DraftTree, b: DraftTree) -> bool:
-    return all(
-        np.array_equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True)
-    )
+    names = ("token_ids", "parent_indices", "depths", "scores")
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
 def test_trees_arrive_whole_and_cut_to_their_rows() -> None:
