@@ -22,7 +22,15 @@ Trees = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 
 @triton.jit(
     do_not_specialize=["num_nodes", "num_branches", "length", "num_ranks"],
-    do_not_specialize_on_alignment=["budgets"],
+    # Whoever makes the heads' trees, they are read once.
+    do_not_specialize_on_alignment=[
+        "head_tokens",
+        "head_parents",
+        "head_depths",
+        "head_scores",
+        "head_counts",
+        "budgets",
+    ],
 )
 def _merge_kernel(
     # those of the head: [B, N], and [B]
