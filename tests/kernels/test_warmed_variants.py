@@ -14,7 +14,13 @@ import torch
 
 from tests.e2e.tiny import HIDDEN, make_eagle3_head, make_head
 from tests.kernels.paged import random_parents
-from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.drafting.drafter import (
+    DeviceRequests,
+    DrafterOptions,
+    DraftRequests,
+    TargetWeights,
+)
+from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
@@ -37,6 +43,7 @@ from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v1.runner_state import RunnerState
+from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams
 from vllm_specplug.vllm_worker import rehearsal
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
@@ -47,6 +54,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 CPU, ONE = torch.device("cpu"), torch.ones(())
 PAGE, VOCAB, REQUESTS, CONTEXT, LAYERS = 16, 20, 6, 3000, 2
 ATTENTION = {"_tree_attn_kernel", "_merge_states_kernel", "_tree_words_kernel"}
+LOOKUP_KERNELS = {"_scan_kernel", "_branches_kernel", "_merge_kernel"}
 STEP_KERNELS = {*ATTENTION, "_compact_paths_kernel", "_build_best_first_kernel"}
 
 
@@ -265,6 +273,29 @@ def _take_steps(served: Served, launches: Launches, kernels: set[str]) -> None:
         served.step(sizes, rng.integers(0, longest, count).tolist(), bool(rng.integers(2)))
         launched = launches.taken()
         assert launched and not launched - warmed, _difference(launched - warmed, warmed)
+
+
+def test_lookups_launch_what_was_warmed_up(launches: Launches) -> None:
+    nodes = 40
+    ngrams = DeviceNgrams(NgramBranches(3, 16), 3, CONTEXT, CPU)
+    history = torch.zeros((REQUESTS, CONTEXT), dtype=torch.int32)
+    ngrams.warm_up(history, nodes)
+    warmed = launches.taken()
+    assert {name for name, *_ in warmed} == LOOKUP_KERNELS
+    for count, longest in ((1, 1), (2, 16), (3, 2048), (REQUESTS, CONTEXT - 1)):
+        # Lines of one buffer start anywhere.
+        limits = torch.ones((3, count), dtype=torch.int32)
+        slots = torch.arange(REQUESTS + 1)[1 : count + 1]
+        requests = DeviceRequests(slots, *limits, 4, nodes, longest)
+        found = ngrams.look_up(history, slots, requests)
+        for alone in (False, True):
+            head = None
+            for _ in range(2):
+                head, *_ = ngrams.merged(head, found, requests, alone=alone)
+        part = head.spread(torch.arange(count), REQUESTS)
+        ngrams.merged(part, found, requests, alone=True)
+        launched = launches.taken()
+        assert launched == warmed, _difference(launched - warmed, warmed)
 
 
 def _difference(missing: set[tuple[Any, ...]], warmed: set[tuple[Any, ...]]) -> str:

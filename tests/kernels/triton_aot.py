@@ -216,7 +216,9 @@ def small_kernels(arch: int) -> list[Compiled]:
     from vllm_specplug.kernels.gru_step_triton import _gru_step_kernel
     from vllm_specplug.kernels.kv_compact_triton import _compact_paths_kernel
     from vllm_specplug.kernels.lse_merge_triton import MAX_PARTS, _merge_states_kernel
+    from vllm_specplug.kernels.ngram_lookup_triton import PIECE, _branches_kernel, _scan_kernel
     from vllm_specplug.kernels.tree_builder_triton import _build_best_first_kernel
+    from vllm_specplug.kernels.tree_merge_triton import _merge_kernel
     from vllm_specplug.kernels.tree_walk_triton import _walk_kernel
     from vllm_specplug.kernels.tree_words_triton import _tree_words_kernel
 
@@ -262,6 +264,29 @@ def small_kernels(arch: int) -> list[Compiled]:
              **ints("num_depths", "width", "max_width", "num_nodes")},
             {"PLACES": 512},
             num_warps=1,
+        ),
+        compile_kernel(
+            "ngram_scan", _scan_kernel, arch,
+            {**pointers("i32", "tokens", "lengths", "ends"), "slots": "*i64",
+             **ints("stride", "num_pieces")},
+            {"LEVELS": 4, "PIECE_SIZE": PIECE},
+        ),
+        compile_kernel(
+            "ngram_branches", _branches_kernel, arch,
+            {**pointers("i32", "tokens", "lengths", "depths", "ends", "sizes", "branches"),
+             "slots": "*i64", **ints("stride", "num_pieces", "count", "longest")},
+            {"LEVELS": 4, "PIECE_SIZE": PIECE, "ENDS": 256, "CANDIDATES": 16, "LENGTH": 64},
+            num_warps=1,
+        ),
+        compile_kernel(
+            "merge_branches", _merge_kernel, arch,
+            {**pointers("i64", "head_tokens", "token_ids"),
+             **pointers("i32", "head_parents", "head_depths", "head_counts", "sizes", "branches",
+                        "budgets", "parents", "node_depths", "counts"),
+             **pointers("fp32", "head_scores", "table", "scores"),
+             **ints("num_nodes", "num_branches", "length", "num_ranks")},
+            {"HAS_HEAD": True, "NODES": 512},
+            num_warps=2,
         ),
         compile_kernel(
             "walk", _walk_kernel, arch,

@@ -104,6 +104,24 @@ class _Nodes:
         )
 
 
+@dataclass
+class Plan:
+    """What was decided before drafting, for the trees that come of it: a device's are known to the
+    host when later ones have been planned."""
+
+    step: NextStep
+    # [R] of the acceptance model
+    slots: Ints
+    # [R] of the draft forward, 0 for none
+    depths: Ints
+    found: _Nodes
+    is_plain_trial: bool = False
+
+    def leave_out(self, request: int) -> None:
+        """Of a request that ended meanwhile nothing is learnt; its slot may be another's."""
+        self.depths[request] = 0
+
+
 class AdaptiveBudget:
     """Decides in every step which requests draft how deep, and which nodes are verified.
 
@@ -118,10 +136,8 @@ class AdaptiveBudget:
         self.row_budget = row_budget
         self.acceptance = AcceptanceModel()
         self.gate = DraftGate(deepest_forward) if deepest_forward else None
-        self._step: NextStep | None = None
-        self._slots: Ints = np.empty(0, np.int64)
-        self._depths: Ints = np.empty(0, np.int64)
-        self._found: _Nodes | None = None
+        self.planned: Plan | None = None
+        """What `plan` decided last, until its trees are trimmed."""
         self.worth: LevelWorth | None = None
         """Of the draft that was planned last; None where all of its levels are to be drafted."""
         # For how many more steps nothing is drafted for these requests, unless something is found.
@@ -131,25 +147,22 @@ class AdaptiveBudget:
         self._plain_credit = self._size_credit = 0.0
         # What the last step with drafts was expected to yield over a plain one, per millisecond.
         self._gain = 1.0
-        self._is_plain_trial = False
 
     def plan(self, step: NextStep, found: Sequence[DraftTree]) -> list[int]:
         """[R] depth of the draft forward for each request, 0 for none.
 
         `found` are the trees that lookups made, at negligible cost.
         """
-        self._step = step
-        self._slots = self._slots_of(step.req_ids)
-        nodes = self._found = _Nodes.of(found)
-        nodes.probabilities = self._probabilities(nodes, self._slots)
-        self._depths = np.zeros(len(step.req_ids), np.int64)
+        slots = self._slots_of(step.req_ids)
+        nodes = self._nodes(found, slots)
+        plan = self.planned = Plan(step, slots, np.zeros(len(step.req_ids), np.int64), nodes)
         self._plain_credit = min(self._plain_credit + _PLAIN_TRIALS, 1.0)
         self._size_credit = min(self._size_credit + _SIZE_TRIALS, 1.0)
         self.worth = None
         if self._rests(step, nodes):
-            return self._depths.tolist()
-        self._is_plain_trial = self._may_try_plain(step)
-        if self.gate is not None and len(step.req_ids) and not self._is_plain_trial:
+            return plan.depths.tolist()
+        plan.is_plain_trial = self._may_try_plain(step)
+        if self.gate is not None and len(step.req_ids) and not plan.is_plain_trial:
             limits = np.asarray(step.forward_limits, np.int64)
             fixed = np.asarray(step.fixed, np.bool_)
             forced = sum(
@@ -158,7 +171,7 @@ class AdaptiveBudget:
             free = ~fixed[nodes.owners]
             step_ms = self._step_ms(step, forced, sum(step.caps)) + self._mean_node_ms(step)
             decision = self.gate.decide(
-                self._slots,
+                slots,
                 np.where(fixed, 0, limits),
                 nodes.probabilities[free],
                 nodes.owners[free],
@@ -166,13 +179,13 @@ class AdaptiveBudget:
                 self.costs.draft_ms,
                 step_ms,
             )
-            self._depths = np.where(fixed, limits, decision.depths)
+            plan.depths = np.where(fixed, limits, decision.depths)
             if not (decision.depths.any() or len(nodes.scores) or forced):
                 self._rest_steps, self._rest_ids = _REST_STEPS - 1, list(step.req_ids)
             # A probe is to see all there is.
             if self.costs.by_level and not decision.is_probe and not fixed.any():
-                self.worth = self._worth(step, step_ms)
-        return self._depths.tolist()
+                self.worth = self._worth(plan, step_ms)
+        return plan.depths.tolist()
 
     def _rests(self, step: NextStep, found: _Nodes) -> bool:
         """Whether the last decision against any draft still holds: it takes longer than all else
@@ -180,26 +193,40 @@ class AdaptiveBudget:
         if self._rest_steps and not len(found.scores) and step.req_ids == self._rest_ids:
             assert self.gate is not None
             self._rest_steps -= 1
-            self._is_plain_trial = False
             self.gate.rest()
             return True
         self._rest_steps = 0
         return False
 
     def trim(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """The parts of the trees, one per request of the planned step, that pay for their rows."""
-        step, found = self._step, self._found
-        assert step is not None and found is not None and len(trees) == len(step.req_ids)
-        self._step = self._found = None
-        nodes = _Nodes.of(trees)
-        nodes.probabilities = self._probabilities(nodes, self._slots)
-        if self.gate is not None and self._depths.any():
-            self._observe_forwards(nodes, found)
+        """The parts of the trees, one per request of the step planned last, that pay for their
+        rows."""
+        plan, self.planned = self.planned, None
+        assert plan is not None
+        return self._trim(plan, trees)
+
+    def trim_late(
+        self, plan: Plan, trees: Sequence[DraftTree], found: Sequence[DraftTree]
+    ) -> list[DraftTree]:
+        """`trim` for an earlier plan, which was made before its lookups were known.
+
+        Args:
+            found: trees of lookups alone, as `plan` is given them.
+        """
+        plan.found = self._nodes(found, plan.slots)
+        return self._trim(plan, trees)
+
+    def _trim(self, plan: Plan, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        step = plan.step
+        assert len(trees) == len(step.req_ids)
+        nodes = self._nodes(trees, plan.slots)
+        if self.gate is not None and plan.depths.any():
+            self._observe_forwards(self.gate, plan, nodes)
         if not len(nodes.probabilities):
             return list(trees)
-        if self._is_plain_trial:
+        if plan.is_plain_trial:
             return [_EMPTY] * len(trees)
-        drafted = np.flatnonzero(self._depths)
+        drafted = np.flatnonzero(plan.depths)
         kept = np.asarray(step.fixed, np.bool_)[nodes.owners]
         node_ms = self.costs.attention_ms * np.asarray(step.context_lens, np.float64)
         caps = np.asarray(step.caps)
@@ -211,7 +238,7 @@ class AdaptiveBudget:
         forced = int(kept.sum())
         step_ms = self._step_ms(step, forced, len(free))
         if len(drafted):
-            step_ms += float(self.costs.draft_ms(len(drafted), self._depths[drafted].mean()))
+            step_ms += float(self.costs.draft_ms(len(drafted), plan.depths[drafted].mean()))
         base_tokens = step.num_roots + float(probabilities[kept].sum())
         own_ms = node_ms[nodes.owners[free]]
         allocation = allocate(probabilities[free], step_ms, base_tokens, own_ms)
@@ -257,10 +284,13 @@ class AdaptiveBudget:
                 self.gate.reset(int(slots[i]))
         return slots
 
-    def _probabilities(self, nodes: _Nodes, slots: Ints) -> Floats:
-        if not len(nodes.scores):
-            return np.empty(0)
-        return self.acceptance.probabilities(nodes.scores, nodes.depths, slots[nodes.owners])
+    def _nodes(self, trees: Sequence[DraftTree], slots: Ints) -> _Nodes:
+        nodes = _Nodes.of(trees)
+        if len(nodes.scores):
+            nodes.probabilities = self.acceptance.probabilities(
+                nodes.scores, nodes.depths, slots[nodes.owners]
+            )
+        return nodes
 
     def _step_ms(self, step: NextStep, forced: int, num_nodes: int) -> Floats:
         """[num_nodes + 1] ms of the step with `forced` nodes and that many more; their own
@@ -278,14 +308,14 @@ class AdaptiveBudget:
         nodes: Floats = np.arange(sum(step.caps) + 1, dtype=np.float64)
         return nodes * (self.costs.attention_ms * context)
 
-    def _worth(self, step: NextStep, step_ms: Floats) -> LevelWorth | None:
+    def _worth(self, plan: Plan, step_ms: Floats) -> LevelWorth | None:
         """What a level must promise where drafting yields what it last did; `step_ms` by nodes."""
-        drafted = int(np.count_nonzero(self._depths))
+        drafted = int(np.count_nonzero(plan.depths))
         possible = int(np.count_nonzero(step_ms < IMPOSSIBLE_MS)) - 1
         nodes = min(_FEW_NODES * drafted, possible)
         if nodes < 1:
             return None
-        rate = self._gain * step.num_roots / float(step_ms[0])
+        rate = self._gain * plan.step.num_roots / float(step_ms[0])
         row_ms = (float(step_ms[nodes]) - float(step_ms[0])) / nodes
         first, second = self.costs.draft_ms(drafted, np.array([1, 2]))
         return LevelWorth(rate * row_ms, rate * float(second - first) / _BEST_CHILD)
@@ -334,10 +364,9 @@ class AdaptiveBudget:
                 return other
         return best
 
-    def _observe_forwards(self, nodes: _Nodes, found: _Nodes) -> None:
-        assert self.gate is not None
-        drafted = np.flatnonzero(self._depths)
-        place = np.full(len(self._depths), -1)
+    def _observe_forwards(self, gate: DraftGate, plan: Plan, nodes: _Nodes) -> None:
+        drafted = np.flatnonzero(plan.depths)
+        place = np.full(len(plan.depths), -1)
         place[drafted] = np.arange(len(drafted))
 
         def columns(some: _Nodes) -> tuple[Floats, Ints, Ints]:
@@ -345,9 +374,7 @@ class AdaptiveBudget:
             inside = owners >= 0
             return some.probabilities[inside], some.depths[inside], owners[inside]
 
-        self.gate.observe(
-            self._slots[drafted], self._depths[drafted], columns(nodes), columns(found)
-        )
+        gate.observe(plan.slots[drafted], plan.depths[drafted], columns(nodes), columns(plan.found))
 
 
 def _capped(nodes: _Nodes, caps: Ints) -> Floats:

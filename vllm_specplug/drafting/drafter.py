@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -21,6 +21,8 @@ from vllm_specplug.tree import DraftTree
 if TYPE_CHECKING:
     # Declarations of methods import this file where torch would only cost start-up.
     import torch
+
+    from vllm_specplug.drafting.ngram import NgramBranches
 
 
 class LinearFactory(Protocol):
@@ -217,9 +219,25 @@ class DeviceRequests:
     """N, at least the largest budget."""
     max_context: int
     """Upper bound of the contexts."""
+    # [R] int32 row of each in the batch and in the block table; None: one after the other
+    rows: torch.Tensor | None = None
+    deepest: int | None = None
+    """Bound of the depths that is known on the host; None for none."""
 
     def __len__(self) -> int:
         return len(self.anchors)
+
+    def some(self, rows: torch.Tensor, depths: torch.Tensor, deepest: int) -> DeviceRequests:
+        """Those at `rows` [n] of the batch, with depths [n] of their own."""
+        return replace(
+            self,
+            anchors=self.anchors[rows],
+            context_lens=self.context_lens[rows],
+            budgets=self.budgets[rows],
+            depths=depths,
+            rows=rows.to(depths.dtype),
+            deepest=deepest,
+        )
 
 
 @dataclass(frozen=True)
@@ -236,6 +254,14 @@ class DeviceTrees:
     scores: torch.Tensor
     # [R] int32
     counts: torch.Tensor
+
+    def spread(self, rows: torch.Tensor, count: int) -> DeviceTrees:
+        """The same as trees of `count` requests, which are those at `rows`; others have none."""
+        fields = []
+        for field_ in vars(self).values():
+            whole = field_.new_zeros((count, *field_.shape[1:]))
+            fields.append(whole.index_copy_(0, rows, field_))
+        return DeviceTrees(*fields)
 
 
 class DraftCache(Protocol):
@@ -479,9 +505,17 @@ class Drafter(ABC):
 
     @property
     def drafts_on_device(self) -> bool:
-        """Whether `propose_on_device` gives what `propose` would, tree for tree."""
+        """Whether `propose_on_device` and `device_branches` together give what `propose` would,
+        tree for tree."""
         return False
 
-    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
-        """One tree per request without a read on the host; where `drafts_on_device`."""
+    @property
+    def device_branches(self) -> NgramBranches | None:
+        """The n-gram branches that are looked up on the device and merged into the trees of
+        `propose_on_device`; None for none."""
+        return None
+
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees | None:
+        """One tree per request without a read on the host, n-gram branches left out; None where
+        there is nothing but these. Called where `drafts_on_device`."""
         raise NotImplementedError

@@ -58,6 +58,8 @@ class BranchStatistics:
         self._counts: dict[int, tuple[list[float], list[float], list[float]]] = {}
         # By suffix length, until its counts change: scores by rank and longest branch.
         self._scores: dict[int, dict[tuple[int, int], np.ndarray]] = {}
+        self.observed = 0
+        """Branches that were compared."""
 
     def _counts_of(self, size: int) -> tuple[list[float], list[float], list[float]]:
         counts = self._counts.get(size)
@@ -76,6 +78,7 @@ class BranchStatistics:
         """Compares a branch with what followed; stops at its first wrong token."""
         right, asked, logs = self._counts_of(size)
         self._scores.pop(size, None)
+        self.observed += 1
         column = min(rank, self._RANKS - 1)
         for depth, (proposed, token) in enumerate(zip(branch, actual, strict=False), 1):
             if depth > 1:
@@ -107,6 +110,16 @@ class BranchStatistics:
         [longest + 1]; never certain, so that a head's nodes keep some probability."""
         firsts = [self.scores(size, 0, 1)[0] for size in range(1, longest + 1)]
         return np.minimum(np.exp(np.array([-math.inf, *firsts])), 0.999).astype(np.float32)
+
+    def table(self, longest: int, length: int) -> np.ndarray:
+        """`scores` of every suffix length up to `longest` and of every rank that is told apart,
+        float32 [longest, ranks, length]; -inf past their ends."""
+        table = np.full((longest, self._RANKS, length), -np.inf, np.float32)
+        for size in range(1, longest + 1):
+            for rank in range(self._RANKS):
+                scores = self.scores(size, rank, length)
+                table[size - 1, rank, : len(scores)] = scores
+        return table
 
 
 class NgramBranches:

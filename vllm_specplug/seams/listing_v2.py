@@ -183,7 +183,23 @@ V2_CPU_USES: tuple[Seam, ...] = (
     ),
 )
 
+_WHY_HISTORY = (
+    "n-gram lookups read whole token histories in every step, which vLLM keeps in the host's memory"
+)
+
 V2_GPU_USES: tuple[Seam, ...] = (
+    *uses(
+        "device_ngrams",
+        _WHY_HISTORY,
+        "a registered method may ask for them on the device, as vLLM's own does",
+        f"{_V2}.buffer_utils:StagedWriteTensor",
+    ),
+    InstanceAttribute(
+        "device_ngrams",
+        f"{_V2}.states:RequestState.all_token_ids",
+        _WHY_HISTORY,
+        "a registered method may ask for them on the device, as vLLM's own does",
+    ),
     *uses(
         "gpu_worker",
         "drafts and the logits of all rows are memory that the KV cache must not get",

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting on V2 where memory is the device's.
 
-Where the budget is fixed and the drafter can (`Drafter.drafts_on_device`), trees are built on the
-device from what lies there, and nothing is read: what the host wants to know of a step comes in a
-copy that is looked at a step later.
+Where the drafter can (`Drafter.drafts_on_device`), trees are built on the device from what lies
+there, n-gram branches included, and nothing is read: what the host wants to know of a step and of
+its trees comes in copies that are looked at a step later. An adaptive budget decides by these, too:
+where steps are scheduled ahead, trees fill rows that were reserved before, and what the trees of a
+step were worth is a reservation for one that is not scheduled yet.
 
-Everything else hands over `DraftTree`s, which are arrays of the host. What that needs of a step
+Everything else, and an adaptive budget where the scheduler waits for every tree anyway, hands over
+`DraftTree`s, which are arrays of the host. What that needs of a step
 comes in one copy, which is waited for once the drafter's context has been launched; the trees go
 back in copies that nothing waits for.
 """
@@ -21,9 +24,12 @@ import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 
+from vllm_specplug.budget import Plan
 from vllm_specplug.drafting.device_levels import packed_trees
 from vllm_specplug.drafting.drafter import CommittedTokens, DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams, Found, keep_history_on_device
 from vllm_specplug.vllm_v2.device_trees import Committed
 from vllm_specplug.vllm_v2.host_step import (
     HostStep,
@@ -35,6 +41,8 @@ from vllm_specplug.vllm_v2.host_step import (
 )
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.step_input import HostRequest
+from vllm_specplug.vllm_worker.draft_planner import Batch
+from vllm_specplug.vllm_worker.late_budget import LateBudget
 from vllm_specplug.vllm_worker.ranks import first_rank_tensor
 
 
@@ -46,8 +54,18 @@ class DeviceSpeculator(TreeSpeculator):
         self.known: dict[str, KnownTokens] = {}
         # Trees built on the device and their rows, by running request.
         self.copies: dict[str, tuple[TreesCopy, int]] = {}
-        # Steps that the host has not looked at yet, in their order.
-        self._late: deque[_LateStep] = deque()
+        # Steps and drafts that the host has not looked at yet, in their order.
+        self._late: deque[_LateStep | _LateDraft] = deque()
+        # Made with the first trees: the drafter is loaded, and the budget calibrated, by then.
+        self._ngrams: DeviceNgrams | None = None
+        self._late_budget: LateBudget | None = None
+        if self.proposer.options.ngram_topk:
+            keep_history_on_device(req_states)
+
+    def warm_up(self) -> None:
+        """Compiles what lookups launch. Call once the drafter is loaded."""
+        if (ngrams := self.ngrams) is not None:
+            ngrams.warm_up(self.req_states.all_token_ids.gpu, self.store.num_nodes)
 
     def add(
         self,
@@ -63,6 +81,8 @@ class DeviceSpeculator(TreeSpeculator):
         # An engine that goes idle has no later step to count the last ones in.
         self._look_back()
         super().forget(gone, ended)
+        if self._late_budget is not None:
+            self._late_budget.forget(gone)
         for req_id in gone:
             self.known.pop(req_id, None)
             self.copies.pop(req_id, None)
@@ -77,7 +97,20 @@ class DeviceSpeculator(TreeSpeculator):
     @property
     def _reads_nothing(self) -> bool:
         # Not kept: vLLM's warm-up steps come before the budget is calibrated.
-        return self.planner.adaptive is None and self.proposer.drafter.drafts_on_device
+        is_late = self.planner.adaptive is None or self.schedules_ahead
+        return is_late and self.proposer.drafter.drafts_on_device
+
+    @property
+    def ngrams(self) -> DeviceNgrams | None:
+        """The branches that are looked up on the device; None for none."""
+        drafter = self.proposer.drafter
+        if not drafter.drafts_on_device or (branches := drafter.device_branches) is None:
+            return None
+        if self._ngrams is None:
+            # The first branch is the best: where a chain is wanted, it is one.
+            count = branches.count if self.proposer.options.tree_width > 1 else 1
+            self._ngrams = DeviceNgrams(branches, count, self.max_model_len, self.device)
+        return self._ngrams
 
     def _propose(
         self,
@@ -96,32 +129,69 @@ class DeviceSpeculator(TreeSpeculator):
             committed = replace(committed, next_token_ids=following)
         self.proposer.drafter.observe(replace(committed, output_states=last_hidden_states))
         if self._reads_nothing:
+            # The next step was scheduled before what comes now.
+            reserved = self.reserved
             self._look_back()
             trees = {r: self.copies[r] for r in input_batch.req_ids if r in self.copies}
             self._late.append(_LateStep(input_batch, copy, trees, self.running()))
-            return self._draft_on_device(input_batch, num_sampled, most)
+            return self._draft_on_device(input_batch, num_sampled, most, reserved)
         read = copy.read()
         self.record(input_batch, read.walk, read.seq_lens, self.trees)
         return self._draft(input_batch, self._batch(input_batch, read), most)
 
     def _look_back(self) -> None:
-        """Counts the steps whose copies have come."""
+        """Learns from the steps and decides on the trees whose copies have come."""
         while self._late and self._late[0].has_come:
             late = self._late.popleft()
-            read = late.copy.read()
-            trees = {req_id: copy.read(row) for req_id, (copy, row) in late.trees.items()}
-            self.record(late.input_batch, read.walk, read.seq_lens, trees, late.record)
+            if isinstance(late, _LateStep):
+                self._learn(late)
+            else:
+                self._decide(late)
+
+    def _learn(self, late: _LateStep) -> None:
+        read = late.copy.read()
+        trees = {req_id: copy.read(row) for req_id, (copy, row) in late.trees.items()}
+        self.record(late.input_batch, read.walk, read.seq_lens, trees, late.record)
+        if self._ngrams is None:
+            return
+        sampled, latest = read.sampled.tolist(), read.latest.numpy()
+        for i, req_id in enumerate(late.input_batch.req_ids):
+            if sampled[i] and req_id in late.trees:
+                copy, row = late.trees[req_id]
+                self._ngrams.learn(copy.branches(row), latest[i, -sampled[i] :])
+
+    def _decide(self, late: _LateDraft) -> None:
+        """What trees were worth, as rows of the step that is scheduled next."""
+        assert self._late_budget is not None
+        copy, rows = late.copy, late.rows
+        trees, found = ([of(row) for row in rows] for of in (copy.whole, copy.alone))
+        room = [late.room[row] for row in rows]
+        wanted = self._late_budget.wanted(late.plan, trees, found, room)
+        self._ask_for({**dict.fromkeys(late.decoding, 0), **wanted})
+
+    def _ask_for(self, nodes: dict[str, int]) -> None:
+        running = {req_id: count for req_id, count in nodes.items() if req_id in self.known}
+        if running:
+            self.reserved = ReservedRows.of(running)
 
     def _draft_on_device(
-        self, input_batch: Any, num_sampled: torch.Tensor, most: int
+        self, input_batch: Any, num_sampled: torch.Tensor, most: int, reserved: ReservedRows | None
     ) -> torch.Tensor:
-        """Trees within fixed budgets, from what lies on the device: kept, and their token ids int64
-        [R, N]."""
+        """Trees from what lies on the device: kept, and their token ids int64 [R, N].
+
+        Args:
+            reserved: what the next step was asked to have rows for.
+        """
         start = self.planner.clock.mark()
         states, slots = self.req_states, input_batch.idx_mapping.long()
         budgets = self._budgets(input_batch, most)
+        room = self._rows_of(input_batch, budgets, reserved)
         longest = np.minimum(states.max_seq_len[input_batch.idx_mapping_np], self.max_model_len)
-        limits = to_device(np.stack([budgets, longest.astype(np.int32)]), self.device)
+        late = self._plan(input_batch, budgets, longest, room)
+        forward = budgets if late is None else late.forward_depths(len(budgets))
+        limits = to_device(
+            np.stack([budgets, longest.astype(np.int32), room, forward]), self.device
+        )
         totals = states.total_len.gpu[slots]
         is_decoding = num_sampled > 0
         # The step after this one always emits a token of its own.
@@ -135,18 +205,104 @@ class DeviceSpeculator(TreeSpeculator):
             num_nodes=self.store.num_nodes,
             max_context=int(input_batch.seq_lens_cpu_upper_bound.max()),
         )
+        found: Found | None = None
+        trees: DeviceTrees | None = None
+        alone: DeviceTrees | None = None
         if budgets.any():
-            trees = _first_rank(self.proposer.drafter.propose_on_device(requests))
-        else:
+            trees = self._own_trees(requests, None if late is None else forward, limits[3])
+            if (ngrams := self.ngrams) is not None:
+                found = ngrams.look_up(states.all_token_ids.gpu, slots, requests)
+                trees, *others = ngrams.merged(trees, found, requests, alone=late is not None)
+                alone = others[0] if others else None
+        if trees is None:
             trees = _no_trees(len(requests), self.store.num_nodes, self.device)
-        copy = TreesCopy(trees)
+        # Ranks may differ in what they asked for, and none in whether it drafts at all.
+        fits = limits[2]
+        if budgets.any():
+            trees, fits = _first_rank(trees, fits)
+        copy = TreesCopy(trees, fits, alone, found)
         for row, req_id in enumerate(input_batch.req_ids):
             self.copies[req_id] = copy, row
-        self.planner.drafted_on_device(start, budgets.tolist())
+        if late is None:
+            self.planner.drafted_on_device(start, (0, 0.0))
+            self.stats.tree_budget = int(budgets.max(initial=0))
+        else:
+            asked = forward[forward > 0]
+            depth = float(asked.mean()) if len(asked) else 0.0
+            self.planner.drafted_on_device(start, (len(asked), depth))
+            if late.rows:
+                self._late.append(replace(late, _copy=copy))
+            else:
+                self._ask_for(dict.fromkeys(late.decoding, 0))
         roots = torch.where(is_decoding, totals - 1, -1)
-        return self.store.put(
-            slots, roots, trees.token_ids, trees.parents, trees.counts, trees.scores
-        )
+        counts = torch.minimum(trees.counts, fits)
+        return self.store.put(slots, roots, trees.token_ids, trees.parents, counts, trees.scores)
+
+    def _own_trees(
+        self,
+        requests: DeviceRequests,
+        # [R] on the host and on the device; 0 for no forward, None for one of any depth
+        forward_depths: np.ndarray | None,
+        depths: torch.Tensor,
+    ) -> DeviceTrees | None:
+        """Those of the drafter; None for none."""
+        drafter = self.proposer.drafter
+        if forward_depths is None or not drafter.forward_depth:
+            return drafter.propose_on_device(requests)
+        chosen = np.flatnonzero(forward_depths)
+        if not len(chosen):
+            return None
+        deepest = int(forward_depths.max())
+        depths = torch.minimum(requests.depths, depths)
+        if len(chosen) == len(requests):
+            return drafter.propose_on_device(replace(requests, depths=depths, deepest=deepest))
+        rows = to_device(chosen, self.device)
+        trees = drafter.propose_on_device(requests.some(rows, depths[rows], deepest))
+        return None if trees is None else trees.spread(rows, len(requests))
+
+    def _rows_of(
+        self, input_batch: Any, budgets: np.ndarray, reserved: ReservedRows | None
+    ) -> np.ndarray:
+        """Nodes of each request that the next step has rows for, int32 [R]."""
+        if reserved is None:
+            return budgets
+        nodes = [reserved.nodes(req_id) for req_id in input_batch.req_ids]
+        return np.minimum(budgets, np.array(nodes, np.int32))
+
+    def _plan(
+        self, input_batch: Any, budgets: np.ndarray, longest: np.ndarray, room: np.ndarray
+    ) -> _LateDraft | None:
+        """What an adaptive budget decides before drafting; None under a fixed one."""
+        planner = self.planner
+        if planner.adaptive is None:
+            return None
+        deepest = self.proposer.drafter.forward_depth
+        if self._late_budget is None:
+            self._late_budget = LateBudget(planner, deepest)
+        ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        prompts = self.req_states.prefill_len.np[input_batch.idx_mapping_np]
+        is_decoding = ends >= prompts
+        # How many of its drafts a request took is not known.
+        drafts = np.diff(input_batch.cu_num_logits_np[: len(ends) + 1]) - 1
+        tokens = np.where(is_decoding, ends - drafts + 1, ends)
+        batch = Batch(int(is_decoding.sum()), int(tokens[is_decoding].sum()))
+        for start, prompt in zip(ends[~is_decoding], prompts[~is_decoding], strict=True):
+            rows = max(0, min(int(prompt - start), self.max_num_tokens - batch.num_roots))
+            batch.other_rows += rows
+            batch.other_context += rows * (int(start) + rows // 2)
+        rows = np.flatnonzero(budgets).tolist()
+        req_ids = input_batch.req_ids
+        plan = None
+        if rows:
+            plan = self._late_budget.plan(
+                [req_ids[row] for row in rows],
+                tokens[rows].tolist(),
+                budgets[rows].tolist(),
+                np.minimum(budgets, longest - tokens - 1)[rows].tolist(),
+                batch,
+            )
+        decoding = [req_ids[row] for row in np.flatnonzero(is_decoding)]
+        return _LateDraft(plan, rows, decoding, room.tolist())
 
     def _budgets(self, input_batch: Any, most: int) -> np.ndarray:
         """Most nodes of each request's next tree, int32 [R], as far as the host knows."""
@@ -224,6 +380,41 @@ class _LateStep:
         return self.copy.copy.has_come
 
 
+@dataclass(frozen=True)
+class _LateDraft:
+    """Trees that an adaptive budget decides on once their copy has come."""
+
+    # of the requests at `rows` of the batch; None where there are none
+    _plan: Plan | None
+    rows: list[int]
+    # requests of the batch that decode
+    decoding: list[str]
+    # [R] nodes of each that the next step has rows for
+    room: list[int]
+    _copy: TreesCopy | None = None
+
+    @property
+    def plan(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def copy(self) -> TreesCopy:
+        assert self._copy is not None
+        return self._copy
+
+    @property
+    def has_come(self) -> bool:
+        return self.copy.copy.has_come
+
+    def forward_depths(self, count: int) -> np.ndarray:
+        """Depth of the draft forward for each request of the batch, int32 [count]; 0 for none."""
+        depths = np.zeros(count, np.int32)
+        if self._plan is not None:
+            depths[self.rows] = self._plan.depths
+        return depths
+
+
 def _no_trees(count: int, num_nodes: int, device: torch.device) -> DeviceTrees:
     token_ids = torch.zeros((count, num_nodes), dtype=torch.int64, device=device)
     numbers = torch.zeros((count, num_nodes), dtype=torch.int32, device=device)
@@ -232,15 +423,16 @@ def _no_trees(count: int, num_nodes: int, device: torch.device) -> DeviceTrees:
     )
 
 
-def _first_rank(trees: DeviceTrees) -> DeviceTrees:
-    """The first tensor parallel rank's, on every rank."""
+def _first_rank(trees: DeviceTrees, room: torch.Tensor) -> tuple[DeviceTrees, torch.Tensor]:
+    """The first tensor parallel rank's trees and rows, on every rank."""
     if get_tensor_model_parallel_world_size() == 1:
-        return trees
-    first = first_rank_tensor(packed_trees(trees))
-    token_ids, parents, depths, scores = first[:, 1:].chunk(4, dim=1)
-    return DeviceTrees(
+        return trees, room
+    first = first_rank_tensor(torch.cat([packed_trees(trees), room[:, None]], dim=1))
+    token_ids, parents, depths, scores = first[:, 1:-1].chunk(4, dim=1)
+    trees = DeviceTrees(
         token_ids.long(), parents, depths, scores.contiguous().view(torch.float32), first[:, 0]
     )
+    return trees, first[:, -1]
 
 
 def _all_rows(final: Committed, aux_hidden_states: list[torch.Tensor] | None) -> CommittedTokens:

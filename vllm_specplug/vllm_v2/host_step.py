@@ -134,14 +134,62 @@ class StepRecord:
 
 
 class TreesCopy:
-    """Trees of R requests on their way to the host."""
+    """Trees of R requests on their way to the host.
 
-    def __init__(self, trees: DeviceTrees) -> None:
-        self.copy = HostCopy(packed_trees(trees))
+    Args:
+        trees: as they were drafted.
+        room: int32 [R], the nodes of each that the next step has rows for.
+        alone: those of n-gram branches alone, where they are of interest.
+        found: the branches themselves, see `device_ngrams.Found`.
+    """
+
+    def __init__(
+        self,
+        trees: DeviceTrees,
+        room: torch.Tensor,
+        alone: DeviceTrees | None = None,
+        found: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        parts = [room[:, None], packed_trees(trees)]
+        # Columns of the trees and of those of branches alone, and of branches and their tokens.
+        self._trees = 1, 1 + parts[-1].shape[1]
+        self._alone = self._trees[1], self._trees[1]
+        if alone is not None:
+            parts.append(packed_trees(alone))
+            self._alone = self._trees[1], self._trees[1] + parts[-1].shape[1]
+        self._count, self._length = 0, 0
+        if found is not None:
+            sizes, tokens = found
+            parts += [sizes, tokens.flatten(1)]
+            _, self._count, self._length = tokens.shape
+        self.copy = HostCopy(torch.cat(parts, dim=1))
 
     def read(self, row: int) -> DraftTree:
-        """The tree of one request; waits for it."""
-        line = self.copy.read()[row].numpy()
+        """The tree of one request, cut to its rows; waits for it."""
+        return self.whole(row).prefix(int(self.copy.read()[row, 0]))
+
+    def whole(self, row: int) -> DraftTree:
+        """As it was drafted."""
+        return self._tree(row, *self._trees)
+
+    def alone(self, row: int) -> DraftTree:
+        """That of branches alone; empty where it was not asked for."""
+        first, end = self._alone
+        return self._tree(row, first, end) if end > first else DraftTree.empty()
+
+    def branches(self, row: int) -> list[tuple[int, list[int]]]:
+        """Matched suffix lengths and tokens of the branches."""
+        line = self.copy.read()[row, self._alone[1] :].numpy()
+        sizes, tokens = line[: self._count], line[self._count :]
+        branches = tokens.reshape(self._count, self._length)
+        return [
+            (int(size), [token for token in branch.tolist() if token >= 0])
+            for size, branch in zip(sizes, branches, strict=True)
+            if size
+        ]
+
+    def _tree(self, row: int, first: int, end: int) -> DraftTree:
+        line = self.copy.read()[row, first:end].numpy()
         count = int(line[0])
         tokens, parents, depths, scores = line[1:].reshape(4, -1)[:, :count]
         return DraftTree(tokens.astype(np.int64), parents, depths, scores.view(np.float32))

@@ -80,6 +80,7 @@ class TreeGPUWorkerV2(Worker):
     def compile_or_warm_up_model(self) -> Any:
         # Before graphs are captured: a kernel that compiles during a capture would break it.
         self.model_runner.tree_backend.warm_up()
+        self.model_runner.speculator.warm_up()
         return super().compile_or_warm_up_model()
 
     def _maybe_activate_jit_monitor(self) -> None:

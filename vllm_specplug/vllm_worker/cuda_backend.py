@@ -481,6 +481,8 @@ class CudaDraftCache:
         starts = every * rows
         tables, counts = every, torch.full_like(every, rows)
         if isinstance(requests, DeviceRequests):
+            if requests.rows is not None:
+                tables = requests.rows
             counts = torch.where(requests.budgets > 0, counts, 0)
             longest = requests.max_context
         else:

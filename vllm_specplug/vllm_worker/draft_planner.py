@@ -53,10 +53,10 @@ class _Step:
 
     began: Any
     """A mark of the clock."""
-    verify_ms: float = 0.0
+    verify_ms: float | None = None
     draft_ms: float = 0.0
     """Of the draft forward and what followed from it; lookups alone belong to the rest."""
-    rest_ms: float | None = None
+    whole_ms: float | None = None
     req_ids: set[str] = field(default_factory=set)
     # Rows and the tokens they attended; None where not all of them were roots and their trees.
     shape: tuple[int, int] | None = None
@@ -65,6 +65,8 @@ class _Step:
     """Whether its times mean something."""
     goes_on: bool = False
     """Whether the next step has requests of this one; else the engine may have been idle."""
+    is_learnt: bool = False
+    """Whether its rest has been used."""
 
 
 class DraftPlanner:
@@ -158,6 +160,14 @@ class DraftPlanner:
             logger.warning_once("Requests came in with budgets that are none: ignored")
             return parse_request_budget(None, self.options)
 
+    def knows(self, req_id: str) -> bool:
+        """Whether `nodes_for` was asked for a request that has not ended."""
+        return req_id in self._by_request
+
+    def has_own_budget(self, req_id: str) -> bool:
+        """Whether a request that is known fixed its budget."""
+        return self._by_request[req_id].nodes is not None
+
     def forget(self, req_ids: Sequence[str]) -> None:
         """Drops requests that ended."""
         for req_id in req_ids:
@@ -206,12 +216,12 @@ class DraftPlanner:
             self.stats.tree_budget = max(requests.budgets) if budget is None else largest
         return trees
 
-    def drafted_on_device(self, start: Any, budgets: Sequence[int]) -> None:
-        """Call instead of `draft` where a drafter drafted by itself since the mark `start`, within
-        fixed budgets; trees that break a rule were dropped on the device."""
-        drafted = partial(self._learn_draft, self._now, (0, 0.0))
+    def drafted_on_device(self, start: Any, forward: tuple[int, float]) -> None:
+        """Call instead of `draft` where a drafter drafted by itself since the mark `start`, with a
+        forward of so many requests and such a mean depth; trees that break a rule were dropped on
+        the device."""
+        drafted = partial(self._learn_draft, self._now, forward)
         self.clock.measure(start, self.clock.mark(), drafted)
-        self.stats.tree_budget = max(budgets, default=0)
 
     def _draft_adaptively(
         self,
@@ -225,7 +235,7 @@ class DraftPlanner:
         """The trees, the requests and the mean depth of the draft forward that they needed, and the
         mark since which it ran; `start` where there was none."""
         deepest = drafter.forward_depth
-        fixed = [self._by_request[req_id].nodes is not None for req_id in requests.req_ids]
+        fixed = [self.has_own_budget(req_id) for req_id in requests.req_ids]
         found = self._valid(drafter.look_up(requests))
         depths = budget.plan(
             NextStep(
@@ -343,7 +353,8 @@ class DraftPlanner:
         verified = [
             (req_id, r.tree, r.accepted_path)
             for req_id, r in zip(req_ids, step.requests, strict=True)
-            if r.tree is not None and r.tree.num_nodes
+            # Of a step that is over a request may have ended, and is not to come back.
+            if r.tree is not None and r.tree.num_nodes and (running is None or self.knows(req_id))
         ]
         if verified:
             ids, trees, paths = zip(*verified, strict=True)
@@ -351,6 +362,7 @@ class DraftPlanner:
             self.stats.observe_prediction(expected, sum(len(path) for path in paths))
 
     # Times arrive in the order of the clock: a step's verification, its drafting, the whole step.
+    # Only of a step that the host looks at late comes the verification last.
 
     def _learn_verify(self, step: _Step, milliseconds: float) -> None:
         step.verify_ms = milliseconds
@@ -359,6 +371,7 @@ class DraftPlanner:
         if self.adaptive is not None and step.is_warm and step.shape is not None:
             rows, context = step.shape
             self.adaptive.costs.observe_verify(rows, rows, context, milliseconds)
+        self._learn_rest(step)
 
     def _learn_draft(
         self,
@@ -375,13 +388,18 @@ class DraftPlanner:
             self.adaptive.costs.observe_draft(*forward, milliseconds)
 
     def _learn_whole(self, step: _Step, milliseconds: float) -> None:
-        step.rest_ms = milliseconds - step.verify_ms - step.draft_ms
+        step.whole_ms = milliseconds
         self._learn_rest(step)
 
     def _learn_rest(self, step: _Step) -> None:
-        """Once it is known how long the step took and whether another one followed at once."""
-        if self.adaptive is not None and step.goes_on and step.rest_ms is not None:
-            self.adaptive.costs.observe_rest(step.rest_ms)
+        """Once it is known how long the step and its verification took and whether another one
+        followed at once."""
+        whole, verify = step.whole_ms, step.verify_ms
+        if self.adaptive is None or whole is None or verify is None:
+            return
+        if step.goes_on and not step.is_learnt:
+            step.is_learnt = True
+            self.adaptive.costs.observe_rest(whole - verify - step.draft_ms)
 
 
 def best_nodes(tree: DraftTree, most: int) -> DraftTree:

@@ -287,7 +287,8 @@ def test_a_decision_takes_few_calls_for_each_request() -> None:
 
         def decide() -> None:
             controller.plan(step, [DraftTree.empty()] * num_reqs)
-            controller._depths[:] = 0  # learning from a forward is no decision
+            assert controller.planned is not None
+            controller.planned.depths[:] = 0  # learning from a forward is no decision
             controller.trim(trees)
 
         decide()

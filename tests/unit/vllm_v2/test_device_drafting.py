@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,13 @@ from tests.e2e.tiny import (
     make_head,
     make_local_head,
 )
+from tests.unit.budget.calibrations import calibration
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
-from vllm_specplug.budget import RowBudget
+from vllm_specplug.budget import AdaptiveBudget, Plan, RowBudget, StepCostModel
 from vllm_specplug.drafting.drafter import DeviceRequests, DrafterOptions, TargetWeights
-from vllm_specplug.kernels import tree_builder_triton
+from vllm_specplug.drafting.ngram import NgramBranches
+from vllm_specplug.drafting.reserved_rows import ReservedRows
+from vllm_specplug.kernels import ngram_lookup_triton, tree_builder_triton, tree_merge_triton
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear
@@ -42,13 +46,20 @@ from vllm_specplug.vllm_v2.device_trees import committed_rows
 from vllm_specplug.vllm_v2.host_step import HostCopy, StepRecord
 from vllm_specplug.vllm_worker.cuda_backend import CudaKernels, StepLimits
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
+from vllm_specplug.vllm_worker.late_budget import LateBudget
 
 VOCAB = 64
 META = torch.device("meta")
 TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2)
 LAUNCHES_PER_DRAFT = 190
 """Operations from a step's walk to the next step's trees, with a head of two layers; its kernels
-(attention, tree builder, cache writes) and vLLM's not among them."""
+(attention, tree builder, cache writes) and vLLM's not among them. Less is better; more needs a
+reason."""
+LAUNCHES_OF_BRANCHES = 10
+"""What n-gram branches and a budget that follows the load add beside the three kernels of
+branches."""
+LAUNCHES_OF_A_PART = 20
+"""What it adds when not every request of the batch gets a draft forward."""
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -99,15 +110,38 @@ def on_the_device(
     made.bind_cache(backend.draft_cache(layers, lambda: table, 0.25))
 
     def built(ids: Any, log_probs: Any, budgets: Any, depths: Any, width: int, nodes: int) -> Any:
-        assert all(t.is_meta for t in (ids, log_probs, budgets, depths))
+        assert all(t is None or t.is_meta for t in (ids, log_probs, budgets, depths))
         ints = [numbers(len(budgets), nodes, dtype=torch.int32) for _ in range(2)]
         scores = numbers(len(budgets), nodes, dtype=torch.float32)
         count = numbers(len(budgets), dtype=torch.int32)
         return numbers(len(budgets), nodes), *ints, scores, count
 
+    def merged(head: Any, sizes: Any, branches: Any, table: Any, budgets: Any, nodes: int, *,
+               alone: bool) -> Any:  # fmt: skip
+        given = (*(head or ()), sizes, branches, table, budgets)
+        assert all(t.is_meta for t in given)
+        return [built(None, None, budgets, None, 4, nodes) for _ in range(1 + alone)]
+
     monkeypatch.setattr(block_head, "top_candidates", top)
     monkeypatch.setattr(tree_builder_triton, "build_best_first_triton", built)
+    monkeypatch.setattr(tree_merge_triton, "merge_branches", merged)
+    monkeypatch.setattr(ngram_lookup_triton, "NgramLookup", Lookup)
     return made
+
+
+class Lookup:
+    """In place of the kernels of lookups."""
+
+    def __init__(self, longest: int, count: int, length: int, max_tokens: int) -> None:
+        self.shape = count, length
+
+    def __call__(self, tokens: Any, slots: Any, lengths: Any, depths: Any, most: int) -> Any:
+        assert all(t.is_meta for t in (tokens, slots, lengths, depths))
+        # The bound of the forward is 87 tokens; one more was emitted.
+        assert most == 88
+        int32 = {"dtype": torch.int32}
+        count = self.shape[0]
+        return numbers(len(slots), count, **int32), numbers(len(slots), *self.shape, **int32)
 
 
 def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> DeviceSpeculator:
@@ -145,7 +179,9 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
             max_seq_len=np.full(slots, 200, np.int32),
             prefill_len=SimpleNamespace(np=np.full(slots, 9, np.int32)),
         ),
-        trees={}, copies={}, known={}, extra_args={}, plain={}, _late=device_speculator.deque(),
+        trees={}, copies={}, known=dict.fromkeys("abc"), reserved=None, schedules_ahead=True,
+        max_num_tokens=64, _ngrams=None, _late_budget=None, extra_args={}, plain={},
+        _late=device_speculator.deque(),
         committed_rows=lambda batch: committed_rows(step.trees, step.walk, step.slots, step.slots),
         walk=lambda: step.walk,
         running=lambda: StepRecord(None, None, planner.running),
@@ -222,21 +258,77 @@ def test_a_draft_of_branches_reads_nothing_and_keeps_to_its_launches(
     assert 0 < recorder.operations <= LAUNCHES[make], recorder.operations
 
 
-@pytest.mark.parametrize("reason", ["a budget that follows the load", "branches of the host"])
+def defaults(made: DeviceSpeculator, drafter: JetSpecDrafter) -> AdaptiveBudget:
+    """A budget that follows the load, and three n-gram branches."""
+    drafter.ngrams = NgramBranches(3, N)
+    planner = made.planner
+    planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=0.3)), planner.row_budget, 4)
+    return planner.adaptive
+
+
+@pytest.mark.parametrize("depths", [[4, 4, 4], [2, 0, 4], [0, 0, 0]])
+def test_the_defaults_read_nothing_and_keep_to_their_launches(
+    depths: list[int], drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step()
+    made = speculator(step, drafter, monkeypatch)
+    with Recorder() as fixed:
+        propose(made, step)
+    made._late.clear()
+    budget = defaults(made, drafter)
+
+    def decide(plan: Plan) -> Plan:
+        plan.depths = np.array(depths)
+        return plan
+
+    planned = LateBudget.plan
+    monkeypatch.setattr(LateBudget, "plan", lambda *args: decide(planned(*args)))
+    asked: list[DeviceRequests] = []
+    drafts = drafter.propose_on_device
+    monkeypatch.setattr(drafter, "propose_on_device", lambda r: asked.append(r) or drafts(r))
+    assert reads_the_device(lambda: propose(made, step)) is None
+    asked.clear()
+    with Recorder() as recorder:
+        token_ids = propose(made, step)
+    assert token_ids.is_meta and token_ids.shape == (3, N)
+    more = LAUNCHES_OF_BRANCHES + (0 in depths) * LAUNCHES_OF_A_PART
+    assert 0 < recorder.operations <= fixed.operations + more, (recorder.operations, fixed)
+    # A forward for those who get one, as deep as any of them.
+    assert [(len(r), r.deepest) for r in asked] == [(sum(d > 0 for d in depths), 4)][: any(depths)]
+    # Two steps and what was drafted in them, of which nothing is known yet.
+    assert len(made._late) == 4 and made.reserved is None
+    assert budget.planned is None
+
+
+@pytest.mark.parametrize("reason", ["a scheduler that waits", "a builder of the host"])
 def test_what_the_host_decides_reads_a_step_once(
     reason: str, drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: trees of the host, for which it waits."""
     step = Step()
     made = speculator(step, drafter, monkeypatch)
-    if reason == "branches of the host":
-        drafter.ngrams = SimpleNamespace()  # type: ignore[assignment]
+    defaults(made, drafter)
+    if reason == "a builder of the host":
+        drafter.options = replace(drafter.options, tree_builder="entropy")
     else:
-        made.planner.adaptive = SimpleNamespace()  # type: ignore[assignment]
+        made.schedules_ahead = False
     read: list[Any] = []
     monkeypatch.setattr(HostCopy, "read", lambda self: read.append(self) or self._copy)
     assert reads_the_device(lambda: propose(made, step))
     assert len(read) == 1
+
+
+def test_reserved_rows_hold_for_the_trees_that_fill_them(
+    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step()
+    made = speculator(step, drafter, monkeypatch)
+    defaults(made, drafter)
+    made.reserved = ReservedRows({"a": 5, "b": 0}, others=3)
+    propose(made, step)
+    assert isinstance(made._late[-1], device_speculator._LateDraft)
+    assert made._late[-1].room == [5, 0, 3]
+    assert made._late[-1].rows == [0, 1, 2] and made._late[-1].decoding == ["a", "b", "c"]
 
 
 def test_requests_without_a_budget_are_not_drafted_for(

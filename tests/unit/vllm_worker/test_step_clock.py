@@ -140,6 +140,29 @@ def test_the_cost_model_learns_from_a_device_a_step_late() -> None:
     assert costs.rest_ms == pytest.approx(6.0, rel=0.1)
 
 
+def test_a_step_may_be_looked_at_when_others_are_over() -> None:
+    """Its walk is then measured after the whole of it."""
+    device = Device()
+    clock = DeviceClock(device.make_event)
+    planner = _planner(clock)
+    assert planner.adaptive is not None
+    planner.nodes_for("a", None, 100, 1)
+    costs = planner.adaptive.costs
+    late: list[Any] = []
+    for _ in range(160):
+        planner.begin_step()
+        device.now += 0.2
+        late.append((clock.mark(), planner.running))
+        device.now += 0.006
+        device.catch_up(behind=2)
+        if len(late) > 2:
+            walked, running = late.pop(0)
+            request = StepRequest(0, 0, 5, 100, TREE, [0, 1])
+            planner.observe(TreeStep([request]), ["a"], walked, running)
+    assert float(costs.verify_ms(5, 5, 500)) == pytest.approx(200, rel=0.1)
+    assert costs.rest_ms == pytest.approx(6.0, rel=0.1)
+
+
 def test_a_device_that_lags_teaches_nothing_and_stops_nothing() -> None:
     device = Device()
     planner = _planner(DeviceClock(device.make_event))

@@ -27,7 +27,7 @@ from vllm_specplug.drafting.drafter import (
     TargetWeights,
     device_tensor,
 )
-from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.kernels import build_best_first, can_build_best_first, top_candidates
 from vllm_specplug.methods.block.checkpoint import BlockHeadExtras, load_block_head
 from vllm_specplug.methods.block.fused_head import FusedBlockHead
@@ -118,7 +118,12 @@ class BlockHeadDrafter(Drafter):
 
     @property
     def drafts_on_device(self) -> bool:
-        return self.options.tree_builder == "best_first" and self.ngrams is None
+        return self.options.tree_builder == "best_first"
+
+    @property
+    def device_branches(self) -> NgramBranches | None:
+        # A chain takes in none.
+        return self.ngrams if self.options.tree_width > 1 else None
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         return self._build_on_device(requests)
@@ -127,8 +132,10 @@ class BlockHeadDrafter(Drafter):
         """`_build` without a read on the host."""
         from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 
-        width = requests.width
-        token_ids, log_probs = self.candidates(requests, self.forward_depth, width)
+        width, depth = requests.width, self.forward_depth
+        if requests.deepest is not None:
+            depth = min(depth, requests.deepest)
+        token_ids, log_probs = self.candidates(requests, depth, width)
         built = build_best_first_triton(
             token_ids, log_probs, requests.budgets, requests.depths, width, requests.num_nodes
         )

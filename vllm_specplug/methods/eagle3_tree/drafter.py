@@ -34,7 +34,7 @@ from vllm_specplug.drafting.drafter import (
     device_tensor,
 )
 from vllm_specplug.drafting.head_drafter import HeadDrafter
-from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
@@ -141,13 +141,22 @@ class StateDrafter(HeadDrafter):
 
     @property
     def drafts_on_device(self) -> bool:
-        return self.is_device_cache and self.ngrams is None
+        return self.is_device_cache
+
+    @property
+    def device_branches(self) -> NgramBranches | None:
+        # A chain takes in none.
+        return self.ngrams if self.options.tree_width > 1 else None
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
-        roots = self._roots
+        roots, levels = self._roots, self.options.tree_depth
+        if len(roots) and requests.rows is not None:
+            roots = roots[requests.rows]
         if len(roots) != len(requests):
             # A draft that no step came before.
             roots = roots.new_zeros(len(requests), self.embed_tokens.shape[1])
+        if requests.deepest is not None:
+            levels = min(levels, requests.deepest)
         return self._draft_on_device(
             requests,
             roots,
@@ -155,7 +164,7 @@ class StateDrafter(HeadDrafter):
             requests.context_lens,
             requests.budgets,
             requests.depths,
-            num_levels=self.options.tree_depth,
+            num_levels=levels,
             width=requests.width,
         )
 

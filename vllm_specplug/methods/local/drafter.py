@@ -38,7 +38,10 @@ class LocalHeadDrafter(BlockHeadDrafter):
         local = self._local_builder
         if local is None:
             return super()._build_on_device(requests)
-        ids, log_probs = self._scored(requests, local, self.forward_depth)
+        depth = self.forward_depth
+        if requests.deepest is not None:
+            depth = min(depth, requests.deepest)
+        ids, log_probs = self._scored(requests, local, depth)
         return local.build_on_device(
             ids,
             log_probs,

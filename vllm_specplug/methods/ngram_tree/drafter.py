@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
+    DeviceRequests,
+    DeviceTrees,
     DraftCacheSpec,
     Drafter,
     DraftRequests,
@@ -47,3 +49,14 @@ class NgramTreeDrafter(Drafter):
                 merge_trees(branches, requests.budgets[r]) if branches else DraftTree.empty()
             )
         return trees
+
+    @property
+    def drafts_on_device(self) -> bool:
+        return True
+
+    @property
+    def device_branches(self) -> NgramBranches | None:
+        return self.ngrams
+
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees | None:
+        return None

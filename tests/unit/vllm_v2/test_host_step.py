@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees of the device on their way to the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v2.host_step import TreesCopy
+
+N = 5
+TREES = [
+    DraftTree(np.array([7, 8, 9]), np.array([-1, -1, 0]), np.array([1, 1, 2]),
+              np.array([-0.1, -0.5, -0.75], np.float32)),
+    DraftTree.empty(),
+    DraftTree.chain([4, 5, 6, 7, 1 << 20], -0.3 * np.arange(1, 6)),
+]  # fmt: skip
+
+
+def on_device(trees: list[DraftTree]) -> DeviceTrees:
+    # Anything may lie behind a tree's nodes.
+    tokens, parents, depths = (torch.full((len(trees), N), 77) for _ in range(3))
+    scores = torch.full((len(trees), N), 7.0)
+    for r, tree in enumerate(trees):
+        n = tree.num_nodes
+        tokens[r, :n] = torch.from_numpy(tree.token_ids)
+        parents[r, :n] = torch.from_numpy(tree.parent_indices)
+        depths[r, :n] = torch.from_numpy(tree.depths)
+        scores[r, :n] = torch.from_numpy(tree.scores)
+    counts = torch.tensor([tree.num_nodes for tree in trees], dtype=torch.int32)
+    return DeviceTrees(tokens, parents.int(), depths.int(), scores, counts)
+
+
+def same(a: DraftTree, b: DraftTree) -> bool:
+    names = ("token_ids", "parent_indices", "depths", "scores")
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+def test_trees_arrive_whole_and_cut_to_their_rows() -> None:
+    copy = TreesCopy(on_device(TREES), torch.tensor([2, 3, 9], dtype=torch.int32))
+    for row, tree in enumerate(TREES):
+        assert same(copy.whole(row), tree)
+        assert same(copy.read(row), tree.prefix((2, 3, 9)[row]))
+        assert copy.alone(row).num_nodes == 0 and copy.branches(row) == []
+
+
+def test_branches_arrive_beside_the_trees_they_make() -> None:
+    alone = [TREES[2], TREES[0], TREES[1]]
+    sizes = torch.tensor([[4, 1], [0, 0], [2, 0]], dtype=torch.int32)
+    tokens = torch.arange(18, dtype=torch.int32).view(3, 2, 3)
+    tokens[2, 0, 2] = -1
+    room = torch.zeros(3, dtype=torch.int32)
+    copy = TreesCopy(on_device(TREES), room, on_device(alone), (sizes, tokens))
+    for row in range(3):
+        assert same(copy.whole(row), TREES[row]) and same(copy.alone(row), alone[row])
+    assert copy.branches(0) == [(4, [0, 1, 2]), (1, [3, 4, 5])]
+    assert copy.branches(1) == []
+    assert copy.branches(2) == [(2, [12, 13])]
+
+
+def test_some_requests_are_drafted_for_and_their_trees_spread() -> None:
+    ints = torch.arange(4, dtype=torch.int32)
+    requests = DeviceRequests(ints.long() + 10, ints + 20, ints + 1, ints + 5, 4, N, 30)
+    rows = torch.tensor([1, 3])
+    some = requests.some(rows, torch.tensor([2, 3], dtype=torch.int32), 3)
+    assert (some.anchors.tolist(), some.context_lens.tolist()) == ([11, 13], [21, 23])
+    assert some.budgets.tolist() == [2, 4] and some.depths.tolist() == [2, 3]
+    assert some.rows is not None and some.rows.tolist() == [1, 3] and some.deepest == 3
+    whole = TreesCopy(on_device([TREES[0], TREES[2]]).spread(rows, 4), ints + 9)
+    wanted = [DraftTree.empty(), TREES[0], DraftTree.empty(), TREES[2]]
+    assert all(same(whole.whole(row), tree) for row, tree in enumerate(wanted))
