@@ -8,14 +8,16 @@ before capturing a CUDA graph, as loading is not allowed within a capture.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .cute import driver, store
 from .cute.config import WARPGROUP_CHOICES, CombineConfig, ForwardConfig
-from .cute.launch import plan_launches, unsupported
+from .cute.launch import feature_flags, plan_launches, unsupported
 from .cute.store import CuteUnavailable
+from .features import PLAIN, AttnFeatures, FeatureKind
 from .metadata import TreeAttnMetadata
 
 __all__ = ["CuteUnavailable", "unsupported_reason", "tree_attn_cute"]
@@ -27,16 +29,26 @@ _MAX_PREPARED = 4096
 
 
 def unsupported_reason(
-    capability: tuple[int, int], head_dim: int, dtype: torch.dtype, block_size: int
+    capability: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    block_size: int,
+    kinds: Sequence[FeatureKind] = (FeatureKind(),),
 ) -> str | None:
-    """Why the kernel does not serve these, or None."""
+    """Why the kernel does not serve layers of these kinds, or None."""
     if tuple(capability) != CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
     problem = unsupported(head_dim, dtype, block_size)
-    if problem is None:
-        name = str(dtype).removeprefix("torch.")
-        problem = store.missing(ForwardConfig(head_dim, name, WARPGROUP_CHOICES[0], False))
-    return problem
+    if problem is None and any(kind.quantised_cache for kind in kinds):
+        problem = "layers with a quantised cache"
+    if problem is not None:
+        return problem
+    name = str(dtype).removeprefix("torch.")
+    variants = (
+        ForwardConfig(head_dim, name, WARPGROUP_CHOICES[0], False, **feature_flags(kind))
+        for kind in kinds
+    )
+    return next(filter(None, map(store.missing, variants)), None)
 
 
 def tree_attn_cute(
@@ -54,6 +66,8 @@ def tree_attn_cute(
     tail_value: torch.Tensor | None = None,
     splits: int | None = None,
     stages: int = 0,
+    *,
+    features: AttnFeatures = PLAIN,
 ) -> None:
     """See `cuda_contract`. `splits` and `stages` override what is chosen, for measurements.
 
@@ -62,6 +76,9 @@ def tree_attn_cute(
     """
     key = (
         *(_identity(t) for t in (query, key_cache, value_cache, output, tail_key, tail_value)),
+        features.kind,
+        _identity(features.sinks),
+        _identity(features.alibi_slopes),
         meta.plan.data_ptr(),
         meta.plan.shape,
         meta.parent_rows.data_ptr(),
@@ -91,6 +108,7 @@ def tree_attn_cute(
             tail_value,
             splits,
             stages,
+            features,
         )
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
@@ -132,6 +150,7 @@ def _prepare(
     tail_value: torch.Tensor | None,
     splits: int | None,
     stages: int,
+    features: AttnFeatures,
 ) -> list[_Prepared]:
     device = query.device
 
@@ -163,6 +182,7 @@ def _prepare(
             workspace,
             splits,
             stages,
+            features,
         )
         prepared = []
         try:

@@ -308,13 +308,15 @@ class _Block(Arithmetic):
                 self._locate("shared", np.array([address]), 8)
                 self.barriers[int(address)] = Barrier(int(count))
         elif kind == "arrive":
-            assert suffix[1] == "expect_tx" and mask.sum() == 1
-            (lane,) = np.flatnonzero(mask)
-            barrier = self.barriers[int(self._address(group, operands[1], 32)[lane])]
-            barrier.bytes_due += int(self._read(group, operands[2], 32)[lane])
-            barrier.arrivals += 1
-            assert barrier.arrivals <= barrier.expected, "a phase got too many arrivals"
-            barrier.settle()
+            addresses = self._address(group, operands[1], 32)
+            amounts = self._read(group, operands[2], 32)
+            for lane in np.flatnonzero(mask):
+                barrier = self.barriers[int(addresses[lane])]
+                if suffix[1] == "expect_tx":
+                    barrier.bytes_due += int(amounts[lane])
+                barrier.arrivals += 1 if suffix[1] == "expect_tx" else int(amounts[lane])
+                assert barrier.arrivals <= barrier.expected, "a phase got too many arrivals"
+                barrier.settle()
         elif kind == "try_wait":
             addresses = np.unique(self._address(group, operands[1], 32)[mask])
             parities = np.unique(self._read(group, operands[2], 32)[mask])

@@ -23,10 +23,28 @@ REGISTERS = 65536  # of a multiprocessor
 REGISTER_UNIT = 8  # a thread's registers are given out in these
 
 
-# Beside the emulated tests of the head size, which need the same listings.
+def marks(config) -> list[pytest.MarkDecorator]:
+    # Beside the emulated tests of the head size, which need the same listings.
+    beside = pytest.mark.xdist_group(f"cute{config.head_dim}")
+    common = config.head_dim != 96 and config.dtype == "bfloat16"
+    plain = not isinstance(config, ForwardConfig) or not config.placed and not config.soft_cap
+    return [beside] if plain or common else [beside, pytest.mark.full]
+
+
+# Those that are compiled where they are asked for, in the shape with the most registers.
+FEATURES = [
+    ForwardConfig(128, "bfloat16", 3, tma, **features)
+    for tma in (False, True)
+    for features in (
+        {"soft_cap": True},
+        {"alibi": True},
+        {"window": True, "soft_cap": True},
+        {"window": True, "soft_cap": True, "alibi": True},
+    )
+]
 CONFIGS = [
-    pytest.param(config, id=config.name, marks=pytest.mark.xdist_group(f"cute{config.head_dim}"))
-    for config in all_configs()
+    pytest.param(config, id=config.name, marks=marks(config))
+    for config in [*all_configs(), *FEATURES]
 ]
 
 

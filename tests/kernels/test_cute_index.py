@@ -3,6 +3,8 @@
 
 # No lazy annotations: cutlass reads those of traced functions.
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -30,15 +32,18 @@ CONTEXTS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 32767, 32768)
 
 
 @cute.jit
-def schedule_of(context: Int32, rows: Int32, dense: Int32, splits: Int32, out: cute.Tensor):
+def schedule_of(
+    context: Int32, rows: Int32, dense: Int32, splits: Int32, window: Int32, out: cute.Tensor
+):
+    first = schedule.first_tile(context, window)
     tail = schedule.tail_begin(context, dense)
     total = schedule.total_tiles(tail, rows)
     out[0] = schedule.full_tiles(context)
     out[1] = tail
     out[2] = total
-    out[3] = schedule.used_splits(total, splits)
+    out[3] = schedule.used_splits(first, total, splits)
     for split in cutlass.range(splits + 1):
-        out[4 + split] = schedule.split_begin(total, splits, split)
+        out[4 + split] = schedule.split_begin(first, total, splits, split)
 
 
 @cute.jit
@@ -71,7 +76,7 @@ def pages_of(
     out: cute.Tensor,
 ):
     for column in cutlass.range(cute.size(out)):
-        page = pages.column_page(table, column, cached, shift)
+        page = pages.column_page(table, column, Int32(0), cached, shift)
         out[column] = pages.page_element(page, column, shift, block_stride, slot_stride)
 
 
@@ -116,14 +121,14 @@ def compile_for(function, *tensors_and_values):
 
 def test_tiles_and_splits():
     out = torch.zeros(80, dtype=torch.int32)
-    run = compile_for(schedule_of, Int32(1), Int32(1), Int32(0), Int32(1), from_dlpack(out))
-    for context in CONTEXTS:
+    blank = [Int32(1), Int32(1), Int32(0), Int32(1), Int32(0)]
+    run = compile_for(schedule_of, *blank, from_dlpack(out))
+    for context, window in itertools.product(CONTEXTS, (0, 1, 64, 100)):
         for rows in (1, 2, 64, 65, 257):
             for dense in (0, 1):
                 for splits in (1, 2, 3, 7, 33, 64):
-                    run(
-                        Int32(context), Int32(rows), Int32(dense), Int32(splits), from_dlpack(out)
-                    )  # fmt: skip
+                    numbers = (context, rows, dense, splits, window)
+                    run(*map(Int32, numbers), from_dlpack(out))
                     full, tail, total, used, *begins = out.tolist()
                     begins = begins[: splits + 1]
                     # columns by definition: context, then empty ones up to the tail, then rows
@@ -132,7 +137,8 @@ def test_tiles_and_splits():
                     assert tail == context + empty and full == context // TILE_N
                     assert total == len(range(0, columns, TILE_N))
                     sizes = np.diff(begins)
-                    assert begins[0] == 0 and begins[-1] == total
+                    lowest = max(0, context - window + 1) if window else 0
+                    assert begins[0] == lowest // TILE_N and begins[-1] == total
                     assert (sizes[:used] > 0).all() and (sizes[used:] == 0).all()
                     # even but for the last, and none too small while there are several
                     if used > 1:

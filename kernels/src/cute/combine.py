@@ -49,8 +49,9 @@ class CombineSplits:
             int32_at(p.plan, PLAN_ROW_COUNT * p.num_trees + tree), Int32(MAX_TREE_ROWS)
         )
         context = int32_at(p.plan, PLAN_CONTEXT * p.num_trees + tree)
+        seen = schedule.first_tile(context, p.window)
         total = schedule.total_tiles(schedule.tail_begin(context, p.dense), rows)
-        used = schedule.used_splits(total, p.splits)
+        used = schedule.used_splits(seen, total, p.splits)
         if rows > 0 and item < rows * p.num_heads and used > 1:
             row = item // p.num_heads
             head = item % p.num_heads

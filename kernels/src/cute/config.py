@@ -19,6 +19,8 @@ MIN_SPLIT_TILES = 2
 MAX_SPLITS = 64
 
 HEAD_DIMS = (64, 96, 128)
+# Longer windows are as good as none, and positions within this much of each other fit 32 bits.
+LONGEST_WINDOW = 1 << 30
 DTYPES = ("bfloat16", "float16")
 MIN_PAGE, MAX_PAGE = 16, 1024
 
@@ -46,6 +48,9 @@ class ForwardConfig:
             read the L2 less often; one keeps small trees from computing padding.
         tma: full tiles come by the bulk tensor copy engine, which needs pages of whole tiles.
         stages: K/V tiles in shared memory, of which one is computed on; 0 takes the default.
+        window: rows attend the last positions before them alone.
+        soft_cap: scores pass through a tanh.
+        alibi: scores fall with the distance of positions.
     """
 
     head_dim: int
@@ -53,6 +58,9 @@ class ForwardConfig:
     warpgroups: int
     tma: bool
     stages: int = 0
+    window: bool = False
+    soft_cap: bool = False
+    alibi: bool = False
 
     def __post_init__(self) -> None:
         assert self.head_dim in HEAD_DIMS, self.head_dim
@@ -67,7 +75,13 @@ class ForwardConfig:
     def name(self) -> str:
         path = "tma" if self.tma else "cpasync"
         shape = f"d{self.head_dim}_{self.dtype}_w{self.warpgroups}_s{self.stages}"
-        return f"tree_attn_sm90_{shape}_{path}"
+        features = "".join(f"_{f}" for f in ("window", "soft_cap", "alibi") if getattr(self, f))
+        return f"tree_attn_sm90_{shape}_{path}{features}"
+
+    @property
+    def placed(self) -> bool:
+        """Whether it matters how far a key is from a row."""
+        return self.window or self.alibi
 
     @property
     def tile_m(self) -> int:
@@ -120,9 +134,10 @@ class CombineConfig:
 
 
 def all_configs() -> list[ForwardConfig | CombineConfig]:
-    """Every variant that is shipped."""
+    """Every variant that is shipped. Soft caps and slopes are compiled where they are asked for."""
     forward = [
-        ForwardConfig(head_dim, dtype, warpgroups, tma)
+        ForwardConfig(head_dim, dtype, warpgroups, tma, window=window)
+        for window in (False, True)
         for head_dim in HEAD_DIMS
         for dtype in DTYPES
         for warpgroups in WARPGROUP_CHOICES

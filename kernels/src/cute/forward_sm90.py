@@ -13,9 +13,13 @@ warpgroup is done with tile i - 1, whose stage the next load overwrites.
 
 Full tiles (all context) come by the copy engine in the tma variants; the others always come by
 cp.async, which puts zeros where no row is: a stale slot may hold NaN, and 0 * NaN in P V is NaN.
-Full tiles come first, so a stage never passes from cp.async back to the copy engine, and the
-phase of a stage's barrier follows from the tile's number.
+Full tiles follow one another. Before them comes at most one tile, into which a window begins: its
+stage's barrier is told of it, so that a barrier's phase follows from the tile's number.
+
+Sinks are a column without a key: they enter the sums of the first split once its tiles are done.
 """
+
+import math
 
 import cutlass
 import cutlass.cute as cute
@@ -41,16 +45,18 @@ from .config import (
     WARPGROUP_THREADS,
     ForwardConfig,
 )
-from .launch_params import FLOAT, FORWARD_PARAMETERS, INT
+from .launch_params import FLOAT, FORWARD_PARAMETERS, INT, NUMBER_KINDS
 
 ELEMENT_BYTES = 2
+LOG2_E = math.log2(math.e)
 # Extents of the tensor that the copy engine's descriptor stands for at compile time: only its
 # box and the order of its dimensions matter, the launch encodes the real one.
 _ANY_HEADS, _ANY_BLOCKS = 256, 1 << 20
 
 
 def element_type(name: str):
-    return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[name]
+    types = (cutlass.Float32, cutlass.BFloat16, cutlass.Float16)
+    return dict(zip(NUMBER_KINDS, types, strict=True))[name]
 
 
 def placeholders(parameters) -> Bundle:
@@ -71,6 +77,18 @@ def global_array(element: cutlass.Constexpr, address: Int64, count: cutlass.Cons
 def int32_at(address: Int64, index: Int32) -> Int32:
     """Element `index` of an int32 array in global memory."""
     return global_array(Int32, address + Int64(index) * 4, 1)[0]
+
+
+@cute.jit
+def number_at(address: Int64, index: Int32, kind: Int32) -> Float32:
+    """Element `index` of an array of numbers of a kind of `NUMBER_KINDS`."""
+    value = Float32(0.0)
+    for i in cutlass.range_constexpr(len(NUMBER_KINDS)):
+        element = element_type(NUMBER_KINDS[i])
+        if kind == i:
+            place = address + Int64(index) * (element.width // 8)
+            value = global_array(element, place, 1)[0].to(Float32)
+    return value
 
 
 class TreeAttnForwardSm90:
@@ -192,8 +210,12 @@ class TreeAttnForwardSm90:
         packed_rows = rows * p.group
         tail = schedule.tail_begin(context, p.dense)
         total = schedule.total_tiles(tail, rows)
-        begin = schedule.split_begin(total, p.splits, split)
-        end = schedule.split_begin(total, p.splits, split + 1)
+        # Columns before `seen` are out of every row's sight, and their pages another request's.
+        window = p.window if cutlass.const_expr(config.window) else Int32(0)
+        seen = schedule.first_seen(context, window)
+        first = schedule.first_tile(context, window)
+        begin = schedule.split_begin(first, total, p.splits, split)
+        end = schedule.split_begin(first, total, p.splits, split + 1)
 
         # Uniform over the block, so that all its threads or none meet at the barriers.
         if rows > 0 and first_packed < packed_rows and begin < end:
@@ -209,7 +231,13 @@ class TreeAttnForwardSm90:
                 rows=rows,
                 context=context,
                 tail=tail,
+                seen=seen,
+                full_begin=(seen + TILE_N - 1) // TILE_N,
                 full_end=schedule.full_tiles(context),
+                # every row attends the context from this column on: none is deeper than there
+                # are rows before it
+                seen_by_all=context + rows - window,
+                first=first,
                 # columns that lie in the cache
                 cached=context + (1 - p.dense) * rows,
                 mask_start=mask_start,
@@ -243,8 +271,11 @@ class TreeAttnForwardSm90:
                     copy_key, copy_value, keys, values, s_key, s_value, barriers,
                 )  # fmt: skip
                 self.load_pages(p, b, begin + ahead + 1, end, page_ids)
-            if end > b.full_end:
+            if cutlass.const_expr(config.placed):
                 self.build_masks(p, b, s_parents, s_words)
+            else:
+                if end > b.full_end:
+                    self.build_masks(p, b, s_parents, s_words)
 
             group = b.warp // 4
             in_group = thread % WARPGROUP_THREADS
@@ -265,6 +296,17 @@ class TreeAttnForwardSm90:
             )
             row_max = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
             row_sum = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
+            # Positions of a thread's rows and, in base two, slopes of their heads.
+            positions = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Int32)
+            slopes = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
+            if cutlass.const_expr(config.placed):
+                for r in cutlass.range_constexpr(softmax.ROWS):
+                    last = cutlass.min(group_packed + softmax.row_of(in_group, r), packed_rows - 1)
+                    own = self.mask_slot(p, first_packed, last, packed_rows)
+                    positions[r] = context + mask.rows_from(s_words, own, Int32(0)) - 1
+                    if cutlass.const_expr(config.alibi):
+                        of_head = kv_head * p.group + last % p.group
+                        slopes[r] = number_at(p.slopes, of_head, p.slope_kind) * LOG2_E
             output.fill(0.0)
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
@@ -274,7 +316,7 @@ class TreeAttnForwardSm90:
                 cute.arch.cp_async_wait_group(config.stages - 2)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 if cutlass.const_expr(config.tma):
-                    if tile < b.full_end:
+                    if tile < b.full_end and tile >= b.full_begin:
                         cute.arch.mbarrier_wait(
                             barriers + stage, (tile - begin) // config.stages & 1
                         )
@@ -304,13 +346,39 @@ class TreeAttnForwardSm90:
                     flat_output = cute.make_tensor(
                         output.iterator, cute.make_layout(cute.size(output))
                     )
+                    scale_log2 = p.scale_log2
+                    if cutlass.const_expr(config.soft_cap or config.alibi):
+                        softmax.scale_scores(flat_scores, p.scale_log2)
+                        scale_log2 = Float32(1.0)
+                    if cutlass.const_expr(config.soft_cap):
+                        softmax.cap_scores(flat_scores, p.cap_in, p.cap_out)
+                    column = tile * TILE_N
                     if tile >= b.full_end:
                         for r in cutlass.range_constexpr(softmax.ROWS):
                             packed = group_packed + softmax.row_of(in_group, r)
                             slot = self.mask_slot(p, first_packed, packed, packed_rows)
-                            window = mask.tile_window(s_words, slot, tile * TILE_N, context, tail)
-                            softmax.mask_row(flat_scores, r, window, in_group % 32)
-                    softmax.online_step(flat_scores, flat_output, row_max, row_sum, p.scale_log2)
+                            bits = mask.tile_window(s_words, slot, column, context, tail)
+                            if cutlass.const_expr(config.placed):
+                                after = mask.rows_from(s_words, slot, column + TILE_N - tail)
+                                if cutlass.const_expr(config.alibi):
+                                    softmax.slant_tail(
+                                        flat_scores, r, slopes[r], bits, after, in_group % 32
+                                    )
+                                if cutlass.const_expr(config.window):
+                                    bits = mask.keep_last(bits, after, p.window)
+                            softmax.mask_row(flat_scores, r, bits, in_group % 32)
+                    else:
+                        if cutlass.const_expr(config.alibi):
+                            for r in cutlass.range_constexpr(softmax.ROWS):
+                                softmax.slant_context(
+                                    flat_scores, r, slopes[r], positions[r] - column, in_group % 32
+                                )
+                        if cutlass.const_expr(config.window):
+                            if column < b.seen_by_all:
+                                for r in cutlass.range_constexpr(softmax.ROWS):
+                                    bits = mask.context_window(positions[r], p.window, column)
+                                    softmax.mask_row(flat_scores, r, bits, in_group % 32)
+                    softmax.online_step(flat_scores, flat_output, row_max, row_sum, scale_log2)
                     flat_weights = cute.make_tensor(
                         weights.iterator, cute.make_layout(cute.size(weights))
                     )
@@ -327,7 +395,12 @@ class TreeAttnForwardSm90:
                         )
                     warpgroup.commit_group()
                     warpgroup.wait_group(0)
-            self.store(p, b, total, split, group_packed, in_group, output, row_max, row_sum)
+            to_log2 = p.scale_log2
+            if cutlass.const_expr(config.soft_cap or config.alibi):
+                to_log2 = Float32(1.0)
+            self.store(
+                p, b, to_log2, total, split, group_packed, in_group, output, row_max, row_sum
+            )
 
     @property
     def column_copies(self) -> int:
@@ -366,9 +439,11 @@ class TreeAttnForwardSm90:
         """Pages of a tile for the copies to come; nothing is read past the split's end."""
         cached = b.cached if tile < end else Int32(0)
         if cutlass.const_expr(self.config.tma):
-            if tile < b.full_end:
+            if tile < b.full_end and tile >= b.full_begin:
                 # The copy engine takes the whole tile from one page.
-                page_ids[0] = pages.column_page(b.page_table, tile * TILE_N, cached, p.page_shift)
+                page_ids[0] = pages.column_page(
+                    b.page_table, tile * TILE_N, b.seen, cached, p.page_shift
+                )
             else:
                 self.load_column_pages(p, b, tile, cached, page_ids)
         else:
@@ -383,7 +458,7 @@ class TreeAttnForwardSm90:
             row, _ = pages.chunks_of(b.thread, step, config.threads, per_row)
             column = tile * TILE_N + row
             own = cached if row < TILE_N else Int32(0)
-            page_ids[step] = pages.column_page(b.page_table, column, own, p.page_shift)
+            page_ids[step] = pages.column_page(b.page_table, column, b.seen, own, p.page_shift)
 
     @cute.jit
     def load_tile(
@@ -407,13 +482,16 @@ class TreeAttnForwardSm90:
         if tile < end:
             stage = (tile - begin) % config.stages
             if cutlass.const_expr(config.tma):
-                if tile < b.full_end:
+                if tile < b.full_end and tile >= b.full_begin:
                     if b.warp == 0:
                         self.copy_full_tile(
                             p, b, tile, stage, page_ids[0],
                             copy_key, copy_value, keys, values, s_key, s_value, barriers,
                         )  # fmt: skip
                 else:
+                    if cutlass.const_expr(config.window):
+                        if tile < b.full_end and b.thread == 0:
+                            cute.arch.mbarrier_arrive(barriers + stage)
                     self.copy_columns(p, b, tile, stage, page_ids)
             else:
                 self.copy_columns(p, b, tile, stage, page_ids)
@@ -473,7 +551,7 @@ class TreeAttnForwardSm90:
             row, chunk = pages.chunks_of(b.thread, step, config.threads, per_row)
             if row < TILE_N:
                 column = tile * TILE_N + row
-                valid = column < b.cached
+                valid = column >= b.seen and column < b.cached
                 key = b.key + ELEMENT_BYTES * pages.page_element(
                     page_ids[step], column, p.page_shift, p.key_block, p.key_slot
                 )
@@ -510,6 +588,7 @@ class TreeAttnForwardSm90:
         self,
         p,
         b,
+        scale_log2: Float32,
         total: Int32,
         split: Int32,
         group_packed: Int32,
@@ -520,7 +599,7 @@ class TreeAttnForwardSm90:
     ):
         """The finished rows, or this split's part of them where there are several splits."""
         flat = cute.make_tensor(output.iterator, cute.make_layout(cute.size(output)))
-        parted = schedule.used_splits(total, p.splits) > 1
+        parted = schedule.used_splits(b.first, total, p.splits) > 1
         num_heads = p.num_kv_heads * p.group
         for r in cutlass.range_constexpr(softmax.ROWS):
             sum_ = softmax.quad_sum(row_sum[r])
@@ -529,7 +608,16 @@ class TreeAttnForwardSm90:
                 tree_row = packed // p.group
                 head = b.kv_head * p.group + packed % p.group
                 # A row may attend no column of its split: it has sum 0 and adds nothing.
-                inverse = 1.0 / sum_ if sum_ > 0.0 else Float32(0.0)
+                decay = Float32(1.0)
+                top = row_max[r] * scale_log2
+                if p.sinks != 0 and split == 0:
+                    sink = number_at(p.sinks, head, p.sink_kind) * LOG2_E
+                    highest = cute.arch.fmax(top, sink)
+                    reference = Float32(0.0) if highest == -Float32.inf else highest
+                    decay = cute.math.exp2(top - reference, fastmath=True)
+                    sum_ = sum_ * decay + cute.math.exp2(sink - reference, fastmath=True)
+                    top = reference
+                inverse = decay / sum_ if sum_ > 0.0 else Float32(0.0)
                 column = in_group % 4 * 2
                 if parted:
                     part = (
@@ -538,7 +626,7 @@ class TreeAttnForwardSm90:
                     if in_group % 4 == 0:
                         lse = -Float32.inf
                         if sum_ > 0.0:
-                            lse = row_max[r] * p.scale_log2 + cute.math.log2(sum_, fastmath=True)
+                            lse = top + cute.math.log2(sum_, fastmath=True)
                         global_array(Float32, p.part_lse + part * 4, 1)[0] = lse
                     first = p.part_out + (part * self.config.head_dim + column) * 4
                     self.store_row(flat, r, inverse, first, Float32)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..features import PLAIN, AttnFeatures, FeatureKind
 from ..metadata import TreeAttnMetadata
 from .config import (
     DTYPES,
     HEAD_DIMS,
+    LONGEST_WINDOW,
     MAX_PAGE,
     MAX_SPLITS,
     MIN_PAGE,
@@ -27,7 +29,7 @@ from .config import (
     CombineConfig,
     ForwardConfig,
 )
-from .launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
+from .launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS, NUMBER_KINDS
 
 # Splits that fill the device this well, relative to the best, are enough.
 GOOD_FILL = 0.85
@@ -104,6 +106,7 @@ def plan_launches(
     workspace: Workspace,
     splits: int | None = None,
     stages: int = 0,
+    features: AttnFeatures = PLAIN,
 ) -> list[Launch]:
     """The launches that answer a call, in order; see `cuda_contract`.
 
@@ -117,6 +120,9 @@ def plan_launches(
     assert (tail_key is None) == (tail_value is None)
     if meta.num_trees == 0 or meta.max_rows == 0:
         return []
+    assert features.key_scales is None, "8-bit caches"
+    assert not (features.needs_positions and meta.mask_kind == "full"), "rows without a depth"
+    window = min(features.window, LONGEST_WINDOW)
     dense = tail_key is not None
     for tensor in (query, key_cache, value_cache, output, tail_key, tail_value):
         assert tensor is None or _is_loadable(tensor, query.dtype), "dtype, stride or alignment"
@@ -130,10 +136,14 @@ def plan_launches(
         small if packed <= small * WARPGROUP_ROWS else large,
         block_size % TILE_N == 0,
         stages,
+        **feature_flags(features.kind),
     )
     row_blocks = -(-packed // config.tile_m)
     # A dense tail begins at a tile boundary: one tile more at most.
-    tiles = -(-(meta.max_context + meta.max_rows) // TILE_N) + dense
+    context = meta.max_context
+    if window:
+        context = min(context, window + TILE_N)
+    tiles = -(-(context + meta.max_rows) // TILE_N) + dense
     if splits is None:
         places = multiprocessors * config.blocks_per_multiprocessor
         splits = choose_splits(meta.num_trees * num_kv_heads * row_blocks, tiles, places)
@@ -155,6 +165,8 @@ def plan_launches(
         "table": meta.block_table.data_ptr(),
         "part_out": part_out.data_ptr() if splits > 1 else 0,
         "part_lse": part_lse.data_ptr() if splits > 1 else 0,
+        "sinks": _address(features.sinks),
+        "slopes": _address(features.alibi_slopes),
         "query_row": query.stride(0),
         "query_head": query.stride(1),
         "output_row": output.stride(0),
@@ -179,6 +191,11 @@ def plan_launches(
         "part_rows": part_rows,
         "full": int(meta.mask_kind == "full"),
         "dense": int(dense),
+        "sink_kind": _number_kind(features.sinks),
+        "slope_kind": _number_kind(features.alibi_slopes),
+        "window": window,
+        "cap_in": -2.0 / features.soft_cap if features.soft_cap else 0.0,
+        "cap_out": features.soft_cap * math.log2(math.e),
         "scale_log2": scale * math.log2(math.e),
     }
     descriptors = (_tensor_map(key_cache), _tensor_map(value_cache)) if config.tma else ()
@@ -200,6 +217,30 @@ def plan_launches(
             )
         )
     return launches
+
+
+def feature_flags(kind: FeatureKind) -> dict[str, bool]:
+    """What a variant is compiled by; sinks are in each."""
+    return {
+        "window": bool(kind.window),
+        "soft_cap": bool(kind.soft_cap),
+        "alibi": kind.alibi,
+    }
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _number_kind(
+    # [Hq], contiguous
+    numbers: torch.Tensor | None,
+) -> int:
+    """Place in NUMBER_KINDS."""
+    if numbers is None:
+        return 0
+    assert numbers.is_contiguous(), numbers.stride()
+    return NUMBER_KINDS.index(str(numbers.dtype).removeprefix("torch."))
 
 
 def _is_loadable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

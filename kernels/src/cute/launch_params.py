@@ -7,6 +7,9 @@ the first element, strides count elements. Needs neither cutlass nor a GPU.
 
 ADDRESS, STRIDE, INT, FLOAT = "address", "stride", "int", "float"
 
+# What numbers of a head may be stored as.
+NUMBER_KINDS = ("float32", "bfloat16", "float16")
+
 # Bytes of a copy engine descriptor; the tma variants take two, of K and V, before the rest.
 DESCRIPTOR_BYTES = 128
 
@@ -23,6 +26,9 @@ FORWARD_PARAMETERS = (
     # [splits, part_rows, Hq, Dh] and [splits, part_rows, Hq] float32
     ("part_out", ADDRESS),
     ("part_lse", ADDRESS),
+    # [Hq] numbers of the kinds below; 0 without
+    ("sinks", ADDRESS),
+    ("slopes", ADDRESS),
     ("query_row", STRIDE),
     ("query_head", STRIDE),
     ("output_row", STRIDE),
@@ -50,6 +56,14 @@ FORWARD_PARAMETERS = (
     ("full", INT),
     # 1: tails are dense
     ("dense", INT),
+    # of NUMBER_KINDS
+    ("sink_kind", INT),
+    ("slope_kind", INT),
+    # positions that a row attends, its own included; 0 for all
+    ("window", INT),
+    # -2 / cap and cap * log2(e)
+    ("cap_in", FLOAT),
+    ("cap_out", FLOAT),
     # scale times log2(e)
     ("scale_log2", FLOAT),
 )
@@ -66,4 +80,5 @@ COMBINE_PARAMETERS = (
     ("splits", INT),
     ("part_rows", INT),
     ("dense", INT),
+    ("window", INT),
 )
