@@ -216,8 +216,12 @@ class _Block(Arithmetic):
         value = self._read(group, operands[1], 32)
         lane = np.arange(LANES)
         argument = self._read(group, operands[2], 32).astype(np.int64)
-        assert operands[3] in ("31", "0x1f") and operands[4] in ("-1", "0xffffffff"), operands
-        source = {"idx": argument, "bfly": (lane % 32) ^ argument}[kind]
+        assert operands[4] in ("-1", "0xffffffff"), operands
+        assert operands[3] == ("0" if kind == "up" else "31"), operands
+        lower = lane % 32 - argument
+        # Below the first lane there is nothing: each keeps its own.
+        up = np.where(lower >= 0, lower, lane % 32)
+        source = {"idx": argument, "bfly": (lane % 32) ^ argument, "up": up}[kind]
         self._write(group, operands[0], value[lane // 32 * 32 + source], mask)
 
     def _elect(self, group, suffix, operands, mask) -> None:

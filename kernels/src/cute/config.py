@@ -15,8 +15,13 @@ WARPGROUP_ROWS = 64
 WARPGROUP_THREADS = 128
 # A split below this is not worth its partial result.
 MIN_SPLIT_TILES = 2
-# Splits the combine step is laid out for.
+# Parts of an even batch's trees.
 MAX_SPLITS = 64
+# Parts that a grid has slots for, in how many blocks run at once: finer ones would cost more to
+# merge than they balance, and memory for partial results.
+MOST_WAVES = 4
+# Below this an uneven batch is not worth a merge.
+MIN_UNEVEN_TILES = 32
 
 HEAD_DIMS = (64, 96, 128)
 # Longer windows are as good as none, and positions within this much of each other fit 32 bits.

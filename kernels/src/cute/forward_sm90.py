@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention for Hopper: paged context, ancestor mask on the tail, split over the columns.
+"""Tree attention for Hopper: paged context, ancestor mask on the tail, trees shared out.
 
-A block takes `tile_m` packed rows (tree row x query head of one KV head) of one tree and the tiles
-of one split. Packed row p is tree row p // G, head p % G of the group. All threads load and
-compute; K/V tiles stand in a ring of stages that is filled `stages - 1` ahead:
+A block takes `tile_m` packed rows (tree row x query head of one KV head) of one tree and a share of
+its tiles, see `shares`. Packed row p is tree row p // G, head p % G of the group. All threads load
+and compute; K/V tiles stand in a ring of stages that is filled `stages - 1` ahead:
 
     wait for tile i -> barrier -> start loading tile i + stages - 1 -> S = Q K^T -> mask -> softmax
     -> O = O + P V
@@ -16,7 +16,7 @@ cp.async, which puts zeros where no row is: a stale slot may hold NaN, and 0 * N
 Full tiles follow one another. Before them comes at most one tile, into which a window begins: its
 stage's barrier is told of it, so that a barrier's phase follows from the tile's number.
 
-Sinks are a column without a key: they enter the sums of the first split once its tiles are done.
+Sinks are a column without a key: they enter the sums of the first part once its tiles are done.
 """
 
 import math
@@ -35,7 +35,8 @@ from ..cuda_contract import (
     PLAN_ROW_COUNT,
     PLAN_ROW_START,
 )
-from . import mask, pages, schedule, softmax
+from . import mask, pages, schedule, shares, softmax
+from .access import ELEMENT_BYTES, element_type, global_array, int32_at, number_at
 from .bundle import Bundle
 from .config import (
     MASK_WORDS,
@@ -45,50 +46,18 @@ from .config import (
     WARPGROUP_THREADS,
     ForwardConfig,
 )
-from .launch_params import FLOAT, FORWARD_PARAMETERS, INT, NUMBER_KINDS
+from .launch_params import FLOAT, FORWARD_PARAMETERS, INT
 
-ELEMENT_BYTES = 2
 LOG2_E = math.log2(math.e)
 # Extents of the tensor that the copy engine's descriptor stands for at compile time: only its
 # box and the order of its dimensions matter, the launch encodes the real one.
 _ANY_HEADS, _ANY_BLOCKS = 256, 1 << 20
 
 
-def element_type(name: str):
-    types = (cutlass.Float32, cutlass.BFloat16, cutlass.Float16)
-    return dict(zip(NUMBER_KINDS, types, strict=True))[name]
-
-
 def placeholders(parameters) -> Bundle:
     """Parameters of the right types, for tracing."""
     types = {INT: Int32, FLOAT: Float32}
     return Bundle(**{name: types.get(kind, Int64)(0) for name, kind in parameters})
-
-
-@cute.jit
-def global_array(element: cutlass.Constexpr, address: Int64, count: cutlass.Constexpr):
-    """`count` elements at an address of global memory that is a multiple of their size."""
-    align = cutlass.const_expr(count * element.width // 8)
-    pointer = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
-    return cute.make_tensor(pointer, cute.make_layout(count))
-
-
-@cute.jit
-def int32_at(address: Int64, index: Int32) -> Int32:
-    """Element `index` of an int32 array in global memory."""
-    return global_array(Int32, address + Int64(index) * 4, 1)[0]
-
-
-@cute.jit
-def number_at(address: Int64, index: Int32, kind: Int32) -> Float32:
-    """Element `index` of an array of numbers of a kind of `NUMBER_KINDS`."""
-    value = Float32(0.0)
-    for i in cutlass.range_constexpr(len(NUMBER_KINDS)):
-        element = element_type(NUMBER_KINDS[i])
-        if kind == i:
-            place = address + Int64(index) * (element.width // 8)
-            value = global_array(element, place, 1)[0].to(Float32)
-    return value
 
 
 class TreeAttnForwardSm90:
@@ -183,9 +152,11 @@ class TreeAttnForwardSm90:
     ):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
-        row_block, head_and_split, tree = cute.arch.block_idx()
-        kv_head = head_and_split // p.splits
-        split = head_and_split % p.splits
+        row_block, kv_head, turn = cute.arch.block_idx()
+        window = p.window if cutlass.const_expr(config.window) else Int32(0)
+        tree, part, parts = shares.of_slot(
+            p.plan, p.num_trees, window, p.dense, p.budget, p.slots, turn, thread % 32
+        )
 
         smem = cutlass.memory.SmemAllocator()
         s_query = smem.allocate_tensor(
@@ -202,23 +173,23 @@ class TreeAttnForwardSm90:
         s_parents = smem.allocate_tensor(Int32, cute.make_layout(MAX_TREE_ROWS), byte_alignment=128)
         barriers = smem.allocate_array(Int64, config.stages)
 
-        rows = cutlass.min(
-            int32_at(p.plan, PLAN_ROW_COUNT * p.num_trees + tree), Int32(MAX_TREE_ROWS)
-        )
-        context = int32_at(p.plan, PLAN_CONTEXT * p.num_trees + tree)
+        # Uniform over the block, so that all its threads or none meet at the barriers.
+        rows = Int32(0)
+        if tree >= 0:
+            rows = cutlass.min(
+                int32_at(p.plan, PLAN_ROW_COUNT * p.num_trees + tree), Int32(MAX_TREE_ROWS)
+            )
         first_packed = row_block * config.tile_m
         packed_rows = rows * p.group
-        tail = schedule.tail_begin(context, p.dense)
-        total = schedule.total_tiles(tail, rows)
-        # Columns before `seen` are out of every row's sight, and their pages another request's.
-        window = p.window if cutlass.const_expr(config.window) else Int32(0)
-        seen = schedule.first_seen(context, window)
-        first = schedule.first_tile(context, window)
-        begin = schedule.split_begin(first, total, p.splits, split)
-        end = schedule.split_begin(first, total, p.splits, split + 1)
-
-        # Uniform over the block, so that all its threads or none meet at the barriers.
-        if rows > 0 and first_packed < packed_rows and begin < end:
+        if first_packed < packed_rows:
+            context = int32_at(p.plan, PLAN_CONTEXT * p.num_trees + tree)
+            tail = schedule.tail_begin(context, p.dense)
+            # Columns before `seen` are out of every row's sight, and their pages another request's.
+            seen = schedule.first_seen(context, window)
+            first = schedule.first_tile(context, window)
+            tiles = schedule.total_tiles(tail, rows) - first
+            begin = schedule.part_begin(first, tiles, parts, part)
+            end = schedule.part_begin(first, tiles, parts, part + 1)
             request = int32_at(p.plan, PLAN_REQ * p.num_trees + tree)
             mask_start = int32_at(p.plan, PLAN_MASK_START * p.num_trees + tree)
             row_start = int32_at(p.plan, PLAN_ROW_START * p.num_trees + tree)
@@ -237,7 +208,6 @@ class TreeAttnForwardSm90:
                 # every row attends the context from this column on: none is deeper than there
                 # are rows before it
                 seen_by_all=context + rows - window,
-                first=first,
                 # columns that lie in the cache
                 cached=context + (1 - p.dense) * rows,
                 mask_start=mask_start,
@@ -399,7 +369,7 @@ class TreeAttnForwardSm90:
             if cutlass.const_expr(config.soft_cap or config.alibi):
                 to_log2 = Float32(1.0)
             self.store(
-                p, b, to_log2, total, split, group_packed, in_group, output, row_max, row_sum
+                p, b, to_log2, turn, part, parts, group_packed, in_group, output, row_max, row_sum
             )
 
     @property
@@ -436,7 +406,7 @@ class TreeAttnForwardSm90:
 
     @cute.jit
     def load_pages(self, p, b, tile: Int32, end: Int32, page_ids: cute.Tensor):
-        """Pages of a tile for the copies to come; nothing is read past the split's end."""
+        """Pages of a tile for the copies to come; nothing is read past the block's end."""
         cached = b.cached if tile < end else Int32(0)
         if cutlass.const_expr(self.config.tma):
             if tile < b.full_end and tile >= b.full_begin:
@@ -589,17 +559,17 @@ class TreeAttnForwardSm90:
         p,
         b,
         scale_log2: Float32,
-        total: Int32,
-        split: Int32,
+        turn: Int32,
+        part: Int32,
+        parts: Int32,
         group_packed: Int32,
         in_group: Int32,
         output: cute.Tensor,
         row_max: cute.Tensor,
         row_sum: cute.Tensor,
     ):
-        """The finished rows, or this split's part of them where there are several splits."""
+        """The finished rows, or this block's part of them where the tree has several."""
         flat = cute.make_tensor(output.iterator, cute.make_layout(cute.size(output)))
-        parted = schedule.used_splits(b.first, total, p.splits) > 1
         num_heads = p.num_kv_heads * p.group
         for r in cutlass.range_constexpr(softmax.ROWS):
             sum_ = softmax.quad_sum(row_sum[r])
@@ -607,10 +577,10 @@ class TreeAttnForwardSm90:
             if packed < b.packed_rows:
                 tree_row = packed // p.group
                 head = b.kv_head * p.group + packed % p.group
-                # A row may attend no column of its split: it has sum 0 and adds nothing.
+                # A row may attend no column of its part: it has sum 0 and adds nothing.
                 decay = Float32(1.0)
                 top = row_max[r] * scale_log2
-                if p.sinks != 0 and split == 0:
+                if p.sinks != 0 and part == 0:
                     sink = number_at(p.sinks, head, p.sink_kind) * LOG2_E
                     highest = cute.arch.fmax(top, sink)
                     reference = Float32(0.0) if highest == -Float32.inf else highest
@@ -619,16 +589,14 @@ class TreeAttnForwardSm90:
                     top = reference
                 inverse = decay / sum_ if sum_ > 0.0 else Float32(0.0)
                 column = in_group % 4 * 2
-                if parted:
-                    part = (
-                        Int64(split) * p.part_rows + (b.mask_start + tree_row)
-                    ) * num_heads + head
+                if parts > 1:
+                    place = (Int64(turn) * p.part_rows + tree_row) * num_heads + head
                     if in_group % 4 == 0:
                         lse = -Float32.inf
                         if sum_ > 0.0:
                             lse = top + cute.math.log2(sum_, fastmath=True)
-                        global_array(Float32, p.part_lse + part * 4, 1)[0] = lse
-                    first = p.part_out + (part * self.config.head_dim + column) * 4
+                        global_array(Float32, p.part_lse + place * 4, 1)[0] = lse
+                    first = p.part_out + (place * self.config.head_dim + column) * 4
                     self.store_row(flat, r, inverse, first, Float32)
                 else:
                     element = (

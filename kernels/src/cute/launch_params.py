@@ -23,7 +23,7 @@ FORWARD_PARAMETERS = (
     ("plan", ADDRESS),
     ("parents", ADDRESS),
     ("table", ADDRESS),
-    # [splits, part_rows, Hq, Dh] and [splits, part_rows, Hq] float32
+    # [parts, part_rows, Hq, Dh] and [parts, part_rows, Hq] float32
     ("part_out", ADDRESS),
     ("part_lse", ADDRESS),
     # [Hq] numbers of the kinds below; 0 without
@@ -46,7 +46,9 @@ FORWARD_PARAMETERS = (
     ("num_trees", INT),
     ("num_kv_heads", INT),
     ("group", INT),
-    ("splits", INT),
+    # parts that the tiles of all trees are cut into, about, and slots of the grid
+    ("budget", INT),
+    ("slots", INT),
     # block size of the cache is 1 << page_shift
     ("page_shift", INT),
     # entries of a row of the block table
@@ -77,7 +79,8 @@ COMBINE_PARAMETERS = (
     ("output_head", STRIDE),
     ("num_trees", INT),
     ("num_heads", INT),
-    ("splits", INT),
+    ("budget", INT),
+    ("slots", INT),
     ("part_rows", INT),
     ("dense", INT),
     ("window", INT),
