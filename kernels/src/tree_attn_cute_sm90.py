@@ -15,7 +15,7 @@ import torch
 
 from .cute import driver, store
 from .cute.config import WARPGROUP_CHOICES, CombineConfig, ForwardConfig
-from .cute.launch import Call, call_key, feature_flags, unsupported
+from .cute.launch import Call, box_of, call_key, feature_flags, unsupported
 from .cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
 from .cute.store import CuteUnavailable
 from .features import PLAIN, AttnFeatures, FeatureKind
@@ -46,7 +46,9 @@ def unsupported_reason(
         return problem
     name = str(dtype).removeprefix("torch.")
     variants = (
-        ForwardConfig(head_dim, name, WARPGROUP_CHOICES[0], False, **feature_flags(kind))
+        ForwardConfig(
+            head_dim, name, WARPGROUP_CHOICES[0], box_of(block_size), **feature_flags(kind)
+        )
         for kind in kinds
     )
     return next(filter(None, map(store.missing, variants)), None)

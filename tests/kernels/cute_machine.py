@@ -69,7 +69,7 @@ class HostDevice:
         return machines
 
     def arguments(self, launch: Launch, kernel: Compiled) -> list:
-        named = FORWARD_PARAMETERS if hasattr(launch.config, "tma") else COMBINE_PARAMETERS
+        named = FORWARD_PARAMETERS if hasattr(launch.config, "box") else COMBINE_PARAMETERS
         maps = [a for a in launch.arguments if isinstance(a, TensorMapSpec)]
         scalars = list(launch.arguments[len(maps) :])
         for i, (_, kind) in enumerate(named):

@@ -325,6 +325,7 @@ class _Block(Arithmetic):
             addresses = np.unique(self._address(group, operands[1], 32)[mask])
             parities = np.unique(self._read(group, operands[2], 32)[mask])
             assert len(addresses) == len(parities) == 1, "threads wait for different phases"
+            assert int(addresses[0]) in self.barriers, "a wait before the barrier is initialised"
             barrier = self.barriers[int(addresses[0])]
             ready = barrier.phase != int(parities[0])
             if not ready:

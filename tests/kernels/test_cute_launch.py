@@ -60,18 +60,18 @@ def named(launch) -> dict:
     ("specs", "group", "page", "variant", "grid"),
     [
         # a plain decode: one packed row of 4
-        ([(100, 0)], 4, 16, (1, False), (1, 2, 1)),
+        ([(100, 0)], 4, 16, (1, 16), (1, 2, 1)),
         # 16 rows of 4 fill one warpgroup, 17 do not
-        ([(100, 15)], 4, 64, (1, True), (1, 2, 1)),
-        ([(100, 16)], 4, 128, (3, True), (1, 2, 1)),
+        ([(100, 15)], 4, 64, (1, 64), (1, 2, 1)),
+        ([(100, 16)], 4, 128, (3, 64), (1, 2, 1)),
         # 65 rows of 4 are 260: two blocks of 192
-        ([(100, 64), (5, 1)], 4, 32, (3, False), (2, 2, 2)),
+        ([(100, 64), (5, 1)], 4, 32, (3, 16), (2, 2, 2)),
     ],
 )
 def test_variants_and_grids(specs, group, page, variant, grid):
     trees = DeviceTrees(specs, dtype=BF16, head_dim=64, kv_heads=2, group=group, page=page)
     (launch,) = plan(trees)
-    assert (launch.config.warpgroups, launch.config.tma) == variant
+    assert (launch.config.warpgroups, launch.config.box) == variant
     assert launch.grid == grid
     assert named(launch)["page_shift"] == page.bit_length() - 1
     assert named(launch)["group"] == group
@@ -119,6 +119,13 @@ def test_descriptor_says_where_the_cache_lies():
     # elements; a token's heads follow one another, K and V side by side
     assert key.strides == (1, 2 * 2 * 96, 2 * 96, 64 * 2 * 2 * 96)
     assert key.box == (32, TILE_N, 1, 1) and key.swizzle_bytes == 64
+
+
+@pytest.mark.parametrize(("page", "box"), [(16, 16), (32, 16), (64, 64), (256, 64)])
+def test_no_box_reaches_into_another_page(page, box):
+    trees = DeviceTrees([(100, 3)], dtype=BF16, head_dim=64, page=page)
+    (launch,) = plan(trees)
+    assert [spec.box[1] for spec in launch.arguments[:2]] == [box, box]
 
 
 def test_small_trees_leave_room_for_a_second_block():
@@ -269,7 +276,7 @@ def fake_device(monkeypatch, tmp_path):
 
         def obtain(config):
             tail = forward if isinstance(config, ForwardConfig) else merge
-            head = (128, 128, 1, 1) if getattr(config, "tma", False) else ()
+            head = (128, 128, 1, 1) if isinstance(config, ForwardConfig) else ()
             return store.StoredKernel(config.name, "entry", (*head, *tail), b"cubin", b"ptx")
 
         monkeypatch.setattr(store, "obtain", obtain)
@@ -300,7 +307,7 @@ def test_a_call_loads_once_and_launches_every_time(fake_device):
     launches = library.named("cuLaunchKernel")
     assert len(launches) == 4
     assert [argument.value for argument in launches[0][1:4]] == [1, 2, 1 + 4]
-    config = ForwardConfig(64, "bfloat16", 1, True)
+    config = ForwardConfig(64, "bfloat16", 1, 64)
     assert launches[0][4].value == config.threads
     assert launches[0][7].value == config.shared_bytes
     assert launches[0][8].value == 77
@@ -340,7 +347,7 @@ def test_a_decode_prepares_its_launches_once(fake_device, monkeypatch):
         )
         launch = library.named("cuLaunchKernel")[-2 if step else 0]
         pointers = launch[9]
-        told = [ctypes.c_int64.from_address(pointers[i]).value for i in (0, 1)]
+        told = [ctypes.c_int64.from_address(pointers[i]).value for i in (4, 5)]
         assert told == [query.data_ptr(), output.data_ptr()]
     assert len(made) == 1
     # The control: an exact bound is another one every step.

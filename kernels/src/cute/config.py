@@ -28,6 +28,8 @@ HEAD_DIMS = (64, 96, 128)
 LONGEST_WINDOW = 1 << 30
 DTYPES = ("bfloat16", "float16")
 MIN_PAGE, MAX_PAGE = 16, 1024
+# Slots of a box of the copy engine: of the smallest page, and a whole tile.
+BOXES = (MIN_PAGE, TILE_N)
 
 # Shared memory of compute capability 9.0 in bytes: most of a block, all of a multiprocessor, and
 # what the system takes of it for each block.
@@ -51,7 +53,8 @@ class ForwardConfig:
         dtype: of DTYPES; queries, keys, values and output.
         warpgroups: 64 packed rows each. More of them share each K/V tile, so that large trees
             read the L2 less often; one keeps small trees from computing padding.
-        tma: full tiles come by the bulk tensor copy engine, which needs pages of whole tiles.
+        box: slots of a box by which the bulk tensor copy engine brings full tiles: all of a tile,
+            or all of a smaller page; 0 takes cp.async instead.
         stages: K/V tiles in shared memory, of which one is computed on; 0 takes the default.
         window: rows attend the last positions before them alone.
         soft_cap: scores pass through a tanh.
@@ -61,7 +64,7 @@ class ForwardConfig:
     head_dim: int
     dtype: str
     warpgroups: int
-    tma: bool
+    box: int
     stages: int = 0
     window: bool = False
     soft_cap: bool = False
@@ -71,6 +74,7 @@ class ForwardConfig:
         assert self.head_dim in HEAD_DIMS, self.head_dim
         assert self.dtype in DTYPES, self.dtype
         assert self.warpgroups in WARPGROUP_CHOICES, self.warpgroups
+        assert self.box in (0, *BOXES), self.box
         if self.stages == 0:
             default = DEFAULT_STAGES[self.head_dim, self.warpgroups]
             object.__setattr__(self, "stages", default)
@@ -78,7 +82,7 @@ class ForwardConfig:
 
     @property
     def name(self) -> str:
-        path = "tma" if self.tma else "cpasync"
+        path = f"box{self.box}" if self.box else "cpasync"
         shape = f"d{self.head_dim}_{self.dtype}_w{self.warpgroups}_s{self.stages}"
         features = "".join(f"_{f}" for f in ("window", "soft_cap", "alibi") if getattr(self, f))
         return f"tree_attn_sm90_{shape}_{path}{features}"
@@ -87,6 +91,11 @@ class ForwardConfig:
     def placed(self) -> bool:
         """Whether it matters how far a key is from a row."""
         return self.window or self.alibi
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of a full tile, one below another; 1 without."""
+        return TILE_N // self.box if self.box else 1
 
     @property
     def tile_m(self) -> int:
@@ -141,12 +150,12 @@ class CombineConfig:
 def all_configs() -> list[ForwardConfig | CombineConfig]:
     """Every variant that is shipped. Soft caps and slopes are compiled where they are asked for."""
     forward = [
-        ForwardConfig(head_dim, dtype, warpgroups, tma, window=window)
+        ForwardConfig(head_dim, dtype, warpgroups, box, window=window)
         for window in (False, True)
         for head_dim in HEAD_DIMS
         for dtype in DTYPES
         for warpgroups in WARPGROUP_CHOICES
-        for tma in (False, True)
+        for box in BOXES
     ]
     combine = [CombineConfig(head_dim, dtype) for head_dim in HEAD_DIMS for dtype in DTYPES]
     return [*forward, *combine]
@@ -155,7 +164,7 @@ def all_configs() -> list[ForwardConfig | CombineConfig]:
 def tuning_configs() -> list[ForwardConfig]:
     """Variants worth measuring against the defaults, at the head size that is used most."""
     return [
-        ForwardConfig(128, "bfloat16", warpgroups, tma, stages)
-        for tma in (False, True)
+        ForwardConfig(128, "bfloat16", warpgroups, box, stages)
+        for box in (0, *BOXES)
         for warpgroups, stages in ((1, 4), (1, 6), (3, 3))
     ]

@@ -11,10 +11,11 @@ and compute; K/V tiles stand in a ring of stages that is filled `stages - 1` ahe
 The barrier does two things: it shows tile i's copies to all threads, and it proves that every
 warpgroup is done with tile i - 1, whose stage the next load overwrites.
 
-Full tiles (all context) come by the copy engine in the tma variants; the others always come by
-cp.async, which puts zeros where no row is: a stale slot may hold NaN, and 0 * NaN in P V is NaN.
-Full tiles follow one another. Before them comes at most one tile, into which a window begins: its
-stage's barrier is told of it, so that a barrier's phase follows from the tile's number.
+Full tiles (all context) come by the copy engine, a box a page where pages are smaller than a tile,
+or in variants without boxes by cp.async. The others always come by cp.async, which puts zeros where
+no row is: a stale slot may hold NaN, and 0 * NaN in P V is NaN. Full tiles follow one another.
+Before them comes at most one tile, into which a window begins: its stage's barrier is told of it,
+so that a barrier's phase follows from the tile's number.
 
 Sinks are a column without a key: they enter the sums of the first part once its tiles are done.
 """
@@ -84,6 +85,13 @@ class TreeAttnForwardSm90:
             row_atom, (WARPGROUP_ROWS, head_dim, config.warpgroups), (0, 1, 2)
         )
         key_layout = cute.tile_to_shape(row_atom, (TILE_N, head_dim, config.stages), (0, 1, 2))
+        # The same bytes as the boxes that are copied: slots, a band, boxes, bands.
+        band = pages.band_columns(head_dim)
+        box_layout = cute.tile_to_shape(
+            row_atom,
+            (TILE_N // config.boxes, band, config.boxes, head_dim // band, config.stages),
+            (0, 1, 2, 3, 4),
+        )
         # The same bytes as a key tile, seen from the other side.
         value_layout = cute.tile_to_shape(column_atom, (head_dim, TILE_N, config.stages), (1, 0, 2))
         major = cute.nvgpu.OperandMajorMode
@@ -107,7 +115,7 @@ class TreeAttnForwardSm90:
             warpgroup.OperandSource.RMEM,
         )
         copies, tensors = (None, None), (None, None)
-        if cutlass.const_expr(config.tma):
+        if cutlass.const_expr(config.box > 0):
             nowhere = cute.make_ptr(self.dtype, Int64(0), cute.AddressSpace.gmem, assumed_align=128)
             slot = 2 * head_dim * _ANY_HEADS
             # [slot, element, head, block]
@@ -118,10 +126,11 @@ class TreeAttnForwardSm90:
                     stride=(slot, 1, 2 * head_dim, MAX_PAGE * slot),
                 ),
             )
-            box = cute.select(key_layout, mode=[0, 1])
+            box = cute.select(box_layout, mode=[0, 1])
             op = cpasync.CopyBulkTensorTileG2SOp()
-            copy_key, keys = cpasync.make_tiled_tma_atom(op, cache, box, (TILE_N, head_dim))
-            copy_value, values = cpasync.make_tiled_tma_atom(op, cache, box, (TILE_N, head_dim))
+            extent = (config.box, band)
+            copy_key, keys = cpasync.make_tiled_tma_atom(op, cache, box, extent)
+            copy_value, values = cpasync.make_tiled_tma_atom(op, cache, box, extent)
             copies, tensors = (copy_key, copy_value), (keys, values)
         self.kernel(
             copies[0],
@@ -132,6 +141,7 @@ class TreeAttnForwardSm90:
             mma_output,
             query_layout,
             key_layout,
+            box_layout,
             value_layout,
             placeholders(FORWARD_PARAMETERS),
         ).launch(grid=(1, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
@@ -147,6 +157,7 @@ class TreeAttnForwardSm90:
         mma_output: cute.TiledMma,
         query_layout: cute.ComposedLayout,
         key_layout: cute.ComposedLayout,
+        box_layout: cute.ComposedLayout,
         value_layout: cute.ComposedLayout,
         p,
     ):
@@ -224,7 +235,7 @@ class TreeAttnForwardSm90:
                 shared_key=Int32(s_key.iterator.toint()),
                 shared_value=Int32(s_value.iterator.toint()),
             )
-            if cutlass.const_expr(config.tma):
+            if cutlass.const_expr(config.box > 0):
                 if thread == 0:
                     for stage in cutlass.range_constexpr(config.stages):
                         cute.arch.mbarrier_init(barriers + stage, 1)
@@ -232,13 +243,16 @@ class TreeAttnForwardSm90:
                 cute.arch.sync_threads()
 
             # Pages of the tile that is loaded next, read one tile ahead of its copies.
-            page_ids = cute.make_rmem_tensor(cute.make_layout(self.column_copies), Int32)
+            page_ids = cute.make_rmem_tensor(cute.make_layout(self.page_copies), Int32)
+            # A value tile has a key tile's bytes.
+            key_boxes = cute.make_tensor(s_key.iterator, box_layout.outer)
+            value_boxes = cute.make_tensor(s_value.iterator, box_layout.outer)
             self.load_query(p, b, Int32(s_query.iterator.toint()))
             self.load_pages(p, b, begin, end, page_ids)
             for ahead in cutlass.range(config.stages - 1, unroll=1):
                 self.load_tile(
                     p, b, begin, begin + ahead, end, page_ids,
-                    copy_key, copy_value, keys, values, s_key, s_value, barriers,
+                    copy_key, copy_value, keys, values, key_boxes, value_boxes, barriers,
                 )  # fmt: skip
                 self.load_pages(p, b, begin + ahead + 1, end, page_ids)
             if cutlass.const_expr(config.placed):
@@ -285,7 +299,7 @@ class TreeAttnForwardSm90:
                 stage = (tile - begin) % config.stages
                 cute.arch.cp_async_wait_group(config.stages - 2)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                if cutlass.const_expr(config.tma):
+                if cutlass.const_expr(config.box > 0):
                     if tile < b.full_end and tile >= b.full_begin:
                         cute.arch.mbarrier_wait(
                             barriers + stage, (tile - begin) // config.stages & 1
@@ -293,7 +307,7 @@ class TreeAttnForwardSm90:
                 cute.arch.sync_threads()
                 self.load_tile(
                     p, b, begin, tile + config.stages - 1, end, page_ids,
-                    copy_key, copy_value, keys, values, s_key, s_value, barriers,
+                    copy_key, copy_value, keys, values, key_boxes, value_boxes, barriers,
                 )  # fmt: skip
                 self.load_pages(p, b, tile + config.stages, end, page_ids)
                 # A warpgroup of padding alone only keeps the barriers.
@@ -377,6 +391,11 @@ class TreeAttnForwardSm90:
         """Copies of a thread for one K or V tile."""
         return pages.copies_per_thread(TILE_N, self.config.head_dim, self.config.threads)
 
+    @property
+    def page_copies(self) -> int:
+        """Pages that a thread holds for a tile."""
+        return max(self.column_copies, self.config.boxes)
+
     @cute.jit
     def mask_slot(self, p, first_packed: Int32, packed: Int32, packed_rows: Int32) -> Int32:
         """Row of the mask words that a packed row uses; padding uses the last real row's."""
@@ -408,12 +427,14 @@ class TreeAttnForwardSm90:
     def load_pages(self, p, b, tile: Int32, end: Int32, page_ids: cute.Tensor):
         """Pages of a tile for the copies to come; nothing is read past the block's end."""
         cached = b.cached if tile < end else Int32(0)
-        if cutlass.const_expr(self.config.tma):
+        if cutlass.const_expr(self.config.box > 0):
             if tile < b.full_end and tile >= b.full_begin:
-                # The copy engine takes the whole tile from one page.
-                page_ids[0] = pages.column_page(
-                    b.page_table, tile * TILE_N, b.seen, cached, p.page_shift
-                )
+                # The copy engine takes a box from one page.
+                for i in cutlass.range_constexpr(self.config.boxes):
+                    column = tile * TILE_N + i * self.config.box
+                    page_ids[i] = pages.column_page(
+                        b.page_table, column, b.seen, cached, p.page_shift
+                    )
             else:
                 self.load_column_pages(p, b, tile, cached, page_ids)
         else:
@@ -451,11 +472,11 @@ class TreeAttnForwardSm90:
         config = self.config
         if tile < end:
             stage = (tile - begin) % config.stages
-            if cutlass.const_expr(config.tma):
+            if cutlass.const_expr(config.box > 0):
                 if tile < b.full_end and tile >= b.full_begin:
                     if b.warp == 0:
                         self.copy_full_tile(
-                            p, b, tile, stage, page_ids[0],
+                            p, b, tile, stage, page_ids,
                             copy_key, copy_value, keys, values, s_key, s_value, barriers,
                         )  # fmt: skip
                 else:
@@ -475,40 +496,42 @@ class TreeAttnForwardSm90:
         b,
         tile: Int32,
         stage: Int32,
-        page: Int32,
+        page_ids: cute.Tensor,
         copy_key,
         copy_value,
         keys,
         values,
+        # [box slots, band, boxes, bands, stages]
         s_key: cute.Tensor,
         s_value: cute.Tensor,
         barriers,
     ):
-        """One warp: K and V of a tile that lies within one page, by the copy engine."""
+        """One warp: K and V of a tile, a box of a page and a band at a time, by the copy engine."""
         config = self.config
-        inside = tile * TILE_N & ((Int32(1) << p.page_shift) - 1)
-        # A value tile has a key tile's bytes.
-        s_rows = cute.make_tensor(s_value.iterator, s_key.layout)
+        band = cutlass.const_expr(pages.band_columns(config.head_dim))
         barrier = barriers + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * config.tile_bytes)
-        for atom, tensor, shared in ((copy_key, keys, s_key), (copy_value, values, s_rows)):
-            tiles = cute.local_tile(
-                tensor[None, None, b.kv_head, page], (TILE_N, config.head_dim), (None, 0)
-            )
-            to_shared, from_global = cpasync.tma_partition(
-                atom,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(shared, 0, 2),
-                cute.group_modes(tiles, 0, 2),
-            )
-            cute.copy(
-                atom,
-                from_global[None, inside // TILE_N],
-                to_shared[None, stage],
-                tma_bar_ptr=barrier,
-            )
+        for i in cutlass.range_constexpr(config.boxes):
+            inside = tile * TILE_N + i * config.box & ((Int32(1) << p.page_shift) - 1)
+            for atom, tensor, boxes in ((copy_key, keys, s_key), (copy_value, values, s_value)):
+                tiles = cute.local_tile(
+                    tensor[None, None, b.kv_head, page_ids[i]], (config.box, band), (None, None)
+                )
+                to_shared, from_global = cpasync.tma_partition(
+                    atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(boxes, 0, 2),
+                    cute.group_modes(tiles, 0, 2),
+                )
+                for j in cutlass.range_constexpr(config.head_dim // band):
+                    cute.copy(
+                        atom,
+                        from_global[None, inside // config.box, j],
+                        to_shared[None, i, j, stage],
+                        tma_bar_ptr=barrier,
+                    )
 
     @cute.jit
     def copy_columns(self, p, b, tile: Int32, stage: Int32, page_ids: cute.Tensor):

@@ -17,6 +17,7 @@ from ..cuda_contract import MAX_TREE_ROWS
 from ..features import PLAIN, AttnFeatures, FeatureKind
 from ..metadata import TreeAttnMetadata
 from .config import (
+    BOXES,
     DTYPES,
     HEAD_DIMS,
     LONGEST_WINDOW,
@@ -118,6 +119,7 @@ def share_out(trees: int, blocks: int, tiles: int, places: int, splits: int | No
         extra = max(-(-MOST_WAVES * places // blocks), extra if even > 1 else 1)
     # A tree that is cut has more than five quarters of a share, and a part more than that at most.
     most = trees * even if trees == 1 else 8 * extra // 5
+    assert most < 1 << 15, "the kernel counts parts in half an integer"
     return Shares(trees * even, trees + extra, most)
 
 
@@ -139,6 +141,11 @@ class Bounds:
         tile_m = row_tile(rows * group)
         most = -(-rows * group // tile_m) * tile_m // group
         return cls(min(most, MAX_TREE_ROWS), 1 << (-(-(context + rows) // TILE_N)).bit_length())
+
+
+def box_of(block_size: int) -> int:
+    """Slots of a box of the copy engine: none reaches into another page."""
+    return max(box for box in BOXES if box <= block_size)
 
 
 def row_tile(packed: int) -> int:
@@ -189,7 +196,7 @@ class Call:
             self.head_dim,
             dtype,
             row_tile(packed) // WARPGROUP_ROWS,
-            block_size % TILE_N == 0,
+            box_of(block_size),
             stages,
             **feature_flags(features.kind),
         )
@@ -197,9 +204,8 @@ class Call:
         self.row_blocks = -(-packed // self.config.tile_m)
         self.places = multiprocessors * self.config.blocks_per_multiprocessor
         self.splits = splits
-        self.descriptors: tuple[TensorMapSpec, ...] = ()
-        if self.config.tma:
-            self.descriptors = (_tensor_map(key_cache), _tensor_map(value_cache))
+        box = self.config.box
+        self.descriptors = (_tensor_map(key_cache, box), _tensor_map(value_cache, box))
         self._shares: dict[int, Shares] = {}
         self.fixed = {
             "key": key_cache.data_ptr(),
@@ -406,8 +412,12 @@ def _is_loadable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 def _tensor_map(
     # [num_blocks, block_size, Hkv, Dh]
     cache: torch.Tensor,
+    box: int,
 ) -> TensorMapSpec:
-    """Descriptor of a cache, fastest dimension first: element, slot, head, block."""
+    """Descriptor of a cache in boxes of `box` slots.
+
+    Fastest dimension first: element, slot, head, block.
+    """
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     band = 64 if head_dim % 64 == 0 else 32
     strides = []
@@ -419,6 +429,6 @@ def _tensor_map(
         str(cache.dtype).removeprefix("torch."),
         (head_dim, block_size, num_kv_heads, num_blocks),
         (1, *strides),
-        (band, TILE_N, 1, 1),
+        (band, box, 1, 1),
         2 * band,
     )

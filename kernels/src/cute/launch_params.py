@@ -10,7 +10,7 @@ ADDRESS, STRIDE, INT, FLOAT = "address", "stride", "int", "float"
 # What numbers of a head may be stored as.
 NUMBER_KINDS = ("float32", "bfloat16", "float16")
 
-# Bytes of a copy engine descriptor; the tma variants take two, of K and V, before the rest.
+# Bytes of a copy engine descriptor; those with boxes take two, of K and V, before the rest.
 DESCRIPTOR_BYTES = 128
 
 FORWARD_PARAMETERS = (
