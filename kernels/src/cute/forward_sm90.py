@@ -133,34 +133,20 @@ class TreeAttnForwardSm90:
             copy_value, values = cpasync.make_tiled_tma_atom(op, cache, box, extent)
             copies, tensors = (copy_key, copy_value), (keys, values)
         self.kernel(
-            copies[0],
-            copies[1],
-            tensors[0],
-            tensors[1],
-            mma_scores,
-            mma_output,
-            query_layout,
-            key_layout,
-            box_layout,
-            value_layout,
-            placeholders(FORWARD_PARAMETERS),
-        ).launch(grid=(1, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+            copies[0], copies[1], tensors[0], tensors[1], mma_scores, mma_output, query_layout,
+            key_layout, box_layout, value_layout, placeholders(FORWARD_PARAMETERS),
+        ).launch(
+            grid=(1, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self,
-        copy_key: cute.CopyAtom | None,
-        copy_value: cute.CopyAtom | None,
-        keys: cute.Tensor | None,
-        values: cute.Tensor | None,
-        mma_scores: cute.TiledMma,
-        mma_output: cute.TiledMma,
-        query_layout: cute.ComposedLayout,
-        key_layout: cute.ComposedLayout,
-        box_layout: cute.ComposedLayout,
-        value_layout: cute.ComposedLayout,
-        p,
-    ):
+        self, copy_key: cute.CopyAtom | None, copy_value: cute.CopyAtom | None,
+        keys: cute.Tensor | None, values: cute.Tensor | None, mma_scores: cute.TiledMma,
+        mma_output: cute.TiledMma, query_layout: cute.ComposedLayout,
+        key_layout: cute.ComposedLayout, box_layout: cute.ComposedLayout,
+        value_layout: cute.ComposedLayout, p,
+    ):  # fmt: skip
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         row_block, kv_head, turn = cute.arch.block_idx()
@@ -453,21 +439,9 @@ class TreeAttnForwardSm90:
 
     @cute.jit
     def load_tile(
-        self,
-        p,
-        b,
-        begin: Int32,
-        tile: Int32,
-        end: Int32,
-        page_ids: cute.Tensor,
-        copy_key,
-        copy_value,
-        keys,
-        values,
-        s_key: cute.Tensor,
-        s_value: cute.Tensor,
-        barriers,
-    ):
+        self, p, b, begin: Int32, tile: Int32, end: Int32, page_ids: cute.Tensor, copy_key,
+        copy_value, keys, values, s_key: cute.Tensor, s_value: cute.Tensor, barriers,
+    ):  # fmt: skip
         """Starts the copies of a tile to its stage, none past the end, and closes their group."""
         config = self.config
         if tile < end:
@@ -491,21 +465,11 @@ class TreeAttnForwardSm90:
 
     @cute.jit
     def copy_full_tile(
-        self,
-        p,
-        b,
-        tile: Int32,
-        stage: Int32,
-        page_ids: cute.Tensor,
-        copy_key,
-        copy_value,
-        keys,
-        values,
+        self, p, b, tile: Int32, stage: Int32, page_ids: cute.Tensor, copy_key, copy_value,
+        keys, values,
         # [box slots, band, boxes, bands, stages]
-        s_key: cute.Tensor,
-        s_value: cute.Tensor,
-        barriers,
-    ):
+        s_key: cute.Tensor, s_value: cute.Tensor, barriers,
+    ):  # fmt: skip
         """One warp: K and V of a tile, a box of a page and a band at a time, by the copy engine."""
         config = self.config
         band = cutlass.const_expr(pages.band_columns(config.head_dim))
@@ -578,19 +542,10 @@ class TreeAttnForwardSm90:
 
     @cute.jit
     def store(
-        self,
-        p,
-        b,
-        scale_log2: Float32,
-        turn: Int32,
-        part: Int32,
-        parts: Int32,
-        group_packed: Int32,
-        in_group: Int32,
-        output: cute.Tensor,
-        row_max: cute.Tensor,
+        self, p, b, scale_log2: Float32, turn: Int32, part: Int32, parts: Int32,
+        group_packed: Int32, in_group: Int32, output: cute.Tensor, row_max: cute.Tensor,
         row_sum: cute.Tensor,
-    ):
+    ):  # fmt: skip
         """The finished rows, or this block's part of them where the tree has several."""
         flat = cute.make_tensor(output.iterator, cute.make_layout(cute.size(output)))
         num_heads = p.num_kv_heads * p.group
@@ -632,13 +587,9 @@ class TreeAttnForwardSm90:
 
     @cute.jit
     def store_row(
-        self,
-        flat: cute.Tensor,
-        r: cutlass.Constexpr,
-        inverse: Float32,
-        first: Int64,
+        self, flat: cute.Tensor, r: cutlass.Constexpr, inverse: Float32, first: Int64,
         element: cutlass.Constexpr,
-    ):
+    ):  # fmt: skip
         """A thread's pairs of accumulator row r, 8 columns apart, scaled by `inverse`."""
         for j in cutlass.range_constexpr(cute.size(flat) // 4):
             pair = cute.make_rmem_tensor(cute.make_layout(2), element)
