@@ -14,7 +14,7 @@ in the block table, Hq/Hkv heads, G = Hq / Hkv, Dh head size, W 64-bit words per
         tail_key=None,    # [M, Hkv, Dh]
         tail_value=None,  # [M, Hkv, Dh]
         *,
-        features=PLAIN,   # features.AttnFeatures of the layer; not for the CuTe kernel
+        features=PLAIN,   # features.AttnFeatures of the layer; none of an 8-bit cache for CuTe's
     ) -> None
 
 Row i of tree r (query row `row_start[r] + i`) attends cache slots [0, context_lens[r]) of request

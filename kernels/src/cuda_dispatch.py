@@ -102,14 +102,13 @@ def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -
         if quantised and capability < _MIN_FP8_CAPABILITY:
             return f"an 8-bit cache on compute capability {capability[0]}.{capability[1]}"
         return None
-    listed = _listed(shape.kinds)
-    if listed:
-        return f"layers with {listed}"
     try:
         from .tree_attn_cute_sm90 import unsupported_reason
     except ImportError as error:
         return f"it cannot be imported ({error})"
-    return unsupported_reason(capability, shape.head_dim, shape.dtype, shape.block_size)
+    return unsupported_reason(
+        capability, shape.head_dim, shape.dtype, shape.block_size, shape.kinds
+    )
 
 
 def _listed(kinds: Sequence[FeatureKind]) -> str:

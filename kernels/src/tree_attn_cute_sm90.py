@@ -8,35 +8,50 @@ before capturing a CUDA graph, as loading is not allowed within a capture.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from .cute import driver, store
 from .cute.config import WARPGROUP_CHOICES, CombineConfig, ForwardConfig
-from .cute.launch import plan_launches, unsupported
+from .cute.launch import Call, box_of, call_key, feature_flags, unsupported
+from .cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
 from .cute.store import CuteUnavailable
+from .features import PLAIN, AttnFeatures, FeatureKind
 from .metadata import TreeAttnMetadata
 
 __all__ = ["CuteUnavailable", "unsupported_reason", "tree_attn_cute"]
 
 CAPABILITY = (9, 0)
-# Calls that differ in an address or a shape are prepared once each; more than a model has layers
-# times graph sizes are not expected.
+# Calls of a layer are prepared once for each bucket of their bounds, see `launch.Bounds`; more than
+# a model has layers times such buckets are not expected.
 _MAX_PREPARED = 4096
 
 
 def unsupported_reason(
-    capability: tuple[int, int], head_dim: int, dtype: torch.dtype, block_size: int
+    capability: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    block_size: int,
+    kinds: Sequence[FeatureKind] = (FeatureKind(),),
 ) -> str | None:
-    """Why the kernel does not serve these, or None."""
+    """Why the kernel does not serve layers of these kinds, or None."""
     if tuple(capability) != CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
     problem = unsupported(head_dim, dtype, block_size)
-    if problem is None:
-        name = str(dtype).removeprefix("torch.")
-        problem = store.missing(ForwardConfig(head_dim, name, WARPGROUP_CHOICES[0], False))
-    return problem
+    if problem is None and any(kind.quantised_cache for kind in kinds):
+        problem = "layers with a quantised cache"
+    if problem is not None:
+        return problem
+    name = str(dtype).removeprefix("torch.")
+    variants = (
+        ForwardConfig(
+            head_dim, name, WARPGROUP_CHOICES[0], box_of(block_size), **feature_flags(kind)
+        )
+        for kind in kinds
+    )
+    return next(filter(None, map(store.missing, variants)), None)
 
 
 def tree_attn_cute(
@@ -54,60 +69,92 @@ def tree_attn_cute(
     tail_value: torch.Tensor | None = None,
     splits: int | None = None,
     stages: int = 0,
+    *,
+    features: AttnFeatures = PLAIN,
 ) -> None:
     """See `cuda_contract`. `splits` and `stages` override what is chosen, for measurements.
 
     Raises:
         CuteUnavailable: if a kernel cannot be read, compiled or loaded; nothing was launched.
     """
-    key = (
-        *(_identity(t) for t in (query, key_cache, value_cache, output, tail_key, tail_value)),
-        meta.plan.data_ptr(),
-        meta.plan.shape,
-        meta.parent_rows.data_ptr(),
-        meta.parent_rows.shape,
-        meta.block_table.data_ptr(),
-        meta.block_table.shape,
-        meta.max_rows,
-        meta.max_context,
-        meta.mask_kind,
-        scale,
-        splits,
-        stages,
-        query.device.index,
-    )
+    if meta.num_trees == 0 or meta.max_rows == 0:
+        return
+    key = call_key(
+        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, splits, stages,
+        features,
+    )  # fmt: skip
     stream = torch.cuda.current_stream(query.device).cuda_stream
     prepared = _prepared.get((stream, key))
     if prepared is None:
-        prepared = _prepare(
-            stream,
-            query,
-            key_cache,
-            value_cache,
-            output,
-            meta,
-            scale,
-            tail_key,
-            tail_value,
-            splits,
-            stages,
-        )
+        call = Call(
+            query, key_cache, value_cache, output, meta, scale, tail_key, tail_value,
+            _multiprocessors_of(query.device), splits, stages, features,
+        )  # fmt: skip
+        prepared = _Prepared(call, query.device)
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
         _prepared[stream, key] = prepared
-    for launch in prepared:
-        launch.kernel.launch(launch.grid, launch.parameters, stream)
+    prepared.launch(query, output, meta, tail_key, tail_value, stream)
 
 
-@dataclass(frozen=True)
 class _Prepared:
-    kernel: driver.Kernel
-    grid: tuple[int, int, int]
-    parameters: driver.Parameters
+    """Kernels of a `Call` with their parameters, of which a launch changes some."""
+
+    def __init__(self, call: Call, device: torch.device) -> None:
+        """Raises CuteUnavailable."""
+        self._call, self._device = call, device
+        # What a launch changes; filled in before the first.
+        values = call.fixed | dict.fromkeys(_STEP_PARAMETERS, 0)
+        self._kernels = []
+        with _lock:
+            for config, named in (
+                (call.config, FORWARD_PARAMETERS),
+                (call.merge, COMBINE_PARAMETERS),
+            ):
+                try:
+                    kernel, param_bytes = _load(device.index, config)
+                    first = call.descriptors if named is FORWARD_PARAMETERS else ()
+                    arguments = (*first, *(values[name] for name, _ in named))
+                    parameters = driver.Parameters(param_bytes, arguments)
+                except driver.DriverError as error:
+                    raise CuteUnavailable(str(error)) from error
+                # Counted from the last: descriptors and empty parameters come first.
+                places = {
+                    name: index - len(named)
+                    for index, (name, _) in enumerate(named)
+                    if name in _STEP_PARAMETERS
+                }
+                self._kernels.append((kernel, parameters, places))
+
+    def launch(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        meta: TreeAttnMetadata,
+        tail_key: torch.Tensor | None,
+        tail_value: torch.Tensor | None,
+        stream: int,
+    ) -> None:
+        with _lock:
+            values = self._call.step(
+                query, output, meta, tail_key, tail_value, partial(_workspace, self._device, stream)
+            )
+            # Without a merge there is a grid less.
+            grids = self._call.grids(meta.num_trees)
+            for grid, (kernel, parameters, places) in zip(grids, self._kernels, strict=False):
+                for name, place in places.items():
+                    parameters.set(place, values[name])
+                kernel.launch(grid, parameters, stream)
 
 
+_STEP_PARAMETERS = frozenset(
+    (
+        "query", "output", "tail_key", "tail_value", "plan", "parents", "table", "part_out",
+        "part_lse", "num_trees", "budget", "slots",
+    )
+)  # fmt: skip
 _lock = threading.Lock()
-_prepared: dict[tuple, list[_Prepared]] = {}
+_prepared: dict[tuple, _Prepared] = {}
 _kernels: dict[tuple[int, str], tuple[driver.Kernel, tuple[int, ...]]] = {}
 _multiprocessors: dict[int, int] = {}
 # Partial results by stream. A larger one replaces a smaller; captured graphs may still use the
@@ -116,63 +163,25 @@ _workspaces: dict[tuple[int, int], torch.Tensor] = {}
 _retired: list[torch.Tensor] = []
 
 
-def _identity(tensor: torch.Tensor | None) -> tuple | None:
-    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
+def _workspace(
+    device: torch.device, stream: int, parts: int, rows: int, heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = parts * rows * heads * (head_dim + 1)
+    held = _workspaces.get((device.index, stream))
+    if held is None or held.numel() < size:
+        if held is not None:
+            _retired.append(held)
+        held = torch.empty(size, dtype=torch.float32, device=device)
+        _workspaces[device.index, stream] = held
+    outputs = parts * rows * heads * head_dim
+    return held[:outputs], held[outputs:size]
 
 
-def _prepare(
-    stream: int,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    output: torch.Tensor,
-    meta: TreeAttnMetadata,
-    scale: float,
-    tail_key: torch.Tensor | None,
-    tail_value: torch.Tensor | None,
-    splits: int | None,
-    stages: int,
-) -> list[_Prepared]:
-    device = query.device
-
-    def workspace(parts: int, rows: int, heads: int, head_dim: int):
-        size = parts * rows * heads * (head_dim + 1)
-        held = _workspaces.get((device.index, stream))
-        if held is None or held.numel() < size:
-            if held is not None:
-                _retired.append(held)
-            held = torch.empty(size, dtype=torch.float32, device=device)
-            _workspaces[device.index, stream] = held
-        outputs = parts * rows * heads * head_dim
-        return held[:outputs], held[outputs:size]
-
-    with _lock:
-        if device.index not in _multiprocessors:
-            properties = torch.cuda.get_device_properties(device)
-            _multiprocessors[device.index] = properties.multi_processor_count
-        launches = plan_launches(
-            query,
-            key_cache,
-            value_cache,
-            output,
-            meta,
-            scale,
-            tail_key,
-            tail_value,
-            _multiprocessors[device.index],
-            workspace,
-            splits,
-            stages,
-        )
-        prepared = []
-        try:
-            for launch in launches:
-                kernel, param_bytes = _load(device.index, launch.config)
-                parameters = driver.Parameters(param_bytes, launch.arguments)
-                prepared.append(_Prepared(kernel, launch.grid, parameters))
-        except driver.DriverError as error:
-            raise CuteUnavailable(str(error)) from error
-        return prepared
+def _multiprocessors_of(device: torch.device) -> int:
+    if device.index not in _multiprocessors:
+        properties = torch.cuda.get_device_properties(device)
+        _multiprocessors[device.index] = properties.multi_processor_count
+    return _multiprocessors[device.index]
 
 
 def _load(

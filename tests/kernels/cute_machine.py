@@ -3,20 +3,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
 
+from tests.kernels.device_trees import DeviceTrees
 from tests.kernels.ptx_machine import Machine, Timing
 from tests.kernels.ptx_memory import GlobalMemory, TensorMap
+from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.cute.compile import Compiled, compile_config
-from vllm_specplug.kernels.cute.launch import Launch, TensorMapSpec
+from vllm_specplug.kernels.cute.launch import Launch, TensorMapSpec, plan_launches
 from vllm_specplug.kernels.cute.launch_params import (
     ADDRESS,
     COMBINE_PARAMETERS,
     FORWARD_PARAMETERS,
 )
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+# Copies as late as allowed show a wait that is missing, as early as possible a stage that is
+# overwritten while it is read.
+LATE = Timing(eager_copies=False, eager_products=True)
+EARLY = Timing(eager_copies=True, eager_products=False, reverse_warpgroups=True)
 
 
 @cache
@@ -58,7 +69,7 @@ class HostDevice:
         return machines
 
     def arguments(self, launch: Launch, kernel: Compiled) -> list:
-        named = FORWARD_PARAMETERS if hasattr(launch.config, "tma") else COMBINE_PARAMETERS
+        named = FORWARD_PARAMETERS if hasattr(launch.config, "box") else COMBINE_PARAMETERS
         maps = [a for a in launch.arguments if isinstance(a, TensorMapSpec)]
         scalars = list(launch.arguments[len(maps) :])
         for i, (_, kind) in enumerate(named):
@@ -76,3 +87,55 @@ class HostDevice:
             ]
         )
         return [0 if size == 1 else next(values) for size in kernel.param_bytes]
+
+
+def variant(head_dim: int):
+    """One process compiles a head size's variants, once."""
+    return pytest.mark.xdist_group(f"cute{head_dim}")
+
+
+class MachineTrees(DeviceTrees):
+    """Trees that are answered by stepping the launches."""
+
+    def check(
+        self,
+        *,
+        splits: int | None = 1,
+        places: int = 0,
+        timing: Timing = LATE,
+        features: AttnFeatures | None = None,
+    ) -> Counter[str]:
+        """Compares; returns how often each instruction ran. `features` are told to the kernel
+        alone."""
+        told = features or self.features
+        untouched = torch.full(self.query.shape, 7.0, dtype=self.dtype)
+        output = untouched.clone()
+        meta = self.metadata(places)
+        parts: list[torch.Tensor] = []
+
+        def workspace(count: int, rows: int, heads: int, head_dim: int):
+            parts.append(torch.full((count, rows, heads, head_dim), float("nan")))
+            parts.append(torch.full((count, rows, heads), float("nan")))
+            return parts[0], parts[1]
+
+        tail = (self.tail.get("tail_key"), self.tail.get("tail_value"))
+        inputs = (self.query, self.key_cache, self.value_cache, output)
+        launches = plan_launches(
+            *inputs, meta, self.scale, *tail, 132, workspace, splits, features=told
+        )
+        tables = (meta.plan, meta.parent_rows, meta.block_table, told.sinks, told.alibi_slopes)
+        machines = HostDevice([*inputs, *tail, *tables, *parts]).run(launches, timing)
+        # weights and outputs are rounded once each, to 8 or 11 bits; inputs are standard normal
+        limit = {BF16: 1.6e-2, FP16: 2e-3}[self.dtype]
+        for start, n, expected in zip(self.starts, self.rows, self.expected(), strict=True):
+            actual = output[start : start + n].double()
+            assert not actual.isnan().any(), "an unused slot was read"
+            error = (actual - expected).abs().max().item()
+            assert error <= limit, f"off by {error}"
+            output[start : start + n] = 7.0
+        assert torch.equal(output, untouched), "a row of no tree was written"
+        return sum((Counter(machine.counts) for machine in machines), Counter())
+
+
+def ran(counts: Counter[str], fragment: str) -> int:
+    return sum(count for opcode, count in counts.items() if fragment in opcode)

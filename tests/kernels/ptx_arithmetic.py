@@ -255,7 +255,18 @@ class Arithmetic:
             value = low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
         elif to in ("bf16", "f16"):
             value = self._half(self._float(group, operands[1]), to)
+        elif to == "f32" and source in ("bf16", "f16"):
+            raw = self._read(group, operands[1], 16)
+            if source == "f16":
+                value = raw.view(np.float16).astype(np.float32)
+            else:
+                value = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        elif to == "f32":
+            assert suffix[0] == "rn" and source[0] in "su", suffix
+            read = self._signed if source[0] == "s" else self._read
+            value = read(group, operands[1], int(source[1:])).astype(np.float32)
         else:
+            assert to[0] in "sub" and source[0] in "sub", suffix
             bits = int(source[1:])
             read = self._signed if source[0] == "s" else self._read
             kinds = {16: np.int16, 32: np.int32, 64: np.int64}
@@ -280,6 +291,15 @@ class Arithmetic:
 
     def _lg2(self, group, suffix, operands, mask) -> None:
         self._write(group, operands[0], np.log2(self._float(group, operands[1])), mask)
+
+    def _popc(self, group, suffix, operands, mask) -> None:
+        value = self._read(group, operands[1], int(suffix[-1][1:]))
+        count = np.bitwise_count(value).astype(np.uint32)
+        self._write(group, operands[0], count, mask)
+
+    def _abs(self, group, suffix, operands, mask) -> None:
+        assert suffix[-1] == "f32"
+        self._write(group, operands[0], np.abs(self._float(group, operands[1])), mask)
 
     def _rcp(self, group, suffix, operands, mask) -> None:
         one = np.float32(1)

@@ -216,8 +216,12 @@ class _Block(Arithmetic):
         value = self._read(group, operands[1], 32)
         lane = np.arange(LANES)
         argument = self._read(group, operands[2], 32).astype(np.int64)
-        assert operands[3] in ("31", "0x1f") and operands[4] in ("-1", "0xffffffff"), operands
-        source = {"idx": argument, "bfly": (lane % 32) ^ argument}[kind]
+        assert operands[4] in ("-1", "0xffffffff"), operands
+        assert operands[3] == ("0" if kind == "up" else "31"), operands
+        lower = lane % 32 - argument
+        # Below the first lane there is nothing: each keeps its own.
+        up = np.where(lower >= 0, lower, lane % 32)
+        source = {"idx": argument, "bfly": (lane % 32) ^ argument, "up": up}[kind]
         self._write(group, operands[0], value[lane // 32 * 32 + source], mask)
 
     def _elect(self, group, suffix, operands, mask) -> None:
@@ -308,17 +312,20 @@ class _Block(Arithmetic):
                 self._locate("shared", np.array([address]), 8)
                 self.barriers[int(address)] = Barrier(int(count))
         elif kind == "arrive":
-            assert suffix[1] == "expect_tx" and mask.sum() == 1
-            (lane,) = np.flatnonzero(mask)
-            barrier = self.barriers[int(self._address(group, operands[1], 32)[lane])]
-            barrier.bytes_due += int(self._read(group, operands[2], 32)[lane])
-            barrier.arrivals += 1
-            assert barrier.arrivals <= barrier.expected, "a phase got too many arrivals"
-            barrier.settle()
+            addresses = self._address(group, operands[1], 32)
+            amounts = self._read(group, operands[2], 32)
+            for lane in np.flatnonzero(mask):
+                barrier = self.barriers[int(addresses[lane])]
+                if suffix[1] == "expect_tx":
+                    barrier.bytes_due += int(amounts[lane])
+                barrier.arrivals += 1 if suffix[1] == "expect_tx" else int(amounts[lane])
+                assert barrier.arrivals <= barrier.expected, "a phase got too many arrivals"
+                barrier.settle()
         elif kind == "try_wait":
             addresses = np.unique(self._address(group, operands[1], 32)[mask])
             parities = np.unique(self._read(group, operands[2], 32)[mask])
             assert len(addresses) == len(parities) == 1, "threads wait for different phases"
+            assert int(addresses[0]) in self.barriers, "a wait before the barrier is initialised"
             barrier = self.barriers[int(addresses[0])]
             ready = barrier.phase != int(parities[0])
             if not ready:

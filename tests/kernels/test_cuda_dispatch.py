@@ -109,7 +109,8 @@ def test_a_feature_that_a_kernel_leaves_out_fails_its_self_test(monkeypatch, kin
 @pytest.mark.parametrize(
     ("name", "kinds", "capability", "why"),
     [
-        ("cute", KINDS[:2], HOPPER, "layers with sliding windows, attention sinks"),
+        ("cute", KINDS[:3], HOPPER, None),
+        ("cute", (*KINDS[:2], QUANTISED), HOPPER, "layers with a quantised cache"),
         ("flash", KINDS[:2], HOPPER, None),
         ("flash", KINDS[1:2], HOPPER, "reads no layer with sliding windows, attention sinks"),
         ("flash", (QUANTISED,), HOPPER, "reads no layer with a quantised cache"),
@@ -151,29 +152,34 @@ def test_a_variant_that_does_not_load_is_found_at_start(monkeypatch, rows):
     assert "does not load" in self_test_failure("cute", SHAPE, CPU)
 
 
-def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatch):
+@pytest.mark.parametrize("kind", [FeatureKind(), FeatureKind(window=600, sinks=True)])
+def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatch, kind):
     planned = set()
 
-    def attend(query, key_cache, value_cache, output, meta, scale):
+    def attend(query, key_cache, value_cache, output, meta, scale, features=PLAIN):
         def workspace(*shape):
             return torch.empty(shape), torch.empty(shape[:-1])
 
         launches = plan_launches(
-            query, key_cache, value_cache, output, meta, scale, None, None, 132, workspace
-        )
+            query, key_cache, value_cache, output, meta, scale, None, None, 132, workspace,
+            features=features,
+        )  # fmt: skip
         planned.update(launch.config for launch in launches)
-        tree_attn_cuda_reference(query, key_cache, value_cache, output, meta, scale)
+        tree_attn_cuda_reference(
+            query, key_cache, value_cache, output, meta, scale, features=features
+        )
 
     monkeypatch.setattr(cuda_dispatch, "load_kernel", lambda name: attend)
     for head_dim, page in ((64, 16), (128, 64)):
-        shape = KernelShape(head_dim, torch.bfloat16, page, num_heads=8, num_kv_heads=2)
+        shape = KernelShape(head_dim, torch.bfloat16, page, 8, 2, kinds=(kind,))
         planned.clear()
         assert self_test_failure("cute", shape, CPU) is None
         wanted = {
             config
             for config in all_configs()
             if (config.head_dim, config.dtype) == (head_dim, "bfloat16")
-            and getattr(config, "tma", page == 64) == (page == 64)
+            and getattr(config, "box", page) == page
+            and getattr(config, "window", bool(kind.window)) == bool(kind.window)
         }
         assert planned == wanted and len(wanted) == 3
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,19 +15,45 @@ pytest.importorskip("triton")
 
 import triton
 
+from scripts import cute_resources
 from tests.kernels.cute_machine import compiled
-from vllm_specplug.kernels.cute.config import SHARED_LIMIT, ForwardConfig, all_configs
+from vllm_specplug.kernels.cute.config import (
+    BOXES,
+    SHARED_LIMIT,
+    ForwardConfig,
+    all_configs,
+)
 from vllm_specplug.kernels.cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-REGISTERS = 65536  # of a multiprocessor
-REGISTER_UNIT = 8  # a thread's registers are given out in these
 
 
-# Beside the emulated tests of the head size, which need the same listings.
+def marks(config) -> list[pytest.MarkDecorator]:
+    # Beside the emulated tests of the head size, which need the same listings.
+    beside = pytest.mark.xdist_group(f"cute{config.head_dim}")
+    usual = config.dtype == "bfloat16" and config.head_dim != 96
+    if isinstance(config, ForwardConfig):
+        usual = usual and (config.warpgroups, config.box) in ((1, 16), (3, 16), (3, 64))
+        features = config.window + config.soft_cap + config.alibi
+        usual = usual and (features in (0, 3) or config.head_dim == 64)
+    return [beside] if usual else [beside, pytest.mark.full]
+
+
+# Those that are compiled where they are asked for, in the shape with the most registers.
+FEATURES = [
+    ForwardConfig(128, "bfloat16", 3, box, **features)
+    for box in BOXES
+    for features in (
+        {"soft_cap": True},
+        {"alibi": True},
+        {"window": True, "soft_cap": True},
+        {"window": True, "soft_cap": True, "alibi": True},
+    )
+]
+CP_ASYNC = [ForwardConfig(128, "bfloat16", warpgroups, 0) for warpgroups in (1, 3)]
 CONFIGS = [
-    pytest.param(config, id=config.name, marks=pytest.mark.xdist_group(f"cute{config.head_dim}"))
-    for config in all_configs()
+    pytest.param(config, id=config.name, marks=marks(config))
+    for config in [*all_configs(), *FEATURES, *CP_ASYNC]
 ]
 
 
@@ -43,12 +70,17 @@ def test_cubin(config, tmp_path):
     sass = listing(path, "-sass")
     assert "sm_90a" in sass and kernel.entry in sass
 
-    (usage,) = re.findall(r"REG:(\d+) STACK:(\d+)", listing(path, "-res-usage"))
-    registers, stack = map(int, usage)
-    assert stack == 0 and "LDL" not in sass and "STL" not in sass, "registers are spilled"
-    rounded = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
-    blocks = getattr(config, "blocks_per_multiprocessor", 1)
-    assert rounded * config.threads * blocks <= REGISTERS, "the blocks do not fit"
+    taken = cute_resources.resources(kernel.cubin, config)
+    assert taken.stack_bytes == 0 and "LDL" not in sass and "STL" not in sass, "spilled registers"
+    assert taken.blocks >= getattr(config, "blocks_per_multiprocessor", 1), "the blocks do not fit"
+    compiler, recorded = cute_resources.recorded(cute_resources.PAGE.read_text())
+    if config.name in recorded:
+        same = compiler == version("nvidia-cutlass-dsl")
+        then = recorded[config.name]
+        found = cute_resources.difference(taken, then, same_compiler=same)
+        assert found is None, f"{found}; run scripts/cute_resources.py --write"
+    else:
+        assert config not in all_configs(), "a variant without a line in the table of resources"
     assert config.shared_bytes <= SHARED_LIMIT
 
     # A driver of CUDA 13.0 need not take machine code of a later toolkit: then the PTX serves.
@@ -71,5 +103,19 @@ def test_cubin(config, tmp_path):
         else:
             assert (len(scores), len(outputs)) == steps
         assert "LDGSTS" in sass  # the query and the tail, whatever brings full tiles
-        assert ("UTMALDG.4D" in sass) == config.tma
-        assert kernel.param_bytes.count(128) == 2 * config.tma
+        assert ("UTMALDG.4D" in sass) == bool(config.box)
+        assert kernel.param_bytes.count(128) == 2 * bool(config.box)
+
+
+def test_the_table_of_resources_notices_more_of_each():
+    then = cute_resources.Resources(168, 100_000, 0, 2)
+    for same in (True, False):
+        assert cute_resources.difference(then, then, same_compiler=same) is None
+    for change in ({"registers": 220}, {"stack_bytes": 8}, {"blocks": 1}):
+        now = then._replace(**change)
+        assert cute_resources.difference(now, then, same_compiler=False)
+    assert cute_resources.difference(then._replace(registers=170), then, same_compiler=True)
+    config = ForwardConfig(128, "bfloat16", 1, 64)
+    both = {config.name: then, config.name.replace("bfloat16", "float16"): then}
+    page = f"<!-- cute resources -->\n{cute_resources.table(both)}\n<!-- /cute resources -->"
+    assert cute_resources.recorded(page)[1] == both

@@ -3,10 +3,13 @@
 
 # No lazy annotations: cutlass reads those of traced functions.
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
+from tests.kernels import cute_schedule
 from tests.kernels.paged import path_of, random_parents
 
 pytest.importorskip("cutlass")
@@ -19,6 +22,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from vllm_specplug.kernels.cute import mask, pages, schedule
 from vllm_specplug.kernels.cute.config import MASK_WORDS, MIN_SPLIT_TILES, TILE_N, WORD_BITS
+from vllm_specplug.kernels.cute.launch import Shares
 
 pytestmark = [
     pytest.mark.xdist_group("cute64"),
@@ -30,15 +34,27 @@ CONTEXTS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 32767, 32768)
 
 
 @cute.jit
-def schedule_of(context: Int32, rows: Int32, dense: Int32, splits: Int32, out: cute.Tensor):
+def schedule_of(
+    context: Int32, rows: Int32, dense: Int32, share: Int32, window: Int32, out: cute.Tensor
+):
+    first = schedule.first_tile(context, window)
     tail = schedule.tail_begin(context, dense)
     total = schedule.total_tiles(tail, rows)
     out[0] = schedule.full_tiles(context)
     out[1] = tail
     out[2] = total
-    out[3] = schedule.used_splits(total, splits)
-    for split in cutlass.range(splits + 1):
-        out[4 + split] = schedule.split_begin(total, splits, split)
+    parts = schedule.parts_of(total - first, share)
+    out[3] = parts
+    for part in cutlass.range(parts + 1):
+        out[4 + part] = schedule.part_begin(first, total - first, parts, part)
+
+
+@cute.jit
+def share_of(
+    total: Int32, clipped: Int32, trees: Int32, budget: Int32, slots: Int32, out: cute.Tensor
+):
+    out[0] = schedule.fair_share(total, budget)
+    out[1] = schedule.share_size(total, clipped, trees, out[0], slots - trees)
 
 
 @cute.jit
@@ -71,7 +87,7 @@ def pages_of(
     out: cute.Tensor,
 ):
     for column in cutlass.range(cute.size(out)):
-        page = pages.column_page(table, column, cached, shift)
+        page = pages.column_page(table, column, Int32(0), cached, shift)
         out[column] = pages.page_element(page, column, shift, block_stride, slot_stride)
 
 
@@ -114,30 +130,45 @@ def compile_for(function, *tensors_and_values):
     return cute.compile(function, *tensors_and_values)
 
 
-def test_tiles_and_splits():
-    out = torch.zeros(80, dtype=torch.int32)
-    run = compile_for(schedule_of, Int32(1), Int32(1), Int32(0), Int32(1), from_dlpack(out))
-    for context in CONTEXTS:
+def test_tiles_and_parts():
+    out = torch.zeros(300, dtype=torch.int32)
+    blank = [Int32(1), Int32(1), Int32(0), Int32(2), Int32(0)]
+    run = compile_for(schedule_of, *blank, from_dlpack(out))
+    for context, window in itertools.product(CONTEXTS, (0, 1, 64, 100)):
         for rows in (1, 2, 64, 65, 257):
             for dense in (0, 1):
-                for splits in (1, 2, 3, 7, 33, 64):
-                    run(
-                        Int32(context), Int32(rows), Int32(dense), Int32(splits), from_dlpack(out)
-                    )  # fmt: skip
-                    full, tail, total, used, *begins = out.tolist()
-                    begins = begins[: splits + 1]
+                for share in (2, 3, 7, 33, 600):
+                    numbers = (context, rows, dense, share, window)
+                    run(*map(Int32, numbers), from_dlpack(out))
+                    full, tail, total, parts, *begins = out.tolist()
+                    begins = begins[: parts + 1]
                     # columns by definition: context, then empty ones up to the tail, then rows
                     empty = -context % TILE_N if dense else 0
                     columns = context + empty + rows
                     assert tail == context + empty and full == context // TILE_N
                     assert total == len(range(0, columns, TILE_N))
+                    lowest = max(0, context - window + 1) if window else 0
+                    assert begins[0] == lowest // TILE_N and begins[-1] == total
                     sizes = np.diff(begins)
-                    assert begins[0] == 0 and begins[-1] == total
-                    assert (sizes[:used] > 0).all() and (sizes[used:] == 0).all()
-                    # even but for the last, and none too small while there are several
-                    if used > 1:
-                        assert len(set(sizes[: used - 1])) == 1
-                        assert sizes[0] >= MIN_SPLIT_TILES and sizes[used - 1] <= sizes[0]
+                    assert sizes.min() > 0 and sizes.max() - sizes.min() <= 1
+                    # as large as may be, and none over five quarters of a share
+                    tiles = total - begins[0]
+                    assert 4 * tiles <= 5 * share * parts + share * (parts > 1)
+                    assert parts == 1 or 4 * tiles > (4 * (parts - 1) + 1) * share
+
+
+def test_shares_are_those_of_the_simulation():
+    out = torch.zeros(2, dtype=torch.int32)
+    run = compile_for(share_of, *map(Int32, (1, 1, 1, 1, 2)), from_dlpack(out))
+    for tiles in ([17] * 31 + [1563], [64] * 8, [1], [5, 900], list(range(1, 200))):
+        for budget, extra in ((len(tiles), 132), (4 * len(tiles), 700)):
+            shares = Shares(budget, len(tiles) + extra, 0)
+            total = sum(tiles)
+            fair = max(MIN_SPLIT_TILES, -(-total // budget))
+            clipped = sum(min(t, fair) for t in tiles)
+            numbers = (total, clipped, len(tiles), budget, shares.slots)
+            run(*map(Int32, numbers), from_dlpack(out))
+            assert out.tolist() == [fair, cute_schedule.share_of(tiles, shares)]
 
 
 @pytest.mark.parametrize("dense", [0, 1])

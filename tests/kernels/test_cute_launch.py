@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from vllm_specplug.kernels.cute.config import (
     ForwardConfig,
     all_configs,
 )
-from vllm_specplug.kernels.cute.launch import TensorMapSpec, choose_splits, plan_launches
+from vllm_specplug.kernels.cute.launch import Bounds, TensorMapSpec, choose_splits, plan_launches
 from vllm_specplug.kernels.cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
 from vllm_specplug.kernels.tree_attn_cute_sm90 import CuteUnavailable, unsupported_reason
 
@@ -59,18 +60,18 @@ def named(launch) -> dict:
     ("specs", "group", "page", "variant", "grid"),
     [
         # a plain decode: one packed row of 4
-        ([(100, 0)], 4, 16, (1, False), (1, 2, 1)),
+        ([(100, 0)], 4, 16, (1, 16), (1, 2, 1)),
         # 16 rows of 4 fill one warpgroup, 17 do not
-        ([(100, 15)], 4, 64, (1, True), (1, 2, 1)),
-        ([(100, 16)], 4, 128, (3, True), (1, 2, 1)),
+        ([(100, 15)], 4, 64, (1, 64), (1, 2, 1)),
+        ([(100, 16)], 4, 128, (3, 64), (1, 2, 1)),
         # 65 rows of 4 are 260: two blocks of 192
-        ([(100, 64), (5, 1)], 4, 32, (3, False), (2, 2, 2)),
+        ([(100, 64), (5, 1)], 4, 32, (3, 16), (2, 2, 2)),
     ],
 )
 def test_variants_and_grids(specs, group, page, variant, grid):
     trees = DeviceTrees(specs, dtype=BF16, head_dim=64, kv_heads=2, group=group, page=page)
     (launch,) = plan(trees)
-    assert (launch.config.warpgroups, launch.config.tma) == variant
+    assert (launch.config.warpgroups, launch.config.box) == variant
     assert launch.grid == grid
     assert named(launch)["page_shift"] == page.bit_length() - 1
     assert named(launch)["group"] == group
@@ -79,9 +80,10 @@ def test_variants_and_grids(specs, group, page, variant, grid):
 def test_splits_bring_a_second_launch():
     trees = DeviceTrees([(3000, 5)], dtype=BF16, head_dim=64, kv_heads=2)
     forward, merge = plan(trees, splits=7, workspace=some_workspace)
-    assert forward.grid == (1, 2 * 7, 1)
-    assert isinstance(merge.config, CombineConfig) and merge.grid == (6, 1, 1)
-    for name in ("plan", "part_out", "part_lse", "splits", "part_rows", "dense", "output_row"):
+    # a slot of the tree and seven for its parts; the merge takes any tree of the same blocks
+    assert forward.grid == (1, 2, 1 + 7)
+    assert isinstance(merge.config, CombineConfig) and merge.grid == (32 * 4 // 4, 1, 1)
+    for name in ("plan", "part_out", "part_lse", "slots", "budget", "part_rows", "output_row"):
         assert named(forward)[name] == named(merge)[name], name
 
 
@@ -97,7 +99,7 @@ def test_the_workspace_is_sized_by_the_trees_not_by_their_buffers():
         return some_workspace(*shape)
 
     plan(trees, splits=3, workspace=workspace, places=1)
-    assert asked == [(3, 2 * 6, 4, 64)]
+    assert asked == [(2 * 3 * 8 // 5, 32, 4, 64)]
 
 
 def test_nothing_is_launched_for_nothing():
@@ -117,6 +119,13 @@ def test_descriptor_says_where_the_cache_lies():
     # elements; a token's heads follow one another, K and V side by side
     assert key.strides == (1, 2 * 2 * 96, 2 * 96, 64 * 2 * 2 * 96)
     assert key.box == (32, TILE_N, 1, 1) and key.swizzle_bytes == 64
+
+
+@pytest.mark.parametrize(("page", "box"), [(16, 16), (32, 16), (64, 64), (256, 64)])
+def test_no_box_reaches_into_another_page(page, box):
+    trees = DeviceTrees([(100, 3)], dtype=BF16, head_dim=64, page=page)
+    (launch,) = plan(trees)
+    assert [spec.box[1] for spec in launch.arguments[:2]] == [box, box]
 
 
 def test_small_trees_leave_room_for_a_second_block():
@@ -267,7 +276,7 @@ def fake_device(monkeypatch, tmp_path):
 
         def obtain(config):
             tail = forward if isinstance(config, ForwardConfig) else merge
-            head = (128, 128, 1, 1) if getattr(config, "tma", False) else ()
+            head = (128, 128, 1, 1) if isinstance(config, ForwardConfig) else ()
             return store.StoredKernel(config.name, "entry", (*head, *tail), b"cubin", b"ptx")
 
         monkeypatch.setattr(store, "obtain", obtain)
@@ -297,8 +306,8 @@ def test_a_call_loads_once_and_launches_every_time(fake_device):
     assert len(library.named("cuModuleLoadData")) == 2
     launches = library.named("cuLaunchKernel")
     assert len(launches) == 4
-    assert [argument.value for argument in launches[0][1:4]] == [1, 2 * 4, 1]
-    config = ForwardConfig(64, "bfloat16", 1, True)
+    assert [argument.value for argument in launches[0][1:4]] == [1, 2, 1 + 4]
+    config = ForwardConfig(64, "bfloat16", 1, 64)
     assert launches[0][4].value == config.threads
     assert launches[0][7].value == config.shared_bytes
     assert launches[0][8].value == 77
@@ -314,6 +323,59 @@ def test_a_call_loads_once_and_launches_every_time(fake_device):
     assert [key[3].value, value[3].value] == [t.data_ptr() for t in (
         trees.key_cache, trees.value_cache
     )]  # fmt: skip
+
+
+def test_a_decode_prepares_its_launches_once(fake_device, monkeypatch):
+    """Contexts grow, batches and activations change: what a launch is prepared from does not."""
+    trees = DeviceTrees([(9000, 12), (8100, 15)], dtype=BF16, head_dim=64, kv_heads=2, group=4)
+    library = fake_device(trees)
+    made = []
+    real = tree_attn_cute_sm90.Call
+    monkeypatch.setattr(tree_attn_cute_sm90, "Call", lambda *args: made.append(args) or real(*args))
+    tree_attn_cute_sm90._prepared.clear()
+    library.calls.clear()
+    for step in range(200):
+        trees.contexts = [9000 + 3 * step, 8100 + 4 * step]
+        trees.rows = [13 - step % 7, 16 - step % 9]
+        trees.parents = [np.arange(-1, n - 2, dtype=np.int32) for n in trees.rows]
+        meta = trees.metadata(places=step % 3)
+        # other tokens of a step, and other addresses
+        query = torch.cat([trees.query] * (1 + step % 2))
+        output = torch.empty_like(query)
+        tree_attn_cute_sm90.tree_attn_cute(
+            query, trees.key_cache, trees.value_cache, output, meta, trees.scale
+        )
+        launch = library.named("cuLaunchKernel")[-2 if step else 0]
+        pointers = launch[9]
+        told = [ctypes.c_int64.from_address(pointers[i]).value for i in (4, 5)]
+        assert told == [query.data_ptr(), output.data_ptr()]
+    assert len(made) == 1
+    # The control: an exact bound is another one every step.
+    monkeypatch.setattr(
+        Bounds, "of", classmethod(lambda cls, rows, context, group: cls(16, context))
+    )
+    for _ in range(3):
+        trees.contexts[0] += 1
+        tree_attn_cute_sm90.tree_attn_cute(
+            query, trees.key_cache, trees.value_cache, output, trees.metadata(), trees.scale
+        )
+    assert len(made) == 1 + 3
+
+
+def test_bounds_are_those_of_the_blocks():
+    # rows of 4 heads: 16 fill a warpgroup, 48 three of them
+    assert [Bounds.of(n, 100, 4).rows for n in (1, 16, 17, 48, 49, 257)] == [
+        16,
+        16,
+        48,
+        48,
+        96,
+        257,
+    ]
+    for group in (1, 3, 4, 71, 130):
+        for rows in (1, 5, 64, 65, 257):
+            assert Bounds.of(rows, 0, group).rows >= rows
+    assert [Bounds.of(1, c, 4).tiles for c in (0, 127, 128, 5000, 8190)] == [2, 4, 4, 128, 256]
 
 
 def test_ptx_is_loaded_where_the_machine_code_is_refused(monkeypatch):

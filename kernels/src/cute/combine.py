@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging the splits of a tree: their partial outputs weighted by exp2 of their log-sums.
+"""Merging the parts of a tree: their partial outputs weighted by exp2 of their log-sums.
 
-A warp takes one (tree row, head). A tree that used a single split was finished by the attention
+A warp takes one (tree row, head). A tree of a single part was finished by the attention
 kernel and is left alone.
 """
 
@@ -11,17 +11,16 @@ from cutlass import Float32, Int32, Int64
 
 from ..cuda_contract import (
     MAX_TREE_ROWS,
-    PLAN_CONTEXT,
-    PLAN_MASK_START,
     PLAN_ROW_COUNT,
     PLAN_ROW_START,
 )
-from . import schedule
+from . import shares
+from .access import ELEMENT_BYTES, element_type, global_array, int32_at
 from .config import CombineConfig
-from .forward_sm90 import ELEMENT_BYTES, element_type, global_array, int32_at, placeholders
+from .forward_sm90 import placeholders
 from .launch_params import COMBINE_PARAMETERS
 
-LANES = 32
+LANES = shares.LANES
 
 
 class CombineSplits:
@@ -45,29 +44,32 @@ class CombineSplits:
         block, tree, _ = cute.arch.block_idx()
         lane = thread % LANES
         item = block * (config.threads // LANES) + thread // LANES
+        slot, parts = shares.of_tree(
+            p.plan, p.num_trees, p.window, p.dense, p.budget, p.slots, tree, lane
+        )
         rows = cutlass.min(
             int32_at(p.plan, PLAN_ROW_COUNT * p.num_trees + tree), Int32(MAX_TREE_ROWS)
         )
-        context = int32_at(p.plan, PLAN_CONTEXT * p.num_trees + tree)
-        total = schedule.total_tiles(schedule.tail_begin(context, p.dense), rows)
-        used = schedule.used_splits(total, p.splits)
-        if rows > 0 and item < rows * p.num_heads and used > 1:
+        if item < rows * p.num_heads and parts > 1:
             row = item // p.num_heads
             head = item % p.num_heads
-            mask_start = int32_at(p.plan, PLAN_MASK_START * p.num_trees + tree)
             row_start = int32_at(p.plan, PLAN_ROW_START * p.num_trees + tree)
-            part = Int64(mask_start + row) * p.num_heads + head
             stride = Int64(p.part_rows) * p.num_heads
+            first_part = (Int64(slot) * p.part_rows + row) * p.num_heads + head
             highest = -Float32.inf
-            for split in cutlass.range(used, unroll=1):
-                address = p.part_lse + (part + split * stride) * 4
+            # A part a lane, as reading one after another would take their latencies together.
+            for other in cutlass.range(lane, parts, LANES, unroll=1):
+                address = p.part_lse + (first_part + other * stride) * 4
                 highest = cute.arch.fmax(highest, global_array(Float32, address, 1)[0])
-            # The row's own column is in some split, so `highest` is finite.
+            for i in cutlass.range_constexpr(5):
+                other_half = cute.arch.shuffle_sync_bfly(highest, offset=1 << i)
+                highest = cute.arch.fmax(highest, other_half)
+            # The row's own column is in some part, so `highest` is finite.
             merged = cute.make_rmem_tensor(cute.make_layout(config.head_dim // LANES), Float32)
             merged.fill(0.0)
             weights = Float32(0.0)
-            for split in cutlass.range(used, unroll=1):
-                index = part + split * stride
+            for each in cutlass.range(parts, unroll=4):
+                index = first_part + each * stride
                 lse = global_array(Float32, p.part_lse + index * 4, 1)[0]
                 weight = cute.math.exp2(lse - highest, fastmath=True)
                 weights = weights + weight

@@ -15,12 +15,21 @@ WARPGROUP_ROWS = 64
 WARPGROUP_THREADS = 128
 # A split below this is not worth its partial result.
 MIN_SPLIT_TILES = 2
-# Splits the combine step is laid out for.
+# Parts of an even batch's trees.
 MAX_SPLITS = 64
+# Parts that a grid has slots for, in how many blocks run at once: finer ones would cost more to
+# merge than they balance, and memory for partial results.
+MOST_WAVES = 4
+# Below this an uneven batch is not worth a merge.
+MIN_UNEVEN_TILES = 32
 
 HEAD_DIMS = (64, 96, 128)
+# Longer windows are as good as none, and positions within this much of each other fit 32 bits.
+LONGEST_WINDOW = 1 << 30
 DTYPES = ("bfloat16", "float16")
 MIN_PAGE, MAX_PAGE = 16, 1024
+# Slots of a box of the copy engine: of the smallest page, and a whole tile.
+BOXES = (MIN_PAGE, TILE_N)
 
 # Shared memory of compute capability 9.0 in bytes: most of a block, all of a multiprocessor, and
 # what the system takes of it for each block.
@@ -44,20 +53,28 @@ class ForwardConfig:
         dtype: of DTYPES; queries, keys, values and output.
         warpgroups: 64 packed rows each. More of them share each K/V tile, so that large trees
             read the L2 less often; one keeps small trees from computing padding.
-        tma: full tiles come by the bulk tensor copy engine, which needs pages of whole tiles.
+        box: slots of a box by which the bulk tensor copy engine brings full tiles: all of a tile,
+            or all of a smaller page; 0 takes cp.async instead.
         stages: K/V tiles in shared memory, of which one is computed on; 0 takes the default.
+        window: rows attend the last positions before them alone.
+        soft_cap: scores pass through a tanh.
+        alibi: scores fall with the distance of positions.
     """
 
     head_dim: int
     dtype: str
     warpgroups: int
-    tma: bool
+    box: int
     stages: int = 0
+    window: bool = False
+    soft_cap: bool = False
+    alibi: bool = False
 
     def __post_init__(self) -> None:
         assert self.head_dim in HEAD_DIMS, self.head_dim
         assert self.dtype in DTYPES, self.dtype
         assert self.warpgroups in WARPGROUP_CHOICES, self.warpgroups
+        assert self.box in (0, *BOXES), self.box
         if self.stages == 0:
             default = DEFAULT_STAGES[self.head_dim, self.warpgroups]
             object.__setattr__(self, "stages", default)
@@ -65,9 +82,20 @@ class ForwardConfig:
 
     @property
     def name(self) -> str:
-        path = "tma" if self.tma else "cpasync"
+        path = f"box{self.box}" if self.box else "cpasync"
         shape = f"d{self.head_dim}_{self.dtype}_w{self.warpgroups}_s{self.stages}"
-        return f"tree_attn_sm90_{shape}_{path}"
+        features = "".join(f"_{f}" for f in ("window", "soft_cap", "alibi") if getattr(self, f))
+        return f"tree_attn_sm90_{shape}_{path}{features}"
+
+    @property
+    def placed(self) -> bool:
+        """Whether it matters how far a key is from a row."""
+        return self.window or self.alibi
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of a full tile, one below another; 1 without."""
+        return TILE_N // self.box if self.box else 1
 
     @property
     def tile_m(self) -> int:
@@ -120,13 +148,14 @@ class CombineConfig:
 
 
 def all_configs() -> list[ForwardConfig | CombineConfig]:
-    """Every variant that is shipped."""
+    """Every variant that is shipped. Soft caps and slopes are compiled where they are asked for."""
     forward = [
-        ForwardConfig(head_dim, dtype, warpgroups, tma)
+        ForwardConfig(head_dim, dtype, warpgroups, box, window=window)
+        for window in (False, True)
         for head_dim in HEAD_DIMS
         for dtype in DTYPES
         for warpgroups in WARPGROUP_CHOICES
-        for tma in (False, True)
+        for box in BOXES
     ]
     combine = [CombineConfig(head_dim, dtype) for head_dim in HEAD_DIMS for dtype in DTYPES]
     return [*forward, *combine]
@@ -135,7 +164,7 @@ def all_configs() -> list[ForwardConfig | CombineConfig]:
 def tuning_configs() -> list[ForwardConfig]:
     """Variants worth measuring against the defaults, at the head size that is used most."""
     return [
-        ForwardConfig(128, "bfloat16", warpgroups, tma, stages)
-        for tma in (False, True)
+        ForwardConfig(128, "bfloat16", warpgroups, box, stages)
+        for box in (0, *BOXES)
         for warpgroups, stages in ((1, 4), (1, 6), (3, 3))
     ]

@@ -113,6 +113,10 @@ class Parameters:
             *(ctypes.addressof(holder) for holder in self._holders)
         )
 
+    def set(self, index: int, value: int) -> None:
+        """Changes argument `index`, an integer; negative ones count from the last."""
+        self._holders[index].value = value
+
     @staticmethod
     def _holder(size: int, values):
         if size == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a call of the contract to launches: variant, grid, splits, arguments.
+"""From a call of the contract to launches: variant, grid, parts, arguments.
 
 Needs neither cutlass nor a GPU, and reads no tensor: what a launch depends on is known on the
 host without a synchronisation.
@@ -13,23 +13,29 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cuda_contract import MAX_TREE_ROWS
+from ..features import PLAIN, AttnFeatures, FeatureKind
 from ..metadata import TreeAttnMetadata
 from .config import (
+    BOXES,
     DTYPES,
     HEAD_DIMS,
+    LONGEST_WINDOW,
     MAX_PAGE,
     MAX_SPLITS,
     MIN_PAGE,
     MIN_SPLIT_TILES,
+    MIN_UNEVEN_TILES,
+    MOST_WAVES,
     TILE_N,
     WARPGROUP_CHOICES,
     WARPGROUP_ROWS,
     CombineConfig,
     ForwardConfig,
 )
-from .launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
+from .launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS, NUMBER_KINDS
 
-# Splits that fill the device this well, relative to the best, are enough.
+# Parts that fill the device this well, relative to the best, are enough.
 GOOD_FILL = 0.85
 
 
@@ -54,7 +60,7 @@ class Launch:
     arguments: tuple[TensorMapSpec | int | float, ...]
 
 
-# (splits, M, Hq, Dh) -> float32 tensors [splits, M, Hq, Dh] and [splits, M, Hq] that stay alive
+# (parts, rows, Hq, Dh) -> float32 [parts, rows, Hq, Dh] and [parts, rows, Hq] that stay alive
 Workspace = Callable[[int, int, int, int], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -70,14 +76,14 @@ def unsupported(head_dim: int, dtype: torch.dtype, block_size: int) -> str | Non
 
 
 def choose_splits(blocks: int, tiles: int, places: int) -> int:
-    """Splits of the columns for a grid of `blocks` (without splits) over at most `tiles` tiles.
+    """Parts of each tree for a grid of `blocks` (without parts) over at most `tiles` tiles.
 
-    `places` blocks run at once. The fewest splits are taken that come close to the best filling
+    `places` blocks run at once. The fewest parts are taken that come close to the best filling
     of the waves that any number gives.
     """
-    most = max(1, min(MAX_SPLITS, tiles // MIN_SPLIT_TILES))
     if blocks == 0:
         return 1
+    most = max(1, min(MAX_SPLITS, tiles // MIN_SPLIT_TILES, MOST_WAVES * places // blocks))
 
     def fill(splits: int) -> float:
         waves = blocks * splits / places
@@ -85,6 +91,240 @@ def choose_splits(blocks: int, tiles: int, places: int) -> int:
 
     best = max(fill(splits) for splits in range(1, most + 1))
     return next(s for s in range(1, most + 1) if fill(s) >= GOOD_FILL * best)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a grid is shared out among trees; see `shares` for what blocks make of it."""
+
+    budget: int
+    """Parts that all tiles are cut into, about."""
+    slots: int
+    """Of the grid; as many as trees: none is cut."""
+    parts: int
+    """Most parts of trees that are cut."""
+
+
+def share_out(trees: int, blocks: int, tiles: int, places: int, splits: int | None) -> Shares:
+    """Shares of `trees` trees of at most `tiles` tiles and `blocks` blocks each.
+
+    `places` blocks run at once; `splits` forces the parts of even trees. How long each tree is,
+    only the device knows: there are slots for parts of long ones even where an even batch has none.
+    """
+    even = choose_splits(trees * blocks, tiles, places) if splits is None else splits
+    if even == 1 and (splits == 1 or trees == 1 or tiles < MIN_UNEVEN_TILES):
+        return Shares(trees, trees, 0)
+    extra = trees * even
+    if trees > 1 and splits is None:
+        extra = max(-(-MOST_WAVES * places // blocks), extra if even > 1 else 1)
+    # A tree that is cut has more than five quarters of a share, and a part more than that at most.
+    most = trees * even if trees == 1 else 8 * extra // 5
+    assert most < 1 << 15, "the kernel counts parts in half an integer"
+    return Shares(trees * even, trees + extra, most)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Upper bounds of a step, rounded up to what more steps have in common."""
+
+    rows: int
+    tiles: int
+
+    @classmethod
+    def of(cls, rows: int, context: int, group: int) -> Bounds:
+        """
+        Args:
+            rows: most of a tree; rounded up to what the same blocks take.
+            context: longest; its tiles are rounded up to a power of two.
+            group: query heads of a KV head.
+        """
+        tile_m = row_tile(rows * group)
+        most = -(-rows * group // tile_m) * tile_m // group
+        return cls(min(most, MAX_TREE_ROWS), 1 << (-(-(context + rows) // TILE_N)).bit_length())
+
+
+def box_of(block_size: int) -> int:
+    """Slots of a box of the copy engine: none reaches into another page."""
+    return max(box for box in BOXES if box <= block_size)
+
+
+def row_tile(packed: int) -> int:
+    """Packed rows of a block that takes trees of `packed`."""
+    small, large = WARPGROUP_CHOICES
+    return WARPGROUP_ROWS * (small if packed <= small * WARPGROUP_ROWS else large)
+
+
+class Call:
+    """Launches of calls that differ in addresses, trees and their lengths alone."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        output: torch.Tensor,
+        meta: TreeAttnMetadata,
+        scale: float,
+        tail_key: torch.Tensor | None,
+        tail_value: torch.Tensor | None,
+        multiprocessors: int,
+        splits: int | None = None,
+        stages: int = 0,
+        features: AttnFeatures = PLAIN,
+    ) -> None:
+        """As `plan_launches`."""
+        _, self.num_heads, self.head_dim = query.shape
+        block_size, self.num_kv_heads = key_cache.shape[1:3]
+        dtype = str(query.dtype).removeprefix("torch.")
+        assert unsupported(self.head_dim, query.dtype, block_size) is None
+        assert self.num_heads % self.num_kv_heads == 0, (self.num_heads, self.num_kv_heads)
+        assert (tail_key is None) == (tail_value is None)
+        assert features.key_scales is None, "8-bit caches"
+        assert not (features.needs_positions and meta.mask_kind == "full"), "rows without a depth"
+        for tensor in (query, key_cache, value_cache, output, tail_key, tail_value):
+            assert tensor is None or _is_loadable(tensor, query.dtype), "dtype, stride or alignment"
+        dense = tail_key is not None
+        group = self.num_heads // self.num_kv_heads
+        self.bounds = Bounds.of(meta.max_rows, meta.max_context, group)
+        window = min(features.window, LONGEST_WINDOW)
+        # A dense tail begins at a tile boundary, and a window within a tile: one tile more each.
+        self.tiles = self.bounds.tiles + dense
+        if window:
+            self.tiles = min(self.tiles, -(-(window + self.bounds.rows) // TILE_N) + 1 + dense)
+        packed = self.bounds.rows * group
+        self.config = ForwardConfig(
+            self.head_dim,
+            dtype,
+            row_tile(packed) // WARPGROUP_ROWS,
+            box_of(block_size),
+            stages,
+            **feature_flags(features.kind),
+        )
+        self.merge = CombineConfig(self.head_dim, dtype)
+        self.row_blocks = -(-packed // self.config.tile_m)
+        self.places = multiprocessors * self.config.blocks_per_multiprocessor
+        self.splits = splits
+        box = self.config.box
+        self.descriptors = (_tensor_map(key_cache, box), _tensor_map(value_cache, box))
+        self._shares: dict[int, Shares] = {}
+        self.fixed = {
+            "key": key_cache.data_ptr(),
+            "value": value_cache.data_ptr(),
+            "sinks": _address(features.sinks),
+            "slopes": _address(features.alibi_slopes),
+            "query_row": query.stride(0),
+            "query_head": query.stride(1),
+            "output_row": output.stride(0),
+            "output_head": output.stride(1),
+            "key_block": key_cache.stride(0),
+            "key_slot": key_cache.stride(1),
+            "key_head": key_cache.stride(2),
+            "value_block": value_cache.stride(0),
+            "value_slot": value_cache.stride(1),
+            "value_head": value_cache.stride(2),
+            "tail_key_row": tail_key.stride(0) if dense else 0,
+            "tail_key_head": tail_key.stride(1) if dense else 0,
+            "tail_value_row": tail_value.stride(0) if dense else 0,
+            "tail_value_head": tail_value.stride(1) if dense else 0,
+            "num_kv_heads": self.num_kv_heads,
+            "num_heads": self.num_heads,
+            "group": group,
+            "page_shift": block_size.bit_length() - 1,
+            "table_width": meta.block_table.shape[1],
+            "part_rows": self.bounds.rows,
+            "full": int(meta.mask_kind == "full"),
+            "dense": int(dense),
+            "sink_kind": _number_kind(features.sinks),
+            "slope_kind": _number_kind(features.alibi_slopes),
+            "window": window,
+            "cap_in": -2.0 / features.soft_cap if features.soft_cap else 0.0,
+            "cap_out": features.soft_cap * math.log2(math.e),
+            "scale_log2": scale * math.log2(math.e),
+        }
+
+    def shares(self, num_trees: int) -> Shares:
+        """How the grid of `num_trees` trees is shared out."""
+        found = self._shares.get(num_trees)
+        if found is None:
+            blocks = self.num_kv_heads * self.row_blocks
+            found = share_out(num_trees, blocks, self.tiles, self.places, self.splits)
+            self._shares[num_trees] = found
+        return found
+
+    def step(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        meta: TreeAttnMetadata,
+        tail_key: torch.Tensor | None,
+        tail_value: torch.Tensor | None,
+        workspace: Workspace,
+    ) -> dict[str, int]:
+        """The parameters that differ from call to call."""
+        shares = self.shares(meta.num_trees)
+        parts = (None, None)
+        if shares.parts:
+            parts = workspace(shares.parts, self.bounds.rows, self.num_heads, self.head_dim)
+        return {
+            "query": query.data_ptr(),
+            "output": output.data_ptr(),
+            "tail_key": _address(tail_key),
+            "tail_value": _address(tail_value),
+            "plan": meta.plan.data_ptr(),
+            "parents": meta.parent_rows.data_ptr(),
+            "table": meta.block_table.data_ptr(),
+            "part_out": _address(parts[0]),
+            "part_lse": _address(parts[1]),
+            "num_trees": meta.num_trees,
+            "budget": shares.budget,
+            "slots": shares.slots,
+        }
+
+    def grids(self, num_trees: int) -> list[tuple[int, int, int]]:
+        """Grids of the launches: attention and, where a tree may be cut, the merge."""
+        shares = self.shares(num_trees)
+        grids = [(self.row_blocks, self.num_kv_heads, shares.slots)]
+        if shares.parts:
+            items = self.merge.threads // 32
+            grids.append((-(-self.bounds.rows * self.num_heads // items), num_trees, 1))
+        return grids
+
+
+def call_key(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    output: torch.Tensor,
+    meta: TreeAttnMetadata,
+    scale: float,
+    tail_key: torch.Tensor | None,
+    tail_value: torch.Tensor | None,
+    splits: int | None,
+    stages: int,
+    features: AttnFeatures,
+) -> tuple:
+    """What calls of one `Call` have in common."""
+    group = query.shape[1] // key_cache.shape[2]
+    return (
+        query.dtype,
+        query.device.index,
+        Bounds.of(meta.max_rows, meta.max_context, group),
+        *((t.data_ptr(), t.shape, t.stride()) for t in (key_cache, value_cache)),
+        *(
+            None if t is None else (t.shape[1:], t.stride())
+            for t in (query, output, tail_key, tail_value)
+        ),
+        meta.block_table.shape[1],
+        meta.mask_kind,
+        scale,
+        splits,
+        stages,
+        features.kind,
+        *(
+            None if t is None else (t.data_ptr(), t.dtype)
+            for t in (features.sinks, features.alibi_slopes)
+        ),
+    )
 
 
 def plan_launches(
@@ -104,102 +344,55 @@ def plan_launches(
     workspace: Workspace,
     splits: int | None = None,
     stages: int = 0,
+    features: AttnFeatures = PLAIN,
 ) -> list[Launch]:
     """The launches that answer a call, in order; see `cuda_contract`.
 
     `splits` and `stages` override what would be chosen.
     """
-    _, num_heads, head_dim = query.shape
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    dtype = str(query.dtype).removeprefix("torch.")
-    assert unsupported(head_dim, query.dtype, block_size) is None
-    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-    assert (tail_key is None) == (tail_value is None)
     if meta.num_trees == 0 or meta.max_rows == 0:
         return []
-    dense = tail_key is not None
-    for tensor in (query, key_cache, value_cache, output, tail_key, tail_value):
-        assert tensor is None or _is_loadable(tensor, query.dtype), "dtype, stride or alignment"
-
-    group = num_heads // num_kv_heads
-    packed = meta.max_rows * group
-    small, large = WARPGROUP_CHOICES
-    config = ForwardConfig(
-        head_dim,
-        dtype,
-        small if packed <= small * WARPGROUP_ROWS else large,
-        block_size % TILE_N == 0,
-        stages,
-    )
-    row_blocks = -(-packed // config.tile_m)
-    # A dense tail begins at a tile boundary: one tile more at most.
-    tiles = -(-(meta.max_context + meta.max_rows) // TILE_N) + dense
-    if splits is None:
-        places = multiprocessors * config.blocks_per_multiprocessor
-        splits = choose_splits(meta.num_trees * num_kv_heads * row_blocks, tiles, places)
-    # mask_start is a prefix sum of row_count, so that the buffer's size is no measure.
-    part_rows = min(meta.num_rows, meta.num_trees * meta.max_rows)
-    part_out = part_lse = None
-    if splits > 1:
-        part_out, part_lse = workspace(splits, part_rows, num_heads, head_dim)
-
-    values = {
-        "query": query.data_ptr(),
-        "output": output.data_ptr(),
-        "key": key_cache.data_ptr(),
-        "value": value_cache.data_ptr(),
-        "tail_key": tail_key.data_ptr() if dense else 0,
-        "tail_value": tail_value.data_ptr() if dense else 0,
-        "plan": meta.plan.data_ptr(),
-        "parents": meta.parent_rows.data_ptr(),
-        "table": meta.block_table.data_ptr(),
-        "part_out": part_out.data_ptr() if splits > 1 else 0,
-        "part_lse": part_lse.data_ptr() if splits > 1 else 0,
-        "query_row": query.stride(0),
-        "query_head": query.stride(1),
-        "output_row": output.stride(0),
-        "output_head": output.stride(1),
-        "key_block": key_cache.stride(0),
-        "key_slot": key_cache.stride(1),
-        "key_head": key_cache.stride(2),
-        "value_block": value_cache.stride(0),
-        "value_slot": value_cache.stride(1),
-        "value_head": value_cache.stride(2),
-        "tail_key_row": tail_key.stride(0) if dense else 0,
-        "tail_key_head": tail_key.stride(1) if dense else 0,
-        "tail_value_row": tail_value.stride(0) if dense else 0,
-        "tail_value_head": tail_value.stride(1) if dense else 0,
-        "num_trees": meta.num_trees,
-        "num_kv_heads": num_kv_heads,
-        "num_heads": num_heads,
-        "group": group,
-        "splits": splits,
-        "page_shift": block_size.bit_length() - 1,
-        "table_width": meta.block_table.shape[1],
-        "part_rows": part_rows,
-        "full": int(meta.mask_kind == "full"),
-        "dense": int(dense),
-        "scale_log2": scale * math.log2(math.e),
-    }
-    descriptors = (_tensor_map(key_cache), _tensor_map(value_cache)) if config.tma else ()
+    call = Call(
+        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, multiprocessors,
+        splits, stages, features,
+    )  # fmt: skip
+    values = call.fixed | call.step(query, output, meta, tail_key, tail_value, workspace)
+    forward, *merge = call.grids(meta.num_trees)
     launches = [
         Launch(
-            config,
-            (row_blocks, num_kv_heads * splits, meta.num_trees),
-            (*descriptors, *(values[name] for name, _ in FORWARD_PARAMETERS)),
+            call.config,
+            forward,
+            (*call.descriptors, *(values[name] for name, _ in FORWARD_PARAMETERS)),
         )
     ]
-    if splits > 1:
-        merge = CombineConfig(head_dim, dtype)
-        items = merge.threads // 32
-        launches.append(
-            Launch(
-                merge,
-                (-(-meta.max_rows * num_heads // items), meta.num_trees, 1),
-                tuple(values[name] for name, _ in COMBINE_PARAMETERS),
-            )
-        )
+    for grid in merge:
+        arguments = tuple(values[name] for name, _ in COMBINE_PARAMETERS)
+        launches.append(Launch(call.merge, grid, arguments))
     return launches
+
+
+def feature_flags(kind: FeatureKind) -> dict[str, bool]:
+    """What a variant is compiled by; sinks are in each."""
+    return {
+        "window": bool(kind.window),
+        "soft_cap": bool(kind.soft_cap),
+        "alibi": kind.alibi,
+    }
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _number_kind(
+    # [Hq], contiguous
+    numbers: torch.Tensor | None,
+) -> int:
+    """Place in NUMBER_KINDS."""
+    if numbers is None:
+        return 0
+    assert numbers.is_contiguous(), numbers.stride()
+    return NUMBER_KINDS.index(str(numbers.dtype).removeprefix("torch."))
 
 
 def _is_loadable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -219,8 +412,12 @@ def _is_loadable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 def _tensor_map(
     # [num_blocks, block_size, Hkv, Dh]
     cache: torch.Tensor,
+    box: int,
 ) -> TensorMapSpec:
-    """Descriptor of a cache, fastest dimension first: element, slot, head, block."""
+    """Descriptor of a cache in boxes of `box` slots.
+
+    Fastest dimension first: element, slot, head, block.
+    """
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     band = 64 if head_dim % 64 == 0 else 32
     strides = []
@@ -232,6 +429,6 @@ def _tensor_map(
         str(cache.dtype).removeprefix("torch."),
         (head_dim, block_size, num_kv_heads, num_blocks),
         (1, *strides),
-        (band, TILE_N, 1, 1),
+        (band, box, 1, 1),
         2 * band,
     )

@@ -7,7 +7,10 @@ the first element, strides count elements. Needs neither cutlass nor a GPU.
 
 ADDRESS, STRIDE, INT, FLOAT = "address", "stride", "int", "float"
 
-# Bytes of a copy engine descriptor; the tma variants take two, of K and V, before the rest.
+# What numbers of a head may be stored as.
+NUMBER_KINDS = ("float32", "bfloat16", "float16")
+
+# Bytes of a copy engine descriptor; those with boxes take two, of K and V, before the rest.
 DESCRIPTOR_BYTES = 128
 
 FORWARD_PARAMETERS = (
@@ -20,9 +23,12 @@ FORWARD_PARAMETERS = (
     ("plan", ADDRESS),
     ("parents", ADDRESS),
     ("table", ADDRESS),
-    # [splits, part_rows, Hq, Dh] and [splits, part_rows, Hq] float32
+    # [parts, part_rows, Hq, Dh] and [parts, part_rows, Hq] float32
     ("part_out", ADDRESS),
     ("part_lse", ADDRESS),
+    # [Hq] numbers of the kinds below; 0 without
+    ("sinks", ADDRESS),
+    ("slopes", ADDRESS),
     ("query_row", STRIDE),
     ("query_head", STRIDE),
     ("output_row", STRIDE),
@@ -40,7 +46,9 @@ FORWARD_PARAMETERS = (
     ("num_trees", INT),
     ("num_kv_heads", INT),
     ("group", INT),
-    ("splits", INT),
+    # parts that the tiles of all trees are cut into, about, and slots of the grid
+    ("budget", INT),
+    ("slots", INT),
     # block size of the cache is 1 << page_shift
     ("page_shift", INT),
     # entries of a row of the block table
@@ -50,6 +58,14 @@ FORWARD_PARAMETERS = (
     ("full", INT),
     # 1: tails are dense
     ("dense", INT),
+    # of NUMBER_KINDS
+    ("sink_kind", INT),
+    ("slope_kind", INT),
+    # positions that a row attends, its own included; 0 for all
+    ("window", INT),
+    # -2 / cap and cap * log2(e)
+    ("cap_in", FLOAT),
+    ("cap_out", FLOAT),
     # scale times log2(e)
     ("scale_log2", FLOAT),
 )
@@ -63,7 +79,9 @@ COMBINE_PARAMETERS = (
     ("output_head", STRIDE),
     ("num_trees", INT),
     ("num_heads", INT),
-    ("splits", INT),
+    ("budget", INT),
+    ("slots", INT),
     ("part_rows", INT),
     ("dense", INT),
+    ("window", INT),
 )

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ancestor masks: from parents to 64-bit words, and from words to the window of one tile."""
+"""Ancestor masks: from parents to 64-bit words, and from words to the bits of one tile.
+
+Distances need no positions of tree rows: what a row attends is a chain, so that a key is as far
+behind as the row attends columns after it.
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -77,3 +81,35 @@ def tile_window(
         if shift > 0:
             window = window | (words[slot, word + 1] << Uint64(WORD_BITS - shift))
     return window
+
+
+@cute.jit
+def rows_from(
+    # [tile rows, MASK_WORDS]
+    words: cute.Tensor,
+    slot: Int32,
+    first: Int32,
+) -> Int32:
+    """How many tree rows from row `first` on, or of all, the row of `slot` attends."""
+    count = Int32(0)
+    for word in cutlass.range_constexpr(MASK_WORDS):
+        kept = words[slot, word] & ~low_bits(first - word * WORD_BITS)
+        count = count + Int32(cute.arch.popc(kept))
+    return count
+
+
+@cute.jit
+def context_window(position: Int32, window: Int32, column: Int32) -> Uint64:
+    """Bit c: whether a row at `position` attends column `column` + c of a tile of context."""
+    return ~low_bits(position - window + 1 - column)
+
+
+@cute.jit
+def keep_last(bits: Uint64, after: Int32, window: Int32) -> Uint64:
+    """The highest bits that, with `after` columns past the tile, make at most `window`."""
+    count = Int32(cute.arch.popc(bits))
+    drop = cutlass.min(after + count - window, count)
+    while drop > 0:
+        bits = bits & (bits - Uint64(1))
+        drop = drop - 1
+    return bits

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which columns a tile holds, and which tiles a split takes.
+"""Which columns a tile holds, and how many parts the tiles of a tree are cut into.
 
 The columns of a tree are its context, then its tail (the tree's own rows). They are cut into
 tiles of TILE_N:
@@ -7,7 +7,8 @@ tiles of TILE_N:
     paged tail    column c is cache slot c; the tail begins at column `context`
     dense tail    the tail begins at the next tile boundary; the columns between are empty
 
-Tiles below `full_tiles` lie within the context and need no mask.
+Tiles below `full_tiles` lie within the context and need no mask of the tree. With a window, tiles
+before `first_tile` are out of every row's sight: the root looks back furthest.
 """
 
 import cutlass
@@ -15,6 +16,21 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from .config import MIN_SPLIT_TILES, TILE_N
+
+
+@cute.jit
+def first_seen(context: Int32, window: Int32) -> Int32:
+    """First column that a row attends; `window` is 0 for none."""
+    seen = Int32(0)
+    if window > 0:
+        seen = cutlass.max(context - window + 1, Int32(0))
+    return seen
+
+
+@cute.jit
+def first_tile(context: Int32, window: Int32) -> Int32:
+    """First tile that a row attends; not past the full tiles."""
+    return first_seen(context, window) // TILE_N
 
 
 @cute.jit
@@ -37,19 +53,32 @@ def total_tiles(tail: Int32, rows: Int32) -> Int32:
 
 
 @cute.jit
-def tiles_per_split(total: Int32, splits: Int32) -> Int32:
-    """Tiles of every split but the last. Short rows use fewer splits than the grid has."""
-    return cutlass.max((total + splits - 1) // splits, Int32(MIN_SPLIT_TILES))
+def fair_share(total: Int32, budget: Int32) -> Int32:
+    """Tiles of a part if all `total` tiles were cut into `budget` of them."""
+    return cutlass.max((total + budget - 1) // budget, Int32(MIN_SPLIT_TILES))
 
 
 @cute.jit
-def split_begin(total: Int32, splits: Int32, split: Int32) -> Int32:
-    """First tile of `split`; with split + 1 its end. An empty split has begin == end."""
-    return cutlass.min(split * tiles_per_split(total, splits), total)
+def share_size(total: Int32, clipped: Int32, trees: Int32, fair: Int32, extra: Int32) -> Int32:
+    """Tiles that parts aim at.
+
+    `clipped` is the sum of what `trees` trees have, at most `fair` each: where most are smaller
+    than the fair share, large ones are cut so that no part is much larger than the others. There
+    are slots for `extra` parts besides one a tree.
+    """
+    usual = (5 * clipped + 4 * trees - 1) // (4 * trees)
+    least = cutlass.max((total + extra - 1) // extra, Int32(MIN_SPLIT_TILES))
+    return cutlass.max(cutlass.min(fair, usual), least)
 
 
 @cute.jit
-def used_splits(total: Int32, splits: Int32) -> Int32:
-    """Splits that have a tile: 0..used - 1."""
-    per_split = tiles_per_split(total, splits)
-    return (total + per_split - 1) // per_split
+def parts_of(tiles: Int32, share: Int32) -> Int32:
+    """Parts of a tree, none of which exceeds five quarters of a share; 0 for one without tiles."""
+    parts = (4 * tiles + 3 * share - 1) // (4 * share)
+    return cutlass.max(parts, cutlass.min(tiles, Int32(1)))
+
+
+@cute.jit
+def part_begin(first: Int32, tiles: Int32, parts: Int32, part: Int32) -> Int32:
+    """First tile of `part`; with part + 1 its end."""
+    return first + tiles * part // parts

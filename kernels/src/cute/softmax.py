@@ -42,6 +42,58 @@ def mask_row(scores: cute.Tensor, r: cutlass.Constexpr, window: Uint64, lane: In
 
 
 @cute.jit
+def scale_scores(scores: cute.Tensor, scale_log2: Float32):
+    """Scores in base two, for what comes before the softmax; that then takes a scale of 1."""
+    for i in cutlass.range_constexpr(cute.size(scores)):
+        scores[i] = scores[i] * scale_log2
+
+
+@cute.jit
+def cap_scores(scores: cute.Tensor, cap_in: Float32, cap_out: Float32):
+    """Scores s in base two become cap * tanh(s / cap); see `launch_params` for the two numbers.
+
+    tanh is taken by an exponential that cannot overflow.
+    """
+    for i in cutlass.range_constexpr(cute.size(scores)):
+        score = scores[i]
+        size = cute.arch.fmax(score, -score)
+        small = cute.math.exp2(size * cap_in, fastmath=True)
+        capped = (1.0 - small) * cute.arch.rcp_approx(1.0 + small) * cap_out
+        scores[i] = capped if score > 0.0 else -capped
+
+
+@cute.jit
+def slant_context(
+    scores: cute.Tensor, r: cutlass.Constexpr, slope: Float32, distance: Int32, lane: Int32
+):
+    """Scores of a thread's row r of a tile of context, whose column 0 is `distance` behind it."""
+    own = distance - 2 * (lane % 4)
+    for j in cutlass.range_constexpr(cute.size(scores) // 4):
+        for c in cutlass.range_constexpr(2):
+            index = cutlass.const_expr(c + 2 * r + 4 * j)
+            scores[index] = scores[index] - slope * Float32(own - (8 * j + c))
+
+
+@cute.jit
+def slant_tail(
+    scores: cute.Tensor,
+    r: cutlass.Constexpr,
+    slope: Float32,
+    # attended columns of the tile, and how many are attended after it
+    bits: Uint64,
+    after: Int32,
+    lane: Int32,
+):
+    """Scores of a thread's row r of a masked tile; columns out of sight may get anything."""
+    own = bits >> Uint64(2 * (lane % 4))
+    for j in cutlass.range_constexpr(cute.size(scores) // 4):
+        for c in cutlass.range_constexpr(2):
+            index = cutlass.const_expr(c + 2 * r + 4 * j)
+            distance = after + Int32(cute.arch.popc(own >> Uint64(8 * j + c))) - 1
+            scores[index] = scores[index] - slope * Float32(distance)
+
+
+@cute.jit
 def online_step(
     # accumulator of the scores; becomes the weights
     scores: cute.Tensor,

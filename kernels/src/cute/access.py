@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading and writing of arrays in global memory by their address."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from .launch_params import NUMBER_KINDS
+
+ELEMENT_BYTES = 2
+
+
+def element_type(name: str):
+    types = (cutlass.Float32, cutlass.BFloat16, cutlass.Float16)
+    return dict(zip(NUMBER_KINDS, types, strict=True))[name]
+
+
+@cute.jit
+def global_array(element: cutlass.Constexpr, address: Int64, count: cutlass.Constexpr):
+    """`count` elements at an address of global memory that is a multiple of their size."""
+    align = cutlass.const_expr(count * element.width // 8)
+    pointer = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+@cute.jit
+def int32_at(address: Int64, index: Int32) -> Int32:
+    """Element `index` of an int32 array in global memory."""
+    return global_array(Int32, address + Int64(index) * 4, 1)[0]
+
+
+@cute.jit
+def number_at(address: Int64, index: Int32, kind: Int32) -> Float32:
+    """Element `index` of an array of numbers of a kind of `NUMBER_KINDS`."""
+    value = Float32(0.0)
+    for i in cutlass.range_constexpr(len(NUMBER_KINDS)):
+        element = element_type(NUMBER_KINDS[i])
+        if kind == i:
+            place = address + Int64(index) * (element.width // 8)
+            value = global_array(element, place, 1)[0].to(Float32)
+    return value

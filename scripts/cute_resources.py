@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of what compiled CuTe kernels take, in docs/kernels_gpu.md.
+
+python scripts/cute_resources.py [--write]
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_specplug.kernels.cute.config import (
+    DTYPES,
+    SHARED_RESERVED,
+    SHARED_TOTAL,
+    CombineConfig,
+    ForwardConfig,
+    all_configs,
+)
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels_gpu.md"
+_START, _END = "<!-- cute resources -->", "<!-- /cute resources -->"
+# Of a multiprocessor of compute capability 9.0: registers, threads, and what a thread's registers
+# are given out in.
+REGISTERS, THREADS, REGISTER_UNIT = 65536, 2048, 8
+
+
+class Resources(NamedTuple):
+    """What a kernel takes, as the assembler says; blocks follow from it."""
+
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    blocks: int
+    """That fit a multiprocessor at once."""
+
+
+def resources(cubin: bytes, config: ForwardConfig | CombineConfig) -> Resources:
+    """Of machine code; needs the cuobjdump in Triton's package."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (usage,) = re.findall(r"REG:(\d+) STACK:(\d+)", listing)
+    registers, stack = map(int, usage)
+    rounded = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
+    blocks = min(
+        REGISTERS // (rounded * config.threads),
+        SHARED_TOTAL // (config.shared_bytes + SHARED_RESERVED),
+        THREADS // config.threads,
+    )
+    return Resources(registers, config.shared_bytes, stack, blocks)
+
+
+def table(found: dict[str, Resources]) -> str:
+    """Rows of variants, columns of dtypes: registers / shared memory / stack / blocks."""
+    rows = [
+        f"Compiled by nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}:",
+        "",
+        f"| Kernel | {' | '.join(DTYPES)} |",
+        "|---|" + "---|" * len(DTYPES),
+    ]
+    for name in found:
+        if DTYPES[0] in name:
+            cells = [found[name.replace(DTYPES[0], dtype)] for dtype in DTYPES]
+            shown = " | ".join(" / ".join(map(str, cell)) for cell in cells)
+            rows.append(f"| {name.replace(DTYPES[0], '*')} | {shown} |")
+    return "\n".join(rows)
+
+
+def recorded(page: str) -> tuple[str, dict[str, Resources]]:
+    """The compiler's version and what the table in `page` says."""
+    block = re.search(f"{_START}(.*){_END}", page, re.DOTALL)
+    assert block, "no table of resources"
+    release = re.search(r"dsl ([\w.+]+):", block[1])
+    assert release, "no version above the table of resources"
+    found = {}
+    for line in block[1].splitlines():
+        if line.startswith("| ") and "/" in line:
+            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            for dtype, cell in zip(DTYPES, cells, strict=True):
+                numbers = Resources(*map(int, cell.split("/")))
+                found[name.replace("*", dtype)] = numbers
+    return release[1], found
+
+
+def difference(now: Resources, then: Resources, *, same_compiler: bool) -> str | None:
+    """Where a kernel is not as recorded; of another compiler, where it takes a quarter more
+    registers, spills, or fewer blocks fit."""
+    worse = (
+        now.registers > 1.25 * then.registers
+        or now.stack_bytes > then.stack_bytes
+        or now.blocks < then.blocks
+    )
+    return f"{now}, recorded {then}" if (now != then if same_compiler else worse) else None
+
+
+def _measure(config: ForwardConfig | CombineConfig) -> tuple[str, Resources]:
+    from vllm_specplug.kernels.cute.compile import compile_config
+
+    warnings.simplefilter("ignore")
+    return config.name, resources(compile_config(config).cubin, config)
+
+
+def main() -> None:
+    with ProcessPoolExecutor(2) as pool:
+        text = table(dict(pool.map(_measure, all_configs())))
+    if "--write" not in sys.argv[1:]:
+        print(text)
+        return
+    block = f"{_START}\n{text}\n{_END}"
+    page = re.sub(f"{_START}.*{_END}", lambda _: block, PAGE.read_text(), flags=re.DOTALL)
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
