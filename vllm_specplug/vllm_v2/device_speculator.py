@@ -19,11 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vllm_specplug.drafting.drafter import CommittedTokens, DeviceRequests, DeviceTrees
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_attention.gpu import wants_full_graphs
 from vllm_specplug.vllm_v2.device_trees import Committed
+from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 from vllm_specplug.vllm_v2.host_step import (
     HostStep,
     KnownTokens,
@@ -43,11 +46,13 @@ class DeviceSpeculator(TreeSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)
+        self.vllm_config = vllm_config
         self.known: dict[str, KnownTokens] = {}
         # Trees built on the device and their rows, by running request.
         self.copies: dict[str, tuple[TreesCopy, int]] = {}
         # Steps that the host has not looked at yet, in their order.
         self._late: deque[_LateStep] = deque()
+        self.draft_graphs: DraftGraphs | None = None
 
     def add(
         self,
@@ -73,6 +78,25 @@ class DeviceSpeculator(TreeSpeculator):
             copy, row = self.copies[req_id]
             return copy.read(row)
         return super().tree_of(req_id)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        # vLLM drops the graphs it measured memory with, and comes here again.
+        self.draft_graphs = None
+        drafter = self.proposer.drafter
+        if not wants_full_graphs() or cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
+            return
+        if drafter.drafts_on_device and not self.planner.is_adaptive:
+            self.draft_graphs = DraftGraphs(
+                self.vllm_config,
+                self.device,
+                drafter.propose_on_device,
+                self.proposer.options.tree_width,
+                self.store.num_nodes,
+            )
+
+    def capture(self) -> None:
+        if self.draft_graphs is not None:
+            self.draft_graphs.capture_drafts()
 
     @property
     def _reads_nothing(self) -> bool:
@@ -136,7 +160,8 @@ class DeviceSpeculator(TreeSpeculator):
             max_context=int(input_batch.seq_lens_cpu_upper_bound.max()),
         )
         if budgets.any():
-            trees = _first_rank(self.proposer.drafter.propose_on_device(requests))
+            draft = self.draft_graphs or self.proposer.drafter.propose_on_device
+            trees = _first_rank(draft(requests))
         else:
             trees = _no_trees(len(requests), self.store.num_nodes, self.device)
         copy = TreesCopy(trees)
