@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.e2e.tiny import HIDDEN, make_head
+from tests.pretended_graph import pretended_graphs
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from vllm_specplug.budget import RowBudget
 from vllm_specplug.drafting.drafter import DeviceRequests, DrafterOptions, TargetWeights
@@ -25,6 +26,7 @@ from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2 import device_speculator
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.device_trees import committed_rows
+from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 from vllm_specplug.vllm_v2.host_step import HostCopy, StepRecord
 from vllm_specplug.vllm_worker.cuda_backend import CudaKernels, StepLimits
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
@@ -34,6 +36,9 @@ META = torch.device("meta")
 LAUNCHES_PER_DRAFT = 190
 """Operations from a step's walk to the next step's trees, with a head of two layers; its kernels
 (attention, tree builder, cache writes) and vLLM's not among them."""
+LAUNCHES_FROM_A_GRAPH = 105
+"""The same where the draft's forward and its trees are one graph, however many layers the head has;
+its replay among them."""
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -122,6 +127,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
             max_seq_len=np.full(slots, 200, np.int32),
             prefill_len=SimpleNamespace(np=np.full(slots, 9, np.int32)),
         ),
+        draft_graphs=None,
         trees={}, copies={}, known={}, extra_args={}, plain={}, _late=device_speculator.deque(),
         committed_rows=lambda batch: committed_rows(step.trees, step.walk, step.slots, step.slots),
         walk=lambda: step.walk,
@@ -153,6 +159,35 @@ def test_a_draft_reads_nothing_and_keeps_to_its_launches(
     assert token_ids.is_meta and token_ids.shape == (3, N)
     assert 0 < recorder.operations <= LAUNCHES_PER_DRAFT, recorder.operations
     assert len(made._late) == 2
+
+
+def test_a_draft_from_a_graph_is_one_launch(
+    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, replayed = Step(), []
+    made = speculator(step, drafter, monkeypatch)
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=[1, 4], max_cudagraph_capture_size=4
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        model_config=SimpleNamespace(max_model_len=256),
+        speculative_config=None,
+    )
+    with pretended_graphs(distributed=False):
+        graphs = DraftGraphs(config, META, drafter.propose_on_device, 4, N)
+    graphs._graphs_captured = True
+    monkeypatch.setattr(graphs, "run_fullgraph", replayed.append)
+    made.draft_graphs = graphs
+    assert reads_the_device(lambda: propose(made, step)) is None
+    replayed.clear()
+    with Recorder() as recorder:
+        token_ids = propose(made, step)
+    assert [desc.num_tokens for desc in replayed] == [4]
+    assert token_ids.is_meta and token_ids.shape == (3, N)
+    assert 0 < recorder.operations + 1 <= LAUNCHES_FROM_A_GRAPH, recorder.operations
 
 
 @pytest.mark.parametrize("reason", ["a budget that follows the load", "branches of the host"])
