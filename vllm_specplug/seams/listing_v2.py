@@ -203,6 +203,13 @@ V2_GPU_USES: tuple[Seam, ...] = (
         f"{_V2}.cudagraph_utils:BatchExecutionDescriptor",
         "vllm.config.compilation:CUDAGraphMode",
     ),
+    *overrides(
+        "graphs_of_trees",
+        "draft forwards are captured as vLLM captures those of its own methods",
+        HAS_REGISTRY,
+        f"{_V2}.cudagraph_utils:CudaGraphManager",
+        "__init__",
+    ),
     *uses(
         "gpu_worker",
         "drafts and the logits of all rows are memory that the KV cache must not get",
