@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.options import check_v2_feature
 from vllm_specplug.seams import DEVICE_SPECULATOR, GRAPHS_OF_TREES
-from vllm_specplug.vllm_attention.gpu import wants_full_graphs
+from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE, wants_full_graphs
 from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
@@ -36,7 +35,15 @@ class DeviceRunnerMixin(TreeRunnerV2Mixin):
         )
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        with GRAPHS_OF_TREES.applied() if wants_full_graphs() else nullcontext():
+        if not wants_full_graphs():
+            super().initialize_kv_cache(*args, **kwargs)
+            return
+        if self.drafter.state_layers.names:
+            raise ValueError(
+                f"{FULL_GRAPHS_VARIABLE}=1, legal: 0 or unset for targets with recurrent states, "
+                "whose trees no graph holds; unset it"
+            )
+        with GRAPHS_OF_TREES.applied():
             super().initialize_kv_cache(*args, **kwargs)
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
