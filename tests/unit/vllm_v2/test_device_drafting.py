@@ -36,7 +36,7 @@ META = torch.device("meta")
 LAUNCHES_PER_DRAFT = 190
 """Operations from a step's walk to the next step's trees, with a head of two layers; its kernels
 (attention, tree builder, cache writes) and vLLM's not among them."""
-LAUNCHES_FROM_A_GRAPH = 105
+LAUNCHES_FROM_A_GRAPH = 100
 """The same where the draft's forward and its trees are one graph, however many layers the head has;
 its replay among them."""
 

@@ -72,7 +72,7 @@ def test_a_read_is_noticed(read: Callable[[torch.Tensor], Any]) -> None:
 LAUNCHES_PER_STEP = 88
 """Operations of a step with drafts, from its inputs to its tokens and contiguous caches; vLLM's own
 not among them. Less is better; more needs a reason."""
-LAUNCHES_WITH_GRAPHS = 98
+LAUNCHES_WITH_GRAPHS = 95
 """The same where the forward is one graph, whose replay is not among them: rows of padding and
 chains are arranged as trees, too, in memory that stays."""
 # What sampling parameters add that follow a row's path.
