@@ -13,13 +13,14 @@ from unittest.mock import patch
 
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
+from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu import model_runner as cpu_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.drafting.method import Capability
-from vllm_specplug.vllm_attention.gpu import gpu_cache_views
+from vllm_specplug.vllm_attention.gpu import gpu_cache_views, wants_full_graphs
 from vllm_specplug.vllm_process import spec_config
 from vllm_specplug.vllm_v2 import worker_gpu
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
@@ -75,8 +76,21 @@ class InterpretedTreeBackend(CudaTreeBackend):
         return write
 
 
+# Query rows that forwards are captured for, and requests that drafts are: most batches are padded.
+CAPTURED_ROWS = [1, 2, 4, 9, 22, 28, 32]
+
+
 class InterpretedRunner(DeviceRunnerMixin, cpu_runner.CPUModelRunner):
-    """`TreeGPUModelRunnerV2` on a CPU."""
+    """`TreeGPUModelRunnerV2` on a CPU; with full graphs, where `pretended_graphs` is entered."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if wants_full_graphs():
+            # As on CUDA; CPUs have no graphs.
+            compilation = vllm_config.compilation_config
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+            compilation.cudagraph_capture_sizes = CAPTURED_ROWS
+            compilation.max_cudagraph_capture_size = CAPTURED_ROWS[-1]
+        super().__init__(vllm_config, *args, **kwargs)
 
     def make_tree_backend(self) -> CudaTreeBackend:
         limits = StepLimits.of(self.state)
@@ -96,6 +110,8 @@ class InterpretedWorker(TreeGPUWorkerV2, CPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
+        if wants_full_graphs():
+            self.model_runner.capture_model()
         # vLLM's CPU worker does not come to it.
         self._maybe_activate_jit_monitor()
         return times

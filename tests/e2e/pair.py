@@ -352,7 +352,9 @@ def pair(method: str = "oracle", **engine: Any) -> Pair:
     speculative, tree = engine.pop("speculative", {}), engine.pop("tree", {})
     engine = {**own_target(method), **engine}
     key = json.dumps(engine, sort_keys=True)
-    full_key = json.dumps([method, speculative, tree, key], sort_keys=True)
+    # Of CUDA workers; an engine with graphs is another.
+    graphs = os.environ.get("SPECPLUG_FULL_CUDA_GRAPHS")
+    full_key = json.dumps([method, speculative, tree, key, graphs], sort_keys=True)
     if full_key not in _pairs:
         if key not in _plain:
             _plain[key] = make_engine(None, **engine)

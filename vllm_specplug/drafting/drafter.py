@@ -505,8 +505,8 @@ class Drafter(ABC):
 
     @property
     def drafts_on_device(self) -> bool:
-        """Whether `propose_on_device` and `device_branches` together give what `propose` would,
-        tree for tree."""
+        """Whether `propose_on_device` and `device_branches` stand for `propose`: without branches
+        they give the same trees; on a device branches are looked up after the anchor alone."""
         return False
 
     @property
@@ -514,6 +514,13 @@ class Drafter(ABC):
         """The n-gram branches that are looked up on the device and merged into the trees of
         `propose_on_device`; None for none."""
         return None
+
+    @property
+    def drafts_from_graphs(self) -> bool:
+        """Whether `propose_on_device` may be captured: it makes trees of its own, what it launches
+        depends on the number of requests alone, and what it reads beside its arguments stays where
+        it is."""
+        return False
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees | None:
         """One tree per request without a read on the host, n-gram branches left out; None where

@@ -15,6 +15,7 @@ from vllm_specplug.seams.listing_states import STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
     DEVICE_SPECULATOR,
+    GRAPHS_OF_TREES,
     SPECULATOR,
     V2_CPU_ADMISSION,
     V2_CPU_KERNELS,
@@ -29,6 +30,7 @@ __all__ = [
     "CPU_RUNNER",
     "CPU_RUNNER_V2",
     "DEVICE_SPECULATOR",
+    "GRAPHS_OF_TREES",
     "LOGITS_PROCESSORS",
     "PROCESS_SEAMS",
     "REFUSAL",

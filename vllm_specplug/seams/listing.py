@@ -17,6 +17,7 @@ from vllm_specplug.seams.listing_states import STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
     DEVICE_SPECULATOR,
+    GRAPHS_OF_TREES,
     SPECULATOR,
     V2_ADMISSION,
     V2_CPU_ADMISSION,
@@ -533,6 +534,7 @@ WORKER_SEAMS = {
         (
             *_WORKER_USES,
             DEVICE_SPECULATOR,
+            GRAPHS_OF_TREES,
             *ATTENTION_BACKENDS.seams,
             *GPU_USES,
             *V2_USES,
@@ -552,6 +554,7 @@ ALL_SEAMS: tuple[Seam, ...] = (
     CPU_RUNNER_V2,
     SPECULATOR,
     DEVICE_SPECULATOR,
+    GRAPHS_OF_TREES,
     *CPU_BACKENDS.seams,
     *STATE_SEAMS.seams,
     *_CPU_USES,

@@ -52,6 +52,15 @@ DEVICE_SPECULATOR = Replace(
     make="vllm_specplug.vllm_v2.device_speculator:make_device_speculator",
 )
 
+GRAPHS_OF_TREES = Replace(
+    "graphs_of_trees",
+    f"{_V2}.model_runner:ModelCudaGraphManager",
+    "full graphs take decoding requests of unequal numbers of rows for vLLM's adaptive "
+    "verification alone; in place while a runner of trees makes its graphs",
+    HAS_TREES,
+    make="vllm_specplug.vllm_v2.graph_trees:taking_ragged_steps",
+)
+
 
 V2_ADMISSION = (
     Wrap(
@@ -199,6 +208,23 @@ V2_GPU_USES: tuple[Seam, ...] = (
         f"{_V2}.states:RequestState.all_token_ids",
         _WHY_HISTORY,
         "a registered method may ask for them on the device, as vLLM's own does",
+    ),
+    *uses(
+        "graphs_of_trees",
+        "draft forwards are captured as vLLM captures those of its own methods",
+        HAS_REGISTRY,
+        f"{_V2}.cudagraph_utils:CudaGraphManager.capture",
+        f"{_V2}.cudagraph_utils:CudaGraphManager.dispatch",
+        f"{_V2}.cudagraph_utils:CudaGraphManager.run_fullgraph",
+        f"{_V2}.cudagraph_utils:BatchExecutionDescriptor",
+        "vllm.config.compilation:CUDAGraphMode",
+    ),
+    *overrides(
+        "graphs_of_trees",
+        "draft forwards are captured as vLLM captures those of its own methods",
+        HAS_REGISTRY,
+        f"{_V2}.cudagraph_utils:CudaGraphManager",
+        "__init__",
     ),
     *uses(
         "gpu_worker",

@@ -33,8 +33,8 @@ FULL_GRAPHS_VARIABLE = "SPECPLUG_FULL_CUDA_GRAPHS"
 
 
 def wants_full_graphs() -> bool:
-    """Whether uniform batches of trees are to be captured whole. Off by default: it has not run
-    on a device yet."""
+    """Whether decoding batches are to be captured whole, on V1 uniform ones alone, and on V2 drafts
+    as well. Off by default: it has not run on a device yet."""
     return os.environ.get(FULL_GRAPHS_VARIABLE, "0") == "1"
 
 
@@ -61,7 +61,8 @@ class _DeviceAttentionMixin(TreeAttentionMixin):
 
 
 class _GraphSupport:
-    """Graphs for batches in which all requests bring equally many rows; else piecewise."""
+    """Graphs for batches in which all requests bring equally many rows, on V2 for ragged ones as
+    well (`vllm_v2.graph_trees`); else piecewise."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:

@@ -84,9 +84,6 @@ def current_device() -> str:
     return "cuda" if current_platform.is_cuda() else current_platform.device_type
 
 
-# Of CUDA workers; this process does not import what reads it there.
-FULL_GRAPHS_VARIABLE = "SPECPLUG_FULL_CUDA_GRAPHS"
-
 # What is there on a single rank only: with tensor parallelism a rank has some of the KV heads.
 ONE_RANK = frozenset({Capability.TARGET_CACHE})
 
@@ -268,8 +265,6 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             return f"V2 on {device} does not give the method {', '.join(missing)}"
         if self.tree_kernel == "triton" and device == "cpu":
             return "V2 has no interpreted kernels (tree_kernel='triton')"
-        if device == "cuda" and os.environ.get(FULL_GRAPHS_VARIABLE, "0") == "1":
-            return f"V2 does not serve {FULL_GRAPHS_VARIABLE}=1"
         target = self.target_model_config
         if device == "cuda" and (target.is_multimodal_model or target.uses_mrope):
             shown = f"multimodal and M-RoPE targets ({target.architectures[0]})"

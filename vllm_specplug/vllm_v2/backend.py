@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -40,6 +41,21 @@ class TreeBackend(ABC):
     def tree_rows(self, trees: StepTrees, block_tables: Sequence[torch.Tensor]) -> TreeRows:
         """The step's rows for the attention backends; `block_tables` int32 [R, blocks] by KV cache
         group."""
+
+    def captures_trees(self) -> bool:
+        """Whether forwards are captured whole, attention to trees included."""
+        return False
+
+    def graph_rows(
+        self, trees: StepTrees | None, input_batch: Any, block_tables: Sequence[torch.Tensor]
+    ) -> TreeRows:
+        """`tree_rows` for a graph of the whole forward; where `captures_trees`.
+
+        Args:
+            trees: None in a step without drafts, and for a forward of dummies.
+            input_batch: vLLM's, padded to what the graph was captured for.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:

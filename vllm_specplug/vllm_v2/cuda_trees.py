@@ -8,6 +8,8 @@ only kernels read. Nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, TreeRows
 from vllm_specplug.vllm_v2.backend import TreeBackend, step_plan
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk
+from vllm_specplug.vllm_v2.graph_trees import GraphTrees
 from vllm_specplug.vllm_worker.cuda_backend import CudaKernels
 from vllm_specplug.vllm_worker.step_clock import DeviceClock, StepClock
 
@@ -36,10 +39,6 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
     def step_clock(self) -> StepClock:
         return DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
 
-    def captures_trees(self) -> bool:
-        # V2 replays what it captured with the metadata of a dummy batch, which has no trees.
-        return False
-
     def tree_rows(self, trees: StepTrees, block_tables: Sequence[torch.Tensor]) -> TreeRows:
         rows = trees.rows
         self.block_tables = block_tables
@@ -57,6 +56,25 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
         )
         self.fill_words(metadata)
         return DeviceTreeRows(metadata, self.kernel.run, self.views, rows.covers_batch)
+
+    @cached_property
+    def graph_trees(self) -> GraphTrees:
+        """What graphs of whole forwards read. Made before the first of them is captured."""
+        return GraphTrees(self.limits, self.device)
+
+    def graph_rows(
+        self, trees: StepTrees | None, input_batch: Any, block_tables: Sequence[torch.Tensor]
+    ) -> TreeRows:
+        self.block_tables = block_tables
+        metadata = self.graph_trees.fill(
+            trees,
+            input_batch.query_start_loc,
+            input_batch.seq_lens,
+            block_tables[0],
+            input_batch.num_tokens_after_padding,
+        )
+        self.fill_words(metadata)
+        return DeviceTreeRows(metadata, self.kernel.run, self.views, covers_batch=True)
 
     def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
         from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vllm_specplug.budget import Plan
@@ -29,8 +30,10 @@ from vllm_specplug.drafting.device_levels import packed_trees
 from vllm_specplug.drafting.drafter import CommittedTokens, DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_attention.gpu import wants_full_graphs
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams, Found, keep_history_on_device
 from vllm_specplug.vllm_v2.device_trees import Committed
+from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 from vllm_specplug.vllm_v2.host_step import (
     HostStep,
     KnownTokens,
@@ -51,9 +54,11 @@ class DeviceSpeculator(TreeSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)
+        self.vllm_config = vllm_config
         self.known: dict[str, KnownTokens] = {}
         # Trees built on the device and their rows, by running request.
         self.copies: dict[str, tuple[TreesCopy, int]] = {}
+        self.draft_graphs: DraftGraphs | None = None
         # Steps and drafts that the host has not looked at yet, in their order.
         self._late: deque[_LateStep | _LateDraft] = deque()
         # Made with the first trees: the drafter is loaded, and the budget calibrated, by then.
@@ -93,6 +98,25 @@ class DeviceSpeculator(TreeSpeculator):
             copy, row = self.copies[req_id]
             return copy.read(row)
         return super().tree_of(req_id)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        # vLLM drops the graphs it measured memory with, and comes here again.
+        self.draft_graphs = None
+        drafter = self.proposer.drafter
+        if not wants_full_graphs() or cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
+            return
+        if drafter.drafts_from_graphs and not self.planner.is_adaptive:
+            self.draft_graphs = DraftGraphs(
+                self.vllm_config,
+                self.device,
+                drafter.propose_on_device,
+                self.proposer.options.tree_width,
+                self.store.num_nodes,
+            )
+
+    def capture(self) -> None:
+        if self.draft_graphs is not None:
+            self.draft_graphs.capture_drafts()
 
     @property
     def _reads_nothing(self) -> bool:
@@ -247,15 +271,16 @@ class DeviceSpeculator(TreeSpeculator):
     ) -> DeviceTrees | None:
         """Those of the drafter; None for none."""
         drafter = self.proposer.drafter
+        draft = self.draft_graphs or drafter.propose_on_device
         if forward_depths is None or not drafter.forward_depth:
-            return drafter.propose_on_device(requests)
+            return draft(requests)
         chosen = np.flatnonzero(forward_depths)
         if not len(chosen):
             return None
         deepest = int(forward_depths.max())
         depths = torch.minimum(requests.depths, depths)
         if len(chosen) == len(requests):
-            return drafter.propose_on_device(replace(requests, depths=depths, deepest=deepest))
+            return draft(replace(requests, depths=depths, deepest=deepest))
         rows = to_device(chosen, self.device)
         trees = drafter.propose_on_device(requests.some(rows, depths[rows], deepest))
         return None if trees is None else trees.spread(rows, len(requests))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 
 from vllm_specplug.drafting.drafter import device_tensor
@@ -157,13 +158,21 @@ class TreeRunnerV2Mixin(_Runner):
         def prepare_attn(
             input_batch: Any, cudagraph_mode: Any, block_tables: Any, *args: Any, **kwargs: Any
         ) -> Any:
+            rows = None
+            is_dummy = kwargs.get("for_capture", False)
+            is_graph = is_dummy or cudagraph_mode == CUDAGraphMode.FULL
+            if is_graph and self.tree_backend.captures_trees():
+                # Before vLLM's own, which changes the lengths of what it captures.
+                trees = None if is_dummy else self.tree_step
+                rows = self.tree_backend.graph_rows(trees, input_batch, block_tables)
             metadata = stock(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
-            if self.tree_step is not None:
+            if rows is None and self.tree_step is not None:
                 rows = self.tree_backend.tree_rows(self.tree_step, block_tables)
+            if rows is not None:
                 for one in {id(m): m for m in metadata.values()}.values():
                     attach_tree_rows(one, rows)
-                if self.drafter.state_layers.names:
-                    self.tree_states = state_step(input_batch, self.tree_step)
+            if self.tree_step is not None and self.drafter.state_layers.names:
+                self.tree_states = state_step(input_batch, self.tree_step)
             states = self.tree_states or self.rehearsed_states
             if states is not None:
                 attach_state_step(metadata, self.drafter.state_layers.names, states)

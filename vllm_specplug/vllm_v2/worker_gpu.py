@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.options import check_v2_feature
-from vllm_specplug.seams import DEVICE_SPECULATOR
+from vllm_specplug.seams import DEVICE_SPECULATOR, GRAPHS_OF_TREES
 from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE, wants_full_graphs
 from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
@@ -33,6 +33,18 @@ class DeviceRunnerMixin(TreeRunnerV2Mixin):
             StepLimits.of(self.state),
             self.device,
         )
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        if not wants_full_graphs():
+            super().initialize_kv_cache(*args, **kwargs)
+            return
+        if self.drafter.state_layers.names:
+            raise ValueError(
+                f"{FULL_GRAPHS_VARIABLE}=1, legal: 0 or unset for targets with recurrent states, "
+                "whose trees no graph holds; unset it"
+            )
+        with GRAPHS_OF_TREES.applied():
+            super().initialize_kv_cache(*args, **kwargs)
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         # In a forward with trees; stock attention plans nothing of the kind in a profile run.
@@ -64,11 +76,6 @@ class TreeGPUWorkerV2(Worker):
     def init_device(self) -> None:
         spec: Any = self.vllm_config.speculative_config
         check_v2_feature(spec.plugin_method, uses_v2=self.use_v2_model_runner, asked=True)
-        if wants_full_graphs():
-            raise ValueError(
-                f"{FULL_GRAPHS_VARIABLE}=1, legal: 0 or unset on vLLM's V2 model runner, whose "
-                "full graphs hold no trees; unset it, or set VLLM_USE_V2_MODEL_RUNNER=0"
-            )
         require_seams("cuda_v2")
         claim_attention_backend(self.vllm_config)
         with DEVICE_SPECULATOR.applied():

@@ -391,24 +391,6 @@ def test_asynchronous_scheduling_needs_v2(target: Path) -> None:
         _config(target, {"method": "ngram_tree"}, async_scheduling=True)
 
 
-def test_full_graphs_on_v2_stop_a_worker(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE
-    from vllm_specplug.vllm_process import spec_config
-    from vllm_specplug.vllm_v2.worker_gpu import TreeGPUWorkerV2
-
-    assert spec_config.FULL_GRAPHS_VARIABLE == FULL_GRAPHS_VARIABLE
-    worker = TreeGPUWorkerV2.__new__(TreeGPUWorkerV2)
-    WorkerBase.__init__(
-        worker, _config(target, {"method": "ngram_tree"}), 0, 0, "tcp://127.0.0.1:0"
-    )
-    worker.use_v2_model_runner = True
-    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
-    with pytest.raises(ValueError, match="legal: 0 or unset.*VLLM_USE_V2_MODEL_RUNNER=0"):
-        worker.init_device()
-
-
 def test_a_worker_told_to_use_another_runner_starts_nothing(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

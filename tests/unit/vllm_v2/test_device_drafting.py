@@ -19,6 +19,7 @@ from tests.e2e.tiny import (
     make_head,
     make_local_head,
 )
+from tests.pretended_graph import pretended_graphs
 from tests.unit.budget.calibrations import calibration
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from vllm_specplug.budget import AdaptiveBudget, Plan, RowBudget, StepCostModel
@@ -43,6 +44,7 @@ from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2 import device_speculator
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.device_trees import committed_rows
+from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 from vllm_specplug.vllm_v2.host_step import HostCopy, StepRecord
 from vllm_specplug.vllm_worker.cuda_backend import CudaKernels, StepLimits
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
@@ -60,6 +62,9 @@ LAUNCHES_OF_BRANCHES = 10
 branches."""
 LAUNCHES_OF_A_PART = 20
 """What it adds when not every request of the batch gets a draft forward."""
+LAUNCHES_FROM_A_GRAPH = 100
+"""The same where the draft's forward and its trees are one graph, however many layers the head has;
+its replay among them."""
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -182,6 +187,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
         trees={}, copies={}, known=dict.fromkeys("abc"), reserved=None, schedules_ahead=True,
         max_num_tokens=64, _ngrams=None, _late_budget=None, extra_args={}, plain={},
         _late=device_speculator.deque(),
+        draft_graphs=None,
         committed_rows=lambda batch: committed_rows(step.trees, step.walk, step.slots, step.slots),
         walk=lambda: step.walk,
         running=lambda: StepRecord(None, None, planner.running),
@@ -298,6 +304,35 @@ def test_the_defaults_read_nothing_and_keep_to_their_launches(
     # Two steps and what was drafted in them, of which nothing is known yet.
     assert len(made._late) == 4 and made.reserved is None
     assert budget.planned is None
+
+
+def test_a_draft_from_a_graph_is_one_launch(
+    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, replayed = Step(), []
+    made = speculator(step, drafter, monkeypatch)
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=[1, 4], max_cudagraph_capture_size=4
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        model_config=SimpleNamespace(max_model_len=256),
+        speculative_config=None,
+    )
+    with pretended_graphs(distributed=False):
+        graphs = DraftGraphs(config, META, drafter.propose_on_device, 4, N)
+    graphs._graphs_captured = True
+    monkeypatch.setattr(graphs, "run_fullgraph", replayed.append)
+    made.draft_graphs = graphs
+    assert reads_the_device(lambda: propose(made, step)) is None
+    replayed.clear()
+    with Recorder() as recorder:
+        token_ids = propose(made, step)
+    assert [desc.num_tokens for desc in replayed] == [4]
+    assert token_ids.is_meta and token_ids.shape == (3, N)
+    assert 0 < recorder.operations + 1 <= LAUNCHES_FROM_A_GRAPH, recorder.operations
 
 
 @pytest.mark.parametrize("reason", ["a scheduler that waits", "a builder of the host"])

@@ -29,6 +29,7 @@ from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_v2.tree_params import TreeBadWords, TreePenalties, TreeThinkingBudget
+from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
 # Operations of one step's trees, each of which is a launch on a GPU. Less is better; more needs a
@@ -71,6 +72,9 @@ def test_a_read_is_noticed(read: Callable[[torch.Tensor], Any]) -> None:
 LAUNCHES_PER_STEP = 88
 """Operations of a step with drafts, from its inputs to its tokens and contiguous caches; vLLM's own
 not among them. Less is better; more needs a reason."""
+LAUNCHES_WITH_GRAPHS = 95
+"""The same where the forward is one graph, whose replay is not among them: rows of padding and
+chains are arranged as trees, too, in memory that stays."""
 # What sampling parameters add that follow a row's path.
 LAUNCHES_OF_PARAMS = {"penalties": 60, "bad_words": 90, "thinking_budget": 95}
 
@@ -168,6 +172,31 @@ def test_a_step_reads_nothing_and_keeps_to_its_launches(moved: list[tuple[Any, .
     assert all(given.dtype == torch.int32 and given.is_meta for given in moved[-1][1:])
     assert table.shape == (3, 9)
     assert 0 < recorder.operations <= LAUNCHES_PER_STEP, recorder.operations
+
+
+def test_a_step_from_a_graph_reads_nothing_and_keeps_to_its_launches(
+    moved: list[tuple[Any, ...]],
+) -> None:
+    step = Step()
+    runner, batch = _runner(step), step.batch
+    backend = runner.tree_backend
+    backend.limits, backend.device = StepLimits(8, 64, N + 1, 256), torch.device("meta")
+    batch.query_start_loc = _numbers(7, dtype=torch.int32)
+    batch.num_tokens_after_padding = 48
+    padded = SimpleNamespace(**{**vars(batch), "seq_lens": _numbers(6, dtype=torch.int32)})
+    tables = (_numbers(6, 9, dtype=torch.int32),)
+
+    def run() -> Any:
+        runner.prepare_attn(batch)
+        rows = backend.graph_rows(runner.tree_step, padded, tables)
+        assert rows.covers_batch and rows.metadata.plan.shape == (5, 6)
+        assert rows.metadata.max_rows == N + 1 and rows.metadata.max_context == 256
+        return _sample(runner, batch)
+
+    assert reads_the_device(run) is None
+    with Recorder() as recorder:
+        run()
+    assert 0 < recorder.operations <= LAUNCHES_WITH_GRAPHS, recorder.operations
 
 
 def test_statistics_that_read_the_walk_are_noticed(moved: list[tuple[Any, ...]]) -> None:

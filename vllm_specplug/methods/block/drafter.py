@@ -125,6 +125,10 @@ class BlockHeadDrafter(Drafter):
         # A chain takes in none.
         return self.ngrams if self.options.tree_width > 1 else None
 
+    @property
+    def drafts_from_graphs(self) -> bool:
+        return self.drafts_on_device
+
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         return self._build_on_device(requests)
 

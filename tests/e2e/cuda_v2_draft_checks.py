@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads that draft branch by branch on V2 as on CUDA, against the host's trees; see
+`cuda_v2_checks`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
+    from tests.e2e import interpreted_v2
+
+    interpreted_v2.install()
+
+import numpy as np
+import torch
+
+from tests.e2e.cuda_v2_checks import (
+    compare,
+    compare_block_head,
+    engines,
+    known_tokens,
+)
+from tests.e2e.pair import target
+from tests.e2e.tiny import make_dspark_head
+from vllm_specplug.drafting.device_levels import read_trees
+from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees, DraftRequests
+from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels, StateDrafter
+from vllm_specplug.methods.local.tree import LocalTreeBuilder
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.beam import draft_level_by_level
+from vllm_specplug.vllm_worker.cuda_backend import CudaDraftCache
+
+
+def assert_same_trees(
+    made: DeviceTrees, expected: dict[int, DraftTree], tolerance: float = 1e-3
+) -> int:
+    """Raises unless the trees of these requests are the same; returns their nodes."""
+    nodes = 0
+    for r, (tree, oracle) in enumerate(zip(read_trees(made), expected.values(), strict=True)):
+        for name in ("token_ids", "parent_indices", "depths"):
+            ours, theirs = getattr(tree, name), getattr(oracle, name)
+            assert ours.tolist() == theirs.tolist(), (r, name, ours, theirs)
+        far = np.abs(tree.scores - oracle.scores).max(initial=0.0)
+        assert far <= tolerance, (r, far)
+        nodes += tree.num_nodes
+    return nodes
+
+
+@contextmanager
+def local_trees_are_the_hosts() -> Iterator[list[int]]:
+    """Every tree of a local head is also built request by request on the host, from the same
+    scores; yields the nodes of each draft."""
+    original, seen = LocalTreeBuilder.build_on_device, []
+
+    def build(self: Any, ids: Any, log_probs: Any, anchors: Any, budgets: Any, depths: Any,
+              *, width: int, **limits: Any) -> Any:  # fmt: skip
+        made = original(self, ids, log_probs, anchors, budgets, depths, width=width, **limits)
+        reach = depths.clamp(0, ids.shape[1])
+        oracle = self.build(
+            ids, log_probs, anchors.tolist(), budgets.tolist(), reach.tolist(),
+            [width] * len(anchors), compiled=False,
+        )  # fmt: skip
+        seen.append(assert_same_trees(made, dict(enumerate(oracle))))
+        return made
+
+    with patch.object(LocalTreeBuilder, "build_on_device", build):
+        yield seen
+
+
+def check_local_head_on_the_device() -> None:
+    for ahead in (False, True):
+        with local_trees_are_the_hosts() as nodes:
+            assert set(compare_block_head("dels", ahead, 0)) == {0}
+        assert sum(nodes) > 50, nodes
+
+
+def check_markov_head_on_the_device() -> None:
+    vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
+    head = make_dspark_head(target().parent / "dspark_without_windows", vocab, windows=(None,))
+    for ahead in (False, True):
+        with local_trees_are_the_hosts() as nodes:
+            found = compare_block_head("dspark_tree", ahead, 0, {"model": str(head)})
+        assert set(found) == {0} and sum(nodes) > 50, nodes
+
+
+def check_local_head_and_ngrams() -> None:
+    assert set(compare_block_head("dels", True, 3)) == {0}
+
+
+@dataclass
+class LevelDrafts:
+    """Drafts of a head as it has them, beside the host's trees of the same states."""
+
+    nodes: int = 0
+    """Of drafts that are the host's."""
+    differing: list[AssertionError] = field(default_factory=list)
+
+
+@contextmanager
+def knowing_levels() -> Iterator[LevelDrafts]:
+    """Every draft on the device is made twice: as the head has it, to be compared, and with the
+    candidates that follow in any of the oracle's sequences."""
+    expand, propose = DeviceLevels.expand, StateDrafter.propose_on_device
+    asked: list[DeviceRequests] = []
+    seen = LevelDrafts()
+
+    def knowing(self: Any, frontier: Any) -> Any:
+        ids, log_probs = expand(self, frontier)
+        if not asked:
+            return ids, log_probs
+        depth = frontier.depth
+        for r, known in enumerate(known_tokens(asked[0])):
+            told = [s[depth] for s in known if len(s) > depth]
+            for place in range(ids.shape[1]):
+                tokens = list(dict.fromkeys([*told, *ids[r, place].tolist()]))[: ids.shape[2]]
+                if depth % 2 == 0:
+                    tokens[:2] = tokens[1::-1]
+                ids[r, place] = torch.tensor(tokens)
+        falling = torch.arange(1, ids.shape[2] + 1).mul(-0.4)
+        falling[2:] -= 6.0
+        return ids, falling.expand(log_probs.shape).contiguous()
+
+    def proposed(self: Any, requests: DeviceRequests) -> DeviceTrees:
+        made = propose(self, requests)
+        drafted = (requests.budgets > 0).nonzero().flatten().tolist()
+        if drafted:
+            columns = (requests.context_lens, requests.budgets, requests.depths)
+            contexts, budgets, depths = (c[drafted].tolist() for c in columns)
+            given = DraftRequests(
+                req_ids=[str(r) for r in drafted],
+                token_ids=[np.array([int(requests.anchors[r])]) for r in drafted],
+                context_lens=contexts, req_indices=drafted, budgets=budgets,
+                widths=[requests.width] * len(drafted), depths=depths,
+            )  # fmt: skip
+            oracle = draft_level_by_level(
+                given.anchors, budgets, [min(d, self.options.tree_depth) for d in depths],
+                given.widths, self._expander(given),
+                frontier_width=self.options.settings.expand_width,
+            )  # fmt: skip
+            kept = DeviceTrees(*(part[drafted] for part in vars(made).values()))
+            try:
+                seen.nodes += assert_same_trees(kept, dict(enumerate(oracle)), 1e-5)
+            except AssertionError as error:
+                seen.differing.append(error)
+        asked.append(requests)
+        try:
+            return propose(self, requests)
+        finally:
+            asked.clear()
+
+    def branches(self: Any, requests: Any, contexts: Any, parents: Any) -> Any:
+        rows = [np.concatenate(([-1], p + 1)).astype(np.int32) for p in parents]
+        starts = np.cumsum([0, *map(len, rows)])[:-1].tolist()
+        metadata = self.buffers.fill(
+            requests.req_indices, starts, contexts, rows, self.block_table()
+        )
+        return self._attention(metadata)
+
+    with (
+        patch.object(DeviceLevels, "expand", knowing),
+        patch.object(StateDrafter, "propose_on_device", proposed),
+        patch.object(CudaDraftCache, "branch_attention", branches, create=True),
+    ):
+        yield seen
+
+
+def check_draft_layer_on_the_device() -> None:
+    for ahead in (False, True):
+        with knowing_levels() as drafts:
+            made = engines("eagle3_tree", ahead=ahead, ngram_topk=0, nodes=10)
+            assert compare(made, ahead).skipping > 1
+        assert drafts.nodes > 50 and not drafts.differing, drafts
+
+
+def check_mtp_module_on_the_device() -> None:
+    with knowing_levels() as drafts:
+        made = engines("mtp_tree", ahead=True, ngram_topk=0, nodes=10)
+        assert compare(made, True).skipping > 1
+    assert drafts.nodes > 50 and not drafts.differing, drafts
+
+
+def check_draft_layer_and_ngrams() -> None:
+    with knowing_levels() as drafts:
+        compare(engines("eagle3_tree", ahead=True, ngram_topk=3, nodes=10), True)
+    assert drafts.nodes > 50 and not drafts.differing, drafts

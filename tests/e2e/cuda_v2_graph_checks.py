@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs of whole forwards and of drafts on V2 as on CUDA, pretended; see `cuda_v2_checks`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
+    from tests.e2e import interpreted_v2
+
+    interpreted_v2.install()
+
+import pytest
+import torch
+from vllm.config.compilation import CUDAGraphMode
+
+from tests.e2e.cuda_v2_checks import compare, engines
+from tests.e2e.oracle import OracleDrafter
+from tests.e2e.pair import Pair
+from tests.pretended_graph import PretendedGraph, pretended_graphs
+from vllm_specplug.drafting.drafter import DeviceRequests
+from vllm_specplug.methods.block.drafter import BlockHeadDrafter
+from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE
+from vllm_specplug.vllm_v2 import graph_trees
+from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
+
+
+@contextmanager
+def full_graphs() -> Iterator[None]:
+    """Engines built and run here capture and replay pretended graphs."""
+    with pretended_graphs(), patch.dict(os.environ, {FULL_GRAPHS_VARIABLE: "1"}):
+        yield
+
+
+def _compare_graphs(method: str, ahead: bool, **options: Any) -> Pair:
+    """Compares with plain vLLM; forwards of decoding requests come from graphs."""
+    made = engines(method, ahead=ahead, **options)
+    manager, seen = made.runner.cudagraph_manager, []
+    dispatch, before = manager.dispatch, PretendedGraph.replays
+
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        desc = dispatch(*args, **kwargs)
+        seen.append((desc.num_tokens - args[1], (desc.num_reqs or args[0]) - args[0], desc))
+        return desc
+
+    with patch.object(manager, "dispatch", dispatched):
+        assert compare(made, ahead).skipping > 1
+    whole = [s for s in seen if s[2].cg_mode == CUDAGraphMode.FULL]
+    assert len(whole) > 2 and len(whole) <= PretendedGraph.replays - before, seen
+    # Rows and requests of padding.
+    assert any(rows for rows, *_ in whole) and any(requests for _, requests, _ in whole), seen
+    return made
+
+
+def check_ragged_trees_from_graphs() -> None:
+    for ahead in (False, True):
+        with full_graphs():
+            _compare_graphs("oracle", ahead)
+
+
+def check_graphs_without_their_trees_diverge() -> None:
+    """The control: every request is a chain."""
+    parents = graph_trees.row_parents
+    chains = patch.object(graph_trees, "row_parents", lambda trees, *rest: parents(None, *rest))
+    with full_graphs(), chains, pytest.raises(AssertionError, match="request"):
+        _compare_graphs("oracle", True)
+
+
+def check_graphs_of_other_buffers_diverge() -> None:
+    """The control: a step's trees lie where no graph looks."""
+    with full_graphs():
+        made = engines(ahead=True)
+        backend = made.runner.tree_backend
+        other = graph_trees.GraphTrees(backend.limits, backend.device)
+        elsewhere = patch.object(backend, "graph_trees", other)
+        with elsewhere, pytest.raises(AssertionError, match="request"):
+            compare(made, True)
+
+
+def check_adaptive_budget_from_graphs() -> None:
+    """Its costs are measured with graphs of dummies that have a context."""
+    with full_graphs():
+        made = _compare_graphs("oracle", True, budget="auto", nodes=7)
+    assert made.runner.planner.adaptive.costs.draft is not None
+
+
+@contextmanager
+def known_on_the_device() -> Iterator[None]:
+    """`knowing_candidates` in operations that a graph can hold: what follows an anchor in the first
+    of the oracle's sequences that has it at its position."""
+    original, call = BlockHeadDrafter.candidates, DraftGraphs.__call__
+    # [K, L], -1 past a sequence's end
+    table = torch.full((8, 128), -1)
+
+    def candidates(self: Any, requests: Any, depth: int, width: int) -> Any:
+        ids, log_probs = original(self, requests, depth, width)
+        if not isinstance(requests, DeviceRequests):
+            return ids, log_probs
+        at = requests.context_lens.long().clamp(0, table.shape[1] - depth - 1)
+        line = (table[:, at] == requests.anchors).int().argmax(0)
+        told = table[line[:, None], at[:, None] + torch.arange(1, depth + 1)]
+        # The best and the second best in turns.
+        for d in range(depth):
+            place = (d + 1) % 2
+            ids[:, d, place] = torch.where(told[:, d] >= 0, told[:, d], ids[:, d, place])
+        scores = torch.arange(1, width + 1).mul(-0.4).expand(log_probs.shape).contiguous()
+        return ids, scores
+
+    def called(self: Any, requests: Any) -> Any:
+        table.fill_(-1)
+        for line, tokens in zip(table, OracleDrafter.sequences, strict=False):
+            line[: len(tokens)] = torch.tensor(tokens)
+        return call(self, requests)
+
+    with (
+        patch.object(BlockHeadDrafter, "candidates", candidates),
+        patch.object(DraftGraphs, "__call__", called),
+    ):
+        yield
+
+
+def check_block_heads_from_graphs() -> None:
+    for method in ("jetspec", "ddtree"):
+        with full_graphs(), known_on_the_device():
+            made = _compare_graphs(method, True, ngram_topk=0, nodes=10)
+        assert len(made.runner.speculator.draft_graphs.graphs) == 3

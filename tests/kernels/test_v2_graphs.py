@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs on V2: what was captured for a number of rows and of requests serves every ragged step
+that fits. Replays of pretended graphs, over memory that is overwritten between steps, against the
+same operations without a graph; Triton runs in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.tiny import HIDDEN, make_head
+from tests.kernels.paged import random_parents
+from tests.pretended_graph import CaptureError, PretendedGraph, capturing, pretended_graphs
+from tests.unit.vllm_v2.steps import input_batch
+
+pytest.importorskip("triton")
+pytest.importorskip("vllm")
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+from vllm_specplug.drafting.drafter import (
+    DeviceRequests,
+    DeviceTrees,
+    DrafterOptions,
+    TargetWeights,
+)
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
+from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.block.options import BlockSettings
+from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
+from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE, gpu_cache_views
+from vllm_specplug.vllm_v2 import graph_trees
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_v2.device_trees import StepTrees, TreeStore, attach_trees, set_positions
+from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
+from vllm_specplug.vllm_v2.graph_trees import GraphTrees, taking_ragged_steps
+from vllm_specplug.vllm_v2.step_input import step_rows
+from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+CPU = torch.device("cpu")
+PAGE, HEADS, KV_HEADS, DIM, NODES, REQUESTS, BLOCKS, VOCAB = 16, 2, 1, 16, 10, 4, 5, 30
+CONTEXT = PAGE * BLOCKS
+SIZES = [1, 3, 8, 17, REQUESTS * (NODES + 1)]
+
+
+def config(sizes: list[int]) -> Any:
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        model_config=SimpleNamespace(max_model_len=CONTEXT),
+        speculative_config=None,
+    )
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
+    monkeypatch.setattr(PretendedGraph, "captured", [])
+    with torch.inference_mode(), pretended_graphs(distributed=False):
+        yield
+
+
+def garbage(*tensors: torch.Tensor) -> None:
+    """NaN, and numbers that are the index of nothing."""
+    for tensor in tensors:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30)
+
+
+class Target:
+    """Two layers of attention over pages, with the buffers of vLLM's runner."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        limits = StepLimits(REQUESTS, SIZES[-1], NODES + 1, CONTEXT)
+        self.backend = CudaTreeBackend("auto", HEADS, limits, CPU)
+        self.backend.kernel = ChosenKernel("triton", load_kernel("triton"), "")
+        self.backend.views = gpu_cache_views
+        pages = 1 + REQUESTS * BLOCKS
+        self.caches = [torch.randn(pages, KV_HEADS, PAGE, 2 * DIM) for _ in range(2)]
+        self.pages = 1 + torch.randperm(pages - 1).view(REQUESTS, BLOCKS).int()
+        self.weights = [torch.randn(HEADS * DIM, HEADS * DIM) / 6 for _ in range(2)]
+        self.embeddings = torch.randn(VOCAB, HEADS * DIM)
+        self.input_ids = torch.zeros(SIZES[-1], dtype=torch.int32)
+        self.positions = torch.zeros(SIZES[-1], dtype=torch.int64)
+        self.query_start_loc = torch.zeros(REQUESTS + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(REQUESTS, dtype=torch.int32)
+        self.table = torch.zeros_like(self.pages)
+        self.output = torch.zeros(SIZES[-1], HEADS * DIM)
+        self.store = TreeStore(7, NODES, VOCAB, CPU)
+        manager = taking_ragged_steps(CudaGraphManager)
+        self.manager = manager(config(SIZES), CPU, CUDAGraphMode.FULL_AND_PIECEWISE, NODES + 1)
+
+    def forward(self, rows: Any, count: int) -> torch.Tensor:
+        x = self.embeddings[self.input_ids[:count].long()] + self.positions[:count, None] * 0.01
+        for weight, cache in zip(self.weights, self.caches, strict=True):
+            query = torch.nn.functional.linear(x, weight).view(count, HEADS, DIM)
+            mixed = torch.empty_like(query)
+            rows.attend(query, cache, mixed, DIM**-0.5, block_table=rows.metadata.block_table)
+            x = x + mixed.flatten(1)
+        return x
+
+    def padded(self, count: int, num_reqs: int) -> Any:
+        return SimpleNamespace(
+            query_start_loc=self.query_start_loc[: num_reqs + 1],
+            seq_lens=self.seq_lens[:num_reqs],
+            num_tokens_after_padding=count,
+        )
+
+    def capture(self) -> None:
+        def forward_of(desc: Any, warmup: bool) -> Callable[[Any], None]:
+            count, places = desc.num_tokens, desc.num_reqs
+            # As vLLM's dummies: equal shares, and lengths of 1 whatever they are.
+            ends = torch.arange(places + 1) * count // places
+            self.query_start_loc[: places + 1] = ends
+            self.seq_lens.fill_(1)
+            self.table.zero_()
+            rows = self.backend.graph_rows(None, self.padded(count, places), [self.table[:places]])
+
+            def run(mode: Any) -> None:
+                self.output[:count] = self.forward(rows, count)
+
+            return run
+
+        self.manager._capture_descs.pop(CUDAGraphMode.PIECEWISE)
+        self.manager.capture(forward_of)
+
+    def step(self, specs: list[tuple[int, int, int]], rng: Any) -> tuple[torch.Tensor, Any]:
+        """Runs a step of (slot, context, drafts) from a graph; what its rows are without one, and
+        which graph it was."""
+        slots, contexts, drafts = (list(column) for column in zip(*specs, strict=True))
+        batch = input_batch(slots, contexts, drafts)
+        count, num_reqs = batch.num_tokens, len(specs)
+        desc = self.manager.dispatch(num_reqs, count, None, 0, max_query_len=max(drafts) + 1)
+        assert desc.cg_mode == CUDAGraphMode.FULL and desc.num_tokens >= count
+        # Nothing that an earlier step left is of use, and padding holds anything legal.
+        buffers = vars(self.backend.graph_trees)
+        garbage(*(buffers[name] for name in ("plan", "starts", "parents", "words")), self.output)
+        for cache in self.caches:
+            cache[0] = float("nan")  # of nobody
+        self.input_ids.random_(0, VOCAB)
+        self.positions.random_(0, CONTEXT)
+        lengths = np.array(drafts) + 1
+        starts = np.full(REQUESTS + 1, count)
+        starts[: num_reqs + 1] = np.concatenate([[0], np.cumsum(lengths)])
+        self.query_start_loc.copy_(torch.from_numpy(starts))
+        self.seq_lens.zero_()
+        self.seq_lens[:num_reqs] = batch.seq_lens
+        self.table.zero_()
+        self.table[:num_reqs] = self.pages[[s % REQUESTS for s in slots]]
+        batch.seq_lens = self.seq_lens[:num_reqs]
+        trees = self.trees(batch, slots, contexts, drafts, rng)
+        set_positions(trees, self.positions)
+        # A step without drafts brings no trees.
+        given = trees if any(drafts) else None
+        batch.query_start_loc = self.query_start_loc[: desc.num_reqs + 1]
+        batch.seq_lens = self.seq_lens[: desc.num_reqs]
+        batch.num_tokens_after_padding = desc.num_tokens
+        self.backend.graph_rows(given, batch, [self.table[: desc.num_reqs]])
+        self.manager.run_fullgraph(desc)
+        eager = self.backend.tree_rows(trees, [self.table[:num_reqs]])
+        assert eager.covers_batch
+        return self.forward(eager, count), desc
+
+    def trees(
+        self, batch: Any, slots: list[int], contexts: list[int], drafts: list[int], rng: Any
+    ) -> StepTrees:
+        parents = torch.full((len(slots), NODES), -1, dtype=torch.int32)
+        # Distinct siblings.
+        ids = torch.arange(NODES).repeat(len(slots), 1)
+        for line in parents:
+            line.copy_(torch.from_numpy(random_parents(NODES, rng)))
+        # One of them was drafted below another root: none of its nodes can be reached.
+        roots = torch.tensor(contexts)
+        roots[rng.integers(len(slots))] -= int(rng.integers(2))
+        nodes = torch.tensor([int(rng.integers(NODES + 1)) for _ in drafts])
+        self.store.put(torch.tensor(slots), roots, ids, parents, nodes, torch.zeros(ids.shape))
+        return attach_trees(self.store, step_rows(batch, NODES))
+
+
+def steps(rng: np.random.Generator, most: int) -> list[tuple[int, int, int]]:
+    """One step of `most` rows at most: ragged, and some requests without drafts."""
+    specs: list[tuple[int, int, int]] = []
+    room = most
+    for slot in rng.permutation(7)[: int(rng.integers(1, REQUESTS + 1))]:
+        if room:
+            drafts = int(rng.choice([0, rng.integers(NODES + 1), NODES]))
+            drafts = min(drafts, room - 1)
+            room -= drafts + 1
+            context = int(rng.choice([0, 1, rng.integers(CONTEXT - NODES - 1)]))
+            # Slots of one request's pages are of no other.
+            if all(slot % REQUESTS != s % REQUESTS for s, *_ in specs):
+                specs.append((int(slot), context, drafts))
+    return specs
+
+
+def test_every_ragged_step_of_every_size() -> None:
+    target, rng = Target(), np.random.default_rng(0)
+    target.capture()
+    assert sorted(desc.num_tokens for desc in target.manager.graphs) == SIZES
+    used, were_padded, without_drafts = set(), 0, 0
+    for number in range(30):
+        specs = steps(np.random.default_rng(number), SIZES[number % len(SIZES)])
+        expected, desc = target.step(specs, rng)
+        assert torch.equal(target.output[: len(expected)], expected), (number, specs)
+        assert not expected.isnan().any()
+        used.add(desc.num_tokens)
+        were_padded += desc.num_tokens > len(expected) and desc.num_reqs > len(specs)
+        without_drafts += not any(drafts for *_, drafts in specs)
+    assert used == set(SIZES) and were_padded > 5 and without_drafts > 1
+
+
+def test_a_step_is_one_replay() -> None:
+    target, rng = Target(), np.random.default_rng(0)
+    target.capture()
+    before = PretendedGraph.replays
+    target.step([(0, 9, 3), (1, 30, 0)], rng)
+    assert PretendedGraph.replays == before + 1
+
+
+def _reallocated(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.backend.graph_trees = GraphTrees(target.backend.limits, CPU)
+
+
+def _stale_padding(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests past the batch's keep rows: those of the first again."""
+    fill = GraphTrees.fill
+
+    def stale(self: Any, trees: Any, starts: Any, lens: Any, *rest: Any) -> Any:
+        made = fill(self, trees, starts, lens, *rest)
+        made.plan[1:, made.plan[2] == 0] = made.plan[1:, :1]
+        return made
+
+    monkeypatch.setattr(GraphTrees, "fill", stale)
+
+
+def _chains(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = graph_trees.row_parents
+    monkeypatch.setattr(graph_trees, "row_parents", lambda trees, *rest: parents(None, *rest))
+
+
+@pytest.mark.parametrize("control", [_reallocated, _stale_padding, _chains])
+def test_what_a_graph_does_not_see_is_noticed(
+    control: Callable[[Target, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rng = Target(), np.random.default_rng(0)
+    target.capture()
+    control(target, monkeypatch)
+    expected, _ = target.step([(0, 9, 6), (1, 30, 4)], rng)
+    assert not torch.equal(target.output[: len(expected)], expected)
+
+
+@pytest.mark.parametrize("bound", ["rows", "context"])
+def test_bounds_of_the_captured_step_are_not_those_of_the_replayed(bound: str) -> None:
+    """A launch grid for few rows serves no larger tree; a context is never cut."""
+    target, rng = Target(), np.random.default_rng(0)
+    graph = target.backend.graph_trees
+    rows, context = graph.limits.tree_rows, graph.limits.context
+    small = (1, context) if bound == "rows" else (rows, 1)
+    graph.limits = StepLimits(REQUESTS, SIZES[-1], *small)
+    target.capture()
+    graph.limits = target.backend.limits
+    expected, _ = target.step([(0, 9, NODES), (1, 60, 4)], rng)
+    assert torch.equal(target.output[: len(expected)], expected) == (bound == "context")
+
+
+# -- what a capture may not do -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t[0].item(),
+        lambda t: bool((t > 0).any()),
+        lambda t: t.tolist(),
+        lambda t: t.cpu(),
+        lambda t: t[t > 0],
+        lambda t: t.nonzero(),
+        lambda t: torch.repeat_interleave(t, t),
+        lambda t: t + torch.tensor([1, 2, 3]),
+        lambda t: t + torch.from_numpy(np.ones(3)),
+    ],
+)
+def test_reads_and_values_of_the_host_are_errors(call: Callable[[torch.Tensor], Any]) -> None:
+    values = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(CaptureError), capturing(PretendedGraph()):
+        call(values)
+
+
+def test_a_graph_repeats_what_was_captured() -> None:
+    x, y, graph = torch.ones(3), torch.zeros(3), PretendedGraph()
+    with capturing(graph):
+        kept = (x * 2).sum(0, keepdim=True)
+        y.copy_(kept.expand(3) + x)
+    x.fill_(5.0)
+    graph.replay()
+    assert y.tolist() == [35.0] * 3 and kept.tolist() == [30.0]
+    # Memory of a pool is another graph's next.
+    PretendedGraph().replay()
+    assert kept.isnan().all()
+
+
+# -- drafts --------------------------------------------------------------------------------------
+
+
+class Drafts:
+    """A block head over pages, with its graphs."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
+        monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
+        kernel = ChosenKernel("triton", load_kernel("triton"), "")
+        monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **kwargs: kernel)
+        torch.manual_seed(1)
+        options = DrafterOptions(
+            head_path=str(make_head(folder, VOCAB)), num_nodes=NODES, tree_depth=3, max_depth=NODES,
+            tree_width=3, tree_builder="best_first", hybrid_lambda=0.1,
+            settings=BlockSettings(None), ngram_topk=0, max_model_len=CONTEXT,
+        )  # fmt: skip
+        self.drafter = JetSpecDrafter(options)
+        embeddings = torch.randn(VOCAB, HIDDEN)
+        self.drafter.load(
+            TargetWeights(
+                embed_tokens=embeddings, lm_head=embeddings, dtype=torch.float32, device=CPU,
+                make_linear=plain_linear,
+                text_config=SimpleNamespace(
+                    hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2
+                ),
+            )
+        )  # fmt: skip
+        specs = self.drafter.cache_specs()
+        pages = 1 + REQUESTS * BLOCKS
+        layers: Any = [
+            SimpleNamespace(kv_cache=torch.randn(pages, s.num_kv_heads, PAGE, 2 * s.head_dim))
+            for s in specs
+        ]
+        for layer in layers:
+            layer.kv_cache[0] = float("nan")
+        self.table = torch.zeros(REQUESTS, BLOCKS, dtype=torch.int32)
+        self.pages = 1 + torch.randperm(pages - 1).view(REQUESTS, BLOCKS).int()
+        backend = CudaTreeBackend("auto", 4, StepLimits(REQUESTS, 64, NODES + 1, CONTEXT), CPU)
+        backend.block_size = PAGE
+        cache = backend.draft_cache(layers, lambda: self.table, specs[0].head_dim ** -0.5)
+        self.drafter.bind_cache(cache)
+        self.graphs = DraftGraphs(
+            config(sizes), CPU, self.drafter.propose_on_device, options.tree_width, NODES
+        )
+
+    def requests(self, budgets: list[int], rng: np.random.Generator) -> DeviceRequests:
+        count = len(budgets)
+        garbage(self.graphs.requests)
+        self.table.fill_(0)
+        self.table[:count] = self.pages[torch.from_numpy(rng.permutation(REQUESTS)[:count])]
+        contexts = rng.integers(0, CONTEXT - 8, count)
+        return DeviceRequests(
+            anchors=torch.from_numpy(rng.integers(0, VOCAB, count)),
+            context_lens=torch.from_numpy(contexts.astype(np.int32)),
+            budgets=torch.tensor(budgets, dtype=torch.int32),
+            depths=torch.from_numpy(rng.integers(1, 4, count).astype(np.int32)),
+            width=3,
+            num_nodes=NODES,
+            max_context=CONTEXT,
+        )
+
+
+def same_trees(a: DeviceTrees, b: DeviceTrees) -> bool:
+    if a.counts.tolist() != b.counts.tolist():
+        return False
+    fields = ("token_ids", "parents", "depths", "scores")
+    return all(
+        torch.equal(getattr(a, name)[r, :n], getattr(b, name)[r, :n])
+        for r, n in enumerate(a.counts.tolist())
+        for name in fields
+    )
+
+
+def test_every_number_of_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = Drafts(tmp_path / "head", monkeypatch, [1, 2, REQUESTS])
+    drafts.graphs.capture_drafts()
+    assert sorted(desc.num_tokens for desc in drafts.graphs.graphs) == [1, 2, REQUESTS]
+    rng = np.random.default_rng(0)
+    nodes = 0
+    for number in range(24):
+        # Some want nothing; three requests are padded to four.
+        budgets = rng.choice([0, 1, NODES], 1 + number % REQUESTS).tolist()
+        requests = drafts.requests(budgets, rng)
+        before = PretendedGraph.replays
+        trees = drafts.graphs(requests)
+        assert PretendedGraph.replays == before + 1
+        assert same_trees(trees, drafts.drafter.propose_on_device(requests)), (number, budgets)
+        assert (trees.counts <= requests.budgets).all()
+        nodes += int(trees.counts.sum())
+    assert nodes > 150
+
+
+def test_drafts_that_no_graph_was_captured_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = Drafts(tmp_path / "head", monkeypatch, [1, 2])
+    rng = np.random.default_rng(0)
+    requests = drafts.requests([NODES] * 3, rng)
+    before = PretendedGraph.replays
+    for _ in range(2):
+        assert same_trees(drafts.graphs(requests), drafts.drafter.propose_on_device(requests))
+        drafts.graphs.graphs.clear()
+        drafts.graphs.capture_drafts()
+    assert PretendedGraph.replays == before
+
+
+def test_a_draft_whose_requests_lie_elsewhere_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control."""
+    drafts = Drafts(tmp_path / "head", monkeypatch, [1, 2, REQUESTS])
+    drafts.graphs.capture_drafts()
+    rng = np.random.default_rng(0)
+    drafts.graphs.requests = torch.zeros_like(drafts.graphs.requests)
+    requests = drafts.requests([NODES] * 2, rng)
+    trees = drafts.graphs(requests)
+    assert not same_trees(trees, drafts.drafter.propose_on_device(requests))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When forwards and drafts become graphs, and what vLLM is asked for then."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu import model_runner
+
+from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE
+from vllm_specplug.vllm_v2 import device_speculator, worker_gpu
+from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
+from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin
+
+
+class _Stock:
+    """In place of vLLM's runner: what its manager of graphs is asked for."""
+
+    asked: Any = None
+
+    def initialize_kv_cache(self, config: Any) -> None:
+        self.asked = model_runner.ModelCudaGraphManager(varlen_decode=False)
+
+
+class _Runner(DeviceRunnerMixin, _Stock):  # type: ignore[misc]
+    drafter: Any = None
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(model_runner, "ModelCudaGraphManager", lambda **options: options)
+    stock = worker_gpu.TreeRunnerV2Mixin
+    monkeypatch.setattr(stock, "initialize_kv_cache", _Stock.initialize_kv_cache)
+    made: Any = object.__new__(_Runner)
+    made.drafter = SimpleNamespace(state_layers=SimpleNamespace(names=[]))
+    return made
+
+
+@pytest.mark.parametrize("wanted", ["0", "1"])
+def test_ragged_graphs_where_they_are_wanted(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, wanted)
+    runner.initialize_kv_cache(None)
+    assert runner.asked == {"varlen_decode": wanted == "1"}
+    # vLLM is as it was.
+    assert model_runner.ModelCudaGraphManager(varlen_decode=False) == {"varlen_decode": False}
+
+
+def test_recurrent_states_stop_the_start(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
+    runner.drafter.state_layers.names = ["layers.0"]
+    with pytest.raises(ValueError, match=f"{FULL_GRAPHS_VARIABLE}=1.*recurrent states.*unset it"):
+        runner.initialize_kv_cache(None)
+    assert runner.asked is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "mode", "on_device", "adaptive", "made"),
+    [
+        ("1", CUDAGraphMode.FULL_AND_PIECEWISE, True, False, True),
+        ("1", CUDAGraphMode.FULL_DECODE_ONLY, True, False, True),
+        ("0", CUDAGraphMode.FULL_AND_PIECEWISE, True, False, False),
+        ("1", CUDAGraphMode.PIECEWISE, True, False, False),
+        ("1", CUDAGraphMode.NONE, True, False, False),
+        ("1", CUDAGraphMode.FULL_AND_PIECEWISE, False, False, False),
+        ("1", CUDAGraphMode.FULL_AND_PIECEWISE, True, True, False),
+    ],
+)
+def test_drafts_that_become_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str,
+    mode: CUDAGraphMode,
+    on_device: bool,
+    adaptive: bool,
+    made: bool,
+) -> None:
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, wanted)
+    captured: list[Any] = []
+    graphs = SimpleNamespace(capture_drafts=lambda: captured.append(None))
+    monkeypatch.setattr(device_speculator, "DraftGraphs", lambda *args: graphs)
+    speculator: Any = object.__new__(DeviceSpeculator)
+    speculator.vllm_config = speculator.device = None
+    speculator.proposer = SimpleNamespace(
+        drafter=SimpleNamespace(drafts_on_device=on_device, propose_on_device=print),
+        options=SimpleNamespace(tree_width=3),
+    )
+    speculator.planner = SimpleNamespace(is_adaptive=adaptive)
+    speculator.store = SimpleNamespace(num_nodes=4)
+    speculator.init_cudagraph_manager(mode)
+    assert (speculator.draft_graphs is not None) == made
+    speculator.capture()
+    assert len(captured) == made
