@@ -21,7 +21,7 @@ if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
 import pytest
 import torch
 
-from tests.e2e import cuda_v2_worker
+from tests.e2e import cuda_v2_worker, number_format_checks
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Counts, Pair, core_of, pair
@@ -221,3 +221,40 @@ def check_bidirectional_block_head_on_the_device() -> None:
 
 def check_block_head_and_ngrams() -> None:
     assert 0 not in _compare_block_head("jetspec", True, 3)
+
+
+def check_fp8_caches_with_scales() -> None:
+    """A checkpoint that asks for such a cache, with scales far from 1; queries are quantised
+    where vLLM quantises them."""
+    target = {"model": str(number_format_checks.scaled_target()), "skip_tokenizer_init": True}
+    made = engines(ahead=True, target=target)
+    layers = made.runner.state.layers
+    assert {c.dtype for c in made.runner.state.target_caches().values()} == {torch.uint8}
+    counts = _compare_windows(made)
+    assert counts.skipping > 1, counts
+    impl = next(iter(layers.values())).impl
+    backend = made.runner.tree_backend
+    stock = type(impl).cache_scales
+
+    def without(which: str) -> Any:
+        def cache_scales(self: Any, layer: Any) -> dict[str, Any]:
+            scales = stock(self, layer)
+            return {**scales, which: torch.ones_like(scales[which])}
+
+        return patch.object(type(impl), "cache_scales", cache_scales)
+
+    controls = {
+        "keys": without("key_scales"),
+        "values": without("value_scales"),
+        "compaction": patch.object(backend, "compact", lambda *args: None),
+    }
+    assert not [name for name, control in controls.items() if _is_equal(made, control)]
+
+
+def check_fp8_caches_in_groups() -> None:
+    """gpt-oss over such a cache: windows of 16 and full attention in KV cache groups of their
+    own."""
+    made = engines(ahead=False, target={**engine_of("GptOss"), "kv_cache_dtype": "fp8"})
+    assert len(made.runner.kv_cache_config.kv_cache_groups) == 2
+    assert {c.dtype for c in made.runner.state.target_caches().values()} == {torch.uint8}
+    assert _compare_windows(made).skipping > 1

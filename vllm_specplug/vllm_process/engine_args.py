@@ -234,9 +234,6 @@ def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config
     device = vllm_config.device_config.device_type
     if device not in ("cpu", "cuda"):
         _refuse(method, f"{what} on {device!r}", remedy)
-    if device == "cuda" and spec.uses_v2:
-        remedy = f"{remedy}, or set VLLM_USE_V2_MODEL_RUNNER=0"
-        _refuse(method, f"{what} in vLLM's V2 model runner on 'cuda'", remedy)
     served = [name for name in FP8_CACHES if device == "cpu" or name in E4M3_CACHES]
     if wanted not in ("auto", *served):
         _refuse(method, f"{what} on {device!r}", f"{remedy}, or one of {', '.join(served)}")
