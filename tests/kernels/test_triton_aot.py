@@ -16,6 +16,7 @@ STEP_ARGUMENTS = {
     "num_splits", "num_parts", "parts_split", "plan_stride", "words_stride", "table_stride",
     "lse_split", "paths_stride", "emitted_stride", "num_depths", "width", "max_width", "num_nodes",
     "budgets", "depths", "context_lens", "req_indices", "prefix_lse_head", "num_rows",
+    "num_trees", "row_stride_a", "row_stride_b",
 }  # fmt: skip
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma", 100: "tcgen05.mma"}
 
@@ -24,7 +25,7 @@ MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma", 100: "tcgen05.mma"}
 @pytest.mark.parametrize("arch", MATRIX_INSTRUCTION)
 def test_kernels_compile_without_spills(arch: int) -> None:
     kernels = resource_table.compiled(arch)
-    assert len(kernels) == {80: 20, 90: 24, 100: 22}[arch]
+    assert len(kernels) == {80: 22, 90: 26, 100: 24}[arch]
     for kernel in kernels:
         assert kernel["spilled_bytes"] == 0, kernel
         assert 0 < kernel["registers"] <= 255, kernel
