@@ -27,10 +27,14 @@ _COMMIT_KEYS = 64
 _CHANNELS = 256
 
 
-@triton.jit(do_not_specialize=["channels"])
+@triton.jit(do_not_specialize=["channels", "num_trees"])
 def _tree_conv_kernel(
-    # [I, C]
+    # [M, C]
     inputs,
+    # [S, W - 1, C], any strides
+    conv_states,
+    # [R] int64
+    slots,
     # [M, W] int64
     windows,
     # [C, W]
@@ -40,6 +44,10 @@ def _tree_conv_kernel(
     # [M, C]
     output,
     channels,
+    num_trees,
+    conv_slot,
+    conv_step,
+    conv_channel,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
@@ -52,12 +60,87 @@ def _tree_conv_kernel(
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=valid, other=0.0).to(tl.float32)
     for w in tl.static_range(WIDTH):
-        at = tl.load(windows + row * WIDTH + w)
-        x = tl.load(inputs + at * channels + channel, mask=valid, other=0.0).to(tl.float32)
+        at = tl.load(windows + row * WIDTH + w) - num_trees * (WIDTH - 1)
+        if at >= 0:
+            x = tl.load(inputs + at * channels + channel, mask=valid, other=0.0).to(tl.float32)
+        else:
+            kept = at + num_trees * (WIDTH - 1)
+            state = conv_states + tl.load(slots + kept // (WIDTH - 1)) * conv_slot
+            state += kept % (WIDTH - 1) * conv_step + channel * conv_channel
+            x = tl.load(state, mask=valid, other=0.0).to(tl.float32)
         total += x * tl.load(weight + channel * WIDTH + w, mask=valid, other=0.0).to(tl.float32)
     if SILU:
         total = total * tl.sigmoid(total)
     tl.store(output + row * channels + channel, total.to(output.dtype.element_ty), mask=valid)
+
+
+# The gates may be parts of one projection.
+@triton.jit(
+    do_not_specialize=["channels", "row_stride_a", "row_stride_b"],
+    do_not_specialize_on_alignment=["a", "b"],
+)
+def _tree_inputs_kernel(
+    # [M, C] convolved: queries, keys and values of all heads
+    mixed,
+    # [T, Hv], any row stride
+    a,
+    b,
+    # [M] int64 rows of those two
+    rows,
+    # [Hv]
+    a_log,
+    dt_bias,
+    # [M, Hk, K] float32
+    query,
+    key,
+    # [M, Hv, V]
+    value,
+    # [M, Hv] float32
+    decays,
+    strengths,
+    eps,
+    channels,
+    row_stride_a,
+    row_stride_b,
+    key_heads,
+    heads,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    from_row = mixed + row * channels
+    # A name has one type in all branches.
+    if head < key_heads:
+        k = tl.arange(0, KEYS)
+        is_key = k < KEY_SIZE
+        own_key = head * KEY_SIZE + k
+        q = tl.load(from_row + own_key, mask=is_key, other=0.0).to(tl.float32)
+        x = tl.load(from_row + key_heads * KEY_SIZE + own_key, mask=is_key, other=0.0)
+        x = x.to(tl.float32)
+        to_row = row * key_heads * KEY_SIZE + own_key
+        tl.store(query + to_row, q / tl.sqrt(tl.sum(q * q) + eps), mask=is_key)
+        tl.store(key + to_row, x / tl.sqrt(tl.sum(x * x) + eps), mask=is_key)
+    elif head < key_heads + heads:
+        column = tl.arange(0, VALUES)
+        is_column = column < VALUE_SIZE
+        own_value = (head - key_heads) * VALUE_SIZE + column
+        v = tl.load(from_row + 2 * key_heads * KEY_SIZE + own_value, mask=is_column)
+        tl.store(value + row * heads * VALUE_SIZE + own_value, v, mask=is_column)
+    else:
+        h = tl.arange(0, HEADS)
+        is_head = h < heads
+        at = tl.load(rows + row)
+        gate = tl.load(a + at * row_stride_a + h, mask=is_head, other=0.0).to(tl.float32)
+        gate += tl.load(dt_bias + h, mask=is_head, other=0.0).to(tl.float32)
+        # vLLM's gates take this limit too.
+        rate = tl.where(gate <= 20.0, tl.log(1.0 + tl.exp(tl.minimum(gate, 20.0))), gate)
+        rate *= tl.exp(tl.load(a_log + h, mask=is_head, other=0.0).to(tl.float32))
+        strength = tl.load(b + at * row_stride_b + h, mask=is_head, other=0.0).to(tl.float32)
+        tl.store(decays + row * heads + h, tl.exp(-rate), mask=is_head)
+        tl.store(strengths + row * heads + h, tl.sigmoid(strength), mask=is_head)
 
 
 @triton.jit(do_not_specialize=["num_rows", "width"])
@@ -224,10 +307,11 @@ def _commit_states_kernel(
     keys,
     updates,
     decays,
-    # [M], [R], [R] int64
+    # [M], [R], [R], [R] int64; the last where states go, -1 for nowhere
     parents,
     slots,
     last_rows,
+    targets,
     key_heads,
     heads,
     state_slot,
@@ -247,7 +331,8 @@ def _commit_states_kernel(
     key_head = head * key_heads // heads
     added = tl.zeros((KEYS, COLUMNS), tl.float32)
     product = 1.0
-    row = tl.load(last_rows + tree)
+    target = tl.load(targets + tree)
+    row = tl.where(target < 0, -1, tl.load(last_rows + tree))
     while row >= 0:
         key = tl.load(keys + (row * key_heads + key_head) * KEY_SIZE + k, mask=is_key, other=0.0)
         u = tl.load(updates + (row * heads + head) * VALUE_SIZE + column, mask=is_column, other=0.0)
@@ -256,19 +341,63 @@ def _commit_states_kernel(
         row = tl.load(parents + row)
     at = (
         states
-        + tl.load(slots + tree) * state_slot
         + head * state_head
         + k.to(tl.int64)[:, None] * state_key
         + column[None, :] * state_value
     )
-    inside = is_key[:, None] & is_column[None, :]
-    state = product * tl.load(at, mask=inside, other=0.0).to(tl.float32) + added
-    tl.store(at, state.to(states.dtype.element_ty), mask=inside)
+    inside = is_key[:, None] & is_column[None, :] & (target >= 0)
+    source = at + tl.load(slots + tree) * state_slot
+    state = product * tl.load(source, mask=inside, other=0.0).to(tl.float32) + added
+    tl.store(at + target * state_slot, state.to(states.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["channels"])
+def _commit_conv_kernel(
+    # [S, W - 1, C], written in place
+    conv_states,
+    # [M, C]
+    inputs,
+    # [M], [R], [R], [R] int64
+    parents,
+    slots,
+    last_rows,
+    targets,
+    channels,
+    conv_slot,
+    conv_step,
+    conv_channel,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tree = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(targets + tree)
+    valid = (channel < channels) & (target >= 0)
+    own = conv_states + channel * conv_channel
+    source = own + tl.load(slots + tree) * conv_slot
+    last = tl.load(last_rows + tree)
+    # The oldest first: what is kept moves towards it, over what nothing reads any more.
+    for place in tl.static_range(KEPT):
+        row = last
+        outside = last * 0
+        for _ in tl.static_range(KEPT - 1 - place):
+            row = tl.where(row >= 0, tl.load(parents + tl.maximum(row, 0)), row)
+            outside += tl.where(row < 0, 1, 0)
+        if row >= 0:
+            x = tl.load(inputs + row * channels + channel, mask=valid, other=0.0)
+            x = x.to(conv_states.dtype.element_ty)
+        else:
+            x = tl.load(source + (KEPT - outside) * conv_step, mask=valid, other=0.0)
+        tl.store(own + target * conv_slot + place * conv_step, x, mask=valid)
 
 
 def tree_conv_triton(
-    # [I, C]
+    # [M, C]
     inputs: torch.Tensor,
+    # [S, W - 1, C] committed inputs, oldest first; any strides
+    conv_states: torch.Tensor,
+    # [R] int64
+    slots: torch.Tensor,
     # [M, W] int64
     windows: torch.Tensor,
     # [C, W]
@@ -278,17 +407,59 @@ def tree_conv_triton(
     *,
     silu: bool,
 ) -> torch.Tensor:
-    """`delta_tree.tree_conv`, [M, C]. Windows are not checked."""
+    """`delta_tree.tree_conv`, [M, C], of committed inputs where they lie. Windows are not
+    checked."""
     inputs, windows, weight = inputs.contiguous(), windows.contiguous(), weight.contiguous()
     rows, channels = len(windows), inputs.shape[1]
     output = torch.empty((rows, channels), dtype=inputs.dtype, device=inputs.device)
     if rows:
         _tree_conv_kernel[(rows, triton.cdiv(channels, _CHANNELS))](
-            inputs, windows, weight, weight if bias is None else bias.contiguous(), output,
-            channels, WIDTH=windows.shape[1], HAS_BIAS=bias is not None, SILU=silu,
+            inputs, conv_states, slots, windows, weight,
+            weight if bias is None else bias.contiguous(), output, channels, len(slots),
+            *conv_states.stride(), WIDTH=windows.shape[1], HAS_BIAS=bias is not None, SILU=silu,
             BLOCK=_CHANNELS,
         )  # fmt: skip
     return output
+
+
+def tree_inputs_triton(
+    # [M, C] convolved
+    mixed: torch.Tensor,
+    # [T, Hv]
+    a: torch.Tensor,
+    b: torch.Tensor,
+    # [M] int64 rows of `a` and `b`
+    rows: torch.Tensor,
+    # [Hv]
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    key_heads: int,
+    key_size: int,
+    value_size: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `tree_delta_rule_triton` takes of the rows: query, key, value, decays, strengths.
+
+    Args:
+        eps: added to the sum of squares of a query or key under the root.
+    """
+    (num_rows, channels), heads = mixed.shape, a.shape[1]
+    assert mixed.is_contiguous() and a.stride(1) == b.stride(1) == 1, mixed.shape
+    assert channels == 2 * key_heads * key_size + heads * value_size, (channels, key_heads, heads)
+    query = mixed.new_empty((num_rows, key_heads, key_size), dtype=torch.float32)
+    key = torch.empty_like(query)
+    value = mixed.new_empty((num_rows, heads, value_size))
+    decays = mixed.new_empty((num_rows, heads), dtype=torch.float32)
+    strengths = torch.empty_like(decays)
+    if num_rows:
+        _tree_inputs_kernel[(num_rows, key_heads + heads + 1)](
+            mixed, a, b, rows, a_log, dt_bias, query, key, value, decays, strengths, eps, channels,
+            a.stride(0), b.stride(0), key_heads, heads, KEY_SIZE=key_size, VALUE_SIZE=value_size,
+            KEYS=triton.next_power_of_2(key_size), VALUES=triton.next_power_of_2(value_size),
+            HEADS=triton.next_power_of_2(heads), num_warps=1,
+        )  # fmt: skip
+    return query, key, value, decays, strengths
 
 
 def tree_delta_rule_triton(
@@ -350,15 +521,44 @@ def commit_states_triton(
     parents: torch.Tensor,
     slots: torch.Tensor,
     last_rows: torch.Tensor,
+    targets: torch.Tensor | None = None,
 ) -> None:
-    """`delta_tree.commit_states`. Nothing is checked on the device."""
+    """`delta_tree.commit_states`. Nothing is checked on the device.
+
+    Args:
+        targets: int64 [R] slots that the states are written to, -1 for a tree that writes none;
+            `slots` if not given. No other tree may read one.
+    """
     heads, key_size, value_size = states.shape[1:]
     for tensor in (keys, updates, decays):
         assert tensor.is_contiguous(), tensor.shape
     blocks = triton.cdiv(value_size, _COLUMNS)
     if len(slots):
         _commit_states_kernel[(len(slots), heads, triton.cdiv(key_size, _COMMIT_KEYS) * blocks)](
-            states, keys, updates, decays, parents, slots, last_rows, keys.shape[1], heads,
+            states, keys, updates, decays, parents, slots, last_rows,
+            slots if targets is None else targets, keys.shape[1], heads,
             *states.stride(), KEY_SIZE=key_size, VALUE_SIZE=value_size, KEYS=_COMMIT_KEYS,
             COLUMNS=_COLUMNS, BLOCKS=blocks,
+        )  # fmt: skip
+
+
+def commit_conv_triton(
+    # [S, W - 1, C], any strides, written in place
+    conv_states: torch.Tensor,
+    # [M, C]
+    inputs: torch.Tensor,
+    # [M], [R], [R] int64
+    parents: torch.Tensor,
+    slots: torch.Tensor,
+    last_rows: torch.Tensor,
+    targets: torch.Tensor | None = None,
+) -> None:
+    """The convolution's inputs behind each tree's last row; `targets` as in
+    `commit_states_triton`."""
+    assert inputs.is_contiguous(), inputs.shape
+    channels = inputs.shape[1]
+    if len(slots):
+        _commit_conv_kernel[(len(slots), triton.cdiv(channels, _CHANNELS))](
+            conv_states, inputs, parents, slots, last_rows, slots if targets is None else targets,
+            channels, *conv_states.stride(), KEPT=conv_states.shape[1], BLOCK=_CHANNELS,
         )  # fmt: skip

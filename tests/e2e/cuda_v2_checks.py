@@ -21,7 +21,7 @@ if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
 import pytest
 import torch
 
-from tests.e2e import cuda_v2_worker
+from tests.e2e import cuda_v2_worker, number_format_checks
 from tests.e2e.budget_checks import FLAT, freeze_costs
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.oracle import OracleDrafter
@@ -340,3 +340,40 @@ def check_acceptance_is_that_of_trees_made_on_the_host() -> None:
             assert waits > 3
             ours, theirs = (c.accepted / c.drafts for c in (counts, of_host))
             assert abs(ours - theirs) <= 0.1 * theirs, (method, counts, of_host)
+
+
+def check_fp8_caches_with_scales() -> None:
+    """A checkpoint that asks for such a cache, with scales far from 1; queries are quantised
+    where vLLM quantises them."""
+    target = {"model": str(number_format_checks.scaled_target()), "skip_tokenizer_init": True}
+    made = engines(ahead=True, target=target)
+    layers = made.runner.state.layers
+    assert {c.dtype for c in made.runner.state.target_caches().values()} == {torch.uint8}
+    counts = _compare_windows(made)
+    assert counts.skipping > 1, counts
+    impl = next(iter(layers.values())).impl
+    backend = made.runner.tree_backend
+    stock = type(impl).cache_scales
+
+    def without(which: str) -> Any:
+        def cache_scales(self: Any, layer: Any) -> dict[str, Any]:
+            scales = stock(self, layer)
+            return {**scales, which: torch.ones_like(scales[which])}
+
+        return patch.object(type(impl), "cache_scales", cache_scales)
+
+    controls = {
+        "keys": without("key_scales"),
+        "values": without("value_scales"),
+        "compaction": patch.object(backend, "compact", lambda *args: None),
+    }
+    assert not [name for name, control in controls.items() if _is_equal(made, control)]
+
+
+def check_fp8_caches_in_groups() -> None:
+    """gpt-oss over such a cache: windows of 16 and full attention in KV cache groups of their
+    own."""
+    made = engines(ahead=False, target={**engine_of("GptOss"), "kv_cache_dtype": "fp8"})
+    assert len(made.runner.kv_cache_config.kv_cache_groups) == 2
+    assert {c.dtype for c in made.runner.state.target_caches().values()} == {torch.uint8}
+    assert _compare_windows(made).skipping > 1

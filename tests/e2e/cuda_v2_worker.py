@@ -16,6 +16,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.ops import triton_reshape_and_cache_flash
 from vllm.v1.worker.cpu import model_runner as cpu_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -124,6 +125,8 @@ def use_cuda_worker() -> None:
     assert Capability.HOST_BRANCHES not in spec_config.CAPABILITIES_V2["cpu"]
     # vLLM's cache writes look for it.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    # The interpreter knows e4m3.
+    triton_reshape_and_cache_flash._is_supported_kv_cache_dtype = lambda kv_cache_dtype: True
     CpuPlatform.get_attn_backend_cls = classmethod(  # type: ignore[method-assign]
         lambda cls, *args, **kwargs: AttentionBackendEnum.TRITON_ATTN.get_path()
     )

@@ -66,7 +66,7 @@ def check_costs_are_measured_with_trees() -> None:
         commits.append(len(step.rows))
         stock(step, *args)
 
-    with changed("_run_trees", noted), changed("commit", committed):
+    with changed("run_trees", noted), changed("commit", committed):
         made = hybrid_checks.engines(speculative={"tree_budget": "auto", "max_step_rows": 40})
     runner = made.runner
     measured = runner.planner.adaptive.costs.forward.rows.tolist()

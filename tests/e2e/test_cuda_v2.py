@@ -5,25 +5,33 @@ Triton kernels, in Triton's interpreter, where there is no GPU."""
 from __future__ import annotations
 
 import json
-import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.fork_server import run_fresh
+from tests.e2e.pair import written_checks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
-# Importing the module would put Triton's interpreter in place here.
-_SOURCE = Path(__file__).with_name("cuda_v2_checks.py").read_text()
-CHECKS = re.findall(r"^def (check_\w+)", _SOURCE, re.MULTILINE)
+# Importing the modules would put Triton's interpreter in place here.
+CHECKS = [
+    pytest.param(module, name, marks=pytest.mark.xdist_group(module))
+    for module in (
+        "cuda_v2_checks",
+        "cuda_v2_draft_checks",
+        "cuda_v2_graph_checks",
+        "cuda_v2_hybrid_checks",
+    )
+    for name in written_checks(module)
+]
 
 
 @cache
-def failures(folder: Path) -> dict[str, str | None]:
-    result, log = folder / "result.json", folder / "log"
-    arguments = ["tests.e2e.cuda_v2_checks", str(result)]
+def failures(module: str, folder: Path) -> dict[str, str | None]:
+    result, log = folder / f"{module}.json", folder / f"{module}.log"
+    arguments = [f"tests.e2e.{module}", str(result)]
     environment = {"SPECPLUG_INTERPRETED_V2": "1"}
     run_fresh("tests.e2e.pair", arguments, log, env=environment, timeout_s=1800)
     assert result.is_file(), log.read_text()[-6000:]
@@ -36,9 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cuda_v2")
 
 
-@pytest.mark.xdist_group("cuda_v2")
-@pytest.mark.parametrize("name", CHECKS)
-def test_cuda_v2(name: str, folder: Path) -> None:
-    found = failures(folder)
+@pytest.mark.parametrize(("module", "name"), CHECKS)
+def test_cuda_v2(module: str, name: str, folder: Path) -> None:
+    found = failures(module, folder)
     assert name in found, found
     assert found[name] is None, found[name]

@@ -16,6 +16,16 @@ def test_images_and_text_are_answered_alike(name: str) -> None:
     assert_check("tests.e2e.vision_checks", name)
 
 
+def test_mistral_small_3() -> None:
+    assert_check("tests.e2e.mistral3_checks", "check_images_of_any_shape")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", written_checks("v2_mistral3_checks"))
+def test_mistral_small_3_on_v2(name: str) -> None:
+    assert_check("tests.e2e.v2_mistral3_checks", name)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("module", ["wrapper_checks", "v2_wrapper_checks"])
 def test_wrappers_with_positions_on_one_axis(module: str) -> None:

@@ -16,6 +16,8 @@ from tests.e2e.target_checks import around_windows
 from tests.e2e.tiny import make_tokenizer
 from tests.e2e.vision_checks import VOCAB, have_torchvision
 
+PATCH, MERGE = 14, 2
+
 
 @cache
 def mistral3_target() -> str:
@@ -30,10 +32,10 @@ def mistral3_target() -> str:
     )  # fmt: skip
     tower = transformers.PixtralVisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        image_size=56, patch_size=14,
+        image_size=12 * PATCH * MERGE, patch_size=PATCH,
     )  # fmt: skip
     config = transformers.Mistral3Config(
-        text_config=text, vision_config=tower, image_token_index=8, spatial_merge_size=2,
+        text_config=text, vision_config=tower, image_token_index=8, spatial_merge_size=MERGE,
         tie_word_embeddings=False,
     )  # fmt: skip
     model = transformers.Mistral3ForConditionalGeneration(config).float()

@@ -54,12 +54,14 @@ def commit(
     updates: torch.Tensor,
     trees: StateTrees,
     last_rows: torch.Tensor,
+    targets: torch.Tensor | None = None,
 ) -> None:
     from vllm_specplug.kernels.delta_tree_triton import commit_states_triton
 
     commit_states_triton(
-        states, normalised(layer.key), updates, layer.decays, trees.parents, trees.slots, last_rows
-    )
+        states, normalised(layer.key), updates, layer.decays, trees.parents, trees.slots,
+        last_rows, targets,
+    )  # fmt: skip
 
 
 def check(trees: StateTrees, layer: Layer, limit: float) -> None:
@@ -147,10 +149,29 @@ def test_another_tree_gives_another_answer() -> None:
     assert error(wrong, right.double()) > 0.05
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("channels", "width", "bias"), [(37, 4, True), (300, 4, False), (8, 1, True)]
+def test_states_written_elsewhere_or_nowhere() -> None:
+    trees = make_trees(bush, [9, 4, 12])
+    layer = make_layer(trees, 1, 2, 16, 16)
+    _, states = one_by_one(layer, trees)
+    used = layer.to(torch.float32)
+    _, updates = run(used, trees)
+    last = trees.starts[1:] - 1
+    after = used.states.clone()
+    # Slots of trees are odd.
+    commit(after, used, updates, trees, last, torch.tensor([2, -1, 4]))
+    for tree, slot in ((0, 2), (2, 4)):
+        assert error(after[slot], states[int(last[tree])]) < 3e-6
+    others = [0, 1, 3, 5, 6]
+    assert torch.equal(after[others], used.states[others])
+
+
+CHANNELS = pytest.mark.parametrize(
+    ("channels", "width", "bias"), [(37, 4, True), (300, 4, False), (8, 2, True)]
 )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@CHANNELS
 def test_convolution_follows_ancestors(
     dtype: torch.dtype, channels: int, width: int, bias: bool
 ) -> None:
@@ -158,14 +179,71 @@ def test_convolution_follows_ancestors(
 
     torch.manual_seed(channels)
     trees = make_trees(bush, RAGGED)
-    rows = len(RAGGED) * (width - 1) + len(trees.parents)
-    inputs, weight = torch.randn(rows, channels).to(dtype), torch.randn(channels, width).to(dtype)
+    # Both of vLLM's layouts: the other one has channels outside steps.
+    kept = torch.randn(2 * len(RAGGED) + 1, channels, width - 1).to(dtype).transpose(1, 2)
+    rows = torch.randn(len(trees.parents), channels).to(dtype)
+    weight = torch.randn(channels, width).to(dtype)
     offset = torch.randn(channels).to(dtype) if bias else None
     windows = trees.windows(width)
-    actual = tree_conv_triton(inputs, windows, weight, offset, silu=True)
+    inputs = torch.cat((kept[trees.slots].flatten(0, 1), rows))
     expected = tree_conv_reference(
         inputs.double(), windows, weight.double(), None if offset is None else offset.double(),
         silu=True,
     )  # fmt: skip
-    assert actual.dtype == dtype
-    assert error(actual, expected) < (2e-6 if dtype == torch.float32 else 8e-3)
+    for states in (kept, kept.contiguous()):
+        actual = tree_conv_triton(rows, states, trees.slots, windows, weight, offset, silu=True)
+        assert actual.dtype == dtype
+        assert error(actual, expected) < (2e-6 if dtype == torch.float32 else 8e-3)
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 3, 4, 30], [7, 1]])
+@CHANNELS
+def test_committed_inputs_are_the_last_of_the_path(
+    sizes: list[int], channels: int, width: int, bias: bool
+) -> None:
+    from vllm_specplug.kernels.delta_tree_triton import commit_conv_triton
+
+    torch.manual_seed(channels)
+    trees = make_trees(bush, sizes)
+    kept = torch.randn(2 * len(sizes) + 1, width - 1, channels)
+    rows = torch.randn(len(trees.parents), channels)
+    inputs = torch.cat((kept[trees.slots].flatten(0, 1), rows))
+    for last in (trees.starts[:-1], trees.starts[1:] - 1):
+        expected = inputs[trees.windows(width)[last, 1:]]
+        after = kept.clone()
+        commit_conv_triton(after, rows, trees.parents, trees.slots, last)
+        assert torch.equal(after[trees.slots], expected)
+        targets = torch.full_like(trees.slots, -1)
+        targets[0] = 0
+        after = kept.clone()
+        commit_conv_triton(after, rows, trees.parents, trees.slots, last, targets)
+        assert torch.equal(after[0], expected[0]) and torch.equal(after[1:], kept[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_rule_takes_of_the_rows(dtype: torch.dtype) -> None:
+    from vllm_specplug.kernels.delta_tree_triton import tree_inputs_triton
+
+    torch.manual_seed(0)
+    rows, key_heads, heads, k, v = 5, 2, 6, 24, 40
+    mixed = torch.randn(rows, 2 * key_heads * k + heads * v).to(dtype)
+    # Parts of one projection, of which some rows are trees'. Large ones take the gate's other end.
+    ba = (20 * torch.randn(9, 2 * heads)).to(dtype)
+    b, a = ba.chunk(2, dim=-1)
+    at = torch.tensor([1, 2, 4, 7, 8])
+    a_log, dt_bias = torch.randn(heads), torch.randn(heads).to(dtype)
+    q, x, value = mixed.split([key_heads * k, key_heads * k, heads * v], dim=-1)
+    rates = torch.nn.functional.softplus(a[at].double() + dt_bias.double())
+    expected = [
+        normalised(q.double().view(rows, key_heads, k)),
+        normalised(x.double().view(rows, key_heads, k)),
+        value.double().view(rows, heads, v),
+        (-a_log.double().exp() * rates).exp(),
+        b[at].double().sigmoid(),
+    ]
+    actual = tree_inputs_triton(
+        mixed, a, b, at, a_log, dt_bias, key_heads=key_heads, key_size=k, value_size=v, eps=EPS
+    )
+    for i, (found, wanted) in enumerate(zip(actual, expected, strict=True)):
+        assert found.dtype == (dtype if i == 2 else torch.float32) and found.is_contiguous()
+        assert error(found, wanted) < 2e-6, i

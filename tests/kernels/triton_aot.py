@@ -317,19 +317,35 @@ def state_kernels(arch: int) -> list[Compiled]:
          "keys"), "*fp32",
     )  # fmt: skip
     integers = dict.fromkeys(
-        ("starts", "parents", "slots", "last_rows", "windows"), "*i64"
+        ("starts", "parents", "slots", "last_rows", "targets", "windows", "rows"), "*i64"
     ) | dict.fromkeys(
         ("num_rows", "width", "key_heads", "heads", "state_slot", "state_head", "state_value",
-         "channels"), "i32",
+         "channels", "num_trees", "conv_slot", "conv_step", "row_stride_a", "row_stride_b"), "i32",
     )  # fmt: skip
-    types = floats | integers | {"states": "*bf16", "scale": "fp32"}
+    layer = dict.fromkeys(
+        ("inputs", "conv_states", "weight", "bias", "mixed", "a", "b", "dt_bias"), "*bf16"
+    )
+    types = floats | integers | layer
+    types |= {"states": "*bf16", "a_log": "*fp32", "scale": "fp32", "eps": "fp32"}
     sizes = {"KEY_SIZE": 128, "VALUE_SIZE": 128, "COLUMNS": kernels._COLUMNS}
     cases: dict[str, tuple[Any, dict[str, Any], dict[str, str], int]] = {
         "tree_conv": (
             kernels._tree_conv_kernel,
-            {"WIDTH": 4, "HAS_BIAS": False, "SILU": True, "BLOCK": kernels._CHANNELS},
-            dict.fromkeys(("inputs", "weight", "bias", "output"), "*bf16"),
+            {
+                "WIDTH": 4,
+                "HAS_BIAS": False,
+                "SILU": True,
+                "BLOCK": kernels._CHANNELS,
+                "conv_channel": 1,
+            },
+            {"output": "*bf16"},
             4,
+        ),
+        "tree_inputs": (
+            kernels._tree_inputs_kernel,
+            {"KEY_SIZE": 128, "VALUE_SIZE": 128, "KEYS": 128, "VALUES": 128, "HEADS": 32},
+            {"value": "*bf16"},
+            1,
         ),
         "tree_products": (kernels._tree_products_kernel, {"ROWS": 64}, {}, 2),
         "tree_solve": (
@@ -341,6 +357,12 @@ def state_kernels(arch: int) -> list[Compiled]:
         "commit_states": (
             kernels._commit_states_kernel,
             {**sizes, "KEYS": kernels._COMMIT_KEYS, "BLOCKS": 4, "state_key": 1},
+            {},
+            4,
+        ),
+        "commit_conv": (
+            kernels._commit_conv_kernel,
+            {"KEPT": 3, "BLOCK": kernels._CHANNELS, "conv_channel": 1},
             {},
             4,
         ),

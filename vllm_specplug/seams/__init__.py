@@ -11,7 +11,7 @@ from vllm_specplug.seams.listing import (
     WORKER_SEAMS,
 )
 from vllm_specplug.seams.listing_gpu import ATTENTION_BACKENDS
-from vllm_specplug.seams.listing_states import STATE_SEAMS
+from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
     DEVICE_SPECULATOR,
@@ -29,7 +29,9 @@ __all__ = [
     "CPU_BACKENDS",
     "CPU_RUNNER",
     "CPU_RUNNER_V2",
+    "CPU_STATE_SEAMS",
     "DEVICE_SPECULATOR",
+    "DEVICE_STATE_SEAMS",
     "GRAPHS_OF_TREES",
     "LOGITS_PROCESSORS",
     "PROCESS_SEAMS",

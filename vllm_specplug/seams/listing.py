@@ -13,7 +13,7 @@ from vllm_specplug.seams.listing_gpu import (
     GPU_USES,
     GPU_V1_USES,
 )
-from vllm_specplug.seams.listing_states import STATE_SEAMS
+from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
     DEVICE_SPECULATOR,
@@ -557,6 +557,8 @@ ALL_SEAMS: tuple[Seam, ...] = (
     GRAPHS_OF_TREES,
     *CPU_BACKENDS.seams,
     *STATE_SEAMS.seams,
+    *CPU_STATE_SEAMS.seams,
+    *DEVICE_STATE_SEAMS.seams,
     *_CPU_USES,
     V2_CPU_ADMISSION,
     *V2_CPU_KERNELS.seams,

@@ -21,6 +21,7 @@ _V1_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _V2_STATE = "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState"
 _HAS_STATES = f"vLLM takes parents of drafts in layers with a state ({TREE})"
 
+# With kernels of any kind.
 STATE_SEAMS = SeamSet(
     (
         Register(
@@ -30,6 +31,71 @@ STATE_SEAMS = SeamSet(
             _HAS_STATES,
             path="vllm_specplug.vllm_attention.state_rows.TreeGDNBackend",
         ),
+        Wrap(
+            "state_rows",
+            f"{_GDN}._forward_core",
+            _WHY_STATES,
+            _HAS_STATES,
+            make="vllm_specplug.vllm_attention.state_rows:with_device_trees",
+        ),
+        *uses(
+            "state_blocks",
+            _WHY_BLOCKS,
+            _HAS_STATES,
+            "vllm.v1.kv_cache_interface:MambaSpec",
+            f"{_V2_STATE}.preprocess_state",
+            f"{_V2_STATE}.postprocess_state",
+        ),
+        InstanceAttribute(
+            "state_blocks", f"{_V2_STATE}._mamba_state_idx_gpu", _WHY_BLOCKS, _HAS_STATES
+        ),
+        *uses(
+            "state_rows",
+            _WHY_STATES,
+            _HAS_STATES,
+            "vllm.forward_context:get_forward_context",
+            "vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first",
+            f"{_BACKENDS}.gdn_attn:GDNAttentionBackend",
+            f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",
+            f"{_GDN}.get_state_shape",
+            f"{_GDN}.get_state_dtype",
+        ),
+        *overrides(
+            "state_rows",
+            _WHY_STATES,
+            _HAS_STATES,
+            f"{_BACKENDS}.gdn_attn:GDNAttentionBackend",
+            "get_builder_cls",
+        ),
+        *overrides(
+            "state_rows",
+            _WHY_STATES,
+            _HAS_STATES,
+            f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",
+            "__init__",
+            "build",
+            "get_cudagraph_support",
+        ),
+        *(
+            InstanceAttribute("state_rows", f"{owner}.{name}", _WHY_STATES, _HAS_STATES)
+            for owner, names in (
+                (
+                    f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",
+                    "speculative_config use_spec_decode num_spec",
+                ),
+                (
+                    _GDN,
+                    "num_spec num_k_heads num_v_heads tp_size activation conv1d dt_bias A_log "
+                    "enable_fused_gdn_spec_decode",
+                ),
+            )
+            for name in names.split()
+        ),
+    )
+)
+
+CPU_STATE_SEAMS = SeamSet(
+    (
         Wrap(
             "state_rows",
             "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec",
@@ -63,56 +129,31 @@ STATE_SEAMS = SeamSet(
             "state_blocks", f"{_V1_RUNNER}.mamba_state_idx", _WHY_BLOCKS, _HAS_STATES
         ),
         *uses(
-            "state_blocks",
-            _WHY_BLOCKS,
+            "state_rows",
+            _WHY_STATES,
             _HAS_STATES,
-            "vllm.v1.kv_cache_interface:MambaSpec",
-            f"{_V2_STATE}.preprocess_state",
-            f"{_V2_STATE}.postprocess_state",
+            "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_unpacked_conv_weight",
+            f"{_GDN}.rearrange_mixed_qkv",
         ),
-        InstanceAttribute(
-            "state_blocks", f"{_V2_STATE}._mamba_state_idx_gpu", _WHY_BLOCKS, _HAS_STATES
+    )
+)
+
+# On CUDA, in the V2 runner.
+DEVICE_STATE_SEAMS = SeamSet(
+    (
+        Wrap(
+            "state_layers",
+            "vllm.platforms.interface:Platform.update_block_size_for_backend",
+            _WHY_STATES,
+            _HAS_STATES,
+            make="vllm_specplug.vllm_worker.state_layers:without_draft_states",
         ),
         *uses(
             "state_rows",
             _WHY_STATES,
             _HAS_STATES,
-            "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_unpacked_conv_weight",
-            "vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first",
-            f"{_BACKENDS}.gdn_attn:GDNAttentionBackend",
-            f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",
-            f"{_GDN}.rearrange_mixed_qkv",
-            f"{_GDN}.get_state_shape",
-            f"{_GDN}.get_state_dtype",
-        ),
-        *overrides(
-            "state_rows",
-            _WHY_STATES,
-            _HAS_STATES,
-            f"{_BACKENDS}.gdn_attn:GDNAttentionBackend",
-            "get_builder_cls",
-        ),
-        *overrides(
-            "state_rows",
-            _WHY_STATES,
-            _HAS_STATES,
-            f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",
-            "__init__",
-            "build",
-        ),
-        *(
-            InstanceAttribute("state_rows", f"{owner}.{name}", _WHY_STATES, _HAS_STATES)
-            for owner, names in (
-                (
-                    f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",
-                    "speculative_config use_spec_decode num_spec",
-                ),
-                (
-                    _GDN,
-                    "num_spec num_k_heads tp_size activation conv1d dt_bias A_log",
-                ),
-            )
-            for name in names.split()
+            f"{_BACKENDS}.utils:compute_causal_conv1d_metadata",
+            f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder._build_chunk_metadata",
         ),
     )
 )

@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 
 from vllm_specplug.kernels import (
@@ -33,6 +35,9 @@ STATE_STEP_ATTRIBUTE = "specplug_state_step"
 
 # The same, with prefix caching: `StateBlocks`.
 STATE_BLOCKS_ATTRIBUTE = "specplug_state_blocks"
+
+# The same: the builder that made it.
+BUILDER_ATTRIBUTE = "specplug_state_builder"
 
 # What vLLM's CPU kernels add to the sum of squares of a query or key.
 NORM_EPS = 1e-5
@@ -57,10 +62,16 @@ class TreeGDNMetadataBuilder(GDNAttentionMetadataBuilder):
         if getattr(self.speculative_config, "plugin_method", None) is not None:
             self.use_spec_decode, self.num_spec, self.reorder_batch_threshold = False, 0, 1
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        # A full graph would be replayed without the step's trees.
+        return AttentionCGSupport.NEVER
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kw: Any
     ) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kw)
+        setattr(metadata, BUILDER_ATTRIBUTE, self)
         if self.vllm_config.cache_config.mamba_cache_mode == "align":
             table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.block_size
             setattr(metadata, STATE_BLOCKS_ATTRIBUTE, StateBlocks(table, size))
@@ -94,7 +105,7 @@ class RequestRows:
 
 
 @dataclass(frozen=True)
-class _LinearRows:
+class LinearRows:
     """Rows that vLLM's own code computes: of requests without a tree, and before a root."""
 
     # [T'] int64 rows of the forward, single rows that continue a state first
@@ -108,7 +119,7 @@ class _LinearRows:
     num_decodes: int
 
     @classmethod
-    def of(cls, requests: Sequence[RequestRows]) -> _LinearRows | None:
+    def of(cls, requests: Sequence[RequestRows]) -> LinearRows | None:
         spans = []
         for index, r in enumerate(requests):
             end = r.root_row if r.is_tree else r.end_row
@@ -129,7 +140,7 @@ class _LinearRows:
         )
 
     def metadata(self, stock: Any) -> Any:
-        """vLLM's metadata of a step that has these rows alone."""
+        """vLLM's metadata of a step that has these rows alone, as its CPU kernels read it."""
         num_rows, decodes = len(self.rows), self.num_decodes
         return replace(
             stock,
@@ -145,7 +156,7 @@ class _LinearRows:
 
 
 @dataclass(frozen=True)
-class _Pending:
+class PendingLayer:
     """What a layer's trees would do to its states."""
 
     # [S, W - 1, C] and [S, Hv, K, V], vLLM's
@@ -169,6 +180,7 @@ class StateStep:
     def __init__(self, requests: Sequence[RequestRows], parents: torch.Tensor) -> None:
         drafting = [(i, r) for i, r in enumerate(requests) if r.is_tree]
         counts = torch.tensor([r.end_row - r.root_row for _, r in drafting])
+        self.most_rows = int(counts.max())
         self.starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         self.parents = parents
         self.rows = torch.cat([torch.arange(r.root_row, r.end_row) for _, r in drafting])
@@ -177,8 +189,8 @@ class StateStep:
         self.fresh = torch.tensor(
             [r.first_row == r.root_row and not r.has_state for _, r in drafting]
         )
-        self.linear = _LinearRows.of(requests)
-        self._pending: list[_Pending] = []
+        self.linear = LinearRows.of(requests)
+        self.pending: list[PendingLayer] = []
         # By KV cache group, whose layers share one metadata object.
         self._groups: dict[int, tuple[Any, StateTrees, Any]] = {}
         self._windows: dict[int, torch.Tensor] = {}
@@ -214,19 +226,20 @@ class StateStep:
             stock(layer, linear, mixed_qkv[at], b[at], a[at], own)
             output[at] = own
         blocks = getattr(metadata, STATE_BLOCKS_ATTRIBUTE, None)
-        output[self.rows] = self._run_trees(
-            layer, trees, mixed_qkv[self.rows], b[self.rows], a[self.rows], blocks
-        )
+        self.run_trees(layer, trees, mixed_qkv, b, a, output, blocks)
 
-    def _run_trees(
+    def run_trees(
         self,
         layer: Any,
         trees: StateTrees,
-        inputs: torch.Tensor,
+        mixed_qkv: torch.Tensor,
         b: torch.Tensor,
         a: torch.Tensor,
+        output: torch.Tensor,
         blocks: StateBlocks | None,
-    ) -> torch.Tensor:
+    ) -> None:
+        """The trees' rows of a layer, written into `output`; the states stay as they are."""
+        inputs, b, a = mixed_qkv[self.rows], b[self.rows], a[self.rows]
         conv_states, states = layer_states(layer)
         if self.fresh.any():
             conv_states[trees.slots[self.fresh]] = 0
@@ -237,14 +250,14 @@ class StateStep:
         weight = _unpacked_conv_weight(layer)
         mixed = tree_conv(
             torch.cat((conv_states[trees.slots].flatten(0, 1), inputs.to(conv_states.dtype))),
-            self._window(trees, weight.shape[1]),
+            self.window(trees, weight.shape[1]),
             weight,
             layer.conv1d.bias,
             silu=layer.activation in ("silu", "swish"),
         )
         query, key, value = (x.squeeze(0) for x in layer.rearrange_mixed_qkv(mixed))
         rates = torch.nn.functional.softplus(a.float() + layer.dt_bias.float())
-        output, updates = tree_delta_rule(
+        out, updates = tree_delta_rule(
             query,
             key,
             value,
@@ -255,10 +268,11 @@ class StateStep:
             scale=key.shape[-1] ** -0.5,
             eps=NORM_EPS,
         )
-        self._pending.append(_Pending(conv_states, states, inputs, updates, trees, blocks))
-        return output.to(inputs.dtype)
+        self.pending.append(PendingLayer(conv_states, states, inputs, updates, trees, blocks))
+        output[self.rows] = out.to(inputs.dtype)
 
-    def _window(self, trees: StateTrees, width: int) -> torch.Tensor:
+    def window(self, trees: StateTrees, width: int) -> torch.Tensor:
+        """`StateTrees.windows`, made once a step."""
         if width not in self._windows:
             self._windows[width] = trees.windows(width)
         return self._windows[width]
@@ -279,11 +293,23 @@ class StateStep:
             contexts: int64 [R] tokens before each root; not given for dummies.
             lengths: int64 [R] accepted nodes of each tree.
         """
-        for layer in self._pending:
+        self.apply_paths(last_rows, contexts, lengths)
+        # Metadata holds this step, and this step its metadata: not until the garbage collector.
+        self.pending.clear()
+        self._groups.clear()
+
+    def apply_paths(
+        self,
+        last_rows: torch.Tensor,
+        contexts: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+    ) -> None:
+        """What `commit` does to the layers."""
+        for layer in self.pending:
             width = layer.conv_states.shape[1] + 1
             kept = layer.conv_states[layer.trees.slots].flatten(0, 1)
             known = torch.cat((kept, layer.inputs.to(kept.dtype)))
-            windows = self._window(layer.trees, width)[:, 1:]
+            windows = self.window(layer.trees, width)[:, 1:]
             if layer.blocks is not None and contexts is not None and lengths is not None:
                 ended, rows, slots = self._full_blocks(layer, last_rows, contexts, lengths)
                 if len(ended):
@@ -295,18 +321,27 @@ class StateStep:
                     commit_states(layer.states, layer.updates, trees, rows)
             layer.conv_states[layer.trees.slots] = known[windows[last_rows]]
             commit_states(layer.states, layer.updates, layer.trees, last_rows)
-        # Metadata holds this step, and this step its metadata: not until the garbage collector.
-        self._pending.clear()
-        self._groups.clear()
 
     def _full_blocks(
         self,
-        layer: _Pending,
+        layer: PendingLayer,
         last_rows: torch.Tensor,
         contexts: torch.Tensor,
         lengths: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Trees whose paths fill a block, the row that does, and the slot for its state; int64."""
+        is_full, slots, depths = self.block_ends(layer, contexts, lengths)
+        ended = is_full.nonzero()[:, 0]
+        rows, above = last_rows[ended], (lengths - depths)[ended]
+        for climbed in range(int(above.max()) if len(above) else 0):
+            rows = torch.where(above > climbed, self.parents[rows], rows)
+        return ended, rows, slots[ended]
+
+    def block_ends(
+        self, layer: PendingLayer, contexts: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each tree: whether its path fills the block it began in and leaves it, bool; the
+        block's slot, and how many nodes of a path the block has room for, int64."""
         assert layer.blocks is not None
         size = layer.blocks.size
         # Nodes of the path down to the row with a block's last position.
@@ -315,19 +350,18 @@ class StateStep:
         slots = slots.gather(1, (contexts // size)[:, None])[:, 0]
         # Where the rows end with the block, the running state is that of its end.
         is_full = (depths <= lengths) & (slots != layer.trees.slots) & (slots != 0)
-        ended = is_full.nonzero()[:, 0]
-        rows, above = last_rows[ended], (lengths - depths)[ended]
-        for climbed in range(int(above.max()) if len(above) else 0):
-            rows = torch.where(above > climbed, self.parents[rows], rows)
-        return ended, rows, slots[ended]
+        return is_full, slots, depths
 
 
-def rehearsed_step(num_rows: int, max_requests: int, tree_rows: int) -> StateStep:
+def rehearsed_step(
+    num_rows: int, max_requests: int, tree_rows: int, make: Callable[..., StateStep] = StateStep
+) -> StateStep:
     """Trees for a forward of dummies, in which every node has two children.
 
     Args:
         max_requests: most trees.
         tree_rows: most rows of one, where `max_requests` do not stand in the way.
+        make: of the device's steps.
     """
     count = min(max_requests, -(-num_rows // tree_rows))
     ends = torch.linspace(0, num_rows, count + 1).round().long()
@@ -336,17 +370,21 @@ def rehearsed_step(num_rows: int, max_requests: int, tree_rows: int) -> StateSte
     for request in requests:
         rows = torch.arange(request.end_row - request.root_row)
         parents.append(torch.where(rows > 0, request.root_row + (rows - 1) // 2, -1))
-    return StateStep(requests, torch.cat(parents))
+    return make(requests, torch.cat(parents))
 
 
 def layer_states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's convolution inputs [S, W - 1, C], oldest first, and states [S, Hv, K, V], as vLLM's
     CPU kernels lay them out."""
-    conv_states, states = layer.kv_cache[:2]
-    if is_conv_state_dim_first():
-        conv_states = conv_states.transpose(1, 2)
+    states = layer.kv_cache[1]
     slots, heads, value_size, key_size = states.shape
-    return conv_states, states.view(slots, heads, key_size, value_size)
+    return layer_conv_states(layer), states.view(slots, heads, key_size, value_size)
+
+
+def layer_conv_states(layer: Any) -> torch.Tensor:
+    """A layer's convolution inputs [S, W - 1, C], oldest first."""
+    conv_states: torch.Tensor = layer.kv_cache[0]
+    return conv_states.transpose(1, 2) if is_conv_state_dim_first() else conv_states
 
 
 def row_bytes(layer: Any) -> int:
@@ -362,6 +400,36 @@ def attach_state_step(attn_metadata: dict[str, Any], names: Sequence[str], step:
     """Puts `step` on the metadata of the layers `names`."""
     for metadata in {id(m): m for m in (attn_metadata[name] for name in names)}.values():
         setattr(metadata, STATE_STEP_ATTRIBUTE, step)
+
+
+def with_device_trees(stock: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's core of a layer elsewhere, with tree rows taken over. Seam: state_rows."""
+
+    def core(
+        layer: Any,
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> None:
+        by_layer: Any = get_forward_context().attn_metadata
+        metadata = by_layer.get(layer.prefix) if isinstance(by_layer, dict) else None
+        step = getattr(metadata, STATE_STEP_ATTRIBUTE, None)
+        if step is None:
+            stock(layer, mixed_qkv, b, a, core_attn_out)
+            return
+
+        def linear_rows(layer: Any, linear: Any, *tensors: torch.Tensor) -> None:
+            # vLLM's core looks for its metadata there.
+            by_layer[layer.prefix] = linear
+            try:
+                stock(layer, *tensors)
+            finally:
+                by_layer[layer.prefix] = metadata
+
+        step.run(linear_rows, layer, metadata, mixed_qkv, b, a, core_attn_out)
+
+    return core
 
 
 def with_trees(stock: Core) -> Core:

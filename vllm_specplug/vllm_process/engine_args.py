@@ -180,8 +180,8 @@ _DELTA_NET = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_valu
 
 
 def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
-    """Layers with a recurrent state: that of Gated DeltaNet can follow a tree, on a CPU. Whether
-    all layers are such is seen once they are built."""
+    """Layers with a recurrent state: that of Gated DeltaNet can follow a tree, on a CPU, and on
+    CUDA in the V2 runner. Whether all layers are such is seen once they are built."""
     model = vllm_config.model_config
     if not all(hasattr(model.hf_text_config, name) for name in _DELTA_NET):
         _refuse(
@@ -191,20 +191,22 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
             "and Gated DeltaNet layers",
         )
     device = vllm_config.device_config.device_type
-    if device != "cpu":
+    if device != "cpu" and not spec.uses_v2:
         _refuse(
             method,
-            f"Gated DeltaNet layers on {device!r} ({model.architectures[0]})",
-            "Their trees are computed on CPUs alone; use a target of attention layers",
+            f"Gated DeltaNet layers on {device!r} in vLLM's V1 model runner "
+            f"({model.architectures[0]})",
+            "The V2 runner has their trees: leave VLLM_USE_V2_MODEL_RUNNER out, or set it to 1, "
+            "which also says what keeps this engine on V1",
         )
     dtype = str(model.dtype).removeprefix("torch.")
-    if dtype not in STATE_DTYPES:
+    if device == "cpu" and dtype not in STATE_DTYPES:
         _refuse(
             method,
             f"dtype={dtype} on a target with Gated DeltaNet layers ({model.architectures[0]})",
             'vLLM\'s CPU kernels for them take bfloat16 alone: set dtype="bfloat16"',
         )
-    if spec.tree_kernel == "triton":
+    if device == "cpu" and spec.tree_kernel == "triton":
         _refuse(
             method,
             f"tree_kernel='triton' on a target with recurrent states ({model.architectures[0]})",
@@ -234,9 +236,6 @@ def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config
     device = vllm_config.device_config.device_type
     if device not in ("cpu", "cuda"):
         _refuse(method, f"{what} on {device!r}", remedy)
-    if device == "cuda" and spec.uses_v2:
-        remedy = f"{remedy}, or set VLLM_USE_V2_MODEL_RUNNER=0"
-        _refuse(method, f"{what} in vLLM's V2 model runner on 'cuda'", remedy)
     served = [name for name in FP8_CACHES if device == "cpu" or name in E4M3_CACHES]
     if wanted not in ("auto", *served):
         _refuse(method, f"{what} on {device!r}", f"{remedy}, or one of {', '.join(served)}")

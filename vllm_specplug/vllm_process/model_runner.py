@@ -21,8 +21,8 @@ from typing import Any
 from vllm_specplug.seams import V2_CPU_ADMISSION
 from vllm_specplug.seams.seam import resolve
 from vllm_specplug.vllm_process.engine_args import check_scheduling
-from vllm_specplug.vllm_process.runner_choice import asked_for_v2, log_fall_back
-from vllm_specplug.vllm_process.spec_config import WORKERS_V2, tree_config
+from vllm_specplug.vllm_process.runner_choice import asked_for_v2
+from vllm_specplug.vllm_process.spec_config import tree_config
 
 
 def admitting_trees(original: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
@@ -81,18 +81,10 @@ def keeping_async_scheduling(original: Callable[[Any], None]) -> Callable[[Any],
 
 def takes_v1(vllm_config: Any) -> bool:
     """Whether V1 is taken for a config that trees took V2 for, unless V2 was asked for: for what
-    vLLM's V2 lacks besides trees, and for what trees on V2 lack of the whole config."""
+    vLLM's V2 lacks besides trees."""
     if asked_for_v2() is not None:
         return False
-    if vllm_config._get_v2_model_runner_unsupported_features():
-        return True
-    wanted = vllm_config.cache_config.cache_dtype
-    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    if vllm_config.parallel_config.worker_cls != WORKERS_V2["cuda"] or wanted in ("auto", dtype):
-        return False
-    method = str(vllm_config.speculative_config.plugin_method)
-    log_fall_back(method, f"V2 does not serve trees over kv_cache_dtype={wanted!r} on CUDA")
-    return True
+    return bool(vllm_config._get_v2_model_runner_unsupported_features())
 
 
 def schedules_ahead(vllm_config: Any, asked: bool | None) -> bool:

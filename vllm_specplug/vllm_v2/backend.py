@@ -14,6 +14,7 @@ import torch
 
 from vllm_specplug.drafting.drafter import DraftCache
 from vllm_specplug.kernels import TreeAttnMetadata, compact_kv
+from vllm_specplug.vllm_attention.state_rows import StateStep
 from vllm_specplug.vllm_attention.tree_rows import CpuTreeRows, TreeRows, layout_key
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, path_moves
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
@@ -28,6 +29,8 @@ class TreeBackend(ABC):
     """Whether the device's memory is the host's, so that nothing has to be waited for."""
     reads_fp8 = False
     """Whether its kernels read KV caches of 8 bits."""
+    state_step: type[StateStep] = StateStep
+    """Trees of a step in layers with a recurrent state."""
 
     @abstractmethod
     def step_clock(self) -> StepClock:

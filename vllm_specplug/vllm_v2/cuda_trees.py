@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.vllm_attention.device_states import DeviceStateStep
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, TreeRows
 from vllm_specplug.vllm_v2.backend import TreeBackend, step_plan
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk
@@ -33,6 +34,8 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
     """`CudaKernels` for trees that are tensors."""
 
     is_host = False
+    reads_fp8 = True
+    state_step = DeviceStateStep
     # The running step's by KV cache group, each int32 [R, blocks].
     block_tables: Sequence[torch.Tensor]
 

@@ -40,7 +40,7 @@ from vllm_specplug.vllm_v2.host_step import StepRecord
 from vllm_specplug.vllm_v2.runner_state import RunnerState
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
-from vllm_specplug.vllm_v2.state_blocks import move_states_by_block
+from vllm_specplug.vllm_v2.state_blocks import keep_states_as_committed, move_states_by_block
 from vllm_specplug.vllm_v2.state_trees import accepted_lengths, last_state_rows, state_step
 from vllm_specplug.vllm_v2.step_input import step_rows, verified_step
 from vllm_specplug.vllm_v2.stop_tokens import MOST_STOP_TOKENS, StopTokens, stop_tokens_of
@@ -172,7 +172,9 @@ class TreeRunnerV2Mixin(_Runner):
                 for one in {id(m): m for m in metadata.values()}.values():
                     attach_tree_rows(one, rows)
             if self.tree_step is not None and self.drafter.state_layers.names:
-                self.tree_states = state_step(input_batch, self.tree_step)
+                self.tree_states = state_step(
+                    input_batch, self.tree_step, self.tree_backend.state_step
+                )
             states = self.tree_states or self.rehearsed_states
             if states is not None:
                 attach_state_step(metadata, self.drafter.state_layers.names, states)
@@ -183,7 +185,10 @@ class TreeRunnerV2Mixin(_Runner):
             self.drafter.state_layers.names and self.cache_config.mamba_cache_mode == "align"
         )
         if self._moves_states:
-            move_states_by_block(self.model_state, self.state.layers)
+            if self.tree_backend.is_host:
+                move_states_by_block(self.model_state, self.state.layers)
+            else:
+                keep_states_as_committed(self.model_state)
         if self.model_config.uses_mrope:
             self._follow_depth_on_all_axes()
 

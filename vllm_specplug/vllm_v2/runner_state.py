@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from vllm_specplug.vllm_attention.state_rows import StateStep
+from vllm_specplug.vllm_v2.host_step import to_device
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 
@@ -23,6 +25,10 @@ class RunnerState(RunnerView):
     """
 
     name = "V2"
+
+    def state_step(self, requests: Any, parents: torch.Tensor) -> StateStep:
+        make: type[StateStep] = self.runner.tree_backend.state_step
+        return make(requests, to_device(parents.numpy(), self.device))
 
     def dummy_forward(self, rows: int, context: int) -> torch.Tensor:
         # vLLM makes a request of each row while there are slots, and puts the context before it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent states that prefix caching keeps at the ends of blocks, on a CPU.
+"""Recurrent states that prefix caching keeps at the ends of blocks.
 
 The running state is in the block of a step's last row. It moves there before the forward, and the
 blocks it leaves keep what they hold. vLLM's own kernels for it are Triton's, and count states of
@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 
 def move_states_by_block(model_state: Any, layers: Mapping[str, Any]) -> None:
-    """Gives V2's model state of a hybrid target these copies in the place of its own.
+    """Gives V2's model state of a hybrid target these copies in the place of its own, on a CPU.
 
     Args:
         layers: vLLM's static forward context.
@@ -30,6 +30,19 @@ def move_states_by_block(model_state: Any, layers: Mapping[str, Any]) -> None:
     def postprocess_state(idx_mapping: Any, num_sampled: Any, *computed: Any) -> None:
         # Without the third argument it copies nothing.
         stock(idx_mapping, num_sampled)
+
+    model_state.postprocess_state = postprocess_state
+
+
+def keep_states_as_committed(model_state: Any) -> None:
+    """Has V2's model state of a hybrid target move states with its own kernels, on a device.
+
+    They find one state per sequence: what a step accepted is in it, as if it were one token.
+    """
+    stock = model_state.postprocess_state
+
+    def postprocess_state(idx_mapping: Any, num_sampled: Any, *computed: Any) -> None:
+        stock(idx_mapping, 1)
 
     model_state.postprocess_state = postprocess_state
 

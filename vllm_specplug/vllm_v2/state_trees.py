@@ -7,6 +7,7 @@ whose parent and what was accepted stays on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,29 @@ import torch
 
 from vllm_specplug.vllm_attention.state_rows import RequestRows, StateStep
 from vllm_specplug.vllm_v2.device_trees import ROOT, StepTrees, Walk
+from vllm_specplug.vllm_v2.host_step import to_device
 
 
-def state_step(input_batch: Any, trees: StepTrees) -> StateStep:
+def state_step(
+    input_batch: Any, trees: StepTrees, make: Callable[..., StateStep] = StateStep
+) -> StateStep:
     """For a step in which at least one request has drafts. What no walk can reach hangs below its
-    root."""
+    root.
+
+    Args:
+        make: of the device's steps.
+    """
     ends = input_batch.query_start_loc_np.tolist()
     computed = input_batch.num_computed_tokens_np.tolist()
     requests = [
         RequestRows(ends[i], ends[i + 1] - rows, ends[i + 1], computed[i] > 0)
         for i, rows in enumerate(_row_counts(input_batch).tolist())
     ]
-    kept, shifts = _kept_rows(input_batch)
-    parents = torch.where(trees.parent_rows[kept] == ROOT, ROOT, trees.above[kept] - shifts)
-    return StateStep(requests, parents)
+    parents, above = trees.parent_rows, trees.above
+    if not all(request.is_tree for request in requests):
+        kept, shifts = _kept_rows(input_batch, above.device)
+        parents, above = parents[kept], above[kept] - shifts
+    return make(requests, torch.where(parents == ROOT, ROOT, above))
 
 
 def last_state_rows(input_batch: Any, walk: Walk) -> torch.Tensor:
@@ -35,17 +45,23 @@ def last_state_rows(input_batch: Any, walk: Walk) -> torch.Tensor:
     nothing was accepted."""
     last = walk.path_rows.gather(1, walk.lengths[:, None].long())[:, 0]
     counts = _row_counts(input_batch)
-    lost = np.where(counts > 1, 0, counts).cumsum()
-    drafting = torch.from_numpy(np.flatnonzero(counts > 1))
-    return last[drafting] - torch.from_numpy(lost)[drafting]
+    drafting = np.flatnonzero(counts > 1)
+    if len(drafting) == len(counts):
+        return last
+    lost = np.where(counts > 1, 0, counts).cumsum()[drafting]
+    return last[to_device(drafting, last.device)] - to_device(lost, last.device)
 
 
 def accepted_lengths(
     input_batch: Any, trees: StepTrees, walk: Walk
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens before each tree's root, and its accepted nodes; int64 [R]."""
-    drafting = torch.from_numpy(np.flatnonzero(_row_counts(input_batch) > 1))
-    return trees.rows.contexts[drafting].long(), walk.lengths[drafting].long()
+    contexts, lengths = trees.rows.contexts, walk.lengths
+    is_drafting = _row_counts(input_batch) > 1
+    if not is_drafting.all():
+        drafting = to_device(np.flatnonzero(is_drafting), lengths.device)
+        contexts, lengths = contexts[drafting], lengths[drafting]
+    return contexts.long(), lengths.long()
 
 
 def _row_counts(input_batch: Any) -> np.ndarray:
@@ -54,9 +70,9 @@ def _row_counts(input_batch: Any) -> np.ndarray:
     return counts.astype(np.int64)
 
 
-def _kept_rows(input_batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _kept_rows(input_batch: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits rows of requests with drafts, and how many rows of others stand before each."""
     counts = _row_counts(input_batch)
     is_kept = np.repeat(counts > 1, counts)
     shifts = np.repeat(np.where(counts > 1, 0, counts).cumsum(), counts)
-    return torch.from_numpy(np.flatnonzero(is_kept)), torch.from_numpy(shifts[is_kept])
+    return to_device(np.flatnonzero(is_kept), device), to_device(shifts[is_kept], device)

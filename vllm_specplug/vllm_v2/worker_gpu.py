@@ -12,11 +12,13 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.options import check_v2_feature
 from vllm_specplug.seams import DEVICE_SPECULATOR, GRAPHS_OF_TREES
+from vllm_specplug.vllm_attention.device_states import rehearse
 from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE, wants_full_graphs
 from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits, claim_attention_backend
+from vllm_specplug.vllm_worker.drafter_memory import most_tree_rows
 from vllm_specplug.vllm_worker.rehearsal import profile_largest_step, warm_up_draft
 from vllm_specplug.vllm_worker.start_up import require_seams
 
@@ -49,10 +51,31 @@ class DeviceRunnerMixin(TreeRunnerV2Mixin):
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         # In a forward with trees; stock attention plans nothing of the kind in a profile run.
         workspace = self.tree_backend.make_workspace()
+        kept = self._tree_state_memory()
         super().profile_run(*args, **kwargs)
-        del workspace
+        del workspace, kept
         profile_largest_step(self.state, self.planner.row_budget.max_step_rows, _sample_all)
         self.state.wait_for_device()
+
+    def warm_up_states(self) -> None:
+        """Compiles the kernels of layers with a state, before a tree waits for one."""
+        names = {*self.state.state_layers.names}
+        for group in self.kv_cache_config.kv_cache_groups:
+            name = next((name for name in group.layer_names if name in names), None)
+            if name is not None:
+                rehearse(self.state.layers[name], self.num_speculative_steps + 1, self.state.dtype)
+
+    def _tree_state_memory(self) -> torch.Tensor:
+        """As many bytes as the rows of trees keep in layers with a state until the walk, and what
+        one such layer takes for a moment."""
+        layers, rows = self.state.state_layers, most_tree_rows(self.state)
+        size = 0
+        if layers.names:
+            # Convolved rows, values and outputs, and decays between rows of a tree.
+            heads = layers.value_heads * (self.num_speculative_steps + 1)
+            one = 3 * layers.row_bytes // len(layers.names) + 4 * heads
+            size = rows * (layers.row_bytes + one)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
 
 def _sample_all(logits: torch.Tensor) -> None:
@@ -88,6 +111,7 @@ class TreeGPUWorkerV2(Worker):
         # Before graphs are captured: a kernel that compiles during a capture would break it.
         self.model_runner.tree_backend.warm_up()
         self.model_runner.speculator.warm_up()
+        self.model_runner.warm_up_states()
         return super().compile_or_warm_up_model()
 
     def _maybe_activate_jit_monitor(self) -> None:

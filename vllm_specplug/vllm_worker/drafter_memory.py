@@ -37,10 +37,15 @@ def memory_for_caches(state: RunnerView, available: int) -> int:
     return without_windows(spec, state.max_requests, state.dtype, available) - partial_bytes
 
 
+def most_tree_rows(state: RunnerView) -> int:
+    """Rows of trees in the largest step."""
+    most = state.vllm_config.speculative_config.max_step_rows or state.max_rows
+    return min(most, state.max_rows, state.max_requests * (state.drafter_options.num_nodes + 1))
+
+
 def _without_tree_states(state: RunnerView, available: int) -> int:
     """Less what the rows of trees keep in layers with a state until the walk."""
-    most = state.vllm_config.speculative_config.max_step_rows or state.max_rows
-    rows = min(most, state.max_rows, state.max_requests * (state.drafter_options.num_nodes + 1))
+    rows = most_tree_rows(state)
     kept = rows * state.state_layers.row_bytes
     if kept >= available:
         raise ValueError(

@@ -20,7 +20,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specplug.drafting.drafter import DrafterOptions
-from vllm_specplug.vllm_attention.state_rows import rehearsed_step
+from vllm_specplug.vllm_attention.state_rows import StateStep, rehearsed_step
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_groups
 from vllm_specplug.vllm_worker.state_layers import StateLayers
 
@@ -95,6 +95,10 @@ class RunnerView(ABC):
         layers: StateLayers = self.runner.drafter.state_layers
         return layers
 
+    def state_step(self, requests: Any, parents: torch.Tensor) -> StateStep:
+        """A step's trees in those layers; `parents` on the host."""
+        return StateStep(requests, parents)
+
     @property
     def drafter_options(self) -> DrafterOptions:
         return self.runner.drafter.options
@@ -112,7 +116,8 @@ class RunnerView(ABC):
         """
         if rows == 1 or not self.state_layers.names:
             return self.dummy_forward(rows, context)
-        step = rehearsed_step(rows, self.max_requests, self.drafter_options.num_nodes + 1)
+        most = self.drafter_options.num_nodes + 1
+        step = rehearsed_step(rows, self.max_requests, most, self.state_step)
         self.runner.rehearsed_states = step
         try:
             hidden = self.dummy_forward(rows, context)

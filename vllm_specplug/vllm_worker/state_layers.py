@@ -18,7 +18,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from vllm_specplug.seams import STATE_SEAMS
+from vllm_specplug.seams import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class StateLayers:
     names: tuple[str, ...] = ()
     row_bytes: int = 0
     """What a tree row keeps in all of them until the walk."""
+    value_heads: int = 0
+    """Value heads of one of them on this rank."""
 
 
 def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
@@ -44,8 +46,6 @@ def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
     }
     if not found:
         return StateLayers()
-    if not current_platform.is_cpu():
-        _refuse(found, method, "kept there by kernels that know no trees", "Serve it on a CPU")
     # Not for targets without such layers: these names are private.
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
         QwenGatedDeltaNetAttention,
@@ -59,19 +59,27 @@ def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
             "which is not the Gated DeltaNet of Qwen3-Next",
             "Use a target with those or with attention alone, or a chain method of vLLM's own",
         )
-    missing = STATE_SEAMS.verify()
+    seams = (STATE_SEAMS, CPU_STATE_SEAMS if current_platform.is_cpu() else DEVICE_STATE_SEAMS)
+    missing = [problem for each in seams for problem in each.verify()]
     if missing:
         raise RuntimeError(
             f"This vLLM lacks what trees need in layers with a state: {'; '.join(missing)}. "
             "Install a supported release (`specplug doctor` names it) or use another target."
         )
-    STATE_SEAMS.apply()
+    for each in seams:
+        each.apply()
     from vllm_specplug.vllm_attention.state_rows import row_bytes
 
     for layer in found.values():
         layer.num_spec = 0
+        # A core for chains of drafts, fused with what follows: plain decoding has another.
+        layer.enable_fused_gdn_spec_decode = False
         layer.get_kv_cache_spec = _without_draft_states(layer.get_kv_cache_spec)
-    return StateLayers(tuple(found), sum(row_bytes(layer) for layer in found.values()))
+    return StateLayers(
+        tuple(found),
+        sum(row_bytes(layer) for layer in found.values()),
+        max(layer.num_v_heads // layer.tp_size for layer in found.values()),
+    )
 
 
 def check_state_blocks(kv_cache_config: Any, num_nodes: int, method: str) -> None:
@@ -124,14 +132,16 @@ def without_draft_states(original: Callable[[Any], None]) -> Callable[[Any, Any]
 
     Seam: state_layers.
     """
+    # Unbound: a platform that inherits it decides by its own class.
+    stock: Callable[[Any, Any], None] = original.__func__  # type: ignore[attr-defined]
 
     def update(platform: Any, vllm_config: Any) -> None:
         spec = vllm_config.speculative_config
         if getattr(spec, "plugin_method", None) is None:
-            return original(vllm_config)
+            return stock(type(platform), vllm_config)
         vllm_config.speculative_config = None
         try:
-            return original(vllm_config)
+            return stock(type(platform), vllm_config)
         finally:
             vllm_config.speculative_config = spec
 

@@ -252,17 +252,11 @@ def test_cuda_takes_the_runner_that_vllm_takes(
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_8_bit_caches_take_v1_on_cuda(
-    target: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
-) -> None:
+def test_8_bit_caches_take_v2_on_cuda(target: Path, warnings: list[str]) -> None:
     config = start(target, kv_cache_dtype="fp8")
-    assert runner_of(config) == "V1"
-    assert len(warnings) == 1 and "kv_cache_dtype='fp8' on CUDA" in warnings[0]
+    assert runner_of(config) == "V2"
     config.__post_init__()  # as an engine process does
-    assert runner_of(config) == "V1" and len(warnings) == 1
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    # Refused by device (`test_refusals.py`), which is a CPU here.
-    assert runner_of(start(target, kv_cache_dtype="fp8")) == "V2" and len(warnings) == 1
+    assert runner_of(config) == "V2" and not warnings
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees over recurrent states on V2 as on CUDA, in Triton's interpreter; see test_cuda_v2.py."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+# First: it puts the interpreter in place.
+from tests.e2e import cuda_v2_checks  # isort: skip
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.e2e import cuda_v2_states, vision_checks
+from tests.e2e.hybrids import ROPE_ON_AXES, make_hybrid_target
+from tests.e2e.option_checks import greedy, seeded
+from tests.e2e.pair import Counts, Pair, core_of, sequences_of, watch_prefix_hits
+from vllm_specplug.vllm_attention.device_states import DeviceStateStep
+
+cuda_v2_states.use_device_core()
+VOCAB = 300
+
+
+@cache
+def target(family: str = "Qwen3Next", **config: Any) -> str:
+    folder = Path(tempfile.mkdtemp(prefix="specplug-hybrid-")) / family
+    if family == "Qwen3_5Text":
+        config["rope_parameters"] = ROPE_ON_AXES
+    return str(make_hybrid_target(folder, family, VOCAB, **config))
+
+
+def engines(*, ahead: bool, model: str | None = None, **options: Any) -> Pair:
+    engine = {"model": model or target(), "skip_tokenizer_init": True}
+    return cuda_v2_checks.engines(ahead=ahead, target=engine, **options)
+
+
+def compared(made: Pair, **options: Any) -> Counts:
+    """Greedy and seeded, drafted for and not; one prompt comes in pieces beside requests that
+    decode."""
+    params = [
+        greedy(max_tokens=14, detokenize=False),
+        seeded(1, max_tokens=16, detokenize=False),
+        greedy(max_tokens=10, detokenize=False),
+        seeded(2, max_tokens=9, detokenize=False),
+    ]
+    params[2].extra_args = {"specplug_tree_budget": 0}
+    prompts = [*cuda_v2_checks.PROMPTS, [4, 3, 2, 1]]
+    return made.compare(prompts, params, **options)[1]
+
+
+def check_states_follow_trees() -> None:
+    counts = compared(engines(ahead=False), least_accepted=10)
+    assert counts.skipping > 1, counts
+
+
+def check_states_follow_trees_scheduled_ahead() -> None:
+    made = engines(ahead=True)
+    counts = compared(made, least_accepted=10)
+    assert counts.skipping > 1 and counts.stale > 0, counts
+    _check_one_state(made)
+
+
+def _check_one_state(made: Pair) -> None:
+    """Caches are laid out as without speculation, and vLLM's kernels find no states of drafts."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    plain, tree = (core_of(llm).scheduler.kv_cache_config for llm in (made.plain, made.tree))
+    shapes = [[(g.kv_cache_spec, len(g.layer_names)) for g in each.kv_cache_groups]
+              for each in (plain, tree)]  # fmt: skip
+    assert shapes[0] == shapes[1]
+    states = [spec for spec, _ in shapes[1] if isinstance(spec, MambaSpec)]
+    assert len(states) == 3 and {spec.num_speculative_blocks for spec in states} == {0}
+
+
+def check_text_models_of_qwen3_5() -> None:
+    """Their queries, keys and values come from one projection, side by side."""
+    vision_checks.have_torchvision()
+    model = target("Qwen3_5Text")
+    compared(engines(ahead=True, model=model), least_accepted=10)
+
+
+@contextmanager
+def changed(name: str, change: Any) -> Iterator[None]:
+    """`DeviceStateStep` with `change(stock, step, *args)` in the place of a method."""
+    stock = getattr(DeviceStateStep, name)
+
+    def instead(step: Any, *args: Any) -> Any:
+        return change(partial(stock, step), step, *args)
+
+    with patch.object(DeviceStateStep, name, instead):
+        yield
+
+
+def _is_a_line(stock: Any, step: Any, requests: Any, parents: torch.Tensor) -> None:
+    stock(requests, torch.where(parents < 0, -1, torch.arange(len(parents)) - 1))
+
+
+def _roots_alone(stock: Any, step: Any, last_rows: torch.Tensor, *rest: Any) -> None:
+    stock(step.starts[:-1], *rest)
+
+
+def _by_place(stock: Any, step: Any, last_rows: torch.Tensor, contexts: Any, lengths: Any) -> None:
+    """As many rows as were accepted, but the first ones."""
+    stock(step.starts[:-1] + lengths, contexts, lengths)
+
+
+def check_wrong_parents_and_wrong_commits_show() -> None:
+    made = engines(ahead=True)
+    controls = {"__init__": [_is_a_line], "apply_paths": [_by_place, _roots_alone]}
+    for name, changes in controls.items():
+        for change in changes:
+            with changed(name, change), pytest.raises(AssertionError, match="differs"):
+                compared(made)
+
+
+class _NothingRead(TorchDispatchMode):
+    """Fails where the host would wait for a device's tensor."""
+
+    READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not func.name().startswith(self.READS), func.name()
+        if func.name().startswith(("aten::index", "aten::_index")):
+            for index in args[1]:
+                assert index is None or index.dtype != torch.bool, "a mask as an index"
+        return func(*args, **(kwargs or {}))
+
+
+def _reading_nothing(stock: Any, step: Any, *args: Any) -> Any:
+    with _NothingRead():
+        return stock(*args)
+
+
+@cache
+def _caching() -> tuple[Pair, dict[str, int]]:
+    made = engines(
+        model=target(size=16),
+        ahead=True,
+        # By default vLLM keeps the last state of a prompt alone.
+        enable_prefix_caching=True,
+        prefix_cache_retention_interval=None,
+    )
+    assert core_of(made.tree).scheduler.block_size == 32
+    return made, watch_prefix_hits(made.tree)
+
+
+def _hits_on_generated_text() -> int:
+    """Prompts, then those with what was generated for them; how many of these found a block that
+    generated text ends."""
+    made, hits = _caching()
+    made.tree.reset_prefix_cache()
+    prompts = [[(5 * i + n) % 250 + 5 for i in range(n)] for n in (21, 25, 27)]
+    params = [
+        greedy(max_tokens=14, detokenize=False),
+        *(seeded(i, max_tokens=14, detokenize=False) for i in (1, 2)),
+    ]
+    expected, _ = made.compare(prompts, params, least_accepted=8)
+    hits.clear()
+    longer = [[*text[:-1], 11] for text in sequences_of(expected)]
+    made.compare(longer, greedy(max_tokens=8, detokenize=False))
+    return sum(count >= 32 for count in hits.values())
+
+
+def check_prefix_hits_on_generated_text() -> None:
+    """A block that generated text fills keeps the state at its end; vLLM's own kernels carry the
+    running one from block to block."""
+    assert _hits_on_generated_text() >= 1, _caching()[1]
+
+
+def check_nothing_is_read_on_the_host() -> None:
+    made, _ = _caching()
+    with changed("run_trees", _reading_nothing), changed("apply_paths", _reading_nothing):
+        made.compare([[5, 6, 7, 8]], greedy(max_tokens=6, detokenize=False))

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets with recurrent states are served where their trees can be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "options", "message"),
+    [
+        ("cuda", "bfloat16", {"uses_v2": True}, None),
+        ("cuda", "float32", {"uses_v2": True, "tree_kernel": "triton"}, None),
+        ("cuda", "bfloat16", {}, "on 'cuda' in vLLM's V1 .*VLLM_USE_V2_MODEL_RUNNER out"),
+        ("cpu", "bfloat16", {}, None),
+        ("cpu", "bfloat16", {"tree_kernel": "triton"}, 'tree_kernel="auto"'),
+    ],
+)
+def test_recurrent_states_by_device(
+    device: str, dtype: str, options: dict[str, Any], message: str | None
+) -> None:
+    from vllm_specplug.vllm_process.engine_args import _check_states
+
+    text = dict.fromkeys(
+        ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads"), 4
+    )
+    config: Any = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(
+            dtype=f"torch.{dtype}", hf_text_config=SimpleNamespace(**text),
+            architectures=["Qwen3NextForCausalLM"],
+        ),
+    )  # fmt: skip
+    spec: Any = SimpleNamespace(**{"tree_kernel": "auto", "uses_v2": False, "plan": None} | options)
+    if message is None:
+        _check_states("jetspec", spec, config)
+        return
+    with pytest.raises(ValueError, match=message):
+        _check_states("jetspec", spec, config)

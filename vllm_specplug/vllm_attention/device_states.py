@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`state_rows` with kernels of a device: nothing of a step's trees is read on the host.
+
+Which rows are whose is known there, and copied over once a step; which row is whose parent and
+what was accepted stays on the device.
+
+Seam: state_rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
+
+from vllm_specplug.kernels import DeltaUpdates, StateTrees
+from vllm_specplug.vllm_attention.state_rows import (
+    BUILDER_ATTRIBUTE,
+    LinearRows,
+    PendingLayer,
+    RequestRows,
+    StateBlocks,
+    StateStep,
+    layer_conv_states,
+)
+
+# What vLLM's kernels of devices add to the sum of squares of a query or key.
+NORM_EPS = 1e-6
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a host tensor on the device, without waiting for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    # The allocator keeps pinned memory until the copy is done.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class DeviceLinearRows(LinearRows):
+    """`LinearRows` as tensors of a device."""
+
+    # [B' + 1] int32, on the host
+    host_starts: torch.Tensor
+
+    @classmethod
+    def moved(cls, rows: LinearRows, device: torch.device) -> DeviceLinearRows:
+        """A copy on the device."""
+        return cls(
+            moved(rows.rows, device),
+            moved(rows.requests, device),
+            moved(rows.starts, device),
+            moved(rows.has_state, device),
+            rows.num_decodes,
+            rows.starts,
+        )
+
+    def metadata(self, stock: Any) -> Any:
+        """vLLM's metadata of a step that has these rows alone."""
+        metadata = super().metadata(stock)
+        if not metadata.num_prefills:
+            # As vLLM has it: a step of single rows reads states, whatever they are.
+            return replace(metadata, has_initial_state=None)
+        if not self._prefill_fields:
+            self._prefill_fields.update(self._prefills(getattr(stock, BUILDER_ATTRIBUTE)))
+        slots = metadata.non_spec_state_indices_tensor[self.num_decodes :]
+        return replace(metadata, prefill_state_indices=slots, **self._prefill_fields)
+
+    @cached_property
+    def _prefill_fields(self) -> dict[str, Any]:
+        return {}
+
+    def _prefills(self, builder: Any) -> dict[str, Any]:
+        """What vLLM's kernels for prompts read besides; the same in every KV cache group."""
+        device, decodes = self.starts.device, self.num_decodes
+        nums, batch, offsets = compute_causal_conv1d_metadata(self.host_starts, device=device)
+        starts = self.starts[decodes:] - decodes
+        chunk_indices, chunk_offsets = builder._build_chunk_metadata(
+            starts, self.host_starts[decodes:] - decodes, device
+        )
+        return {
+            "nums_dict": nums,
+            "batch_ptr": batch,
+            "token_chunk_offset_ptr": offsets,
+            "prefill_query_start_loc": starts,
+            "prefill_has_initial_state": self.has_state[decodes:],
+            "chunk_indices": chunk_indices,
+            "chunk_offsets": chunk_offsets,
+        }
+
+
+class DeviceStateStep(StateStep):
+    """`StateStep` on a device.
+
+    Args:
+        parents: on the device.
+    """
+
+    def __init__(self, requests: Sequence[RequestRows], parents: torch.Tensor) -> None:
+        super().__init__(requests, parents)
+        device = parents.device
+        fresh = self.fresh.nonzero()[:, 0]
+        self.fresh_trees = moved(fresh, device) if len(fresh) else None
+        self.starts, self.rows = moved(self.starts, device), moved(self.rows, device)
+        self.requests = moved(self.requests, device)
+        if self.linear is not None:
+            self.linear = DeviceLinearRows.moved(self.linear, device)
+        # Of each KV cache group: whose path fills a block, with which row, and the block's slot.
+        self._ends: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def run_trees(
+        self,
+        layer: Any,
+        trees: StateTrees,
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        output: torch.Tensor,
+        blocks: StateBlocks | None,
+    ) -> None:
+        from vllm_specplug.kernels import delta_tree_triton as kernels
+
+        conv_states, states = layer_conv_states(layer), device_states(layer)
+        if self.fresh_trees is not None:
+            slots = trees.slots[self.fresh_trees]
+            conv_states[slots] = 0
+            states[slots] = 0
+        # A copy: what comes in is the memory of the next layer's too.
+        inputs = mixed_qkv[self.rows]
+        weight = layer.conv1d.weight.flatten(1)
+        mixed = kernels.tree_conv_triton(
+            inputs,
+            conv_states,
+            trees.slots,
+            self.window(trees, weight.shape[1]),
+            weight,
+            layer.conv1d.bias,
+            silu=layer.activation in ("silu", "swish"),
+        )
+        key_size = states.shape[2]
+        query, key, value, decays, strengths = kernels.tree_inputs_triton(
+            mixed,
+            a,
+            b,
+            self.rows,
+            layer.A_log,
+            layer.dt_bias,
+            key_heads=layer.num_k_heads // layer.tp_size,
+            key_size=key_size,
+            value_size=states.shape[3],
+            eps=NORM_EPS,
+        )
+        out, updates = kernels.tree_delta_rule_triton(
+            query,
+            key,
+            value,
+            decays,
+            strengths,
+            states,
+            trees.starts,
+            trees.parents,
+            trees.slots,
+            max_rows=self.most_rows,
+            scale=key_size**-0.5,
+        )
+        kept = DeltaUpdates(key, updates, decays)
+        self.pending.append(PendingLayer(conv_states, states, inputs, kept, trees, blocks))
+        output[self.rows] = out.to(output.dtype)
+
+    def apply_paths(
+        self,
+        last_rows: torch.Tensor,
+        contexts: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+    ) -> None:
+        for layer in self.pending:
+            if layer.blocks is not None and contexts is not None and lengths is not None:
+                _write(layer, *self._block_ends(layer, last_rows, contexts, lengths))
+            _write(layer, last_rows, layer.trees.slots)
+        self._ends.clear()
+
+    def _block_ends(
+        self,
+        layer: PendingLayer,
+        last_rows: torch.Tensor,
+        contexts: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The row of each tree that fills a block, and the slot for its state; -1 for a tree whose
+        path fills none."""
+        known = self._ends.get(id(layer.trees))
+        if known is None:
+            is_full, slots, depths = self.block_ends(layer, contexts, lengths)
+            rows, above = last_rows, (lengths - depths).clamp_min(0)
+            # By doubling: parents, grandparents, and so on.
+            higher = self.parents
+            for bit in range(max(1, (self.most_rows - 1).bit_length())):
+                rows = torch.where((above >> bit) % 2 == 1, higher[rows], rows)
+                higher = torch.where(higher < 0, higher, higher[higher.clamp_min(0)])
+            known = rows.clamp_min(0), torch.where(is_full, slots, -1)
+            self._ends[id(layer.trees)] = known
+        return known
+
+
+def _write(layer: PendingLayer, rows: torch.Tensor, targets: torch.Tensor) -> None:
+    """States behind `rows` [R] of a layer's trees, written to slots `targets` [R]."""
+    from vllm_specplug.kernels import delta_tree_triton as kernels
+
+    trees, updates = layer.trees, layer.updates
+    kernels.commit_conv_triton(
+        layer.conv_states, layer.inputs, trees.parents, trees.slots, rows, targets
+    )
+    kernels.commit_states_triton(
+        layer.states,
+        updates.keys,
+        updates.updates,
+        updates.decays,
+        trees.parents,
+        trees.slots,
+        rows,
+        targets,
+    )
+
+
+def device_states(layer: Any) -> torch.Tensor:
+    """A layer's states [S, Hv, K, V] as vLLM's kernels of devices lay them out: V outside K."""
+    states: torch.Tensor = layer.kv_cache[1]
+    return states.transpose(2, 3)
+
+
+def rehearse(layer: Any, num_rows: int, dtype: torch.dtype) -> None:
+    """Runs each kernel of a layer over a tree of zeros, so that a first one compiles nothing.
+
+    Its state is that of vLLM's null block, whose contents nobody reads.
+
+    Args:
+        dtype: of the layer's rows.
+    """
+    conv_states, states = layer_conv_states(layer), device_states(layer)
+    device = states.device
+    parents = torch.arange(-1, num_rows - 1, device=device)
+    step = DeviceStateStep([RequestRows(0, 0, num_rows, True)], parents)
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    output = torch.zeros((num_rows, states.shape[1], states.shape[3]), dtype=dtype, device=device)
+    rows = torch.zeros((num_rows, conv_states.shape[2]), dtype=dtype, device=device)
+    gates = torch.zeros((num_rows, states.shape[1]), dtype=dtype, device=device)
+    trees = StateTrees(step.starts, step.parents, slots)
+    step.run_trees(layer, trees, rows, gates, gates, output, None)
+    step.commit(step.starts[1:] - 1)
