@@ -27,8 +27,6 @@ class TreeBackend(ABC):
 
     is_host = False
     """Whether the device's memory is the host's, so that nothing has to be waited for."""
-    reads_fp8 = False
-    """Whether its kernels read KV caches of 8 bits."""
     state_step: type[StateStep] = StateStep
     """Trees of a step in layers with a recurrent state."""
 
@@ -90,7 +88,6 @@ class CpuTreeBackend(TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache."""
 
     is_host = True
-    reads_fp8 = True
 
     def step_clock(self) -> StepClock:
         return HostClock()

@@ -34,7 +34,6 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
     """`CudaKernels` for trees that are tensors."""
 
     is_host = False
-    reads_fp8 = True
     state_step = DeviceStateStep
     # The running step's by KV cache group, each int32 [R, blocks].
     block_tables: Sequence[torch.Tensor]

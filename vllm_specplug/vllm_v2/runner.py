@@ -210,8 +210,7 @@ class TreeRunnerV2Mixin(_Runner):
             # A small cache to measure graphs with, dropped right after: it must not be kept alive.
             return
         state, method = self.state, str(self.tree_spec.plugin_method)
-        served = state.layers if self.tree_backend.reads_fp8 else None
-        check_cache_dtypes(state.target_caches(), state.dtype, method, served)
+        check_cache_dtypes(state.target_caches(), state.dtype, method, state.layers)
         check_state_blocks(state.kv_cache_config, self.tree_spec.num_speculative_tokens, method)
         self.tree_backend.bind(state.target_groups())
         self.draft_group = draft_group(state.kv_cache_config, state.layers, method)

@@ -86,7 +86,7 @@ def test_drafts_that_become_graphs(
     speculator: Any = object.__new__(DeviceSpeculator)
     speculator.vllm_config = speculator.device = None
     speculator.proposer = SimpleNamespace(
-        drafter=SimpleNamespace(drafts_on_device=on_device, propose_on_device=print),
+        drafter=SimpleNamespace(drafts_from_graphs=on_device, propose_on_device=print),
         options=SimpleNamespace(tree_width=3),
     )
     speculator.planner = SimpleNamespace(is_adaptive=adaptive)

@@ -21,9 +21,7 @@ from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.metrics import StepStats
-from vllm_specplug.vllm_v2 import runner as runner_module
 from vllm_specplug.vllm_v2 import sampler as sampler_module
-from vllm_specplug.vllm_v2.backend import CpuTreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_v2.sampler import TreeSampler
@@ -302,29 +300,3 @@ def test_each_kv_cache_group_is_compacted_by_its_own_block_table(
     assert layers is first and table is tables[0]
     assert others is other and another is tables[2]
     assert all(a is b for a, b in zip(paths, again, strict=True))
-
-
-@pytest.mark.parametrize("is_cuda", [True, False])
-def test_a_device_takes_no_cache_that_its_kernels_do_not_read(
-    is_cuda: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of 8 bits stop the start on CUDA."""
-    served: list[Any] = []
-    monkeypatch.setattr(runner_module, "check_cache_dtypes", lambda *args: served.append(args[3]))
-    monkeypatch.setattr(runner_module, "check_state_blocks", lambda *args: None)
-    monkeypatch.setattr(runner_module, "draft_group", lambda *args: 0)
-    monkeypatch.setattr(runner_module, "bind_drafter_memory", lambda *args: None)
-    monkeypatch.setattr(_Stock, "initialize_kv_cache", lambda self, config: None, raising=False)
-    runner: Any = object.__new__(_Runner)
-    runner.tree_spec = SimpleNamespace(
-        num_speculative_tokens=N, plugin_method="jetspec", tree_kernel="auto"
-    )
-    runner.state = SimpleNamespace(
-        layers={}, dtype=torch.float32, kv_cache_config=None,
-        target_caches=dict, target_groups=list,
-    )  # fmt: skip
-    runner.speculator = SimpleNamespace(proposer=SimpleNamespace(cache_layers=[]))
-    runner.tree_backend = PretendedBackend() if is_cuda else CpuTreeBackend()
-    monkeypatch.setattr(type(runner.tree_backend), "bind", lambda self, groups: None)
-    runner.initialize_kv_cache(None)
-    assert served == [None if is_cuda else {}]

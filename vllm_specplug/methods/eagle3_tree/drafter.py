@@ -49,7 +49,7 @@ MOST_LOGITS = 1 << 25
 class StateDrafter(HeadDrafter):
     """A layer over a token's embedding and the state before it.
 
-    Subclasses set the attributes below in `load`, and end it with `_begin`.
+    Subclasses set the attributes below in `load`, and end it with `begin_context`.
     """
 
     head: FusedDraftLayer
@@ -68,7 +68,8 @@ class StateDrafter(HeadDrafter):
     is_device_cache = False
     """Whether the cache is a `DeviceCache`: levels are then drafted without the host."""
 
-    def _begin(self, hidden_size: int) -> None:
+    def begin_context(self, hidden_size: int) -> None:
+        """Sets up what is kept of committed tokens; `hidden_size` is that of their states."""
         self._backlog = ContextBacklog.on(self.embed_tokens.device, self._write_context)
         self._roots = self.embed_tokens.new_zeros(0, hidden_size)
         self._root_places = None
@@ -370,7 +371,7 @@ class Eagle3Drafter(StateDrafter):
         self.head = FusedEagle3Head(head, self.options.max_model_len, target.make_linear)
         self.ngrams = ngram_branches(self.options)
         self.draft_vocab_size = self.config.draft_vocab_size
-        self._begin(self.config.hidden_size)
+        self.begin_context(self.config.hidden_size)
 
     def target_outputs(self, committed: CommittedTokens) -> torch.Tensor:
         return torch.cat([hidden[committed.rows] for hidden in committed.aux_hidden_states], dim=-1)

@@ -26,7 +26,7 @@ class MtpDrafter(StateDrafter):
         self.lm_head = target.make_lm_head(None)
         self.head = FusedMtpModule(module, self.options.max_model_len, target.make_linear)
         self.ngrams = ngram_branches(self.options)
-        self._begin(module.config.hidden_size)
+        self.begin_context(module.config.hidden_size)
 
     def target_outputs(self, committed: CommittedTokens) -> torch.Tensor:
         assert committed.output_states is not None
