@@ -5,6 +5,7 @@ token. Run by tests/e2e/test_eagle3_tree.py."""
 from __future__ import annotations
 
 import json
+from itertools import count
 from typing import Any
 
 from tests.e2e.pair import (
@@ -14,9 +15,11 @@ from tests.e2e.pair import (
     make_engine,
     sequences_of,
     target,
+    watch_preemptions,
     watch_prefix_hits,
 )
 from tests.e2e.tiny import make_eagle3_head
+from vllm_specplug.tree import DraftTree
 
 DEPTH = 3
 CHAIN = {"num_speculative_tokens": DEPTH, "tree_budget": DEPTH, "tree_width": 1}
@@ -107,6 +110,63 @@ def check_chunks_and_preemption_leave_the_drafts() -> None:
     for known in common:
         count = min(len(alone[known]), len(mixed[known]))
         assert alone[known][:count] == mixed[known][:count], len(known)
+
+
+class Drafts:
+    """What an engine's drafter drafts in every `every`th step, by the tokens before it, and how
+    many tokens' keys and values it computed at once."""
+
+    def __init__(self, llm: Any, every: int = 1) -> None:
+        runner = core_of(llm).model_executor.driver_worker.worker.model_runner
+        owner = getattr(runner, "speculator", None)
+        drafter = runner.drafter.drafter if owner is None else owner.proposer.drafter
+        self.seen: dict[tuple[int, ...], list[int]] = {}
+        self.written: list[int] = []
+        propose, write, steps = drafter.propose, drafter._backlog._write, count()
+
+        def draft(requests: Any) -> list[DraftTree]:
+            if next(steps) % every:
+                return [DraftTree.empty()] * len(requests)
+            trees: list[DraftTree] = propose(requests)
+            for tokens, tree in zip(requests.token_ids, trees, strict=True):
+                self.seen[tuple(tokens.tolist())] = tree.token_ids.tolist()
+            return trees
+
+        def noted(outputs: Any, *columns: Any) -> None:
+            self.written.append(len(outputs))
+            write(outputs, *columns)
+
+        drafter.propose, drafter._backlog._write = draft, noted
+
+
+def compare_drafts_after_steps_without_any(**engine: Any) -> None:
+    """What waits while nothing is drafted, through chunks, prefix hits and preemption: drafts are
+    those of an engine that drafts in every step."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    engine = {"max_num_batched_tokens": 40, "enable_prefix_caching": True, **engine}
+    llms = [
+        make_engine("eagle3_tree", speculative=CHAIN, **engine, **more)
+        for more in ({}, {"num_gpu_blocks_override": 9})
+    ]
+    always, seldom = Drafts(llms[0]), Drafts(llms[1], every=6)
+    preempted, hits = watch_preemptions(llms[1]), watch_prefix_hits(llms[1])
+    # The last two alone, so that what they share is still there.
+    for prompts in ([LONG, *PROMPTS], [LONG], [[*LONG[:96], 62, 3]]):
+        expected, found = (sequences_of(generate(llm, prompts, params)) for llm in llms)
+        assert expected == found
+    assert preempted and any(hits.values()), (preempted, hits)
+    common = set(always.seen) & set(seldom.seen)
+    assert len(common) > 5, (len(common), len(seldom.seen))
+    for known in common:
+        assert always.seen[known] == seldom.seen[known], len(known)
+    # Tokens of several steps went together.
+    assert sum(1 for n in seldom.written if n > 2 * len(PROMPTS)) > 2, seldom.written
+
+
+def check_drafts_after_steps_without_any() -> None:
+    compare_drafts_after_steps_without_any()
 
 
 def check_a_head_of_other_heads_than_the_targets() -> None:

@@ -32,6 +32,7 @@ from tests.e2e.adapter_checks import (
     of_the_next_row,
 )
 from tests.e2e.budget_checks import FLAT, STEEP, freeze_costs
+from tests.e2e.eagle3_checks import compare_drafts_after_steps_without_any
 from tests.e2e.event_checks import LONG
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
 from tests.e2e.pair import (
@@ -167,6 +168,10 @@ def check_drafts_of_the_target_itself() -> None:
 def check_heads_that_read_the_next_token() -> None:
     for ahead in (False, True):
         _compare("eagle3_tree", ahead)
+
+
+def check_context_that_waits_for_a_draft() -> None:
+    compare_drafts_after_steps_without_any(async_scheduling=False, **CACHE)
 
 
 def check_chunked_prompts_beside_decoding() -> None:

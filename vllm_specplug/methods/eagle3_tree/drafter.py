@@ -150,6 +150,7 @@ class StateDrafter(HeadDrafter):
         return self.ngrams if self.options.tree_width > 1 else None
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
+        self._backlog.flush()
         roots, levels = self._roots, self.options.tree_depth
         if len(roots) and requests.rows is not None:
             roots = roots[requests.rows]
