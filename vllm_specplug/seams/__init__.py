@@ -11,6 +11,7 @@ from vllm_specplug.seams.listing import (
     WORKER_SEAMS,
 )
 from vllm_specplug.seams.listing_gpu import ATTENTION_BACKENDS
+from vllm_specplug.seams.listing_latent import LATENT_SEAMS
 from vllm_specplug.seams.listing_states import STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
@@ -29,6 +30,7 @@ __all__ = [
     "CPU_RUNNER",
     "CPU_RUNNER_V2",
     "DEVICE_SPECULATOR",
+    "LATENT_SEAMS",
     "LOGITS_PROCESSORS",
     "PROCESS_SEAMS",
     "REFUSAL",

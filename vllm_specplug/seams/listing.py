@@ -13,6 +13,7 @@ from vllm_specplug.seams.listing_gpu import (
     GPU_USES,
     GPU_V1_USES,
 )
+from vllm_specplug.seams.listing_latent import LATENT_SEAMS
 from vllm_specplug.seams.listing_states import STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
@@ -546,6 +547,7 @@ ALL_SEAMS: tuple[Seam, ...] = (
     DEVICE_SPECULATOR,
     *CPU_BACKENDS.seams,
     *STATE_SEAMS.seams,
+    *LATENT_SEAMS.seams,
     *_CPU_USES,
     V2_CPU_ADMISSION,
     *V2_CPU_KERNELS.seams,

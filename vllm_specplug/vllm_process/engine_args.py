@@ -112,7 +112,7 @@ def check_engine_config(vllm_config: Any) -> None:
         )
     _check_cache_dtype(method, spec, vllm_config)
     if model.use_mla:
-        _refuse(method, f"MLA targets ({model.architectures[0]})", "Use a target with MHA or GQA")
+        _check_latent(method, spec, vllm_config)
     if model.is_hybrid or model.is_attention_free or model.has_inner_state:
         _check_states(method, spec, vllm_config)
     if model.is_encoder_decoder or model.runner_type != "generate":
@@ -216,6 +216,44 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
             method,
             f"{option} on a target with recurrent states ({model.architectures[0]})",
             "A draft forward would change them; use another setting of that option",
+        )
+
+
+def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
+    """Multi-head latent attention: its cache is read on a CPU, as vLLM's reference backend writes
+    it. Whether all layers are such, and what turns their queries, is seen once they are built."""
+    model = vllm_config.model_config
+    target = f"an MLA target ({model.architectures[0]})"
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        _refuse(
+            method,
+            f"{target} on {device!r}",
+            "Trees over latent caches are computed on CPUs alone; use a target with MHA or GQA, or "
+            "a chain method of vLLM's own",
+        )
+    if spec.tree_kernel not in ("auto", "reference"):
+        _refuse(
+            method,
+            f"tree_kernel={spec.tree_kernel!r} on {target}",
+            'Latent caches are read with torch alone: use tree_kernel="auto" or "reference"',
+        )
+    wanted = vllm_config.cache_config.cache_dtype
+    dtype = str(model.dtype).removeprefix("torch.")
+    if wanted not in ("auto", dtype):
+        _refuse(
+            method,
+            f"kv_cache_dtype={wanted!r} on {target}",
+            'vLLM\'s CPU_MLA backend has none but kv_cache_dtype="auto"',
+        )
+    needs = get_method(method).needs | (spec.plan.needs if spec.plan else frozenset())
+    option = spec.plan.target_forward_option if spec.plan else None
+    if needs & READS_TARGET_CACHE or option:
+        _refuse(
+            method,
+            f"{option} on {target}" if option else target,
+            "Its drafts read the target's keys and values by head, and a latent cache has none: "
+            f"use another {'setting of that option' if option else 'method'}",
         )
 
 

@@ -24,7 +24,6 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_attention.state_rows import StateStep, attach_state_step
-from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.device_trees import (
     Committed,
@@ -158,12 +157,9 @@ class TreeRunnerV2Mixin(_Runner):
             input_batch: Any, cudagraph_mode: Any, block_tables: Any, *args: Any, **kwargs: Any
         ) -> Any:
             metadata = stock(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
-            if self.tree_step is not None:
-                rows = self.tree_backend.tree_rows(self.tree_step, block_tables)
-                for one in {id(m): m for m in metadata.values()}.values():
-                    attach_tree_rows(one, rows)
-                if self.drafter.state_layers.names:
-                    self.tree_states = state_step(input_batch, self.tree_step)
+            self.tree_backend.attach(metadata, input_batch, self.tree_step, block_tables)
+            if self.tree_step is not None and self.drafter.state_layers.names:
+                self.tree_states = state_step(input_batch, self.tree_step)
             states = self.tree_states or self.rehearsed_states
             if states is not None:
                 attach_state_step(metadata, self.drafter.state_layers.names, states)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the list that concerns layers with multi-head latent attention; `listing` has the
+whole. In place in workers whose target has such layers."""
+
+from __future__ import annotations
+
+from vllm_specplug.seams.reasons import TREE, overrides, uses
+from vllm_specplug.seams.seam import InstanceAttribute, Register, SeamSet
+
+_BACKENDS = "vllm.v1.attention.backends"
+_LAYERS = "vllm.model_executor.layers.attention.mla_attention"
+_WHY = (
+    "vLLM expands the whole context for a request with drafts, and attends them causally; tree "
+    "rows are decoded over the latent cache, among their ancestors"
+)
+_UNTIL = f"vLLM takes a mask per request ({TREE})"
+
+LATENT_SEAMS = SeamSet(
+    (
+        Register(
+            "latent_backend",
+            f"{_BACKENDS}.registry:AttentionBackendEnum.CPU_MLA",
+            _WHY,
+            _UNTIL,
+            path="vllm_specplug.vllm_attention.latent.TreeCPUMLABackend",
+        ),
+        *uses(
+            "latent_backend",
+            _WHY,
+            _UNTIL,
+            f"{_BACKENDS}.mla.cpu_mla:CPUMLABackend",
+            f"{_BACKENDS}.mla.cpu_mla:CPUMLAImpl",
+            f"{_LAYERS}:MLAAttention",
+            f"{_LAYERS}:MLAAttention.forward_impl",
+            f"{_LAYERS}:MLACommonDecodeMetadata",
+            f"{_LAYERS}:MLACommonMetadata",
+            f"{_LAYERS}:MLACommonPrefillMetadata",
+            f"{_BACKENDS}.mla.prefill.base:MLAPrefillBackend.prepare_metadata",
+        ),
+        *overrides(
+            "latent_backend",
+            _WHY,
+            _UNTIL,
+            f"{_BACKENDS}.mla.cpu_mla:CPUMLABackend",
+            "get_impl_cls",
+        ),
+        *overrides(
+            "latent_backend",
+            _WHY,
+            _UNTIL,
+            f"{_BACKENDS}.mla.cpu_mla:CPUMLAImpl",
+            "forward_mqa",
+        ),
+        *(
+            InstanceAttribute("latent_backend", f"{_LAYERS}:{owner}.{name}", _WHY, _UNTIL)
+            for owner, names in (
+                (
+                    "MLAAttention",
+                    "impl attn_backend indexer sliding_window num_heads kv_lora_rank "
+                    "qk_rope_head_dim qk_nope_head_dim v_head_dim",
+                ),
+            )
+            for name in names.split()
+        ),
+        *uses(
+            "latent_rotary",
+            "vLLM's CPU operator for rotary embeddings is wrong for queries of three dimensions, "
+            "which these layers give it; where it is called, no answer can be compared",
+            "vLLM's operator is right for them",
+            "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper",
+        ),
+    )
+)
