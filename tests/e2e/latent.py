@@ -40,21 +40,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def latent_config(family: str, **config: Any) -> Any:
+    import transformers
+
+    fields = {**_LATENT, **FAMILIES[family], "architectures": [f"{family}ForCausalLM"], **config}
+    return getattr(transformers, f"{family}Config")(**fields)
+
+
 def make_latent_target(folder: Path, family: str, **config: Any) -> Path:
     """A float32 target whose attention is sharp: who attends whom shows in the output."""
     import transformers
 
     torch.manual_seed(0)
-    made = getattr(transformers, f"{family}Config")(**{**_LATENT, **FAMILIES[family], **config})
+    made = latent_config(family, **config)
     model = transformers.AutoModelForCausalLM.from_config(made).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("q_proj.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight")):
-                parameter.mul_(6.0)
+                parameter.mul_(20.0)
+            elif name.endswith("o_proj.weight"):
+                parameter.mul_(40.0)
             elif name.endswith("e_score_correction_bias"):
                 parameter.normal_(std=0.1)
-            elif parameter.dim() >= 2:
-                parameter.mul_(4.0)
+            elif parameter.dim() >= 2 and "embed" not in name:
+                parameter.mul_(3.0 if "mlp" in name else 8.0)
     model.save_pretrained(folder)
     return folder
 

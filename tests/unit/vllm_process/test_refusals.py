@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.e2e.latent import latent_config
 from tests.e2e.tiny import make_head, make_target, make_tokenswift_heads
 
 VOCAB = 12
@@ -501,6 +502,44 @@ def test_targets_with_recurrent_states(
         return
     with pytest.raises(ValueError, match=message):
         _config(tmp_path, spec, **engine)
+
+
+@pytest.mark.parametrize(
+    ("engine", "spec", "message"),
+    [
+        ({}, {}, None),
+        ({"dtype": "bfloat16"}, {}, None),
+        ({}, {"tree_kernel": "reference"}, None),
+        ({}, {"tree_kernel": "cpp"}, r"tree_kernel='cpp' on an MLA target .*\"auto\" or"),
+        ({}, {"tree_kernel": "triton"}, "tree_kernel='triton' on an MLA target"),
+        ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype='fp8' on an MLA target .*CPU_MLA"),
+        ({}, {"method": "tokenswift", "draft_source": "self"},
+         r"draft_source='self' on an MLA target .*another setting"),
+    ],
+)  # fmt: skip
+def test_targets_with_latent_attention(
+    tmp_path: Path, engine: dict[str, Any], spec: dict[str, Any], message: str | None
+) -> None:
+    latent_config("DeepseekV3").save_pretrained(tmp_path)
+    spec = {"method": "ngram_tree", "num_speculative_tokens": 8, **spec}
+    if spec["method"] == "tokenswift":
+        spec["model"] = str(make_tokenswift_heads(tmp_path / "heads", 300))
+    if message is None:
+        assert _config(tmp_path, spec, **engine).model_config.use_mla
+        return
+    with pytest.raises(ValueError, match=message):
+        _config(tmp_path, spec, **engine)
+
+
+def test_latent_attention_on_another_device_is_refused_by_name(tmp_path: Path) -> None:
+    latent_config("DeepseekV2").save_pretrained(tmp_path)
+    config = _config(tmp_path, {"method": "ngram_tree", "num_speculative_tokens": 8})
+    config.device_config = SimpleNamespace(device_type="cuda")
+    from vllm_specplug.vllm_process.engine_args import check_engine_config
+
+    message = r"'ngram_tree' .*MLA target \(DeepseekV2ForCausalLM\) on 'cuda'.*on CPUs alone"
+    with pytest.raises(ValueError, match=message):
+        check_engine_config(config)
 
 
 def test_missing_and_pickled_heads(target: Path, head: Path, tmp_path: Path) -> None:
