@@ -296,6 +296,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         "whether tree rows can be computed is decided by the target's layers as they were built",
         HAS_REGISTRY,
         "vllm.model_executor.layers.attention:Attention",
+        "vllm.model_executor.layers.attention:MLAAttention",
         "vllm.v1.attention.backend:AttentionType",
         "vllm.model_executor.layers.mamba.abstract:MambaBase",
         "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",

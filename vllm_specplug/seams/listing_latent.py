@@ -15,6 +15,12 @@ _WHY = (
 )
 _UNTIL = f"vLLM takes a mask per request ({TREE})"
 
+_WHY_ROTARY = (
+    "vLLM's CPU operator for rotary embeddings is wrong for queries of three dimensions, which "
+    "these layers give it; where it is called, no answer can be compared"
+)
+_RIGHT_ROTARY = "vLLM's operator is right for them"
+
 LATENT_SEAMS = SeamSet(
     (
         Register(
@@ -56,18 +62,33 @@ LATENT_SEAMS = SeamSet(
             for owner, names in (
                 (
                     "MLAAttention",
-                    "impl attn_backend indexer sliding_window num_heads kv_lora_rank "
-                    "qk_rope_head_dim qk_nope_head_dim v_head_dim",
+                    "impl attn_backend indexer sliding_window use_sparse "
+                    "non_causal_multi_token_decode num_heads num_kv_heads head_size",
                 ),
             )
             for name in names.split()
         ),
         *uses(
             "latent_rotary",
-            "vLLM's CPU operator for rotary embeddings is wrong for queries of three dimensions, "
-            "which these layers give it; where it is called, no answer can be compared",
-            "vLLM's operator is right for them",
+            _WHY_ROTARY,
+            _RIGHT_ROTARY,
             "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper",
+        ),
+        *(
+            InstanceAttribute(
+                "latent_rotary",
+                f"vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper.{name}",
+                _WHY_ROTARY,
+                _RIGHT_ROTARY,
+            )
+            for name in (
+                "mla_attn",
+                "rotary_emb",
+                "num_heads",
+                "qk_head_dim",
+                "qk_nope_head_dim",
+                "qk_rope_head_dim",
+            )
         ),
     )
 )

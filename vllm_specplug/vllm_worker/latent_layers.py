@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
 _POSITIONS = (5, 17, 3, 11)
@@ -16,12 +17,23 @@ _MOST_DIFFERENCE = 1e-2
 
 
 def check_latent_rotary(model: torch.nn.Module, method: str) -> None:
-    """Refuses a target whose rotary embedding turns a row's query by its place in the batch.
+    """Refuses a target whose rotary embedding turns a row's query by its place in the batch, and
+    layers whose rotary embedding is not where vLLM's own models have it.
 
     Raises:
         ValueError: naming the first such layer and what to do.
     """
     known: set[int] = set()
+    found = {id(m.mla_attn) for m in model.modules()
+             if isinstance(m, MultiHeadLatentAttentionWrapper)}  # fmt: skip
+    for name, module in model.named_modules():
+        if isinstance(module, MLAAttention) and id(module) not in found:
+            raise ValueError(
+                f"Speculative method {method!r} cannot verify trees in this target: what turns the "
+                f"queries of latent attention layer {name!r} cannot be tried, as it is not in "
+                "vLLM's MultiHeadLatentAttentionWrapper. Use another target, or a chain method of "
+                "vLLM's own."
+            )
     for name, module in model.named_modules():
         if not isinstance(module, MultiHeadLatentAttentionWrapper) or module.rotary_emb is None:
             continue

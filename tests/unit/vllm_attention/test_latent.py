@@ -100,7 +100,7 @@ def test_what_turns_queries_by_their_place_is_refused(turn: Any) -> None:
 
     def wrapper(rotary: Any) -> Any:
         return bare(
-            MultiHeadLatentAttentionWrapper, rotary_emb=rotary, num_heads=HEADS,
+            MultiHeadLatentAttentionWrapper, rotary_emb=rotary, mla_attn=layer(), num_heads=HEADS,
             qk_head_dim=NOPE + ROTARY, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROTARY,
         )  # fmt: skip
 
@@ -110,6 +110,12 @@ def test_what_turns_queries_by_their_place_is_refused(turn: Any) -> None:
         check_latent_rotary(model, "ngram_tree")
         return
     with pytest.raises(ValueError, match=r"layer '1' \(Rotary\).*-rotary_embedding"):
+        check_latent_rotary(model, "ngram_tree")
+
+
+def test_layers_outside_of_vllms_wrapper_are_refused() -> None:
+    model = torch.nn.ModuleList([bare(torch.nn.Module, attention=layer())])
+    with pytest.raises(ValueError, match="layer '0.attention' cannot be tried"):
         check_latent_rotary(model, "ngram_tree")
 
 
