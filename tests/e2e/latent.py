@@ -31,7 +31,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # DeepSeek-V3, and Kimi-K2 in its classes: compressed queries, experts in groups, by sigmoid
     # and a bias.
     "DeepseekV3": {"q_lora_rank": 48, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
-                   "routed_scaling_factor": 2.5,
+                   "routed_scaling_factor": 2.5, "topk_method": "noaux_tc",
+                   "scoring_func": "sigmoid",
                    "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     # GLM-4.7-Flash: rotary embeddings without scaling.
     "Glm4MoeLite": {"q_lora_rank": 48, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,

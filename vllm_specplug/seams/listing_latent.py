@@ -9,6 +9,7 @@ from vllm_specplug.seams.seam import InstanceAttribute, Register, SeamSet
 
 _BACKENDS = "vllm.v1.attention.backends"
 _LAYERS = "vllm.model_executor.layers.attention.mla_attention"
+_MLA = "vllm.model_executor.layers.attention:MLAAttention"
 _WHY = (
     "vLLM expands the whole context for a request with drafts, and attends them causally; tree "
     "rows are decoded over the latent cache, among their ancestors"
@@ -36,11 +37,9 @@ LATENT_SEAMS = SeamSet(
             _UNTIL,
             f"{_BACKENDS}.mla.cpu_mla:CPUMLABackend",
             f"{_BACKENDS}.mla.cpu_mla:CPUMLAImpl",
-            f"{_LAYERS}:MLAAttention",
-            f"{_LAYERS}:MLAAttention.forward_impl",
+            f"{_MLA}.forward_impl",
             f"{_LAYERS}:MLACommonDecodeMetadata",
             f"{_LAYERS}:MLACommonMetadata",
-            f"{_LAYERS}:MLACommonPrefillMetadata",
             f"{_BACKENDS}.mla.prefill.base:MLAPrefillBackend.prepare_metadata",
         ),
         *overrides(
@@ -58,15 +57,32 @@ LATENT_SEAMS = SeamSet(
             "forward_mqa",
         ),
         *(
-            InstanceAttribute("latent_backend", f"{_LAYERS}:{owner}.{name}", _WHY, _UNTIL)
-            for owner, names in (
-                (
-                    "MLAAttention",
-                    "impl attn_backend indexer sliding_window use_sparse "
-                    "non_causal_multi_token_decode num_heads num_kv_heads head_size",
-                ),
+            InstanceAttribute("latent_backend", f"{_MLA}.{name}", _WHY, _UNTIL)
+            for name in (
+                "impl",
+                "attn_backend",
+                "indexer",
+                "sliding_window",
+                "use_sparse",
+                "non_causal_multi_token_decode",
+                "num_heads",
+                "num_kv_heads",
+                "head_size",
             )
-            for name in names.split()
+        ),
+        *overrides(
+            "latent_drafts",
+            "vLLM's latent caches have blocks of 16 tokens, which its other CPU kernel does not "
+            "take; draft layers' pages are none of its business",
+            "vLLM offers cache-only layers to proposers",
+            f"{_BACKENDS}.cpu_attn:CPUAttentionBackend",
+            "get_supported_kernel_block_sizes",
+        ),
+        *uses(
+            "latent_drafts",
+            "vLLM's latent caches have blocks of 16 tokens",
+            "vLLM offers cache-only layers to proposers",
+            "vllm.v1.attention.backend:MultipleOf",
         ),
         *uses(
             "latent_rotary",

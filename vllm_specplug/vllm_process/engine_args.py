@@ -246,6 +246,15 @@ def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
             f"kv_cache_dtype={wanted!r} on {target}",
             'vLLM\'s CPU_MLA backend has none but kv_cache_dtype="auto"',
         )
+    scheduler = vllm_config.scheduler_config
+    most = scheduler.max_num_scheduled_tokens
+    if not scheduler.enable_chunked_prefill and most is not None and most < model.max_model_len:
+        _refuse(
+            method,
+            f"max_num_scheduled_tokens={most} on {target}",
+            "Without chunked prefill, which vLLM turns off here, a longer prompt would never be "
+            f"scheduled: leave it out, or give at least max_model_len={model.max_model_len}",
+        )
     needs = get_method(method).needs | (spec.plan.needs if spec.plan else frozenset())
     option = spec.plan.target_forward_option if spec.plan else None
     if needs & READS_TARGET_CACHE or option:
@@ -319,12 +328,22 @@ def _check_token_budget(
             )
 
 
+def _take_prompts_whole(vllm_config: Any) -> None:
+    """Under speculation vLLM limits the rows of a step before its CPU platform turns chunked
+    prefill off and raises the limit's origin; a prompt that is longer would wait for ever."""
+    scheduler = vllm_config.scheduler_config
+    if tree_config(vllm_config) is not None and not scheduler.enable_chunked_prefill:
+        scheduler.max_num_scheduled_tokens = scheduler.max_num_batched_tokens
+
+
 def checked(original: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineArgs.create_engine_config` with our checks. Seam: engine_config."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_option_names(self.spec_method, self.speculative_config, self.spec_model)
         vllm_config = original(self, *args, **kwargs)
+        if self.max_num_scheduled_tokens is None:
+            _take_prompts_whole(vllm_config)
         check_engine_config(vllm_config)
         return vllm_config
 

@@ -511,8 +511,10 @@ def test_targets_with_recurrent_states(
         ({"dtype": "bfloat16"}, {}, None),
         ({}, {"tree_kernel": "reference"}, None),
         ({}, {"tree_kernel": "cpp"}, r"tree_kernel='cpp' on an MLA target .*\"auto\" or"),
-        ({}, {"tree_kernel": "triton"}, "tree_kernel='triton' on an MLA target"),
         ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype='fp8' on an MLA target .*CPU_MLA"),
+        # Prompts come in whole.
+        ({"max_num_batched_tokens": 64}, {}, None),
+        ({"max_num_scheduled_tokens": 64}, {}, "scheduled_tokens=64 on .*max_model_len=256"),
         ({}, {"method": "tokenswift", "draft_source": "self"},
          r"draft_source='self' on an MLA target .*another setting"),
     ],
@@ -525,7 +527,9 @@ def test_targets_with_latent_attention(
     if spec["method"] == "tokenswift":
         spec["model"] = str(make_tokenswift_heads(tmp_path / "heads", 300))
     if message is None:
-        assert _config(tmp_path, spec, **engine).model_config.use_mla
+        config = _config(tmp_path, spec, **engine)
+        assert config.model_config.use_mla
+        assert config.scheduler_config.max_num_scheduled_tokens >= 256
         return
     with pytest.raises(ValueError, match=message):
         _config(tmp_path, spec, **engine)
