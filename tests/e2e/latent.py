@@ -48,8 +48,12 @@ def latent_config(family: str, **config: Any) -> Any:
     return getattr(transformers, f"{family}Config")(**fields)
 
 
-def make_latent_target(folder: Path, family: str, **config: Any) -> Path:
-    """A float32 target whose attention is sharp: who attends whom shows in the output."""
+def make_latent_target(folder: Path, family: str, *, sharp: bool = True, **config: Any) -> Path:
+    """A float32 target whose attention is sharp: who attends whom shows in the output.
+
+    Args:
+        sharp: False for scores as near as trained ones, which magnify no rounding.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -58,7 +62,7 @@ def make_latent_target(folder: Path, family: str, **config: Any) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("q_proj.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight")):
-                parameter.mul_(20.0)
+                parameter.mul_(20.0 if sharp else 4.0)
             elif name.endswith("o_proj.weight"):
                 parameter.mul_(40.0)
             elif name.endswith("e_score_correction_bias"):
