@@ -79,11 +79,6 @@ def _tokens(models: Path, v2: bool, drafts: bool, **engine: Any) -> list[list[li
 
 
 @RUNNERS
-def test_compiled(models: Path, v2: bool) -> None:
-    assert _tokens(models, v2, True, enforce_eager=False) == _tokens(models, v2, False)
-
-
-@RUNNERS
 def test_two_ranks(models: Path, v2: bool) -> None:
     """Each has half the heads, over a latent cache that both have whole."""
     two = {"tensor_parallel_size": 2}

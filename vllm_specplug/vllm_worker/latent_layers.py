@@ -48,8 +48,7 @@ def check_latent_rotary(model: torch.nn.Module, method: str) -> None:
                 f"embedding of layer {name!r} ({type(rotary).__name__}) is run by vLLM's CPU "
                 "operator, which turns the queries of latent attention by their place in the "
                 "batch, so that plain answers differ between a batch and a request alone. Switch "
-                'the operator off: compilation_config={"custom_ops": ["-rotary_embedding"]}, '
-                "or leave enforce_eager out."
+                'vLLM\'s operators off: compilation_config={"custom_ops": ["none"]}.'
             )
 
 

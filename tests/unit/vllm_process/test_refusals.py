@@ -45,7 +45,7 @@ def _config(target: Path, spec: dict[str, Any] | None, **engine: Any) -> Any:
         skip_tokenizer_init=True,
         dtype=engine.pop("dtype", "float32"),
         max_model_len=256,
-        enforce_eager=True,
+        enforce_eager=engine.pop("enforce_eager", True),
         speculative_config=spec,
         **engine,
     ).create_engine_config()
@@ -512,6 +512,7 @@ def test_targets_with_recurrent_states(
         ({}, {"tree_kernel": "reference"}, None),
         ({}, {"tree_kernel": "cpp"}, r"tree_kernel='cpp' on an MLA target .*\"auto\" or"),
         ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype='fp8' on an MLA target .*CPU_MLA"),
+        ({"enforce_eager": False}, {}, "a compiled engine on an MLA target .*enforce_eager=True"),
         # Prompts come in whole.
         ({"max_num_batched_tokens": 64}, {}, None),
         ({"max_num_scheduled_tokens": 64}, {}, "scheduled_tokens=64 on .*max_model_len=256"),
