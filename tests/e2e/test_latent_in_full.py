@@ -79,6 +79,21 @@ def _tokens(models: Path, v2: bool, drafts: bool, **engine: Any) -> list[list[li
 
 
 @RUNNERS
+def test_compiled(tmp_path: Path, v2: bool) -> None:
+    """Experts are scored by a softmax here; plain vLLM is compiled, too."""
+    make_latent_target(tmp_path / "target", "DeepseekV2", vocab_size=VOCAB)
+    make_head(tmp_path / "head", VOCAB, hidden=64)
+    plain = _tokens(tmp_path, v2, False, enforce_eager=False)
+    assert _tokens(tmp_path, v2, True, enforce_eager=False) == plain
+    assert _tokens(tmp_path, v2, False) == plain
+
+
+def test_experts_that_are_not_compiled_as_written_are_refused(models: Path) -> None:
+    with pytest.raises(AssertionError, match=r"scoring_func='sigmoid' and a bias.*eager"):
+        _tokens(models, True, True, enforce_eager=False)
+
+
+@RUNNERS
 def test_two_ranks(models: Path, v2: bool) -> None:
     """Each has half the heads, over a latent cache that both have whole."""
     two = {"tensor_parallel_size": 2}

@@ -21,6 +21,11 @@ _WHY_ROTARY = (
     "these layers give it; where it is called, no answer can be compared"
 )
 _RIGHT_ROTARY = "vLLM's operator is right for them"
+_WHY_ROUTING = (
+    "compiled for a CPU, a router with a sigmoid and a bias is computed before its input, and no "
+    "answer can be compared"
+)
+_RIGHT_ROUTING = "compiled and eager answers of plain vLLM agree for such targets"
 
 LATENT_SEAMS = SeamSet(
     (
@@ -105,6 +110,27 @@ LATENT_SEAMS = SeamSet(
                 "qk_nope_head_dim",
                 "qk_rope_head_dim",
             )
+        ),
+        *uses(
+            "compiled_routing",
+            _WHY_ROUTING,
+            _RIGHT_ROUTING,
+            "vllm.model_executor.layers.fused_moe:MoERunner",
+        ),
+        InstanceAttribute(
+            "compiled_routing",
+            "vllm.model_executor.layers.fused_moe:MoERunner.router",
+            _WHY_ROUTING,
+            _RIGHT_ROUTING,
+        ),
+        *(
+            InstanceAttribute(
+                "compiled_routing",
+                f"vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter.{name}",
+                _WHY_ROUTING,
+                _RIGHT_ROUTING,
+            )
+            for name in ("scoring_func", "e_score_correction_bias")
         ),
     )
 )

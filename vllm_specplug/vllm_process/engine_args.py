@@ -232,13 +232,6 @@ def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
             "Trees over latent caches are computed on CPUs alone; use a target with MHA or GQA, or "
             "a chain method of vLLM's own",
         )
-    if not model.enforce_eager:
-        _refuse(
-            method,
-            f"a compiled engine on {target}",
-            "Trees over latent caches were not shown to be exact there: set enforce_eager=True "
-            "(--enforce-eager)",
-        )
     if spec.tree_kernel not in ("auto", "reference"):
         _refuse(
             method,

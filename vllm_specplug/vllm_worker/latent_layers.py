@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Targets with multi-head latent attention: what their layers must be for trees to be compared.
 
-Seam: latent_rotary.
+Seams: latent_rotary, compiled_routing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
 _POSITIONS = (5, 17, 3, 11)
@@ -49,6 +50,29 @@ def check_latent_rotary(model: torch.nn.Module, method: str) -> None:
                 "operator, which turns the queries of latent attention by their place in the "
                 "batch, so that plain answers differ between a batch and a request alone. Switch "
                 'vLLM\'s operators off: compilation_config={"custom_ops": ["none"]}.'
+            )
+
+
+def check_compiled_routing(model: torch.nn.Module, method: str) -> None:
+    """Refuses, for a compiled engine, a target whose experts are chosen by anything but a softmax
+    without a bias: with a sigmoid and a bias torch's compiler moves the router before the product
+    that it reads, and experts are chosen by what was left in memory, with and without drafts.
+
+    Raises:
+        ValueError: naming the first such layer and what to do.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, MoERunner):
+            continue
+        scoring = getattr(module.router, "scoring_func", None)
+        bias = getattr(module.router, "e_score_correction_bias", None)
+        if scoring != "softmax" or bias is not None:
+            raise ValueError(
+                f"Speculative method {method!r} cannot verify trees in this target in a compiled "
+                f"engine: the experts of layer {name!r} are chosen with scoring_func={scoring!r} "
+                f"and {'no' if bias is None else 'a'} bias. Compiled for a CPU, plain answers "
+                "differ from run to run with a sigmoid and a bias; only a softmax without a bias "
+                "is served. Set enforce_eager=True (--enforce-eager)."
             )
 
 

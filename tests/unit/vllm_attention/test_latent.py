@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadata,
     MLACommonPrefillMetadata,
 )
+from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
@@ -35,7 +36,7 @@ from vllm_specplug.vllm_attention.tree_rows import tree_rows_of
 from vllm_specplug.vllm_v1.tree_backend import LatentTreeBackend
 from vllm_specplug.vllm_v2.backend import latent_requests
 from vllm_specplug.vllm_v2.device_trees import StepTrees
-from vllm_specplug.vllm_worker.latent_layers import check_latent_rotary
+from vllm_specplug.vllm_worker.latent_layers import check_compiled_routing, check_latent_rotary
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 HEADS, NOPE, ROTARY = 3, 8, 4
@@ -117,6 +118,24 @@ def test_layers_outside_of_vllms_wrapper_are_refused() -> None:
     model = torch.nn.ModuleList([bare(torch.nn.Module, attention=layer())])
     with pytest.raises(ValueError, match="layer '0.attention' cannot be tried"):
         check_latent_rotary(model, "ngram_tree")
+
+
+def test_experts_by_other_scores_than_a_softmax_are_refused_when_compiled() -> None:
+    def experts(scoring: str | None, bias: torch.Tensor | None = None) -> Any:
+        router = SimpleNamespace(scoring_func=scoring, e_score_correction_bias=bias)
+        return bare(MoERunner, router=router)
+
+    known = experts("softmax")
+    check_compiled_routing(torch.nn.ModuleList([known]), "ngram_tree")
+    others = {
+        "'sigmoid' and no bias": experts("sigmoid"),
+        "'softmax' and a bias": experts("softmax", torch.zeros(2)),
+        "None and no bias": bare(MoERunner, router=object()),
+    }
+    for named, other in others.items():
+        model = torch.nn.ModuleList([known, other])
+        with pytest.raises(ValueError, match=f"layer '1' .*={named}.*enforce_eager=True"):
+            check_compiled_routing(model, "ngram_tree")
 
 
 def metadata(counts: list[int], num_decodes: int) -> Any:

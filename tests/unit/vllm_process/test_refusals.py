@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.latent import latent_config
 from tests.e2e.tiny import make_head, make_target, make_tokenswift_heads
 
 VOCAB = 12
@@ -45,7 +44,7 @@ def _config(target: Path, spec: dict[str, Any] | None, **engine: Any) -> Any:
         skip_tokenizer_init=True,
         dtype=engine.pop("dtype", "float32"),
         max_model_len=256,
-        enforce_eager=engine.pop("enforce_eager", True),
+        enforce_eager=True,
         speculative_config=spec,
         **engine,
     ).create_engine_config()
@@ -502,49 +501,6 @@ def test_targets_with_recurrent_states(
         return
     with pytest.raises(ValueError, match=message):
         _config(tmp_path, spec, **engine)
-
-
-@pytest.mark.parametrize(
-    ("engine", "spec", "message"),
-    [
-        ({}, {}, None),
-        ({"dtype": "bfloat16"}, {}, None),
-        ({}, {"tree_kernel": "reference"}, None),
-        ({}, {"tree_kernel": "cpp"}, r"tree_kernel='cpp' on an MLA target .*\"auto\" or"),
-        ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype='fp8' on an MLA target .*CPU_MLA"),
-        ({"enforce_eager": False}, {}, "a compiled engine on an MLA target .*enforce_eager=True"),
-        # Prompts come in whole.
-        ({"max_num_batched_tokens": 64}, {}, None),
-        ({"max_num_scheduled_tokens": 64}, {}, "scheduled_tokens=64 on .*max_model_len=256"),
-        ({}, {"method": "tokenswift", "draft_source": "self"},
-         r"draft_source='self' on an MLA target .*another setting"),
-    ],
-)  # fmt: skip
-def test_targets_with_latent_attention(
-    tmp_path: Path, engine: dict[str, Any], spec: dict[str, Any], message: str | None
-) -> None:
-    latent_config("DeepseekV3").save_pretrained(tmp_path)
-    spec = {"method": "ngram_tree", "num_speculative_tokens": 8, **spec}
-    if spec["method"] == "tokenswift":
-        spec["model"] = str(make_tokenswift_heads(tmp_path / "heads", 300))
-    if message is None:
-        config = _config(tmp_path, spec, **engine)
-        assert config.model_config.use_mla
-        assert config.scheduler_config.max_num_scheduled_tokens >= 256
-        return
-    with pytest.raises(ValueError, match=message):
-        _config(tmp_path, spec, **engine)
-
-
-def test_latent_attention_on_another_device_is_refused_by_name(tmp_path: Path) -> None:
-    latent_config("DeepseekV2").save_pretrained(tmp_path)
-    config = _config(tmp_path, {"method": "ngram_tree", "num_speculative_tokens": 8})
-    config.device_config = SimpleNamespace(device_type="cuda")
-    from vllm_specplug.vllm_process.engine_args import check_engine_config
-
-    message = r"'ngram_tree' .*MLA target \(DeepseekV2ForCausalLM\) on 'cuda'.*on CPUs alone"
-    with pytest.raises(ValueError, match=message):
-        check_engine_config(config)
 
 
 def test_missing_and_pickled_heads(target: Path, head: Path, tmp_path: Path) -> None:
