@@ -11,6 +11,7 @@ from vllm_specplug.seams.listing import (
     WORKER_SEAMS,
 )
 from vllm_specplug.seams.listing_gpu import ATTENTION_BACKENDS
+from vllm_specplug.seams.listing_latent import LATENT_SEAMS
 from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
@@ -33,6 +34,7 @@ __all__ = [
     "DEVICE_SPECULATOR",
     "DEVICE_STATE_SEAMS",
     "GRAPHS_OF_TREES",
+    "LATENT_SEAMS",
     "LOGITS_PROCESSORS",
     "PROCESS_SEAMS",
     "REFUSAL",

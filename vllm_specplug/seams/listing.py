@@ -13,6 +13,7 @@ from vllm_specplug.seams.listing_gpu import (
     GPU_USES,
     GPU_V1_USES,
 )
+from vllm_specplug.seams.listing_latent import LATENT_SEAMS
 from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
@@ -296,6 +297,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         "whether tree rows can be computed is decided by the target's layers as they were built",
         HAS_REGISTRY,
         "vllm.model_executor.layers.attention:Attention",
+        "vllm.model_executor.layers.attention:MLAAttention",
         "vllm.v1.attention.backend:AttentionType",
         "vllm.model_executor.layers.mamba.abstract:MambaBase",
         "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
@@ -559,6 +561,7 @@ ALL_SEAMS: tuple[Seam, ...] = (
     *STATE_SEAMS.seams,
     *CPU_STATE_SEAMS.seams,
     *DEVICE_STATE_SEAMS.seams,
+    *LATENT_SEAMS.seams,
     *_CPU_USES,
     V2_CPU_ADMISSION,
     *V2_CPU_KERNELS.seams,

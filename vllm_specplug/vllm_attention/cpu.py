@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -43,6 +44,15 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[TreeCPUAttentionBackendImpl]:
         return TreeCPUAttentionBackendImpl
+
+
+class DraftCPUAttentionBackend(TreeCPUAttentionBackend):
+    """For draft layers, whose pages vLLM's kernel never reads: beside latent caches a block has 16
+    tokens, which that kernel does not take."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
 
 
 class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
@@ -45,8 +45,36 @@ IMPL_FEATURES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
+# The same for attributes of layers with multi-head latent attention.
+LATENT_FEATURES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "sliding_window": ("a sliding window", _is_none),
+    "indexer": ("sparse attention, by an index of its own", _is_none),
+    "use_sparse": ("sparse attention", _is_off),
+    "non_causal_multi_token_decode": ("drafts that attend in both directions", _is_off),
+}
+
+
+def _unsupported_latent(layer: MLAAttention) -> str | None:
+    # A module of its own: it derives from a backend that other devices need not have.
+    from vllm_specplug.vllm_attention.latent import TreeCPUMLAImpl
+
+    for name, (title, changes_nothing) in LATENT_FEATURES.items():
+        if not changes_nothing(getattr(layer, name)):
+            return f"{title} ({name}={type(getattr(layer, name)).__name__})"
+    if not isinstance(layer.impl, TreeCPUMLAImpl):
+        return (
+            f"multi-head latent attention by {type(layer.impl).__name__}; of such backends CPU_MLA "
+            "alone is served (--attention-backend CPU_MLA asks for it where a CPU has another)"
+        )
+    if TREE_BACKEND_MARK not in vars(layer.attn_backend):
+        return f"attention backend {layer.attn_backend.__name__}"
+    return None
+
+
 def unsupported_feature(layer: AttentionLayerBase) -> str | None:
     """What tree rows would leave out in `layer`; None when they can stand in for it."""
+    if type(layer) is MLAAttention:
+        return _unsupported_latent(layer)
     if type(layer) is not Attention:
         return f"layer class {type(layer).__name__}"
     if not isinstance(layer.impl, TreeAttentionMixin):
@@ -80,7 +108,7 @@ def check_target_layers(
     Raises:
         ValueError: naming the first such layer, its feature and what to do.
     """
-    shapes: dict[tuple[int, int, int], str] = {}
+    shapes: dict[tuple[bool, int, int, int], str] = {}
     for name, layer in layers.items():
         if not isinstance(layer, AttentionLayerBase) or isinstance(layer, ignored):
             continue
@@ -88,7 +116,7 @@ def check_target_layers(
         if feature is None:
             attention: Any = layer  # the interface declares no sizes
             shape = (attention.num_heads, attention.num_kv_heads, attention.head_size)
-            shapes.setdefault(shape, name)
+            shapes.setdefault((isinstance(layer, MLAAttention), *shape), name)
             if len(shapes) > 1:
                 first = next(iter(shapes.values()))
                 feature = f"another shape than {first} (query heads, KV heads, head size: {shape})"

@@ -190,8 +190,9 @@ class TreeAttentionMixin:
         return output
 
 
-def attach_tree_rows(attn_metadata: Any, rows: TreeRows) -> None:
-    """Puts `rows` on one layer's attention metadata."""
+def attach_tree_rows(attn_metadata: Any, rows: Any) -> None:
+    """Puts `rows` on one layer's attention metadata: `TreeRows`, or what the layer's own kind of
+    attention takes instead (`latent.LatentRows`)."""
     setattr(attn_metadata, TREE_ROWS_ATTRIBUTE, rows)
 
 

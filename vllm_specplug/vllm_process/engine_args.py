@@ -112,7 +112,7 @@ def check_engine_config(vllm_config: Any) -> None:
         )
     _check_cache_dtype(method, spec, vllm_config)
     if model.use_mla:
-        _refuse(method, f"MLA targets ({model.architectures[0]})", "Use a target with MHA or GQA")
+        _check_latent(method, spec, vllm_config)
     if model.is_hybrid or model.is_attention_free or model.has_inner_state:
         _check_states(method, spec, vllm_config)
     if model.is_encoder_decoder or model.runner_type != "generate":
@@ -221,6 +221,53 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
         )
 
 
+def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
+    """Multi-head latent attention: its cache is read on a CPU, as vLLM's reference backend writes
+    it. Whether all layers are such, and what turns their queries, is seen once they are built."""
+    model = vllm_config.model_config
+    target = f"an MLA target ({model.architectures[0]})"
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        _refuse(
+            method,
+            f"{target} on {device!r}",
+            "Trees over latent caches are computed on CPUs alone; use a target with MHA or GQA, or "
+            "a chain method of vLLM's own",
+        )
+    if spec.tree_kernel not in ("auto", "reference"):
+        _refuse(
+            method,
+            f"tree_kernel={spec.tree_kernel!r} on {target}",
+            'Latent caches are read with torch alone: use tree_kernel="auto" or "reference"',
+        )
+    wanted = vllm_config.cache_config.cache_dtype
+    dtype = str(model.dtype).removeprefix("torch.")
+    if wanted not in ("auto", dtype):
+        _refuse(
+            method,
+            f"kv_cache_dtype={wanted!r} on {target}",
+            'vLLM\'s CPU_MLA backend has none but kv_cache_dtype="auto"',
+        )
+    scheduler = vllm_config.scheduler_config
+    most = scheduler.max_num_scheduled_tokens
+    if not scheduler.enable_chunked_prefill and most is not None and most < model.max_model_len:
+        _refuse(
+            method,
+            f"max_num_scheduled_tokens={most} on {target}",
+            "Without chunked prefill, which vLLM turns off here, a longer prompt would never be "
+            f"scheduled: leave it out, or give at least max_model_len={model.max_model_len}",
+        )
+    needs = get_method(method).needs | (spec.plan.needs if spec.plan else frozenset())
+    option = spec.plan.target_forward_option if spec.plan else None
+    if needs & READS_TARGET_CACHE or option:
+        _refuse(
+            method,
+            f"{option} on {target}" if option else target,
+            "Its drafts read the target's keys and values by head, and a latent cache has none: "
+            f"use another {'setting of that option' if option else 'method'}",
+        )
+
+
 def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
     """Tree rows are read and moved as numbers of the model's dtype or of 8 bits."""
     wanted = vllm_config.cache_config.cache_dtype
@@ -280,12 +327,22 @@ def _check_token_budget(
             )
 
 
+def _take_prompts_whole(vllm_config: Any) -> None:
+    """Under speculation vLLM limits the rows of a step before its CPU platform turns chunked
+    prefill off and raises the limit's origin; a prompt that is longer would wait for ever."""
+    scheduler = vllm_config.scheduler_config
+    if tree_config(vllm_config) is not None and not scheduler.enable_chunked_prefill:
+        scheduler.max_num_scheduled_tokens = scheduler.max_num_batched_tokens
+
+
 def checked(original: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineArgs.create_engine_config` with our checks. Seam: engine_config."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_option_names(self.spec_method, self.speculative_config, self.spec_model)
         vllm_config = original(self, *args, **kwargs)
+        if self.max_num_scheduled_tokens is None:
+            _take_prompts_whole(vllm_config)
         check_engine_config(vllm_config)
         return vllm_config
 

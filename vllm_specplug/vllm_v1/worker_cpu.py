@@ -15,9 +15,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specplug.options import check_v2_feature
 from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
-from vllm_specplug.vllm_v1.tree_backend import TreeBackend
+from vllm_specplug.vllm_v1.tree_backend import LatentTreeBackend, TreeBackend
 from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
-from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams
+from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams, use_latent_seams
 
 logger = init_logger("vllm.specplug.worker")
 
@@ -28,6 +28,8 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]
     """vLLM's CPU runner, verifying trees."""
 
     def make_tree_backend(self) -> TreeBackend:
+        if self.model_config.use_mla:
+            return LatentTreeBackend()
         if self.tree_spec.tree_kernel != "triton":
             return super().make_tree_backend()
         from vllm_specplug.vllm_v1.interpreted_backend import InterpretedTreeBackend
@@ -66,5 +68,7 @@ class TreeCPUWorker(CPUWorker):
         choose_kernel(spec.tree_kernel, self.model_config.dtype)
         require_seams("cpu")
         CPU_BACKENDS.apply()
+        if self.model_config.use_mla:
+            use_latent_seams()
         with CPU_RUNNER.applied():
             super().init_device()

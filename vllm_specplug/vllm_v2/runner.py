@@ -166,9 +166,9 @@ class TreeRunnerV2Mixin(_Runner):
                 trees = None if is_dummy else self.tree_step
                 rows = self.tree_backend.graph_rows(trees, input_batch, block_tables)
             metadata = stock(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
-            if rows is None and self.tree_step is not None:
-                rows = self.tree_backend.tree_rows(self.tree_step, block_tables)
-            if rows is not None:
+            if rows is None:
+                self.tree_backend.attach(metadata, input_batch, self.tree_step, block_tables)
+            else:
                 for one in {id(m): m for m in metadata.values()}.values():
                     attach_tree_rows(one, rows)
             if self.tree_step is not None and self.drafter.state_layers.names:
@@ -210,7 +210,8 @@ class TreeRunnerV2Mixin(_Runner):
             # A small cache to measure graphs with, dropped right after: it must not be kept alive.
             return
         state, method = self.state, str(self.tree_spec.plugin_method)
-        check_cache_dtypes(state.target_caches(), state.dtype, method, state.layers)
+        served = state.layers if self.tree_backend.reads_fp8 else None
+        check_cache_dtypes(state.target_caches(), state.dtype, method, served)
         check_state_blocks(state.kv_cache_config, self.tree_spec.num_speculative_tokens, method)
         self.tree_backend.bind(state.target_groups())
         self.draft_group = draft_group(state.kv_cache_config, state.layers, method)

@@ -19,13 +19,17 @@ from vllm_specplug.seams import (
     V2_CPU_KERNELS,
     V2_CPU_WORKER,
 )
+from vllm_specplug.vllm_v2.backend import LatentTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
-from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams
+from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams, use_latent_seams
 
 
 class TreeCPUModelRunnerV2(TreeRunnerV2Mixin, CPUModelRunner):  # type: ignore[misc]  # overrides
     """vLLM's V2 CPU runner, verifying trees."""
+
+    def make_tree_backend(self) -> TreeBackend:
+        return LatentTreeBackend() if self.model_config.use_mla else super().make_tree_backend()
 
 
 def tree_runner_class(stock: type) -> type:
@@ -71,6 +75,8 @@ class TreeCPUWorkerV2(CPUWorker):
         choose_kernel(spec.tree_kernel, self.model_config.dtype)
         require_seams("cpu_v2")
         CPU_BACKENDS.apply()
+        if self.model_config.use_mla:
+            use_latent_seams()
         if not HAS_TRITON:
             V2_CPU_KERNELS.apply()
         with CPU_RUNNER_V2.applied(), SPECULATOR.applied():

@@ -25,7 +25,7 @@ from vllm_specplug.kernels import (
     tree_attn,
     tree_metadata,
 )
-from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
+from vllm_specplug.vllm_attention.cpu import DraftCPUAttentionBackend, cpu_kv_layout
 from vllm_specplug.vllm_worker.windowed_blocks import WindowedBlocks
 
 # int32 [>= B, max_blocks] of the batch, as it is when asked.
@@ -59,11 +59,13 @@ class DraftKVLayer(AttentionLayerBase):
             else spec.num_kv_heads
         )
         self.kv_cache = torch.empty(0)
-        self.attn_backend = get_attn_backend(
-            head_size=spec.head_dim,
-            dtype=self.dtype,
-            kv_cache_dtype=vllm_config.cache_config.cache_dtype,
-        )
+        self.attn_backend: type[AttentionBackend] = DraftCPUAttentionBackend
+        if not model_config.use_mla:
+            self.attn_backend = get_attn_backend(
+                head_size=spec.head_dim,
+                dtype=self.dtype,
+                kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+            )
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self.attn_backend

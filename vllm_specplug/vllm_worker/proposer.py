@@ -18,6 +18,7 @@ from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.registry import get_method, headless_methods
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
+from vllm_specplug.vllm_worker.latent_layers import check_compiled_routing, check_latent_rotary
 from vllm_specplug.vllm_worker.linear import draft_linear
 from vllm_specplug.vllm_worker.state_layers import StateLayers, prepare_state_layers
 
@@ -58,6 +59,10 @@ class TreeProposer:
         layers = self.vllm_config.compilation_config.static_forward_context
         self.state_layers = prepare_state_layers(layers, method)
         check_target_layers(layers, method, ignored=(DraftKVLayer, MambaBase))
+        if model_config.use_mla:
+            check_latent_rotary(target_model, method)
+            if not model_config.enforce_eager:
+                check_compiled_routing(target_model, method)
         _check_forward(target_model, method)
         embed_tokens = lm_head = torch.empty(0)
         if self.drafter.reads_target_weights:

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm_specplug.kernels import describe
 from vllm_specplug.kernels.extension import ISA_VARIABLE
 from vllm_specplug.options import option_error
-from vllm_specplug.seams import WORKER_SEAMS
+from vllm_specplug.seams import LATENT_SEAMS, WORKER_SEAMS
 
 logger = init_logger("vllm.specplug.worker")
 
@@ -46,9 +46,29 @@ def require_seams(device: str) -> None:
     Raises:
         RuntimeError: naming what is missing.
     """
-    missing = WORKER_SEAMS[device].verify()
+    _require(
+        WORKER_SEAMS[device].verify(), "what vllm-specplug builds on", "choose another speculative "
+        "method",
+    )  # fmt: skip
+
+
+def use_latent_seams() -> None:
+    """Puts in place what trees need in layers with multi-head latent attention, before the model's
+    layers choose their backend.
+
+    Raises:
+        RuntimeError: naming what is missing.
+    """
+    _require(
+        LATENT_SEAMS.verify(), "what trees need in layers with latent attention", "use another "
+        "target",
+    )  # fmt: skip
+    LATENT_SEAMS.apply()
+
+
+def _require(missing: list[str], what: str, remedy: str) -> None:
     if missing:
         raise RuntimeError(
-            f"This vLLM lacks what vllm-specplug builds on: {'; '.join(missing)}. Install a "
-            "supported release (`specplug doctor` names it) or choose another speculative method."
+            f"This vLLM lacks {what}: {'; '.join(missing)}. Install a supported release "
+            f"(`specplug doctor` names it) or {remedy}."
         )

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree rows in layers with multi-head latent attention (MLA) on a CPU.
+
+vLLM decodes a single row over the latent cache as it is, and takes a request with drafts for a
+prompt with a context, whose keys and values it would expand in every layer and step. Here such
+requests are decoded, too: what vLLM does before and after a decoding row's attention is done for
+all of their rows, and the rows attend the latent cache as their trees say.
+
+Seam: latent_backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonDecodeMetadata,
+    MLACommonMetadata,
+)
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+
+from vllm_specplug.kernels import LatentSpan, latent_attn
+from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows, tree_rows_of
+
+
+class TreeCPUMLABackend(CPUMLABackend):
+    """Registered over `CPU_MLA` in workers that draft trees for such a target."""
+
+    takes_tree_rows = True
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeCPUMLAImpl]:
+        return TreeCPUMLAImpl
+
+
+class TreeCPUMLAImpl(CPUMLAImpl):
+    """vLLM's decoding for single rows, its prefill for prompts, latent spans for what is between
+    them."""
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Absorbed queries [T', H, L + P], or their two parts, to [T', H, L]."""
+        rows: Any = tree_rows_of(attn_metadata)
+        if rows is None:
+            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        output = query.new_empty((*query.shape[:2], self.kv_lora_rank))
+        if rows.num_single:
+            single = slice(0, rows.num_single)
+            output[single], _ = super().forward_mqa(
+                query[single], kv_c_and_k_pe_cache, attn_metadata, layer
+            )
+        latent_attn(query, kv_c_and_k_pe_cache, output, rows.spans, rows.block_table, self.scale)
+        return output, None
+
+
+@dataclass(frozen=True)
+class LatentRequest:
+    """One request's rows in the forward; from `root_row` on they are a tree."""
+
+    first_row: int
+    root_row: int
+    end_row: int
+    num_computed: int
+    """Tokens in the cache before `first_row`."""
+    # bool [n, n] of the rows from the root on; None for a line
+    mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LatentRows:
+    """The rows of a step that vLLM would expand a context for."""
+
+    spans: Sequence[LatentSpan]
+    # [B, blocks] int32
+    block_table: torch.Tensor
+    num_single: int
+    """Leading rows of the batch that are vLLM's to decode."""
+
+
+def _line(count: int) -> torch.Tensor:
+    return torch.ones(count, count, dtype=torch.bool).tril()
+
+
+def spans_of(requests: Iterable[tuple[int, LatentRequest]]) -> list[LatentSpan]:
+    """The rows of requests, each with its index in the batch; a tree behind rows of its prompt is a
+    span of its own."""
+    spans = []
+    for index, r in requests:
+        before = r.root_row - r.first_row
+        if before:
+            spans.append(LatentSpan(index, r.first_row, r.num_computed, _line(before)))
+        mask = _line(r.end_row - r.root_row) if r.mask is None else r.mask
+        spans.append(LatentSpan(index, r.root_row, r.num_computed + before, mask))
+    return spans
+
+
+def attach_latent_rows(attn_metadata: dict[str, Any], requests: Sequence[LatentRequest]) -> None:
+    """Has the requests that go on decoded over the latent cache, on each metadata of such layers.
+
+    Args:
+        attn_metadata: vLLM's, by layer.
+        requests: all of the batch, in order.
+    """
+    # vLLM's order is single rows, others that go on, prompts; what is out of order is decoded.
+    end = max((i + 1 for i, r in enumerate(requests) if r.num_computed), default=0)
+    for metadata in _of_latent_layers(attn_metadata):
+        first = metadata.num_decodes
+        if end > first:
+            spans = spans_of(enumerate(requests[first:end], first))
+            rows = LatentRows(spans, _block_table(metadata), metadata.num_decode_tokens)
+            _decode(metadata, end, requests[end - 1].end_row)
+            attach_tree_rows(metadata, rows)
+
+
+def attach_rehearsed_rows(
+    attn_metadata: dict[str, Any], num_rows: int, tree_rows: int, context: int, block_size: int
+) -> None:
+    """Makes the rows of a forward of dummies trees of `tree_rows` rows behind `context` tokens."""
+    for metadata in _of_latent_layers(attn_metadata):
+        table = _block_table(metadata)
+        spans = []
+        for i, first in enumerate(range(0, num_rows, tree_rows)):
+            count = min(tree_rows, num_rows - first)
+            before = max(0, min(context, table.shape[1] * block_size - count))
+            spans.append(LatentSpan(i % len(table), first, before, _line(count)))
+        _decode(metadata, metadata.num_decodes + metadata.num_prefills, num_rows)
+        attach_tree_rows(metadata, LatentRows(spans, table, num_single=0))
+
+
+def _of_latent_layers(attn_metadata: dict[str, Any]) -> list[Any]:
+    """Each metadata object of such layers, once."""
+    found = {id(m): m for m in attn_metadata.values() if isinstance(m, MLACommonMetadata)}
+    return list(found.values())
+
+
+def _block_table(metadata: Any) -> torch.Tensor:
+    """[B, blocks] of all requests, which vLLM has in two parts."""
+    parts = [part.block_table for part in (metadata.decode, metadata.prefill) if part is not None]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode(metadata: Any, num_requests: int, num_rows: int) -> None:
+    """Tells vLLM that the first `num_requests` requests are decoded and the others are prompts
+    without a context."""
+    moved = num_requests - metadata.num_decodes
+    if not moved:
+        return
+    metadata.num_decodes, metadata.num_decode_tokens = num_requests, num_rows
+    metadata.num_prefills -= moved
+    prefill = metadata.prefill
+    if metadata.decode is None:
+        # Its single rows: none.
+        metadata.decode = MLACommonDecodeMetadata(
+            block_table=prefill.block_table[:0],
+            seq_lens=prefill.query_start_loc[:0],
+            dcp_tot_seq_lens=None,
+        )
+    if not metadata.num_prefills:
+        metadata.prefill = None
+        return
+    starts = prefill.query_start_loc[moved:]
+    lengths = prefill.query_lens_cpu
+    metadata.prefill = replace(
+        prefill,
+        block_table=prefill.block_table[moved:],
+        query_start_loc=starts - starts[0],
+        chunked_context=None,
+        query_lens_cpu=None if lengths is None else lengths[moved:],
+    )
+    prefill.prefill_backend.prepare_metadata(metadata.prefill)
