@@ -31,7 +31,7 @@ def rows() -> list[tuple[str, bool, str]]:
     """(module, whether on V1, check)."""
     return [
         (module, on_v1, check)
-        for module in ("latent_checks", "latent_full_checks")
+        for module in ("latent_checks", "latent_full_checks", "latent_compiled_checks")
         for on_v1 in ((True,) if module == "latent_checks" else (False, True))
         for check in written_checks(module)
     ]

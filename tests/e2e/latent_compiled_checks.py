@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`latent_checks` with both engines compiled; see test_latent_in_full.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.latent_checks import compared, engines, lines_for_trees, nothing_moves
+
+
+def check_compiled_engines_and_that_errors_show() -> None:
+    made = engines(enforce_eager=False)
+    compared(made, least_accepted=100)
+    for wrong in (lines_for_trees, nothing_moves):
+        with wrong(), pytest.raises(AssertionError, match="differs"):
+            compared(made)
+    # Nothing of it is left behind.
+    compared(made, least_accepted=100)
