@@ -38,6 +38,7 @@ class SleepingRunner:
     max_model_len = 1024
     device = torch.device("cpu")
     lora_config = None
+    model_config = SimpleNamespace(use_mla=False)
 
     def __init__(self, row_ms: float = 0.02) -> None:
         self.row_ms = row_ms
