@@ -5,17 +5,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
-    from tests.e2e import interpreted_v2
-
-    interpreted_v2.install()
+# Before vLLM: it puts Triton's interpreter in place.
+import tests.e2e.cuda_v2_checks  # noqa: F401  # isort: skip
 
 import numpy as np
 import torch
