@@ -87,7 +87,7 @@ struct IndexedText {
   const int32_t* tokens;
   const int32_t* links;
   const int32_t* heads;
-  int64_t n, levels, capacity, buckets, longest;
+  int64_t n, levels, capacity, buckets, longest, vocab_size;
 
   // What followed the last tokens of the text with `path` [length] behind it, after the longest
   // suffix that anything followed.
@@ -114,8 +114,9 @@ struct IndexedText {
       }
       while (place >= size && found.seen < kMaxOccurrences) {
         // Nothing has followed the end of the text yet but the path.
-        if (place < n || length > 0) {
-          const int32_t next = place < n ? tokens[place] : path[0];
+        const bool is_known = place < n || length > 0;
+        const int32_t next = !is_known ? 0 : place < n ? tokens[place] : path[0];
+        if (is_known && next < vocab_size) {
           int32_t i = 0;
           while (i < found.count && found.tokens[i] != next) ++i;
           if (i == found.count) {
@@ -219,8 +220,8 @@ int64_t ngram_lookup(const Tensor& tokens, Tensor& links, Tensor& heads, int64_t
 }
 
 int64_t ngram_graft(const Tensor& tokens, const Tensor& links, const Tensor& heads, int64_t longest,
-                    const Tensor& shares, int64_t width, int64_t depth, const Tensor& tree_tokens,
-                    const Tensor& tree_parents, const Tensor& tree_scores, Tensor& out_tokens,
+                    const Tensor& shares, int64_t width, int64_t depth, int64_t vocab_size,
+                    const Tensor& tree_tokens, const Tensor& tree_parents, const Tensor& tree_scores, Tensor& out_tokens,
                     Tensor& out_parents, Tensor& out_depths, Tensor& out_scores) {
   check_int32(tokens, 1, "tokens");
   check_int32(links, 2, "links");
@@ -236,7 +237,8 @@ int64_t ngram_graft(const Tensor& tokens, const Tensor& links, const Tensor& hea
                             links.size(0),
                             links.size(1),
                             heads.size(1),
-                            longest};
+                            longest,
+                            vocab_size};
   STD_TORCH_CHECK(text.levels >= 1 && text.levels <= longest && heads.size(0) == text.levels &&
                       text.n <= text.capacity && text.buckets > 0 &&
                       (text.buckets & (text.buckets - 1)) == 0,

@@ -48,6 +48,7 @@ int64_t ngram_lookup(const torch::stable::Tensor& tokens, torch::stable::Tensor&
 int64_t ngram_graft(const torch::stable::Tensor& tokens, const torch::stable::Tensor& links,
                     const torch::stable::Tensor& heads, int64_t longest,
                     const torch::stable::Tensor& shares, int64_t width, int64_t depth,
+                    int64_t vocab_size,
                     const torch::stable::Tensor& tree_tokens,
                     const torch::stable::Tensor& tree_parents,
                     const torch::stable::Tensor& tree_scores, torch::stable::Tensor& out_tokens,

@@ -11,6 +11,7 @@ compiled index keeps 4 bytes for links and 8 for its tables; it reads the tokens
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from abc import ABC, abstractmethod
 from array import array
@@ -54,6 +55,7 @@ class NgramIndex(ABC):
         tokens: np.ndarray,
         count: int,
         length: int,
+        vocab_size: int = 1 << 31,
     ) -> list[tuple[int, list[int]]]:
         """Takes in the new tokens and finds what may follow them.
 
@@ -62,7 +64,8 @@ class NgramIndex(ABC):
 
         Returns:
             At most `count` (matched suffix length, `length` tokens) pairs with different tokens,
-            longer matches first, then later occurrences.
+            longer matches first, then later occurrences. They end before a token that is not one
+            of `vocab_size`, and may be empty then.
         """
 
     @abstractmethod
@@ -76,6 +79,7 @@ class NgramIndex(ABC):
         width: int,
         depth: int,
         budget: int,
+        vocab_size: int = 1 << 31,
     ) -> TreeArrays | None:
         """The best-first tree over a drafter's tree and what followed each of its paths before.
 
@@ -95,10 +99,11 @@ class NgramIndex(ABC):
             width: most children of a node that the text proposes.
             depth: deepest node that is added.
             budget: most nodes.
+            vocab_size: no other token of the text is proposed.
 
         Returns:
-            Nodes in order of falling score. None for a tree that is not one: a parent that comes
-            later, or a score that is no number or above its parent's.
+            Nodes in order of falling score. None for a tree that is not one: arrays of other types
+            or lengths, a parent that comes later, a score that is no number or above its parent's.
         """
 
 
@@ -112,7 +117,9 @@ class NgramIndexReference(NgramIndex):
         # seeds the hash of bytes per process; that of a tuple of numbers anybody can compute.
         self._ends: list[dict[bytes, list[int]]] = [{} for _ in range(longest, MIN_SUFFIX - 1, -1)]
 
-    def look_up(self, tokens: np.ndarray, count: int, length: int) -> list[tuple[int, list[int]]]:
+    def look_up(
+        self, tokens: np.ndarray, count: int, length: int, vocab_size: int = 1 << 31
+    ) -> list[tuple[int, list[int]]]:
         history = self._tokens
         for token in tokens[self.num_tokens :].tolist():
             history.append(token)
@@ -132,14 +139,14 @@ class NgramIndexReference(NgramIndex):
                 continue
             for place in reversed(ends[_key(history[end - size :])][:-1]):
                 if len(found) == count or not length:
-                    return found
+                    return _within(found, vocab_size)
                 period = end - place
                 branch = history[place : place + length]
                 while len(branch) < length:
                     branch.append(branch[len(branch) - period])
                 if all(branch != other for _, other in found):
                     found.append((size, branch))
-        return found
+        return _within(found, vocab_size)
 
     def graft(
         self,
@@ -149,7 +156,10 @@ class NgramIndexReference(NgramIndex):
         width: int,
         depth: int,
         budget: int,
+        vocab_size: int = 1 << 31,
     ) -> TreeArrays | None:
+        if not _is_typed(tree):
+            return None
         assert len(tokens) == self.num_tokens
         ids, parents, _, scores = (array.tolist() for array in tree)
         children: dict[int, list[int]] = {}
@@ -172,7 +182,9 @@ class NgramIndexReference(NgramIndex):
             entered += 1
 
         def expand(at: int, path: list[int], total: float, node: int | None) -> None:
-            size, times = self._after(path) if len(path) < depth else (0, Counter())
+            size, times = (
+                self._after(path, vocab_size) if len(path) < depth else (0, Counter[int]())
+            )
             weight, seen = float(shares[size]) if size else 0.0, times.total()
             proposed = {token: weight * count / seen for token, count in times.most_common(width)}
             for child in children.get(node, []) if node is not None else []:
@@ -197,7 +209,7 @@ class NgramIndexReference(NgramIndex):
         )
         return token_ids, at_nodes, depths, totals
 
-    def _after(self, path: list[int]) -> tuple[int, Counter[int]]:
+    def _after(self, path: list[int], vocab_size: int) -> tuple[int, Counter[int]]:
         """What followed the text and `path`: the suffix's length, and how often which token."""
         text = [*self._tokens, *path]
         for level, ends in enumerate(self._ends):
@@ -206,10 +218,31 @@ class NgramIndexReference(NgramIndex):
                 continue
             places = ends.get(_key(text[len(text) - size :]), [])
             # Nothing has followed the end of the text yet but the path.
-            followed = [place for place in reversed(places) if place < len(text)]
+            followed = [
+                place
+                for place in reversed(places)
+                if place < len(text) and text[place] < vocab_size
+            ]
             if followed:
                 return size, Counter(text[place] for place in followed[:MAX_OCCURRENCES])
         return 0, Counter()
+
+
+def _within(found: list[tuple[int, list[int]]], vocab_size: int) -> list[tuple[int, list[int]]]:
+    """Branches up to their first token that is not one of `vocab_size`."""
+    return [
+        (size, list(itertools.takewhile(lambda token: token < vocab_size, branch)))
+        for size, branch in found
+    ]
+
+
+def _is_typed(tree: TreeArrays) -> bool:
+    """Whether the arrays are what `TreeArrays` says."""
+    kinds = (np.int64, np.int32, np.int32, np.float32)
+    return all(
+        array.dtype == kind and array.shape == (len(tree[0]),)
+        for array, kind in zip(tree, kinds, strict=True)
+    )
 
 
 def _key(suffix: list[int]) -> bytes:
@@ -236,7 +269,9 @@ class CompiledNgramIndex(NgramIndex):
         self._heads = torch.zeros((levels, 2 * capacity), dtype=torch.int32)
         self.num_tokens = 0
 
-    def look_up(self, tokens: np.ndarray, count: int, length: int) -> list[tuple[int, list[int]]]:
+    def look_up(
+        self, tokens: np.ndarray, count: int, length: int, vocab_size: int = 1 << 31
+    ) -> list[tuple[int, list[int]]]:
         if len(tokens) > self._links.shape[1]:
             # Indexed anew, which costs less than reading the tokens has.
             self._allocate(1 << (len(tokens) - 1).bit_length())
@@ -252,7 +287,10 @@ class CompiledNgramIndex(NgramIndex):
             found,
         )
         self.num_tokens = len(tokens)
-        return list(zip(sizes[:rows].tolist(), found[:rows].tolist(), strict=True))
+        branches = list(zip(sizes[:rows].tolist(), found[:rows].tolist(), strict=True))
+        if rows and int(found[:rows].max()) >= vocab_size:
+            branches = _within(branches, vocab_size)
+        return branches
 
     def graft(
         self,
@@ -262,7 +300,10 @@ class CompiledNgramIndex(NgramIndex):
         width: int,
         depth: int,
         budget: int,
+        vocab_size: int = 1 << 31,
     ) -> TreeArrays | None:
+        if not _is_typed(tree):
+            return None
         assert len(tokens) == self.num_tokens
         ids, parents, _, scores = (torch.from_numpy(np.ascontiguousarray(part)) for part in tree)
         out = (
@@ -279,6 +320,7 @@ class CompiledNgramIndex(NgramIndex):
             torch.from_numpy(shares),
             width,
             depth,
+            vocab_size,
             ids,
             parents,
             scores,

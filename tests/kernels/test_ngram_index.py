@@ -125,6 +125,31 @@ def test_head_and_text_are_mixed(kind: type[NgramIndex]) -> None:
 
 
 @each_kind
+def test_tokens_that_are_not_the_targets_are_not_proposed(kind: type[NgramIndex]) -> None:
+    # A prompt may hold ids of the tokenizer past the target's vocabulary.
+    tokens, shares = _tokens([1, 2, 9, 3, 1, 2]), np.full(3, 0.5, np.float32)
+    index = kind(2)
+    assert index.look_up(tokens, 2, 3, vocab_size=9) == [(2, [])]
+    assert index.look_up(tokens, 2, 3) == [(2, [9, 3, 1])]
+    for vocab_size, expected in ((9, [1]), (10, [1, 9])):
+        grafted = index.graft(tokens, _tree([(1, -1, -1.0)]), shares, 3, 1, 5, vocab_size)
+        assert grafted is not None and sorted(grafted[0].tolist()) == expected
+
+
+@each_kind
+@pytest.mark.parametrize("place", range(4))
+def test_arrays_of_other_types_are_no_tree(kind: type[NgramIndex], place: int) -> None:
+    tokens, shares = _tokens([1, 2, 1]), np.full(3, 0.5, np.float32)
+    index = kind(2)
+    index.look_up(tokens, 1, 1)
+    tree = list(_tree([(2, -1, -1.0), (3, 0, -2.0)]))
+    assert index.graft(tokens, tuple(tree), shares, 3, 4, 5) is not None  # type: ignore[arg-type]
+    for wrong in (tree[place].astype(np.float64), tree[place][:1], tree[place][None]):
+        other = [*tree[:place], wrong, *tree[place + 1 :]]
+        assert index.graft(tokens, tuple(other), shares, 3, 4, 5) is None  # type: ignore[arg-type]
+
+
+@each_kind
 def test_periodic_text_is_grafted_as_it_goes_on(kind: type[NgramIndex]) -> None:
     nodes = _graft(kind, [5, 6, 5, 6], _tree([]), [0, 0.9, 0.9], budget=5)
     assert [path for path, _ in nodes] == [(5, 6, 5, 6, 5)[:end] for end in range(1, 6)]
@@ -297,6 +322,7 @@ def test_the_graft_operator_refuses_what_does_not_fit() -> None:
             torch.zeros(shares),
             3,
             4,
+            100,
             torch.arange(2),
             torch.full((nodes,), -1, dtype=torch.int32),
             torch.zeros(2),

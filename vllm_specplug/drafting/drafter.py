@@ -69,6 +69,8 @@ class DrafterOptions:
     """The method's own options, as its `DraftPlan` has them."""
     ngram_size: int = 4
     """Longest suffix that n-gram branches look up."""
+    vocab_size: int = 1 << 31
+    """Tokens of the target. Prompts may hold others, which are no drafts."""
 
 
 @dataclass(frozen=True)
@@ -426,6 +428,8 @@ class Drafter(ABC):
     a request is to be drafted for, `propose`.
     """
 
+    levels_run: int | None = None
+    """Levels of the last draft forward, where each is a pass of its own."""
     drafts_by_level: ClassVar[bool] = False
     """Whether a draft forward is a pass for each level, which costs by its levels, and heeds
     `least_node` and `least_level`."""

@@ -125,8 +125,11 @@ class BranchStatistics:
 class NgramBranches:
     """N-gram branches for every running request."""
 
-    def __init__(self, count: int, max_length: int, suffix: int = MAX_SUFFIX) -> None:
+    def __init__(
+        self, count: int, max_length: int, suffix: int = MAX_SUFFIX, vocab_size: int = 1 << 31
+    ) -> None:
         self.count = count
+        self.vocab_size = vocab_size
         self.suffix = suffix
         self.max_length = max_length
         self.statistics = BranchStatistics()
@@ -149,7 +152,8 @@ class NgramBranches:
             self._pending.pop(req_id, None)
             self._latest.pop(req_id, None)
         self._learn(req_id, tokens)
-        found = index.look_up(tokens, self.count, min(depth, self.max_length))
+        found = index.look_up(tokens, self.count, min(depth, self.max_length), self.vocab_size)
+        found = [(size, branch) for size, branch in found if branch]
         self._pending[req_id] = (len(tokens), found)
         chains = [
             DraftTree.chain(branch[: len(scores)], scores)
@@ -188,6 +192,7 @@ class NgramBranches:
                     self.count,
                     min(requests.depths[r], self.max_length),
                     requests.budgets[r],
+                    self.vocab_size,
                 )
                 if grafted is not None:
                     merged[r] = DraftTree(*grafted)
@@ -211,4 +216,6 @@ def ngram_branches(options: DrafterOptions) -> NgramBranches | None:
     """The branches a drafter adds to its own trees; None where it adds none."""
     if not options.ngram_topk:
         return None
-    return NgramBranches(options.ngram_topk, options.max_depth, options.ngram_size)
+    return NgramBranches(
+        options.ngram_topk, options.max_depth, options.ngram_size, options.vocab_size
+    )

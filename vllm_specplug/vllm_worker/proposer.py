@@ -47,6 +47,7 @@ class TreeProposer:
             max_model_len=vllm_config.model_config.max_model_len,
             settings=spec.plan.settings,
             ngram_size=spec.ngram_size,
+            vocab_size=vllm_config.model_config.get_vocab_size(),
         )
         self.drafter: Drafter = get_method(str(spec.plugin_method)).load_drafter()(self.options)
         self.cache_layers: list[DraftKVLayer] = []

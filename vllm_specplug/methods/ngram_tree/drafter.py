@@ -25,7 +25,10 @@ class NgramTreeDrafter(Drafter):
 
     def load(self, target: TargetWeights) -> None:
         self.ngrams = NgramBranches(
-            self.options.ngram_topk, self.options.max_depth, self.options.ngram_size
+            self.options.ngram_topk,
+            self.options.max_depth,
+            self.options.ngram_size,
+            self.options.vocab_size,
         )
 
     def cache_specs(self) -> list[DraftCacheSpec]:
