@@ -7,9 +7,12 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
+import numpy as np
+
 from vllm_specplug.drafting.drafter import Drafter, DraftRequests
 from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.beam import Expand, Frontier
 
 
 class HeadDrafter(Drafter):
@@ -21,6 +24,18 @@ class HeadDrafter(Drafter):
     drafts_by_level: ClassVar[bool] = True
 
     ngrams: NgramBranches | None
+    levels_run = 0
+    """Levels of the last draft: it may end before the deepest that was asked for."""
+
+    def counted(self, expand: Expand) -> Expand:
+        """`expand` of a draft that begins, whose levels are counted."""
+        self.levels_run = 0
+
+        def count(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+            self.levels_run += 1
+            return expand(frontier)
+
+        return count
 
     @abstractmethod
     def draft(self, requests: DraftRequests) -> list[DraftTree]:

@@ -64,8 +64,19 @@ class DeviceSpeculator(TreeSpeculator):
         # Made with the first trees: the drafter is loaded, and the budget calibrated, by then.
         self._ngrams: DeviceNgrams | None = None
         self._late_budget: LateBudget | None = None
-        if self.proposer.options.ngram_topk:
+        # The rows that the scheduler was asked for with the last output. What is decided between
+        # two drafts is asked for with the next one.
+        self._asked: ReservedRows | None = None
+        if self._may_look_up():
             keep_history_on_device(req_states)
+
+    def _may_look_up(self) -> bool:
+        """Whether branches may be looked up on the device, before the drafter is loaded."""
+        options = self.proposer.options
+        takes_branches = options.tree_width > 1 or options.head_path is None
+        is_late = not self.planner.is_adaptive or self.schedules_ahead
+        is_exact = options.tree_builder == "best_first"
+        return bool(options.ngram_topk) and takes_branches and is_late and is_exact
 
     def warm_up(self) -> None:
         """Compiles what lookups launch. Call once the drafter is loaded."""
@@ -154,11 +165,12 @@ class DeviceSpeculator(TreeSpeculator):
         self.proposer.drafter.observe(replace(committed, output_states=last_hidden_states))
         if self._reads_nothing:
             # The next step was scheduled before what comes now.
-            reserved = self.reserved
             self._look_back()
             trees = {r: self.copies[r] for r in input_batch.req_ids if r in self.copies}
             self._late.append(_LateStep(input_batch, copy, trees, self.running()))
-            return self._draft_on_device(input_batch, num_sampled, most, reserved)
+            drafted = self._draft_on_device(input_batch, num_sampled, most, self._asked)
+            self._asked = self.reserved
+            return drafted
         read = copy.read()
         self.record(input_batch, read.walk, read.seq_lens, self.trees)
         return self._draft(input_batch, self._batch(input_batch, read), most)

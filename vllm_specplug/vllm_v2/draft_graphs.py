@@ -69,7 +69,8 @@ class DraftGraphs(CudaGraphManager):
     def __call__(self, requests: DeviceRequests) -> DeviceTrees:
         """The trees of R requests, valid until the next call."""
         count = len(requests)
-        if (requests.width, requests.num_nodes) != (self._width, self._num_nodes):
+        is_captured = (requests.width, requests.num_nodes) == (self._width, self._num_nodes)
+        if not is_captured or requests.rows is not None or requests.deepest is not None:
             return self._propose(requests)
         desc = self.dispatch(count, count, uniform_token_count=1, num_active_loras=0)
         if desc.cg_mode != CUDAGraphMode.FULL:

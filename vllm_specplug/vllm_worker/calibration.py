@@ -322,6 +322,7 @@ def _digest(state: RunnerView) -> str:
         spec.tree_width,
         spec.tree_kernel,
         spec.draft_weights,
+        repr(state.drafter_options),
         len(state.state_layers.names),
         state.drafter.forward_depth,
         state.drafter.drafts_by_level,

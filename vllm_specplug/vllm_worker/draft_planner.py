@@ -106,7 +106,7 @@ class DraftPlanner:
         self.wanted: list[int] = []
         """Nodes that were worth their cost when `draft` last decided under an adaptive budget, by
         request; of requests that fixed their budget, all of it."""
-        self._steps = 0
+        self._steps = self._begun = 0
         # Whether the last step that could draft ran a draft forward.
         self._has_forward = False
         self._now: _Step | None = None
@@ -257,7 +257,9 @@ class DraftPlanner:
             requests.forward_depths[:] = depths
             if budget.worth is not None:
                 worth = budget.worth
-                requests = replace(requests, least_node=worth.node, least_level=worth.level)
+                # Rows that are reserved cost what they cost: they are filled.
+                least_node = worth.node if room is None else 0.0
+                requests = replace(requests, least_node=least_node, least_level=worth.level)
             if not self._has_forward:
                 # Work of the steps without drafts; as a part of this one's time it would make
                 # drafting look dear where it is rare.
@@ -266,6 +268,9 @@ class DraftPlanner:
         self._has_forward = count > 0
         if count or not deepest:
             drafted = self._valid(drafter.propose(requests))
+        depth = sum(depths) / max(count, 1)
+        if count and drafter.levels_run is not None:
+            depth = float(drafter.levels_run)
         trees = budget.trim(drafted)
         self.wanted = [
             most if is_fixed else min(tree.num_nodes, most)
@@ -276,7 +281,7 @@ class DraftPlanner:
         for r, (had, tree) in enumerate(zip(drafted, trees, strict=True)):
             if not tree.num_nodes and r not in self._dropped:
                 self.stats.observe_plain("budget" if had.num_nodes or deepest else "no_draft")
-        return trees, (count, sum(depths) / max(count, 1)), start
+        return trees, (count, depth), start
 
     def _valid(self, trees: list[DraftTree]) -> list[DraftTree]:
         """The trees, empty ones in place of those that break a rule of trees.
@@ -311,7 +316,9 @@ class DraftPlanner:
         began = self.clock.mark()
         if self._now is not None:
             self.clock.measure(self._now.began, began, partial(self._learn_whole, self._now))
-        self._before, self._now = self._now, _Step(began)
+        self._begun += 1
+        # A draft on a device may be over before the host looks at its step.
+        self._before, self._now = self._now, _Step(began, is_warm=self._begun > _WARM_UP_STEPS)
         self.clock.poll()
 
     @property

@@ -19,6 +19,7 @@ logger = init_logger("vllm.specplug.worker")
 
 # Row counts whose compiled products oneDNN keeps for each matrix.
 _KEPT_SHAPES = 128
+_ROUNDED_ROWS = 4096
 
 
 def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory:
@@ -51,9 +52,14 @@ def int8_linear(
 
     Seam: int8_linear.
     """
-    exact = weight.float()
-    scales = (exact.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-    rounded = (exact / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    scales = torch.empty(len(weight), dtype=torch.float32)
+    rounded = torch.empty(weight.shape, dtype=torch.int8)
+    # A part at a time: a large vocabulary in float32 would be the largest tensor of the start.
+    for rows in torch.arange(len(weight)).split(_ROUNDED_ROWS):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        exact = weight[part].float()
+        scales[part] = (exact.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+        rounded[part] = (exact / scales[part, None]).round_().clamp_(-127, 127).to(torch.int8)
     product = ops.create_onednn_scaled_mm(
         rounded.t(), scales, weight.dtype, True, False, _KEPT_SHAPES
     )

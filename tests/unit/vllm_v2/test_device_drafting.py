@@ -184,7 +184,8 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
             max_seq_len=np.full(slots, 200, np.int32),
             prefill_len=SimpleNamespace(np=np.full(slots, 9, np.int32)),
         ),
-        trees={}, copies={}, known=dict.fromkeys("abc"), reserved=None, schedules_ahead=True,
+        trees={}, copies={}, known=dict.fromkeys("abc"), reserved=None, _asked=None,
+        schedules_ahead=True,
         max_num_tokens=64, _ngrams=None, _late_budget=None, extra_args={}, plain={},
         _late=device_speculator.deque(),
         draft_graphs=None,
@@ -359,7 +360,9 @@ def test_reserved_rows_hold_for_the_trees_that_fill_them(
     step = Step()
     made = speculator(step, drafter, monkeypatch)
     defaults(made, drafter)
-    made.reserved = ReservedRows({"a": 5, "b": 0}, others=3)
+    made._asked = ReservedRows({"a": 5, "b": 0}, others=3)
+    # Decided since the last output left: for the step after.
+    made.reserved = ReservedRows({"a": 0, "b": 9}, others=0)
     propose(made, step)
     assert isinstance(made._late[-1], device_speculator._LateDraft)
     assert made._late[-1].room == [5, 0, 3]

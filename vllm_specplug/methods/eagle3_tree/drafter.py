@@ -128,13 +128,14 @@ class StateDrafter(HeadDrafter):
         self._backlog.flush()
         depths = [min(depth, self.options.tree_depth) for depth in requests.depths]
         if self.is_device_cache:
+            self.levels_run = max(depths)
             return read_trees(self._draft_for_host(requests, depths))
         return draft_level_by_level(
             requests.anchors,
             requests.budgets,
             depths,
             requests.widths,
-            self._expander(requests),
+            self.counted(self._expander(requests)),
             least_node=requests.least_node,
             least_level=requests.least_level,
             frontier_width=self.options.settings.expand_width,

@@ -150,7 +150,7 @@ class LongSpecDrafter(HeadDrafter):
             requests.budgets,
             [min(depth, self.options.tree_depth) for depth in requests.depths],
             requests.widths,
-            self._expander(requests),
+            self.counted(self._expander(requests)),
             least_node=requests.least_node,
             least_level=requests.least_level,
             beam_widths=self.options.settings.beam_widths,
