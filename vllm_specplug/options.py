@@ -37,8 +37,10 @@ class TreeOptions:
     hybrid_lambda: float = Field(default=0.1, ge=0.0, le=10.0)
     """Weight of the entropy term; only read by `tree_builder` "hybrid"."""
     ngram_topk: int = Field(default=3, ge=0, le=16)
-    """N-gram branches (what followed the same tokens earlier in the request) merged into each
-    tree under the same node budget; 0 switches them off."""
+    """What followed the same tokens earlier in the request joins the tree under the same node
+    budget. On a CPU every node of a head's tree is looked up, and this is the most children that
+    the text proposes for it. In `ngram_tree` and `tokenswift`, and in trees that stay on a CUDA
+    device, it is the most branches from the root. 0 switches lookups off."""
     tree_budget: int | Literal["auto"] = "auto"
     """Nodes per tree. "auto" decides in every step, for all requests together: nodes go where they
     promise the most tokens per millisecond, and nowhere if plain decoding is faster. A number fixes

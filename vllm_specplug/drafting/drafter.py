@@ -63,7 +63,7 @@ class DrafterOptions:
     tree_builder: TreeBuilderName
     hybrid_lambda: float
     ngram_topk: int
-    """N-gram branches a tree may take in; 0 switches them off."""
+    """Most n-gram branches of a tree, or children of a node that the text proposes; 0: none."""
     max_model_len: int
     settings: Any = None
     """The method's own options, as its `DraftPlan` has them."""
@@ -172,9 +172,10 @@ class DraftRequests:
     # [R] the contextual penalty of each, None where it has none. Empty: no request has one
     penalties: list[DraftPenalty | None] = field(default_factory=list)
     least_node: float = 0.0
-    """Drafts by levels: least probability, as the head has it, of a node that gets children."""
+    """Drafts by levels made on the host: least probability, as the head has it, of a node that gets
+    children."""
     least_level: float = 0.0
-    """Drafts by levels: least sum of these over a level, of all requests, for another level."""
+    """Likewise: least sum of these over a level, of all requests, for another level."""
 
     @property
     def anchors(self) -> list[int]:
@@ -431,8 +432,8 @@ class Drafter(ABC):
     levels_run: int | None = None
     """Levels of the last draft forward, where each is a pass of its own."""
     drafts_by_level: ClassVar[bool] = False
-    """Whether a draft forward is a pass for each level, which costs by its levels, and heeds
-    `least_node` and `least_level`."""
+    """Whether a draft forward is a pass for each level, which costs by its levels. Such drafts heed
+    `least_node` and `least_level` where they are made on the host; on a device they ignore both."""
 
     reads_target_weights: ClassVar[bool] = True
     """Whether `load` reads the target's embedding and LM head; else it gets empty tensors."""
@@ -499,8 +500,9 @@ class Drafter(ABC):
         return 0
 
     def look_up(self, requests: DraftRequests) -> list[DraftTree]:
-        """Trees that need no forward, one per request; `propose` finds the same nodes again.
-        Called before it, so that a forward is run only where it adds enough."""
+        """Trees that need no forward, one per request. Called before `propose`, so that a forward
+        is run only where it adds enough; they are verified where none is. `propose` looks up on
+        its own, and its trees may lack nodes of these or score them otherwise."""
         return [DraftTree.empty()] * len(requests)
 
     @abstractmethod
