@@ -272,6 +272,29 @@ def test_work_of_steps_without_drafts_is_not_the_drafts(monkeypatch: pytest.Monk
     assert planner._now.draft_ms == pytest.approx(3.0)
 
 
+def _learnt_drafts(planner: DraftPlanner, drafter: Any) -> list[tuple[Any, ...]]:
+    """What is learnt of drafts whose steps nobody looks at before they are over."""
+    learnt: list[tuple[Any, ...]] = []
+    assert planner.adaptive is not None
+    planner.adaptive.costs.observe_draft = lambda *args: learnt.append(args)  # type: ignore
+    for _ in range(8):
+        planner.begin_step()
+        planner.draft(drafter, *_requests(planner, [None] * 2))
+    return learnt
+
+
+def test_drafts_are_timed_before_their_steps_are_looked_at() -> None:
+    assert len(_learnt_drafts(_planner(), _Drafter(score=-0.01))) > 3
+
+
+def test_a_draft_costs_the_levels_that_it_ran() -> None:
+    drafter = _Drafter(score=-0.01)
+    planned = {depth for _, depth, _ in _learnt_drafts(_planner(), drafter)}
+    drafter.levels_run = 1
+    ran = {depth for _, depth, _ in _learnt_drafts(_planner(), drafter)}
+    assert ran == {1.0} and max(planned) > 1
+
+
 def test_nobody_to_draft_for_is_no_work() -> None:
     drafter = _Drafter()
     planner = _planner()
