@@ -221,8 +221,9 @@ int64_t ngram_lookup(const Tensor& tokens, Tensor& links, Tensor& heads, int64_t
 
 int64_t ngram_graft(const Tensor& tokens, const Tensor& links, const Tensor& heads, int64_t longest,
                     const Tensor& shares, int64_t width, int64_t depth, int64_t vocab_size,
-                    const Tensor& tree_tokens, const Tensor& tree_parents, const Tensor& tree_scores, Tensor& out_tokens,
-                    Tensor& out_parents, Tensor& out_depths, Tensor& out_scores) {
+                    const Tensor& tree_tokens, const Tensor& tree_parents,
+                    const Tensor& tree_scores, Tensor& out_tokens, Tensor& out_parents,
+                    Tensor& out_depths, Tensor& out_scores) {
   check_int32(tokens, 1, "tokens");
   check_int32(links, 2, "links");
   check_int32(heads, 2, "heads");
@@ -250,8 +251,8 @@ int64_t ngram_graft(const Tensor& tokens, const Tensor& links, const Tensor& hea
                   "ngram_graft: a tree must be int64, int32 and float32 [M]");
   STD_TORCH_CHECK(out_tokens.scalar_type() == ScalarType::Long && out_tokens.is_contiguous() &&
                       out_tokens.numel() == budget && out_depths.numel() == budget &&
-                      out_scores.scalar_type() == ScalarType::Float &&
-                      out_scores.is_contiguous() && out_scores.numel() == budget,
+                      out_scores.scalar_type() == ScalarType::Float && out_scores.is_contiguous() &&
+                      out_scores.numel() == budget,
                   "ngram_graft: outputs must be int64, int32, int32 and float32 [N]");
   STD_TORCH_CHECK(shares.scalar_type() == ScalarType::Float && shares.is_contiguous() &&
                       shares.numel() == longest + 1,

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees
 
-Propose = Callable[[DeviceRequests], DeviceTrees]
+Propose = Callable[[DeviceRequests], DeviceTrees | None]
 
 
 class DraftGraphs(CudaGraphManager):
@@ -66,7 +66,7 @@ class DraftGraphs(CudaGraphManager):
 
         self.capture(forward_of, "Capturing draft graphs")
 
-    def __call__(self, requests: DeviceRequests) -> DeviceTrees:
+    def __call__(self, requests: DeviceRequests) -> DeviceTrees | None:
         """The trees of R requests, valid until the next call."""
         count = len(requests)
         is_captured = (requests.width, requests.num_nodes) == (self._width, self._num_nodes)
@@ -93,6 +93,7 @@ class DraftGraphs(CudaGraphManager):
             num_nodes=self._num_nodes,
             max_context=self._max_context,
         )
-        drafted = vars(self._propose(requests))
+        drafted = self._propose(requests)
+        assert drafted is not None
         for name, tensor in vars(self.trees).items():
-            tensor[:count] = drafted[name]
+            tensor[:count] = vars(drafted)[name]
