@@ -63,9 +63,9 @@ def lines_for_trees() -> Any:
 
 def nothing_moves() -> Any:
     if V2:
-        from vllm_specplug.vllm_v2 import backend
+        from vllm_specplug.vllm_v2 import latent_backend as backend
     else:
-        from vllm_specplug.vllm_v1 import tree_backend as backend
+        from vllm_specplug.vllm_v1 import latent_backend as backend
     return changed(backend, "move_latents", lambda stock, *args: None)
 
 

@@ -55,7 +55,7 @@ LATENT_FEATURES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _unsupported_latent(layer: MLAAttention) -> str | None:
-    # A module of its own: it derives from a backend that other devices need not have.
+    # A module of its own: it derives from a backend that other devices and targets need not have.
     from vllm_specplug.vllm_attention.latent import TreeCPUMLAImpl
 
     for name, (title, changes_nothing) in LATENT_FEATURES.items():

@@ -15,7 +15,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specplug.options import check_v2_feature
 from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
-from vllm_specplug.vllm_v1.tree_backend import LatentTreeBackend, TreeBackend
+from vllm_specplug.vllm_v1.tree_backend import TreeBackend
 from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
 from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams, use_latent_seams
 
@@ -29,6 +29,8 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]
 
     def make_tree_backend(self) -> TreeBackend:
         if self.model_config.use_mla:
+            from vllm_specplug.vllm_v1.latent_backend import LatentTreeBackend
+
             return LatentTreeBackend()
         if self.tree_spec.tree_kernel != "triton":
             return super().make_tree_backend()

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 
 from vllm_specplug.drafting.drafter import DraftCache
-from vllm_specplug.kernels import TreeAttnMetadata, compact_kv, move_latents
-from vllm_specplug.kernels.masks import words_to_bool
-from vllm_specplug.vllm_attention.latent import (
-    LatentRequest,
-    attach_latent_rows,
-    attach_rehearsed_rows,
-)
+from vllm_specplug.kernels import TreeAttnMetadata, compact_kv
 from vllm_specplug.vllm_attention.state_rows import StateStep
 from vllm_specplug.vllm_attention.tree_rows import (
     CpuTreeRows,
@@ -147,51 +141,3 @@ class CpuTreeBackend(TreeBackend):
         self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
     ) -> DraftCache:
         return PagedDraftCache(layers, block_table, scale)
-
-
-class LatentTreeBackend(CpuTreeBackend):
-    """Trees over a latent cache on a CPU."""
-
-    reads_fp8 = False
-
-    def bind(self, groups: list[CacheGroup]) -> None:
-        self.groups = [(group.index, list(group.caches.values())) for group in groups]
-        self.block_size = self.groups[0][1][0].shape[1]
-
-    def attach(
-        self,
-        attn_metadata: dict[str, Any],
-        input_batch: Any,
-        trees: StepTrees | None,
-        block_tables: Sequence[torch.Tensor],
-    ) -> None:
-        if trees is not None:
-            attach_latent_rows(attn_metadata, latent_requests(input_batch, trees))
-        elif self.rehearsed_rows:
-            rows, context = input_batch.num_tokens, int(input_batch.seq_lens.max()) - 1
-            attach_rehearsed_rows(
-                attn_metadata, rows, self.rehearsed_rows, context, self.block_size
-            )  # fmt: skip
-
-    def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
-        for index, caches in self.groups:
-            sources, targets = path_moves(trees, walk, slot_mappings[index])
-            move_latents(caches, sources.flatten(), targets.flatten())
-
-
-def latent_requests(input_batch: Any, trees: StepTrees) -> list[LatentRequest]:
-    """The batch's requests: how many rows each has is known on the host, the tokens before them on
-    the device, which is the host."""
-    ends = input_batch.query_start_loc_np.tolist()
-    rows = trees.rows
-    starts, contexts = rows.starts.tolist(), rows.contexts.tolist()
-    words = ancestor_words(trees)
-    requests = []
-    for i, context in enumerate(contexts):
-        first, last = starts[i], starts[i + 1]
-        root = ends[i + 1] - (last - first)
-        mask = words_to_bool(words[first:last], last - first) if last > first + 1 else None
-        requests.append(
-            LatentRequest(ends[i], root, ends[i + 1], context - (root - ends[i]), mask)
-        )  # fmt: skip
-    return requests

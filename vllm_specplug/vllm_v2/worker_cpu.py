@@ -19,7 +19,7 @@ from vllm_specplug.seams import (
     V2_CPU_KERNELS,
     V2_CPU_WORKER,
 )
-from vllm_specplug.vllm_v2.backend import LatentTreeBackend, TreeBackend
+from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
 from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams, use_latent_seams
@@ -29,7 +29,11 @@ class TreeCPUModelRunnerV2(TreeRunnerV2Mixin, CPUModelRunner):  # type: ignore[m
     """vLLM's V2 CPU runner, verifying trees."""
 
     def make_tree_backend(self) -> TreeBackend:
-        return LatentTreeBackend() if self.model_config.use_mla else super().make_tree_backend()
+        if not self.model_config.use_mla:
+            return super().make_tree_backend()
+        from vllm_specplug.vllm_v2.latent_backend import LatentTreeBackend
+
+        return LatentTreeBackend()
 
 
 def tree_runner_class(stock: type) -> type:

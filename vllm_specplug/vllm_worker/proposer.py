@@ -18,7 +18,6 @@ from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.registry import get_method, headless_methods
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
-from vllm_specplug.vllm_worker.latent_layers import check_compiled_routing, check_latent_rotary
 from vllm_specplug.vllm_worker.linear import draft_linear
 from vllm_specplug.vllm_worker.state_layers import StateLayers, prepare_state_layers
 
@@ -61,6 +60,12 @@ class TreeProposer:
         self.state_layers = prepare_state_layers(layers, method)
         check_target_layers(layers, method, ignored=(DraftKVLayer, MambaBase))
         if model_config.use_mla:
+            # Classes of vLLM that no other target needs.
+            from vllm_specplug.vllm_worker.latent_layers import (
+                check_compiled_routing,
+                check_latent_rotary,
+            )
+
             check_latent_rotary(target_model, method)
             if not model_config.enforce_eager:
                 check_compiled_routing(target_model, method)

@@ -33,9 +33,9 @@ from vllm_specplug.vllm_attention.latent import (
 )
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_attention.tree_rows import tree_rows_of
-from vllm_specplug.vllm_v1.tree_backend import LatentTreeBackend
-from vllm_specplug.vllm_v2.backend import latent_requests
+from vllm_specplug.vllm_v1.latent_backend import LatentTreeBackend
 from vllm_specplug.vllm_v2.device_trees import StepTrees
+from vllm_specplug.vllm_v2.latent_backend import latent_requests
 from vllm_specplug.vllm_worker.latent_layers import check_compiled_routing, check_latent_rotary
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
