@@ -274,7 +274,10 @@ class AdaptiveBudget:
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops requests that ended."""
-        self.acceptance.forget(req_ids)
+        gone = set(req_ids)
+        self.acceptance.forget(gone)
+        if not gone.isdisjoint(self._rest_ids):
+            self._rest_steps, self._rest_ids = 0, []
 
     def _slots_of(self, req_ids: Sequence[str]) -> Ints:
         slots = np.empty(len(req_ids), np.int64)
