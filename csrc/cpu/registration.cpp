@@ -47,7 +47,8 @@ STABLE_TORCH_LIBRARY(specplug, m) {
       "Tensor(c!) sizes, Tensor(d!) found) -> int");
   m.def(
       "ngram_graft(Tensor tokens, Tensor links, Tensor heads, int longest, Tensor shares, "
-      "int width, int depth, int vocab_size, Tensor tree_tokens, Tensor tree_parents, Tensor tree_scores, "
+      "int width, int depth, int vocab_size, Tensor tree_tokens, Tensor tree_parents, Tensor "
+      "tree_scores, "
       "Tensor(a!) out_tokens, Tensor(b!) out_parents, Tensor(c!) out_depths, "
       "Tensor(d!) out_scores) -> int");
   m.def("cpu_isas() -> int");
