@@ -2,7 +2,7 @@
 """What followed a request's last few tokens earlier in it, found on the device: the branches of
 `ngram_index`, place for place.
 
-Nothing is kept from step to step. Each step reads a request's tokens once, 4 bytes a token, in
+Nothing is kept from step to step. Each step reads a request's tokens once, 4 bytes per token, in
 pieces that run side by side, and of what matches the last token the tokens before it. So the work
 is bounded by the history's length, whatever the text; an index that grows with the tokens would
 read less and need 4 times the memory of the tokens themselves.

@@ -218,7 +218,7 @@ class DraftPlanner:
 
     def drafted_on_device(self, start: Any, forward: tuple[int, float]) -> None:
         """Call instead of `draft` where a drafter drafted by itself since the mark `start`, with a
-        forward of so many requests and such a mean depth; trees that break a rule were dropped on
+        forward of `forward` (requests, mean depth); trees that break a rule were dropped on
         the device."""
         drafted = partial(self._learn_draft, self._now, forward)
         self.clock.measure(start, self.clock.mark(), drafted)

@@ -199,7 +199,7 @@ class StateDrafter(HeadDrafter):
     ) -> DeviceTrees:
         """`draft_level_by_level` without a read on the host."""
         options = self.options
-        # All that was expanded is queried again at every level, and kernels take so many rows.
+        # All that was expanded is queried again at every level, and kernels limit these rows.
         places = (MAX_TREE_ROWS - 1) // max(options.tree_depth - 1, 1)
         expander = DeviceLevels(self, requests, roots, context_lens, width)
         return draft_levels_on_device(
