@@ -398,11 +398,9 @@ void add_children(Tree& tree, const Frontier& frontier, int64_t f, int32_t depth
   }
 }
 
-struct Marginals {
-  const int64_t* ids;
-  const float* log_probs;
-  int64_t depths, width;  // D, M
-};
+float log_sigmoid(float x) {
+  return x < 0.0f ? x - std::log1p(std::exp(x)) : -std::log1p(std::exp(-x));
+}
 
 }  // namespace
 
@@ -413,8 +411,10 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
                  const std::optional<Tensor>& inputs, const std::optional<Tensor>& features,
                  const std::optional<Tensor>& feature_rows, const std::optional<Tensor>& w_input,
                  const std::optional<Tensor>& w_state, const std::optional<Tensor>& w_rank,
-                 const std::optional<Tensor>& roots, Tensor& token_ids, Tensor& parents,
-                 Tensor& node_depths, Tensor& scores, Tensor& counts) {
+                 const std::optional<Tensor>& roots, const std::optional<Tensor>& slot_confidence,
+                 const std::optional<Tensor>& token_confidence, double confidence_weight,
+                 Tensor& token_ids, Tensor& parents, Tensor& node_depths, Tensor& scores,
+                 Tensor& counts) {
   const ScalarType dtype = output_table.scalar_type();
   const Element element = dtype == ScalarType::BFloat16 ? Element::kBfloat16
                           : dtype == ScalarType::Half   ? Element::kFloat16
@@ -505,6 +505,19 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
   }
   STD_TORCH_CHECK(num_depths == 0 || a[0] == 0.0f || root_rows != nullptr,
                   "local_trees: depth 1 is corrected only when the anchor is read");
+  const float* by_slot = nullptr;
+  const float* by_token = nullptr;
+  const float trust = static_cast<float>(confidence_weight);
+  if (slot_confidence.has_value()) {
+    STD_TORCH_CHECK(
+        slot_confidence->scalar_type() == ScalarType::Float && slot_confidence->is_contiguous() &&
+            slot_confidence->numel() == num_reqs * num_depths && token_confidence.has_value() &&
+            token_confidence->scalar_type() == ScalarType::Float &&
+            token_confidence->is_contiguous() && token_confidence->numel() == vocab,
+        "local_trees: confidences must be float32 [R, D] by slot and [V'] by token");
+    by_slot = static_cast<const float*>(slot_confidence->data_ptr());
+    by_token = static_cast<const float*>(token_confidence->data_ptr());
+  }
   STD_TORCH_CHECK(token_ids.dim() == 2 && token_ids.size(0) == num_reqs &&
                       token_ids.scalar_type() == ScalarType::Long && token_ids.is_contiguous() &&
                       parents.scalar_type() == ScalarType::Int && parents.is_contiguous() &&
@@ -592,7 +605,12 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
           add_scaled(own, product + (f - begin) * padded, weight, padded, mixed);
           values = mixed;
         }
-        const float offset = corrected ? mass - log_sum_exp(values, padded) : 0.0f;
+        float offset = corrected ? mass - log_sum_exp(values, padded) : 0.0f;
+        if (by_slot != nullptr) {
+          // The anchor is no draft id: what it adds is in its slot's.
+          const float of_token = depth == 1 ? 0.0f : by_token[frontier.token[f]];
+          offset += trust * log_sigmoid(by_slot[r * num_depths + depth - 1] + of_token);
+        }
         add_children(tree, frontier, f, depth, candidates, values, num_candidates, offset, best);
       }
       std::sort(tree.pool.begin(), tree.pool.end(), comes_first);
@@ -644,8 +662,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
       "local_trees(Tensor ids, Tensor log_probs, Tensor budgets, Tensor depths, Tensor widths, "
       "Tensor alpha, Tensor beta, Tensor? log_prior, Tensor output_table, int state_size, "
       "int rank, bool silu, Tensor? inputs, Tensor? features, Tensor? feature_rows, "
-      "Tensor? w_input, Tensor? w_state, Tensor? w_rank, Tensor? roots, Tensor(a!) token_ids, "
-      "Tensor(b!) parents, Tensor(c!) node_depths, Tensor(d!) scores, Tensor(e!) counts) -> ()");
+      "Tensor? w_input, Tensor? w_state, Tensor? w_rank, Tensor? roots, Tensor? slot_confidence, "
+      "Tensor? token_confidence, float confidence_weight, Tensor(a!) token_ids, Tensor(b!) "
+      "parents, Tensor(c!) node_depths, "
+      "Tensor(d!) scores, Tensor(e!) counts) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("local_trees", TORCH_BOX(&local_trees)); }

@@ -142,8 +142,15 @@ def build_local_trees(
     log_prior: torch.Tensor | None,
     # float32 [R, 3 S] input gates (rank vectors without state) of tokens read before depth 1
     roots: torch.Tensor | None = None,
+    # float32 logits of a confidence head: [R, D] by slot, the anchor's part included, and [V']
+    slot_confidence: torch.Tensor | None = None,
+    token_confidence: torch.Tensor | None = None,
+    confidence_weight: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The best-first tree of each request over fused, branch-wise distributions.
+
+    With confidences, children at depth d of a node of token y score `confidence_weight` times
+    log sigmoid(slot_confidence[d] + token_confidence[y]) less.
 
     Returns:
         token_ids int64 [R, N] (draft ids), parents, depths int32 and scores float32 [R, N], and
@@ -162,7 +169,8 @@ def build_local_trees(
     torch.ops.specplug.local_trees.default(
         ids.contiguous(), log_probs.contiguous(), budgets, depths, widths, alpha, beta, log_prior,
         w.output_table, w.state_size, w.rank, w.silu, w.inputs, w.features, w.feature_rows,
-        w.w_input, w.w_state, w.w_rank, roots, token_ids, parents, node_depths, scores, counts,
+        w.w_input, w.w_state, w.w_rank, roots, slot_confidence, token_confidence,
+        confidence_weight, token_ids, parents, node_depths, scores, counts,
     )  # fmt: skip
     return token_ids, parents, node_depths, scores, counts
 

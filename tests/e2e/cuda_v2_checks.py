@@ -203,7 +203,7 @@ def knowing_candidates() -> Iterator[list[int]]:
     original, seen = BlockHeadDrafter.draft_candidates, []
 
     def candidates(self: Any, requests: Any, depth: int, width: int) -> Any:
-        ids, log_probs = original(self, requests, depth, width)
+        ids, log_probs, hidden = original(self, requests, depth, width)
         seen.append(0 if isinstance(requests, DeviceRequests) else len(requests))
         anchors = [int(anchor) for anchor in requests.anchors]
         for r, (anchor, context) in enumerate(zip(anchors, requests.context_lens, strict=True)):
@@ -220,7 +220,7 @@ def knowing_candidates() -> Iterator[list[int]]:
         # The third falls far behind: a local head is to choose among the first two.
         falling = torch.arange(1, ids.shape[2] + 1).mul(-0.4)
         falling[2:] -= 6.0
-        return ids, falling.expand(log_probs.shape).contiguous()
+        return ids, falling.expand(log_probs.shape).contiguous(), hidden
 
     with patch.object(BlockHeadDrafter, "draft_candidates", candidates):
         yield seen

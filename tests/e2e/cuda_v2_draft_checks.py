@@ -61,7 +61,7 @@ def local_trees_are_the_hosts() -> Iterator[list[int]]:
         reach = depths.clamp(0, ids.shape[1])
         oracle = self.build(
             ids, log_probs, anchors.tolist(), budgets.tolist(), reach.tolist(),
-            [width] * len(anchors), compiled=False,
+            [width] * len(anchors), limits.get("slots"), compiled=False,
         )  # fmt: skip
         seen.append(assert_same_trees(made, dict(enumerate(oracle))))
         return made

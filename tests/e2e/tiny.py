@@ -167,7 +167,8 @@ def make_dspark_head(
         vocab_size, causal=False, seed=seed, hidden=hidden, anchor=True, windows=windows
     )
     w1, w2 = torch.randn(2, vocab_size, 16) * 0.5
-    save_dspark_head(folder, block, w1, w2, dtype=torch.float32)
+    confidence = (torch.randn(1, hidden + 16) * 0.3, torch.zeros(1))
+    save_dspark_head(folder, block, w1, w2, confidence=confidence, dtype=torch.float32)
     return folder
 
 

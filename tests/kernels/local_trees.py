@@ -10,7 +10,7 @@ import torch
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.dels.options import DelsSettings
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
-from vllm_specplug.methods.local.tree import LocalTreeBuilder
+from vllm_specplug.methods.local.tree import BranchConfidence, LocalTreeBuilder
 
 V, H, DEPTH = 300, 48, 5
 
@@ -33,9 +33,18 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 def builder(
-    name: str, dtype: torch.dtype, *, anchor: bool, gate_table_bytes: int = 1 << 20, seed: int = 0
+    name: str,
+    dtype: torch.dtype,
+    *,
+    anchor: bool,
+    gate_table_bytes: int = 1 << 20,
+    seed: int = 0,
+    confidence_weight: float = 0.0,
 ) -> LocalTreeBuilder:
     torch.manual_seed(seed)
+    confidence = None
+    if confidence_weight:
+        confidence = BranchConfidence(2 * torch.randn(V), confidence_weight)
     head = LocalHead(LocalHeadConfig(vocab_size=V, target_hidden_size=H, **HEADS[name]))
     with torch.no_grad():
         for parameter in head.parameters():
@@ -47,6 +56,7 @@ def builder(
         head.requires_grad_(False), None, draft_ids, torch.randn(V).log_softmax(-1),
         DelsSettings("", "", 1.0, weights, weights, anchor, 64, gate_table_bytes),
         embed_tokens=torch.randn(V, H).to(dtype), lm_head=torch.randn(V, H).to(dtype), dtype=dtype,
+        confidence=confidence,
     )  # fmt: skip
 
 

@@ -59,6 +59,35 @@ def test_trees_of_a_device_equal_the_readable_ones(name: str, anchor: bool) -> N
         assert np.allclose(tree.scores, oracle.scores, atol=2e-4)
 
 
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+@pytest.mark.parametrize("name", ["markov", "gru"])
+def test_a_confidence_lowers_all_children_of_a_node_alike(
+    compiled: None, name: str, weight: float
+) -> None:
+    b = builder(name, torch.float32, anchor=True, confidence_weight=weight)
+    ids, log_probs = candidates(6, 64)
+    slots = 2 * torch.randn(6, DEPTH, generator=torch.Generator().manual_seed(9))
+    # The second of these anchors is no draft id.
+    args = (ids, log_probs, [5, 7, 11, 250, 299, 0], *LIMITS.values())
+    trees, oracles = b.build(*args, slots), b.build(*args, slots, compiled=False)
+    devices = read_trees(b._build_for_host(*args, slots=slots))
+    without = b.build(*args)
+    assert any(
+        a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(trees, without, strict=True)
+    )
+    for made in (trees, devices):
+        for tree, oracle in zip(made, oracles, strict=True):
+            tree.validate()
+            assert tree.token_ids.tolist() == oracle.token_ids.tolist()
+            assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
+            assert np.allclose(tree.scores, oracle.scores, atol=2e-4)
+    # A chain of one node: its parent is the anchor.
+    assert b.confidence is not None
+    of_anchor = torch.nn.functional.logsigmoid(slots[1, 0] + b.confidence.of_token[7])
+    lowered = trees[1].scores[0] - without[1].scores[0]
+    assert lowered == pytest.approx(weight * float(of_anchor), abs=2e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", HEADS)
 def test_scores_of_sixteen_bits_are_near_the_readable_ones(

@@ -223,7 +223,9 @@ def test_a_draft_reads_nothing_and_keeps_to_its_launches(
 
 
 def with_markov_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DSparkDrafter:
-    settings = DSparkSettings(num_candidates=32, alpha=(1.0,) * 4, beta=(0.0,) * 4)
+    settings = DSparkSettings(
+        num_candidates=32, alpha=(1.0,) * 4, beta=(0.0,) * 4, confidence_weight=0.5
+    )
     head = make_dspark_head(folder, VOCAB, windows=(None,))
     return on_the_device(DSparkDrafter, head, settings, monkeypatch)
 
@@ -247,7 +249,7 @@ def with_draft_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle3Dra
 
 
 # Operations of a draft of four levels, from a step's walk to the next step's trees.
-LAUNCHES = {with_markov_head: 301, with_local_head: 345, with_draft_layer: 475}
+LAUNCHES = {with_markov_head: 324, with_local_head: 345, with_draft_layer: 475}
 
 
 @pytest.mark.parametrize("make", LAUNCHES)

@@ -39,6 +39,26 @@ _UNSUPPORTED_FLAGS = {
 ARCHITECTURES = (
     "DFlashDraftModel", "Qwen3DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel",
 )  # fmt: skip
+# Heads on the same backbone that draft in another way, and why they are not served as this one.
+_DFLASH2 = (
+    "DFlash2: its layers convolve along the block, and a selector ranks pairs of candidates; "
+    "vLLM's own method dflash drafts chains with such heads"
+)
+_LILICORR = (
+    "LiLiCorr: a transformer over the candidates of all slots picks a path through them; vLLM's "
+    "own method dflash drafts chains with such heads"
+)
+_DOMINO = "Domino: a recurrent head reads the block's states at every node of a tree"
+OTHER_ARCHITECTURES = {
+    "DFlash2DraftModel": _DFLASH2,
+    "LiLiCorrDraftModel": _LILICORR,
+    "DominoDraftModel": _DOMINO,
+    "DSpineDraftModel": "DSpine: candidates of neighbouring slots exchange messages",
+}
+OTHER_SPECULATORS_TYPES = {"dflash2": _DFLASH2, "domino": _DOMINO}
+_OTHER_PROJECTORS = {"dflash2": _DFLASH2, "lilicorr": _LILICORR, "domino": _DOMINO}
+# What the settings of such heads begin with, where no other name says what they are.
+_OTHER_SETTINGS = {"lilicorr_": _LILICORR, "selector_": _DFLASH2, "conv_": _DFLASH2}
 # Heads that predict from the anchor's own slot on, whether they say so or not: read as others, each
 # draft would be one place off. DeepSpec names its DFlash heads so too, which have no Markov head.
 _ANCHOR_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
@@ -295,19 +315,21 @@ def _stated_names(raw: Mapping[str, Any]) -> list[str]:
 def _check_architecture(raw: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Refuses heads that say what they are and are not known; tensors judge the others."""
     stated = _stated_names(raw)
-    require(all(name in known for name in stated), "architectures", stated, (
-        f"{', '.join(known)} (heads of other kinds draft in another way, even where their tensors "
-        "look alike)"
-    ))  # fmt: skip
+    others = [OTHER_ARCHITECTURES[name] for name in stated if name in OTHER_ARCHITECTURES]
+    unknown = "heads of other kinds draft in another way, even where tensors look alike"
+    reason = others[0] if others else unknown
+    legal = all(name in known for name in stated)
+    require(legal, "architectures", stated, f"{', '.join(known)} ({reason})")
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    require(
-        raw.get("projector_type") in (None, "dflash"),
-        "projector_type",
-        raw.get("projector_type"),
-        "absent or 'dflash' (others draft in another way)",
-    )
+    projector = raw.get("projector_type")
+    reason = _OTHER_PROJECTORS.get(str(projector), "others draft in another way")
+    legal = f"absent or 'dflash' ({reason})"
+    require(projector in (None, "dflash"), "projector_type", projector, legal)
+    for prefix, reason in _OTHER_SETTINGS.items():
+        name = next((name for name in raw if name.startswith(prefix) and raw[name]), "")
+        require(not name, name, raw.get(name), f"absent ({reason})")
     for name, reason in _UNSUPPORTED_FLAGS.items():
         require(not raw.get(name), name, raw.get(name), f"absent or false ({reason})")
     require(
@@ -483,7 +505,9 @@ def _mask_of(stated: bool | None) -> bool:
 
 def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadConfig:
     kind = raw.get("speculators_model_type")
-    require(kind == "dflash", "speculators_model_type", kind, "'dflash'")
+    other = OTHER_SPECULATORS_TYPES.get(str(kind))
+    legal = "'dflash'" + (f" ({other})" if other else "")
+    require(kind == "dflash", "speculators_model_type", kind, legal)
     _check_architecture(raw, SPECULATORS_ARCHITECTURES)
     shape = _layer_shape(_need(raw, "transformer_layer_config"), {})
     _refuse_unsupported(raw)

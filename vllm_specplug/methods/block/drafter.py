@@ -179,13 +179,14 @@ class BlockHeadDrafter(Drafter):
             Target token ids int64 [R, depth, width], best first, and their natural
             log-probabilities float32 [R, depth, width].
         """
-        ids, log_probs = self.draft_candidates(requests, depth, width)
+        ids, log_probs, _ = self.draft_candidates(requests, depth, width)
         return (ids if self.target_ids is None else self.target_ids[ids]), log_probs
 
     def draft_candidates(
         self, requests: DraftRequests | DeviceRequests, depth: int, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`candidates` by their ids in the draft vocabulary."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`candidates` by their ids in the draft vocabulary, and the final normed states of the
+        slots that drafted them [R, depth, H]."""
         self.backlog.flush()
         num_reqs = len(requests)
         # A bidirectional block was trained whole; a causal one may stop at the last depth read.
@@ -213,4 +214,4 @@ class BlockHeadDrafter(Drafter):
         found = [top_candidates(self.lm_head(piece), width) for piece in pieces]
         ids, log_probs = (torch.cat(part) for part in zip(*found, strict=True))
         shape = (num_reqs, depth)
-        return ids.unflatten(0, shape), log_probs.unflatten(0, shape)
+        return ids.unflatten(0, shape), log_probs.unflatten(0, shape), hidden

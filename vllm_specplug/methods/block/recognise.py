@@ -12,6 +12,8 @@ from typing import Any
 from vllm_specplug.drafting.head_files import HeadFiles
 from vllm_specplug.methods.block.config import (
     ARCHITECTURES,
+    OTHER_ARCHITECTURES,
+    OTHER_SPECULATORS_TYPES,
     SPECULATORS_ARCHITECTURES,
     block_containers,
     stated_mask,
@@ -62,14 +64,15 @@ def markov_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_block_head(head: HeadFiles) -> bool:
     if head.speculators_type is not None:
-        # The latter is not served, and the method's reader says why.
-        return head.speculators_type in ("dflash", "jetspec")
+        # All but the first are not served, and the method's reader says why.
+        return head.speculators_type in ("dflash", "jetspec", *OTHER_SPECULATORS_TYPES)
     return _has_block(head) and not _has_markov(head)
 
 
 def _has_block(head: HeadFiles) -> bool:
     if head.architectures:
-        return bool({*ARCHITECTURES, *SPECULATORS_ARCHITECTURES} & set(head.architectures))
+        known = {*ARCHITECTURES, *SPECULATORS_ARCHITECTURES, *OTHER_ARCHITECTURES}
+        return bool(known & set(head.architectures))
     return head.has_tensors(_TENSORS)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,72 @@ def inspect_dspark_head(
     return config
 
 
+@dataclass(frozen=True)
+class ConfidenceHead:
+    """How likely a slot's draft is accepted, given that the token before it was:
+    sigmoid(of_slots(state) + of_token[token before])."""
+
+    # [H] and [] float32
+    weight: torch.Tensor
+    bias: torch.Tensor
+    # [V] float32 logits by target token; zeros for a head that reads states alone
+    of_token: torch.Tensor
+
+    def of_slots(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits float32 [...] of final normed states [..., H]."""
+        return hidden.float() @ self.weight + self.bias
+
+    def to(self, device: torch.device) -> ConfidenceHead:
+        """The head on another device."""
+        parts = (self.weight, self.bias, self.of_token)
+        return ConfidenceHead(*(part.to(device) for part in parts))
+
+
 def load_dspark_head(
     directory: str | Path, target_config: Any, *, causal: bool | None = None
-) -> tuple[BlockHead, BlockHeadExtras, LocalHead | None]:
+) -> tuple[BlockHead, BlockHeadExtras, LocalHead | None, ConfidenceHead | None]:
     """Reads a head of DeepSpec, SpecForge or speculators and checks it against its target.
 
     Takes the arguments and raises the errors of `load_block_head`.
 
     Returns:
-        The block head, what it ships beside its layers, and the Markov head; None without one.
+        The block head, what it ships beside its layers, the Markov head and the confidence head;
+        None without one.
     """
     config = _read_config(directory, target_config, causal)
     head, extras = load_block_head(
         directory, target_config, config=config.block, beside=config.tensors
     )
-    if not config.markov_rank:
-        return head, extras, None
-    return head, extras, markov_head(extras.beside[MARKOV_INPUT], extras.beside[MARKOV_OUTPUT])
+    beside = extras.beside
+    markov = confidence = None
+    if config.markov_rank:
+        markov = markov_head(beside[MARKOV_INPUT], beside[MARKOV_OUTPUT])
+    if config.confidence_size:
+        confidence = confidence_head(
+            beside[CONFIDENCE_WEIGHT],
+            beside[CONFIDENCE_BIAS],
+            beside.get(MARKOV_INPUT),
+            vocab_size=config.block.vocab_size,
+            hidden_size=config.block.hidden_size,
+        )
+    return head, extras, markov, confidence
+
+
+def confidence_head(
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    w1: torch.Tensor | None,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+) -> ConfidenceHead:
+    """The head of a weight [1, H] or [1, H + r] and a bias [1]; w1 [V, r] is the Markov head's."""
+    of_state, of_rank = weight[0].float().split((hidden_size, weight.shape[1] - hidden_size))
+    of_token = torch.zeros(vocab_size)
+    if len(of_rank):
+        assert w1 is not None
+        of_token = w1.float() @ of_rank
+    return ConfidenceHead(of_state.contiguous(), bias[0].float(), of_token)
 
 
 def markov_head(w1: torch.Tensor, w2: torch.Tensor) -> LocalHead:

@@ -4,31 +4,39 @@
 With l_k the block's scores at depth k and y the token of the branch at depth k - 1 (the anchor at
 depth 0), a node's children have the distribution softmax(l_k + W_2 W_1[y]). That is a local head
 with weight 1 and no prior, so trees are built as DeLS builds them.
+
+A confidence head estimates c, how much that distribution overlaps the target's; it reads the slot's
+state and W_1[y]. Children's probabilities are multiplied with c to the power `confidence_weight`,
+so that nodes go, and the budget is spent, where the head is right more often.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-from vllm_specplug.drafting.drafter import TargetWeights
+from vllm_specplug.drafting.drafter import DeviceRequests, DraftRequests, TargetWeights
 from vllm_specplug.methods.block.checkpoint import BlockHeadExtras
 from vllm_specplug.methods.block.head import BlockHead
-from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head
+from vllm_specplug.methods.dspark_tree.checkpoint import ConfidenceHead, load_dspark_head
 from vllm_specplug.methods.local.drafter import LocalHeadDrafter
 from vllm_specplug.methods.local.head import LocalHead
-from vllm_specplug.methods.local.tree import LocalTreeBuilder
+from vllm_specplug.methods.local.tree import BranchConfidence, LocalTreeBuilder
 
 
 class DSparkDrafter(LocalHeadDrafter):
     """Block head and Markov head of one checkpoint; without the latter, the block head alone."""
 
     markov: LocalHead | None = None
+    confidence: ConfidenceHead | None = None
 
     def load_head(self, target: TargetWeights) -> tuple[BlockHead, BlockHeadExtras]:
         assert self.options.head_path is not None
-        head, extras, self.markov = load_dspark_head(
+        head, extras, self.markov, confidence = load_dspark_head(
             self.options.head_path, target.text_config, causal=self.options.settings.causal
         )
+        if confidence is not None and self.options.settings.confidence_weight:
+            self.confidence = confidence.to(target.device)
         return head, extras
 
     @torch.inference_mode()
@@ -39,6 +47,10 @@ class DSparkDrafter(LocalHeadDrafter):
         draft_ids = self.target_ids
         if draft_ids is None:
             draft_ids = torch.arange(self.config.vocab_size)
+        confidence = None
+        if self.confidence is not None:
+            weight = self.options.settings.confidence_weight
+            confidence = BranchConfidence(self.confidence.of_token, weight)
         self.local_tree = LocalTreeBuilder(
             self.markov,
             draft_ids.cpu(),
@@ -48,4 +60,18 @@ class DSparkDrafter(LocalHeadDrafter):
             embed_tokens=self.embed_tokens,
             lm_head=target.lm_head,
             dtype=target.dtype,
+            confidence=confidence,
         )
+
+    def slot_confidence(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        return None if self.confidence is None else self.confidence.of_slots(hidden)
+
+    def candidates(
+        self, requests: DraftRequests | DeviceRequests, depth: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Heads without a Markov head alone come here: nothing depends on the branch.
+        ids, log_probs, hidden = self.draft_candidates(requests, depth, width)
+        if self.confidence is not None:
+            trust = F.logsigmoid(self.confidence.of_slots(hidden))
+            log_probs = log_probs + self.options.settings.confidence_weight * trust[..., None]
+        return (ids if self.target_ids is None else self.target_ids[ids]), log_probs

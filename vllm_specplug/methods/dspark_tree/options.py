@@ -29,6 +29,8 @@ class DSparkSettings:
     beta: tuple[float, ...]
     """Zeros: no unigram prior."""
     causal: bool | None = None
+    confidence_weight: float = 0.0
+    """Exponent of the confidence head's probabilities; 0: it is not read."""
     anchor_input: bool = True
     gate_table_bytes: int = 0
 
@@ -39,6 +41,9 @@ class DSparkOptions(BlockOptions):
     local_candidates: int = Field(default=128, ge=1, le=4096)
     """Number of tokens per depth, the likeliest ones of the block head, that the local head scores;
     never fewer than `tree_width`."""
+    confidence_weight: float = Field(default=0.5, ge=0, le=4)
+    """Weight of the confidence head, where the checkpoint has one: the probabilities of a node's
+    children are multiplied with its confidence in them to this power. 0 leaves it out."""
 
     def inspect(self, path: Path, target: TargetInfo) -> BlockHeadConfig:
         from vllm_specplug.methods.dspark_tree.checkpoint import inspect_dspark_head
@@ -61,4 +66,5 @@ class DSparkOptions(BlockOptions):
             alpha=(1.0,) * depths,
             beta=(0.0,) * depths,
             causal=self.causal,
+            confidence_weight=self.confidence_weight,
         )

@@ -33,9 +33,9 @@ class LocalHeadDrafter(BlockHeadDrafter):
         local = self._local_builder
         if local is None:
             return super()._build(requests, depths)
-        ids, log_probs = self._scored(requests, local, max(depths))
+        ids, log_probs, slots = self._scored(requests, local, max(depths))
         return local.build(
-            ids, log_probs, requests.anchors, requests.budgets, depths, requests.widths
+            ids, log_probs, requests.anchors, requests.budgets, depths, requests.widths, slots
         )
 
     def _build_on_device(self, requests: DeviceRequests) -> DeviceTrees:
@@ -45,7 +45,7 @@ class LocalHeadDrafter(BlockHeadDrafter):
         depth = self.forward_depth
         if requests.deepest is not None:
             depth = min(depth, requests.deepest)
-        ids, log_probs = self._scored(requests, local, depth)
+        ids, log_probs, slots = self._scored(requests, local, depth)
         return local.build_on_device(
             ids,
             log_probs,
@@ -54,11 +54,20 @@ class LocalHeadDrafter(BlockHeadDrafter):
             requests.depths,
             width=requests.width,
             num_nodes=requests.num_nodes,
+            slots=slots,
         )
+
+    def slot_confidence(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Confidence logits float32 [R, D] of slots from their states [R, D, H], where the head
+        has some; what the token before adds is the builder's."""
+        del hidden
+        return None
 
     def _scored(
         self, requests: DraftRequests | DeviceRequests, local: LocalTreeBuilder, depth: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the local head scores: draft ids and log-probabilities [R, depth, M]."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What the local head scores: draft ids and log-probabilities [R, depth, M]; and
+        `slot_confidence`."""
         count = min(local.options.num_candidates, self.vocab_size)
-        return self.draft_candidates(requests, depth, count)
+        ids, log_probs, hidden = self.draft_candidates(requests, depth, count)
+        return ids, log_probs, self.slot_confidence(hidden)

@@ -15,11 +15,14 @@ Only the M likeliest tokens of the block head are scored: what it ranks lower ca
 enough. Their fused probabilities share the mass that the block head gave these M together, so that
 scores stay log-probabilities over the whole draft vocabulary, and weights of 0 give back the block
 head's own.
+
+A confidence head, where there is one, lowers the scores of all children of a node alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -70,6 +73,20 @@ class LocalTreeOptions(Protocol):
         """Most memory for the precomputed input gates of a GRU."""
 
 
+@dataclass(frozen=True)
+class BranchConfidence:
+    """How much a head trusts itself below a node: c = sigmoid(slot + of_token[y]) for children in a
+    slot after token y. Their log-probabilities get weight * log c."""
+
+    # [V] float32 logits by target token
+    of_token: torch.Tensor
+    weight: float
+
+    def of_children(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """What the scores of children get, float32 [...], of logits and target tokens [...]."""
+        return self.weight * F.logsigmoid(slots + self.of_token[tokens])
+
+
 class LocalTreeBuilder:
     """A local head made ready for one target, draft vocabulary and pair of weights.
 
@@ -82,6 +99,7 @@ class LocalTreeBuilder:
         embed_tokens: [V, H] of the target.
         lm_head: [V, H] of the target.
         dtype: of the products.
+        confidence: of each branch, where the head says so.
 
     Raises:
         ValueError: when the local head scores only a part of the draft vocabulary.
@@ -98,9 +116,10 @@ class LocalTreeBuilder:
         embed_tokens: torch.Tensor,
         lm_head: torch.Tensor,
         dtype: torch.dtype,
+        confidence: BranchConfidence | None = None,
     ) -> None:
         device = embed_tokens.device
-        self.options = options
+        self.options, self.confidence = options, confidence
         rows = None
         if head.config.lm_head_mode != "target_lm_head":
             rows = _rows_of(draft_ids.cpu(), local_ids, head.config.vocab_size)
@@ -118,6 +137,10 @@ class LocalTreeBuilder:
         self.log_prior = None
         if log_prior is not None:
             self.log_prior = log_prior.to(device)[draft_ids].contiguous()
+        # [V'] by draft id
+        self.token_confidence: torch.Tensor | None = None
+        if confidence is not None:
+            self.token_confidence = confidence.of_token[draft_ids].contiguous()
         # [D]
         self.alpha, self.beta = torch.tensor(options.alpha), torch.tensor(options.beta)
         self.weights: LocalTreeWeights | None = None
@@ -142,6 +165,8 @@ class LocalTreeBuilder:
         budgets: Sequence[int],
         depths: Sequence[int],
         widths: Sequence[int],
+        # [R, D] float32 confidence logits of the slots, where the builder has a confidence
+        slots: torch.Tensor | None = None,
         *,
         compiled: bool = True,
     ) -> list[DraftTree]:
@@ -152,12 +177,13 @@ class LocalTreeBuilder:
         """
         if ids.device.type != "cpu":
             return read_trees(
-                self._build_for_host(ids, log_probs, anchors, budgets, depths, widths)
+                self._build_for_host(ids, log_probs, anchors, budgets, depths, widths, slots=slots)
             )
         if self.weights is None or not compiled:
             trees = []
             for r, anchor in enumerate(anchors):
-                expand = self.expander(ids[r], log_probs[r], widths[r])
+                own = None if slots is None else slots[r]
+                expand = self.expander(ids[r], log_probs[r], widths[r], own)
                 trees += draft_level_by_level(
                     [anchor], [budgets[r]], [depths[r]], [widths[r]], expand, frontier_width=None
                 )
@@ -166,6 +192,13 @@ class LocalTreeBuilder:
         if self.options.anchor_input:
             # [R, 3 S] or [R, r]
             roots = self._root_inputs(torch.tensor(anchors))
+        of_token, weight = None, 0.0
+        if self.confidence is not None and slots is not None:
+            assert self.token_confidence is not None
+            of_token, weight = self.token_confidence, self.confidence.weight
+            # The kernel looks tokens up by draft id, and an anchor may have none.
+            slots = slots.clone()
+            slots[:, 0] += self.confidence.of_token[list(anchors)]
         tokens, parents, node_depths, scores, counts = build_local_trees(
             self.weights,
             ids,
@@ -175,6 +208,9 @@ class LocalTreeBuilder:
             self.beta,
             self.log_prior,
             roots,
+            slots,
+            of_token,
+            weight,
         )
         token_ids = self.draft_ids[tokens.clamp_(0, len(self.draft_ids) - 1)].numpy()
         arrays = (parents, node_depths, scores, counts)
@@ -185,6 +221,7 @@ class LocalTreeBuilder:
         ids: torch.Tensor,
         log_probs: torch.Tensor,
         *requests: Sequence[int],
+        slots: torch.Tensor | None = None,
     ) -> DeviceTrees:
         """`build_on_device` from what the host knows of the requests; arguments of `build`."""
         anchors, budgets, depths, widths = device_tensor(np.asarray(requests), ids.device)
@@ -197,6 +234,7 @@ class LocalTreeBuilder:
             width=max(requests[3]),
             num_nodes=max(requests[1]),
             widths=widths,
+            slots=slots,
         )
 
     def build_on_device(
@@ -213,18 +251,20 @@ class LocalTreeBuilder:
         width: int,
         num_nodes: int,
         widths: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> DeviceTrees:
         """`build` without a read on the host: all branches of a depth of all requests at once.
 
         Args:
             width: most children of a node; `widths` [R] where requests differ.
+            slots: [R, D] as in `build`.
             num_nodes: at least the largest budget.
         """
         return draft_levels_on_device(
             anchors,
             budgets,
             depths,
-            self._device_expander(ids, log_probs, min(width, ids.shape[-1])),
+            self._device_expander(ids, log_probs, min(width, ids.shape[-1]), slots),
             num_levels=ids.shape[1],
             num_nodes=num_nodes,
             width=width,
@@ -233,10 +273,14 @@ class LocalTreeBuilder:
         )
 
     def _device_expander(
-        self, ids: torch.Tensor, log_probs: torch.Tensor, width: int
+        self,
+        ids: torch.Tensor,
+        log_probs: torch.Tensor,
+        width: int,
+        slots: torch.Tensor | None,
     ) -> DeviceExpand:
         """`expander` for the frontiers of all requests."""
-        head, options = self.head, self.options
+        head, options, confidence = self.head, self.options, self.confidence
         states = ranks = torch.empty(0)
         # Places of each request in the frontier before.
         places = 1
@@ -266,6 +310,9 @@ class LocalTreeBuilder:
                 # Of a confident head, rounding can sum probabilities to more than 1.
                 mass = own.logsumexp(-1, keepdim=True).clamp(max=0)
                 fused = fused.log_softmax(-1) + mass
+            if confidence is not None and slots is not None:
+                own_trust = confidence.of_children(slots[:, depth, None], frontier.token_ids)
+                fused = fused + own_trust[..., None]
             # A stable order: equal scores keep the block head's.
             scores, order = fused.sort(dim=-1, descending=True, stable=True)
             order = order[..., :width]
@@ -348,12 +395,19 @@ class LocalTreeBuilder:
         gates = F.linear(x.to(w_ih.dtype), w_ih).float().unflatten(-1, (3, -1))
         return F.pad(gates, (0, self.weights.state_size - gates.shape[-1])).flatten(1)
 
-    def expander(self, ids: torch.Tensor, log_probs: torch.Tensor, width: int) -> Expand:
+    def expander(
+        self,
+        ids: torch.Tensor,
+        log_probs: torch.Tensor,
+        width: int,
+        slots: torch.Tensor | None = None,
+    ) -> Expand:
         """Children by the fused distributions, of frontiers of one request.
 
-        ids and log_probs [D, M] of the block head; `width` children of each node are wanted.
+        ids and log_probs [D, M] of the block head, slots [D] of a confidence head; `width` children
+        of each node are wanted.
         """
-        head, options = self.head, self.options
+        head, options, confidence = self.head, self.options, self.confidence
         # Of the frontier that was expanded last, one row per node.
         states = ranks = torch.empty(0)
 
@@ -378,6 +432,8 @@ class LocalTreeBuilder:
             if alpha or beta:
                 # Of a confident head, rounding can sum probabilities to more than 1.
                 fused = fused.log_softmax(-1) + own.logsumexp(-1).clamp(max=0)
+            if confidence is not None and slots is not None:
+                fused = fused + confidence.of_children(slots[depth], read)[:, None]
             # A stable order: equal scores keep the block head's.
             order = fused.argsort(dim=-1, descending=True, stable=True)[:, :width]
             children = self.draft_ids[candidates[order]]

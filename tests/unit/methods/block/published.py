@@ -224,6 +224,48 @@ SPECFORGE_DFLASH2_QWEN36_27B = changed(
         "selector_top_k": 16,
     },
 )
+# Written by NVIDIA/Model-Optimizer 0371364 modelopt/torch/export/plugins/hf_spec_export.py, with
+# the sizes of modelopt_recipes/general/speculative_decoding/lilicorr.yaml at d3f4928.
+MODELOPT_LILICORR_QWEN3_8B = changed(
+    ZLAB_QWEN3_8B,
+    architectures=["LiLiCorrDraftModel"],
+    auto_map=None,
+    dflash_config={
+        "causal": False,
+        "projector_type": "lilicorr",
+        "lilicorr_enabled": True,
+        "lilicorr_candidate_topk": 8,
+        "lilicorr_hidden_size": 1024,
+        "lilicorr_num_layers": 2,
+        "lilicorr_num_heads": 8,
+        "lilicorr_mlp_ratio": 2.0,
+        "lilicorr_factor_dim": 1024,
+        "lilicorr_vector_eps": 1e-4,
+        "lilicorr_logit_scale": 8.0,
+    },
+)
+# sgl-project/SpecForge e5cec93 configs/qwen3.5-4b-domino.json: an architecture of its own.
+SPECFORGE_DOMINO_QWEN35_4B = changed(
+    ZLAB_QWEN3_8B,
+    architectures=["DominoDraftModel"],
+    auto_map={"AutoModel": "domino.DominoDraftModel"},
+    dflash_config={
+        "mask_token_id": 248070,
+        "target_layer_ids": [3, 11, 19, 27, 31],
+        "projector_type": "domino",
+    },
+    domino_config={
+        "pure_draft_prefix_len": 1,
+        "emb_dim": 256,
+        "gru_hidden_dim": 1024,
+        "shift_label": True,
+    },
+    hidden_size=2560,
+    intermediate_size=9216,
+    num_target_layers=32,
+    rope_theta=10000000,
+    vocab_size=248320,
+)
 # vllm-project/speculators c05b95b: fields and defaults of src/speculators/models/dflash/config.py,
 # the layer config of scripts/train.py. attention.py masks full attention bidirectionally whatever
 # `sliding_window_non_causal` says.
@@ -273,6 +315,17 @@ SPECULATORS_JETSPEC = changed(
     block_size=16,
     kd_temperature=1.0,
     mask_token_id=None,
+)
+# vllm-project/speculators 961aeaa src/speculators/models/dflash2/config.py, with its defaults.
+SPECULATORS_DFLASH2 = changed(
+    SPECULATORS_QWEN3_8B,
+    architectures=["DFlash2DraftModel"],
+    speculators_model_type="dflash2",
+    sliding_window_non_causal=True,
+    conv_kernel_size=2,
+    conv_group_size=16,
+    selector_rank=256,
+    selector_top_k=16,
 )
 # vllm-project/speculators c05b95b src/speculators/models/dspark: sample_from_anchor by default, and
 # the values of its training arguments for the two heads.

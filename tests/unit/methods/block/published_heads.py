@@ -93,11 +93,16 @@ class PublishedHead:
         (folder / "config.json").write_text(json.dumps(config))
         save_file(self.tensors, folder / "model.safetensors")
 
-    def logits(self, *, first: int, causal: bool, **masks: Any) -> torch.Tensor:
-        """The block's scores [D, V'] by the published equations; slot `first` gives depth 1."""
+    def hidden(self, *, first: int, causal: bool, **masks: Any) -> torch.Tensor:
+        """The block's states [D, H] by the published equations; slot `first` gives depth 1."""
         slots = torch.stack([self.embed[ANCHOR]] + [self.embed[self.mask]] * 4)
         hidden = block_hidden(self.raw, self.tensors, self.context, slots, causal=causal, **masks)
-        return hidden[first:] @ self.lm_head[self.target_ids].double().T
+        return hidden[first:]
+
+    def logits(self, *, first: int, causal: bool, **masks: Any) -> torch.Tensor:
+        """The block's scores [D, V'] of these states."""
+        hidden = self.hidden(first=first, causal=causal, **masks)
+        return hidden @ self.lm_head[self.target_ids].double().T
 
     def drafter(self, method: Method, **options: Any) -> tuple[Any, DraftRequests]:
         """The method's drafter after its own checks, with the context observed, and a request."""

@@ -122,3 +122,22 @@ def markov_log_probs(
     """Log-probabilities [V'] of the token after `branch`."""
     w1, w2 = (tensors[f"markov_head.markov_w{i}.weight"].double() for i in (1, 2))
     return (logits[len(branch) - 1] + w2 @ w1[branch[-1]]).log_softmax(-1)
+
+
+def log_confidence(
+    # [D, H] the block's states at each depth
+    hidden: torch.Tensor,
+    tensors: Tensors,
+    # target tokens of a branch, the anchor first
+    branch: list[int],
+) -> float:
+    """Log of the confidence head's probability for the token after `branch`; 0 without one."""
+    weight = tensors.get("confidence_head.proj.weight")
+    if weight is None:
+        return 0.0
+    state = hidden[len(branch) - 1]
+    if weight.shape[1] > len(state):
+        row = tensors["markov_head.markov_w1.weight"][branch[-1]].double()
+        state = torch.cat((state, row))
+    logit = weight[0].double() @ state + tensors["confidence_head.proj.bias"][0].double()
+    return float(logit.sigmoid().log())

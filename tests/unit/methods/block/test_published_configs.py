@@ -58,6 +58,9 @@ def test_sliding_layers_of_speculators_heads_are_causal_unless_they_say_otherwis
         ("SPECFORGE_DOMINO_QWEN3_8B", ["projector_type", "domino"]),
         ("SPECFORGE_DFLASH2_QWEN36_27B", ["architectures", "DFlash2DraftModel"]),
         ("SPECFORGE_DSPINE_QWEN3_8B", ["architectures", "DSpineDraftModel"]),
+        ("SPECFORGE_DOMINO_QWEN35_4B", ["architectures", "DominoDraftModel", "recurrent"]),
+        ("MODELOPT_LILICORR_QWEN3_8B", ["architectures", "LiLiCorrDraftModel", "transformer"]),
+        ("SPECULATORS_DFLASH2", ["speculators_model_type", "dflash2", "selector"]),
         ("SPECULATORS_JETSPEC", ["speculators_model_type", "jetspec", "'dflash'"]),
         ("SPECULATORS_DSPARK", ["speculators_model_type", "dspark", "'dflash'"]),
     ],
@@ -86,6 +89,11 @@ def test_known_architectures(architecture):
         # Heads whose distributions need more than the block's.
         (ZLAB_QWEN3_8B, {"markov_rank": 256}, ["markov_rank"]),
         (ZLAB_QWEN3_8B, {"enable_confidence_head": True}, ["enable_confidence_head"]),
+        # Other kinds under DFlash's name.
+        (ZLAB_QWEN3_8B, {"dflash_config": {"projector_type": "lilicorr"}}, ["LiLiCorr"]),
+        (ZLAB_QWEN3_8B, {"dflash_config": {"lilicorr_num_layers": 2}}, ["lilicorr_num_layers"]),
+        (ZLAB_QWEN3_8B, {"dflash_config": {"selector_rank": 256}}, ["selector_rank", "DFlash2"]),
+        (ZLAB_QWEN3_8B, {"dflash_config": {"conv_kernel_size": 2}}, ["conv_kernel_size"]),
         # Rotary embeddings of another kind.
         (ZLAB_QWEN3_8B, {"partial_rotary_factor": 0.008}, ["partial_rotary_factor", "0.008"]),
         (ZLAB_QWEN3_8B, {"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),

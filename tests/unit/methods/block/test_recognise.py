@@ -12,6 +12,8 @@ from tests.unit.methods.block import published
 from tests.unit.methods.block.published import ZLAB_QWEN3_8B, changed
 from tests.unit.methods.block.published_heads import PublishedHead
 from vllm_specplug.drafting.head_files import HeadFiles
+from vllm_specplug.drafting.method import TargetInfo
+from vllm_specplug.methods.block.options import BlockOptions
 from vllm_specplug.registry import head_owners, recognise_head
 
 KINDS = {
@@ -29,9 +31,11 @@ KINDS = {
     # Claimed, so that the refusal says what is not computed.
     "SPECFORGE_DOMINO_QWEN3_8B": "ddtree",
     "SPECULATORS_JETSPEC": "jetspec",
-    # Other kinds altogether.
-    "SPECFORGE_DFLASH2_QWEN36_27B": None,
-    "SPECFORGE_DSPINE_QWEN3_8B": None,
+    "SPECFORGE_DOMINO_QWEN35_4B": "ddtree",
+    "SPECFORGE_DFLASH2_QWEN36_27B": "ddtree",
+    "SPECULATORS_DFLASH2": "ddtree",
+    "MODELOPT_LILICORR_QWEN3_8B": "ddtree",
+    "SPECFORGE_DSPINE_QWEN3_8B": "jetspec",
 }
 
 
@@ -42,8 +46,7 @@ def _owners(config: object, *tensors: str) -> list[str]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_published_configs(name: str) -> None:
-    kind = KINDS[name]
-    assert _owners(getattr(published, name)) == ([] if kind is None else [kind])
+    assert _owners(getattr(published, name)) == [KINDS[name]]
 
 
 def test_a_stated_mask_tells_jetspec_from_dflash() -> None:
@@ -63,7 +66,32 @@ def test_tensors_decide_where_the_config_names_nothing(tmp_path: Path) -> None:
     assert _owners({"architectures": "DFlashDraftModel"}) == []
 
 
-def test_refusals_of_other_kinds_name_the_architecture(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(published.SPECFORGE_DFLASH2_QWEN36_27B))
-    with pytest.raises(ValueError, match="no method knows.*DFlash2DraftModel"):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("SPECFORGE_DFLASH2_QWEN36_27B", r"'DFlash2DraftModel'.*convolve.*own method dflash"),
+        ("SPECULATORS_DFLASH2", r"speculators_model_type = 'dflash2'.*convolve"),
+        ("MODELOPT_LILICORR_QWEN3_8B", r"'LiLiCorrDraftModel'.*transformer over the candidates"),
+        ("SPECFORGE_DOMINO_QWEN3_8B", r"projector_type = 'domino'.*recurrent head"),
+        ("SPECFORGE_DOMINO_QWEN35_4B", r"'DominoDraftModel'.*recurrent head"),
+        ("SPECFORGE_DSPINE_QWEN3_8B", r"'DSpineDraftModel'.*messages"),
+    ],
+)
+def test_heads_that_are_told_apart_are_refused_with_the_reason(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    """As a server started with `"method": "tree"` refuses them."""
+    (tmp_path / "config.json").write_text(json.dumps(getattr(published, name)))
+    method = recognise_head(tmp_path)
+    target = TargetInfo(published.TINY_TARGET, 64, None)
+    options = method.parse_options({})
+    assert isinstance(options, BlockOptions)
+    with pytest.raises(ValueError, match=reason):
+        options.inspect(tmp_path, target)
+
+
+def test_unknown_architectures_are_named(tmp_path: Path) -> None:
+    raw = changed(ZLAB_QWEN3_8B, architectures=["FutureDraftModel"])
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="no method knows.*FutureDraftModel"):
         recognise_head(tmp_path)

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 def test_trees_respect_every_limit_and_follow_the_fused_scores(folder: Path) -> None:
     drafter = load_drafter(DelsDrafter, folder, (0.0, 0.4, 0.5, 0.6))
     requests = draft_requests()
-    ids, log_probs = drafter.draft_candidates(requests, 4, VOCAB)
+    ids, log_probs, _ = drafter.draft_candidates(requests, 4, VOCAB)
     oracle = drafter.local_tree.build(
         ids, log_probs, requests.anchors, requests.budgets, requests.depths, requests.widths,
         compiled=False,

@@ -12,7 +12,7 @@ import torch
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import changed, tiny
 from tests.unit.methods.block.published_heads import ANCHOR, PublishedHead
-from tests.unit.methods.block.reference import markov_log_probs
+from tests.unit.methods.block.reference import log_confidence, markov_log_probs
 from vllm_specplug.registry import get_method, recognise_head
 
 # Format: the slot that drafts depth 1, and the mask inside the block.
@@ -27,17 +27,21 @@ FORMATS = {
 }
 
 
+@pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_branch_is_the_head_run_as_a_chain_along_it(name: str, tmp_path: Path) -> None:
+def test_each_branch_is_the_head_run_as_a_chain_along_it(
+    name: str, weight: float, tmp_path: Path
+) -> None:
     first, causal = FORMATS[name]
     head = PublishedHead(
         tmp_path / "head", tiny(getattr(published, name)), tables=name.startswith("DEEPSPEC")
     )
     assert recognise_head(head.folder).name == "dspark_tree"
-    drafter, requests = head.drafter(get_method("dspark_tree"))
+    drafter, requests = head.drafter(get_method("dspark_tree"), confidence_weight=weight)
     (tree,) = drafter.propose(requests)
     tree.validate()
     assert tree.num_nodes == 24 and tree.max_depth > 1
+    hidden = head.hidden(first=first, causal=causal)
     logits = head.logits(first=first, causal=causal)
     assert len(logits) == requests.depths[0] == 5 - first
     draft_of = {int(token): i for i, token in enumerate(head.target_ids)}
@@ -50,6 +54,7 @@ def test_each_branch_is_the_head_run_as_a_chain_along_it(name: str, tmp_path: Pa
         path = [ANCHOR, *reversed(path)]
         score = sum(
             markov_log_probs(logits, head.tensors, path[:i])[draft_of[path[i]]]
+            + weight * log_confidence(hidden, head.tensors, path[:i])
             for i in range(1, len(path))
         )
         assert tree.scores[node] == pytest.approx(float(score), abs=1e-4), path
@@ -70,6 +75,29 @@ def test_a_chain_takes_the_likeliest_token_of_each_step(tmp_path: Path) -> None:
     assert tree.token_ids.tolist() == chain[1:]
 
 
+def test_a_confidence_head_without_a_markov_head_lowers_whole_depths(tmp_path: Path) -> None:
+    raw = tiny(
+        published.DEEPSPEC_DFLASH_QWEN3_4B,
+        enable_confidence_head=True,
+        confidence_head_with_markov=False,
+    )
+    head = PublishedHead(tmp_path / "head", raw, tables=True)
+    assert recognise_head(head.folder).name == "dspark_tree"
+    drafter, requests = head.drafter(get_method("dspark_tree"), confidence_weight=2.0)
+    _, scores = drafter.candidates(requests, 5, 3)
+    hidden = head.hidden(first=0, causal=False)
+    expected = head.logits(first=0, causal=False).log_softmax(-1).topk(3).values
+    for depth in range(5):
+        expected[depth] += 2 * log_confidence(hidden, head.tensors, [ANCHOR] * (depth + 1))
+    torch.testing.assert_close(scores[0].double(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("weight", [-0.1, 5, "much"])
+def test_bad_confidence_weights_are_refused(weight: object) -> None:
+    with pytest.raises(ValueError, match="confidence_weight"):
+        get_method("dspark_tree").parse_options({"confidence_weight": weight})
+
+
 @pytest.mark.parametrize("flag", ["sample_from_anchor", "shift_label"])
 def test_a_stated_layout_wins(flag: str, tmp_path: Path) -> None:
     raw = tiny(published.SPECFORGE_DSPARK_QWEN3_8B, dflash_config={flag: False})
@@ -78,7 +106,8 @@ def test_a_stated_layout_wins(flag: str, tmp_path: Path) -> None:
     assert requests.depths == [4] and drafter.config.first_slot == 1
     (tree,) = drafter.propose(requests)
     scores = markov_log_probs(head.logits(first=1, causal=False), head.tensors, [ANCHOR])
-    assert tree.scores[0] == pytest.approx(float(scores.max()), abs=1e-4)
+    trust = log_confidence(head.hidden(first=1, causal=False), head.tensors, [ANCHOR])
+    assert tree.scores[0] == pytest.approx(float(scores.max()) + 0.5 * trust, abs=1e-4)
 
 
 def test_speculators_heads_that_do_not_say_fill_their_slots_in(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def train(
         bool,
         typer.Option(
             "--confidence/--no-confidence",
-            help="Train the confidence head too. vLLM's own method can use it; trees do not.",
+            help="Train the confidence head too.",
         ),
     ] = True,
     draft_vocab_size: Annotated[

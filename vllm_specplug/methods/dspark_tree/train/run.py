@@ -146,7 +146,7 @@ def _continued(
     run: DSparkRun, weights: TargetWeights, tables: TargetTables, layers: tuple[int, ...]
 ) -> tuple[DSparkModel, torch.Tensor]:
     """The model that starts from the head in `run.init_from`, and its draft vocabulary."""
-    head, extras, markov = load_dspark_head(run.init_from, weights.config)
+    head, extras, markov, _ = load_dspark_head(run.init_from, weights.config)
     problems = {
         f"reads target layers {list(head.config.target_layer_ids)}, the features hold "
         f"{list(layers)}; make features with its layers": head.config.target_layer_ids != layers,

@@ -107,8 +107,11 @@ def test_the_loss_falls_and_the_head_has_the_published_layout(
     assert recognise_head(folder).name == "dspark_tree"
     config = inspect_dspark_head(folder, target)
     assert config.block.sample_from_anchor and config.block.num_draft_tokens == 4
-    _, extras, markov = load_dspark_head(folder, target)
+    _, extras, markov, confidence = load_dspark_head(folder, target)
     assert markov is not None and markov.low_rank_lm_head.weight.shape == (48, 8)
+    # It learns with the rest: it starts from small weights and reads both of its inputs.
+    assert confidence is not None
+    assert confidence.weight.abs().max() > 0 and confidence.of_token.std() > 0
     assert markov.low_rank_lm_head.weight.abs().max() > 0
     assert len(set(extras.target_ids(48).tolist())) == 48
     assert facts["heldout"]["mean_acceptance_length"]["best_first/8"] >= 1.0
