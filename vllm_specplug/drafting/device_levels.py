@@ -84,10 +84,11 @@ class LevelRows:
         """The level's rows: query [R * places, Hq, Dh], key and value [R * places, Hkv, Dh] ->
         [R * places, Hq, Dh]."""
         shape = (len(self._parents[-1]), self.places)
-        self._rows.append(tuple(x.unflatten(0, shape) for x in (query, key, value)))
+        self._rows.append(tuple(x.reshape(*shape, *x.shape[1:]) for x in (query, key, value)))
         joined = [torch.cat(parts, dim=1).flatten(0, 1) for parts in zip(*self._rows, strict=True)]
         mixed = attention(torch.cat(self._parents, dim=1))(*joined)
-        return mixed.unflatten(0, (shape[0], -1))[:, -self.places :].flatten(0, 1)
+        mixed = mixed.reshape(shape[0], -1, *mixed.shape[1:])
+        return mixed[:, -self.places :].flatten(0, 1)
 
 
 def level_candidates(
@@ -101,8 +102,11 @@ def level_candidates(
 
     A piece at a time: logits of all requests would be the largest tensor of a step.
     """
-    pieces = hidden.split(max(1, MOST_LOGITS // vocab_size))
-    found = [top_candidates(lm_head(piece), width) for piece in pieces]
+    most = max(1, MOST_LOGITS // vocab_size)
+    found = [
+        top_candidates(lm_head(hidden[first : first + most]), width)
+        for first in range(0, len(hidden), most)
+    ]
     ids, log_probs = (torch.cat(part) for part in zip(*found, strict=True))
     return ids, log_probs
 

@@ -220,11 +220,13 @@ class TokenHistory:
 
     def some(self, rows: torch.Tensor, chosen: Sequence[int]) -> TokenHistory:
         """Those at `rows` [n] of the batch, which the host knows as `chosen`."""
-        kept = {
-            name: [getattr(self, name)[r] for r in chosen]
-            for name in ("req_ids", "grown", "is_drafted")
-        }
-        return replace(self, lines=self.lines[rows], **kept)
+        return replace(
+            self,
+            lines=self.lines[rows],
+            req_ids=[self.req_ids[r] for r in chosen],
+            grown=[self.grown[r] for r in chosen],
+            is_drafted=[self.is_drafted[r] for r in chosen],
+        )
 
 
 @dataclass(frozen=True)
