@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,11 +99,20 @@ class LevelDrafts:
     differing: list[AssertionError] = field(default_factory=list)
 
 
+# Requests that were drafted for -> the trees that the host makes of the same states.
+HostTrees = Callable[[Any, DeviceRequests, list[int]], list[DraftTree]]
+
+
 @contextmanager
-def knowing_levels() -> Iterator[LevelDrafts]:
+def knowing(levels: Any, drafter: Any, host_trees: HostTrees) -> Iterator[LevelDrafts]:
     """Every draft on the device is made twice: as the head has it, to be compared, and with the
-    candidates that follow in any of the oracle's sequences."""
-    expand, propose = DeviceLevels.expand, StateDrafter.propose_on_device
+    candidates that follow in any of the oracle's sequences.
+
+    Args:
+        levels: class of a draft on the device, with `expand`.
+        drafter: class with `propose_on_device`.
+    """
+    expand, propose = levels.expand, drafter.propose_on_device
     asked: list[DeviceRequests] = []
     seen = LevelDrafts()
 
@@ -127,19 +136,7 @@ def knowing_levels() -> Iterator[LevelDrafts]:
         made = propose(self, requests)
         drafted = (requests.budgets > 0).nonzero().flatten().tolist()
         if drafted:
-            columns = (requests.context_lens, requests.budgets, requests.depths)
-            contexts, budgets, depths = (c[drafted].tolist() for c in columns)
-            given = DraftRequests(
-                req_ids=[str(r) for r in drafted],
-                token_ids=[np.array([int(requests.anchors[r])]) for r in drafted],
-                context_lens=contexts, req_indices=drafted, budgets=budgets,
-                widths=[requests.width] * len(drafted), depths=depths,
-            )  # fmt: skip
-            oracle = draft_level_by_level(
-                given.anchors, budgets, [min(d, self.options.tree_depth) for d in depths],
-                given.widths, self._expander(given),
-                frontier_width=self.options.settings.expand_width,
-            )  # fmt: skip
+            oracle = host_trees(self, requests, drafted)
             kept = DeviceTrees(*(part[drafted] for part in vars(made).values()))
             try:
                 seen.nodes += assert_same_trees(kept, dict(enumerate(oracle)), 1e-5)
@@ -151,6 +148,33 @@ def knowing_levels() -> Iterator[LevelDrafts]:
         finally:
             asked.clear()
 
+    with (
+        patch.object(levels, "expand", knowing),
+        patch.object(drafter, "propose_on_device", proposed),
+    ):
+        yield seen
+
+
+def _layer_trees(self: Any, requests: DeviceRequests, drafted: list[int]) -> list[DraftTree]:
+    columns = (requests.context_lens, requests.budgets, requests.depths)
+    contexts, budgets, depths = (c[drafted].tolist() for c in columns)
+    given = DraftRequests(
+        req_ids=[str(r) for r in drafted],
+        token_ids=[np.array([int(requests.anchors[r])]) for r in drafted],
+        context_lens=contexts, req_indices=drafted, budgets=budgets,
+        widths=[requests.width] * len(drafted), depths=depths,
+    )  # fmt: skip
+    return draft_level_by_level(
+        given.anchors, budgets, [min(d, self.options.tree_depth) for d in depths],
+        given.widths, self._expander(given),
+        frontier_width=self.options.settings.expand_width,
+    )  # fmt: skip
+
+
+@contextmanager
+def knowing_levels() -> Iterator[LevelDrafts]:
+    """`knowing` for heads of a draft layer with pages."""
+
     def branches(self: Any, requests: Any, contexts: Any, parents: Any) -> Any:
         rows = [np.concatenate(([-1], p + 1)).astype(np.int32) for p in parents]
         starts = np.cumsum([0, *map(len, rows)])[:-1].tolist()
@@ -160,8 +184,7 @@ def knowing_levels() -> Iterator[LevelDrafts]:
         return self._attention(metadata)
 
     with (
-        patch.object(DeviceLevels, "expand", knowing),
-        patch.object(StateDrafter, "propose_on_device", proposed),
+        knowing(DeviceLevels, StateDrafter, _layer_trees) as seen,
         patch.object(CudaDraftCache, "branch_attention", branches, create=True),
     ):
         yield seen

@@ -121,7 +121,7 @@ class InterpretedWorker(TreeGPUWorkerV2, CPUWorker):
 def use_cuda_worker() -> None:
     """Engines that this process builds from here on run as on CUDA, plain ones included."""
     spec_config.WORKERS_V2["cpu"] = f"{__name__}.{InterpretedWorker.__name__}"
-    spec_config.CAPABILITIES_V2["cpu"] = spec_config.CAPABILITIES["cuda"]
+    spec_config.CAPABILITIES_V2["cpu"] = spec_config.CAPABILITIES_V2["cuda"]
     assert Capability.HOST_BRANCHES not in spec_config.CAPABILITIES_V2["cpu"]
     # vLLM's cache writes look for it.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)

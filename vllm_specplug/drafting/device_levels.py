@@ -18,8 +18,20 @@ import numpy as np
 import torch
 
 from vllm_specplug.drafting.drafter import DeviceTrees
+from vllm_specplug.kernels import top_candidates
+from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.beam import FRONTIER_WIDTH
 from vllm_specplug.tree.draft_tree import ROOT
+
+# Draft logits that exist at once, most; in float32 that is 128 MiB.
+MOST_LOGITS = 1 << 25
+
+
+def most_places(tree_depth: int) -> int:
+    """Most places of a frontier: all that was expanded is queried again at every level, and
+    kernels limit these rows."""
+    return (MAX_TREE_ROWS - 1) // max(tree_depth - 1, 1)
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,64 @@ class DeviceFrontier:
         return (first[:, None] + self.parents).flatten()
 
 
+class LevelRows:
+    """Rows of all levels of a draft, as attention takes them: those of one request lie together,
+    its root, then the places of every frontier. All are queried again at every level."""
+
+    def __init__(self) -> None:
+        # Places of the last frontier, and its first row.
+        self.places, self._first = 1, 0
+        # Of each level [R, places, ...]: parents of the rows, then q, k and v
+        self._parents: list[torch.Tensor] = []
+        self._rows: list[tuple[torch.Tensor, ...]] = []
+
+    def add(self, frontier: DeviceFrontier) -> None:
+        """Takes in a level."""
+        if frontier.depth:
+            self._parents.append(frontier.parents.to(torch.int32) + self._first)
+            self._first += self.places
+        else:
+            self._parents.append(torch.full_like(frontier.parents, -1, dtype=torch.int32))
+        self.places = frontier.parents.shape[1]
+
+    def attend(
+        self,
+        # parent rows int32 [R, rows] -> attention of these rows
+        attention: Callable[[torch.Tensor], Callable[..., torch.Tensor]],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """The level's rows: query [R * places, Hq, Dh], key and value [R * places, Hkv, Dh] ->
+        [R * places, Hq, Dh]."""
+        shape = (len(self._parents[-1]), self.places)
+        self._rows.append(tuple(x.reshape(*shape, *x.shape[1:]) for x in (query, key, value)))
+        joined = [torch.cat(parts, dim=1).flatten(0, 1) for parts in zip(*self._rows, strict=True)]
+        mixed = attention(torch.cat(self._parents, dim=1))(*joined)
+        mixed = mixed.reshape(shape[0], -1, *mixed.shape[1:])
+        return mixed[:, -self.places :].flatten(0, 1)
+
+
+def level_candidates(
+    # [T, H]
+    hidden: torch.Tensor,
+    lm_head: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` likeliest tokens int64 [T, width] and their log-probabilities float32.
+
+    A piece at a time: logits of all requests would be the largest tensor of a step.
+    """
+    most = max(1, MOST_LOGITS // vocab_size)
+    found = [
+        top_candidates(lm_head(hidden[first : first + most]), width)
+        for first in range(0, len(hidden), most)
+    ]
+    ids, log_probs = (torch.cat(part) for part in zip(*found, strict=True))
+    return ids, log_probs
+
+
 # frontier -> candidate token ids int64 [R, F, K], best first, and their log-probabilities given
 # the branch float32 [R, F, K]; as `tree.beam.Expand`
 DeviceExpand = Callable[[DeviceFrontier], tuple[torch.Tensor, torch.Tensor]]
@@ -60,7 +130,7 @@ def draft_levels_on_device(
     width: int,
     widths: torch.Tensor | None = None,
     beam_widths: Sequence[int] | None = None,
-    frontier_width: int | None = 16,
+    frontier_width: int | None = FRONTIER_WIDTH,
 ) -> DeviceTrees:
     """The trees of `draft_level_by_level`, node for node.
 

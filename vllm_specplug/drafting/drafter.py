@@ -204,6 +204,32 @@ class DraftRequests:
 
 
 @dataclass(frozen=True)
+class TokenHistory:
+    """The tokens of R requests where they lie on the device, and what the host knows of them."""
+
+    # [S, most tokens] int32; a line may hold anything past its request's tokens
+    token_ids: torch.Tensor
+    # [R] int64 line of each
+    lines: torch.Tensor
+    # [R]
+    req_ids: list[str]
+    # [R] Between two drafts for a request it grows by at least as much as the request does
+    grown: list[int]
+    # [R] whether a request may get a draft
+    is_drafted: list[bool]
+
+    def some(self, rows: torch.Tensor, chosen: Sequence[int]) -> TokenHistory:
+        """Those at `rows` [n] of the batch, which the host knows as `chosen`."""
+        return replace(
+            self,
+            lines=self.lines[rows],
+            req_ids=[self.req_ids[r] for r in chosen],
+            grown=[self.grown[r] for r in chosen],
+            is_drafted=[self.is_drafted[r] for r in chosen],
+        )
+
+
+@dataclass(frozen=True)
 class DeviceRequests:
     """The R requests of a batch to draft for, where their tokens are on the device and the host
     does not wait for them."""
@@ -226,14 +252,23 @@ class DeviceRequests:
     rows: torch.Tensor | None = None
     deepest: int | None = None
     """Bound of the depths that is known on the host; None for none."""
+    history: TokenHistory | None = None
+    """Given to drafters with a window."""
 
     def __len__(self) -> int:
         return len(self.anchors)
 
-    def some(self, rows: torch.Tensor, depths: torch.Tensor, deepest: int) -> DeviceRequests:
-        """Those at `rows` [n] of the batch, with depths [n] of their own."""
+    def some(
+        self, rows: torch.Tensor, depths: torch.Tensor, deepest: int, chosen: Sequence[int] = ()
+    ) -> DeviceRequests:
+        """Those at `rows` [n] of the batch, with depths [n] of their own.
+
+        Args:
+            chosen: the rows as the host knows them; needed where there is a `history`.
+        """
         return replace(
             self,
+            history=None if self.history is None else self.history.some(rows, chosen),
             anchors=self.anchors[rows],
             context_lens=self.context_lens[rows],
             budgets=self.budgets[rows],
@@ -355,6 +390,33 @@ class DraftWindow(Protocol):
         """Frees the windows of requests that ended."""
 
 
+class DeviceWindow(Protocol):
+    """`DraftWindow` on devices that can draft without the host."""
+
+    def missing(self, requests: DraftRequests | DeviceRequests) -> WindowTokens:
+        """See `DraftWindow`. Of `DeviceRequests`, a bound of what is missing: tokens that are
+        stored already are stored again, and what is before a request's first token has slot -1."""
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores keys and values [M, Hkv, Dh] at `slots` [M]; nothing at -1."""
+
+    def tree_attention(
+        self,
+        requests: DraftRequests | DeviceRequests,
+        context_lens: torch.Tensor,
+        parent_rows: torch.Tensor,
+    ) -> RowAttention:
+        """Attention of tree rows over the window before `context_lens` [R] and their own branch,
+        for the requests of the last `missing`.
+
+        Args:
+            parent_rows: int32 [R, rows], see `DeviceCache.tree_attention`.
+        """
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """See `DraftWindow`."""
+
+
 @dataclass(frozen=True)
 class WindowTokens:
     """Tokens to be stored in windows, [M] int64 each."""
@@ -385,6 +447,20 @@ class TargetCache(Protocol):
 
         Returns:
             query [sum(rows), Hq, Dh] -> [sum(rows), Hq, Dh]; zeros where the context is empty.
+        """
+
+
+class DeviceTargetCache(Protocol):
+    """`TargetCache` on devices that can draft without the host."""
+
+    def level_attention(
+        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Attention over the first `context_lens` [R] positions of each request.
+
+        Returns:
+            query [R * rows, Hq, Dh], as many rows for each request -> [R * rows, Hq, Dh]; zeros
+            where the context is empty.
         """
 
 
@@ -461,8 +537,11 @@ class Drafter(ABC):
         """The window of its own that the drafter keeps, read after `load`; None for none."""
         return None
 
-    def bind_window(self, window: DraftWindow, target_cache: TargetCache) -> None:
-        """Gives a drafter with a window that window and the target's last layer."""
+    def bind_window(
+        self, window: DraftWindow | DeviceWindow, target_cache: TargetCache | DeviceTargetCache
+    ) -> None:
+        """Gives a drafter with a window that window and the target's last layer; both are those
+        of a device, or neither is."""
         self.window, self.target_cache = window, target_cache
 
     def partial_cache_spec(self) -> PartialCacheSpec | None:

@@ -51,7 +51,8 @@ class Capability(StrEnum):
     """The target's own layers over a partial cache (`Drafter.partial_cache_spec`)."""
     HOST_BRANCHES = "host_branches"
     """Trees made on the host level by level, with a read of what each level scored; a device gives
-    level-by-level drafters `DeviceCache.tree_attention` in its place."""
+    level-by-level drafters `DeviceCache.tree_attention`, or the calls of `DeviceWindow` and
+    `DeviceTargetCache`, in its place."""
 
 
 class SharedOptions(Protocol):

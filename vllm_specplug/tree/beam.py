@@ -59,6 +59,9 @@ class Frontier:
 # branch float32 [F, K], none of them positive. A row ends at its first that is not finite.
 Expand = Callable[[Frontier], tuple[np.ndarray, np.ndarray]]
 
+FRONTIER_WIDTH = 16
+"""Most nodes of one request that a level expands, where a method does not say otherwise."""
+
 # `row`: of the parent in the frontier that it was drafted from
 _NODE = np.dtype(
     [
@@ -134,7 +137,7 @@ def draft_level_by_level(
     expand: Expand,
     *,
     beam_widths: Sequence[int] | None = None,
-    frontier_width: int | None = 16,
+    frontier_width: int | None = FRONTIER_WIDTH,
     least_node: float = 0.0,
     least_level: float = 0.0,
 ) -> list[DraftTree]:

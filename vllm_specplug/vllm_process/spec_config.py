@@ -68,13 +68,21 @@ WORKERS_V2 = {
     "cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2",
     "cuda": "vllm_specplug.vllm_v2.worker_gpu.TreeGPUWorkerV2",
 }
-CAPABILITIES_V2 = {"cpu": frozenset(Capability), "cuda": CAPABILITIES["cuda"]}
+CAPABILITIES_V2 = {
+    "cpu": frozenset(Capability),
+    "cuda": CAPABILITIES["cuda"] | {Capability.WINDOW, Capability.TARGET_CACHE},
+}
 
 
 def device_capabilities() -> dict[str, frozenset[Capability]]:
-    """What a drafter is given on each device that trees run on, by the model runner in use."""
-    # What V2 does not give takes V1, unless V2 was asked for.
-    return CAPABILITIES_V2 if asked_for_v2() else CAPABILITIES
+    """What a drafter is given on each device that trees run on, by the model runner in use; by
+    either, where none was asked for: what the one does not give takes the other."""
+    asked = asked_for_v2()
+    if asked is not None:
+        return CAPABILITIES_V2 if asked else CAPABILITIES
+    return {
+        name: given | CAPABILITIES_V2.get(name, frozenset()) for name, given in CAPABILITIES.items()
+    }
 
 
 def current_device() -> str:
@@ -205,9 +213,10 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
         device = current_device()
         method = get_method(str(self.plugin_method))
-        needs = method.needs | (self.plan.needs if self.plan else frozenset())
-        # V1 serves whatever V2 does.
-        missing = sorted(needs - CAPABILITIES.get(device, frozenset()))
+        needs = self._needs()
+        none: frozenset[Capability] = frozenset()
+        given = CAPABILITIES.get(device, none) | CAPABILITIES_V2.get(device, none)
+        missing = sorted(needs - given)
         problem = device_problem(device) if device in WORKERS else None
         if problem:
             raise ValueError(refusal_text(method.name, SeamReport("", problem)))
@@ -219,6 +228,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 "vLLM, or a chain method of vLLM's own."
             )
         self.uses_v2 = self._uses_v2(device, needs)
+        if not self.uses_v2:
+            self._check_v1(device)
         parallel = self.target_parallel_config
         ranks = parallel.tensor_parallel_size
         unshared = sorted(method.needs & ONE_RANK)
@@ -237,6 +248,11 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 "Leave --worker-cls out."
             )
         parallel.worker_cls = (WORKERS_V2 if self.uses_v2 else WORKERS)[device]
+
+    def _needs(self) -> frozenset[Capability]:
+        """What the method and its head need of the adapter of a device."""
+        method = get_method(str(self.plugin_method))
+        return method.needs | (self.plan.needs if self.plan else frozenset())
 
     def _uses_v2(self, device: str, needs: frozenset[Capability]) -> bool:
         """`takes_v2`, but for what V1 alone serves: there nobody who did not ask for V2 gets it.
@@ -271,9 +287,25 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             return f"V2 does not serve trees over {shown} on CUDA"
         return None
 
+    def _check_v1(self, device: str) -> None:
+        """Raises a ValueError where V1, which is taken, does not give the method what it needs."""
+        missing = sorted(self._needs() - CAPABILITIES[device])
+        if missing:
+            raise ValueError(
+                f"Speculative method {self.plugin_method!r} does not run in vLLM's V1 model runner "
+                f"on {device}, which does not give it {', '.join(missing)}. Unset "
+                "VLLM_USE_V2_MODEL_RUNNER, and leave out what vLLM's V2 model runner does not "
+                "serve, or use another method."
+            )
+
     def take_v1(self) -> None:
-        """Takes V1 for V2 where the whole engine config makes vLLM do so."""
+        """Takes V1 for V2 where the whole engine config makes vLLM do so.
+
+        Raises:
+            ValueError: when V1 does not serve the method.
+        """
         self.uses_v2 = False
+        self._check_v1(current_device())
         self.target_parallel_config.worker_cls = WORKERS[current_device()]
 
     def compute_hash(self) -> str:

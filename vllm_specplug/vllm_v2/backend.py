@@ -25,6 +25,7 @@ from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, 
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
 from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer, PagedDraftCache
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
+from vllm_specplug.vllm_worker.window_cache import HostWindows
 
 
 class TreeBackend(ABC):
@@ -107,7 +108,7 @@ def step_plan(trees: StepTrees) -> torch.Tensor:
     )
 
 
-class CpuTreeBackend(TreeBackend):
+class CpuTreeBackend(HostWindows, TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache."""
 
     is_host = True

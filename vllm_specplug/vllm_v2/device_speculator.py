@@ -27,7 +27,12 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vllm_specplug.budget import Plan
 from vllm_specplug.drafting.device_levels import packed_trees
-from vllm_specplug.drafting.drafter import CommittedTokens, DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.drafter import (
+    CommittedTokens,
+    DeviceRequests,
+    DeviceTrees,
+    TokenHistory,
+)
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.gpu import wants_full_graphs
@@ -56,6 +61,8 @@ class DeviceSpeculator(TreeSpeculator):
         super().__init__(vllm_config, device, req_states)
         self.vllm_config = vllm_config
         self.known: dict[str, KnownTokens] = {}
+        # Of running requests: grows with every step by the most tokens that it can give them.
+        self.grown: dict[str, int] = {}
         # Trees built on the device and their rows, by running request.
         self.copies: dict[str, tuple[TreesCopy, int]] = {}
         self.draft_graphs: DraftGraphs | None = None
@@ -74,7 +81,7 @@ class DeviceSpeculator(TreeSpeculator):
         """Whether branches may be looked up on the device, before the drafter is loaded."""
         options = self.proposer.options
         takes_branches = options.tree_width > 1 or options.head_path is None
-        is_late = not self.planner.is_adaptive or self.schedules_ahead
+        is_late = self.spec.tree_budget != "auto" or self.schedules_ahead
         is_exact = options.tree_builder == "best_first"
         return bool(options.ngram_topk) and takes_branches and is_late and is_exact
 
@@ -92,6 +99,8 @@ class DeviceSpeculator(TreeSpeculator):
     ) -> None:
         super().add(req_id, extra_args, plain, token_ids)
         self.known[req_id] = KnownTokens(token_ids)
+        # Of what was kept for it nothing holds.
+        self.grown[req_id] = self.grown.get(req_id, 0) + self.max_model_len
 
     def forget(self, gone: Sequence[str], ended: Sequence[str]) -> None:
         # An engine that goes idle has no later step to count the last ones in.
@@ -101,6 +110,7 @@ class DeviceSpeculator(TreeSpeculator):
             self._late_budget.forget(gone)
         for req_id in gone:
             self.known.pop(req_id, None)
+            self.grown.pop(req_id, None)
             self.copies.pop(req_id, None)
 
     def tree_of(self, req_id: str) -> DraftTree | None:
@@ -158,6 +168,10 @@ class DeviceSpeculator(TreeSpeculator):
         final = self.committed_rows(input_batch)
         width = self.store.num_nodes + 1
         copy = StepCopy(self.req_states, input_batch, self.walk(), num_sampled, width)
+        # A row with logits gives a token at most.
+        counts = np.diff(input_batch.cu_num_logits_np[: len(input_batch.req_ids) + 1])
+        for req_id, count in zip(input_batch.req_ids, counts.tolist(), strict=True):
+            self.grown[req_id] += count
         committed = _all_rows(final, aux_hidden_states)
         if self.spec.reads_next_tokens:
             following = self._next_tokens(input_batch, final)
@@ -240,6 +254,7 @@ class DeviceSpeculator(TreeSpeculator):
             width=self.proposer.options.tree_width,
             num_nodes=self.store.num_nodes,
             max_context=int(input_batch.seq_lens_cpu_upper_bound.max()),
+            history=self._history(input_batch, budgets, slots),
         )
         found: Found | None = None
         trees: DeviceTrees | None = None
@@ -294,8 +309,23 @@ class DeviceSpeculator(TreeSpeculator):
         if len(chosen) == len(requests):
             return draft(replace(requests, depths=depths, deepest=deepest))
         rows = to_device(chosen, self.device)
-        trees = drafter.propose_on_device(requests.some(rows, depths[rows], deepest))
+        trees = drafter.propose_on_device(
+            requests.some(rows, depths[rows], deepest, chosen.tolist())
+        )
         return None if trees is None else trees.spread(rows, len(requests))
+
+    def _history(
+        self, input_batch: Any, budgets: np.ndarray, slots: torch.Tensor
+    ) -> TokenHistory | None:
+        if self.proposer.drafter.window_spec() is None:
+            return None
+        return TokenHistory(
+            self.req_states.all_token_ids.gpu,
+            slots,
+            list(input_batch.req_ids),
+            [self.grown[req_id] for req_id in input_batch.req_ids],
+            (budgets > 0).tolist(),
+        )
 
     def _rows_of(
         self, input_batch: Any, budgets: np.ndarray, reserved: ReservedRows | None

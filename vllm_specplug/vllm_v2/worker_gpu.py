@@ -18,7 +18,7 @@ from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits, claim_attention_backend
-from vllm_specplug.vllm_worker.drafter_memory import most_tree_rows
+from vllm_specplug.vllm_worker.drafter_memory import drafter_memory, most_tree_rows
 from vllm_specplug.vllm_worker.rehearsal import profile_largest_step, warm_up_draft
 from vllm_specplug.vllm_worker.start_up import require_seams
 
@@ -52,9 +52,12 @@ class DeviceRunnerMixin(TreeRunnerV2Mixin):
         # In a forward with trees; stock attention plans nothing of the kind in a profile run.
         workspace = self.tree_backend.make_workspace()
         kept = self._tree_state_memory()
+        # Taken once the caches are made, for as long as the engine runs.
+        drafters = drafter_memory(self.state)
         super().profile_run(*args, **kwargs)
         del workspace, kept
         profile_largest_step(self.state, self.planner.row_budget.max_step_rows, _sample_all)
+        del drafters
         self.state.wait_for_device()
 
     def warm_up_states(self) -> None:

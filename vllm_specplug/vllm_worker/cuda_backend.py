@@ -22,8 +22,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specplug.drafting.drafter import (
     DeviceRequests,
+    DeviceTargetCache,
     DraftCache,
     DraftRequests,
+    WindowSpec,
     device_tensor,
 )
 from vllm_specplug.kernels import TreeAttnMetadata
@@ -44,6 +46,7 @@ from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 if TYPE_CHECKING:
     from vllm_specplug.kernels.kv_compact_triton import LayerCaches
+    from vllm_specplug.vllm_worker.device_window import DeviceWindowCache
 
 logger = init_logger("vllm.specplug.cuda")
 
@@ -367,6 +370,20 @@ class CudaKernels:
     ) -> DraftCache:
         return CudaDraftCache(self, layers, block_table, scale)
 
+    def draft_window(self, spec: WindowSpec, state: RunnerView) -> DeviceWindowCache:
+        """The windows of a drafter."""
+        from vllm_specplug.vllm_worker.device_window import DeviceWindowCache
+
+        return DeviceWindowCache(self, spec, state.max_requests, state.dtype)
+
+    def target_cache(
+        self, kv_cache: torch.Tensor, block_table: BlockTable, scale: float
+    ) -> DeviceTargetCache:
+        """What drafts attend of one layer of the target."""
+        from vllm_specplug.vllm_worker.device_window import PagedDeviceTargetCache
+
+        return PagedDeviceTargetCache(self, kv_cache, block_table, scale)
+
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         if self.device.type != "cuda":
@@ -375,7 +392,102 @@ class CudaKernels:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
-class CudaDraftCache:
+def table_rows(requests: DraftRequests | DeviceRequests, device: torch.device) -> torch.Tensor:
+    """int32 [R]: each request's row of the batch's block table."""
+    if not isinstance(requests, DeviceRequests):
+        return device_tensor(requests.req_indices, device).to(torch.int32)
+    if requests.rows is not None:
+        return requests.rows
+    return torch.arange(len(requests), dtype=torch.int32, device=device)
+
+
+class CudaDraftRows:
+    """Attention of drafted rows over caches on the device; their own keys and values are in none.
+
+    Args:
+        kv_caches: [num_blocks, Hkv, block_size, 2 * Dh] of each layer.
+    """
+
+    def __init__(
+        self,
+        backend: CudaKernels,
+        kv_caches: list[torch.Tensor],
+        block_table: BlockTable,
+        scale: float,
+    ) -> None:
+        self.backend = backend
+        self.block_table = block_table
+        self.scale = scale
+        self.kv_caches = kv_caches
+        views = backend.views_of(kv_caches[0])
+        self.views = [views(cache) for cache in kv_caches]
+        self.kernel: ChosenKernel | None = None
+
+    def _attention(
+        self, metadata: TreeAttnMetadata
+    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Attention of rows whose own keys and values are not in the cache."""
+        # A draft is made for any requests of the batch, which leaves gaps: no kernel is to have a
+        # variant for each.
+        metadata.query_starts = None
+        needs_words = metadata.mask_kind == "tree"
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            nonlocal needs_words
+            output = torch.empty_like(query, memory_format=torch.contiguous_format)
+            kernel = self._kernel_for(query, key)
+            if needs_words:
+                # Here, as the kernel may be another one than the target's.
+                self.backend.fill_words(metadata, kernel)
+                needs_words = False
+            kernel.run(query, *self.views[layer], output, metadata, self.scale, key, value)
+            return output
+
+        return attend
+
+    def _on_device(
+        self,
+        requests: DraftRequests | DeviceRequests,
+        # [R]
+        context_lens: torch.Tensor,
+        # [R, rows] int32
+        parent_rows: torch.Tensor,
+        # [R] int32 of the block table; None for those of the batch
+        tables: torch.Tensor | None = None,
+    ) -> TreeAttnMetadata:
+        """Metadata of as many rows for each request, of none where it gets no draft."""
+        device, (count, rows) = self.backend.device, parent_rows.shape
+        starts = torch.arange(0, count * rows, rows, dtype=torch.int32, device=device)
+        counts = torch.full_like(starts, rows)
+        if isinstance(requests, DeviceRequests):
+            counts = torch.where(requests.budgets > 0, counts, 0)
+            longest = requests.max_context
+        else:
+            longest = max(requests.context_lens)
+        if tables is None:
+            tables = table_rows(requests, device)
+        words = (count * rows, -(-rows // 64))
+        return TreeAttnMetadata(
+            torch.stack([tables, starts, counts, context_lens.to(torch.int32), starts]),
+            self.block_table(),
+            max_rows=rows,
+            max_context=longest,
+            mask_words=torch.empty(words, dtype=torch.int64, device=device),
+            parent_rows=parent_rows.flatten(),
+        )
+
+    def _kernel_for(self, query: torch.Tensor, key: torch.Tensor) -> ChosenKernel:
+        """The head may have other heads than the target, so its kernel is chosen for it."""
+        if self.kernel is None:
+            self.kernel = self.backend.choose(
+                query.shape[2], query.shape[1], key.shape[1], query.dtype, for_drafts=True
+            )
+        return self.kernel
+
+
+class CudaDraftCache(CudaDraftRows):
     """`drafting.drafter.DraftCache` over the pages of `DraftKVLayer`s, on the device."""
 
     def __init__(
@@ -385,14 +497,8 @@ class CudaDraftCache:
         block_table: BlockTable,
         scale: float,
     ) -> None:
-        self.backend = backend
-        self.block_table = block_table
-        self.scale = scale
-        self.kv_caches = [layer.kv_cache for layer in layers]
-        views = backend.views_of(self.kv_caches[0])
-        self.views = [views(cache) for cache in self.kv_caches]
+        super().__init__(backend, [layer.kv_cache for layer in layers], block_table, scale)
         self.write_layer = backend.cache_writer()
-        self.kernel: ChosenKernel | None = None
         limits = backend.limits
         self.buffers = TreeBuffers(
             StepLimits(
@@ -442,66 +548,3 @@ class CudaDraftCache:
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Attention of tree rows over their paged context and their branch; see the protocol."""
         return self._attention(self._on_device(requests, context_lens, parent_rows))
-
-    def _attention(
-        self, metadata: TreeAttnMetadata
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Attention of rows whose own keys and values are not in the cache."""
-        # A draft is made for any requests of the batch, which leaves gaps: no kernel is to have a
-        # variant for each.
-        metadata.query_starts = None
-        needs_words = metadata.mask_kind == "tree"
-
-        def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            nonlocal needs_words
-            output = torch.empty_like(query, memory_format=torch.contiguous_format)
-            kernel = self._kernel_for(query, key)
-            if needs_words:
-                # Here, as the kernel may be another one than the target's.
-                self.backend.fill_words(metadata, kernel)
-                needs_words = False
-            kernel.run(query, *self.views[layer], output, metadata, self.scale, key, value)
-            return output
-
-        return attend
-
-    def _on_device(
-        self,
-        requests: DraftRequests | DeviceRequests,
-        # [R]
-        context_lens: torch.Tensor,
-        # [R, rows] int32
-        parent_rows: torch.Tensor,
-    ) -> TreeAttnMetadata:
-        """Metadata of as many rows for each request, of none where it gets no draft."""
-        device, (count, rows) = self.backend.device, parent_rows.shape
-        every = torch.arange(count, dtype=torch.int32, device=device)
-        starts = every * rows
-        tables, counts = every, torch.full_like(every, rows)
-        if isinstance(requests, DeviceRequests):
-            if requests.rows is not None:
-                tables = requests.rows
-            counts = torch.where(requests.budgets > 0, counts, 0)
-            longest = requests.max_context
-        else:
-            tables = device_tensor(requests.req_indices, device).to(torch.int32)
-            longest = max(requests.context_lens)
-        words = (count * rows, -(-rows // 64))
-        return TreeAttnMetadata(
-            torch.stack([tables, starts, counts, context_lens.to(torch.int32), starts]),
-            self.block_table(),
-            max_rows=rows,
-            max_context=longest,
-            mask_words=torch.empty(words, dtype=torch.int64, device=device),
-            parent_rows=parent_rows.flatten(),
-        )
-
-    def _kernel_for(self, query: torch.Tensor, key: torch.Tensor) -> ChosenKernel:
-        """The head may have other heads than the target, so its kernel is chosen for it."""
-        if self.kernel is None:
-            self.kernel = self.backend.choose(
-                query.shape[2], query.shape[1], key.shape[1], query.dtype, for_drafts=True
-            )
-        return self.kernel

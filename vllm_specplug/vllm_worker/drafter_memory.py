@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from vllm_specplug.options import option_error
 from vllm_specplug.vllm_worker.cache_groups import check_plain_attention, last_layer
 from vllm_specplug.vllm_worker.ranks import first_rank_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.self_draft import SelfDraft, partial_cache_bytes
-from vllm_specplug.vllm_worker.window_cache import PagedTargetCache, WindowCache, without_windows
+from vllm_specplug.vllm_worker.window_cache import window_bytes, without_windows
 
 
 def memory_for_caches(state: RunnerView, available: int) -> int:
@@ -35,6 +37,30 @@ def memory_for_caches(state: RunnerView, available: int) -> int:
         )
     spec = drafter.window_spec()
     return without_windows(spec, state.max_requests, state.dtype, available) - partial_bytes
+
+
+def drafter_memory(state: RunnerView) -> torch.Tensor:
+    """As many bytes on the device as a drafter keeps beside vLLM's pages, for vLLM's memory
+    profile.
+
+    Raises:
+        ValueError: when there are not so many.
+    """
+    spec = state.drafter.window_spec()
+    if spec is None:
+        return torch.empty(0, dtype=torch.uint8, device=state.device)
+    block_size = state.vllm_config.cache_config.block_size
+    size = window_bytes(spec, state.max_requests, state.dtype, block_size)
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=state.device)
+    except torch.OutOfMemoryError:
+        raise option_error(
+            spec.option,
+            spec.size,
+            f"windows for {state.max_requests} requests take {size / 2**20:.0f} MiB, more than "
+            "the device has free",
+            f"Lower {spec.option} or --max-num-seqs",
+        ) from None
 
 
 def most_tree_rows(state: RunnerView) -> int:
@@ -66,9 +92,10 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
     window = drafter.window_spec()
     if window is not None:
         group, name = last_layer(state.target_groups(), state.layers, method)
+        backend = state.runner.tree_backend
         drafter.bind_window(
-            WindowCache(window, state.max_requests, state.dtype),
-            PagedTargetCache(
+            backend.draft_window(window, state),
+            backend.target_cache(
                 state.layers[name].kv_cache,
                 partial(state.block_table, group),
                 scale=window.head_dim**-0.5,

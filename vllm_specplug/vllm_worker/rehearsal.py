@@ -6,12 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
+from vllm_specplug.drafting.drafter import (
+    CommittedTokens,
+    DraftRequests,
+    WindowSpec,
+    WindowTokens,
+)
 from vllm_specplug.registry import headless_methods
 from vllm_specplug.vllm_worker.ranks import any_failed
 from vllm_specplug.vllm_worker.runner_view import RunnerView
@@ -99,6 +105,26 @@ class _NoCache:
         return self.block_attention(requests, 0, causal=True)
 
 
+class _NoWindow(_NoCache):
+    """Likewise a `DeviceWindow`, of requests that are all new, and a `DeviceTargetCache`."""
+
+    def __init__(self, state: RunnerView, spec: WindowSpec) -> None:
+        count = state.max_requests * min(spec.size, state.max_model_len)
+        self.slots = torch.zeros(count, dtype=torch.int64, device=state.device)
+
+    def missing(self, requests: Any) -> WindowTokens:
+        return WindowTokens(self.slots, self.slots, self.slots)
+
+    def tree_attention(self, requests: Any, context_lens: Any, parent_rows: Any) -> Any:
+        return partial(super().tree_attention(requests, context_lens, parent_rows), 0)
+
+    def level_attention(self, requests: Any, context_lens: Any) -> Any:
+        return torch.zeros_like
+
+    def forget(self, req_ids: Any) -> None:
+        pass
+
+
 @torch.inference_mode()
 def profile_largest_step(
     state: RunnerView, max_step_rows: int, sample: Callable[[torch.Tensor], Any]
@@ -124,6 +150,9 @@ def profile_largest_step(
     if not drafter.forward_depth:
         return
     drafter.bind_cache(_NoCache())
+    if (window := drafter.window_spec()) is not None:
+        caches = _NoWindow(state, window)
+        drafter.bind_window(caches, caches)
     every = torch.arange(tokens, device=device)
     positions = every % state.max_model_len
     drafter.observe(CommittedTokens(aux, every, positions, every, output_states=hidden))

@@ -24,15 +24,18 @@ from vllm_specplug.kernels import (
 )
 from vllm_specplug.options import option_error
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
+from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 _BLOCK = 32
 
 
-def window_bytes(spec: WindowSpec, num_requests: int, dtype: torch.dtype) -> int:
+def window_bytes(
+    spec: WindowSpec, num_requests: int, dtype: torch.dtype, block_size: int = _BLOCK
+) -> int:
     """Bytes of the windows of `num_requests` requests: the same whatever their contexts."""
-    blocks = -(-spec.size // _BLOCK)
+    blocks = -(-spec.size // block_size)
     per_slot = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    return num_requests * blocks * _BLOCK * per_slot
+    return num_requests * blocks * block_size * per_slot
 
 
 def without_windows(
@@ -57,7 +60,37 @@ def without_windows(
     return available - windows
 
 
-class WindowCache:
+class Rings:
+    """Whose ring is which: one per running request.
+
+    Args:
+        num_requests: rings kept at once; the least recently used one is evicted for a new
+            request.
+    """
+
+    def __init__(self, num_requests: int) -> None:
+        # request id -> (ring, what was stored, as the owner counts it), least recently used first
+        self.rings: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self.free = list(range(num_requests - 1, -1, -1))
+
+    def _ring(self, req_id: str) -> tuple[int, int]:
+        known = self.rings.pop(req_id, None)
+        if known is not None:
+            return known
+        if not self.free:
+            _, (ring, _) = self.rings.popitem(last=False)
+            self.free.append(ring)
+        return self.free.pop(), 0
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Frees the windows of requests that ended."""
+        for req_id in req_ids:
+            ring = self.rings.pop(req_id, None)
+            if ring is not None:
+                self.free.append(ring[0])
+
+
+class WindowCache(Rings):
     """`drafting.drafter.DraftWindow` on CPU: one ring per running request.
 
     Args:
@@ -67,6 +100,8 @@ class WindowCache:
     """
 
     def __init__(self, spec: WindowSpec, num_requests: int, dtype: torch.dtype) -> None:
+        # Rings know the position after the last one stored.
+        super().__init__(num_requests)
         self.spec = spec
         self.blocks_per_request = -(-spec.size // _BLOCK)
         shape = (num_requests * self.blocks_per_request, spec.num_kv_heads, _BLOCK)
@@ -76,9 +111,6 @@ class WindowCache:
         self.scale = spec.head_dim**-0.5
         # [num_requests, blocks_per_request]: the pages of each ring
         self.block_table = torch.arange(shape[0], dtype=torch.int32).view(num_requests, -1)
-        # request id -> (ring, position after the last one stored), least recently used first
-        self.rings: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        self.free = list(range(num_requests - 1, -1, -1))
 
     def missing(self, requests: DraftRequests) -> WindowTokens:
         """Tokens of the requests' windows that are not stored yet; they count as stored."""
@@ -101,22 +133,6 @@ class WindowCache:
                 for parts in (tokens, positions, slots)
             )
         )
-
-    def _ring(self, req_id: str) -> tuple[int, int]:
-        known = self.rings.pop(req_id, None)
-        if known is not None:
-            return known
-        if not self.free:
-            _, (ring, _) = self.rings.popitem(last=False)
-            self.free.append(ring)
-        return self.free.pop(), 0
-
-    def forget(self, req_ids: Iterable[str]) -> None:
-        """Frees the windows of requests that ended."""
-        for req_id in req_ids:
-            ring = self.rings.pop(req_id, None)
-            if ring is not None:
-                self.free.append(ring[0])
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores keys and values [M, Hkv, Dh] at `slots` [M]."""
@@ -184,3 +200,17 @@ class PagedTargetCache:
             return output
 
         return attend
+
+
+class HostWindows:
+    """A backend of trees whose device's memory is the host's."""
+
+    def draft_window(self, spec: WindowSpec, state: RunnerView) -> WindowCache:
+        """The windows of a drafter."""
+        return WindowCache(spec, state.max_requests, state.dtype)
+
+    def target_cache(
+        self, kv_cache: torch.Tensor, block_table: Callable[[], torch.Tensor], scale: float
+    ) -> PagedTargetCache:
+        """What drafts attend of one layer of the target."""
+        return PagedTargetCache(kv_cache, block_table, scale)

@@ -17,6 +17,7 @@ from vllm_specplug.vllm_process.spec_config import CAPABILITIES, CAPABILITIES_V2
 
 VOCAB = 12
 TREES = {"method": "ngram_tree"}
+NEEDS = frozenset({Capability.WINDOW})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -293,9 +294,31 @@ def test_targets_that_v2_does_not_serve(
     assert not spec._uses_v2(device, frozenset())
 
 
-@pytest.mark.parametrize("capabilities", [CAPABILITIES, CAPABILITIES_V2])
+@pytest.mark.parametrize(
+    ("capabilities", "refused"),
+    [(CAPABILITIES, {"longspec", "tokenswift"}), (CAPABILITIES_V2, {"tokenswift"})],
+)
 def test_methods_that_cuda_gives_what_they_need(
-    capabilities: dict[str, frozenset[Capability]],
+    capabilities: dict[str, frozenset[Capability]], refused: set[str]
 ) -> None:
     missing = {name: get_method(name).needs - capabilities["cuda"] for name in method_names()}
-    assert {name for name, lacks in missing.items() if lacks} == {"longspec", "tokenswift"}
+    assert {name for name, lacks in missing.items() if lacks} == refused
+
+
+def test_v1_refuses_what_v2_alone_gives(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was asked for, and where the rest of the config takes it."""
+    from vllm_specplug.vllm_process import spec_config
+
+    monkeypatch.setattr(spec_config, "CAPABILITIES", {"cpu": frozenset()})
+    monkeypatch.setattr(spec_config.SpecPlugSpeculativeConfig, "_needs", lambda self: NEEDS)
+    refusal = r"'ngram_tree' .*V1 model runner on cpu, which does not give it window\. Unset"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match=refusal):
+        start(target)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    spec = start(target).speculative_config
+    assert spec.uses_v2
+    with pytest.raises(ValueError, match=refusal):
+        spec.take_v1()
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    assert spec_config.device_capabilities() == {"cpu": frozenset(Capability)}

@@ -13,16 +13,21 @@ import pytest
 import torch
 
 from tests.e2e.tiny import (
+    HEAD_DIM,
+    HEADS,
     HIDDEN,
+    KV_HEADS,
     make_dspark_head,
     make_eagle3_head,
     make_head,
     make_local_head,
+    make_longspec_head,
 )
 from tests.pretended_graph import pretended_graphs
 from tests.unit.budget.calibrations import calibration
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from vllm_specplug.budget import AdaptiveBudget, Plan, RowBudget, StepCostModel
+from vllm_specplug.drafting import device_levels
 from vllm_specplug.drafting.drafter import DeviceRequests, DrafterOptions, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.drafting.reserved_rows import ReservedRows
@@ -35,11 +40,12 @@ from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.options import DelsSettings
 from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
 from vllm_specplug.methods.dspark_tree.options import DSparkSettings
-from vllm_specplug.methods.eagle3_tree import drafter as eagle3
 from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
+from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
+from vllm_specplug.methods.longspec.options import LongSpecSettings
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2 import device_speculator
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
@@ -83,7 +89,11 @@ def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JetSpecDrafter:
 
 
 def on_the_device(
-    cls: type[Any], head: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+    cls: type[Any],
+    head: Path,
+    settings: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    target: SimpleNamespace = TARGET,
 ) -> Any:
     """A drafter whose weights and caches lie on the pretended device."""
     made = cls(
@@ -98,7 +108,7 @@ def on_the_device(
         TargetWeights(
             embed_tokens=weights, lm_head=weights, dtype=torch.float32, device=META,
             make_linear=plain_linear,
-            text_config=TARGET,
+            text_config=target,
         )
     )  # fmt: skip
     limits = StepLimits(num_requests=4, num_rows=64, tree_rows=N + 1, context=256)
@@ -112,7 +122,16 @@ def on_the_device(
         for spec in made.cache_specs()
     ]
     table = numbers(4, 9, dtype=torch.int32)
-    made.bind_cache(backend.draft_cache(layers, lambda: table, 0.25))
+    if layers:
+        made.bind_cache(backend.draft_cache(layers, lambda: table, 0.25))
+    if (window := made.window_spec()) is not None:
+        backend.block_size = 16
+        state: Any = SimpleNamespace(max_requests=4, dtype=torch.float32)
+        pages = numbers(9, window.num_kv_heads, 16, 2 * window.head_dim)
+        made.bind_window(
+            backend.draft_window(window, state),
+            backend.target_cache(pages, lambda: table, 0.25),
+        )
 
     def built(ids: Any, log_probs: Any, budgets: Any, depths: Any, width: int, nodes: int) -> Any:
         assert all(t is None or t.is_meta for t in (ids, log_probs, budgets, depths))
@@ -184,7 +203,8 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
             max_seq_len=np.full(slots, 200, np.int32),
             prefill_len=SimpleNamespace(np=np.full(slots, 9, np.int32)),
         ),
-        trees={}, copies={}, known=dict.fromkeys("abc"), reserved=None, _asked=None,
+        trees={}, copies={}, known=dict.fromkeys("abc"), grown=dict.fromkeys("abc", 256),
+        reserved=None, _asked=None,
         schedules_ahead=True,
         max_num_tokens=64, _ngrams=None, _late_budget=None, extra_args={}, plain={},
         _late=device_speculator.deque(),
@@ -202,7 +222,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
 
 def propose(made: DeviceSpeculator, step: Step) -> torch.Tensor:
     rows = step.batch.num_tokens
-    count = len(made.proposer.drafter.config.target_layer_ids)
+    count = len(getattr(made.proposer.drafter.config, "target_layer_ids", ()))
     aux = [numbers(rows, HIDDEN, dtype=torch.float32) for _ in range(count)]
     hidden = numbers(rows, HIDDEN, dtype=torch.float32)
     sampled = numbers(3, dtype=torch.int32)
@@ -244,12 +264,28 @@ def with_local_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DelsDrafte
 def with_draft_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle3Drafter:
     head = make_eagle3_head(folder / "head", VOCAB, draft_vocab_size=40)
     layers = inspect_eagle3_head(head, TARGET).target_layer_ids
-    monkeypatch.setattr(eagle3, "top_candidates", top)
+    monkeypatch.setattr(device_levels, "top_candidates", top)
     return on_the_device(Eagle3Drafter, head, Eagle3Settings(16, layers), monkeypatch)
 
 
+def with_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LongSpecDrafter:
+    head = make_longspec_head(folder / "head", VOCAB)
+    monkeypatch.setattr(device_levels, "top_candidates", top)
+    shape = {
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+        "intermediate_size": 128, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    }  # fmt: skip
+    target = SimpleNamespace(**vars(TARGET), **shape)
+    settings = LongSpecSettings(24, None)
+    made = on_the_device(LongSpecDrafter, head, settings, monkeypatch, target=target)
+    return made
+
+
 # Operations of a draft of four levels, from a step's walk to the next step's trees.
-LAUNCHES = {with_markov_head: 324, with_local_head: 345, with_draft_layer: 475}
+LAUNCHES = {
+    with_markov_head: 324, with_local_head: 345, with_draft_layer: 475, with_window: 500
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("make", LAUNCHES)

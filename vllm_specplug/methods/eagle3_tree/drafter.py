@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -18,7 +19,10 @@ import torch
 from vllm_specplug.drafting.context_backlog import ContextBacklog
 from vllm_specplug.drafting.device_levels import (
     DeviceFrontier,
+    LevelRows,
     draft_levels_on_device,
+    level_candidates,
+    most_places,
     read_trees,
 )
 from vllm_specplug.drafting.drafter import (
@@ -36,14 +40,10 @@ from vllm_specplug.drafting.drafter import (
 from vllm_specplug.drafting.head_drafter import HeadDrafter
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.kernels import top_candidates
-from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
 from vllm_specplug.methods.eagle3_tree.head import Attend, FusedDraftLayer, FusedEagle3Head
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import BranchRows, Expand, Frontier, draft_level_by_level
-
-# Draft logits that exist at once, most; in float32 that is 128 MiB.
-MOST_LOGITS = 1 << 25
 
 
 class StateDrafter(HeadDrafter):
@@ -199,8 +199,6 @@ class StateDrafter(HeadDrafter):
     ) -> DeviceTrees:
         """`draft_level_by_level` without a read on the host."""
         options = self.options
-        # All that was expanded is queried again at every level, and kernels limit these rows.
-        places = (MAX_TREE_ROWS - 1) // max(options.tree_depth - 1, 1)
         expander = DeviceLevels(self, requests, roots, context_lens, width)
         return draft_levels_on_device(
             anchors,
@@ -213,7 +211,7 @@ class StateDrafter(HeadDrafter):
             num_nodes=options.num_nodes,
             width=width,
             widths=widths,
-            frontier_width=min(options.settings.expand_width, places),
+            frontier_width=min(options.settings.expand_width, most_places(options.tree_depth)),
         )
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -308,43 +306,33 @@ class DeviceLevels:
         # The root's row stands at the position before the anchor: its state is of that position.
         self.starts = (context_lens - 1).clamp_min(0)
         self.width = min(width, drafter.draft_vocab_size)
-        # Places of the frontier before, and its first row.
-        self.places, self.first = 1, 0
-        # Of each level [R, places, ...]: parents of the rows, then q, k and v
-        self.parents: list[torch.Tensor] = []
-        self.rows: list[tuple[torch.Tensor, ...]] = []
+        self.rows = LevelRows()
 
     def expand(self, frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DeviceExpand`."""
         drafter, depth, shape = self.drafter, frontier.depth, frontier.token_ids.shape
+        states = self.states
         if depth:
-            self.parents.append(frontier.parents.to(torch.int32) + self.first)
-            self.first += self.places
             # Below the roots, states are those that the level before put out.
-            states = self.states[frontier.rows_in(self.places)]
-        else:
-            states = self.states
-            self.parents.append(torch.full_like(frontier.parents, -1, dtype=torch.int32))
-        self.places = shape[1]
+            states = states[frontier.rows_in(self.rows.places)]
+        self.rows.add(frontier)
         last = drafter.options.max_model_len - 1
         positions = (self.starts + depth).clamp_max(last).long().repeat_interleave(shape[1])
         tokens = frontier.token_ids.flatten()
         hidden, self.states = drafter._run(tokens, states, positions, self._attend)
-        # A piece at a time: logits of all requests would be the largest tensor of a step.
-        pieces = hidden.split(max(1, MOST_LOGITS // drafter.draft_vocab_size))
-        found = [top_candidates(drafter.lm_head(piece), self.width) for piece in pieces]
-        ids, log_probs = (torch.cat(part) for part in zip(*found, strict=True))
+        ids, log_probs = level_candidates(
+            hidden, drafter.lm_head, drafter.draft_vocab_size, self.width
+        )
         ids = ids if drafter.target_ids is None else drafter.target_ids[ids]
         return ids.unflatten(0, shape), log_probs.unflatten(0, shape)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        shape = (len(self.starts), self.places)
-        self.rows.append(tuple(x.unflatten(0, shape) for x in (query, key, value)))
-        joined = [torch.cat(parts, dim=1).flatten(0, 1) for parts in zip(*self.rows, strict=True)]
         cache = cast(DeviceCache, self.drafter.cache)
-        parents = torch.cat(self.parents, dim=1)
-        mixed = cache.tree_attention(self.requests, self.starts, parents)(0, *joined)
-        return mixed.unflatten(0, (shape[0], -1))[:, -self.places :].flatten(0, 1)
+
+        def attention(parents: torch.Tensor) -> Callable[..., torch.Tensor]:
+            return partial(cache.tree_attention(self.requests, self.starts, parents), 0)
+
+        return self.rows.attend(attention, query, key, value)
 
 
 class Eagle3Drafter(StateDrafter):

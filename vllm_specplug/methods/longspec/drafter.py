@@ -10,27 +10,53 @@ missing, so preemption and prefix-cache hits need no care.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from vllm_specplug.drafting.device_levels import (
+    DeviceFrontier,
+    LevelRows,
+    draft_levels_on_device,
+    level_candidates,
+    most_places,
+    read_trees,
+)
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
+    DeviceRequests,
+    DeviceTargetCache,
+    DeviceTrees,
+    DeviceWindow,
     DraftCacheSpec,
     DraftRequests,
+    DraftWindow,
     LinearFactory,
+    TargetCache,
     TargetWeights,
     WindowSpec,
+    device_tensor,
 )
 from vllm_specplug.drafting.head_drafter import HeadDrafter
-from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.head import CrossAttend, LongSpecHead, SelfAttend
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.tree.beam import BranchRows, Expand, Frontier, draft_level_by_level
+from vllm_specplug.tree.beam import (
+    FRONTIER_WIDTH,
+    BranchRows,
+    Expand,
+    Frontier,
+    draft_level_by_level,
+)
+
+# Tokens whose keys and values are computed at once for windows, most.
+MOST_WINDOW_TOKENS = 4096
 
 
 class FusedLongSpecHead:
@@ -112,6 +138,9 @@ class FusedLongSpecHead:
 class LongSpecDrafter(HeadDrafter):
     """Windowed self-attention and cross-attention over the target's last layer."""
 
+    is_device_window = False
+    """Whether the window is a `DeviceWindow`: levels are then drafted without the host."""
+
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
         assert self.options.head_path is not None
@@ -122,6 +151,8 @@ class LongSpecDrafter(HeadDrafter):
         self.embed_tokens = target.embed_tokens.to(device=target.device, dtype=target.dtype)
         # [V'] target id of each draft id, where the draft vocabulary is reduced
         self.target_ids = extras.target_ids
+        if self.target_ids is not None:
+            self.target_ids = self.target_ids.to(target.device)
         self.lm_head = target.make_lm_head(self.target_ids)
         self.head = FusedLongSpecHead(head, self.options.max_model_len, target.make_linear)
         self.ngrams = ngram_branches(self.options)
@@ -135,6 +166,12 @@ class LongSpecDrafter(HeadDrafter):
             size, self.config.num_key_value_heads, self.config.head_dim, option="window_size"
         )
 
+    def bind_window(
+        self, window: DraftWindow | DeviceWindow, target_cache: TargetCache | DeviceTargetCache
+    ) -> None:
+        super().bind_window(window, target_cache)
+        self.is_device_window = hasattr(window, "tree_attention")
+
     def observe(self, committed: CommittedTokens) -> None:
         """Nothing: windows take their tokens when the request is drafted for."""
 
@@ -145,10 +182,14 @@ class LongSpecDrafter(HeadDrafter):
 
     def draft(self, requests: DraftRequests) -> list[DraftTree]:
         self._fill_windows(requests)
+        depths = [min(depth, self.options.tree_depth) for depth in requests.depths]
+        if self.is_device_window:
+            self.levels_run = max(depths)
+            return read_trees(self._draft_for_host(requests, depths))
         return draft_level_by_level(
             requests.anchors,
             requests.budgets,
-            [min(depth, self.options.tree_depth) for depth in requests.depths],
+            depths,
             requests.widths,
             self.counted(self._expander(requests)),
             least_node=requests.least_node,
@@ -156,15 +197,84 @@ class LongSpecDrafter(HeadDrafter):
             beam_widths=self.options.settings.beam_widths,
         )
 
-    def _fill_windows(self, requests: DraftRequests) -> None:
-        missing = self.window.missing(requests)
-        if len(missing.token_ids):
-            # A prompt may hold ids of the tokenizer past the target's vocabulary: vLLM's padded
-            # table embeds them, this one ends before. Any row will do for a draft.
-            last = len(self.embed_tokens) - 1
-            embeds = self.embed_tokens[missing.token_ids.clamp(0, last)]
-            keys, values = self.head.window_kv(embeds, missing.positions)
-            self.window.write(keys, values, missing.slots)
+    @property
+    def drafts_on_device(self) -> bool:
+        return self.is_device_window
+
+    @property
+    def device_branches(self) -> NgramBranches | None:
+        # A chain takes in none.
+        return self.ngrams if self.options.tree_width > 1 else None
+
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
+        self._fill_windows(requests)
+        levels = self.options.tree_depth
+        if requests.deepest is not None:
+            levels = min(levels, requests.deepest)
+        return self._draft_on_device(
+            requests,
+            requests.anchors,
+            requests.context_lens,
+            requests.budgets,
+            requests.depths,
+            num_levels=levels,
+            width=requests.width,
+        )
+
+    def _draft_for_host(self, requests: DraftRequests, depths: list[int]) -> DeviceTrees:
+        columns = (
+            requests.anchors, requests.context_lens, requests.budgets, depths, requests.widths
+        )  # fmt: skip
+        *given, widths = device_tensor(np.array(columns), self.embed_tokens.device)
+        # Kernels have variants by the rows of a level, and start-up compiles those of this width.
+        return self._draft_on_device(
+            requests, *given, num_levels=max(depths), width=self.options.tree_width, widths=widths
+        )
+
+    def _draft_on_device(
+        self,
+        requests: DraftRequests | DeviceRequests,
+        # [R] each
+        anchors: torch.Tensor,
+        context_lens: torch.Tensor,
+        budgets: torch.Tensor,
+        depths: torch.Tensor,
+        *,
+        num_levels: int,
+        width: int,
+        widths: torch.Tensor | None = None,
+    ) -> DeviceTrees:
+        """`draft_level_by_level` without a read on the host."""
+        options = self.options
+        return draft_levels_on_device(
+            anchors,
+            budgets,
+            depths,
+            DeviceLevels(self, requests, context_lens, width).expand,
+            num_levels=num_levels,
+            num_nodes=options.num_nodes,
+            width=width,
+            widths=widths,
+            beam_widths=options.settings.beam_widths,
+            frontier_width=min(FRONTIER_WIDTH, most_places(options.tree_depth)),
+        )
+
+    def _fill_windows(self, requests: DraftRequests | DeviceRequests) -> None:
+        missing = self.window.missing(requests)  # type: ignore[arg-type]  # of the window's kind
+        parts = (missing.token_ids, missing.positions, missing.slots)
+        # New requests bring whole windows.
+        for token_ids, positions, slots in zip(
+            *(part.split(MOST_WINDOW_TOKENS) for part in parts), strict=True
+        ):
+            if len(token_ids):
+                keys, values = self.head.window_kv(self._embed(token_ids), positions)
+                self.window.write(keys, values, slots)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T, H]."""
+        # A prompt may hold ids of the tokenizer past the target's vocabulary: vLLM's padded
+        # table embeds them, this one ends before. Any row will do for a draft.
+        return self.embed_tokens[token_ids.clamp(0, len(self.embed_tokens) - 1)]
 
     def _expander(self, requests: DraftRequests) -> Expand:
         rows = BranchRows(len(requests))
@@ -182,7 +292,8 @@ class LongSpecDrafter(HeadDrafter):
             order = np.argsort(np.concatenate(owners), kind="stable")
             index = torch.from_numpy(order)
             joined = [torch.cat(parts)[index] for parts in zip(*levels, strict=True)]
-            mixed = self.window.attention(requests, rows.parent_arrays())(*joined)
+            window = cast(DraftWindow, self.window)
+            mixed = window.attention(requests, rows.parent_arrays())(*joined)
             place = np.empty_like(order)
             place[order] = np.arange(len(order))
             return mixed[torch.from_numpy(place[-len(query) :])]
@@ -191,7 +302,7 @@ class LongSpecDrafter(HeadDrafter):
             rows.add(frontier)
             owners.append(frontier.requests)
             present, counts = np.unique(frontier.requests, return_counts=True)
-            cross = self.target_cache.attention(
+            cross = cast(TargetCache, self.target_cache).attention(
                 [requests.req_indices[r] for r in present],
                 [requests.context_lens[r] for r in present],
                 counts.tolist(),
@@ -209,6 +320,51 @@ class LongSpecDrafter(HeadDrafter):
             return ids.numpy(), log_probs.numpy()
 
         return expand
+
+
+class DeviceLevels:
+    """A draft on the device, level by level: what its expanded nodes left there."""
+
+    def __init__(
+        self,
+        drafter: LongSpecDrafter,
+        requests: DraftRequests | DeviceRequests,
+        # [R]
+        context_lens: torch.Tensor,
+        width: int,
+    ) -> None:
+        self.drafter, self.requests = drafter, requests
+        # Of the anchors.
+        self.starts = context_lens.clamp_min(0)
+        self.width = min(width, drafter.config.draft_vocab_size)
+        self.rows = LevelRows()
+        target = cast(DeviceTargetCache, drafter.target_cache)
+        self.cross_attend = target.level_attention(requests, self.starts)
+
+    def expand(self, frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DeviceExpand`."""
+        drafter, shape = self.drafter, frontier.token_ids.shape
+        self.rows.add(frontier)
+        last = drafter.options.max_model_len - 1
+        positions = (self.starts + frontier.depth).clamp_max(last).long()
+        hidden = drafter.head(
+            drafter._embed(frontier.token_ids.flatten()),
+            positions.repeat_interleave(shape[1]),
+            self._self_attend,
+            self.cross_attend,
+        )
+        ids, log_probs = level_candidates(
+            hidden, drafter.lm_head, drafter.config.draft_vocab_size, self.width
+        )
+        ids = ids if drafter.target_ids is None else drafter.target_ids[ids]
+        return ids.unflatten(0, shape), log_probs.unflatten(0, shape)
+
+    def _self_attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        window = cast(DeviceWindow, self.drafter.window)
+        attention = partial(window.tree_attention, self.requests, self.starts)
+        return self.rows.attend(attention, query, key, value)
 
 
 def _joined(*linears: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft layer over a window of its own and the target's last layer, on V2 as on CUDA; see
+`cuda_v2_checks`. Its trees are compared with those of the plain module, which reads the request's
+tokens and the target's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+# Before vLLM: it puts Triton's interpreter in place.
+import tests.e2e.cuda_v2_checks  # noqa: F401  # isort: skip
+
+import torch
+from transformers import AutoConfig
+
+from tests.e2e.budget_checks import FLAT, freeze_costs
+from tests.e2e.cuda_v2_checks import PROMPTS, LateCopy, compare, engines, late_copies
+from tests.e2e.cuda_v2_draft_checks import LevelDrafts, knowing
+from tests.e2e.option_checks import greedy, seeded
+from tests.e2e.pair import target
+from vllm_specplug.drafting.drafter import DeviceRequests
+from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
+from vllm_specplug.methods.longspec.drafter import DeviceLevels, LongSpecDrafter
+from vllm_specplug.methods.longspec.train.evaluate import SequenceDrafter, TreePolicy
+from vllm_specplug.methods.longspec.train.features import KVSequence
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_worker.device_window import DeviceWindowCache, PagedDeviceTargetCache
+
+
+def _trees_of_the_module(
+    self: Any, requests: DeviceRequests, drafted: list[int]
+) -> list[DraftTree]:
+    options, history, pages = self.options, requests.history, self.target_cache
+    head, _ = load_longspec_head(options.head_path, AutoConfig.from_pretrained(target()))
+    head.config = replace(head.config, window_size=options.settings.window_size)
+    every = torch.arange(len(self.embed_tokens))
+    trees = []
+    for r in drafted:
+        context, line = int(requests.context_lens[r]), int(history.lines[r])
+        tokens = history.token_ids[line, : context + 1].long()
+        assert tokens[-1] == requests.anchors[r]
+        table = pages.block_table()[r if requests.rows is None else int(requests.rows[r])]
+        # The anchor is in no cache yet.
+        at = torch.arange(context + 1).clamp_max(max(0, context - 1))
+        size = pages.views[0][0].shape[1]
+        key, value = (view[table[at // size].long(), at % size] for view in pages.views[0])
+        sequence = KVSequence(tokens, torch.arange(context + 1), 1, key, value, key)
+        policy = TreePolicy(
+            int(requests.budgets[r]), min(int(requests.depths[r]), options.tree_depth),
+            requests.width, options.settings.beam_widths,
+        )  # fmt: skip
+        alone = SequenceDrafter(head, sequence, self.embed_tokens, self.lm_head_weight, every)
+        trees.append(alone.draft(context, policy))
+    return trees
+
+
+@contextmanager
+def knowing_windows() -> Iterator[LevelDrafts]:
+    load = LongSpecDrafter.load
+
+    def loaded(self: Any, weights: Any) -> None:
+        load(self, weights)
+        self.lm_head_weight = weights.lm_head
+
+    with (
+        patch.object(LongSpecDrafter, "load", loaded),
+        knowing(DeviceLevels, LongSpecDrafter, _trees_of_the_module) as seen,
+    ):
+        yield seen
+
+
+def check_windows_on_the_device() -> None:
+    """One prompt is longer than the window of 24, and the rings come round."""
+    for ahead in (False, True):
+        with knowing_windows() as drafts:
+            made = engines("longspec", ahead=ahead, ngram_topk=0, nodes=10)
+            drafts.nodes = 0
+            assert compare(made, ahead).skipping > 1
+        assert drafts.nodes > 50 and not drafts.differing, drafts
+
+
+def check_beams_of_given_widths() -> None:
+    with knowing_windows() as drafts:
+        made = engines(
+            "longspec", ahead=True, ngram_topk=0, nodes=10,
+            head={"beam_widths": [3, 4, 2], "tree_depth": None},
+        )  # fmt: skip
+        assert compare(made, True).skipping > 1
+    assert drafts.nodes > 50 and not drafts.differing, drafts
+
+
+def check_what_a_window_lacks_is_noticed() -> None:
+    """The controls: tokens that are not stored, a bound that is too small, windows of other
+    requests, and a context that is not attended."""
+    made = engines("longspec", ahead=True, ngram_topk=0, nodes=10)
+
+    def too_few(self: Any, requests: Any) -> Any:
+        history = replace(requests.history, grown=[n // 8 for n in requests.history.grown])
+        return missing(self, replace(requests, history=history))
+
+    def others(self: Any, requests: Any, contexts: Any, parents: Any) -> Any:
+        self._tables = self._tables.roll(1)
+        return tree_attention(self, requests, contexts, parents)
+
+    missing, tree_attention = DeviceWindowCache.missing, DeviceWindowCache.tree_attention
+    controls = {
+        "writes": patch.object(DeviceWindowCache, "write", lambda *args: None),
+        "bounds": patch.object(DeviceWindowCache, "missing", too_few),
+        "rings": patch.object(DeviceWindowCache, "tree_attention", others),
+        "contexts": patch.object(
+            PagedDeviceTargetCache, "level_attention", lambda *args: torch.zeros_like
+        ),
+    }
+    for name, control in controls.items():
+        with knowing_windows() as drafts, control:
+            compare(made, True)
+        assert drafts.differing, name
+
+
+def check_defaults_read_nothing() -> None:
+    """A budget that follows the load, and n-gram branches: forwards for some requests of a
+    batch."""
+    params = [greedy(max_tokens=24, logprobs=2), seeded(1, max_tokens=24), greedy(max_tokens=20)]
+    with knowing_windows() as drafts, late_copies():
+        made = engines("longspec", ahead=True, nodes=10, budget="auto")
+        freeze_costs(made, FLAT)
+        LateCopy.waits = 0
+        _, counts = made.compare(PROMPTS, params, least_accepted=6)
+        assert not LateCopy.waits, LateCopy.waits
+    assert counts.stale > 0 and drafts.nodes > 50 and not drafts.differing, (counts, drafts)
+
+
+def check_a_scheduler_that_waits_reads_each_step() -> None:
+    """The trees of requests that the host knows, by the same levels."""
+    params = [greedy(max_tokens=16, logprobs=2), seeded(1, max_tokens=16), greedy(max_tokens=12)]
+    with late_copies():
+        made = engines("longspec", ahead=False, nodes=10, budget="auto")
+        freeze_costs(made, FLAT)
+        LateCopy.waits = 0
+        made.compare(PROMPTS, params)
+        assert LateCopy.waits > 3
