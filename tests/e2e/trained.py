@@ -56,7 +56,7 @@ _STATES = {
 _WINDOWS = {"sliding_window": 16,
             "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
 
-# vLLM knows no other.
+# vLLM knows no other embeddings of theirs.
 _GEMMA = {**_WINDOWS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
 
 
@@ -81,7 +81,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
                      shared_expert_intermediate_size=64),
     "Qwen3_5": _of("Qwen3_5Text", **_STATES),
     "DeepseekV2": lambda: latent_config("DeepseekV2", vocab_size=VOCAB, num_hidden_layers=4),
-    "Bloom": _of("Bloom", n_head=2, n_layer=4, hidden_dropout=0.0, attention_dropout=0.0),
+    "Bloom": _of("Bloom", n_head=2, n_layer=4, tie_word_embeddings=True),
     "Qwen2_5_VL": lambda: vision_config("Qwen2_5_VL", num_hidden_layers=4),
 }  # fmt: skip
 
@@ -277,14 +277,15 @@ def is_accepted_as_learnt(
     kind: str,
     compared: Callable[[Pair], Counts] = drafted,
     build: Callable[..., Pair] = engines,
+    least: float = 0.5,
     **engine: Any,
 ) -> None:
-    """Most of the head's trees are accepted at depth two and below, and hardly any of the shuffled
-    head's, which is as lossless."""
+    """Most of the head's trees, `least` of all, are accepted at depth two and below, and hardly any
+    of the shuffled head's, which is as lossless."""
     made = trained(family, kind)
     shares = []
     for head in (made.head, made.shuffled):
         counts = compared(build(family, kind, head, **engine))
         print(f"{family}, {kind}: {counts}")
         shares.append(counts.deep / counts.drafts)
-    assert shares[0] > 0.5 and shares[0] > 5 * shares[1], shares
+    assert shares[0] > least and shares[0] > 5 * shares[1], shares

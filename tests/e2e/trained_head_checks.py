@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import trained as trained_heads
-from tests.e2e.adapter_checks import LORA
+from tests.e2e.adapter_checks import LORA, MODULES
 from tests.e2e.option_checks import greedy
 from tests.e2e.pair import Counts, Pair
 from tests.e2e.tiny import make_adapter
@@ -87,20 +87,20 @@ def check_adapters() -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="specplug-adapters-"))
     target = trained("Llama", "jetspec").target
-    modules = ("q_proj", "v_proj", "down_proj")
     each: list[Any] = [None]
-    for i in (1, 2):
-        made = make_adapter(folder / str(i), target, modules, seed=i)
-        each.append(LoRARequest(str(i), i, str(made)))
+    # As large as changes some answers: the base model's head knows little of others.
+    for i, (name, size) in enumerate({"layers": 2.0, "embedding": 1.0}.items(), 1):
+        made = make_adapter(folder / name, target, MODULES[name], seed=2 * i, size=size)
+        each.append(LoRARequest(name, i, str(made)))
 
     def compared(made: Pair) -> Counts:
         params = greedy(max_tokens=40, ignore_eos=True, detokenize=False)
-        expected, counts = made.compare(
-            [p for p in PROMPTS for _ in each], params, least_accepted=0,
-            adapters=each * len(PROMPTS),
-        )  # fmt: skip
-        answers = [tuple(o.outputs[0].token_ids) for o in expected]
-        assert len({*answers}) > len(PROMPTS), "adapters change nothing"
+        prompts = [prompt for prompt in PROMPTS for _ in each]
+        adapters = each * len(PROMPTS)
+        expected, counts = made.compare(prompts, params, least_accepted=0, adapters=adapters)
+        answers = [output.outputs[0].token_ids for output in expected]
+        for i in (1, 2):
+            assert answers[i :: len(each)] != answers[:: len(each)], f"adapter {i} changes nothing"
         return counts
 
-    is_accepted_as_learnt("Llama", "jetspec", compared=compared, **LORA)
+    is_accepted_as_learnt("Llama", "jetspec", compared=compared, least=0.35, **LORA)

@@ -17,6 +17,8 @@ from torch import nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.interfaces import supports_eagle3
 
+from vllm_specplug.registry import headless_methods
+
 _BUFFER = "specplug_states"
 
 
@@ -81,7 +83,7 @@ def _decoder_layers(model: nn.Module, count: int, method: str) -> nn.ModuleList:
             f"Speculative method {method!r} reads outputs of the target's layers, and "
             f"{type(model).__name__} has {len(found)} lists of {count} layers with attention "
             f"({', '.join(name for name, _ in found) or 'none'}); needed: exactly 1, below a "
-            "class that vLLM does not compile. Use another target, or a method that reads none, "
-            "such as 'ngram_tree'."
+            "class that vLLM does not compile. Use another target, or a method without a head: "
+            f"{', '.join(headless_methods())}."
         )
     return found[0][1]
