@@ -67,6 +67,8 @@ class Counts:
     """Trees."""
     nodes: int = 0
     accepted: int = 0
+    deep: int = 0
+    """Trees of which two nodes or more were accepted, one below the other."""
     branching: int = 0
     """Trees that were not a line."""
     pruned: int = 0
@@ -107,6 +109,7 @@ class Pair:
                     self.counts.drafts += 1
                     self.counts.nodes += request.tree.num_nodes
                     self.counts.accepted += len(request.accepted_path)
+                    self.counts.deep += len(request.accepted_path) > 1
                     self.counts.branching += not request.is_linear
             return record(*args, **kwargs)
 
@@ -134,6 +137,7 @@ class Pair:
                 counts.drafts += nodes > 0
                 counts.nodes += nodes
                 counts.accepted += length
+                counts.deep += length > 1
                 if nodes:
                     parents = tree.parent_indices[:nodes] + 1
                     counts.branching += parents.tolist() != list(range(nodes))

@@ -262,8 +262,10 @@ def make_tokenswift_heads(
     return folder
 
 
-def make_adapter(folder: Path, target: Path, modules: Sequence[str], *, seed: int) -> Path:
-    """A random LoRA adapter of a target, in PEFT's files, that changes most of its answers."""
+def make_adapter(
+    folder: Path, target: Path, modules: Sequence[str], *, seed: int, size: float = 1.0
+) -> Path:
+    """A random LoRA adapter of a target, in PEFT's files; of `size` 1 it changes most answers."""
     folder.mkdir(parents=True)
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none",
               "target_modules": list(modules)}  # fmt: skip
@@ -280,6 +282,6 @@ def make_adapter(folder: Path, target: Path, modules: Sequence[str], *, seed: in
         key = f"base_model.model.{path}"
         scale = float(weight.std()) * columns**0.5
         tensors[f"{key}.{a}"] = torch.randn(8, columns, generator=draw) / columns**0.5
-        tensors[f"{key}.{b}"] = torch.randn(rows, 8, generator=draw) * scale / 8
+        tensors[f"{key}.{b}"] = torch.randn(rows, 8, generator=draw) * scale * size / 8
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder

@@ -65,18 +65,16 @@ def have_torchvision() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (before, str(folder))))
 
 
-@cache
-def vision_target(family: str) -> str:
-    """A random target of transformers' class of that name, with a vision tower."""
+def vision_config(family: str, **fields: Any) -> Any:
+    """Of transformers' class of that name, small; `fields` are of its text model."""
     import transformers
 
-    torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     text = {
         "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
         "max_position_embeddings": 512, "rope_parameters": rope, "bos_token_id": 0,
-        "eos_token_id": 1, "pad_token_id": 2,
+        "eos_token_id": 1, "pad_token_id": 2, **fields,
     }  # fmt: skip
     tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
              "out_hidden_size": 64, "patch_size": PATCH}  # fmt: skip
@@ -84,11 +82,20 @@ def vision_target(family: str) -> str:
         tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
     else:
         tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-    config = getattr(transformers, f"{family}Config")(
+    return getattr(transformers, f"{family}Config")(
         text_config=text, vision_config=tower, image_token_id=IMAGE, video_token_id=VIDEO,
         vision_start_token_id=START, vision_end_token_id=END, tie_word_embeddings=False,
     )  # fmt: skip
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float()
+
+
+@cache
+def vision_target(family: str) -> str:
+    """A random target of transformers' class of that name, with a vision tower."""
+    import transformers
+
+    torch.manual_seed(0)
+    make_model = getattr(transformers, f"{family}ForConditionalGeneration")
+    model = make_model(vision_config(family)).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
@@ -117,12 +124,10 @@ def without_processors() -> Iterator[None]:
 
 
 def vision_engines(family: str = "Qwen2_5_VL", method: str = "oracle", **engine: Any) -> Pair:
-    model = vision_target(family)
+    """On a random target, unless the arguments name another `model`."""
+    engine = {"model": engine.pop("model", None) or vision_target(family), **engine}
     with without_processors():
-        return pair(
-            method, model=model,
-            limit_mm_per_prompt={"image": 2, "video": 0}, **engine,
-        )  # fmt: skip
+        return pair(method, limit_mm_per_prompt={"image": 2, "video": 0}, **engine)
 
 
 def with_image(before: list[int], after: list[int], seed: int, rows: int, columns: int) -> Any:
@@ -169,8 +174,14 @@ def answers(llm: Any, inputs: list[Any], params: list[Any]) -> list[Any]:
 
 
 def compare(made: Pair, inputs: list[Any]) -> tuple[list[Any], Counts]:
-    """`Pair.compare` for such prompts, greedy and seeded."""
-    options = {"max_tokens": 40, "detokenize": False}
+    """`compare_answers` with drafts that were taken."""
+    expected, counts = compare_answers(made, inputs, max_tokens=40, detokenize=False)
+    assert counts.accepted > 60 and counts.branching > 20, counts
+    return expected, counts
+
+
+def compare_answers(made: Pair, inputs: list[Any], **options: Any) -> tuple[list[Any], Counts]:
+    """`Pair.compare` for such prompts, greedy and seeded, whatever is accepted."""
     params = [seeded(i, **options) if i % 3 == 2 else greedy(**options)
               for i in range(len(inputs))]  # fmt: skip
     expected = answers(made.plain, inputs, params)
@@ -180,7 +191,6 @@ def compare(made: Pair, inputs: list[Any]) -> tuple[list[Any], Counts]:
     counts = made.take_counts()
     for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
         assert_same_output(a, b, f"request {i}")
-    assert counts.accepted > 60 and counts.branching > 20, counts
     return expected, counts
 
 

@@ -226,8 +226,6 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "vllm.platforms:current_platform",
         "vllm.logger:init_logger",
         "vllm.exceptions:VLLMValidationError",
-        "vllm.model_executor.models.interfaces:supports_eagle3",
-        "vllm.model_executor.models.registry:ModelRegistry",
         "vllm.v1.executor.abstract:Executor",
     ),
     *overrides(
@@ -350,7 +348,15 @@ _WORKER_USES: tuple[Seam, ...] = (
         HAS_REGISTRY,
         _RUNNER,
         "_get_eagle3_aux_layers_from_config",
+        "_setup_eagle3_aux_hidden_state_outputs",
         "initialize_kv_cache",
+    ),
+    *uses(
+        "layer_states",
+        "heads read outputs of decoder layers, which only some of vLLM's classes return",
+        "every class does",
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
+        "vllm.model_executor.models.interfaces:supports_eagle3",
     ),
     *(
         InstanceAttribute("runner_state", f"{owner}.{name}", _WHY_STATE, HAS_TREES)

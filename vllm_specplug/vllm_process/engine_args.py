@@ -128,12 +128,6 @@ def check_engine_config(vllm_config: Any) -> None:
             "Replicas run every forward together, and a draft forward is one replica's own: "
             "use another setting of that option, or data_parallel_size=1",
         )
-    if spec.aux_layers and not _has_aux_hidden_states(model):
-        _refuse(
-            method,
-            f"targets without auxiliary hidden states ({model.architectures[0]})",
-            "The model class must implement vLLM's SupportsEagle3 (Llama, Qwen2/3 and others do)",
-        )
     check_scheduling(vllm_config)
     _check_token_budget(method, spec, vllm_config.scheduler_config)
 
@@ -303,14 +297,6 @@ def _check_kv_transfer(method: str, vllm_config: Any) -> None:
     if size is not None:
         what = f"kv_offloading_size={size}"
     _refuse(method, what, "Serve without a KV connector and without KV offloading")
-
-
-def _has_aux_hidden_states(model: Any) -> bool:
-    from vllm.model_executor.models.interfaces import supports_eagle3
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    model_cls, _ = ModelRegistry.resolve_model_cls(model.architectures, model)
-    return supports_eagle3(model_cls)
 
 
 def _check_token_budget(

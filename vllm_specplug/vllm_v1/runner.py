@@ -34,6 +34,7 @@ from vllm_specplug.vllm_worker.cache_groups import (
 from vllm_specplug.vllm_worker.calibration import start_budget
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
+from vllm_specplug.vllm_worker.layer_states import collect_layer_states
 from vllm_specplug.vllm_worker.proposer import TreeProposer
 from vllm_specplug.vllm_worker.ranks import first_rank_trees
 from vllm_specplug.vllm_worker.state_layers import check_state_blocks
@@ -88,6 +89,13 @@ class TreeRunnerMixin(_Runner):
 
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
         return self.tree_spec.aux_layers or super()._get_eagle3_aux_layers_from_config()
+
+    def _setup_eagle3_aux_hidden_state_outputs(self) -> None:
+        spec = self.tree_spec
+        if not spec.aux_layers or not collect_layer_states(
+            self.get_model(), spec.aux_layers, self.vllm_config, str(spec.plugin_method)
+        ):
+            super()._setup_eagle3_aux_hidden_state_outputs()
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)

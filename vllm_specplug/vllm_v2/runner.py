@@ -49,6 +49,7 @@ from vllm_specplug.vllm_worker.cache_groups import draft_group
 from vllm_specplug.vllm_worker.calibration import start_budget
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
+from vllm_specplug.vllm_worker.layer_states import collect_layer_states
 from vllm_specplug.vllm_worker.proposer import TreeProposer
 from vllm_specplug.vllm_worker.state_layers import check_state_blocks
 
@@ -92,8 +93,6 @@ class TreeRunnerV2Mixin(_Runner):
         super().__init__(vllm_config, device, *args, **kwargs)
         spec = vllm_config.speculative_config
         self.tree_spec = spec
-        if spec.aux_layers:
-            self.use_aux_hidden_state_outputs = True
         self.tree_backend = self.make_tree_backend()
         self.tree_metrics = step_metrics(spec)
         self.planner = DraftPlanner.for_engine(
@@ -142,9 +141,14 @@ class TreeRunnerV2Mixin(_Runner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        if self.tree_spec.aux_layers:
-            # vLLM has set the layers of one of its own heads.
-            self.model.set_aux_hidden_state_layers(self.tree_spec.aux_layers)
+        spec = self.tree_spec
+        if spec.aux_layers:
+            # Not before: vLLM would set the layers of one of its own heads.
+            self.use_aux_hidden_state_outputs = True
+            if not collect_layer_states(
+                self.model, spec.aux_layers, self.vllm_config, str(spec.plugin_method)
+            ):
+                self.model.set_aux_hidden_state_layers(spec.aux_layers)
         self.drafter.load_model(self.model)
         self.tree_params = TreeParams(
             self.sampler, lambda: self.tree_step, self.num_speculative_steps

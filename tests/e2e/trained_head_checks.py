@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trained heads on targets of each family: accepted for what they have learnt, and token-identical
+to plain decoding, float32; see test_trained_heads.py."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.e2e import trained as trained_heads
+from tests.e2e.adapter_checks import LORA, MODULES
+from tests.e2e.option_checks import greedy
+from tests.e2e.pair import Counts, Pair
+from tests.e2e.tiny import make_adapter
+from tests.e2e.trained import PROMPTS, is_accepted_as_learnt, trained
+from tests.e2e.vision_checks import compare_answers, vision_engines, with_image
+
+V2 = os.environ.get("SPECPLUG_HEADS_V1") != "1"
+if V2:
+    from tests.e2e.v2_setup import use_v2
+
+    use_v2()
+
+
+# vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
+def check_gpt_oss() -> None:
+    is_accepted_as_learnt("GptOss", "eagle3")
+
+
+def check_qwen3_moe() -> None:
+    is_accepted_as_learnt("Qwen3Moe", "dflash")
+
+
+def check_latent_attention() -> None:
+    is_accepted_as_learnt("DeepseekV2", "eagle3")
+
+
+def check_mistral_with_a_window() -> None:
+    is_accepted_as_learnt("Mistral", "jetspec")
+
+
+# vLLM's classes of these give no outputs of layers; the plugin takes them.
+def check_gemma_3() -> None:
+    is_accepted_as_learnt("Gemma3", "eagle3")
+
+
+def check_gemma_3_compiled() -> None:
+    is_accepted_as_learnt("Gemma3", "eagle3", tree={"enforce_eager": False})
+
+
+def check_gemma_2() -> None:
+    is_accepted_as_learnt("Gemma2", "eagle3")
+
+
+def check_bloom() -> None:
+    is_accepted_as_learnt("Bloom", "eagle3")
+
+
+def _images(made: Pair) -> Counts:
+    from vllm.inputs import tokens_input
+
+    inputs = [
+        with_image([], prompt, i, 2 + i, 5 - i) if i % 2 else tokens_input(prompt)
+        for i, prompt in enumerate(PROMPTS[:4])
+    ]
+    return compare_answers(made, inputs, max_tokens=40, ignore_eos=True, detokenize=False)[1]
+
+
+def check_qwen2_5_vl() -> None:
+    """Text, and text behind images."""
+
+    def build(family: str, kind: str, head: Path) -> Pair:
+        model = str(trained(family, kind).target)
+        speculative = {"model": str(head), "ngram_topk": 0}
+        return vision_engines(
+            method=trained_heads.METHODS[kind], model=model, speculative=speculative
+        )
+
+    is_accepted_as_learnt("Qwen2_5_VL", "eagle3", compared=_images, build=build)
+
+
+def check_adapters() -> None:
+    """One head, of the base model, for requests with adapters and without in one batch."""
+    from vllm.lora.request import LoRARequest
+
+    folder = Path(tempfile.mkdtemp(prefix="specplug-adapters-"))
+    target = trained("Llama", "jetspec").target
+    each: list[Any] = [None]
+    # As large as changes some answers: the base model's head knows little of others.
+    for i, (name, size) in enumerate({"layers": 2.0, "embedding": 1.0}.items(), 1):
+        made = make_adapter(folder / name, target, MODULES[name], seed=2 * i, size=size)
+        each.append(LoRARequest(name, i, str(made)))
+
+    def compared(made: Pair) -> Counts:
+        params = greedy(max_tokens=40, ignore_eos=True, detokenize=False)
+        prompts = [prompt for prompt in PROMPTS for _ in each]
+        adapters = each * len(PROMPTS)
+        expected, counts = made.compare(prompts, params, least_accepted=0, adapters=adapters)
+        answers = [output.outputs[0].token_ids for output in expected]
+        for i in (1, 2):
+            assert answers[i :: len(each)] != answers[:: len(each)], f"adapter {i} changes nothing"
+        return counts
+
+    is_accepted_as_learnt("Llama", "jetspec", compared=compared, least=0.35, **LORA)
