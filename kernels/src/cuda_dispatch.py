@@ -41,6 +41,10 @@ FP8 = torch.float8_e4m3fn
 TreeAttnFn = Callable[..., None]
 
 
+# Query heads, KV heads, head size and block size of an attention layer.
+LayerShape = tuple[int, int, int, int]
+
+
 @dataclass(frozen=True)
 class KernelShape:
     """What a kernel must take to serve a model."""
@@ -52,6 +56,17 @@ class KernelShape:
     num_kv_heads: int
     kinds: tuple[FeatureKind, ...] = (FeatureKind(),)
     """What the model's layers have, each kind once."""
+
+    @classmethod
+    def of(
+        cls,
+        layer: LayerShape,
+        dtype: torch.dtype,
+        kinds: Sequence[FeatureKind] = (PLAIN.kind,),
+    ) -> KernelShape:
+        """That of layers of one shape."""
+        num_heads, num_kv_heads, head_dim, block_size = layer
+        return cls(head_dim, dtype, block_size, num_heads, num_kv_heads, tuple(kinds))
 
 
 @dataclass(frozen=True)
@@ -71,9 +86,52 @@ class ChosenKernel:
     reason: str
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
     def reads_words(self) -> bool:
         """Whether it takes ancestor words beside parents."""
         return self.name in ("flash", "triton")
+
+
+@dataclass(frozen=True)
+class KernelsByShape:
+    """Used like a `ChosenKernel` by a model whose layers differ in shape."""
+
+    by_shape: dict[LayerShape, ChosenKernel]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(kernel.name for kernel in self.by_shape.values()))
+
+    @property
+    def name(self) -> str:
+        return " + ".join(self.names)
+
+    @property
+    def reason(self) -> str:
+        return "; ".join(
+            f"{heads} heads over {kv_heads} of {head_dim}: {kernel.name}, {kernel.reason}"
+            for (heads, kv_heads, head_dim, _), kernel in self.by_shape.items()
+        )
+
+    @property
+    def reads_words(self) -> bool:
+        return any(kernel.reads_words for kernel in self.by_shape.values())
+
+    def run(self, query: torch.Tensor, key_cache: torch.Tensor, *args: Any, **more: Any) -> None:
+        """The kernel of this layer's shape; see `cuda_contract`."""
+        _, block_size, num_kv_heads, head_dim = key_cache.shape
+        shape = (query.shape[1], num_kv_heads, head_dim, block_size)
+        self.by_shape[shape].run(query, key_cache, *args, **more)
+
+
+def by_layer_shape(chosen: dict[LayerShape, ChosenKernel]) -> ChosenKernel | KernelsByShape:
+    """One call for all layers of a model."""
+    if len(chosen) == 1:
+        return next(iter(chosen.values()))
+    return KernelsByShape(chosen)
 
 
 def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -> str | None:

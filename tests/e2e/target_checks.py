@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
-from tests.e2e.pair import Counts, Pair, core_of, make_engine, pair, sequences_of, watch_prefix_hits
+from tests.e2e.pair import Counts, Pair, core_of, pair, sequences_of, watch_prefix_hits
 from tests.e2e.tiny import (
     make_head,
     make_other_target,
@@ -53,10 +53,19 @@ SIZES: dict[str, dict[str, Any]] = {
                "sharp": 3.0},
     # The last layers read the keys and values of earlier ones.
     "Gemma3nText": {**_ROPED, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
-                    "sliding_window": 16,
+                    "sliding_window": 16, "sharp": 3.0,
                     "layer_types": ["sliding_attention", "full_attention"] * 2,
-                    "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 16,
+                    "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 8,
                     "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4},
+    # Heads of another number and size in layers without a window; the last two read others' keys.
+    "Gemma4Text": {**_ROPED, "num_hidden_layers": 5, "num_kv_shared_layers": 2,
+                   "sliding_window": 16, "num_key_value_heads": 2,
+                   "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]
+                   + ["sliding_attention", "full_attention"],
+                   "per_layer_config": {2: {"head_dim": 64, "num_key_value_heads": 1},
+                                        4: {"head_dim": 64, "num_key_value_heads": 1}},
+                   "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 16,
+                   "sharp": 3.0},
 }  # fmt: skip
 
 
@@ -139,6 +148,19 @@ def windows_from_slots() -> Any:
             output[at_rows] = out
 
     return tree_attention(attend)
+
+
+@contextmanager
+def moved_for_each_layer(made: Pair) -> Iterator[None]:
+    """Accepted paths are moved once for each layer that reads them."""
+    backend = made.runner.tree_backend
+    stock = backend.groups
+    groups = made.runner.state.target_groups()
+    backend.groups = [(group.index, list(group.caches.values())) for group in groups]
+    try:
+        yield
+    finally:
+        backend.groups = stock
 
 
 def diverges(made: Pair) -> None:
@@ -319,10 +341,21 @@ def check_partial_rotary_and_another_lm_head() -> None:
     _is_lossless("GPTNeoX")
 
 
-def _is_refused(family: str, message: str) -> None:
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        make_engine("ngram_tree", **engine_of(family))
+def check_layers_that_read_anothers_keys() -> None:
+    """Gemma 3n: a cache that several layers read is moved once."""
+    made = pair("oracle", **engine_of("Gemma3nText"))
+    groups = made.runner.state.target_groups()
+    assert [(len(g.caches), len(g.own_caches)) for g in groups] == [(2, 1), (2, 1)]
+    around_windows(made)
+    with moved_for_each_layer(made):
+        diverges(made)
 
 
-def check_shared_caches_are_refused_by_layer() -> None:
-    _is_refused("Gemma3nText", "layers.2.self_attn.attn' has another layer's KV cache")
+def check_heads_of_several_shapes() -> None:
+    """Gemma 4: layers without a window have heads of another size, and another number of them."""
+    made = pair("oracle", **engine_of("Gemma4Text"))
+    caches = made.runner.state.target_caches().values()
+    assert {(cache.shape[1], cache.shape[3]) for cache in caches} == {(2, 64), (1, 128)}
+    around_windows(made)
+    with without(window=0):
+        diverges(made)

@@ -56,6 +56,10 @@ def make_other_target(
                 parameter.mul_(sharp)
             if name.endswith("sinks"):
                 parameter.normal_(std=2.0)
+        for module in model.modules():
+            # Zeros at the padding token: Gemma 3n divides by an embedding's size.
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx].normal_(std=module.weight.std().item())
     model.save_pretrained(folder)
     return folder
 

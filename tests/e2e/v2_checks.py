@@ -50,6 +50,7 @@ from tests.e2e.target_checks import (
     around_windows,
     diverges,
     engine_of,
+    moved_for_each_layer,
     windows_from_slots,
 )
 from tests.e2e.v2_setup import use_v2
@@ -307,6 +308,15 @@ def check_windows_in_several_groups() -> None:
         made = windowed(family, ahead=ahead)
         assert around_windows(made).skipping > 10
         with windows_from_slots():
+            diverges(made)
+
+
+def check_shared_caches_and_heads_of_several_shapes() -> None:
+    """A cache that two layers read is moved once."""
+    for family, ahead in (("Gemma3nText", False), ("Gemma4Text", True)):
+        made = windowed(family, ahead=ahead)
+        assert around_windows(made).skipping > 10
+        with moved_for_each_layer(made):
             diverges(made)
 
 

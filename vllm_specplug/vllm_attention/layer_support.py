@@ -40,7 +40,6 @@ IMPL_FEATURES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "logits_soft_cap": ("soft-capped logits", _is_off),
     "sliding_window": ("a sliding window", _is_unlimited),
     "chunk_lookback": ("chunked attention", _is_unlimited),
-    "kv_sharing_target_layer_name": ("another layer's KV cache", _is_none),
     "attn_type": ("attention that is not a decoder's", lambda v: v == AttentionType.DECODER),
 }
 
@@ -96,6 +95,13 @@ def unsupported_feature(layer: AttentionLayerBase) -> str | None:
     return None
 
 
+def _latent_shape(layer: Any) -> tuple[int, ...]:
+    """Which latent cache a layer has; layers with keys and values have none, of any shape."""
+    if not isinstance(layer, MLAAttention):
+        return ()
+    return layer.num_heads, layer.num_kv_heads, layer.head_size
+
+
 def check_target_layers(
     layers: Mapping[str, Any], method: str, *, ignored: type | tuple[type, ...] = ()
 ) -> None:
@@ -108,18 +114,16 @@ def check_target_layers(
     Raises:
         ValueError: naming the first such layer, its feature and what to do.
     """
-    shapes: dict[tuple[bool, int, int, int], str] = {}
+    kinds: dict[tuple[int, ...], str] = {}
     for name, layer in layers.items():
         if not isinstance(layer, AttentionLayerBase) or isinstance(layer, ignored):
             continue
         feature = unsupported_feature(layer)
         if feature is None:
-            attention: Any = layer  # the interface declares no sizes
-            shape = (attention.num_heads, attention.num_kv_heads, attention.head_size)
-            shapes.setdefault((isinstance(layer, MLAAttention), *shape), name)
-            if len(shapes) > 1:
-                first = next(iter(shapes.values()))
-                feature = f"another shape than {first} (query heads, KV heads, head size: {shape})"
+            kinds.setdefault(_latent_shape(layer), name)
+            if len(kinds) > 1:
+                first = next(iter(kinds.values()))
+                feature = f"another latent cache than {first!r}"
         if feature is not None:
             raise ValueError(
                 f"Speculative method {method!r} cannot verify trees in this target: attention "

@@ -46,9 +46,13 @@ class TreeRows(Protocol):
         """Attention of the tree rows in one layer."""
 
 
-def layout_key(kv_cache: torch.Tensor) -> tuple[int, torch.dtype]:
-    """Block size and dtype of a cache [num_blocks, Hkv, block_size, 2 * Dh]."""
-    return kv_cache.shape[2], kv_cache.dtype
+# Block size, head size and dtype of a cache.
+LayoutKey = tuple[int, int, torch.dtype]
+
+
+def layout_key(kv_cache: torch.Tensor) -> LayoutKey:
+    """What the layout of a cache [num_blocks, Hkv, block_size, 2 * Dh] follows from."""
+    return kv_cache.shape[2], kv_cache.shape[3] // 2, kv_cache.dtype
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class CpuTreeRows:
     """Tree rows for the CPU kernels."""
 
     metadata: TreeAttnMetadata
-    layouts: Mapping[tuple[int, torch.dtype], CpuKvLayout]
-    """Layouts of the target's caches by `layout_key`, which is a KV cache group's."""
+    layouts: Mapping[LayoutKey, CpuKvLayout]
+    """Layouts of the target's caches."""
     covers_batch: bool
 
     def attend(

@@ -100,6 +100,13 @@ def check_engine_config(vllm_config: Any) -> None:
             "enable_dbo=True" if parallel.enable_dbo else size,
             "Leave microbatching out; the rows of a tree cannot be split",
         )
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        _refuse(
+            method,
+            "kv_sharing_fast_prefill=True",
+            "Leave --kv-sharing-fast-prefill out; layers that share a KV cache then see all rows of "
+            "a step, trees included",
+        )
     _check_kv_transfer(method, vllm_config)
     check_v2_feature(method, uses_v2=vllm_config.use_v2_model_runner, asked=spec.uses_v2)
     if spec.uses_v2:

@@ -20,7 +20,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_specplug.kernels import AttnFeatures, CpuKvLayout
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
-from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin, layout_key
+from vllm_specplug.vllm_attention.tree_rows import (
+    LayoutKey,
+    TreeAttentionMixin,
+    layout_key,
+)
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
 
 logger = init_logger("vllm.specplug")
@@ -31,11 +35,12 @@ _NO_TARGET_CACHE = (DraftKVLayer, MambaBase)
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """The target's layers of one KV cache group, or those of one dtype where it has several."""
+    """The target's layers of one KV cache group, or those of one kind of cache where it has
+    several."""
 
     index: int
     """Of its block table among those of the engine."""
-    # by layer, each [num_blocks, Hkv, block_size, 2 * Dh]
+    # by layer, each [num_blocks, Hkv, block_size, 2 * Dh]; a layer may read another's
     caches: dict[str, torch.Tensor]
     key_dtype: torch.dtype | None = None
     """Of the keys and values that are written; None where the caches hold them as they are."""
@@ -43,23 +48,32 @@ class CacheGroup:
     """vLLM's name for the numbers of the caches."""
     # by layer; those that are not there are plain
     features: dict[str, AttnFeatures] = field(default_factory=dict)
+    num_heads: int | None = None
+    """Of queries in these layers, on this rank; None for the model's."""
+
+    @property
+    def own_caches(self) -> list[torch.Tensor]:
+        """Each cache once, however many layers read it: a path moved twice would be lost."""
+        return list({cache.data_ptr(): cache for cache in self.caches.values()}.values())
 
 
 def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[CacheGroup]:
     """The groups with attention layers of the target, in vLLM's order.
 
-    vLLM may put caches of different numbers into one group (`kv_cache_dtype_skip_layers`); here
-    they are two, of one index.
+    vLLM may put caches of different numbers (`kv_cache_dtype_skip_layers`) or head counts and sizes
+    into one group; here they are two, of one index.
 
     Args:
         layers: vLLM's static forward context.
     """
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        members: dict[torch.dtype, list[str]] = {}
+        members: dict[tuple[torch.dtype, torch.Size, int], list[str]] = {}
         for name in group.layer_names:
             if not isinstance(layers[name], _NO_TARGET_CACHE):
-                members.setdefault(layers[name].kv_cache.dtype, []).append(name)
+                cache = layers[name].kv_cache
+                kind = (cache.dtype, cache.shape[1:], layers[name].num_heads)
+                members.setdefault(kind, []).append(name)
         for names in members.values():
             first = layers[names[0]]
             caches = {name: layers[name].kv_cache for name in names}
@@ -76,12 +90,13 @@ def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Cache
                     key_dtype=first.dtype if quantised else None,
                     cache_dtype=first.kv_cache_dtype if quantised else "auto",
                     features=features,
+                    num_heads=first.num_heads,
                 )
             )
     return groups
 
 
-def target_layouts(groups: list[CacheGroup]) -> dict[tuple[int, torch.dtype], CpuKvLayout]:
+def target_layouts(groups: list[CacheGroup]) -> dict[LayoutKey, CpuKvLayout]:
     """The measured layouts of the groups' caches on a CPU, by `layout_key`."""
     layouts = {}
     for group in groups:
@@ -158,11 +173,23 @@ def check_plain_attention(layers: Mapping[str, Any], method: str, what: str, rem
     Raises:
         ValueError: naming the first layer that has more.
     """
+    shapes = set()
     for name, layer in layers.items():
         impl = getattr(layer, "impl", None)
-        if isinstance(impl, TreeAttentionMixin) and not impl.tree_features().is_plain:
-            raise ValueError(
-                f"Speculative method {method!r} cannot use {what} here: attention layer {name!r} "
-                "has more than plain full attention (a sliding window, soft cap, sinks or ALiBi). "
-                f"{remedy}."
+        if not isinstance(impl, TreeAttentionMixin):
+            continue
+        shapes.add((layer.num_heads, layer.num_kv_heads, layer.head_size))
+        if not impl.tree_features().is_plain:
+            feature = (
+                "has more than plain full attention (a sliding window, soft cap, sinks or ALiBi)"
             )
+        elif layer.kv_sharing_target_layer_name is not None:
+            feature = f"reads the KV cache of {layer.kv_sharing_target_layer_name!r}"
+        elif len(shapes) > 1:
+            feature = "has other head counts or sizes than those before it"
+        else:
+            continue
+        raise ValueError(
+            f"Speculative method {method!r} cannot use {what} here: attention layer {name!r} "
+            f"{feature}. {remedy}."
+        )

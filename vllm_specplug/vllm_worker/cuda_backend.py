@@ -30,7 +30,13 @@ from vllm_specplug.drafting.drafter import (
 )
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS, PLAN_ROWS
-from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape, choose_cuda_kernel
+from vllm_specplug.kernels.cuda_dispatch import (
+    ChosenKernel,
+    KernelShape,
+    LayerShape,
+    by_layer_shape,
+    choose_cuda_kernel,
+)
 from vllm_specplug.kernels.features import PLAIN, AttnFeatures, FeatureKind
 from vllm_specplug.kernels.metadata import plan_columns
 from vllm_specplug.seams import ATTENTION_BACKENDS
@@ -180,9 +186,26 @@ class TreeBuffers:
         )
 
 
-def _place(kv_cache: torch.Tensor) -> tuple[int, int]:
-    """What tells caches apart: address, and tokens a page."""
-    return kv_cache.data_ptr(), kv_cache.shape[2]
+def _place(kv_cache: torch.Tensor) -> tuple[int, torch.Size]:
+    """What tells caches apart: address, and the shape of a page."""
+    return kv_cache.data_ptr(), kv_cache.shape[1:]
+
+
+@dataclass(frozen=True)
+class LayerSample:
+    """One attention layer of each kind that the target has."""
+
+    num_heads: int
+    """Of queries, on this rank."""
+    features: AttnFeatures
+    # each [num_blocks, block_size, Hkv, Dh]
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> LayerShape:
+        _, block_size, num_kv_heads, head_dim = self.keys.shape
+        return self.num_heads, num_kv_heads, head_dim, block_size
 
 
 class CudaKernels:
@@ -207,8 +230,7 @@ class CudaKernels:
         self.kernel: Any = None  # a ChosenKernel once the caches are bound
         # Block table and layers of each KV cache group of the target.
         self.groups: list[tuple[int, LayerCaches]] = []
-        # Features, keys and values of one layer of each kind.
-        self.samples: dict[FeatureKind, tuple[AttnFeatures, torch.Tensor, torch.Tensor]] = {}
+        self.samples: list[LayerSample] = []
 
     # -- where the device's memory is reached; the interpreter's backend differs here ---------
 
@@ -254,18 +276,27 @@ class CudaKernels:
         table = {_place(c): view(c) for group in groups for c in group.caches.values()}
         self.views: CacheViews = lambda kv_cache: table[_place(kv_cache)]
         self.groups = [
-            (group.index, LayerCaches.of([self.views(c) for c in group.caches.values()]))
+            (group.index, LayerCaches.of([self.views(c) for c in group.own_caches]))
             for group in groups
         ]
-        self.samples = {}
+        samples: dict[tuple[LayerShape, FeatureKind], LayerSample] = {}
         for group in groups:
             for name, cache in group.caches.items():
                 features = group.features.get(name, PLAIN)
-                self.samples.setdefault(features.kind, (features, *self.views(cache)))
-        key_cache = self.groups[0][1].keys[0]
-        _, self.block_size, num_kv_heads, head_dim = key_cache.shape
-        self.dtype = groups[0].key_dtype or key_cache.dtype
-        self.kernel = self.choose(head_dim, self.num_heads, num_kv_heads, self.dtype)
+                heads = group.num_heads or self.num_heads
+                sample = LayerSample(heads, features, *self.views(cache))
+                samples.setdefault((sample.shape, features.kind), sample)
+        self.samples = list(samples.values())
+        self.block_size = self.samples[0].keys.shape[1]
+        self.dtype = groups[0].key_dtype or self.samples[0].keys.dtype
+        self.kernel = by_layer_shape(
+            {
+                shape: self.choose(
+                    KernelShape.of(shape, self.dtype, [k for s, k in samples if s == shape])
+                )
+                for shape in dict.fromkeys(shape for shape, _ in samples)
+            }
+        )
         logger.info("Tree attention: %s kernel (%s)", self.kernel.name, self.kernel.reason)
         if wants_full_graphs() and not self.captures_trees():
             # vLLM expects that trees can be captured, and would replay stock attention for them.
@@ -279,19 +310,10 @@ class CudaKernels:
         """Whether uniform batches of trees are captured as full graphs."""
         if not wants_full_graphs() or self.kernel is None:
             return False
-        return self.kernel.name != "reference"
+        return "reference" not in self.kernel.names
 
-    def choose(
-        self,
-        head_dim: int,
-        num_heads: int,
-        num_kv_heads: int,
-        dtype: torch.dtype,
-        for_drafts: bool = False,
-    ) -> ChosenKernel:
+    def choose(self, shape: KernelShape, for_drafts: bool = False) -> ChosenKernel:
         """The kernel for one shape of attention."""
-        kinds = (PLAIN.kind,) if for_drafts else tuple(self.samples)
-        shape = KernelShape(head_dim, dtype, self.block_size, num_heads, num_kv_heads, kinds)
         return choose_cuda_kernel(self.requested, shape, self.device, self.capability(), for_drafts)
 
     def warm_up(self) -> None:
@@ -317,13 +339,12 @@ class CudaKernels:
         warm_up_builder(self.limits.tree_rows - 1, self.device)
         if not self.kernel.reads_words:
             return
-        head_dim = self.groups[0][1].keys[0].shape[3]
-        for rows, sample in itertools.product(self._warm_up_rows(), self.samples.values()):
-            features, key_cache, value_cache = sample
+        for sample, rows in ((s, rows) for s in self.samples for rows in self._warm_up_rows(s)):
+            features, head_dim = sample.features, sample.keys.shape[3]
             query = torch.zeros(
-                rows, self.num_heads, head_dim, dtype=self.dtype, device=self.device
+                rows, sample.num_heads, head_dim, dtype=self.dtype, device=self.device
             )
-            asked = query if features.query_scales is None else query.to(key_cache.dtype)
+            asked = query if features.query_scales is None else query.to(sample.keys.dtype)
             chain = np.arange(-1, rows - 1, dtype=np.int32)
             more = {} if features.is_plain else {"features": features}
             # Side by side, as most steps are, and apart, as beside chunks of prompts; without and
@@ -335,20 +356,20 @@ class CudaKernels:
                 self.fill_words(metadata)
                 output = torch.empty_like(query)
                 self.kernel.run(
-                    asked, key_cache, value_cache, output, metadata, head_dim**-0.5, **more
+                    asked, sample.keys, sample.values, output, metadata, head_dim**-0.5, **more
                 )
                 # Nothing else separates these calls, and they share pinned memory.
                 synchronize()
 
-    def _warm_up_rows(self) -> list[int]:
+    def _warm_up_rows(self, sample: LayerSample) -> list[int]:
         """Rows of trees that together take every variant: of tiles, and of words per row."""
         from vllm_specplug.kernels.tree_attn_triton import config_for
 
-        key_cache = self.groups[0][1].keys[0]
-        group = self.num_heads // key_cache.shape[2]
+        num_heads, num_kv_heads, head_dim, _ = sample.shape
+        group = num_heads // num_kv_heads
         sizes: dict[tuple[Any, int], int] = {}
         for rows in range(1, self.limits.tree_rows + 1):
-            config = config_for(self.device, rows * group, key_cache.shape[3], self.dtype.itemsize)
+            config = config_for(self.device, rows * group, head_dim, self.dtype.itemsize)
             sizes.setdefault((config, -(-rows // 64)), rows)
         return list(sizes.values())
 
@@ -481,9 +502,9 @@ class CudaDraftRows:
     def _kernel_for(self, query: torch.Tensor, key: torch.Tensor) -> ChosenKernel:
         """The head may have other heads than the target, so its kernel is chosen for it."""
         if self.kernel is None:
-            self.kernel = self.backend.choose(
-                query.shape[2], query.shape[1], key.shape[1], query.dtype, for_drafts=True
-            )
+            block_size = self.views[0][0].shape[1]
+            shape = (query.shape[1], key.shape[1], query.shape[2], block_size)
+            self.kernel = self.backend.choose(KernelShape.of(shape, query.dtype), for_drafts=True)
         return self.kernel
 
 

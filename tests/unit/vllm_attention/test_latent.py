@@ -74,7 +74,7 @@ def test_vllms_cpu_layers_are_served() -> None:
         ({"indexer": object()}, "sparse attention, by an index"),
         ({"use_sparse": True}, "sparse attention"),
         ({"non_causal_multi_token_decode": True}, "both directions"),
-        ({"num_heads": 5}, r"another shape than a .*\(5, 1, 576\)"),
+        ({"num_heads": 5}, r"another latent cache than .a"),
     ],
 )
 def test_each_feature_is_refused_by_layer_and_name(changed: dict[str, Any], feature: str) -> None:

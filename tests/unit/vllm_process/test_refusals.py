@@ -269,6 +269,11 @@ def test_kv_connectors(target: Path, connector: str) -> None:
     assert _config(target, None, kv_transfer_config=transfer).speculative_config is None
 
 
+def test_prompts_that_skip_layers(target: Path) -> None:
+    with pytest.raises(ValueError, match="'ngram_tree' .*kv_sharing_fast_prefill=True"):
+        _config(target, {"method": "ngram_tree"}, kv_sharing_fast_prefill=True)
+
+
 @pytest.mark.parametrize(("field", "value"), [("enable_dbo", True), ("ubatch_size", 2)])
 def test_microbatching(target: Path, field: str, value: Any) -> None:
     """Set on the finished config: vLLM switches it off on CPU."""

@@ -11,7 +11,7 @@ import torch
 
 from vllm_specplug.drafting.drafter import DraftRequests
 from vllm_specplug.kernels import AttnFeatures, FeatureKind
-from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.options import check_kernel
 from vllm_specplug.seams import ATTENTION_BACKENDS
@@ -29,7 +29,7 @@ from vllm_specplug.vllm_v1.cuda_trees import (
 )
 from vllm_specplug.vllm_worker import cuda_backend
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits, TreeBuffers
+from vllm_specplug.vllm_worker.cuda_backend import LayerSample, StepLimits, TreeBuffers
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 CPU = torch.device("cpu")
@@ -263,7 +263,7 @@ def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, head
     backend.block_size = 16
     cache = torch.zeros(2, 16, kv_heads, 64, dtype=torch.bfloat16)
     backend.groups = [(0, kv_compact_triton.LayerCaches.of([(cache, cache)]))]
-    backend.samples = {PLAIN.kind: (PLAIN, cache, cache)}
+    backend.samples = [LayerSample(heads, PLAIN, cache, cache)]
     backend.dtype = cache.dtype
     monkeypatch.setattr(tree_words_triton, "fill_tree_words", fill)
     monkeypatch.setattr(
@@ -344,7 +344,7 @@ def test_layers_attend_by_the_block_table_of_their_group(backend, monkeypatch):
     monkeypatch.setattr(CudaTreeBackend, "capability", lambda self: (9, 0))
     monkeypatch.setattr(CudaTreeBackend, "fill_words", lambda *args: None)
     backend.bind(groups)
-    assert chosen == [(FeatureKind(), FeatureKind(window=7, sinks=True))]
+    assert chosen == [(FeatureKind(),), (FeatureKind(window=7, sinks=True),)]
     tables = [torch.zeros(1, 8, dtype=torch.int32) for _ in range(2)]
     tree = request(0, bushy())
     common = SimpleNamespace(block_table_tensor=tables[0])
@@ -390,7 +390,7 @@ def test_a_quantised_cache_takes_a_kernel_for_the_models_dtype(monkeypatch):
     assert backend.views(cache)[0].dtype == torch.float8_e4m3fn
     assert backend.views(cache)[0].data_ptr() == cache.data_ptr()
     # A head's caches keep the model's dtype, and its kernel is one for plain layers.
-    backend.choose(64, 2, 1, torch.float16, for_drafts=True)
+    backend.choose(KernelShape.of((2, 1, 64, 16), torch.float16), for_drafts=True)
     assert chosen[1] == (torch.float16, (FeatureKind(),))
 
 
