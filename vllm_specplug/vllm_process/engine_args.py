@@ -104,8 +104,8 @@ def check_engine_config(vllm_config: Any) -> None:
         _refuse(
             method,
             "kv_sharing_fast_prefill=True",
-            "Leave --kv-sharing-fast-prefill out; layers that share a KV cache then see all rows of "
-            "a step, trees included",
+            "Leave --kv-sharing-fast-prefill out: with it, layers that share a KV cache skip rows "
+            "of a step",
         )
     _check_kv_transfer(method, vllm_config)
     check_v2_feature(method, uses_v2=vllm_config.use_v2_model_runner, asked=spec.uses_v2)
