@@ -74,7 +74,7 @@ class DeviceSpeculator(TreeSpeculator):
         """Whether branches may be looked up on the device, before the drafter is loaded."""
         options = self.proposer.options
         takes_branches = options.tree_width > 1 or options.head_path is None
-        is_late = not self.planner.is_adaptive or self.schedules_ahead
+        is_late = self.spec.tree_budget != "auto" or self.schedules_ahead
         is_exact = options.tree_builder == "best_first"
         return bool(options.ngram_topk) and takes_branches and is_late and is_exact
 
