@@ -62,3 +62,6 @@ E4M3_CACHES = frozenset(n for n, dtype in FP8_CACHES.items() if dtype == torch.f
 
 # Rows of the largest tree a kernel need take: the root and 256 nodes.
 MAX_TREE_ROWS = 257
+
+# In the environment 1 where decoding batches and drafts are to be captured whole.
+FULL_GRAPHS_VARIABLE = "SPECPLUG_FULL_CUDA_GRAPHS"

@@ -16,13 +16,14 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from tests.e2e.budget_checks import FLAT, freeze_costs
 from tests.e2e.cuda_v2_checks import compare, engines
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair
 from tests.pretended_graph import PretendedGraph, pretended_graphs
 from vllm_specplug.drafting.drafter import DeviceRequests
+from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE
 from vllm_specplug.vllm_v2 import graph_trees
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 
@@ -108,11 +109,11 @@ def known_on_the_device() -> Iterator[None]:
         scores = torch.arange(1, width + 1).mul(-0.4).expand(log_probs.shape).contiguous()
         return ids, scores
 
-    def called(self: Any, requests: Any) -> Any:
+    def called(self: Any, requests: Any, chosen: Any = None) -> Any:
         table.fill_(-1)
         for line, tokens in zip(table, OracleDrafter.sequences, strict=False):
             line[: len(tokens)] = torch.tensor(tokens)
-        return call(self, requests)
+        return call(self, requests, chosen)
 
     with (
         patch.object(BlockHeadDrafter, "candidates", candidates),
@@ -126,3 +127,20 @@ def check_block_heads_from_graphs() -> None:
         with full_graphs(), known_on_the_device():
             made = _compare_graphs(method, True, ngram_topk=0, nodes=10)
         assert len(made.runner.speculator.draft_graphs.graphs) == 3
+
+
+def check_block_heads_under_an_adaptive_budget_from_graphs() -> None:
+    """Who is drafted for is decided in every step; drafts are replays all the same."""
+    with full_graphs(), known_on_the_device():
+        made = engines("jetspec", ahead=True, nodes=10, budget="auto")
+        freeze_costs(made, FLAT)
+        graphs, replayed = made.runner.speculator.draft_graphs, []
+        replay = graphs.run_fullgraph
+
+        def run_fullgraph(desc: Any) -> None:
+            replayed.append(desc)
+            replay(desc)
+
+        with patch.object(graphs, "run_fullgraph", run_fullgraph):
+            assert compare(made, True).skipping > 1
+    assert len(replayed) > 4, replayed

@@ -17,9 +17,10 @@ from tests.kernels.paged import chain_attention, path_of
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
+from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE, gpu_cache_views
+from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_attention.tree_rows import tree_rows_of
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits

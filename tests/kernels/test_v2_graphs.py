@@ -6,7 +6,6 @@ same operations without a graph; Triton runs in the interpreter."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.tiny import HIDDEN, make_head
+from tests.kernels.graph_memory import (
+    BLOCKS,
+    CONTEXT,
+    CPU,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    NODES,
+    PAGE,
+    REQUESTS,
+    VOCAB,
+    config,
+    garbage,
+)
 from tests.kernels.paged import random_parents
 from tests.pretended_graph import CaptureError, PretendedGraph, capturing, pretended_graphs
 from tests.unit.vllm_v2.steps import input_batch
@@ -25,44 +37,19 @@ pytest.importorskip("vllm")
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_specplug.drafting.drafter import (
-    DeviceRequests,
-    DeviceTrees,
-    DrafterOptions,
-    TargetWeights,
-)
+from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
-from vllm_specplug.methods.block.fused_head import plain_linear
-from vllm_specplug.methods.block.options import BlockSettings
-from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
-from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE, gpu_cache_views
+from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_v2 import graph_trees
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.device_trees import StepTrees, TreeStore, attach_trees, set_positions
-from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees, taking_ragged_steps
 from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-CPU = torch.device("cpu")
-PAGE, HEADS, KV_HEADS, DIM, NODES, REQUESTS, BLOCKS, VOCAB = 16, 2, 1, 16, 10, 4, 5, 30
-CONTEXT = PAGE * BLOCKS
 SIZES = [1, 3, 8, 17, REQUESTS * (NODES + 1)]
-
-
-def config(sizes: list[int]) -> Any:
-    return SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
-        compilation_config=SimpleNamespace(
-            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
-        ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        model_config=SimpleNamespace(max_model_len=CONTEXT),
-        speculative_config=None,
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -71,12 +58,6 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(PretendedGraph, "captured", [])
     with torch.inference_mode(), pretended_graphs(distributed=False):
         yield
-
-
-def garbage(*tensors: torch.Tensor) -> None:
-    """NaN, and numbers that are the index of nothing."""
-    for tensor in tensors:
-        tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30)
 
 
 class Target:
@@ -310,122 +291,3 @@ def test_a_graph_repeats_what_was_captured() -> None:
     # Memory of a pool is another graph's next.
     PretendedGraph().replay()
     assert kept.isnan().all()
-
-
-# -- drafts --------------------------------------------------------------------------------------
-
-
-class Drafts:
-    """A block head over pages, with its graphs."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
-        monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
-        kernel = ChosenKernel("triton", load_kernel("triton"), "")
-        monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **kwargs: kernel)
-        torch.manual_seed(1)
-        options = DrafterOptions(
-            head_path=str(make_head(folder, VOCAB)), num_nodes=NODES, tree_depth=3, max_depth=NODES,
-            tree_width=3, tree_builder="best_first", hybrid_lambda=0.1,
-            settings=BlockSettings(None), ngram_topk=0, max_model_len=CONTEXT,
-        )  # fmt: skip
-        self.drafter = JetSpecDrafter(options)
-        embeddings = torch.randn(VOCAB, HIDDEN)
-        self.drafter.load(
-            TargetWeights(
-                embed_tokens=embeddings, lm_head=embeddings, dtype=torch.float32, device=CPU,
-                make_linear=plain_linear,
-                text_config=SimpleNamespace(
-                    hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2
-                ),
-            )
-        )  # fmt: skip
-        specs = self.drafter.cache_specs()
-        pages = 1 + REQUESTS * BLOCKS
-        layers: Any = [
-            SimpleNamespace(kv_cache=torch.randn(pages, s.num_kv_heads, PAGE, 2 * s.head_dim))
-            for s in specs
-        ]
-        for layer in layers:
-            layer.kv_cache[0] = float("nan")
-        self.table = torch.zeros(REQUESTS, BLOCKS, dtype=torch.int32)
-        self.pages = 1 + torch.randperm(pages - 1).view(REQUESTS, BLOCKS).int()
-        backend = CudaTreeBackend("auto", 4, StepLimits(REQUESTS, 64, NODES + 1, CONTEXT), CPU)
-        backend.block_size = PAGE
-        cache = backend.draft_cache(layers, lambda: self.table, specs[0].head_dim ** -0.5)
-        self.drafter.bind_cache(cache)
-        self.graphs = DraftGraphs(
-            config(sizes), CPU, self.drafter.propose_on_device, options.tree_width, NODES
-        )
-
-    def requests(self, budgets: list[int], rng: np.random.Generator) -> DeviceRequests:
-        count = len(budgets)
-        garbage(self.graphs.requests)
-        self.table.fill_(0)
-        self.table[:count] = self.pages[torch.from_numpy(rng.permutation(REQUESTS)[:count])]
-        contexts = rng.integers(0, CONTEXT - 8, count)
-        return DeviceRequests(
-            anchors=torch.from_numpy(rng.integers(0, VOCAB, count)),
-            context_lens=torch.from_numpy(contexts.astype(np.int32)),
-            budgets=torch.tensor(budgets, dtype=torch.int32),
-            depths=torch.from_numpy(rng.integers(1, 4, count).astype(np.int32)),
-            width=3,
-            num_nodes=NODES,
-            max_context=CONTEXT,
-        )
-
-
-def same_trees(a: DeviceTrees, b: DeviceTrees) -> bool:
-    if a.counts.tolist() != b.counts.tolist():
-        return False
-    fields = ("token_ids", "parents", "depths", "scores")
-    return all(
-        torch.equal(getattr(a, name)[r, :n], getattr(b, name)[r, :n])
-        for r, n in enumerate(a.counts.tolist())
-        for name in fields
-    )
-
-
-def test_every_number_of_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts = Drafts(tmp_path / "head", monkeypatch, [1, 2, REQUESTS])
-    drafts.graphs.capture_drafts()
-    assert sorted(desc.num_tokens for desc in drafts.graphs.graphs) == [1, 2, REQUESTS]
-    rng = np.random.default_rng(0)
-    nodes = 0
-    for number in range(24):
-        # Some want nothing; three requests are padded to four.
-        budgets = rng.choice([0, 1, NODES], 1 + number % REQUESTS).tolist()
-        requests = drafts.requests(budgets, rng)
-        before = PretendedGraph.replays
-        trees = drafts.graphs(requests)
-        assert PretendedGraph.replays == before + 1
-        assert same_trees(trees, drafts.drafter.propose_on_device(requests)), (number, budgets)
-        assert (trees.counts <= requests.budgets).all()
-        nodes += int(trees.counts.sum())
-    assert nodes > 150
-
-
-def test_drafts_that_no_graph_was_captured_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafts = Drafts(tmp_path / "head", monkeypatch, [1, 2])
-    rng = np.random.default_rng(0)
-    requests = drafts.requests([NODES] * 3, rng)
-    before = PretendedGraph.replays
-    for _ in range(2):
-        assert same_trees(drafts.graphs(requests), drafts.drafter.propose_on_device(requests))
-        drafts.graphs.graphs.clear()
-        drafts.graphs.capture_drafts()
-    assert PretendedGraph.replays == before
-
-
-def test_a_draft_whose_requests_lie_elsewhere_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control."""
-    drafts = Drafts(tmp_path / "head", monkeypatch, [1, 2, REQUESTS])
-    drafts.graphs.capture_drafts()
-    rng = np.random.default_rng(0)
-    drafts.graphs.requests = torch.zeros_like(drafts.graphs.requests)
-    requests = drafts.requests([NODES] * 2, rng)
-    trees = drafts.graphs(requests)
-    assert not same_trees(trees, drafts.drafter.propose_on_device(requests))

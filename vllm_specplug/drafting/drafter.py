@@ -254,14 +254,14 @@ class DeviceRequests:
     """Bound of the depths that is known on the host; None for none."""
     history: TokenHistory | None = None
     """Given to drafters with a window."""
+    # [B, ...] `Drafter.request_states` where they lie elsewhere; None: the drafter's own
+    states: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.anchors)
 
-    def some(
-        self, rows: torch.Tensor, depths: torch.Tensor, deepest: int, chosen: Sequence[int] = ()
-    ) -> DeviceRequests:
-        """Those at `rows` [n] of the batch, with depths [n] of their own.
+    def some(self, rows: torch.Tensor, chosen: Sequence[int] = ()) -> DeviceRequests:
+        """Those at `rows` [n] of the batch.
 
         Args:
             chosen: the rows as the host knows them; needed where there is a `history`.
@@ -272,9 +272,8 @@ class DeviceRequests:
             anchors=self.anchors[rows],
             context_lens=self.context_lens[rows],
             budgets=self.budgets[rows],
-            depths=depths,
-            rows=rows.to(depths.dtype),
-            deepest=deepest,
+            depths=self.depths[rows],
+            rows=rows.to(self.depths.dtype),
         )
 
 
@@ -603,9 +602,16 @@ class Drafter(ABC):
     @property
     def drafts_from_graphs(self) -> bool:
         """Whether `propose_on_device` may be captured: it makes trees of its own, what it launches
-        depends on the number of requests alone, and what it reads beside its arguments stays where
-        it is."""
+        depends on the number of requests and `deepest` alone, and what it reads beside its
+        arguments and `request_states` stays where it is."""
         return False
+
+    @property
+    def request_states(self) -> torch.Tensor | None:
+        """[B, ...] what `propose_on_device` reads of each request of the batch beside its
+        arguments, made anew in every step; as many as there were requests in the last step, 0
+        before the first. None for nothing."""
+        return None
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees | None:
         """One tree per request without a read on the host, n-gram branches left out; None where

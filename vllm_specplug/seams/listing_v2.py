@@ -226,6 +226,15 @@ V2_GPU_USES: tuple[Seam, ...] = (
         f"{_V2}.cudagraph_utils:CudaGraphManager",
         "__init__",
     ),
+    *(
+        InstanceAttribute(
+            "graphs_of_trees",
+            f"{_V2}.cudagraph_utils:CudaGraphManager.{name}",
+            "vLLM's draft graphs differ in their requests alone, those of trees in depth as well",
+            HAS_REGISTRY,
+        )
+        for name in ("_candidates", "_capture_descs")
+    ),
     *uses(
         "gpu_worker",
         "drafts and the logits of all rows are memory that the KV cache must not get",

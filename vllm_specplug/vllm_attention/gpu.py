@@ -24,12 +24,11 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_specplug.kernels.cuda_contract import E4M3_CACHES
+from vllm_specplug.kernels.cuda_contract import E4M3_CACHES, FULL_GRAPHS_VARIABLE
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 
 # What the Triton kernel reproduces; the others leave such layers to it, or do not serve.
 SERVED = frozenset({"sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"})
-FULL_GRAPHS_VARIABLE = "SPECPLUG_FULL_CUDA_GRAPHS"
 
 
 def wants_full_graphs() -> bool:

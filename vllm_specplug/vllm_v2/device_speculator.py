@@ -38,7 +38,7 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.gpu import wants_full_graphs
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams, Found, keep_history_on_device
 from vllm_specplug.vllm_v2.device_trees import Committed
-from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
+from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
 from vllm_specplug.vllm_v2.host_step import (
     HostStep,
     KnownTokens,
@@ -126,13 +126,16 @@ class DeviceSpeculator(TreeSpeculator):
         drafter = self.proposer.drafter
         if not wants_full_graphs() or cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
             return
-        if drafter.drafts_from_graphs and not self.planner.is_adaptive:
+        # Where the scheduler waits for an adaptive budget's trees, the host makes them.
+        is_late = self.schedules_ahead or not self.planner.is_adaptive
+        if drafter.drafts_from_graphs and is_late:
             self.draft_graphs = DraftGraphs(
                 self.vllm_config,
                 self.device,
-                drafter.propose_on_device,
+                drafter,
                 self.proposer.options.tree_width,
                 self.store.num_nodes,
+                graph_depths(drafter.forward_depth, self.planner.is_adaptive),
             )
 
     def capture(self) -> None:
@@ -297,21 +300,30 @@ class DeviceSpeculator(TreeSpeculator):
         depths: torch.Tensor,
     ) -> DeviceTrees | None:
         """Those of the drafter; None for none."""
-        drafter = self.proposer.drafter
-        draft = self.draft_graphs or drafter.propose_on_device
-        if forward_depths is None or not drafter.forward_depth:
-            return draft(requests)
+        if forward_depths is None or not self.proposer.drafter.forward_depth:
+            return self._drafted(requests, None)
         chosen = np.flatnonzero(forward_depths)
         if not len(chosen):
             return None
-        deepest = int(forward_depths.max())
         depths = torch.minimum(requests.depths, depths)
-        if len(chosen) == len(requests):
-            return draft(replace(requests, depths=depths, deepest=deepest))
+        requests = replace(requests, depths=depths, deepest=int(forward_depths.max()))
+        return self._drafted(requests, None if len(chosen) == len(requests) else chosen)
+
+    def _drafted(
+        self,
+        requests: DeviceRequests,
+        # int64, lines of those to draft for; None for all
+        chosen: np.ndarray | None,
+    ) -> DeviceTrees | None:
+        drafter = self.proposer.drafter
+        if self.draft_graphs is not None:
+            trees = self.draft_graphs(requests, chosen)
+            if trees is not None:
+                return trees
+        if chosen is None:
+            return drafter.propose_on_device(requests)
         rows = to_device(chosen, self.device)
-        trees = drafter.propose_on_device(
-            requests.some(rows, depths[rows], deepest, chosen.tolist())
-        )
+        trees = drafter.propose_on_device(requests.some(rows, chosen.tolist()))
         return None if trees is None else trees.spread(rows, len(requests))
 
     def _history(

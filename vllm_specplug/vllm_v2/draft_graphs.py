@@ -1,89 +1,182 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft forwards of block heads as CUDA graphs, one for each captured number of requests.
+"""Drafts on the device as CUDA graphs, one for each captured number of requests and depth.
 
 A graph holds a draft from its anchors to its trees. What differs from step to step lies in memory
-that all graphs share: the requests go in, and trees come out there. Requests that fill a batch up
-have a budget of 0: no row of theirs is attended, and their trees are empty.
+that all graphs share: the batch goes in there, with the lines of the requests that are drafted for,
+and trees come out, again one for each request of the batch. Who gets a draft and how deep, and how
+many nodes, is decided on the host before the replay: it is lines, depths and budgets, which a graph
+reads. Requests that fill a graph up are drafted for as nobody, with a budget of 0: no row of theirs
+is attended, and their trees end where nobody looks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees, Drafter, DraftRequests
+from vllm_specplug.vllm_v2.host_step import pinned, to_device
 
-Propose = Callable[[DeviceRequests], DeviceTrees | None]
+
+def graph_depths(deepest: int, is_adaptive: bool) -> list[int]:
+    """Depths that drafts are captured for, ascending.
+
+    A fixed budget asks for the deepest alone. An adaptive one asks for many: half and a quarter of
+    it as well bound what is drafted in vain, at three times the graphs.
+    """
+    if not is_adaptive:
+        return [deepest]
+    return sorted({deepest, -(-deepest // 2), -(-deepest // 4)})
 
 
+# vLLM drops the manager that it measured memory with where a speculator's attribute is one.
 class DraftGraphs(CudaGraphManager):
-    """Runs `Drafter.propose_on_device`, from a graph where one was captured.
+    """Runs `Drafter.propose_on_device` from graphs.
 
     vLLM's manager decides which numbers of requests are captured: its sizes, up to
     `max_num_seqs`.
 
     Args:
-        propose: has no host synchronisation; what it launches depends on the number of requests
-            alone.
+        drafter: one that `drafts_from_graphs`.
         width: most children of a node; drafts of another width run without a graph.
         num_nodes: N, nodes of a tree at most.
+        depths: ascending; a draft runs the first graph that is deep enough.
     """
 
     def __init__(
-        self, vllm_config: Any, device: torch.device, propose: Propose, width: int, num_nodes: int
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        drafter: Drafter,
+        width: int,
+        num_nodes: int,
+        depths: Sequence[int],
     ) -> None:
         super().__init__(vllm_config, device, CUDAGraphMode.FULL_DECODE_ONLY, decode_query_len=1)
-        self._propose = propose
-        self._width, self._num_nodes = width, num_nodes
+        # vLLM's bound on the rows of a request is that of the depth here: of graphs that are large
+        # enough, the first one that is deep enough is found.
+        self._capture_descs = {
+            mode: [replace(desc, max_query_len=depth) for desc in descs for depth in depths[::-1]]
+            for mode, descs in self._capture_descs.items()
+        }
+        self._candidates = {
+            key: [replace(desc, max_query_len=depth) for desc in descs for depth in depths]
+            for key, descs in self._candidates.items()
+        }
+        self._drafter = drafter
+        self._width, self._num_nodes, self._deepest = width, num_nodes, depths[-1]
         # Bounds the contexts of every step that a graph will serve.
         self._max_context: int = vllm_config.model_config.max_model_len
+        # Behind the batch's lines that of nobody.
         most = self.max_num_reqs
-        # [R, 4]: anchors, contexts, budgets and depths
-        self.requests = torch.zeros((most, 4), dtype=torch.int64, device=device)
-        ids = torch.zeros((most, num_nodes), dtype=torch.int64, device=device)
+        self._nobody = most
+        # [B + 1, 4]: anchors, contexts, budgets and depths
+        self.batch = torch.zeros((most + 1, 4), dtype=torch.int64, device=device)
+        # [R] lines of those that are drafted for, and the same as the host knows them
+        self.lines = torch.full((most,), most, dtype=torch.int64, device=device)
+        self._lines = np.full(most, most, np.int64)
+        # [B + 1, ...]; see `DeviceRequests.states`
+        self.states: torch.Tensor | None = None
+        if (states := drafter.request_states) is not None:
+            self.states = states.new_zeros((most + 1, *states.shape[1:]))
+        shape = (most + 1, num_nodes)
         ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.trees = DeviceTrees(
-            ids,
-            torch.zeros((most, num_nodes), **ints),
-            torch.zeros((most, num_nodes), **ints),
-            torch.zeros((most, num_nodes), dtype=torch.float32, device=device),
-            torch.zeros(most, **ints),
+            torch.zeros(shape, dtype=torch.int64, device=device),
+            torch.zeros(shape, **ints),
+            torch.zeros(shape, **ints),
+            torch.zeros(shape, dtype=torch.float32, device=device),
+            torch.zeros(most + 1, **ints),
         )
 
     def capture_drafts(self) -> None:
-        """Captures a draft for every number of requests."""
+        """Captures a draft for every number of requests and every depth."""
+        # What waits would be written by every replay.
+        self._drafter.catch_up()
 
         def forward_of(
             desc: BatchExecutionDescriptor, warmup: bool
         ) -> Callable[[CUDAGraphMode], None]:
             # Nothing is attended: pages of dummies may be anybody's.
-            self.requests.zero_()
-            return lambda mode: self._draft(desc.num_tokens)
+            self.batch.zero_()
+            assert desc.max_query_len is not None
+            depth = desc.max_query_len
+            return lambda mode: self._draft(desc.num_tokens, depth)
 
         self.capture(forward_of, "Capturing draft graphs")
 
-    def __call__(self, requests: DeviceRequests) -> DeviceTrees | None:
-        """The trees of R requests, valid until the next call."""
-        count = len(requests)
-        is_captured = (requests.width, requests.num_nodes) == (self._width, self._num_nodes)
-        if not is_captured or requests.rows is not None or requests.deepest is not None:
-            return self._propose(requests)
-        desc = self.dispatch(count, count, uniform_token_count=1, num_active_loras=0)
-        if desc.cg_mode != CUDAGraphMode.FULL:
-            return self._propose(requests)
-        columns = requests.anchors, requests.context_lens, requests.budgets, requests.depths
-        torch.stack(columns, dim=1, out=self.requests[:count])
-        if count < desc.num_tokens:
-            self.requests[count : desc.num_tokens] = 0
-        self.run_fullgraph(desc)
-        return DeviceTrees(*(tensor[:count] for tensor in vars(self.trees).values()))
+    def __call__(
+        self, requests: DeviceRequests, chosen: np.ndarray | None = None
+    ) -> DeviceTrees | None:
+        """The trees of a batch, valid until the next call; None where no graph serves, and nothing
+        was drafted.
 
-    def _draft(self, count: int) -> None:
-        anchors, contexts, budgets, depths = self.requests[:count].unbind(1)
+        Args:
+            requests: all of the batch, in its order.
+            chosen: int64, lines of those to draft for, ascending; others have empty trees. None for
+                all.
+        """
+        if (requests.width, requests.num_nodes) != (self._width, self._num_nodes):
+            return None
+        if chosen is None:
+            chosen = np.arange(len(requests))
+        count, deepest = len(chosen), requests.deepest or self._deepest
+        desc = self.dispatch(
+            count, count, uniform_token_count=1, num_active_loras=0, max_query_len=deepest
+        )
+        if desc.cg_mode != CUDAGraphMode.FULL:
+            return None
+        self._drafter.catch_up()
+        self._fill(requests, chosen, desc.num_tokens)
+        self.run_fullgraph(desc)
+        return DeviceTrees(*(tensor[: len(requests)] for tensor in vars(self.trees).values()))
+
+    def rehearse(self, requests: DraftRequests) -> bool:
+        """Drafts for requests of no batch; False where no graph serves."""
+        columns = requests.anchors, requests.context_lens, requests.budgets, requests.depths
+        anchors, contexts, budgets, depths = to_device(np.array(columns), self.device)
+        drafted = self(
+            DeviceRequests(
+                anchors=anchors,
+                context_lens=contexts,
+                budgets=budgets,
+                depths=depths,
+                width=self._width,
+                num_nodes=self._num_nodes,
+                max_context=self._max_context,
+                deepest=max(requests.depths),
+            )
+        )
+        return drafted is not None
+
+    def _fill(self, requests: DeviceRequests, chosen: np.ndarray, places: int) -> None:
+        count = len(requests)
+        columns = requests.anchors, requests.context_lens, requests.budgets, requests.depths
+        torch.stack(columns, dim=1, out=self.batch[:count])
+        lines = np.full(places, self._nobody)
+        lines[: len(chosen)] = chosen
+        # The same from step to step while no request comes or goes.
+        if not np.array_equal(lines, self._lines[:places]):
+            self._lines[:places] = lines
+            self.lines[:places].copy_(pinned(lines, self.device), non_blocking=True)
+        if self.states is None:
+            return
+        states = self._drafter.request_states
+        if states is None or len(states) != count:
+            # A draft that no step came before.
+            self.states.zero_()
+        else:
+            self.states[:count].copy_(states)
+
+    def _draft(self, places: int, depth: int) -> None:
+        lines = self.lines[:places]
+        anchors, contexts, budgets, depths = self.batch[lines].unbind(1)
         requests = DeviceRequests(
             anchors=anchors,
             context_lens=contexts.int(),
@@ -92,8 +185,13 @@ class DraftGraphs(CudaGraphManager):
             width=self._width,
             num_nodes=self._num_nodes,
             max_context=self._max_context,
+            # Nobody has no block table; any will do for rows that are not computed.
+            rows=lines.clamp_max(self._nobody - 1).int(),
+            deepest=depth,
+            states=self.states,
         )
-        drafted = self._propose(requests)
+        drafted = self._drafter.propose_on_device(requests)
         assert drafted is not None
+        self.trees.counts.zero_()
         for name, tensor in vars(self.trees).items():
-            tensor[:count] = vars(drafted)[name]
+            tensor.index_copy_(0, lines, vars(drafted)[name])

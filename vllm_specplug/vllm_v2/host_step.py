@@ -15,13 +15,16 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.device_trees import Walk
 
 
+def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Where a copy to the device need not be waited for; the allocator keeps such memory until the
+    copy is done."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy on the device, without waiting for it."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor.to(device)
-    # The allocator keeps pinned memory until the copy is done.
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return pinned(array, device).to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vllm_specplug.drafting.drafter import DraftRequests
 from vllm_specplug.vllm_attention.state_rows import StateStep
 from vllm_specplug.vllm_v2.host_step import to_device
 from vllm_specplug.vllm_worker.runner_view import RunnerView
@@ -35,6 +36,11 @@ class RunnerState(RunnerView):
         longest = -(-rows // min(rows, self.max_requests))
         hidden, _ = self.runner._dummy_run(rows, context_len=max(0, context - longest))
         return hidden
+
+    def draft(self, requests: DraftRequests) -> None:
+        graphs = getattr(self.runner.speculator, "draft_graphs", None)
+        if graphs is None or not graphs.rehearse(requests):
+            super().draft(requests)
 
     @contextmanager
     def dummy_adapters(self) -> Iterator[None]:

@@ -10,10 +10,11 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.options import check_v2_feature
 from vllm_specplug.seams import DEVICE_SPECULATOR, GRAPHS_OF_TREES
 from vllm_specplug.vllm_attention.device_states import rehearse
-from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE, wants_full_graphs
+from vllm_specplug.vllm_attention.gpu import wants_full_graphs
 from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin

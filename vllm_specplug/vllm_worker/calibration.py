@@ -28,6 +28,7 @@ from vllm.logger import init_logger
 
 from vllm_specplug import __version__
 from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel, draft_rows
+from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.targets import cache_dir
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.ranks import any_failed as any_failed_worker
@@ -214,7 +215,7 @@ class Calibrator:
         nodes = 2 * reach if drafter.drafts_by_level else None
         rows = float(draft_rows(count, reach, drafter.drafts_by_level))
         with rehearsal(self.state, count, reach, nodes=nodes) as requests:
-            self._time("draft", rows, lambda: drafter.propose(requests))
+            self._time("draft", rows, lambda: self.state.draft(requests))
 
 
 def calibrate(
@@ -306,6 +307,8 @@ def _digest(state: RunnerView) -> str:
         config.model_config.max_model_len,
         str(config.model_config.quantization),
         config.model_config.enforce_eager,
+        str(config.compilation_config.cudagraph_mode),
+        os.environ.get(FULL_GRAPHS_VARIABLE, "0"),
         config.cache_config.block_size,
         config.cache_config.cache_dtype,
         config.cache_config.kv_cache_dtype_skip_layers,

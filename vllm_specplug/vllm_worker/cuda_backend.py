@@ -29,7 +29,7 @@ from vllm_specplug.drafting.drafter import (
     device_tensor,
 )
 from vllm_specplug.kernels import TreeAttnMetadata
-from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS, PLAN_ROWS
+from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE, MAX_TREE_ROWS, PLAN_ROWS
 from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
     KernelShape,
@@ -40,11 +40,7 @@ from vllm_specplug.kernels.cuda_dispatch import (
 from vllm_specplug.kernels.features import PLAIN, AttnFeatures, FeatureKind
 from vllm_specplug.kernels.metadata import plan_columns
 from vllm_specplug.seams import ATTENTION_BACKENDS
-from vllm_specplug.vllm_attention.gpu import (
-    FULL_GRAPHS_VARIABLE,
-    gpu_cache_views,
-    wants_full_graphs,
-)
+from vllm_specplug.vllm_attention.gpu import gpu_cache_views, wants_full_graphs
 from vllm_specplug.vllm_attention.tree_rows import CacheViews
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer

@@ -25,7 +25,7 @@ from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_groups
 from vllm_specplug.vllm_worker.state_layers import StateLayers
 
 if TYPE_CHECKING:
-    from vllm_specplug.drafting.drafter import Drafter
+    from vllm_specplug.drafting.drafter import Drafter, DraftRequests
 
 
 class RunnerView(ABC):
@@ -133,6 +133,10 @@ class RunnerView(ABC):
             self.runner.rehearsed_states = None
         step.commit(step.starts[1:] - 1)
         return hidden
+
+    def draft(self, requests: DraftRequests) -> None:
+        """A draft forward for requests of no batch, as steps have it."""
+        self.drafter.propose(requests)
 
     @abstractmethod
     def wait_for_device(self) -> None:

@@ -39,6 +39,7 @@ class SleepingRunner:
     device = torch.device("cpu")
     lora_config = None
     model_config = SimpleNamespace(use_mla=False)
+    speculator = None
 
     def __init__(self, row_ms: float = 0.02) -> None:
         self.row_ms = row_ms
@@ -61,6 +62,7 @@ class SleepingRunner:
                 model="m", dtype=torch.float32, max_model_len=1024, quantization=None,
                 enforce_eager=True,
             ),
+            compilation_config=SimpleNamespace(cudagraph_mode="NONE"),
             cache_config=CacheConfig(block_size=16),
             parallel_config=parallel,
             scheduler_config=self.scheduler_config,

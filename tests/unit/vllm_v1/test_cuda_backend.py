@@ -11,13 +11,13 @@ import torch
 
 from vllm_specplug.drafting.drafter import DraftRequests
 from vllm_specplug.kernels import AttnFeatures, FeatureKind
+from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.options import check_kernel
 from vllm_specplug.seams import ATTENTION_BACKENDS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.gpu import (
-    FULL_GRAPHS_VARIABLE,
     TreeFlashAttentionBackend,
     TreeTritonAttentionBackend,
     gpu_cache_views,

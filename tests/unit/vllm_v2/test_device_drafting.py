@@ -50,7 +50,7 @@ from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2 import device_speculator
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.device_trees import committed_rows
-from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
+from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
 from vllm_specplug.vllm_v2.host_step import HostCopy, StepRecord
 from vllm_specplug.vllm_worker.cuda_backend import CudaKernels, StepLimits
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
@@ -68,9 +68,6 @@ LAUNCHES_OF_BRANCHES = 10
 branches."""
 LAUNCHES_OF_A_PART = 20
 """What it adds when not every request of the batch gets a draft forward."""
-LAUNCHES_FROM_A_GRAPH = 100
-"""The same where the draft's forward and its trees are one graph, however many layers the head has;
-its replay among them."""
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -345,11 +342,15 @@ def test_the_defaults_read_nothing_and_keep_to_their_launches(
     assert budget.planned is None
 
 
-def test_a_draft_from_a_graph_is_one_launch(
-    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, replayed = Step(), []
-    made = speculator(step, drafter, monkeypatch)
+def with_causal_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> JetSpecDrafter:
+    head = make_head(folder / "head", VOCAB)
+    return on_the_device(JetSpecDrafter, head, BlockSettings(None), monkeypatch)
+
+
+def from_graphs(
+    made: DeviceSpeculator, drafter: Any, monkeypatch: pytest.MonkeyPatch, *, is_adaptive: bool
+) -> list[Any]:
+    """Gives it graphs, whose replays are noted: nothing is captured of a pretended device."""
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         compilation_config=SimpleNamespace(
@@ -360,18 +361,70 @@ def test_a_draft_from_a_graph_is_one_launch(
         model_config=SimpleNamespace(max_model_len=256),
         speculative_config=None,
     )
+    replayed: list[Any] = []
     with pretended_graphs(distributed=False):
-        graphs = DraftGraphs(config, META, drafter.propose_on_device, 4, N)
+        graphs = DraftGraphs(config, META, drafter, 4, N, graph_depths(4, is_adaptive))
     graphs._graphs_captured = True
     monkeypatch.setattr(graphs, "run_fullgraph", replayed.append)
     made.draft_graphs = graphs
+    return replayed
+
+
+# The same where the draft and its trees are one graph, however many layers or levels there
+# are; its replay among them.
+LAUNCHES_WITH_A_GRAPH = {
+    with_causal_head: 100,
+    with_markov_head: 100,
+    with_local_head: 100,
+    with_draft_layer: 120,
+}
+
+
+@pytest.mark.parametrize("make", LAUNCHES_WITH_A_GRAPH)
+def test_a_draft_from_a_graph_is_one_launch(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, drafter = Step(), make(tmp_path, monkeypatch)
+    made = speculator(step, drafter, monkeypatch)
+    made.spec.reads_next_tokens = make is with_draft_layer
+    replayed = from_graphs(made, drafter, monkeypatch, is_adaptive=False)
     assert reads_the_device(lambda: propose(made, step)) is None
     replayed.clear()
     with Recorder() as recorder:
         token_ids = propose(made, step)
     assert [desc.num_tokens for desc in replayed] == [4]
     assert token_ids.is_meta and token_ids.shape == (3, N)
-    assert 0 < recorder.operations + 1 <= LAUNCHES_FROM_A_GRAPH, recorder.operations
+    assert 0 < recorder.operations + 1 <= LAUNCHES_WITH_A_GRAPH[make], recorder.operations
+
+
+@pytest.mark.parametrize("depths", [[4, 4, 4], [2, 0, 1], [0, 0, 0]])
+@pytest.mark.parametrize("make", LAUNCHES_WITH_A_GRAPH)
+def test_the_defaults_from_graphs(
+    make: Any, depths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is drafted for, and how deep, is nothing that a graph must be made anew for."""
+    step, drafter = Step(), make(tmp_path, monkeypatch)
+    made = speculator(step, drafter, monkeypatch)
+    made.spec.reads_next_tokens = make is with_draft_layer
+    defaults(made, drafter)
+    planned = LateBudget.plan
+
+    def plan(*args: Any) -> Plan:
+        found = planned(*args)
+        found.depths = np.array(depths)
+        return found
+
+    monkeypatch.setattr(LateBudget, "plan", plan)
+    replayed = from_graphs(made, drafter, monkeypatch, is_adaptive=True)
+    assert reads_the_device(lambda: propose(made, step)) is None
+    replayed.clear()
+    with Recorder() as recorder:
+        token_ids = propose(made, step)
+    assert token_ids.is_meta and token_ids.shape == (3, N)
+    wanted = {4: [(4, 4)], 2: [(4, 2)], 0: []}[max(depths)]
+    assert [(desc.num_tokens, desc.max_query_len) for desc in replayed] == wanted
+    most = LAUNCHES_WITH_A_GRAPH[make] + LAUNCHES_OF_BRANCHES
+    assert 0 < recorder.operations + len(replayed) <= most, recorder.operations
 
 
 @pytest.mark.parametrize("reason", ["a scheduler that waits", "a builder of the host"])

@@ -11,7 +11,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_specplug.vllm_attention.gpu import FULL_GRAPHS_VARIABLE
+from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.vllm_v2 import device_speculator, worker_gpu
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin
@@ -60,38 +60,43 @@ def test_recurrent_states_stop_the_start(runner: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("wanted", "mode", "on_device", "adaptive", "made"),
+    ("wanted", "mode", "from_graphs", "budget", "depths"),
     [
-        ("1", CUDAGraphMode.FULL_AND_PIECEWISE, True, False, True),
-        ("1", CUDAGraphMode.FULL_DECODE_ONLY, True, False, True),
-        ("0", CUDAGraphMode.FULL_AND_PIECEWISE, True, False, False),
-        ("1", CUDAGraphMode.PIECEWISE, True, False, False),
-        ("1", CUDAGraphMode.NONE, True, False, False),
-        ("1", CUDAGraphMode.FULL_AND_PIECEWISE, False, False, False),
-        ("1", CUDAGraphMode.FULL_AND_PIECEWISE, True, True, False),
+        ("1", CUDAGraphMode.FULL_AND_PIECEWISE, True, "fixed", [8]),
+        ("1", CUDAGraphMode.FULL_DECODE_ONLY, True, "fixed", [8]),
+        ("0", CUDAGraphMode.FULL_AND_PIECEWISE, True, "fixed", None),
+        ("1", CUDAGraphMode.PIECEWISE, True, "fixed", None),
+        ("1", CUDAGraphMode.NONE, True, "fixed", None),
+        ("1", CUDAGraphMode.FULL_AND_PIECEWISE, False, "fixed", None),
+        ("1", CUDAGraphMode.FULL_AND_PIECEWISE, True, "adaptive", [2, 4, 8]),
+        ("1", CUDAGraphMode.FULL_AND_PIECEWISE, True, "adaptive, waited for", None),
     ],
 )
 def test_drafts_that_become_graphs(
     monkeypatch: pytest.MonkeyPatch,
     wanted: str,
     mode: CUDAGraphMode,
-    on_device: bool,
-    adaptive: bool,
-    made: bool,
+    from_graphs: bool,
+    budget: str,
+    depths: list[int] | None,
 ) -> None:
     monkeypatch.setenv(FULL_GRAPHS_VARIABLE, wanted)
+    made: list[list[int]] = []
     captured: list[Any] = []
     graphs = SimpleNamespace(capture_drafts=lambda: captured.append(None))
-    monkeypatch.setattr(device_speculator, "DraftGraphs", lambda *args: graphs)
+    monkeypatch.setattr(
+        device_speculator, "DraftGraphs", lambda *args: made.append(args[-1]) or graphs
+    )
     speculator: Any = object.__new__(DeviceSpeculator)
     speculator.vllm_config = speculator.device = None
     speculator.proposer = SimpleNamespace(
-        drafter=SimpleNamespace(drafts_from_graphs=on_device, propose_on_device=print),
+        drafter=SimpleNamespace(drafts_from_graphs=from_graphs, forward_depth=8),
         options=SimpleNamespace(tree_width=3),
     )
-    speculator.planner = SimpleNamespace(is_adaptive=adaptive)
+    speculator.planner = SimpleNamespace(is_adaptive=budget != "fixed")
+    speculator.schedules_ahead = budget == "adaptive"
     speculator.store = SimpleNamespace(num_nodes=4)
     speculator.init_cudagraph_manager(mode)
-    assert (speculator.draft_graphs is not None) == made
+    assert made == ([] if depths is None else [depths])
     speculator.capture()
-    assert len(captured) == made
+    assert len(captured) == len(made)

@@ -150,9 +150,19 @@ class StateDrafter(HeadDrafter):
         # A chain takes in none.
         return self.ngrams if self.options.tree_width > 1 else None
 
+    @property
+    def drafts_from_graphs(self) -> bool:
+        return True
+
+    @property
+    def request_states(self) -> torch.Tensor:
+        return self._roots
+
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         self._backlog.flush()
         roots, levels = self._roots, self.options.tree_depth
+        if requests.states is not None:
+            roots = requests.states
         if len(roots) and requests.rows is not None:
             roots = roots[requests.rows]
         if len(roots) != len(requests):

@@ -25,10 +25,6 @@ class LocalHeadDrafter(BlockHeadDrafter):
         builder = self.local_tree
         return None if builder is None or builder.is_idle else builder
 
-    @property
-    def drafts_from_graphs(self) -> bool:
-        return self._local_builder is None and super().drafts_from_graphs
-
     def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
         local = self._local_builder
         if local is None:

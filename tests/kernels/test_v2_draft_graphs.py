@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts of V2 from graphs against the same drafts without one: of all requests, of some, and of
+every depth, over memory that is overwritten between steps; Triton runs in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.tiny import (
+    HIDDEN,
+    make_dspark_head,
+    make_eagle3_head,
+    make_head,
+    make_local_head,
+)
+from tests.kernels.graph_memory import (
+    BLOCKS,
+    CONTEXT,
+    CPU,
+    NODES,
+    PAGE,
+    REQUESTS,
+    VOCAB,
+    config,
+    garbage,
+)
+from tests.pretended_graph import PretendedGraph, pretended_graphs
+
+pytest.importorskip("triton")
+pytest.importorskip("vllm")
+
+from vllm_specplug.drafting.drafter import (
+    DeviceRequests,
+    DeviceTrees,
+    DrafterOptions,
+    DraftRequests,
+    TargetWeights,
+)
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
+from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.block.options import BlockSettings
+from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
+from vllm_specplug.methods.dels.drafter import DelsDrafter
+from vllm_specplug.methods.dels.options import DelsSettings
+from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
+from vllm_specplug.methods.dspark_tree.options import DSparkSettings
+from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
+from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
+from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
+from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
+from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+DEPTH = 4
+SIZES = [1, 2, REQUESTS]
+TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2)
+
+# drafter, head and settings
+Made = tuple[type[Any], Path, Any]
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(PretendedGraph, "captured", [])
+    with torch.inference_mode(), pretended_graphs(distributed=False):
+        yield
+
+
+def causal_head(folder: Path) -> Made:
+    return JetSpecDrafter, make_head(folder, VOCAB), BlockSettings(None)
+
+
+def bidirectional_head(folder: Path) -> Made:
+    return DDTreeDrafter, make_head(folder, VOCAB, causal=False), BlockSettings(None)
+
+
+def markov_head(folder: Path) -> Made:
+    settings = DSparkSettings(num_candidates=16, alpha=(1.0,) * DEPTH, beta=(0.0,) * DEPTH)
+    return DSparkDrafter, make_dspark_head(folder, VOCAB, windows=(None,)), settings
+
+
+def local_head(folder: Path) -> Made:
+    local, weights = make_local_head(folder / "local", VOCAB), (0.0, 0.5, 0.5, 0.5)
+    settings = DelsSettings(
+        str(local / "model.safetensors"), str(local / "unigram.safetensors"), 1.0, weights, weights,
+        anchor_input=False, num_candidates=16, gate_table_bytes=0,
+    )  # fmt: skip
+    return DelsDrafter, make_head(folder / "head", VOCAB, causal=False), settings
+
+
+def draft_layer(folder: Path) -> Made:
+    head = make_eagle3_head(folder, VOCAB, draft_vocab_size=20)
+    layers = inspect_eagle3_head(head, TARGET).target_layer_ids
+    return Eagle3Drafter, head, Eagle3Settings(4, layers)
+
+
+HEADS: list[Callable[[Path], Made]] = [
+    causal_head,
+    bidirectional_head,
+    markov_head,
+    local_head,
+    draft_layer,
+]
+
+
+class Drafts:
+    """A head over pages, with its graphs."""
+
+    def __init__(
+        self,
+        make: Callable[[Path], Made],
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        sizes: list[int] = SIZES,
+        *,
+        is_adaptive: bool = True,
+    ) -> None:
+        monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
+        kernel = ChosenKernel("triton", load_kernel("triton"), "")
+        monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **kwargs: kernel)
+        torch.manual_seed(1)
+        cls, head, settings = make(folder / "head")
+        self.drafter = cls(
+            DrafterOptions(
+                head_path=str(head), num_nodes=NODES, tree_depth=DEPTH, max_depth=NODES,
+                tree_width=3, tree_builder="best_first", hybrid_lambda=0.1, settings=settings,
+                ngram_topk=0, max_model_len=CONTEXT,
+            )
+        )  # fmt: skip
+        embeddings = torch.randn(VOCAB, HIDDEN)
+        self.drafter.load(
+            TargetWeights(
+                embed_tokens=embeddings, lm_head=embeddings, dtype=torch.float32, device=CPU,
+                make_linear=plain_linear, text_config=TARGET,
+            )
+        )  # fmt: skip
+        specs = self.drafter.cache_specs()
+        pages = 1 + REQUESTS * BLOCKS
+        layers: Any = [
+            SimpleNamespace(kv_cache=torch.randn(pages, s.num_kv_heads, PAGE, 2 * s.head_dim))
+            for s in specs
+        ]
+        for layer in layers:
+            layer.kv_cache[0] = float("nan")
+        self.table = torch.zeros(REQUESTS, BLOCKS, dtype=torch.int32)
+        self.pages = 1 + torch.randperm(pages - 1).view(REQUESTS, BLOCKS).int()
+        backend = CudaTreeBackend("auto", 4, StepLimits(REQUESTS, 64, NODES + 1, CONTEXT), CPU)
+        backend.block_size = PAGE
+        cache = backend.draft_cache(layers, lambda: self.table, specs[0].head_dim ** -0.5)
+        self.drafter.bind_cache(cache)
+        assert self.drafter.drafts_on_device and self.drafter.drafts_from_graphs
+        depths = graph_depths(self.drafter.forward_depth, is_adaptive)
+        self.graphs = DraftGraphs(config(sizes), CPU, self.drafter, 3, NODES, depths)
+
+    def requests(self, budgets: list[int], rng: np.random.Generator) -> DeviceRequests:
+        count = len(budgets)
+        # What an earlier step left; nobody's line is never written.
+        garbage(self.graphs.batch[:-1], *(t for t in vars(self.graphs.trees).values()))
+        self.table.fill_(0)
+        self.table[:count] = self.pages[torch.from_numpy(rng.permutation(REQUESTS)[:count])]
+        contexts = rng.integers(0, CONTEXT - 8, count)
+        if (states := self.drafter.request_states) is not None:
+            garbage(self.graphs.states[:-1])
+            made = rng.standard_normal((count, *states.shape[1:]))
+            self.drafter._roots = torch.from_numpy(made.astype(np.float32))
+        return DeviceRequests(
+            anchors=torch.from_numpy(rng.integers(0, VOCAB, count)),
+            context_lens=torch.from_numpy(contexts.astype(np.int32)),
+            budgets=torch.tensor(budgets, dtype=torch.int32),
+            depths=torch.from_numpy(rng.integers(1, DEPTH + 1, count).astype(np.int32)),
+            width=3,
+            num_nodes=NODES,
+            max_context=CONTEXT,
+        )
+
+    def eager(self, requests: DeviceRequests, chosen: np.ndarray | None = None) -> DeviceTrees:
+        """The same without a graph."""
+        if chosen is None:
+            return self.drafter.propose_on_device(requests)
+        rows = torch.from_numpy(chosen)
+        return self.drafter.propose_on_device(requests.some(rows)).spread(rows, len(requests))
+
+
+def same_trees(a: DeviceTrees, b: DeviceTrees) -> bool:
+    if a.counts.tolist() != b.counts.tolist():
+        return False
+    for r, n in enumerate(a.counts.tolist()):
+        for name in ("token_ids", "parents", "depths"):
+            if not torch.equal(getattr(a, name)[r, :n], getattr(b, name)[r, :n]):
+                return False
+        # Products of more rows round differently.
+        if not torch.allclose(a.scores[r, :n], b.scores[r, :n], atol=1e-5):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("make", HEADS)
+def test_every_number_of_drafts(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = Drafts(make, tmp_path, monkeypatch, is_adaptive=False)
+    drafts.graphs.capture_drafts()
+    assert sorted(desc.num_tokens for desc in drafts.graphs.graphs) == SIZES
+    rng = np.random.default_rng(0)
+    nodes = 0
+    for number in range(12):
+        # Some want nothing; three requests are padded to four.
+        budgets = rng.choice([0, 1, NODES], 1 + number % REQUESTS).tolist()
+        requests = drafts.requests(budgets, rng)
+        before = PretendedGraph.replays
+        trees = drafts.graphs(requests)
+        assert PretendedGraph.replays == before + 1
+        assert trees is not None and same_trees(trees, drafts.eager(requests)), (number, budgets)
+        assert (trees.counts <= requests.budgets).all()
+        nodes += int(trees.counts.sum())
+    assert nodes > 50, nodes
+
+
+@pytest.mark.parametrize("make", HEADS)
+def test_drafts_of_some_requests_and_of_every_depth(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an adaptive budget asks for."""
+    drafts = Drafts(make, tmp_path, monkeypatch)
+    drafts.graphs.capture_drafts()
+    captured = {(desc.num_tokens, desc.max_query_len) for desc in drafts.graphs.graphs}
+    assert captured == {(size, depth) for size in SIZES for depth in (1, 2, 4)}
+    replayed: list[tuple[int, Any]] = []
+    replay = drafts.graphs.run_fullgraph
+
+    def run_fullgraph(desc: Any) -> None:
+        replayed.append((desc.num_tokens, desc.max_query_len))
+        replay(desc)
+
+    monkeypatch.setattr(drafts.graphs, "run_fullgraph", run_fullgraph)
+    rng = np.random.default_rng(0)
+    nodes = 0
+    for number in range(16):
+        count, deepest = int(rng.integers(1, REQUESTS + 1)), 1 + number % DEPTH
+        requests = drafts.requests(rng.choice([1, NODES], count).tolist(), rng)
+        requests = replace(requests, depths=requests.depths.clamp_max(deepest), deepest=deepest)
+        chosen = np.sort(rng.permutation(count)[: int(rng.integers(1, count + 1))])
+        given = None if len(chosen) == count else chosen
+        trees = drafts.graphs(requests, given)
+        assert trees is not None and same_trees(trees, drafts.eager(requests, given)), number
+        drafted = trees.counts.nonzero().flatten().tolist()
+        assert drafted == chosen.tolist(), (drafted, chosen)
+        nodes += int(trees.counts.sum())
+        size = min(size for size in SIZES if size >= len(chosen))
+        assert replayed[-1] == (size, {1: 1, 2: 2, 3: 4, 4: 4}[deepest])
+    assert nodes > 50, nodes
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_depths_that_are_captured(is_adaptive: bool) -> None:
+    found = [graph_depths(deepest, is_adaptive) for deepest in (1, 2, 5, 15)]
+    expected = [[1], [1, 2], [2, 3, 5], [4, 8, 15]] if is_adaptive else [[1], [2], [5], [15]]
+    assert found == expected
+
+
+def test_lines_are_sent_where_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_specplug.vllm_v2 import draft_graphs
+
+    drafts = Drafts(causal_head, tmp_path, monkeypatch)
+    drafts.graphs.capture_drafts()
+    sent: list[list[int]] = []
+    stock = draft_graphs.pinned
+
+    def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        sent.append(array.tolist())
+        return stock(array, device)
+
+    monkeypatch.setattr(draft_graphs, "pinned", pinned)
+    rng = np.random.default_rng(0)
+    for chosen in (None, None, [0, 2], [0, 2], [2], None):
+        requests = drafts.requests([NODES] * 3, rng)
+        given = None if chosen is None else np.array(chosen)
+        trees = drafts.graphs(requests, given)
+        assert trees is not None and same_trees(trees, drafts.eager(requests, given))
+    # Requests of padding are nobody.
+    assert sent == [[0, 1, 2, 4], [0, 2], [2], [0, 1, 2, 4]]
+
+
+def test_drafts_that_no_graph_was_captured_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = Drafts(causal_head, tmp_path, monkeypatch, [1, 2])
+    rng = np.random.default_rng(0)
+    requests = drafts.requests([NODES] * 3, rng)
+    before = PretendedGraph.replays
+    assert drafts.graphs(requests) is None
+    drafts.graphs.capture_drafts()
+    assert drafts.graphs(requests) is None
+    assert drafts.graphs(replace(requests, width=2), np.array([1])) is None
+    assert drafts.graphs(replace(requests, deepest=DEPTH + 1), np.array([1])) is None
+    assert PretendedGraph.replays == before
+    assert drafts.graphs(requests, np.array([1])) is not None
+    assert PretendedGraph.replays == before + 1
+
+
+def test_a_rehearsal_comes_from_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = Drafts(draft_layer, tmp_path, monkeypatch)
+    requests = DraftRequests(
+        req_ids=["a", "b"], token_ids=[np.arange(8)] * 2, context_lens=[7, 7],
+        req_indices=[0, 1], budgets=[NODES] * 2, widths=[3, 3], depths=[2, 2],
+    )  # fmt: skip
+    drafts.table[:2] = drafts.pages[:2]
+    assert not drafts.graphs.rehearse(requests)
+    drafts.graphs.capture_drafts()
+    before = PretendedGraph.replays
+    assert drafts.graphs.rehearse(requests)
+    assert PretendedGraph.replays == before + 1
+    assert drafts.graphs.trees.counts[:2].tolist() == [NODES] * 2
+
+
+def _elsewhere(graphs: DraftGraphs) -> None:
+    graphs.batch = torch.zeros_like(graphs.batch)
+
+
+def _other_lines(graphs: DraftGraphs) -> None:
+    graphs.lines = torch.zeros_like(graphs.lines)
+
+
+def _other_states(graphs: DraftGraphs) -> None:
+    assert graphs.states is not None
+    graphs.states = torch.zeros_like(graphs.states)
+
+
+def _full_depth(graphs: DraftGraphs) -> None:
+    """Depths of requests are not seen."""
+    fill = graphs._fill
+
+    def filled(requests: DeviceRequests, *rest: Any) -> None:
+        fill(replace(requests, depths=torch.full_like(requests.depths, DEPTH)), *rest)
+
+    graphs._fill = filled  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("control", [_elsewhere, _other_lines, _other_states, _full_depth])
+def test_what_a_draft_does_not_see_is_noticed(
+    control: Callable[[DraftGraphs], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = Drafts(draft_layer, tmp_path, monkeypatch)
+    drafts.graphs.capture_drafts()
+    control(drafts.graphs)
+    requests = drafts.requests([NODES] * 3, np.random.default_rng(0))
+    requests = replace(requests, depths=requests.depths.clamp_max(1), deepest=DEPTH)
+    chosen = np.array([1, 2])
+    trees = drafts.graphs(requests, chosen)
+    assert trees is not None and not same_trees(trees, drafts.eager(requests, chosen))
