@@ -27,7 +27,7 @@ from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Counts, Pair, core_of, pair
 from tests.e2e.target_checks import engine_of
-from vllm_specplug.drafting.drafter import DeviceRequests
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.ngram_tree.drafter import NgramTreeDrafter
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows

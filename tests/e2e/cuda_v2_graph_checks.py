@@ -21,7 +21,7 @@ from tests.e2e.cuda_v2_checks import compare, engines
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair
 from tests.pretended_graph import PretendedGraph, pretended_graphs
-from vllm_specplug.drafting.drafter import DeviceRequests
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.vllm_v2 import graph_trees

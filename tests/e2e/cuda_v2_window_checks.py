@@ -22,7 +22,7 @@ from tests.e2e.cuda_v2_checks import PROMPTS, LateCopy, compare, engines, late_c
 from tests.e2e.cuda_v2_draft_checks import LevelDrafts, knowing
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import target
-from vllm_specplug.drafting.drafter import DeviceRequests
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import DeviceLevels, LongSpecDrafter
 from vllm_specplug.methods.longspec.train.evaluate import SequenceDrafter, TreePolicy

@@ -14,7 +14,8 @@ from tests.kernels.paged import chain_attention
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-from vllm_specplug.drafting.drafter import DeviceRequests, DraftRequests
+from vllm_specplug.drafting.device_requests import DeviceRequests
+from vllm_specplug.drafting.drafter import DraftRequests
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits

@@ -34,6 +34,7 @@ class Layer:
     def __init__(self, made: DeviceTrees, impl: type, cache_dtype: str = "fp8") -> None:
         features = made.features
         self.kv_cache = made.cache.view(torch.uint8)
+        self.num_heads = made.query.shape[1]
         self.dtype, self.kv_cache_dtype = made.dtype, cache_dtype
         self._k_scale, self._v_scale = features.key_scales, features.value_scales
         asks = features.query_scales is not None

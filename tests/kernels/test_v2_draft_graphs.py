@@ -37,13 +37,8 @@ from tests.pretended_graph import PretendedGraph, pretended_graphs
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-from vllm_specplug.drafting.drafter import (
-    DeviceRequests,
-    DeviceTrees,
-    DrafterOptions,
-    DraftRequests,
-    TargetWeights,
-)
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings

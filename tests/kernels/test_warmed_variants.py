@@ -14,12 +14,8 @@ import torch
 
 from tests.e2e.tiny import HIDDEN, make_eagle3_head, make_head
 from tests.kernels.paged import random_parents
-from vllm_specplug.drafting.drafter import (
-    DeviceRequests,
-    DrafterOptions,
-    DraftRequests,
-    TargetWeights,
-)
+from vllm_specplug.drafting.device_requests import DeviceRequests
+from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.drafter import DeviceTrees
+from vllm_specplug.drafting.device_requests import DeviceTrees
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS
 from vllm_specplug.tree import DraftTree

@@ -126,7 +126,7 @@ class CpuTreeBackend(HostWindows, TreeBackend):
     reads_fp8 = True
 
     def bind(self, groups: list[CacheGroup]) -> None:
-        self.groups = [(group.index, group.own_caches) for group in groups]
+        self.groups = [(g.index, g.own_caches) for g in groups if g.own_caches]
         self.layouts = target_layouts(groups)
 
     def tree_rows(

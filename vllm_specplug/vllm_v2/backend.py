@@ -117,7 +117,7 @@ class CpuTreeBackend(HostWindows, TreeBackend):
         return HostClock()
 
     def bind(self, groups: list[CacheGroup]) -> None:
-        self.groups = [(group.index, group.own_caches) for group in groups]
+        self.groups = [(g.index, g.own_caches) for g in groups if g.own_caches]
         self.layouts = target_layouts(groups)
 
     def tree_rows(self, trees: StepTrees, block_tables: Sequence[torch.Tensor]) -> TreeRows:

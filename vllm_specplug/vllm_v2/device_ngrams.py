@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
-from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.vllm_v2.host_step import to_device
 

@@ -27,12 +27,8 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vllm_specplug.budget import Plan
 from vllm_specplug.drafting.device_levels import packed_trees
-from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DeviceRequests,
-    DeviceTrees,
-    TokenHistory,
-)
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees, TokenHistory
+from vllm_specplug.drafting.drafter import CommittedTokens
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.gpu import wants_full_graphs

@@ -20,7 +20,8 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees, Drafter, DraftRequests
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.drafter import Drafter, DraftRequests
 from vllm_specplug.vllm_v2.host_step import pinned, to_device
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_specplug.drafting.device_levels import packed_trees
-from vllm_specplug.drafting.drafter import DeviceTrees
+from vllm_specplug.drafting.device_requests import DeviceTrees
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.device_trees import Walk
 

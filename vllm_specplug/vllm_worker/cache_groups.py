@@ -51,10 +51,13 @@ class CacheGroup:
     num_heads: int | None = None
     """Of queries in these layers, on this rank; None for the model's."""
 
+    readers: frozenset[str] = frozenset()
+    """Of these layers, those that read another's cache."""
+
     @property
     def own_caches(self) -> list[torch.Tensor]:
         """Each cache once, however many layers read it: a path moved twice would be lost."""
-        return list({cache.data_ptr(): cache for cache in self.caches.values()}.values())
+        return [cache for name, cache in self.caches.items() if name not in self.readers]
 
 
 def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[CacheGroup]:
@@ -91,9 +94,14 @@ def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Cache
                     cache_dtype=first.kv_cache_dtype if quantised else "auto",
                     features=features,
                     num_heads=first.num_heads,
+                    readers=frozenset(n for n in names if _reads_another(layers[n])),
                 )
             )
     return groups
+
+
+def _reads_another(layer: Any) -> bool:
+    return getattr(layer, "kv_sharing_target_layer_name", None) is not None
 
 
 def target_layouts(groups: list[CacheGroup]) -> dict[LayoutKey, CpuKvLayout]:

@@ -20,8 +20,8 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import (
-    DeviceRequests,
     DeviceTargetCache,
     DraftCache,
     DraftRequests,
@@ -274,6 +274,7 @@ class CudaKernels:
         self.groups = [
             (group.index, LayerCaches.of([self.views(c) for c in group.own_caches]))
             for group in groups
+            if group.own_caches
         ]
         samples: dict[tuple[LayerShape, FeatureKind], LayerSample] = {}
         for group in groups:

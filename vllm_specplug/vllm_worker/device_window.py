@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import (
-    DeviceRequests,
     DraftRequests,
     RowAttention,
     WindowSpec,
@@ -95,7 +95,8 @@ class DeviceWindowCache(CudaDraftRows, Rings):
             ring, known = self._ring(req_id)
             self.rings[req_id] = (ring, grown)
             rings.append(ring)
-            counts.append(min(most, grown - known))
+            # A request of fewer tokens than are known is another than was stored.
+            counts.append(min(most, grown - known) if grown >= known else most)
         count = sum(counts)
         owners = np.repeat(np.arange(len(counts)), counts)
         # How far before its anchor each token lies, from 1.

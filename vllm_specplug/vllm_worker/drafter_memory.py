@@ -92,6 +92,18 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
     window = drafter.window_spec()
     if window is not None:
         group, name = last_layer(state.target_groups(), state.layers, method)
+        layer = state.layers[name]
+        shape, wanted = (
+            (layer.num_kv_heads, layer.head_size),
+            (window.num_kv_heads, window.head_dim),
+        )
+        if shape != wanted:
+            raise ValueError(
+                f"Speculative method {method!r} reads the cache of the target's last layer "
+                f"{name!r}, which has {shape[0]} KV heads of {shape[1]}; the head was made for "
+                f"{wanted[0]} of {wanted[1]}. Use another method, or a target whose layers have "
+                "one shape."
+            )
         backend = state.runner.tree_backend
         drafter.bind_window(
             backend.draft_window(window, state),

@@ -28,7 +28,8 @@ from tests.unit.budget.calibrations import calibration
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from vllm_specplug.budget import AdaptiveBudget, Plan, RowBudget, StepCostModel
 from vllm_specplug.drafting import device_levels
-from vllm_specplug.drafting.drafter import DeviceRequests, DrafterOptions, TargetWeights
+from vllm_specplug.drafting.device_requests import DeviceRequests
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import ngram_lookup_triton, tree_builder_triton, tree_merge_triton

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.host_step import TreesCopy
 

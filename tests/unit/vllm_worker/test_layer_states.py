@@ -30,8 +30,14 @@ class Layer(nn.Module):
     def __init__(self, number: int, *, split: bool):
         super().__init__()
         self.attention, self.number, self.split = Attention(), number, split
+        # What it returns in place of a residual that the next one adds.
+        self.instead: Any = ()
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        if self.instead != ():
+            added = hidden + self.number
+            stale = torch.arange(HIDDEN).expand_as(hidden).to(hidden.dtype)
+            return added, stale if self.instead == "stale" else self.instead
         hidden = hidden if residual is None else hidden + residual
         added = torch.full_like(hidden, self.number)
         return (added, hidden) if self.split else added + hidden
@@ -88,6 +94,42 @@ def test_a_forward_returns_the_layers_that_were_asked_for(split: bool, compiled:
         torch.testing.assert_close(first, start + 1)
         torch.testing.assert_close(third, start + 6)
     assert not model.state_dict().keys() - {"bodies.0.weight"}
+
+
+class Whole(Body):
+    """Layers return their whole output, which the body takes."""
+
+    def __init__(self, layers: int, instead: Any):
+        super().__init__(layers, split=True)
+        self.norm = nn.LayerNorm(HIDDEN)
+        for layer in self.layers:
+            layer.instead = instead
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden, _ = layer(hidden, None)
+        return self.norm(hidden)
+
+
+def test_no_residual_beside_an_output() -> None:
+    model = Model(Whole(3, None))
+    assert collect_layer_states(model, (2,), config(3), "jetspec")
+    start = torch.randn(3, HIDDEN)
+    _, (second,) = model(start)
+    torch.testing.assert_close(second, start + 3)
+
+
+@pytest.mark.parametrize("change", ["a residual that nobody adds", "another shape"])
+def test_outputs_that_would_be_misread_are_refused(change: str) -> None:
+    model = Model(Whole(3, "stale"))
+    if change == "another shape":
+        model = Model(Whole(3, None))
+        for layer in model.bodies[0].layers:
+            layer.forward = lambda hidden, _: (hidden[None] + torch.ones(2, 1, 1), None)
+        model.bodies[0].forward = lambda hidden: model.bodies[0].layers[2](hidden, None)[0][0]
+    collect_layer_states(model, (1,), config(3), "jetspec")
+    with pytest.raises(ValueError, match="'jetspec'.*Model could not be told.*ngram_tree"):
+        model(torch.randn(3, HIDDEN))
 
 
 def test_a_class_that_returns_them_is_left_alone() -> None:

@@ -16,11 +16,10 @@ from typing import cast
 import torch
 
 from vllm_specplug.drafting.context_backlog import ContextBacklog
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
     DeviceCache,
-    DeviceRequests,
-    DeviceTrees,
     DraftCacheSpec,
     Drafter,
     DraftRequests,

@@ -25,12 +25,11 @@ from vllm_specplug.drafting.device_levels import (
     most_places,
     read_trees,
 )
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import (
     BranchCache,
     CommittedTokens,
     DeviceCache,
-    DeviceRequests,
-    DeviceTrees,
     DraftCache,
     DraftCacheSpec,
     DraftRequests,

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplug.drafting.drafter import DeviceRequests, DeviceTrees, DraftRequests
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.drafter import DraftRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import DraftTree

@@ -35,7 +35,8 @@ from vllm_specplug.drafting.device_levels import (
     draft_levels_on_device,
     read_trees,
 )
-from vllm_specplug.drafting.drafter import DeviceTrees, device_tensor
+from vllm_specplug.drafting.device_requests import DeviceTrees
+from vllm_specplug.drafting.drafter import device_tensor
 from vllm_specplug.kernels import (
     LocalTreeWeights,
     build_local_trees,

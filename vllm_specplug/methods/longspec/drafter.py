@@ -25,11 +25,10 @@ from vllm_specplug.drafting.device_levels import (
     most_places,
     read_trees,
 )
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
-    DeviceRequests,
     DeviceTargetCache,
-    DeviceTrees,
     DeviceWindow,
     DraftCacheSpec,
     DraftRequests,

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
-    DeviceRequests,
-    DeviceTrees,
     DraftCacheSpec,
     Drafter,
     DraftRequests,

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to draft for, and their trees, on the device: the host waits for neither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class TokenHistory:
+    """The tokens of R requests where they lie on the device, and what the host knows of them."""
+
+    # [S, most tokens] int32; a line may hold anything past its request's tokens
+    token_ids: torch.Tensor
+    # [R] int64 line of each
+    lines: torch.Tensor
+    # [R]
+    req_ids: list[str]
+    # [R] Between two drafts for a request it grows by at least as much as the request does
+    grown: list[int]
+    # [R] whether a request may get a draft
+    is_drafted: list[bool]
+
+    def some(self, rows: torch.Tensor, chosen: Sequence[int]) -> TokenHistory:
+        """Those at `rows` [n] of the batch, which the host knows as `chosen`."""
+        return replace(
+            self,
+            lines=self.lines[rows],
+            req_ids=[self.req_ids[r] for r in chosen],
+            grown=[self.grown[r] for r in chosen],
+            is_drafted=[self.is_drafted[r] for r in chosen],
+        )
+
+
+@dataclass(frozen=True)
+class DeviceRequests:
+    """The R requests of a batch to draft for, where their tokens are on the device and the host
+    does not wait for them."""
+
+    # [R] int64, see `DraftRequests.anchors`; anything where the budget is 0
+    anchors: torch.Tensor
+    # [R] int32
+    context_lens: torch.Tensor
+    # [R] int32, 0 for requests that get no draft
+    budgets: torch.Tensor
+    # [R] int32
+    depths: torch.Tensor
+    width: int
+    """Most children of a node, of all requests."""
+    num_nodes: int
+    """N, at least the largest budget."""
+    max_context: int
+    """Upper bound of the contexts."""
+    # [R] int32 row of each in the batch and in the block table; None: one after the other
+    rows: torch.Tensor | None = None
+    deepest: int | None = None
+    """Bound of the depths that is known on the host; None for none."""
+    history: TokenHistory | None = None
+    """Given to drafters with a window."""
+    # [B, ...] `Drafter.request_states` where they lie elsewhere; None: the drafter's own
+    states: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.anchors)
+
+    def some(self, rows: torch.Tensor, chosen: Sequence[int] = ()) -> DeviceRequests:
+        """Those at `rows` [n] of the batch.
+
+        Args:
+            chosen: the rows as the host knows them; needed where there is a `history`.
+        """
+        return replace(
+            self,
+            history=None if self.history is None else self.history.some(rows, chosen),
+            anchors=self.anchors[rows],
+            context_lens=self.context_lens[rows],
+            budgets=self.budgets[rows],
+            depths=self.depths[rows],
+            rows=rows.to(self.depths.dtype),
+        )
+
+
+@dataclass(frozen=True)
+class DeviceTrees:
+    """Trees of R requests on the device; past its count a tree's entries may be anything."""
+
+    # [R, N] int64
+    token_ids: torch.Tensor
+    # [R, N] int32, as in `DraftTree.parent_indices`
+    parents: torch.Tensor
+    # [R, N] int32
+    depths: torch.Tensor
+    # [R, N] float32
+    scores: torch.Tensor
+    # [R] int32
+    counts: torch.Tensor
+
+    def spread(self, rows: torch.Tensor, count: int) -> DeviceTrees:
+        """The same as trees of `count` requests, which are those at `rows`; others have none."""
+        fields = []
+        for field_ in vars(self).values():
+            whole = field_.new_zeros((count, *field_.shape[1:]))
+            fields.append(whole.index_copy_(0, rows, field_))
+        return DeviceTrees(*fields)
