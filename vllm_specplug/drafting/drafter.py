@@ -204,6 +204,43 @@ class DraftRequests:
 
 
 @dataclass(frozen=True)
+class DevicePenalties:
+    """`DraftPenalty` of R requests whose tokens are on the device."""
+
+    # [R, W] int64 last tokens of each, -1 where none is penalised
+    token_ids: torch.Tensor
+    # [R] float32
+    thetas: torch.Tensor
+
+    def some(self, rows: torch.Tensor) -> DevicePenalties:
+        """Those at `rows` [n]."""
+        return DevicePenalties(self.token_ids[rows], self.thetas[rows])
+
+    def apply(self, logits: torch.Tensor, first: int, draft_ids: torch.Tensor | None) -> None:
+        """Penalises logits [n, D, V'] of the requests from `first` on, in place.
+
+        Args:
+            draft_ids: int64 [V] draft id of each target token, -1 for none; None where they are
+                the same.
+        """
+        import torch
+
+        rows = slice(first, first + len(logits))
+        tokens, thetas = self.token_ids[rows], self.thetas[rows]
+        if draft_ids is not None:
+            kept = (tokens >= 0) & (tokens < len(draft_ids))
+            tokens = torch.where(kept, draft_ids[torch.where(kept, tokens, 0)], -1)
+        is_recent = (tokens >= 0) & (tokens < logits.shape[-1])
+        # Whatever is not recent writes token 0, with what token 0 gets.
+        tokens = torch.where(is_recent, tokens, 0)
+        is_recent = is_recent | (is_recent & (tokens == 0)).any(1, keepdim=True)
+        theta = torch.where(is_recent, thetas[:, None], 1.0)[:, None]
+        tokens = tokens[:, None].expand(-1, logits.shape[1], -1)
+        before = logits.gather(2, tokens)
+        logits.scatter_(2, tokens, torch.where(before > 0, before / theta, before * theta))
+
+
+@dataclass(frozen=True)
 class TokenHistory:
     """The tokens of R requests where they lie on the device, and what the host knows of them."""
 
@@ -217,6 +254,11 @@ class TokenHistory:
     grown: list[int]
     # [R] whether a request may get a draft
     is_drafted: list[bool]
+    # [R] bounds of `DeviceRequests.context_lens`, the lower one a step or two late
+    least: list[int]
+    most: list[int]
+    # What the target's sampler will do to the logits of some tokens; None where to none
+    penalties: DevicePenalties | None = None
 
     def some(self, rows: torch.Tensor, chosen: Sequence[int]) -> TokenHistory:
         """Those at `rows` [n] of the batch, which the host knows as `chosen`."""
@@ -226,6 +268,9 @@ class TokenHistory:
             req_ids=[self.req_ids[r] for r in chosen],
             grown=[self.grown[r] for r in chosen],
             is_drafted=[self.is_drafted[r] for r in chosen],
+            least=[self.least[r] for r in chosen],
+            most=[self.most[r] for r in chosen],
+            penalties=None if self.penalties is None else self.penalties.some(rows),
         )
 
 
@@ -253,7 +298,7 @@ class DeviceRequests:
     deepest: int | None = None
     """Bound of the depths that is known on the host; None for none."""
     history: TokenHistory | None = None
-    """Given to drafters with a window."""
+    """Given to drafters that ask for it (`Drafter.reads_history`)."""
 
     def __len__(self) -> int:
         return len(self.anchors)
@@ -483,10 +528,13 @@ class PartialCacheSpec:
 class TargetForward(Protocol):
     """The target's own layers, run on anchors over partial caches."""
 
-    def can_run(self, requests: DraftRequests) -> bool:
-        """Whether there is room for all of these requests at once."""
+    def can_run(self, requests: DraftRequests | DeviceRequests) -> bool:
+        """Whether there is room for all of these requests at once. Those on the device are given
+        on a device alone."""
 
-    def __call__(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, requests: DraftRequests | DeviceRequests
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs each request's anchor; commits nothing.
 
         Returns:
@@ -510,6 +558,14 @@ class Drafter(ABC):
     drafts_by_level: ClassVar[bool] = False
     """Whether a draft forward is a pass for each level, which costs by its levels. Such drafts heed
     `least_node` and `least_level` where they are made on the host; on a device they ignore both."""
+
+    reads_history: ClassVar[bool] = False
+    """Whether `propose_on_device` needs `DeviceRequests.history`."""
+    target_forward: TargetForward | None = None
+    """See `bind_target_forward`; None before."""
+    source: str | None = None
+    """What the last draft on the device came from, where a drafter has several sources to choose
+    from by what they bring."""
 
     reads_target_weights: ClassVar[bool] = True
     """Whether `load` reads the target's embedding and LM head; else it gets empty tensors."""
@@ -599,6 +655,20 @@ class Drafter(ABC):
         """The n-gram branches that are looked up on the device and merged into the trees of
         `propose_on_device`; None for none."""
         return None
+
+    def learn(self, source: str, tokens: float, milliseconds: float) -> None:  # noqa: B027 - optional
+        """Takes in what a step with a draft from `source` brought: tokens per request, and how long
+        it took. Called a step or two late, where drafts are made on the device."""
+
+    @property
+    def rehearsed_depth(self) -> int:
+        """Deepest node of drafts that are rehearsed at start, to compile what they compile and to
+        take the memory they take."""
+        return self.forward_depth
+
+    def rehearse(self, requests: DraftRequests) -> None:
+        """Drafts for dummies as deep as their depths say, on a device: from every source."""
+        self.propose(requests)
 
     @property
     def drafts_from_graphs(self) -> bool:
