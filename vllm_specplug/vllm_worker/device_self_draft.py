@@ -310,7 +310,7 @@ class DevicePartialAttention(DraftAttention):
                     index, region, query[r], contexts.lens[r], contexts.most[r],
                     self.block_table[contexts.rows[r]],
                 )  # fmt: skip
-        kernel = self.rows._kernel_for(query, key)
+        kernel = self.rows.kernel_for(query, key)
         for metadata, views in (
             (self.whole, self.rows.views[index]),
             (self.part, self.pool_views[index]),
