@@ -182,7 +182,7 @@ def knowing_levels() -> Iterator[LevelDrafts]:
         metadata = self.buffers.fill(
             requests.req_indices, starts, contexts, rows, self.block_table()
         )
-        return self._attention(metadata)
+        return self.attention_of(metadata)
 
     with (
         knowing(DeviceLevels, StateDrafter, _layer_trees) as seen,

@@ -441,7 +441,7 @@ class CudaDraftRows:
         self.views = [views(cache) for cache in kv_caches]
         self.kernel: ChosenKernel | None = None
 
-    def _attention(
+    def attention_of(
         self, metadata: TreeAttnMetadata
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Attention of rows whose own keys and values are not in the cache."""
@@ -455,7 +455,7 @@ class CudaDraftRows:
         ) -> torch.Tensor:
             nonlocal needs_words
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
-            kernel = self._kernel_for(query, key)
+            kernel = self.kernel_for(query, key)
             if needs_words:
                 # Here, as the kernel may be another one than the target's.
                 self.backend.fill_words(metadata, kernel)
@@ -465,7 +465,7 @@ class CudaDraftRows:
 
         return attend
 
-    def _on_device(
+    def metadata_of(
         self,
         requests: DraftRequests | DeviceRequests,
         # [R]
@@ -496,7 +496,7 @@ class CudaDraftRows:
             parent_rows=parent_rows.flatten(),
         )
 
-    def _kernel_for(self, query: torch.Tensor, key: torch.Tensor) -> ChosenKernel:
+    def kernel_for(self, query: torch.Tensor, key: torch.Tensor) -> ChosenKernel:
         """The head may have other heads than the target, so its kernel is chosen for it."""
         if self.kernel is None:
             block_size = self.views[0][0].shape[1]
@@ -542,7 +542,7 @@ class CudaDraftCache(CudaDraftRows):
         if isinstance(requests, DeviceRequests):
             chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=self.backend.device)
             parents = chain.repeat(len(requests), 1)
-            metadata = self._on_device(requests, requests.context_lens, parents)
+            metadata = self.metadata_of(requests, requests.context_lens, parents)
         else:
             block = np.arange(-1, rows - 1, dtype=np.int32)
             metadata = self.buffers.fill(
@@ -554,7 +554,7 @@ class CudaDraftCache(CudaDraftRows):
             )
         if not causal:
             metadata.mask_kind = "full"
-        return self._attention(metadata)
+        return self.attention_of(metadata)
 
     def tree_attention(
         self,
@@ -565,4 +565,4 @@ class CudaDraftCache(CudaDraftRows):
         parent_rows: torch.Tensor,
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Attention of tree rows over their paged context and their branch; see the protocol."""
-        return self._attention(self._on_device(requests, context_lens, parent_rows))
+        return self.attention_of(self.metadata_of(requests, context_lens, parent_rows))

@@ -66,7 +66,7 @@ class DeviceWindowCache(CudaDraftRows, Rings):
         for req_id, token_ids, end in zip(
             requests.req_ids, requests.token_ids, requests.context_lens, strict=True
         ):
-            ring, stored = self._ring(req_id)
+            ring, stored = self.ring_of(req_id)
             self.rings[req_id] = (ring, end)
             at = np.arange(max(stored, end - size), end)
             rings.append(ring)
@@ -92,7 +92,7 @@ class DeviceWindowCache(CudaDraftRows, Rings):
                 rings.append(0)
                 counts.append(0)
                 continue
-            ring, known = self._ring(req_id)
+            ring, known = self.ring_of(req_id)
             self.rings[req_id] = (ring, grown)
             rings.append(ring)
             # A request of fewer tokens than are known is another than was stored.
@@ -129,9 +129,9 @@ class DeviceWindowCache(CudaDraftRows, Rings):
     ) -> RowAttention:
         """Attention over the window and a branch; see the protocol."""
         held = context_lens.clamp_max(self.spec.size)
-        metadata = self._on_device(requests, held, parent_rows, self._tables)
+        metadata = self.metadata_of(requests, held, parent_rows, self._tables)
         metadata.max_context = min(metadata.max_context, self.spec.size)
-        return partial(self._attention(metadata), 0)
+        return partial(self.attention_of(metadata), 0)
 
 
 class PagedDeviceTargetCache(CudaDraftRows):
@@ -169,7 +169,7 @@ class PagedDeviceTargetCache(CudaDraftRows):
             rows = len(query) // count
             if rows not in made:
                 alone = torch.full((count, rows), -1, dtype=torch.int32, device=device)
-                made[rows] = self._attention(self._on_device(requests, before, alone, tables))
+                made[rows] = self.attention_of(self.metadata_of(requests, before, alone, tables))
             key, value = (x.repeat_interleave(rows, 0) for x in last)
             mixed = made[rows](0, query, key, value).unflatten(0, (count, rows))
             return mixed.masked_fill(is_empty, 0.0).flatten(0, 1)

@@ -73,7 +73,7 @@ class Rings:
         self.rings: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self.free = list(range(num_requests - 1, -1, -1))
 
-    def _ring(self, req_id: str) -> tuple[int, int]:
+    def ring_of(self, req_id: str) -> tuple[int, int]:
         known = self.rings.pop(req_id, None)
         if known is not None:
             return known
@@ -121,7 +121,7 @@ class WindowCache(Rings):
         for req_id, token_ids, end in zip(
             requests.req_ids, requests.token_ids, requests.context_lens, strict=True
         ):
-            ring, stored = self._ring(req_id)
+            ring, stored = self.ring_of(req_id)
             self.rings[req_id] = (ring, end)
             at = np.arange(max(stored, end - size), end)
             tokens.append(np.asarray(token_ids[at], dtype=np.int64))
