@@ -48,7 +48,11 @@ from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 # Parameters of implementations that tree rows honour, or that the layer check covers elsewhere.
-HONOURED = {"self", "num_heads", "head_size", "scale", "num_kv_heads", "kv_cache_dtype"}
+HONOURED = {
+    "self", "num_heads", "head_size", "scale", "num_kv_heads", "kv_cache_dtype",
+    # Tree rows read the cache of the layer, whoever wrote it.
+    "kv_sharing_target_layer_name",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -340,6 +344,7 @@ def test_layers_of_one_group_are_told_apart_by_their_numbers() -> None:
             kv_cache=torch.zeros(1, 1, 16, 8, dtype=torch.uint8 if i % 2 else torch.float32),
             dtype=torch.float32,
             kv_cache_dtype="fp8" if i % 2 else "auto",
+            num_heads=2,
         )
         for i in range(4)
     }
