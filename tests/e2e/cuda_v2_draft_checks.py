@@ -128,7 +128,7 @@ def knowing(levels: Any, drafter: Any, host_trees: HostTrees) -> Iterator[LevelD
                 tokens = list(dict.fromkeys([*told, *ids[r, place].tolist()]))[: ids.shape[2]]
                 if depth % 2 == 0:
                     tokens[:2] = tokens[1::-1]
-                ids[r, place] = torch.tensor(tokens)
+                ids[r, place, : len(tokens)] = torch.tensor(tokens)
         falling = torch.arange(1, ids.shape[2] + 1).mul(-0.4)
         falling[2:] -= 6.0
         return ids, falling.expand(log_probs.shape).contiguous()

@@ -21,7 +21,7 @@ from tests.e2e.budget_checks import FLAT, freeze_costs
 from tests.e2e.cuda_v2_checks import PROMPTS, LateCopy, compare, engines, late_copies
 from tests.e2e.cuda_v2_draft_checks import LevelDrafts, knowing
 from tests.e2e.option_checks import greedy, seeded
-from tests.e2e.pair import target
+from tests.e2e.pair import target, watch_preemptions, watch_prefix_hits
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import DeviceLevels, LongSpecDrafter
@@ -119,6 +119,24 @@ def check_what_a_window_lacks_is_noticed() -> None:
         with knowing_windows() as drafts, control:
             compare(made, True)
         assert drafts.differing, name
+
+
+def check_windows_of_requests_that_come_back() -> None:
+    """After preemption, and on prefix hits, whose tokens no forward computed again."""
+    long = [[(7 * i + n) % 250 + 5 for i in range(n)] for n in (40, 41, 42)]
+    with knowing_windows() as drafts:
+        made = engines(
+            "longspec", ahead=True, ngram_topk=0, nodes=10,
+            num_gpu_blocks_override=9, enable_prefix_caching=True,
+        )  # fmt: skip
+        preempted, hits = watch_preemptions(made.tree), watch_prefix_hits(made.tree)
+        made.compare(long, greedy(max_tokens=40, detokenize=False))
+        assert preempted
+        made.compare([long[2]], seeded(3, max_tokens=8, detokenize=False))
+    assert max(hits.values()) >= 32, hits
+    assert drafts.nodes > 50 and not drafts.differing, drafts
+    window = made.runner.drafter.drafter.window
+    assert isinstance(window, DeviceWindowCache)
 
 
 def check_defaults_read_nothing() -> None:

@@ -12,6 +12,43 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class DevicePenalties:
+    """`DraftPenalty` of R requests whose tokens are on the device."""
+
+    # [R, W] int64 last tokens of each, -1 where none is penalised
+    token_ids: torch.Tensor
+    # [R] float32
+    thetas: torch.Tensor
+
+    def some(self, rows: torch.Tensor) -> DevicePenalties:
+        """Those at `rows` [n]."""
+        return DevicePenalties(self.token_ids[rows], self.thetas[rows])
+
+    def apply(self, logits: torch.Tensor, first: int, draft_ids: torch.Tensor | None) -> None:
+        """Penalises logits [n, D, V'] of the requests from `first` on, in place.
+
+        Args:
+            draft_ids: int64 [V] draft id of each target token, -1 for none; None where they are
+                the same.
+        """
+        import torch
+
+        rows = slice(first, first + len(logits))
+        tokens, thetas = self.token_ids[rows], self.thetas[rows]
+        if draft_ids is not None:
+            kept = (tokens >= 0) & (tokens < len(draft_ids))
+            tokens = torch.where(kept, draft_ids[torch.where(kept, tokens, 0)], -1)
+        is_recent = (tokens >= 0) & (tokens < logits.shape[-1])
+        # Whatever is not recent writes token 0, with what token 0 gets.
+        tokens = torch.where(is_recent, tokens, 0)
+        is_recent = is_recent | (is_recent & (tokens == 0)).any(1, keepdim=True)
+        theta = torch.where(is_recent, thetas[:, None], 1.0)[:, None]
+        tokens = tokens[:, None].expand(-1, logits.shape[1], -1)
+        before = logits.gather(2, tokens)
+        logits.scatter_(2, tokens, torch.where(before > 0, before / theta, before * theta))
+
+
+@dataclass(frozen=True)
 class TokenHistory:
     """The tokens of R requests where they lie on the device, and what the host knows of them."""
 
@@ -25,6 +62,11 @@ class TokenHistory:
     grown: list[int]
     # [R] whether a request may get a draft
     is_drafted: list[bool]
+    # [R] bounds of `DeviceRequests.context_lens`, the lower one a step or two late
+    least: list[int]
+    most: list[int]
+    # What the target's sampler will do to the logits of some tokens; None where to none
+    penalties: DevicePenalties | None = None
 
     def some(self, rows: torch.Tensor, chosen: Sequence[int]) -> TokenHistory:
         """Those at `rows` [n] of the batch, which the host knows as `chosen`."""
@@ -34,6 +76,9 @@ class TokenHistory:
             req_ids=[self.req_ids[r] for r in chosen],
             grown=[self.grown[r] for r in chosen],
             is_drafted=[self.is_drafted[r] for r in chosen],
+            least=[self.least[r] for r in chosen],
+            most=[self.most[r] for r in chosen],
+            penalties=None if self.penalties is None else self.penalties.some(rows),
         )
 
 
@@ -61,7 +106,7 @@ class DeviceRequests:
     deepest: int | None = None
     """Bound of the depths that is known on the host; None for none."""
     history: TokenHistory | None = None
-    """Given to drafters with a window."""
+    """Given to drafters that ask for it (`Drafter.reads_history`)."""
     # [B, ...] `Drafter.request_states` where they lie elsewhere; None: the drafter's own
     states: torch.Tensor | None = None
 

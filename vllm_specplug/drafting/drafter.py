@@ -385,10 +385,13 @@ class PartialCacheSpec:
 class TargetForward(Protocol):
     """The target's own layers, run on anchors over partial caches."""
 
-    def can_run(self, requests: DraftRequests) -> bool:
-        """Whether there is room for all of these requests at once."""
+    def can_run(self, requests: DraftRequests | DeviceRequests) -> bool:
+        """Whether there is room for all of these requests at once. Those on the device are given
+        on a device alone."""
 
-    def __call__(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, requests: DraftRequests | DeviceRequests
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs each request's anchor; commits nothing.
 
         Returns:
@@ -412,6 +415,14 @@ class Drafter(ABC):
     drafts_by_level: ClassVar[bool] = False
     """Whether a draft forward is a pass for each level, which costs by its levels. Such drafts heed
     `least_node` and `least_level` where they are made on the host; on a device they ignore both."""
+
+    reads_history: ClassVar[bool] = False
+    """Whether `propose_on_device` needs `DeviceRequests.history`."""
+    target_forward: TargetForward | None = None
+    """See `bind_target_forward`; None before."""
+    source: str | None = None
+    """What the last draft on the device came from, where a drafter has several sources to choose
+    from by what they bring."""
 
     reads_target_weights: ClassVar[bool] = True
     """Whether `load` reads the target's embedding and LM head; else it gets empty tensors."""
@@ -501,6 +512,20 @@ class Drafter(ABC):
         """The n-gram branches that are looked up on the device and merged into the trees of
         `propose_on_device`; None for none."""
         return None
+
+    def learn(self, source: str, tokens: float, milliseconds: float) -> None:  # noqa: B027 - optional
+        """Takes in what a step with a draft from `source` brought: tokens per request, and how long
+        it took. Called a step or two late, where drafts are made on the device."""
+
+    @property
+    def rehearsed_depth(self) -> int:
+        """Deepest node of drafts that are rehearsed at start, to compile what they compile and to
+        take the memory they take."""
+        return self.forward_depth
+
+    def rehearse(self, requests: DraftRequests) -> None:
+        """Drafts for dummies as deep as their depths say, on a device: from every source."""
+        self.propose(requests)
 
     @property
     def drafts_from_graphs(self) -> bool:

@@ -70,7 +70,8 @@ WORKERS_V2 = {
 }
 CAPABILITIES_V2 = {
     "cpu": frozenset(Capability),
-    "cuda": CAPABILITIES["cuda"] | {Capability.WINDOW, Capability.TARGET_CACHE},
+    "cuda": CAPABILITIES["cuda"]
+    | {Capability.WINDOW, Capability.TARGET_CACHE, Capability.TARGET_FORWARD},
 }
 
 

@@ -26,7 +26,7 @@ from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
 from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer, PagedDraftCache
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
-from vllm_specplug.vllm_worker.window_cache import HostWindows
+from vllm_specplug.vllm_worker.window_cache import HostMemory
 
 
 class TreeBackend(ABC):
@@ -120,7 +120,7 @@ def put_rows(attn_metadata: Any, rows: TreeRows) -> None:
         attach_tree_rows(metadata, rows)
 
 
-class CpuTreeBackend(HostWindows, TreeBackend):
+class CpuTreeBackend(HostMemory, TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache."""
 
     reads_fp8 = True

@@ -25,7 +25,7 @@ from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, 
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
 from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer, PagedDraftCache
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
-from vllm_specplug.vllm_worker.window_cache import HostWindows
+from vllm_specplug.vllm_worker.window_cache import HostMemory
 
 
 class TreeBackend(ABC):
@@ -108,7 +108,7 @@ def step_plan(trees: StepTrees) -> torch.Tensor:
     )
 
 
-class CpuTreeBackend(HostWindows, TreeBackend):
+class CpuTreeBackend(HostMemory, TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache."""
 
     is_host = True

@@ -15,6 +15,7 @@ back in copies that nothing waits for.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from vllm_specplug.vllm_v2.host_step import (
     TreesCopy,
     to_device,
 )
+from vllm_specplug.vllm_v2.penalty_processor import device_penalties
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.step_input import HostRequest
 from vllm_specplug.vllm_worker.draft_planner import Batch
@@ -59,6 +61,8 @@ class DeviceSpeculator(TreeSpeculator):
         self.known: dict[str, KnownTokens] = {}
         # Of running requests: grows with every step by the most tokens that it can give them.
         self.grown: dict[str, int] = {}
+        # And how many tokens they have at least.
+        self.least: dict[str, int] = {}
         # Trees built on the device and their rows, by running request.
         self.copies: dict[str, tuple[TreesCopy, int]] = {}
         self.draft_graphs: DraftGraphs | None = None
@@ -70,6 +74,8 @@ class DeviceSpeculator(TreeSpeculator):
         # The rows that the scheduler was asked for with the last output. What is decided between
         # two drafts is asked for with the next one.
         self._asked: ReservedRows | None = None
+        # When the last step was drafted for, and its requests.
+        self._paced: tuple[float, list[str]] = (0.0, [])
         if self._may_look_up():
             keep_history_on_device(req_states)
 
@@ -97,6 +103,7 @@ class DeviceSpeculator(TreeSpeculator):
         self.known[req_id] = KnownTokens(token_ids)
         # Of what was kept for it nothing holds.
         self.grown[req_id] = self.grown.get(req_id, 0) + self.max_model_len
+        self.least[req_id] = len(token_ids)
 
     def forget(self, gone: Sequence[str], ended: Sequence[str]) -> None:
         # An engine that goes idle has no later step to count the last ones in.
@@ -107,6 +114,7 @@ class DeviceSpeculator(TreeSpeculator):
         for req_id in gone:
             self.known.pop(req_id, None)
             self.grown.pop(req_id, None)
+            self.least.pop(req_id, None)
             self.copies.pop(req_id, None)
 
     def tree_of(self, req_id: str) -> DraftTree | None:
@@ -180,13 +188,24 @@ class DeviceSpeculator(TreeSpeculator):
             # The next step was scheduled before what comes now.
             self._look_back()
             trees = {r: self.copies[r] for r in input_batch.req_ids if r in self.copies}
-            self._late.append(_LateStep(input_batch, copy, trees, self.running()))
+            source, milliseconds = self._pace(input_batch)
+            record = self.running()
+            self._late.append(_LateStep(input_batch, copy, trees, record, source, milliseconds))
             drafted = self._draft_on_device(input_batch, num_sampled, most, self._asked)
             self._asked = self.reserved
             return drafted
         read = copy.read()
         self.record(input_batch, read.walk, read.seq_lens, self.trees)
         return self._draft(input_batch, self._batch(input_batch, read), most)
+
+    def _pace(self, input_batch: Any) -> tuple[str | None, float]:
+        """Where the drafts of a step came from, and milliseconds since the step before it; 0 where
+        its requests were others, or none of them had a draft."""
+        drafter, now = self.proposer.drafter, time.perf_counter()
+        (before, req_ids), self._paced = self._paced, (now, list(input_batch.req_ids))
+        if drafter.source is None or req_ids != self._paced[1]:
+            return drafter.source, 0.0
+        return drafter.source, 1e3 * (now - before)
 
     def _look_back(self) -> None:
         """Learns from the steps and decides on the trees whose copies have come."""
@@ -201,9 +220,16 @@ class DeviceSpeculator(TreeSpeculator):
         read = late.copy.read()
         trees = {req_id: copy.read(row) for req_id, (copy, row) in late.trees.items()}
         self.record(late.input_batch, read.walk, read.seq_lens, trees, late.record)
+        sampled = read.sampled.tolist()
+        for req_id, total in zip(late.input_batch.req_ids, read.totals.tolist(), strict=True):
+            if req_id in self.least:
+                self.least[req_id] = max(self.least[req_id], total)
+        if late.source is not None and late.milliseconds:
+            tokens = sum(sampled) / len(sampled)
+            self.proposer.drafter.learn(late.source, tokens, late.milliseconds)
         if self._ngrams is None:
             return
-        sampled, latest = read.sampled.tolist(), read.latest.numpy()
+        latest = read.latest.numpy()
         for i, req_id in enumerate(late.input_batch.req_ids):
             if sampled[i] and req_id in late.trees:
                 copy, row = late.trees[req_id]
@@ -325,14 +351,22 @@ class DeviceSpeculator(TreeSpeculator):
     def _history(
         self, input_batch: Any, budgets: np.ndarray, slots: torch.Tensor
     ) -> TokenHistory | None:
-        if self.proposer.drafter.window_spec() is None:
+        if not self.proposer.drafter.reads_history:
             return None
+        req_ids = list(input_batch.req_ids)
+        bounds = input_batch.seq_lens_cpu_upper_bound[: len(req_ids)]
         return TokenHistory(
             self.req_states.all_token_ids.gpu,
             slots,
-            list(input_batch.req_ids),
-            [self.grown[req_id] for req_id in input_batch.req_ids],
+            req_ids,
+            [self.grown[req_id] for req_id in req_ids],
             (budgets > 0).tolist(),
+            # Without the anchor; what the forward emits comes behind its tokens.
+            least=[self.least[req_id] - 1 for req_id in req_ids],
+            most=bounds.tolist(),
+            penalties=device_penalties(
+                [self.penalties.get(req_id) for req_id in req_ids], self.req_states, slots
+            ),
         )
 
     def _rows_of(
@@ -448,6 +482,9 @@ class _LateStep:
     # those it verified, by request
     trees: dict[str, tuple[TreesCopy, int]]
     record: StepRecord
+    # `Drafter.source` of these trees, and how long the step took; 0 where that is not known
+    source: str | None = None
+    milliseconds: float = 0.0
 
     @property
     def has_come(self) -> bool:

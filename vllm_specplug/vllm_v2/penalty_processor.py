@@ -10,6 +10,7 @@ Seam: penalty_processor.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from vllm_specplug.accept.contextual_penalty import penalise, recent_tokens
+from vllm_specplug.drafting.device_requests import DevicePenalties
 from vllm_specplug.drafting.drafter import DraftPenalty
+from vllm_specplug.vllm_v2.host_step import to_device
 from vllm_specplug.vllm_v2.tree_paths import TreePaths, output_tail
 from vllm_specplug.vllm_worker.penalty import request_penalty
 
@@ -107,3 +110,26 @@ def draft_penalty(
     recent = recent_tokens(token_ids[-window:].tolist(), (), window)
     kept = torch.tensor([token for token in recent if token < vocab_size], dtype=torch.int64)
     return DraftPenalty(kept, functools.partial(penalise, theta=theta))
+
+
+def device_penalties(
+    # [R] window and theta of each request, None for no penalty
+    penalties: Sequence[tuple[int, float] | None],
+    req_states: Any,
+    # [R] int64 slots of the requests
+    slots: torch.Tensor,
+) -> DevicePenalties | None:
+    """`draft_penalty` of requests whose tokens are on the device; None where no request has one."""
+    if not any(penalties):
+        return None
+    all_token_ids, total_lens = req_states.all_token_ids.gpu, req_states.total_len.gpu
+    longest = all_token_ids.shape[1]
+    windows = [0 if penalty is None else min(penalty[0], longest) for penalty in penalties]
+    thetas = [1.0 if penalty is None else penalty[1] for penalty in penalties]
+    # Both are exact in float64.
+    table = to_device(np.array([windows, thetas]), slots.device)
+    back = torch.arange(max(windows), device=slots.device)
+    positions = total_lens[slots].long()[:, None] - 1 - back
+    tokens = all_token_ids[slots[:, None], positions.clamp_min(0)].long()
+    is_recent = (positions >= 0) & (back < table[0][:, None])
+    return DevicePenalties(torch.where(is_recent, tokens, -1), table[1].float())

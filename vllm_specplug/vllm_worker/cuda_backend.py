@@ -25,6 +25,8 @@ from vllm_specplug.drafting.drafter import (
     DeviceTargetCache,
     DraftCache,
     DraftRequests,
+    PartialCacheSpec,
+    TargetForward,
     WindowSpec,
     device_tensor,
 )
@@ -401,6 +403,12 @@ class CudaKernels:
         from vllm_specplug.vllm_worker.device_window import PagedDeviceTargetCache
 
         return PagedDeviceTargetCache(self, kv_cache, block_table, scale)
+
+    def self_draft(self, state: RunnerView, spec: PartialCacheSpec) -> TargetForward:
+        """The target as its own draft."""
+        from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft
+
+        return DeviceSelfDraft(state, spec, self)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)

@@ -11,7 +11,7 @@ from vllm_specplug.options import option_error
 from vllm_specplug.vllm_worker.cache_groups import check_plain_attention, last_layer
 from vllm_specplug.vllm_worker.ranks import first_rank_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
-from vllm_specplug.vllm_worker.self_draft import SelfDraft, partial_cache_bytes
+from vllm_specplug.vllm_worker.self_draft import partial_cache_bytes
 from vllm_specplug.vllm_worker.window_cache import window_bytes, without_windows
 
 
@@ -46,21 +46,27 @@ def drafter_memory(state: RunnerView) -> torch.Tensor:
     Raises:
         ValueError: when there are not so many.
     """
-    spec = state.drafter.window_spec()
-    if spec is None:
-        return torch.empty(0, dtype=torch.uint8, device=state.device)
-    block_size = state.vllm_config.cache_config.block_size
-    size = window_bytes(spec, state.max_requests, state.dtype, block_size)
+    window, kept = state.drafter.window_spec(), state.drafter.partial_cache_spec()
+    size = partial_cache_bytes(state)
+    if window is not None:
+        block_size = state.vllm_config.cache_config.block_size
+        size += window_bytes(window, state.max_requests, state.dtype, block_size)
     try:
         return torch.empty(size, dtype=torch.uint8, device=state.device)
     except torch.OutOfMemoryError:
+        what, remedy, option, value = "", "", "", 0
+        if window is not None:
+            option, value = window.option, window.size
+            what = f"windows for {state.max_requests} requests"
+            remedy = f"Lower {option} or --max-num-seqs"
+        if kept is not None:
+            option, value = kept.options[0], kept.max_requests
+            what = f"partial caches of {kept.options[1]}={kept.budget} tokens each"
+            remedy = f"Lower {option} or {kept.options[1]}"
         raise option_error(
-            spec.option,
-            spec.size,
-            f"windows for {state.max_requests} requests take {size / 2**20:.0f} MiB, more than "
-            "the device has free",
-            f"Lower {spec.option} or --max-num-seqs",
-        ) from None
+            option, value, f"{what} take {size / 2**20:.0f} MiB, more than the device has free",
+            remedy,
+        ) from None  # fmt: skip
 
 
 def most_tree_rows(state: RunnerView) -> int:
@@ -121,4 +127,5 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
             "drafts with the target's own layers over partial caches",
             "Use another method, or other settings of this one",
         )
-        drafter.bind_target_forward(SelfDraft(state, spec), first_rank_values)
+        forward = state.runner.tree_backend.self_draft(state, spec)
+        drafter.bind_target_forward(forward, first_rank_values)

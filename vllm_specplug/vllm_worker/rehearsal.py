@@ -82,12 +82,12 @@ def warm_up_draft(state: RunnerView) -> None:
 
 
 def _draft_every_depth(state: RunnerView) -> None:
-    deepest = state.drafter.forward_depth
+    deepest = state.drafter.rehearsed_depth
     longest = min(LONG_CONTEXT, state.max_model_len - deepest - 1)
     for context in (SHORT_CONTEXT, longest) if longest > SHORT_CONTEXT else (SHORT_CONTEXT,):
         for depth in range(1, deepest + 1):
             with rehearsal(state, 1, depth, context) as requests:
-                state.drafter.propose(requests)
+                state.drafter.rehearse(requests)
 
 
 class _NoCache:
@@ -147,7 +147,7 @@ def profile_largest_step(
     sample_hidden = hidden[:rows].clone()
     logits = state.logits(sample_hidden)
     sample(logits)
-    if not drafter.forward_depth:
+    if not drafter.rehearsed_depth:
         return
     drafter.bind_cache(_NoCache())
     if (window := drafter.window_spec()) is not None:
@@ -156,5 +156,5 @@ def profile_largest_step(
     every = torch.arange(tokens, device=device)
     positions = every % state.max_model_len
     drafter.observe(CommittedTokens(aux, every, positions, every, output_states=hidden))
-    with rehearsal(state, num_reqs, drafter.forward_depth) as requests:
-        drafter.propose(requests)
+    with rehearsal(state, num_reqs, drafter.rehearsed_depth) as requests:
+        drafter.rehearse(requests)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import DraftRequests, PartialCacheSpec
 from vllm_specplug.kernels import TreeAttnMetadata, causal_words, tree_attn
 from vllm_specplug.kvcache.partial_cache import PartialCache, PartialContext
@@ -134,8 +135,9 @@ class SelfDraft:
         """Memory of the partial caches."""
         return self.pool.num_bytes
 
-    def can_run(self, requests: DraftRequests) -> bool:
+    def can_run(self, requests: DraftRequests | DeviceRequests) -> bool:
         """Whether the pool has room for all of these requests at once."""
+        assert isinstance(requests, DraftRequests)
         beyond = sum(length > self.spec.budget for length in requests.context_lens)
         return beyond <= self.pool.max_requests
 
@@ -143,8 +145,11 @@ class SelfDraft:
         """Drops partial caches of requests that ended or were preempted."""
         self.pool.forget(req_ids)
 
-    def __call__(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, requests: DraftRequests | DeviceRequests
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs each request's anchor; see the protocol."""
+        assert isinstance(requests, DraftRequests)
         count = len(requests)
         attention = PartialAttention(
             self.pool, self.layer_index, requests, self.state.block_table()
@@ -165,7 +170,8 @@ def partial_cache_bytes(state: RunnerView) -> int:
     spec = state.drafter.partial_cache_spec()
     if spec is None or state.max_model_len <= spec.budget:
         return 0
+    # And a page for what a device writes nowhere.
     return sum(
-        spec.max_requests * -(-spec.budget // tokens) * num_bytes
+        (spec.max_requests * -(-spec.budget // tokens) + 1) * num_bytes
         for tokens, num_bytes in state.full_attention_pages()
     )

@@ -15,7 +15,13 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.drafter import DraftRequests, WindowSpec, WindowTokens
+from vllm_specplug.drafting.drafter import (
+    DraftRequests,
+    PartialCacheSpec,
+    TargetForward,
+    WindowSpec,
+    WindowTokens,
+)
 from vllm_specplug.kernels import (
     TreeAttnMetadata,
     prefix_attn,
@@ -202,7 +208,7 @@ class PagedTargetCache:
         return attend
 
 
-class HostWindows:
+class HostMemory:
     """A backend of trees whose device's memory is the host's."""
 
     def draft_window(self, spec: WindowSpec, state: RunnerView) -> WindowCache:
@@ -214,3 +220,9 @@ class HostWindows:
     ) -> PagedTargetCache:
         """What drafts attend of one layer of the target."""
         return PagedTargetCache(kv_cache, block_table, scale)
+
+    def self_draft(self, state: RunnerView, spec: PartialCacheSpec) -> TargetForward:
+        """The target as its own draft."""
+        from vllm_specplug.vllm_worker.self_draft import SelfDraft
+
+        return SelfDraft(state, spec)

@@ -102,7 +102,7 @@ def test_devices_are_those_of_the_model_runner(
     head = str(folder / "tokenswift")
     assert "cpu" in inspect_head(head)["needs"]["devices"]
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert inspect_head(head)["needs"]["devices"] == ["cpu"]
+    assert inspect_head(head)["needs"]["devices"] == ["cpu", "cuda"]
     fewer = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
     monkeypatch.setattr(spec_config, "CAPABILITIES_V2", fewer)
     assert inspect_head(head)["needs"]["devices"] == []

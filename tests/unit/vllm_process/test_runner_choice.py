@@ -296,7 +296,7 @@ def test_targets_that_v2_does_not_serve(
 
 @pytest.mark.parametrize(
     ("capabilities", "refused"),
-    [(CAPABILITIES, {"longspec", "tokenswift"}), (CAPABILITIES_V2, {"tokenswift"})],
+    [(CAPABILITIES, {"longspec", "tokenswift"}), (CAPABILITIES_V2, set())],
 )
 def test_methods_that_cuda_gives_what_they_need(
     capabilities: dict[str, frozenset[Capability]], refused: set[str]

@@ -16,7 +16,7 @@ from vllm_specplug.vllm_worker.state_layers import StateLayers
 
 
 class SleepingDrafter:
-    forward_depth = 3
+    forward_depth = rehearsed_depth = 3
     drafts_by_level = False
 
     def __init__(self) -> None:
@@ -26,6 +26,9 @@ class SleepingDrafter:
     def propose(self, requests: Any) -> list[DraftTree]:
         self.rehearsed.append((len(requests), requests.forward_depths))
         return [DraftTree.empty()] * len(requests)
+
+    def rehearse(self, requests: Any) -> None:
+        self.propose(requests)
 
     def forget(self, req_ids: list[str]) -> None:
         self.forgotten |= set(req_ids)

@@ -16,7 +16,7 @@ from vllm_specplug.vllm_worker.rehearsal import rehearsal, warm_up_draft
 
 
 class _Drafter:
-    forward_depth = 3
+    rehearsed_depth = 3
 
     def __init__(self) -> None:
         self.seen: list[tuple[list[int], list[int], int]] = []
@@ -26,6 +26,9 @@ class _Drafter:
         (tokens,) = requests.token_ids
         assert len(tokens) == requests.context_lens[0] + 1 and tokens.min() > 0
         self.seen.append((requests.context_lens, requests.forward_depths, runner_of(self)))
+
+    def rehearse(self, requests: Any) -> None:
+        self.propose(requests)
 
     def forget(self, req_ids: list[str]) -> None:
         self.forgotten += req_ids
@@ -62,7 +65,7 @@ def test_warm_up_drafts_every_depth(runner: Any) -> None:
 
 
 def test_a_method_without_a_forward_has_nothing_to_warm_up(runner: Any) -> None:
-    runner.drafter.drafter.forward_depth = 0
+    runner.drafter.drafter.rehearsed_depth = 0
     warm_up_draft(runner.state)
     assert not runner.drafter.drafter.seen
 

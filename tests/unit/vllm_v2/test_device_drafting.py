@@ -202,6 +202,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
             prefill_len=SimpleNamespace(np=np.full(slots, 9, np.int32)),
         ),
         trees={}, copies={}, known=dict.fromkeys("abc"), grown=dict.fromkeys("abc", 256),
+        least=dict.fromkeys("abc", 9), penalties={}, _paced=(0.0, []),
         reserved=None, _asked=None,
         schedules_ahead=True,
         max_num_tokens=64, _ngrams=None, _late_budget=None, extra_args={}, plain={},

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -137,6 +137,7 @@ class FusedLongSpecHead:
 class LongSpecDrafter(HeadDrafter):
     """Windowed self-attention and cross-attention over the target's last layer."""
 
+    reads_history: ClassVar[bool] = True
     is_device_window = False
     """Whether the window is a `DeviceWindow`: levels are then drafted without the host."""
 

@@ -67,8 +67,14 @@ class SourceChooser:
         self._steps = 0
         self._in_row = 0
 
-    def observe(self, tokens: float, milliseconds: float) -> None:
-        """What the step drafted from `current` yielded per request, and took in all."""
+    def observe(self, tokens: float, milliseconds: float, source: str | None = None) -> None:
+        """What the step drafted from `current` yielded per request, and took in all.
+
+        Args:
+            source: of a step that is known late; it counts if `current` has not changed since.
+        """
+        if source not in (None, self.current):
+            return
         if self._in_row > _UNCOUNTED_STEPS or len(self.sources) == 1:
             self.rates[self.current].observe(tokens, milliseconds)
 

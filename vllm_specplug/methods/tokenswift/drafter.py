@@ -20,10 +20,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
+from typing import ClassVar
 
 import numpy as np
 import torch
 
+from vllm_specplug.drafting.device_levels import MOST_LOGITS, static_levels
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
     DraftCacheSpec,
@@ -31,19 +34,22 @@ from vllm_specplug.drafting.drafter import (
     DraftRequests,
     PartialCacheSpec,
     TargetWeights,
+    device_tensor,
 )
-from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.tokenswift.draft_source import SourceChooser
 from vllm_specplug.methods.tokenswift.head import load_heads
 from vllm_specplug.tree import DraftTree, build_tree, merge_trees
 from vllm_specplug.tree.static_tree import build_static
 
-SELF, HEADS, NGRAMS = "self", "heads", "ngrams"
+SELF, HEADS, NGRAMS = _SOURCES = "self", "heads", "ngrams"
 
 
 class TokenSwiftDrafter(Drafter):
     """Method `tokenswift`."""
+
+    reads_history: ClassVar[bool] = True
 
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
@@ -56,8 +62,10 @@ class TokenSwiftDrafter(Drafter):
         self.target_ids = target_ids
         self.draft_ids: torch.Tensor | None = None
         if target_ids is not None:
-            self.draft_ids = torch.full((heads.config.vocab_size,), -1)
-            self.draft_ids[target_ids] = torch.arange(len(target_ids))
+            draft_ids = torch.full((heads.config.vocab_size,), -1)
+            draft_ids[target_ids] = torch.arange(len(target_ids))
+            self.target_ids = target_ids.to(target.device)
+            self.draft_ids = draft_ids.to(target.device)
         self.lm_head = target.make_lm_head(self.target_ids)
         self.ngrams = ngram_branches(options)
         self.chooser = SourceChooser(self._sources())
@@ -101,7 +109,7 @@ class TokenSwiftDrafter(Drafter):
         req_ids = list(req_ids)
         if self.ngrams is not None:
             self.ngrams.forget(req_ids)
-        if SELF in self.chooser.sources:
+        if self.target_forward is not None:
             self.target_forward.forget(req_ids)
         for req_id in req_ids:
             self._drafted.pop(req_id, None)
@@ -129,10 +137,69 @@ class TokenSwiftDrafter(Drafter):
             self._drafted[req_id] = (len(requests.token_ids[r]), tree, branches)
         return trees
 
-    def _available(self, requests: DraftRequests) -> list[str]:
+    @property
+    def drafts_on_device(self) -> bool:
+        return self.options.tree_builder == "best_first"
+
+    @property
+    def device_branches(self) -> NgramBranches | None:
+        # A chain takes in none; where there is nothing else, the best branch is one.
+        is_chain = self.options.tree_width == 1 and self.chooser.sources != (NGRAMS,)
+        return None if is_chain else self.ngrams
+
+    @property
+    def rehearsed_depth(self) -> int:
+        return self.options.tree_depth
+
+    def rehearse(self, requests: DraftRequests) -> None:
+        for source in self.chooser.sources:
+            # There are no caches while vLLM measures memory; its own forward takes more.
+            if source == HEADS or (source == SELF and self.target_forward is not None):
+                self._head_trees(source, requests)
+
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees | None:
+        """See `Drafter`. Sources are chosen on the host, by steps that it has heard of."""
+        available = self._available(requests)
+        source = self.chooser.choose(available) if available else NGRAMS
+        if len(self.chooser.sources) > 1:
+            # What ranks have heard of differs, and all of them run the target or none does.
+            (chosen,) = self.share([float(_SOURCES.index(source))])
+            source = _SOURCES[int(chosen)]
+        self.steps_from[source] += 1
+        self.source = source
+        if source == NGRAMS:
+            return None
+        first = 0 if source == SELF else 1
+        depth = min(self.settings.gamma - first, self.options.tree_depth)
+        if requests.deepest is not None:
+            depth = min(depth, requests.deepest)
+        if depth < 1:
+            return None
+        states = self._states(source, requests)
+        token_ids, log_probs = self._candidates(states[:depth], requests)
+        widths = self.settings.tree_widths
+        if widths is not None and requests.width > 1:
+            return static_levels(
+                token_ids, log_probs, widths[first:],
+                requests.budgets, requests.depths, requests.num_nodes,
+            )  # fmt: skip
+        from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
+
+        built = build_best_first_triton(
+            token_ids, log_probs, requests.budgets, requests.depths, requests.width,
+            requests.num_nodes,
+        )  # fmt: skip
+        return DeviceTrees(*built)
+
+    def learn(self, source: str, tokens: float, milliseconds: float) -> None:
+        if len(self.chooser.sources) > 1:
+            self.chooser.observe(tokens, milliseconds, source)
+
+    def _available(self, requests: DraftRequests | DeviceRequests) -> list[str]:
         """Sources that these requests may use; none where only a full pool would serve."""
         sources = list(self.chooser.sources)
-        if SELF in sources and not self.target_forward.can_run(requests):
+        forward = self.target_forward
+        if SELF in sources and (forward is None or not forward.can_run(requests)):
             sources.remove(SELF)
         return sources
 
@@ -165,16 +232,12 @@ class TokenSwiftDrafter(Drafter):
 
     def _head_trees(self, source: str, requests: DraftRequests) -> list[DraftTree]:
         """One tree per request from the heads, and with "self" from the target before them."""
-        if source == SELF:
-            normed, hidden = self.target_forward(requests)
-            states = torch.cat((normed[None], self.heads(hidden)))
-        else:
-            assert self._hidden is not None and self._last_rows is not None
-            rows = self._last_rows[torch.tensor(requests.req_indices)]
-            states = self.heads(self._hidden[rows])
+        states = self._states(source, requests)
         first = 0 if source == SELF else 1
         depth = min(self.settings.gamma - first, self.options.tree_depth, max(requests.depths))
-        token_ids, log_probs = self._candidates(states[:depth], requests)
+        token_ids, log_probs = (
+            part.cpu().numpy() for part in self._candidates(states[:depth], requests)
+        )
         trees = []
         for r, deepest in enumerate(requests.depths):
             ids, logps = token_ids[r, :deepest], log_probs[r, :deepest]
@@ -196,27 +259,72 @@ class TokenSwiftDrafter(Drafter):
             )
         return trees
 
+    @torch.inference_mode()
+    def _states(self, source: str, requests: DraftRequests | DeviceRequests) -> torch.Tensor:
+        """What the LM head scores, of each depth: [D, R, H]."""
+        if source == SELF:
+            assert self.target_forward is not None
+            normed, hidden = self.target_forward(requests)
+            return torch.cat((normed[None], self.heads(hidden)))
+        rows = self._last_rows
+        if self._hidden is None or rows is None:
+            # A draft that no step came before.
+            hidden = next(self.heads.parameters()).new_zeros(
+                len(requests), self.heads.config.hidden_size
+            )
+            return self.heads(hidden)
+        if isinstance(requests, DraftRequests):
+            rows = rows[device_tensor(requests.req_indices, rows.device)]
+        return self.heads(self._hidden[rows])
+
+    @torch.inference_mode()
     def _candidates(
         self,
         # [D, R, H]
         states: torch.Tensor,
-        requests: DraftRequests,
-    ) -> tuple[np.ndarray, np.ndarray]:
+        requests: DraftRequests | DeviceRequests,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest tokens of each depth after the request's penalty: target ids int64 and
         log-probabilities float32 [R, D, K]."""
-        shape = states.shape[:2]
-        logits = self.lm_head(states.flatten(0, 1)).float().unflatten(0, shape).transpose(0, 1)
-        for r, penalty in enumerate(requests.penalties):
+        widths = self.settings.tree_widths or (1,)
+        widest = max(
+            *(requests.widths if isinstance(requests, DraftRequests) else (requests.width,)),
+            *widths,
+        )
+        vocab_size = self.heads.config.draft_vocab_size
+        # Requests at a time: logits of all of them would be the largest tensor of a step.
+        most = max(1, MOST_LOGITS // (vocab_size * len(states)))
+        found = []
+        for first in range(0, len(requests), most):
+            part = states[:, first : first + most]
+            logits = self.lm_head(part.flatten(0, 1)).float().unflatten(0, part.shape[:2])
+            logits = logits.transpose(0, 1)
+            self._penalise(logits, first, requests)
+            found.append(top_candidates(logits, min(widest, vocab_size)))
+        ids, log_probs = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return (ids if self.target_ids is None else self.target_ids[ids]), log_probs
+
+    def _penalise(
+        self,
+        # [n, D, V'], changed in place
+        logits: torch.Tensor,
+        first: int,
+        requests: DraftRequests | DeviceRequests,
+    ) -> None:
+        """As the sampler will do to the logits of the requests from `first` on."""
+        if isinstance(requests, DeviceRequests):
+            history = requests.history
+            if history is not None and history.penalties is not None:
+                history.penalties.apply(logits, first, self.draft_ids)
+            return
+        penalties = requests.penalties[first : first + len(logits)]
+        for r, penalty in enumerate(penalties):
             if penalty is not None:
-                tokens = penalty.token_ids
+                tokens = penalty.token_ids.to(logits.device)
                 if self.draft_ids is not None:
                     tokens = self.draft_ids[tokens]
                     tokens = tokens[tokens >= 0]
                 penalty.apply(logits[r], tokens)
-        widest = max(max(requests.widths), *(self.settings.tree_widths or (1,)))
-        ids, log_probs = top_candidates(logits, widest)
-        ids = ids if self.target_ids is None else self.target_ids[ids]
-        return ids.numpy(), log_probs.numpy()
 
 
 def _matched(tree: DraftTree, tokens: np.ndarray) -> int:
