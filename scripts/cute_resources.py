@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of what compiled CuTe kernels take, in docs/kernels_gpu.md.
+"""The tables of what compiled CuTe kernels take, in docs/kernels_gpu.md: resources, and the issue
+cycles of their inner loops.
 
-python scripts/cute_resources.py [--write]
+python -m scripts.cute_resources [--write]
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from scripts import sass
 from vllm_specplug.kernels.cute.config import (
     DTYPES,
     SHARED_RESERVED,
     SHARED_TOTAL,
+    TILE_N,
     CombineConfig,
     ForwardConfig,
     all_configs,
@@ -27,6 +30,7 @@ from vllm_specplug.kernels.cute.config import (
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels_gpu.md"
 _START, _END = "<!-- cute resources -->", "<!-- /cute resources -->"
+LOOPS = "cute loops"
 # Of a multiprocessor of compute capability 9.0: registers, threads, and what a thread's registers
 # are given out in.
 REGISTERS, THREADS, REGISTER_UNIT = 65536, 2048, 8
@@ -61,6 +65,27 @@ def resources(cubin: bytes, config: ForwardConfig | CombineConfig) -> Resources:
         THREADS // config.threads,
     )
     return Resources(registers, config.shared_bytes, stack, blocks)
+
+
+def loop(cubin: bytes, config: ForwardConfig) -> list[str]:
+    """The cells of the table of inner loops."""
+    warps = config.threads // sass.WARP
+    return sass.inner_loop(cubin).row(config.tile_m, TILE_N, config.head_dim, warps)
+
+
+def recorded_loop(page: str, config: ForwardConfig) -> list[str] | None:
+    """What the table in `page` says; one line serves all dtypes where they are equal."""
+    found = sass.recorded(page, LOOPS)
+    return found.get(config.name) or found.get(config.name.replace(config.dtype, "*"))
+
+
+def loop_table(found: dict[str, list[str]]) -> str:
+    rows = {}
+    for name, cells in found.items():
+        (own,) = (dtype for dtype in DTYPES if f"_{dtype}_" in name)
+        others = [found[name.replace(own, dtype)] for dtype in DTYPES]
+        rows[name.replace(own, "*") if others == [cells] * len(others) else name] = cells
+    return sass.table(rows)
 
 
 def table(found: dict[str, Resources]) -> str:
@@ -106,22 +131,28 @@ def difference(now: Resources, then: Resources, *, same_compiler: bool) -> str |
     return f"{now}, recorded {then}" if (now != then if same_compiler else worse) else None
 
 
-def _measure(config: ForwardConfig | CombineConfig) -> tuple[str, Resources]:
+def _measure(config: ForwardConfig | CombineConfig) -> tuple[Resources, list[str]]:
     from vllm_specplug.kernels.cute.compile import compile_config
 
     warnings.simplefilter("ignore")
-    return config.name, resources(compile_config(config).cubin, config)
+    cubin = compile_config(config).cubin
+    cells = loop(cubin, config) if isinstance(config, ForwardConfig) else []
+    return resources(cubin, config), cells
 
 
 def main() -> None:
+    configs = all_configs()
     with ProcessPoolExecutor(2) as pool:
-        text = table(dict(pool.map(_measure, all_configs())))
+        measured = list(pool.map(_measure, configs))
+    names = [config.name for config in configs]
+    text = table({name: taken for name, (taken, _) in zip(names, measured, strict=True)})
+    loops = {name: cells for name, (_, cells) in zip(names, measured, strict=True) if cells}
     if "--write" not in sys.argv[1:]:
-        print(text)
+        print(text, loop_table(loops), sep="\n\n")
         return
     block = f"{_START}\n{text}\n{_END}"
     page = re.sub(f"{_START}.*{_END}", lambda _: block, PAGE.read_text(), flags=re.DOTALL)
-    PAGE.write_text(page)
+    PAGE.write_text(sass.replaced(page, LOOPS, loop_table(loops)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of what compiled Triton kernels take, in docs/kernels_triton.md.
+"""The tables of what compiled Triton kernels take, in docs/kernels_triton.md: resources, and the
+issue cycles of the attention's inner loops on sm_90.
 
-python scripts/resource_table.py [--write]
+python -m scripts.resource_table [--write]
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from scripts import sass
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "kernels_triton.md"
 ARCHITECTURES = (80, 90, 100)
 _START, _END = "<!-- resources -->", "<!-- /resources -->"
+LOOPS = "triton loops"
 
 # Kernel -> registers a thread, bytes of shared memory, bytes spilled.
 Resources = dict[str, tuple[int, int, int]]
@@ -47,6 +51,11 @@ def resources(kernels: list[dict[str, Any]]) -> Resources:
     found = {k["name"]: (k["registers"], k["shared_memory"], k["spilled_bytes"]) for k in kernels}
     assert len(found) == len(kernels), "two kernels have one name"
     return found
+
+
+def loops(kernels: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Rows of the table of inner loops."""
+    return {k["name"]: k["loop"] for k in kernels if k["loop"]}
 
 
 def table(by_arch: dict[int, Resources]) -> str:
@@ -99,13 +108,15 @@ def differences(found: Resources, wanted: Resources, *, same_compiler: bool) -> 
 
 
 def main() -> None:
-    text = table({arch: resources(compiled(arch)) for arch in ARCHITECTURES})
+    kernels = {arch: compiled(arch) for arch in ARCHITECTURES}
+    text = table({arch: resources(found) for arch, found in kernels.items()})
+    inner = sass.table(loops(kernels[90]))
     if "--write" not in sys.argv[1:]:
-        print(text)
+        print(text, inner, sep="\n\n")
         return
-    page = PAGE.read_text()
     block = f"{_START}\n{text}\n{_END}"
-    PAGE.write_text(re.sub(f"{_START}.*{_END}", lambda _: block, page, flags=re.DOTALL))
+    page = re.sub(f"{_START}.*{_END}", lambda _: block, PAGE.read_text(), flags=re.DOTALL)
+    PAGE.write_text(sass.replaced(page, LOOPS, inner))
 
 
 if __name__ == "__main__":

@@ -9,83 +9,103 @@ import numpy as np
 
 from tests.kernels.ptx_memory import SHARED_BASE
 
-LANES = 128  # threads stepped together: a warpgroup
+WARPGROUP = 128
 
 
 @dataclass
 class Warpgroup:
-    """128 threads: their registers, program counters, and what they wait for."""
+    """Threads stepped together, 128 or fewer: their registers, program counters, and what they
+    wait for."""
 
     first_thread: int
+    lanes: int
     registers: dict[str, np.ndarray] = field(default_factory=dict)
-    pc: np.ndarray = field(default_factory=lambda: np.zeros(LANES, np.int64))
-    done: np.ndarray = field(default_factory=lambda: np.zeros(LANES, bool))
-    at_barrier: np.ndarray = field(default_factory=lambda: np.zeros(LANES, bool))
     copy_groups: list = field(default_factory=list)
     open_copies: list = field(default_factory=list)
     product_groups: list = field(default_factory=list)
     open_products: list = field(default_factory=list)
+    late_moves: list = field(default_factory=list)
     polling: bool = False
     executed: int = 0
+
+    def __post_init__(self) -> None:
+        self.pc = np.zeros(self.lanes, np.int64)
+        self.done = np.zeros(self.lanes, bool)
+        self.at_barrier = np.zeros(self.lanes, bool)
 
 
 class Arithmetic:
     """Operands, and instructions that touch registers alone: a mixin of the block.
 
-    The block gives `index`, `grid` and `param_values`.
+    The block gives `lanes`, `index`, `grid` and `param_values`.
     """
 
+    lanes: int
+
     def _read(self, group: Warpgroup, operand: str, bits: int) -> np.ndarray:
-        """Operand as an array of unsigned integers of 16, 32 or 64 bits (bool for bits 1)."""
-        dtype = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
+        """Operand as an array of unsigned integers of 8 to 64 bits (bool for bits 1)."""
+        dtype = {1: bool, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
         if operand in group.registers:
             return group.registers[operand].astype(dtype)
         if operand[0] == "{":
-            parts = [self._read(group, o.strip(), bits // 2) for o in operand[1:-1].split(",")]
-            low, high = (p.astype(dtype) for p in parts)
-            return low | (high << dtype(bits // 2))
+            names = self._vector(operand)
+            parts = [self._read(group, name, bits // len(names)).astype(dtype) for name in names]
+            value = parts[0]
+            for i, part in enumerate(parts[1:], 1):
+                value = value | (part << dtype(i * bits // len(names)))
+            return value
         value: int
         if operand.startswith("%"):
             special, _, axis = operand[1:].partition(".")
             if special == "tid":
-                lanes = np.arange(LANES, dtype=dtype) + dtype(group.first_thread)
-                return lanes if axis == "x" else np.zeros(LANES, dtype)
+                lanes = np.arange(self.lanes, dtype=dtype) + dtype(group.first_thread)
+                return lanes if axis == "x" else np.zeros(self.lanes, dtype)
             assert axis, f"{operand} is read before anything was written to it"
             value = {"ctaid": self.index, "nctaid": self.grid}[special][axis]
-        elif operand.startswith("0f"):
+        elif operand[:2] in ("0f", "0d"):
             value = int(operand[2:], 16)
-        elif operand == "__dynamic_shmem__0":
+        elif operand in ("__dynamic_shmem__0", "global_smem"):
             value = SHARED_BASE
         elif operand in self.param_values:
             value = self.param_values[operand]
         else:
-            value = int(operand, 0)
-        return np.full(LANES, value & (2**bits - 1), dtype)
+            value = int(operand.removesuffix("U"), 0)
+        return np.full(self.lanes, value & (2**bits - 1), dtype)
 
     def _signed(self, group, operand: str, bits: int) -> np.ndarray:
         return self._read(group, operand, bits).view(
             {16: np.int16, 32: np.int32, 64: np.int64}[bits]
         )
 
-    def _float(self, group, operand: str) -> np.ndarray:
-        return self._read(group, operand, 32).view(np.float32)
+    def _float(self, group, operand: str, kind: str = "f32") -> np.ndarray:
+        bits = int(kind[1:])
+        return self._read(group, operand, bits).view({32: np.float32, 64: np.float64}[bits])
 
     def _write(self, group: Warpgroup, name: str, value: np.ndarray, mask: np.ndarray) -> None:
         if name == "_":
             return
         if value.dtype != bool:
-            value = value.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[value.dtype.itemsize])
-        old = group.registers.get(name)
-        if mask.all() or old is None:
+            unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+            value = value.view(unsigned[value.dtype.itemsize])
+        if mask.all():
             group.registers[name] = value.copy()
+            return
+        old = group.registers.get(name)
+        if old is None or old.dtype != value.dtype:
+            # Other threads have not written it: NaN, -1, true.
+            old = ~np.zeros_like(value) if old is None else old.astype(value.dtype)
         else:
             old = old.copy()
-            old[mask] = value[mask]
-            group.registers[name] = old
+        old[mask] = value[mask]
+        group.registers[name] = old
 
     def _address(self, group, operand: str, bits: int = 64) -> np.ndarray:
         base, _, offset = operand.strip("[]").partition("+")
         return self._read(group, base.strip(), bits).astype(np.int64) + int(offset or 0)
+
+    @staticmethod
+    def _vector(operand: str) -> list[str]:
+        return [o.strip() for o in operand.strip("{}").split(",")]
 
     # -- arithmetic
 
@@ -93,12 +113,18 @@ class Arithmetic:
         bits = 1 if suffix[-1] == "pred" else int(suffix[-1][1:])
         if operands[0][0] == "{":
             value = self._read(group, operands[1], bits)
-            half = {32: np.uint16, 64: np.uint32}[bits]
-            for i, name in enumerate(self._vector(operands[0])):
+            names = self._vector(operands[0])
+            part = bits // len(names)
+            element = {8: np.uint8, 16: np.uint16, 32: np.uint32}[part]
+            for i, name in enumerate(names):
                 self._write(
-                    group, name, (value >> value.dtype.type(i * bits // 2)).astype(half), mask
+                    group, name, (value >> value.dtype.type(i * part)).astype(element), mask
                 )
             return
+        if group.product_groups and self._pending(group, operands[1]):
+            # LLVM names sums anew just before the wait for them. The assembler gives both names one
+            # register, so the copy holds what the wait brings.
+            group.late_moves.append((operands[0], operands[1]))
         self._write(group, operands[0], self._read(group, operands[1], bits), mask)
 
     def _cvta(self, group, suffix, operands, mask) -> None:
@@ -109,14 +135,25 @@ class Arithmetic:
         if kind == "pred":
             a, b = (self._read(group, o, 1) for o in operands[1:3])
             self._write(group, operands[0], integer(a, b), mask)
-        elif kind == "f32":
-            a, b = (self._float(group, o) for o in operands[1:3])
-            self._write(group, operands[0], (floating or integer)(a, b).astype(np.float32), mask)
+        elif kind in ("f32", "f64"):
+            a, b = (self._float(group, o, kind) for o in operands[1:3])
+            result = (floating or integer)(a, b).astype(a.dtype)
+            self._write(group, operands[0], self._flushed(result, suffix), mask)
+        elif kind == "s16x2":
+            a, b = (self._read(group, o, 32).view(np.int16) for o in operands[1:3])
+            self._write(group, operands[0], integer(a, b).view(np.uint32), mask)
         else:
             bits = int(kind[1:])
             read = self._signed if kind[0] == "s" else self._read
             a, b = (read(group, o, bits) for o in operands[1:3])
             self._write(group, operands[0], integer(a, b).astype(a.dtype), mask)
+
+    @staticmethod
+    def _flushed(value: np.ndarray, suffix: list[str]) -> np.ndarray:
+        """Without subnormal numbers, if the instruction says so."""
+        if "ftz" not in suffix:
+            return value
+        return np.where(np.abs(value) < np.finfo(np.float32).tiny, np.copysign(0, value), value)
 
     def _add(self, *args) -> None:
         self._binary(*args, np.add)
@@ -140,7 +177,7 @@ class Arithmetic:
         self._binary(*args, np.maximum, np.fmax)
 
     def _div(self, group, suffix, operands, mask) -> None:
-        if suffix[-1] == "f32":
+        if suffix[-1][0] == "f":
             self._binary(group, suffix, operands, mask, None, np.divide)
             return
         bits = int(suffix[-1][1:])
@@ -161,7 +198,7 @@ class Arithmetic:
         self._write(group, operands[0], np.fmod(a, b), mask)
 
     def _mul(self, group, suffix, operands, mask) -> None:
-        if suffix[-1] == "f32":
+        if suffix[-1][0] == "f":
             self._binary(group, suffix, operands, mask, np.multiply)
             return
         mode, kind = suffix[-2], suffix[-1]
@@ -171,7 +208,10 @@ class Arithmetic:
         wide = {16: np.int32, 32: np.int64}.get(bits, a.dtype)
         if kind[0] == "u":
             wide = {16: np.uint32, 32: np.uint64}.get(bits, a.dtype)
-        assert bits < 64 or mode == "lo"
+        if (mode, bits) == ("hi", 64):
+            product = [int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)]
+            self._write(group, operands[0], np.array(product, a.dtype), mask)
+            return
         product = a.astype(wide) * b.astype(wide)
         if mode == "hi":
             product = (product >> wide(bits)).astype(a.dtype)
@@ -191,8 +231,11 @@ class Arithmetic:
         self._write(group, operands[0], a * b + read(group, operands[3], bits), mask)
 
     def _fma(self, group, suffix, operands, mask) -> None:
-        a, b, c = (self._float(group, o).astype(np.float64) for o in operands[1:4])
-        self._write(group, operands[0], (a * b + c).astype(np.float32), mask)
+        assert suffix[-1] == "f32"
+        values = (self._flushed(self._float(group, o), suffix) for o in operands[1:4])
+        a, b, c = (value.astype(np.float64) for value in values)
+        result = self._flushed((a * b + c).astype(np.float32), suffix)
+        self._write(group, operands[0], result, mask)
 
     def _neg(self, group, suffix, operands, mask) -> None:
         if suffix[-1] == "f32":
@@ -226,8 +269,8 @@ class Arithmetic:
 
     def _setp(self, group, suffix, operands, mask) -> None:
         test, kind = suffix[0], suffix[-1]
-        if kind == "f32":
-            a, b = (self._float(group, o) for o in operands[1:3])
+        if kind[0] == "f":
+            a, b = (self._float(group, o, kind) for o in operands[1:3])
         else:
             read = self._signed if kind[0] == "s" else self._read
             a, b = (read(group, o, int(kind[1:])) for o in operands[1:3])
@@ -238,7 +281,7 @@ class Arithmetic:
             "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
             "eq": np.equal, "ne": np.not_equal,
         }[base](a, b)  # fmt: skip
-        if kind == "f32":
+        if kind[0] == "f":
             nan = np.isnan(a) | np.isnan(b)
             result = (result | nan) if unordered else (result & ~nan)
         self._write(group, operands[0], result, mask)
@@ -250,28 +293,38 @@ class Arithmetic:
 
     def _cvt(self, group, suffix, operands, mask) -> None:
         to, source = suffix[-2], suffix[-1]
-        if to in ("bf16x2", "f16x2"):
+        if source == "e4m3x2":
+            assert to == "f16x2"
+            pair = self._read(group, operands[1], 16)
+            parts = [_e4m3(pair >> np.uint16(8 * i)).astype(np.float16) for i in (0, 1)]
+            value = np.stack(parts, axis=1).view(np.uint32).reshape(-1)
+        elif to in ("bf16x2", "f16x2"):
             high, low = (self._half(self._float(group, o), to[:-2]) for o in operands[1:3])
             value = low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
+        elif source in ("bf16", "f16"):
+            raw = self._read(group, operands[1], 16)
+            value = as_float(raw, source)
+            assert to == "f32" or (to, source) == ("bf16", "f16"), suffix
+            if to == "bf16":
+                value = self._half(value, to)
         elif to in ("bf16", "f16"):
             value = self._half(self._float(group, operands[1]), to)
-        elif to == "f32" and source in ("bf16", "f16"):
-            raw = self._read(group, operands[1], 16)
-            if source == "f16":
-                value = raw.view(np.float16).astype(np.float32)
-            else:
-                value = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        elif to == "f32":
+        elif source[0] == "f":
+            assert to[0] == "f" and ("rn" in suffix or to == "f64"), suffix
+            kind = {"f32": np.float32, "f64": np.float64}[to]
+            value = self._float(group, operands[1], source).astype(kind)
+        elif to[0] == "f":
             assert suffix[0] == "rn" and source[0] in "su", suffix
             read = self._signed if source[0] == "s" else self._read
-            value = read(group, operands[1], int(source[1:])).astype(np.float32)
+            kind = {"f32": np.float32, "f64": np.float64}[to]
+            value = read(group, operands[1], int(source[1:])).astype(kind)
         else:
             assert to[0] in "sub" and source[0] in "sub", suffix
             bits = int(source[1:])
             read = self._signed if source[0] == "s" else self._read
-            kinds = {16: np.int16, 32: np.int32, 64: np.int64}
+            kinds = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
             if to[0] == "u":
-                kinds = {16: np.uint16, 32: np.uint32, 64: np.uint64}
+                kinds = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
             value = read(group, operands[1], bits).astype(kinds[int(to[1:])])
         self._write(group, operands[0], value, mask)
 
@@ -287,10 +340,16 @@ class Arithmetic:
         return np.where(np.isnan(value), 0x7FFF, rounded).astype(np.uint16)
 
     def _ex2(self, group, suffix, operands, mask) -> None:
-        self._write(group, operands[0], np.exp2(self._float(group, operands[1])), mask)
+        value = np.exp2(self._flushed(self._float(group, operands[1]), suffix))
+        self._write(group, operands[0], self._flushed(value, suffix), mask)
 
     def _lg2(self, group, suffix, operands, mask) -> None:
-        self._write(group, operands[0], np.log2(self._float(group, operands[1])), mask)
+        value = self._flushed(self._float(group, operands[1]), suffix)
+        self._write(group, operands[0], np.log2(value), mask)
+
+    def _sqrt(self, group, suffix, operands, mask) -> None:
+        value = self._flushed(self._float(group, operands[1]), suffix)
+        self._write(group, operands[0], np.sqrt(value), mask)
 
     def _popc(self, group, suffix, operands, mask) -> None:
         value = self._read(group, operands[1], int(suffix[-1][1:]))
@@ -304,3 +363,60 @@ class Arithmetic:
     def _rcp(self, group, suffix, operands, mask) -> None:
         one = np.float32(1)
         self._write(group, operands[0], one / self._float(group, operands[1]), mask)
+
+    # -- bits
+
+    def _bfe(self, group, suffix, operands, mask) -> None:
+        """Bits `start` to `start + length - 1`, as far as there are any."""
+        bits = int(suffix[-1][1:])
+        value = self._read(group, operands[1], bits)
+        start, length = (
+            (self._read(group, o, 32) & np.uint32(0xFF)).astype(np.int64) for o in operands[2:4]
+        )
+        kept = np.minimum(length, np.maximum(bits - start, 0))
+        # In 64 bits no shift reaches the width but that of nothing at all.
+        wide = np.where(start >= bits, 0, value.astype(np.uint64) >> start.astype(np.uint64))
+        ones = np.where(
+            kept == 64, ~np.uint64(0), (np.uint64(1) << kept.astype(np.uint64)) - np.uint64(1)
+        )
+        wide = wide.astype(np.uint64) & ones
+        if suffix[-1][0] == "s":
+            # The sign is the last bit asked for, or of the value where that is beyond it.
+            at = np.minimum(start + length - 1, bits - 1)
+            sign = (value.astype(np.uint64) >> np.maximum(at, 0).astype(np.uint64)) & np.uint64(1)
+            negative = (sign == 1) & (length > 0)
+            wide = np.where(negative, wide | ~ones, wide)
+        self._write(group, operands[0], wide.astype(value.dtype), mask)
+
+    def _prmt(self, group, suffix, operands, mask) -> None:
+        """Any four of the eight bytes of a pair, the first being the lowest."""
+        assert suffix == ["b32"], suffix
+        low, high = (self._read(group, o, 32).astype(np.uint64) for o in operands[1:3])
+        pair = low | (high << np.uint64(32))
+        chosen = self._read(group, operands[3], 32)
+        result = np.zeros(self.lanes, np.uint64)
+        for i in range(4):
+            nibble = (chosen >> np.uint32(4 * i)).astype(np.uint64) & np.uint64(15)
+            byte = (pair >> ((nibble & np.uint64(7)) * np.uint64(8))) & np.uint64(0xFF)
+            signs = np.where(byte >> np.uint64(7) == 1, np.uint64(0xFF), np.uint64(0))
+            byte = np.where(nibble >> np.uint64(3) == 1, signs, byte)
+            result |= byte << np.uint64(8 * i)
+        self._write(group, operands[0], result.astype(np.uint32), mask)
+
+
+def as_float(raw: np.ndarray, element: str) -> np.ndarray:
+    """Bits of a 16-bit format, widened to float32."""
+    if element == "f16":
+        return raw.view(np.float16).astype(np.float32)
+    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _e4m3(raw: np.ndarray) -> np.ndarray:
+    """The low eight bits: a sign, four bits of exponent (bias 7) and three of mantissa; no
+    infinities."""
+    bits = (raw & np.uint16(0xFF)).astype(np.int64)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    normal = np.ldexp(1 + mantissa / 8, (exponent - 7).astype(np.int32))
+    size = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    size = np.where(bits & 0x7F == 0x7F, np.nan, size)
+    return np.where(bits >> 7 == 1, -size, size).astype(np.float32)

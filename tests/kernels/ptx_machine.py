@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the PTX of one Hopper kernel on the CPU, a thread block at a time, with numpy.
+"""Runs the PTX of one kernel on the CPU, a thread block at a time, with numpy.
 
 It knows the instructions that our kernels use, no others: an unknown one is an error. It is meant
 to be hostile where the hardware may be:
 
     shared memory starts as NaN, and every access to memory is checked against what was allocated;
+    what a thread has not written to a register is NaN, -1 or true, and a register that no thread
+    has written is an error;
+    what a warp wrote to shared memory may not be read by another before a barrier, nor may it
+    overwrite what another has read since the last one;
     asynchronous copies and matrix products take effect at once, or only when they are waited for,
     as the `Timing` says, which shows a missing wait or a buffer reused too early;
     warpgroups run one after the other between barriers, in either order.
 
 What it cannot show: missing fences between memory proxies, and what ptxas makes of the PTX.
 
-All threads of a warpgroup step together under a mask (lowest program counter first); registers
-are arrays of 128. The meaning of each instruction follows the PTX ISA manual.
+Threads of a warpgroup step together under a mask (lowest program counter first); registers are
+arrays over them. The meaning of each instruction follows the PTX ISA manual.
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.kernels.ptx_arithmetic import LANES, Arithmetic, Warpgroup
+from tests.kernels.ptx_arithmetic import WARPGROUP, Arithmetic, Warpgroup, as_float
 from tests.kernels.ptx_memory import (
     GLOBAL_BASE,
     PARAM_BASE,
     SHARED_BASE,
     Barrier,
     GlobalMemory,
+    SharedMemory,
     TensorMap,
 )
 from tests.kernels.ptx_program import Program
@@ -76,7 +81,7 @@ class _Block(Arithmetic):
         self.timing = machine.timing
         self.index = dict(zip("xyz", index, strict=True))
         self.grid = dict(zip("xyz", grid, strict=True))
-        self.shared = np.full(machine.shared_bytes, 0xFF, np.uint8)
+        self.shared = SharedMemory(machine.shared_bytes)
         self.barriers: dict[int, Barrier] = {}
         self.param_values = {}
         self.maps: dict[int, TensorMap] = {}
@@ -92,9 +97,10 @@ class _Block(Arithmetic):
                 self.param_values[name] = int(np.float32(value).view(np.uint32))
             else:
                 self.param_values[name] = int(value) & (2 ** (8 * size) - 1)
-        count = self.program.threads // LANES
-        assert count * LANES == self.program.threads
-        self.groups = [Warpgroup(i * LANES) for i in range(count)]
+        self.lanes = min(WARPGROUP, self.program.threads)
+        count = self.program.threads // self.lanes
+        assert count * self.lanes == self.program.threads and self.lanes % 32 == 0
+        self.groups = [Warpgroup(i * self.lanes, self.lanes) for i in range(count)]
 
     # -- scheduling
 
@@ -107,6 +113,7 @@ class _Block(Arithmetic):
                     progress |= self._advance(group)
                 waiting = [g.at_barrier | g.done for g in self.groups]
                 if all(w.all() for w in waiting):
+                    self.shared.barrier()
                     for group in self.groups:
                         progress |= bool(group.at_barrier.any())
                         group.pc[group.at_barrier] += 1
@@ -148,17 +155,25 @@ class _Block(Arithmetic):
             group.pc[mask] += 1
             group.pc[taken] = target
             return
-        assert guard is None, f"guarded {opcode}"
         if name == "ret":
+            assert guard is None
             group.done[mask] = True
             return
         if opcode == "bar.sync":
+            assert guard is None and operands == ["0"], "a barrier of some of the threads"
             group.at_barrier[mask] = True
             return
         handler = getattr(self, "_" + name, None)
         if handler is None:
             raise NotImplementedError(f"{opcode} {operands}")
-        handler(group, suffix, operands, mask)
+        if taken.any():
+            handler(group, suffix, operands, taken)
+        elif name == "ld":
+            for register in self._vector(operands[0]):
+                # Anything, but something: a warp may hand on what none of its threads loaded.
+                bits = max(16, int(suffix[-1][1:]))
+                unknown = np.full(self.lanes, 2**bits - 1, f"u{bits // 8}")
+                group.registers.setdefault(register, unknown)
         if not group.polling:
             group.pc[mask] += 1
 
@@ -176,8 +191,27 @@ class _Block(Arithmetic):
             assert self.memory.owned[index].all(), "access outside every allocation"
             return self.memory.bytes, index
         index = address[:, None] - SHARED_BASE + np.arange(size)
-        assert (index >= 0).all() and (index < self.shared.size).all(), "shared memory overrun"
-        return self.shared, index
+        assert (index >= 0).all() and (index < self.shared.bytes.size).all(), (
+            "shared memory overrun"
+        )
+        return self.shared.bytes, index
+
+    def _load(self, group, space: str, address: np.ndarray, size: int, mask) -> np.ndarray:
+        """[n, size] bytes of the threads in `mask`; `address` is theirs alone."""
+        store, index = self._locate(space, address, size)
+        if space == "shared":
+            self.shared.read(index, self._warps(group, mask))
+        return store[index]
+
+    def _store(self, group, space: str, address: np.ndarray, data: np.ndarray, mask) -> None:
+        store, index = self._locate(space, address, data.shape[1])
+        if space == "shared":
+            self.shared.write(index, self._warps(group, mask), data)
+        else:
+            store[index] = data
+
+    def _warps(self, group, mask: np.ndarray) -> np.ndarray:
+        return (group.first_thread + np.flatnonzero(mask)) // 32
 
     def _ld(self, group, suffix, operands, mask) -> None:
         space, kind = suffix[0], suffix[-1]
@@ -189,10 +223,11 @@ class _Block(Arithmetic):
         lanes = self._vector(operands[0])
         size = bits // 8 * len(lanes)
         address = self._address(group, operands[1], 64 if space == "global" else 32)
-        store, index = self._locate(space, address[mask], size)
-        loaded = store[index].view({16: np.uint16, 32: np.uint32, 64: np.uint64}[bits])
+        kinds = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+        loaded = self._load(group, space, address[mask], size, mask).view(kinds[bits])
         for i, name in enumerate(lanes):
-            full = np.zeros(LANES, loaded.dtype)
+            # There are no registers of a byte.
+            full = np.zeros(self.lanes, np.uint32 if bits == 8 else loaded.dtype)
             full[mask] = loaded[:, i]
             self._write(group, name, full, mask)
 
@@ -201,12 +236,7 @@ class _Block(Arithmetic):
         lanes = self._vector(operands[1])
         values = np.stack([self._read(group, name, bits) for name in lanes], axis=1)[mask]
         address = self._address(group, operands[0], 64 if space == "global" else 32)
-        store, index = self._locate(space, address[mask], bits // 8 * len(lanes))
-        store[index] = np.ascontiguousarray(values).view(np.uint8)
-
-    @staticmethod
-    def _vector(operand: str) -> list[str]:
-        return [o.strip() for o in operand.strip("{}").split(",")]
+        self._store(group, space, address[mask], np.ascontiguousarray(values).view(np.uint8), mask)
 
     # -- within a warp
 
@@ -214,7 +244,7 @@ class _Block(Arithmetic):
         self._whole_warps(mask)
         kind = suffix[1]
         value = self._read(group, operands[1], 32)
-        lane = np.arange(LANES)
+        lane = np.arange(self.lanes)
         argument = self._read(group, operands[2], 32).astype(np.int64)
         assert operands[4] in ("-1", "0xffffffff"), operands
         assert operands[3] == ("0" if kind == "up" else "31"), operands
@@ -227,18 +257,96 @@ class _Block(Arithmetic):
     def _elect(self, group, suffix, operands, mask) -> None:
         self._whole_warps(mask)
         _, predicate = operands[0].split("|")
-        self._write(group, predicate, np.arange(LANES) % 32 == 0, mask)
+        self._write(group, predicate, np.arange(self.lanes) % 32 == 0, mask)
+
+    def _redux(self, group, suffix, operands, mask) -> None:
+        """One result for the threads of a warp."""
+        self._whole_warps(mask)
+        assert self._read(group, operands[2], 32)[mask].min() == 0xFFFFFFFF
+        kind, element = suffix[1:]
+        read = self._signed if element[0] == "s" else self._read
+        value = read(group, operands[1], 32).reshape(-1, 32)
+        reduce = {"add": np.sum, "min": np.min, "max": np.max}[kind]
+        result = reduce(value, axis=1).astype(value.dtype).repeat(32)
+        self._write(group, operands[0], result, mask)
+
+    def _bar(self, group, suffix, operands, mask) -> None:
+        assert suffix == ["warp", "sync"] and operands == ["-1"], (suffix, operands)
+        self._whole_warps(mask)
 
     @staticmethod
     def _whole_warps(mask: np.ndarray) -> None:
         counts = mask.reshape(-1, 32).sum(axis=1)
         assert ((counts == 0) | (counts == 32)).all(), "a warp is split at a warp-wide instruction"
 
+    # -- matrices of a warp
+
+    def _fragments(self, group, suffix, operand: str, mask) -> tuple[np.ndarray, int]:
+        """Addresses of the rows of 8 x 8 matrices [warps, matrices, 8], and the bytes' matrices."""
+        self._whole_warps(mask)
+        assert suffix[:3] == ["sync", "aligned", "m8n8"] and suffix[-1] == "b16", suffix
+        count = int(suffix[3][1:])
+        address = self._address(group, operand, 32)[mask].reshape(-1, 32)
+        return address[:, : 8 * count].reshape(-1, count, 8), count
+
+    def _ldmatrix(self, group, suffix, operands, mask) -> None:
+        rows, count = self._fragments(group, suffix, operands[1], mask)
+        lanes = np.repeat(mask.reshape(-1, 32)[:, :1], 8 * count, axis=1)
+        padded = np.zeros((self.lanes // 32, 32), bool)
+        padded[:, : 8 * count] = lanes
+        data = self._load(group, "shared", rows.reshape(-1), 16, padded.reshape(-1))
+        matrices = data.view(np.uint16).reshape(-1, count, 8, 8)
+        if "trans" in suffix:
+            matrices = matrices.swapaxes(2, 3)
+        # thread 4 r + c of a warp takes elements 2 c and 2 c + 1 of row r
+        pairs = np.ascontiguousarray(matrices).view(np.uint32).reshape(-1, count, 32)
+        for i, name in enumerate(self._vector(operands[0])):
+            full = np.zeros(self.lanes, np.uint32)
+            full[mask] = pairs[:, i].reshape(-1)
+            self._write(group, name, full, mask)
+
+    def _stmatrix(self, group, suffix, operands, mask) -> None:
+        rows, count = self._fragments(group, suffix, operands[0], mask)
+        values = [self._read(group, name, 32)[mask] for name in self._vector(operands[1])]
+        pairs = np.stack(values, axis=1).reshape(-1, 32, count).swapaxes(1, 2)
+        matrices = np.ascontiguousarray(pairs).view(np.uint16).reshape(-1, count, 8, 8)
+        if "trans" in suffix:
+            matrices = np.ascontiguousarray(matrices.swapaxes(2, 3))
+        lanes = np.repeat(mask.reshape(-1, 32)[:, :1], 8 * count, axis=1)
+        padded = np.zeros((self.lanes // 32, 32), bool)
+        padded[:, : 8 * count] = lanes
+        data = matrices.view(np.uint8).reshape(-1, 16)
+        self._store(group, "shared", rows.reshape(-1), data, padded.reshape(-1))
+
+    def _mma(self, group, suffix, operands, mask) -> None:
+        """m16n8k16 of every warp, with sums in float32."""
+        self._whole_warps(mask)
+        assert suffix[:5] == ["sync", "aligned", "m16n8k16", "row", "col"], suffix
+        assert suffix[5] == suffix[8] == "f32" and suffix[6] == suffix[7], suffix
+        element, warps = suffix[6], self.lanes // 32
+        lane = np.arange(self.lanes)
+        warp, row, pair = lane // 32, lane % 32 // 4, 2 * (lane % 4)
+        a, b = np.zeros((warps, 16, 16), np.float32), np.zeros((warps, 8, 16), np.float32)
+        for factor, operand, places in (
+            (a, operands[1], [(8 * (i % 2), 8 * (i // 2)) for i in range(4)]),
+            (b, operands[2], [(0, 8 * i) for i in range(2)]),
+        ):
+            for name, (down, right) in zip(self._vector(operand), places, strict=True):
+                packed = self._read(group, name, 32)
+                for half in range(2):
+                    raw = (packed >> np.uint32(16 * half)).astype(np.uint16)
+                    factor[warp, row + down, pair + right + half] = as_float(raw, element)
+        product = a @ b.swapaxes(1, 2)
+        old = [self._float(group, name) for name in self._vector(operands[3])]
+        for i, name in enumerate(self._vector(operands[0])):
+            value = product[warp, row + 8 * (i // 2), pair + i % 2]
+            self._write(group, name, (value + old[i]).astype(np.float32), mask)
+
     # -- asynchronous copies
 
     def _cp(self, group, suffix, operands, mask) -> None:
         kind = ".".join(suffix)
-        if kind == "async.cg.shared.global":
+        if kind in ("async.cg.shared.global", "async.ca.shared.global"):
             self._copy_chunks(group, operands, mask)
         elif kind == "async.commit_group":
             assert mask.all(), "groups are counted for a whole warpgroup"
@@ -248,28 +356,32 @@ class _Block(Arithmetic):
             assert mask.all()
             keep = int(operands[0])
             while len(group.copy_groups) > keep:
-                for store, index, data in group.copy_groups.pop(0):
-                    store[index] = data
+                for index, warps, data in group.copy_groups.pop(0):
+                    self.shared.write(index, warps, data)
         elif kind.startswith("async.bulk.tensor"):
             self._copy_box(group, operands, mask)
         else:
             raise NotImplementedError(kind)
 
     def _copy_chunks(self, group, operands, mask) -> None:
-        shared, index = self._locate("shared", self._address(group, operands[0], 32)[mask], 16)
+        bytes_copied = int(operands[2], 0)
+        target = self._address(group, operands[0], 32)[mask]
+        shared, index = self._locate("shared", target, bytes_copied)
         source = self._address(group, operands[1])[mask]
-        size = self._read(group, operands[3], 32)[mask]
-        assert operands[2] == "16" and np.isin(size, (0, 16)).all()
-        data = np.zeros((len(source), 16), np.uint8)
-        real = size == 16
+        real = np.ones(len(source), bool)
+        if len(operands) > 3:
+            # What lies past the source's bytes is zero; ours are all or none.
+            size = self._read(group, operands[3], 32)[mask]
+            assert np.isin(size, (0, bytes_copied)).all()
+            real = size > 0
+        data = np.zeros((len(source), bytes_copied), np.uint8)
         if real.any():
-            memory, where = self._locate("global", source[real], 16)
+            memory, where = self._locate("global", source[real], bytes_copied)
             data[real] = memory[where]
-        if self.timing.eager_copies:
-            shared[index] = data
-        else:
-            shared[index] = 0xFF
-            group.open_copies.append((shared, index, data))
+        warps = self._warps(group, mask)
+        self.shared.write(index, warps, None)
+        shared[index] = data if self.timing.eager_copies else 0xFF
+        group.open_copies.append((index, warps, data))
 
     def _copy_box(self, group, operands, mask) -> None:
         (lane,) = np.flatnonzero(mask)  # one elected thread
@@ -334,7 +446,7 @@ class _Block(Arithmetic):
             for shared, index, data in barrier.late:
                 shared[index] = data
             barrier.late.clear()
-            self._write(group, operands[0], np.full(LANES, True), mask)
+            self._write(group, operands[0], np.full(self.lanes, True), mask)
         else:
             raise NotImplementedError(kind)
 
@@ -344,7 +456,7 @@ class _Block(Arithmetic):
     # -- matrix products
 
     def _wgmma(self, group, suffix, operands, mask) -> None:
-        assert mask.all(), "a warpgroup is split at wgmma"
+        assert mask.all() and self.lanes == WARPGROUP, "a warpgroup is split at wgmma"
         kind = suffix[0]
         if kind == "fence":
             return
@@ -354,8 +466,12 @@ class _Block(Arithmetic):
         elif kind == "wait_group":
             keep = int(operands[0])
             while len(group.product_groups) > keep:
-                for product in group.product_groups.pop(0):
+                for _, product in group.product_groups.pop(0):
                     product()
+            for copy, source in group.late_moves:
+                assert not self._pending(group, source), "a copy of a sum that is not waited for"
+                self._write(group, copy, self._read(group, source, 32), mask)
+            group.late_moves.clear()
         else:
             assert kind == "mma_async"
             self._issue_product(group, suffix, operands)
@@ -383,35 +499,46 @@ class _Block(Arithmetic):
             if from_registers:
                 a = self._a_fragment(group, self._vector(operands[1]), element)
             else:
-                a = self._operand(descriptor_a, 64, element, k_major=True)
-            b = self._operand(descriptor_b, columns, element, k_major=transposed_b == "0")
+                a = self._operand(group, descriptor_a, 64, element, k_major=True)
+            b = self._operand(group, descriptor_b, columns, element, k_major=transposed_b == "0")
             product = a @ b.T
-            lane = np.arange(LANES)
+            lane = np.arange(WARPGROUP)
             for i, name in enumerate(targets):
                 row = lane // 32 * 16 + lane % 32 // 4 + 8 * (i // 2 % 2)
                 column = i // 4 * 8 + 2 * (lane % 4) + i % 2
                 value = product[row, column]
                 if use_old:
                     value = value + self._float(group, name)
-                self._write(group, name, value.astype(np.float32), np.ones(LANES, bool))
+                self._write(group, name, value.astype(np.float32), np.ones(WARPGROUP, bool))
 
         if self.timing.eager_products:
             run()
         else:
-            group.open_products.append(run)
+            group.open_products.append((frozenset(targets), run))
+
+    @staticmethod
+    def _pending(group, name: str) -> bool:
+        """Whether a product that nobody has waited for will write this register."""
+        return any(
+            name in targets
+            for products in (group.open_products, *group.product_groups)
+            for targets, _ in products
+        )
 
     def _a_fragment(self, group, names: list[str], element: str) -> np.ndarray:
         a = np.zeros((64, 16), np.float32)
-        lane = np.arange(LANES)
+        lane = np.arange(WARPGROUP)
         for i, name in enumerate(names):
             packed = self._read(group, name, 32)
             row = lane // 32 * 16 + lane % 32 // 4 + 8 * (i % 2)
             column = 2 * (lane % 4) + 8 * (i // 2)
-            a[row, column] = _as_float((packed & np.uint32(0xFFFF)).astype(np.uint16), element)
-            a[row, column + 1] = _as_float((packed >> np.uint32(16)).astype(np.uint16), element)
+            a[row, column] = as_float((packed & np.uint32(0xFFFF)).astype(np.uint16), element)
+            a[row, column + 1] = as_float((packed >> np.uint32(16)).astype(np.uint16), element)
         return a
 
-    def _operand(self, descriptor: int, rows: int, element: str, k_major: bool) -> np.ndarray:
+    def _operand(
+        self, group, descriptor: int, rows: int, element: str, k_major: bool
+    ) -> np.ndarray:
         """[rows, 16] from shared memory by a matrix descriptor."""
         start = (descriptor & 0x3FFF) << 4
         leading = (descriptor >> 16 & 0x3FFF) << 4
@@ -428,11 +555,7 @@ class _Block(Arithmetic):
             linear = start + r // wide * leading + r % wide * 2 + k // 8 * stride + k % 8 * span
         address = linear ^ ((linear >> 3) & (span - 16))
         shared, index = self._locate("shared", address.reshape(-1), 2)
+        for warp in range(WARPGROUP // 32):
+            self.shared.read(index, np.full(len(index), group.first_thread // 32 + warp))
         raw = shared[index].view(np.uint16).reshape(rows, 16)
-        return _as_float(raw, element)
-
-
-def _as_float(raw: np.ndarray, element: str) -> np.ndarray:
-    if element == "f16":
-        return raw.view(np.float16).astype(np.float32)
-    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return as_float(raw, element)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of PTX as cutlass prints it: one entry, one instruction per line."""
+"""Parsing of PTX as cutlass and Triton print it: one entry, one instruction per line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ class Program:
         ptx = re.sub(r"//[^\n]*", "", ptx)
         head, body = ptx.split(")\n.reqntid", 1)
         self.threads = int(re.match(r"\s*(\d+)", body).group(1))
+        # Behind the entry there may be sections for a debugger.
+        body = re.split(r"\n\s*\.section", body)[0]
         self.params = []  # (name, bytes)
         for kind, name, count in re.findall(
-            r"\.param\s+(?:\.align \d+\s+)?\.(\w+)\s+(\w+?)(?:\[(\d+)\])?\s*(?:,|\n|$)", head
+            r"\.param\s+(?:\.align \d+\s+)?\.(\w+)\s+(?:\.ptr\s+\.global\s+\.align \d+\s+)?"
+            r"(\w+?)(?:\[(\d+)\])?\s*(?:,|\n|$)",
+            head,
         ):
             size = int(count) if count else {"u64": 8, "u32": 4, "f32": 4, "b64": 8, "b32": 4}[kind]
             self.params.append((name, size))
@@ -48,7 +52,10 @@ class Program:
         operands = _split(rest)
         # registers declared within a scope are its own
         if scope:
-            operands = [o + scope if re.fullmatch(r"[A-Za-z]\w*", o) else o for o in operands]
+            operands = [
+                re.sub(r"(?<![\w%$.])(?!global_smem)[A-Za-z]\w*", rf"\g<0>{scope}", o)
+                for o in operands
+            ]
         return guard, opcode, operands
 
 

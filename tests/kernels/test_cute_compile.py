@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 import triton
 
 from scripts import cute_resources
+from scripts.sass import difference
 from tests.kernels.cute_machine import compiled
 from vllm_specplug.kernels.cute.config import (
     BOXES,
@@ -81,6 +82,12 @@ def test_cubin(config, tmp_path):
         assert found is None, f"{found}; run scripts/cute_resources.py --write"
     else:
         assert config not in all_configs(), "a variant without a line in the table of resources"
+    if config in all_configs() and isinstance(config, ForwardConfig):
+        line = cute_resources.recorded_loop(cute_resources.PAGE.read_text(), config)
+        assert line is not None, "a variant without a line in the table of inner loops"
+        now = cute_resources.loop(kernel.cubin, config)
+        found = difference(now, line, same_compiler=compiler == version("nvidia-cutlass-dsl"))
+        assert found is None, f"{found}; run python -m scripts.cute_resources --write"
     assert config.shared_bytes <= SHARED_LIMIT
 
     # A driver of CUDA 13.0 need not take machine code of a later toolkit: then the PTX serves.

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import pytest
 
-from scripts import resource_table
+from scripts import resource_table, sass
 
 pytest.importorskip("triton")
 
@@ -42,6 +42,17 @@ def test_kernels_compile_without_spills(arch: int) -> None:
         same_compiler=release == version("triton"),
     )
     assert not changed, (changed, "run: python -m scripts.resource_table --write")
+    if arch == 90:
+        loops = resource_table.loops(kernels)
+        then = sass.recorded(resource_table.PAGE.read_text(), resource_table.LOOPS)
+        assert loops.keys() == then.keys()
+        same = release == version("triton")
+        changed = [
+            f"{name}: {found}"
+            for name in loops
+            if (found := sass.difference(loops[name], then[name], same_compiler=same))
+        ]
+        assert not changed, (changed, "run: python -m scripts.resource_table --write")
 
 
 def test_kernels_that_take_more_than_recorded_are_told() -> None:

@@ -22,6 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+from scripts import sass
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -36,6 +38,8 @@ class Compiled:
     """How often the PTX has some that matter."""
     specialised: list[str]
     """Run-time arguments whose value or alignment makes a variant of its own."""
+    loop: list[str] | None = None
+    """Of an attention kernel for sm_90: cells of the table of inner loops."""
 
 
 _COUNTED = ("wgmma.mma", "tcgen05.mma", "mma.sync", "cp.async.")
@@ -51,6 +55,7 @@ def compile_kernel(
     aligned: tuple[str, ...] = (),
     num_warps: int = 4,
     num_stages: int = 3,
+    tile: tuple[int, int, int] | None = None,
 ) -> Compiled:
     """Compiles `kernel` for sm_`arch`.
 
@@ -58,6 +63,7 @@ def compile_kernel(
         types: Triton type of each run-time argument, e.g. "*bf16" or "i32".
         constants: compile-time arguments, also run-time ones that are fixed here.
         aligned: run-time arguments that are multiples of 16, as pointers and strides usually are.
+        tile: rows, columns and padded head size of an attention kernel's tiles.
     """
     names = list(kernel.arg_names)
     unknown = (set(types) | set(constants)) ^ set(names)
@@ -84,7 +90,10 @@ def compile_kernel(
         and not p.do_not_specialize
         and not (types.get(p.name, "").startswith("*") and p.do_not_specialize_on_alignment)
     ]
-    return Compiled(name, compiled.metadata.shared, registers, spilled, counts, specialised)
+    loop = None
+    if tile is not None and arch == 90:
+        loop = sass.inner_loop(compiled.asm["cubin"]).row(*tile, num_warps)
+    return Compiled(name, compiled.metadata.shared, registers, spilled, counts, specialised, loop)
 
 
 def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
@@ -204,6 +213,7 @@ def tree_attention(
         aligned=(*pointers, "output", *strides),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        tile=(config.block_m, config.block_n, triton.next_power_of_2(head_dim)),
     )
     assert compiled.shared_memory <= shared, compiled
     return compiled

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops in listings of machine code, and what an iteration costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import sass
+
+# A warpgroup's tile of 64 x 64 and head size 64, with ways around copies and around the products.
+LISTING = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   IADD3 R2, R2, 0x1, RZ ;
+        /*0020*/               @P0 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0030*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R8+URZ], R3 ;
+        /*0040*/              @!P0 BRA `(.L_x_9) ;
+        /*0050*/               @P1 BRA `(.L_x_2) ;
+        /*0060*/                   LDGSTS.E.BYPASS.128 [R42], desc[UR48][R4.64], !P6 ;
+        /*0070*/                   LDGSTS.E.BYPASS.128 [R43], desc[UR48][R4.64], !P6 ;
+.L_x_2:
+        /*0080*/               @P2 BRA `(.L_x_3) ;
+{scores}
+        /*0100*/                   MUFU.EX2 R5, R5 ;
+        /*0110*/                   FFMA R6, R6, R7, R8 ;
+        /*0120*/                   IMAD.MOV.U32 R6, RZ, RZ, R7 ;
+        /*0130*/                   FMNMX R6, R6, R7, !PT ;
+{outputs}
+.L_x_3:
+        /*0200*/                   BRA.DIV UR8, `(.L_x_9) ;
+        /*0210*/              @!P3 BRA `(.L_x_1) ;
+        /*0220*/                   EXIT ;
+.L_x_9:
+        /*0230*/                   BRA `(.L_x_9) ;
+""".format(
+    scores="        /*0090*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR8], R88 ;\n"
+    * 4,
+    outputs="        /*0140*/              HGMMA.64x64x16.F32.BF16 R24, R32, gdesc[UR8], R24 ;\n"
+    * 4,
+)
+
+
+def loop(listing: str) -> sass.Loop:
+    code, labels = sass.parse(listing)
+    return sass._count(sass._shortest(code, labels, *sass._first_loop(code, labels)))
+
+
+def test_the_shortest_way_that_makes_all_products() -> None:
+    found = loop(LISTING)
+    # the wait and three branches, eight products, four others, two branches at the end
+    assert found == sass.Loop(
+        issued=18, float_cycles=2, alu_cycles=2, special_cycles=8, memory=1, tensor_cycles=256
+    )
+    cells = found.row(64, 64, 64, 4)
+    assert cells == ["64 x 64", "18 / 2 / 2 / 8 / 1", "18", "256", "4.0", "4.0"]
+    assert found.row(192, 64, 64, 12)[2:] == ["54", "768", "12.0", "4.0"]
+    with pytest.raises(AssertionError, match="one tile"):
+        found.row(64, 128, 64, 4)
+
+
+def test_no_loop_of_products_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="no loop"):
+        loop(LISTING.replace("HGMMA", "FFMA"))
+
+
+def test_what_a_table_says_is_read_again() -> None:
+    rows = {"a": loop(LISTING).row(64, 64, 64, 4), "b": loop(LISTING).row(192, 64, 64, 12)}
+    page = sass.replaced("x\n<!-- t -->\nold\n<!-- /t -->\ny", "t", sass.table(rows))
+    assert sass.recorded(page, "t") == rows and page.startswith("x\n") and page.endswith("\ny")
+    then = rows["a"]
+    more, less = [*then], [*then]
+    more[2], less[2] = "30", "17"
+    for now, same, other in ((then, 0, 0), (less, 1, 0), (more, 1, 1), (rows["b"], 1, 1)):
+        assert bool(sass.difference(now, then, same_compiler=True)) == same
+        assert bool(sass.difference(now, then, same_compiler=False)) == other

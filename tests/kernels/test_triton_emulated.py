@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The PTX that Triton makes of the kernels, stepped on the CPU, against the tests' own oracles.
+
+Wrappers, variants and arguments are those of a launch; the compiler is the Triton that is
+installed. The machine poisons what nobody wrote and notices races in shared memory; see
+`ptx_machine` for what it cannot.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels import (
+    test_delta_tree_triton as delta,
+)
+from tests.kernels import (
+    test_gru_step_triton as gru,
+)
+from tests.kernels import (
+    test_ngram_lookup_triton as ngrams,
+)
+from tests.kernels import (
+    test_tree_attn_flash as flash,
+)
+from tests.kernels import (
+    test_triton_step as step,
+)
+from tests.kernels.device_trees import FP16, DeviceTrees
+from tests.kernels.ptx_machine import Timing
+from tests.kernels.triton_compiler import Compiler
+from tests.kernels.triton_machine import Stepped, stepped
+from vllm_specplug.kernels import AttnFeatures
+
+pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.xdist_group("triton_ptx")]
+
+BF16 = torch.bfloat16
+LATE = Timing(eager_copies=False, eager_products=True)
+EARLY = Timing(eager_copies=True, eager_products=False, reverse_warpgroups=True)
+ARCHS = (80, 90)
+PRODUCTS = {80: "mma.sync", 90: "wgmma.mma_async"}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    made = Compiler()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=ARCHS, ids=lambda arch: f"sm_{arch}")
+def machine(
+    request: pytest.FixtureRequest, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Stepped]:
+    with stepped(monkeypatch, compiler, request.param, LATE) as record:
+        yield record
+
+
+def ran(machine: Stepped, fragment: str) -> int:
+    return sum(count for opcode, count in machine.counts.items() if fragment in opcode)
+
+
+def half(specs: list[tuple[int, int]], **options: Any) -> DeviceTrees:
+    return DeviceTrees(specs, **{"dtype": BF16, "head_dim": 64, **options})
+
+
+# -- attention -----------------------------------------------------------------------------
+
+
+def test_context_and_tree_in_one_pass(machine: Stepped) -> None:
+    half([(70, 9), (3, 0), (64, 5), (0, 1)]).check(splits=1)
+    assert ran(machine, PRODUCTS[machine.arch]) and ran(machine, "cp.async.c")
+    assert machine.kernels == {"_tree_words_kernel": 1, "_tree_attn_kernel": 1}
+
+
+@pytest.mark.parametrize("nodes", [0, 62, 63, 64, 65])
+def test_node_counts_around_word_edges(machine: Stepped, nodes: int) -> None:
+    half([(19, nodes)], group=1).check(splits=1)
+
+
+def test_splits_are_merged(machine: Stepped) -> None:
+    half([(600, 9), (3, 0), (300, 2)]).check(splits=2, places=1)
+    assert machine.kernels["_merge_states_kernel"] == 1
+
+
+def test_copies_early_and_products_late(machine: Stepped) -> None:
+    machine.timing = EARLY
+    half([(330, 40)], head_dim=128).check(splits=1)
+
+
+def test_dense_tails(machine: Stepped) -> None:
+    half([(40, 20), (0, 3)], dense=True).check(splits=1)
+    half([(40, 20), (0, 3)], dense=True, mask="full").check(splits=1)
+
+
+HEADS = torch.tensor([1.5, -2.0])
+FEATURES = {
+    "window, sinks and soft cap": AttnFeatures(window=33, sinks=HEADS, soft_cap=1.1),
+    "alibi": AttnFeatures(alibi_slopes=torch.tensor([0.1, 0.03])),
+    "8-bit cache": AttnFeatures(
+        key_scales=torch.tensor(0.37),
+        value_scales=torch.tensor([1.3]),
+        query_scales=torch.tensor(0.3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_what_layers_have(machine: Stepped, name: str) -> None:
+    features = FEATURES[name]
+    if features.key_scales is not None and machine.arch < 89:
+        pytest.skip("e4m3 needs compute capability 8.9")
+    specs = [(70, 20), (5, 3)]
+    half(specs, features=features).check(splits=1)
+    left_out = AttnFeatures(key_scales=features.key_scales, value_scales=features.value_scales)
+    if features.key_scales is None:
+        with pytest.raises(AssertionError, match=r"off by|unused slot|wild"):
+            half(specs, features=features).check(splits=1, features=left_out)
+
+
+def test_the_tree_behind_flash_attention(machine: Stepped, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = half([(40, 20), (0, 9), (17, 0)])
+    attention = flash.Attention(next(iter(flash.EMPTY)))
+    output = flash.run(problem, monkeypatch, attention)
+    assert (output - torch.cat(problem.expected())).abs().max() < 1.6e-2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("timing", [LATE, EARLY], ids=["late", "early"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_dim": 128, "group": 4},
+        {"head_dim": 96, "group": 3, "kv_heads": 2, "dtype": FP16},
+        {"head_dim": 256, "group": 3, "dtype": FP16},
+        {"head_dim": 256, "dense": True},
+        {"head_dim": 128, "group": 8, "page": 128},
+        {"head_dim": 80, "group": 1, "kv_heads": 2},
+        {"head_dim": 64, "group": 1, "page": 32},
+    ],
+    ids=lambda options: "-".join(f"{k}{v}" for k, v in options.items()),
+)
+def test_shapes_of_heads_and_pages(
+    machine: Stepped, timing: Timing, options: dict[str, Any]
+) -> None:
+    machine.timing = timing
+    half([(200, 66), (64, 3), (0, 9)], **options).check(splits=1)
+
+
+@pytest.mark.full
+def test_the_largest_tree(machine: Stepped) -> None:
+    half([(20, 256), (700, 100)], group=4).check(splits=2)
+
+
+def test_a_wrong_mask_is_noticed(machine: Stepped) -> None:
+    problem = half([(5, 8)])
+    problem.parent_rows = lambda: torch.arange(-1, 8).int()
+    with pytest.raises(AssertionError, match="off by"):
+        problem.check()
+
+
+@pytest.mark.parametrize("pattern", [r"cp\.async\.wait_group\s+\d+;", r"bar\.sync\s+0;"])
+def test_missing_synchronisation_is_noticed(machine: Stepped, pattern: str) -> None:
+    def damaged(ptx: str) -> str:
+        if "_tree_attn_kernel" not in ptx:
+            return ptx
+        less, count = re.subn(pattern, "", ptx)
+        assert count, "the kernel has no such instruction"
+        return less
+
+    machine.damage = damaged
+    with pytest.raises(AssertionError, match=r"off by|unused slot|another|outside"):
+        half([(300, 8)], group=10).check(splits=1)
+
+
+# -- the rest of a step ---------------------------------------------------------------------
+
+STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
+    "best-first trees": (
+        lambda patch: step.assert_same_trees(
+            *step.candidates(3, 5, 4, seed=3), [9, 1, 0], [5, 4, 3], 4, 9
+        ),
+        {"_build_best_first_kernel"},
+    ),
+    "ties of best-first trees": (
+        lambda patch: step.test_ties_break_as_in_the_python_builder(),
+        {"_build_best_first_kernel"},
+    ),
+    "the walk": (lambda patch: step.test_walk_equals_the_readable_one(), {"_walk_kernel"}),
+    "compaction": (
+        lambda patch: step.test_compaction_moves_every_layer_as_ordered_moves_would(BF16),
+        {"_compact_paths_kernel"},
+    ),
+    "n-gram branches": (
+        lambda patch: ngrams.test_branches_are_those_of_the_host(2, 1, 5, patch),
+        {"_scan_kernel", "_branches_kernel"},
+    ),
+    "merged trees": (
+        lambda patch: ngrams.test_merged_trees_are_those_of_the_host(True, 9, 1),
+        {"_scan_kernel", "_branches_kernel", "_build_best_first_kernel", "_merge_kernel"},
+    ),
+    "a local head's step": (
+        lambda patch: gru.test_new_states_equal_the_readable_step(None, 70, 5, FP16),
+        {"_gru_step_kernel"},
+    ),
+    "the delta rule": (
+        lambda patch: delta.test_every_branch_is_decoded_as_alone("bush", (1, 2)),
+        {"_tree_products_kernel", "_tree_solve_kernel", "_commit_states_kernel"},
+    ),
+    "the delta rule over pages": (
+        lambda patch: delta.test_states_in_pages_in_bfloat16_and_with_values_outside_keys(),
+        {"_tree_products_kernel", "_tree_solve_kernel", "_commit_states_kernel"},
+    ),
+    "the delta rule's inputs": (
+        lambda patch: delta.test_what_the_rule_takes_of_the_rows(BF16),
+        {"_tree_inputs_kernel"},
+    ),
+    "the convolution": (
+        lambda patch: delta.test_convolution_follows_ancestors(BF16, 37, 4, True),
+        {"_tree_conv_kernel"},
+    ),
+    "the convolution's commit": (
+        lambda patch: delta.test_committed_inputs_are_the_last_of_the_path([7, 1], 37, 4, True),
+        {"_commit_conv_kernel"},
+    ),
+}
+
+
+@pytest.mark.parametrize("machine", [pytest.param(80, marks=pytest.mark.full), 90], indirect=True)
+@pytest.mark.parametrize("name", STEPS)
+def test_the_rest_of_a_step(machine: Stepped, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    check, kernels = STEPS[name]
+    check(monkeypatch)
+    assert set(machine.kernels) == kernels
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [4, 8])
+def test_more_branches(machine: Stepped, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    ngrams.test_branches_are_those_of_the_host(size, 16, 7, monkeypatch)
+    ngrams.test_merged_trees_are_those_of_the_host(False, 40, 6)
+
+
+@pytest.mark.full
+def test_more_of_the_delta_rule(machine: Stepped) -> None:
+    for shape in ("chain", "star"):
+        delta.test_every_branch_is_decoded_as_alone(shape, (1, 1))
+    delta.test_sizes_of_several_tiles(72, 40)
+    delta.test_gates_at_their_ends("denormal")
+    delta.test_what_was_not_accepted_is_not_read()
+
+
+def test_memory_that_nobody_wrote_is_poison(machine: Stepped) -> None:
+    assert torch.empty(3).isnan().all() and torch.empty(3, dtype=BF16).isnan().all()
