@@ -9,7 +9,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from interleave import Load, Serving, confine_process, serve_alone, serve_side_by_side
@@ -105,6 +107,7 @@ class Benchmark:
         engine: Mapping[str, Any],
         sampling: Mapping[str, Any],
         observe: Callable[[Serving], dict[str, Any]] = lambda serving: {},
+        prepare: Callable[[str], str] = lambda target: target,
     ) -> None:
         """Lets every system serve every load, side by side, and writes each result down.
 
@@ -118,6 +121,7 @@ class Benchmark:
             sampling: arguments of `SamplingParams`.
             observe: what a cell says beyond `Serving.result`; called after warming up too, so that
                 it can reset what it reads.
+            prepare: the folder to serve, from the target's path.
         """
         confine_process()
 
@@ -126,6 +130,7 @@ class Benchmark:
         deadline = time.monotonic() + 60 * args.minutes
         target = str(prepare_target("smollm2"))
         planned = loads(target)
+        target = prepare(target)
         store = self._store(args)
         record = self.provenance(args)
         name = digest(
@@ -234,6 +239,17 @@ def ratios(cells: Cells, others: Cells, value: Callable[[dict[str, Any]], float]
     """Of each round that both have: the value of `cells` over that of `others`."""
     by_round = {cell["round"]: cell for cell in others}
     return [value(c) / value(by_round[c["round"]]) for c in cells if c["round"] in by_round]
+
+
+def tpot_gains(cells: Cells, plain: Cells) -> dict[str, float | None]:
+    """How many times smaller the median and the 99th percentile of the answers' times per output
+    token are than plain decoding's: medians over rounds, None where cells do not tell."""
+    gains: dict[str, float | None] = {}
+    for name in ("tpot_ms", "tpot_p99_ms"):
+        known = all(cell.get(name) is not None for cell in (*cells, *plain))
+        gain = name.replace("_ms", "_gain")
+        gains[gain] = median(ratios(plain, cells, itemgetter(name))) if known else None
+    return gains
 
 
 def total(cells: Cells, name: str) -> float:

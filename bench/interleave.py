@@ -65,6 +65,8 @@ class Load:
     round: int
     prompts: Sequence[list[int]]
     concurrency: int
+    adapters: Sequence[Any] = (None,)
+    """LoRA requests, taken by the prompts in turn; None is the target alone."""
 
 
 class _Counters:
@@ -144,7 +146,10 @@ class Serving:
         while self._waiting and len(self._started) < self.load.concurrency:
             number, ids = self._waiting.pop()
             req_id = f"{self._prefix}-{number}"
-            engine.add_request(req_id, {"prompt_token_ids": ids}, self._params)
+            adapter = self.load.adapters[number % len(self.load.adapters)]
+            engine.add_request(
+                req_id, {"prompt_token_ids": ids}, self._params, lora_request=adapter
+            )
             self._started[req_id] = time.perf_counter()
         decodes = len(self._made) == len(self._started) == self.load.concurrency
         began, had = time.perf_counter(), sum(self._made.values())
@@ -181,6 +186,8 @@ class Serving:
         "decode_": over `steps`, of which "decode_steps" counts each request. "draft_ms" is None for
         engines that do not draft through this plugin.
         """
+        import numpy as np
+
         tokens = sum(map(len, self.answers.values()))
         return {
             "concurrency": self.load.concurrency,
@@ -190,6 +197,7 @@ class Serving:
             "tokens_per_s": tokens / self.seconds,
             "ttft_ms": median(self._waits),
             "tpot_ms": median(self._per_token) if self._per_token else None,
+            "tpot_p99_ms": float(np.percentile(self._per_token, 99)) if self._per_token else None,
             "decode_steps": sum(requests for requests, _, _ in self.steps),
             "decode_tokens": sum(made for _, made, _ in self.steps),
             "decode_seconds": sum(seconds for _, _, seconds in self.steps),

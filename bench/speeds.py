@@ -7,7 +7,7 @@ import argparse
 from statistics import median
 from typing import Any
 
-from harness import BASELINE, Cells, by_load, ratios, total
+from harness import BASELINE, Cells, by_load, ratios, total, tpot_gains
 from interleave import Load
 
 from vllm_specplug.bench.result_page import Section
@@ -52,6 +52,7 @@ def speed_tables(cells: Cells) -> tuple[list[Section], list[dict[str, Any]]]:
                 "tokens_per_s": median(c["tokens_per_s"] for c in group),
                 "over_plain": median(over),
                 "over_plain_range": [min(over), max(over)],
+                **tpot_gains(group, found[BASELINE]),
                 "tokens_per_step": total(group, "decode_tokens") / total(group, "decode_steps"),
                 "mean_acceptance_length": 1 + total(group, "accepted") / drafts if drafts else None,
                 "draft_ms": median(drafting) if drafting else None,
@@ -63,6 +64,8 @@ def speed_tables(cells: Cells) -> tuple[list[Section], list[dict[str, Any]]]:
                     system,
                     f"{values['tokens_per_s']:.1f}",
                     f"{values['over_plain']:.2f} x ({min(over):.2f} to {max(over):.2f})",
+                    format_number(values["tpot_gain"], 2),
+                    format_number(values["tpot_p99_gain"], 2),
                     f"{values['tokens_per_step']:.2f}",
                     format_number(values["mean_acceptance_length"], 2),
                     format_number(values["draft_ms"], 1),
@@ -70,7 +73,8 @@ def speed_tables(cells: Cells) -> tuple[list[Section], list[dict[str, Any]]]:
                 ]
             )
         header = (
-            "", "tokens/s", "against plain", "tokens per step", "mean acceptance length",
+            "", "tokens/s", "against plain", "median TPOT better by", "p99 TPOT better by",
+            "tokens per step", "mean acceptance length",
             "ms a draft", "same answers as plain",
         )  # fmt: skip
         rounds = len(found[BASELINE])

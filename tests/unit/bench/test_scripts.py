@@ -134,8 +134,17 @@ def test_pages_of_own_chains_are_named_by_the_method() -> None:
     page = chains.page("own_eagle3_chains", chains.METHODS["eagle3"], cells)
     assert page.name == "own_eagle3_chains"
     assert [row[0] for row in page.sections[0].rows] == ["plain", "chain of 3", "tree of 16"]
-    row = ["10.0", "1.00 x (1.00 to 1.00)", "2.00", "2.00", "1.5"]
-    assert page.sections[0].rows[2][1:6] == row
+    row = ["10.0", "1.00 x (1.00 to 1.00)", "-", "-", "2.00", "2.00", "1.5"]
+    assert page.sections[0].rows[2][1:8] == row
+
+
+def test_the_slowest_answers_are_compared_where_they_were_measured() -> None:
+    harness = script("harness")
+    plain = [{"round": 0, "tpot_ms": 30.0, "tpot_p99_ms": 33.0}]
+    trees = [{"round": 0, "tpot_ms": 20.0, "tpot_p99_ms": 44.0}]
+    assert harness.tpot_gains(trees, plain) == {"tpot_gain": 1.5, "tpot_p99_gain": 0.75}
+    del trees[0]["tpot_p99_ms"]
+    assert harness.tpot_gains(trees, plain) == {"tpot_gain": 1.5, "tpot_p99_gain": None}
 
 
 def test_local_heads_are_compared_with_the_block_head_alone() -> None:
