@@ -13,6 +13,7 @@ from vllm_specplug.budget.acceptance import AcceptanceModel, chosen_nodes
 from vllm_specplug.budget.allocation import Allocation, allocate
 from vllm_specplug.budget.cost_curve import Floats
 from vllm_specplug.budget.draft_gate import IMPOSSIBLE_MS, DraftGate
+from vllm_specplug.budget.pace import Pace
 from vllm_specplug.budget.row_budget import RowBudget
 from vllm_specplug.budget.step_cost import StepCostModel
 from vllm_specplug.tree import ROOT, DraftTree
@@ -110,7 +111,7 @@ class Plan:
     host when later ones have been planned."""
 
     step: NextStep
-    # [R] of the acceptance model
+    # [R] of the acceptance model, -1 for a request that ended meanwhile
     slots: Ints
     # [R] of the draft forward, 0 for none
     depths: Ints
@@ -120,6 +121,7 @@ class Plan:
     def leave_out(self, request: int) -> None:
         """Of a request that ended meanwhile nothing is learnt; its slot may be another's."""
         self.depths[request] = 0
+        self.slots[request] = -1
 
 
 class AdaptiveBudget:
@@ -136,6 +138,7 @@ class AdaptiveBudget:
         self.row_budget = row_budget
         self.acceptance = AcceptanceModel()
         self.gate = DraftGate(deepest_forward) if deepest_forward else None
+        self.pace = Pace()
         self.planned: Plan | None = None
         """What `plan` decided last, until its trees are trimmed."""
         self.worth: LevelWorth | None = None
@@ -178,6 +181,7 @@ class AdaptiveBudget:
                 step.num_roots,
                 self.costs.draft_ms,
                 step_ms,
+                self.pace.weights(slots, step.num_roots),
             )
             plan.depths = np.where(fixed, limits, decision.depths)
             if not (decision.depths.any() or len(nodes.scores) or forced):
@@ -222,17 +226,18 @@ class AdaptiveBudget:
         nodes = self._nodes(trees, plan.slots)
         if self.gate is not None and plan.depths.any():
             self._observe_forwards(self.gate, plan, nodes)
-        if not len(nodes.probabilities):
-            return list(trees)
-        if plan.is_plain_trial:
+        if plan.is_plain_trial or not (len(nodes.probabilities) or plan.depths.any()):
+            self.pace.step(plan.slots, step.num_roots, 1.0)
             return [_EMPTY] * len(trees)
         drafted = np.flatnonzero(plan.depths)
+        weights = self.pace.weights(plan.slots, step.num_roots)
         kept = np.asarray(step.fixed, np.bool_)[nodes.owners]
         node_ms = self.costs.attention_ms * np.asarray(step.context_lens, np.float64)
         caps = np.asarray(step.caps)
         probabilities = nodes.probabilities
         if (nodes.counts > caps).any():
             probabilities = _capped(nodes, caps)
+        probabilities = probabilities * weights[nodes.owners]
         free = np.flatnonzero(~kept & (probabilities > 0))
         kept &= probabilities > 0
         forced = int(kept.sum())
@@ -251,6 +256,7 @@ class AdaptiveBudget:
                 step_ms,
             )  # fmt: skip
         kept[free] = allocation.kept
+        self.pace.step(plan.slots, step.num_roots, allocation.milliseconds / plain_ms)
         return _subtrees(nodes, kept)
 
     def observe(
@@ -264,10 +270,12 @@ class AdaptiveBudget:
         nodes = _Nodes.of(trees)
         if not len(nodes.scores):
             return 0.0
+        slots = self._slots_of(req_ids)
+        self.pace.accepted(slots, np.array([len(path) for path in paths], np.int64))
         expected = self.acceptance.observe(
             nodes.scores,
             nodes.depths,
-            self._slots_of(req_ids)[nodes.owners],
+            slots[nodes.owners],
             chosen_nodes(paths, nodes.counts.tolist()),
         )
         return float(expected.sum())
@@ -283,8 +291,10 @@ class AdaptiveBudget:
         slots = np.empty(len(req_ids), np.int64)
         for i, req_id in enumerate(req_ids):
             slots[i], is_new = self.acceptance.slot_of(req_id)
-            if is_new and self.gate is not None:
-                self.gate.reset(int(slots[i]))
+            if is_new:
+                self.pace.reset(int(slots[i]))
+                if self.gate is not None:
+                    self.gate.reset(int(slots[i]))
         return slots
 
     def _nodes(self, trees: Sequence[DraftTree], slots: Ints) -> _Nodes:

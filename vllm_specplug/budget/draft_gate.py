@@ -100,6 +100,8 @@ class DraftGate:
         draft_ms: Callable[[npt.ArrayLike, npt.ArrayLike], Floats],
         # [M + 1] ms of a step with 0..M nodes, drafting excluded
         step_ms: Floats,
+        # [R] what a token of each request counts, None for alike
+        weights: Floats | None = None,
     ) -> GateDecision:
         """Which requests to run a draft forward for, and to which depth."""
         num_reqs = len(slots)
@@ -109,8 +111,9 @@ class DraftGate:
             return none
         self._grow(int(slots.max()))
         hints = np.minimum(np.bincount(owners, minlength=num_reqs), 1)
+        weights = np.ones(num_reqs) if weights is None else weights
         scale = self._found[slots] / self._expected[slots]
-        order = np.argsort(np.where(allowed, -scale, np.inf), kind="stable")
+        order = np.argsort(np.where(allowed, -scale * weights, np.inf), kind="stable")
         order = order[: int(allowed.sum())]
         most = len(order)
         sizes = np.array(sorted({1, -(-most // 4), -(-most // 2), most}))
@@ -119,18 +122,18 @@ class DraftGate:
         if self._averages is None:
             self._averages = self._make_averages()
         counts, sums = self._averages
-        # [sizes, 2] forwards, scaled, for the first `size` requests
-        forwards = np.zeros((2, len(order) + 1))
-        for kind in (0, 1):
-            np.cumsum(np.where(hints[order] == kind, scale[order], 0.0), out=forwards[kind, 1:])
-        forwards = forwards[:, sizes].T
+        # [sizes, 2] forwards for the first `size` requests, scaled by what they find, and by what
+        # that counts
+        of_kind = hints[order][:, None] == np.arange(2)
+        forwards = (scale[order, None] * of_kind).cumsum(axis=0)[sizes - 1]
+        weighted = ((scale * weights)[order, None] * of_kind).cumsum(axis=0)[sizes - 1]
         # [sizes, depths, bins] candidates in all, best bins first
         place = _BINS - 1 - np.searchsorted(_EDGES, found)
         shape = (len(sizes), len(self._depth_options), _BINS)
         found_counts = np.bincount(place, minlength=_BINS)
-        found_sums = np.bincount(place, found, _BINS)
+        found_sums = np.bincount(place, found * weights[owners], _BINS)
         nodes = (forwards @ counts.reshape(2, -1)).reshape(shape) + found_counts
-        gains = (forwards @ sums.reshape(2, -1)).reshape(shape) + found_sums
+        gains = (weighted @ sums.reshape(2, -1)).reshape(shape) + found_sums
         nodes = np.maximum(np.cumsum(nodes, axis=2), 0.0)
         gains = np.cumsum(gains, axis=2)
         all_ms = np.arange(len(step_ms))

@@ -92,6 +92,7 @@ class Request:
     rng: np.random.Generator
     tenths: int
     done: int = 1
+    decoding_ms: float = 0.0
 
     @property
     def remaining(self) -> int:
@@ -132,6 +133,8 @@ class Server:
         self._count = 0
         self._noise = np.random.default_rng([self.seed, 1])
         self._running: list[Request] = []
+        self.ended: list[tuple[float, int]] = []
+        """Milliseconds of decoding, and tokens decoded, of each request that ended."""
 
     def serve(self, concurrency: int, milliseconds: float) -> float:
         """Keeps so many requests running for so long; returns tokens per second."""
@@ -195,11 +198,15 @@ class Server:
             seen = [x for x in zip(names, trees, paths, strict=True) if x[1].num_nodes]
             if seen:
                 budget.observe(*zip(*seen, strict=True))
+        took_ms = verify_ms + draft_ms + machine.rest_ms
         for request, path in zip(running, paths, strict=True):
             request.done += 1 + len(path)
+            request.decoding_ms += took_ms
+            if request.remaining < 0:
+                self.ended.append((request.decoding_ms, request.done - 1))
         ended = [request.name for request in running if request.remaining < 0]
         if isinstance(budget, AdaptiveBudget):
             budget.forget(ended)
         self._running = [request for request in running if request.name not in ended]
         tokens = len(names) + sum(map(len, paths))
-        return verify_ms + draft_ms + machine.rest_ms, tokens
+        return took_ms, tokens
