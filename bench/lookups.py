@@ -113,8 +113,9 @@ def page(cells: Cells) -> ResultPage:
         "no prompt was taken in. Ratios are medians of the rounds' ratios, in brackets the lowest "
         "and the highest. The head is the shipped JetSpec head under the adaptive budget, at most "
         "32 nodes; `ngram_tree` has its defaults; vLLM's `ngram` drafts 6 tokens after matches of "
-        "2 to 4. TPOT is a whole answer's, the last ones of a load in smaller company included. "
-        "Answers differ from plain decoding's where bfloat16 logits tie within rounding.",
+        "2 to 4. TPOT is a whole answer's, other requests' prompts and the last answers in smaller "
+        "company included; answers have half to all of the most tokens. They differ from plain "
+        "decoding's where bfloat16 logits tie within rounding.",
         sections=[Section(header, table)],
         data=rows,
         made_by=[cell["provenance"] for cell in cells],

@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same trees on vLLM's V1 model runner and on V2, whose scheduler waits or works ahead.
 
-    python bench/model_runners.py --rounds 4 [--data PROMPTS]
+    python bench/model_runners.py --rounds 6 [--data PROMPTS]
 
-Every round starts one engine process for each side, which answers the same prompts; sides go first
-by turns. The adaptive budget follows each side's own step costs. Speeds are of the wall clock:
+There is an engine process for each side. They answer the same prompts in turns; which goes first
+alternates. The adaptive budget follows each side's own step costs. Speeds are of the wall clock:
 working ahead uses time in which another thread computes.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from harness import HEADS, Benchmark, make_engine
-from sides import in_turns, measured_in_process, table
+from sides import Round, Side, answer, in_turns, table
 
 from vllm_specplug.bench.result_page import ResultPage, Section
 
 JETSPEC = {"method": "jetspec", "model": str(HEADS / "smollm2-135m-jetspec")}
 # VLLM_USE_V2_MODEL_RUNNER and async_scheduling.
 SIDES = {"V1": ("0", False), "V2": ("1", False), "V2 ahead": ("1", True)}
-BATCHES = (1, 4, 8)
+BATCHES = (1, 4, 8, 16)
 OUTPUT_LEN = 200
-REPEATS = 3
 QUESTIONS = (
     "Explain how tides work to a child.",
     "Write a Python function that merges two sorted lists.",
@@ -53,8 +51,8 @@ def make_prompts(target: str, data: Path | None) -> list[list[int]]:
     return [found[i % len(found)] for i in range(max(BATCHES))]
 
 
-def measure(side: str, data: Path | None, eager: bool) -> dict[str, list[float]]:
-    """Tokens per second by batch size, one value for each repeat."""
+def serve(side: str, data: Path | None, eager: bool) -> None:
+    """A side's process: tokens per second of a batch, whenever they are asked for."""
     from vllm import SamplingParams
 
     from vllm_specplug.targets import prepare_target
@@ -67,35 +65,31 @@ def measure(side: str, data: Path | None, eager: bool) -> dict[str, list[float]]
     params = SamplingParams(
         temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True, detokenize=False
     )
-    speeds: dict[str, list[float]] = {}
-    for batch in BATCHES:
-        for repeat in range(1 + REPEATS):
-            start = time.perf_counter()
-            llm.generate(prompts[:batch], params, use_tqdm=False)
-            # The first warms up.
-            if repeat:
-                seconds = time.perf_counter() - start
-                speeds.setdefault(str(batch), []).append(batch * OUTPUT_LEN / seconds)
-    return speeds
+
+    def measure(batch: int) -> float:
+        start = time.perf_counter()
+        llm.generate(prompts[:batch], params, use_tqdm=False)
+        return batch * OUTPUT_LEN / (time.perf_counter() - start)
+
+    answer(measure)
 
 
-def run_side(side: str, data: Path | None, eager: bool) -> dict[str, list[float]]:
-    """`measure` in a process of its own."""
+def start_side(side: str, data: Path | None, eager: bool) -> Side:
     flags = ["--measure", side, *(["--eager"] if eager else [])]
     flags += [] if data is None else ["--data", str(data)]
-    return measured_in_process(__file__, flags, {"VLLM_USE_V2_MODEL_RUNNER": SIDES[side][0]})
+    return Side(__file__, flags, {"VLLM_USE_V2_MODEL_RUNNER": SIDES[side][0]})
 
 
-def page(rounds: list[dict[str, dict[str, list[float]]]], record: dict[str, Any]) -> ResultPage:
+def page(rounds: list[Round], record: dict[str, Any]) -> ResultPage:
     """The page of these rounds."""
     lines = table(rounds, list(SIDES), BATCHES, 1)
     header = ("batch", *SIDES, *(f"{side} over V1" for side in list(SIDES)[1:]))
     return ResultPage(
         name="model_runners",
         title="Trees on vLLM's model runners",
-        about=f"{len(rounds)} processes for each side, in alternating order; tokens per second of "
-        "jetspec with its defaults on SmolLM2-135M-Instruct in bfloat16, greedy: medians over all "
-        "repeats, in brackets those of single processes.",
+        about=f"A process for each side, {len(rounds)} rounds in turns; tokens per second of "
+        "jetspec with its defaults on SmolLM2-135M-Instruct in bfloat16, greedy: medians over the "
+        "rounds, and of the rounds' ratios; in brackets the lowest and the highest.",
         sections=[Section(header, lines)],
         data=rounds,
         made_by=[record],
@@ -104,16 +98,18 @@ def page(rounds: list[dict[str, dict[str, list[float]]]], record: dict[str, Any]
 
 def main() -> None:
     benchmark = Benchmark("model_runners", __doc__)
-    benchmark.parser.add_argument("--rounds", type=int, default=4)
+    benchmark.parser.add_argument("--rounds", type=int, default=6)
     # Not required: there are prompts here.
     benchmark.parser.add_argument("--data", type=Path, default=Path(), help="prompts (JSONL)")
     benchmark.parser.add_argument("--measure", metavar="SIDE", help="internal: one side")
     args = benchmark.parse()
     data = None if args.data == Path() else args.data
     if args.measure:
-        print(json.dumps(measure(args.measure, data, args.eager)))
+        serve(args.measure, data, args.eager)
         return
-    rounds = in_turns(list(SIDES), args.rounds, lambda side: run_side(side, data, args.eager))
+    rounds = in_turns(
+        lambda side: start_side(side, data, args.eager), list(SIDES), BATCHES, args.rounds
+    )
     benchmark.publish(args, page(rounds, benchmark.provenance(args)))
 
 

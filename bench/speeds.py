@@ -15,7 +15,8 @@ from vllm_specplug.bench.summary import format_number
 
 ABOUT = (
     "SmolLM2-135M-Instruct in bfloat16, greedy. The engines answer the same prompts side by side "
-    "in one process, in turns of a second; times are CPU seconds of one thread."
+    "in one process, in turns of a second; times are CPU seconds of one thread. TPOT is a whole "
+    "answer's, the prompts of other requests included."
 )
 
 
