@@ -31,9 +31,6 @@ class DeviceWindowCache(CudaDraftRows, Rings):
 
     Rings know `TokenHistory.grown` of their last draft, or the position after the last one stored
     where drafts are made for requests that the host knows. No request is of both kinds.
-
-    Args:
-        backend: its caches must be bound.
     """
 
     def __init__(
