@@ -12,6 +12,7 @@ import torch
 
 from . import reference
 from .cpu_layout import CpuKvLayout
+from .device_copy import to_device
 from .extension import cpu_extension_error, has_cpu_extension, supported_isas
 from .features import PLAIN, AttnFeatures
 from .metadata import TreeAttnMetadata
@@ -203,7 +204,7 @@ def _build_best_first_cuda(
     from .tree_builder_triton import build_best_first_triton
 
     num_nodes = max(1, int(budgets.max())) if budgets.numel() else 1
-    limits = torch.stack([budgets, depths]).pin_memory().to(top_ids.device, non_blocking=True)
+    limits = to_device(torch.stack([budgets, depths]), top_ids.device)
     token_ids, parents, node_depths, scores, counts = build_best_first_triton(
         top_ids, top_log_probs, limits[0], limits[1], max_width, num_nodes
     )

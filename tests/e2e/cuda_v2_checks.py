@@ -31,7 +31,7 @@ from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.ngram_tree.drafter import NgramTreeDrafter
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows
-from vllm_specplug.vllm_v2 import cuda_trees, host_step
+from vllm_specplug.vllm_v2 import cuda_trees, host_step, worker_gpu
 from vllm_specplug.vllm_v2.host_step import HostCopy
 
 cuda_v2_worker.use_cuda_worker()
@@ -83,6 +83,26 @@ def compare(made: Pair, ahead: bool) -> Counts:
     _, counts = made.compare(PROMPTS, params)
     assert (counts.stale > 0) == ahead, counts
     return counts
+
+
+def profiled_bytes(made: Pair) -> int:
+    """What vLLM's memory profile counts of the drafter's own memory."""
+    counted: list[int] = []
+    stock = worker_gpu.drafter_memory
+
+    def drafter_memory(state: Any) -> torch.Tensor:
+        memory = stock(state)
+        counted.append(memory.nbytes)
+        return memory
+
+    with (
+        patch.object(worker_gpu, "drafter_memory", drafter_memory),
+        # vLLM's kernel for many rows is not one that the interpreter takes.
+        patch.object(worker_gpu, "apply_top_k_top_p", lambda *args: None),
+    ):
+        made.runner.profile_run()
+    (count,) = counted
+    return count
 
 
 # A head with n-gram branches, and these alone.

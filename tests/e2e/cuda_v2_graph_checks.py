@@ -24,6 +24,7 @@ from tests.pretended_graph import PretendedGraph, pretended_graphs
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
+from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels
 from vllm_specplug.vllm_v2 import graph_trees
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 
@@ -89,25 +90,36 @@ def check_adaptive_budget_from_graphs() -> None:
 
 @contextmanager
 def known_on_the_device() -> Iterator[None]:
-    """`knowing_candidates` in operations that a graph can hold: what follows an anchor in the first
-    of the oracle's sequences that has it at its position."""
-    original, call = BlockHeadDrafter.candidates, DraftGraphs.__call__
+    """`knowing_candidates` and `knowing` in operations that a graph can hold: what follows an
+    anchor in the first of the oracle's sequences that has it at its position is the best and the
+    second best in turns."""
+    block, level, call = BlockHeadDrafter.candidates, DeviceLevels.expand, DraftGraphs.__call__
     # [K, L], -1 past a sequence's end
     table = torch.full((8, 128), -1)
 
-    def candidates(self: Any, requests: Any, depth: int, width: int) -> Any:
-        ids, log_probs = original(self, requests, depth, width)
-        if not isinstance(requests, DeviceRequests):
-            return ids, log_probs
+    def told(requests: DeviceRequests, depth: int) -> torch.Tensor:
+        """[R, depth]"""
         at = requests.context_lens.long().clamp(0, table.shape[1] - depth - 1)
         line = (table[:, at] == requests.anchors).int().argmax(0)
-        told = table[line[:, None], at[:, None] + torch.arange(1, depth + 1)]
-        # The best and the second best in turns.
-        for d in range(depth):
+        return table[line[:, None], at[:, None] + torch.arange(1, depth + 1)]
+
+    def candidates(self: Any, requests: Any, depth: int, width: int) -> Any:
+        ids, log_probs = block(self, requests, depth, width)
+        if not isinstance(requests, DeviceRequests):
+            return ids, log_probs
+        for d, tokens in enumerate(told(requests, depth).unbind(1)):
             place = (d + 1) % 2
-            ids[:, d, place] = torch.where(told[:, d] >= 0, told[:, d], ids[:, d, place])
-        scores = torch.arange(1, width + 1).mul(-0.4).expand(log_probs.shape).contiguous()
-        return ids, scores
+            ids[:, d, place] = torch.where(tokens >= 0, tokens, ids[:, d, place])
+        return ids, _falling(log_probs)
+
+    def expand(self: Any, frontier: Any) -> Any:
+        ids, log_probs = level(self, frontier)
+        if not isinstance(self.requests, DeviceRequests):
+            return ids, log_probs
+        tokens = told(self.requests, frontier.depth + 1)[:, -1:]
+        place = (frontier.depth + 1) % 2
+        ids[:, :, place] = torch.where(tokens >= 0, tokens, ids[:, :, place])
+        return ids, _falling(log_probs)
 
     def called(self: Any, requests: Any, chosen: Any = None) -> Any:
         table.fill_(-1)
@@ -117,9 +129,28 @@ def known_on_the_device() -> Iterator[None]:
 
     with (
         patch.object(BlockHeadDrafter, "candidates", candidates),
+        patch.object(DeviceLevels, "expand", expand),
         patch.object(DraftGraphs, "__call__", called),
     ):
         yield
+
+
+def _falling(log_probs: torch.Tensor) -> torch.Tensor:
+    width = log_probs.shape[-1]
+    return torch.arange(1, width + 1).mul(-0.4).expand(log_probs.shape).contiguous()
+
+
+@contextmanager
+def draft_replays() -> Iterator[list[Any]]:
+    """Yields what is replayed of drafts."""
+    replay, replayed = DraftGraphs.run_fullgraph, []
+
+    def run_fullgraph(self: Any, desc: Any) -> None:
+        replayed.append(desc)
+        replay(self, desc)
+
+    with patch.object(DraftGraphs, "run_fullgraph", run_fullgraph):
+        yield replayed
 
 
 def check_block_heads_from_graphs() -> None:
@@ -129,18 +160,23 @@ def check_block_heads_from_graphs() -> None:
         assert len(made.runner.speculator.draft_graphs.graphs) == 3
 
 
+def check_draft_layers_from_graphs() -> None:
+    """A head's, and the module that a target ships."""
+    for method in ("eagle3_tree", "mtp_tree"):
+        options: dict[str, Any] = {"ngram_topk": 0, "nodes": 10}
+        with full_graphs(), known_on_the_device():
+            made = engines(method, ahead=True, **options)
+            with draft_replays() as replayed:
+                assert _compare_graphs(method, True, **options) is made
+        assert len(made.runner.speculator.draft_graphs.graphs) == 3
+        assert len(replayed) > 4, replayed
+
+
 def check_block_heads_under_an_adaptive_budget_from_graphs() -> None:
     """Who is drafted for is decided in every step; drafts are replays all the same."""
     with full_graphs(), known_on_the_device():
         made = engines("jetspec", ahead=True, nodes=10, budget="auto")
         freeze_costs(made, FLAT)
-        graphs, replayed = made.runner.speculator.draft_graphs, []
-        replay = graphs.run_fullgraph
-
-        def run_fullgraph(desc: Any) -> None:
-            replayed.append(desc)
-            replay(desc)
-
-        with patch.object(graphs, "run_fullgraph", run_fullgraph):
+        with draft_replays() as replayed:
             assert compare(made, True).skipping > 1
     assert len(replayed) > 4, replayed

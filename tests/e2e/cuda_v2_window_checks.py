@@ -18,7 +18,14 @@ import torch
 from transformers import AutoConfig
 
 from tests.e2e.budget_checks import FLAT, freeze_costs
-from tests.e2e.cuda_v2_checks import PROMPTS, LateCopy, compare, engines, late_copies
+from tests.e2e.cuda_v2_checks import (
+    PROMPTS,
+    LateCopy,
+    compare,
+    engines,
+    late_copies,
+    profiled_bytes,
+)
 from tests.e2e.cuda_v2_draft_checks import LevelDrafts, knowing
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import target, watch_preemptions, watch_prefix_hits
@@ -81,6 +88,14 @@ def check_windows_on_the_device() -> None:
             drafts.nodes = 0
             assert compare(made, ahead).skipping > 1
         assert drafts.nodes > 50 and not drafts.differing, drafts
+
+
+def check_the_profile_counts_the_windows() -> None:
+    """And a profile with caches bound leaves the engine as it was."""
+    made = engines("longspec", ahead=True, ngram_topk=0, nodes=10)
+    window = made.runner.drafter.drafter.window
+    assert profiled_bytes(made) == sum(cache.nbytes for cache in window.kv_caches) > 0
+    compare(made, True)
 
 
 def check_beams_of_given_widths() -> None:

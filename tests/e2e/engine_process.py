@@ -94,7 +94,7 @@ def _sabotage(name: str) -> None:
         # On all ranks but the first a second is nine.
         real = time.perf_counter
         odd = SimpleNamespace(
-            **{**vars(time), "perf_counter": lambda: real() * 9 if _is_later_rank() else real()}
+            **{**vars(time), "perf_counter": lambda: real() * 9 if is_later_rank() else real()}
         )
         for module in (calibration, draft_planner, step_clock):
             module.time = odd
@@ -107,7 +107,7 @@ def _sabotage(name: str) -> None:
         def others(self: Any, *args: Any) -> Any:
             # All ranks but the first draft other tokens, and no second tree.
             trees = draft(self, *args)
-            if not _is_later_rank():
+            if not is_later_rank():
                 return trees
             return [
                 DraftTree(
@@ -133,7 +133,8 @@ def _sabotage(name: str) -> None:
         raise ValueError(name)
 
 
-def _is_later_rank() -> bool:
+def is_later_rank() -> bool:
+    """Whether this process is a tensor parallel rank, and not the first."""
     from vllm.distributed import parallel_state
 
     group = parallel_state._TP

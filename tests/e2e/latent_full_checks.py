@@ -101,6 +101,25 @@ def check_what_vllm_switches_off() -> None:
     compared(made, least_accepted=100)
 
 
+def check_a_limit_above_the_batchs_does_not_count() -> None:
+    """More rows than fit a step are asked for; vLLM's scheduler bounds it by both limits."""
+    made = engines(max_num_scheduled_tokens=4096, max_num_seqs=16, num_gpu_blocks_override=300)
+    scheduler, rows = core_of(made.tree).scheduler, []
+    most = made.tree.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    assert most == 2048 and scheduler.max_num_scheduled_tokens == 4096
+    stock = scheduler.schedule
+
+    def schedule(*args: Any) -> Any:
+        output = stock(*args)
+        rows.append(output.total_num_scheduled_tokens)
+        return output
+
+    scheduler.schedule = schedule
+    prompts = [[(5 * i + n) % 90 + 5 for i in range(200)] for n in range(13)]
+    made.compare(prompts, greedy(max_tokens=12, detokenize=False))
+    assert most - 200 < max(rows) <= most < sum(map(len, prompts)), rows
+
+
 def check_costs_are_measured_with_trees() -> None:
     """What the adaptive budget starts from: rows of trees over one context, but for single rows."""
     from vllm_specplug.vllm_attention import latent

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.e2e.mimo import make_mimo_target
 from tests.e2e.tiny import (
     HIDDEN,
     make_dspark_head,
@@ -51,6 +52,8 @@ from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
+from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
+from vllm_specplug.methods.mtp_tree.options import MtpSettings
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
@@ -100,12 +103,17 @@ def draft_layer(folder: Path) -> Made:
     return Eagle3Drafter, head, Eagle3Settings(4, layers)
 
 
+def module_of_the_target(folder: Path) -> Made:
+    return MtpDrafter, make_mimo_target(folder, VOCAB), MtpSettings(4)
+
+
 HEADS: list[Callable[[Path], Made]] = [
     causal_head,
     bidirectional_head,
     markov_head,
     local_head,
     draft_layer,
+    module_of_the_target,
 ]
 
 
@@ -340,11 +348,23 @@ def _full_depth(graphs: DraftGraphs) -> None:
     graphs._fill = filled  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("control", [_elsewhere, _other_lines, _other_states, _full_depth])
+@pytest.mark.parametrize(
+    ("make", "control"),
+    [
+        (draft_layer, _elsewhere),
+        (draft_layer, _other_lines),
+        (draft_layer, _other_states),
+        (draft_layer, _full_depth),
+        (module_of_the_target, _other_states),
+    ],
+)
 def test_what_a_draft_does_not_see_is_noticed(
-    control: Callable[[DraftGraphs], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Path], Made],
+    control: Callable[[DraftGraphs], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drafts = Drafts(draft_layer, tmp_path, monkeypatch)
+    drafts = Drafts(make, tmp_path, monkeypatch)
     drafts.graphs.capture_drafts()
     control(drafts.graphs)
     requests = drafts.requests([NODES] * 3, np.random.default_rng(0))

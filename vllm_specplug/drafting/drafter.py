@@ -39,14 +39,9 @@ def device_tensor(
     values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device
 ) -> torch.Tensor:
     """Integers of the host as int64 on `device`, without waiting for it."""
-    import torch
+    from vllm_specplug.kernels import to_device
 
-    tensor = torch.tensor(values, dtype=torch.int64)
-    if device.type == "cpu":
-        return tensor
-    # A copy from pageable memory would wait for all that was launched. The allocator keeps pinned
-    # memory until the copy is done.
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return to_device(np.array(values, dtype=np.int64), device)
 
 
 @dataclass(frozen=True)

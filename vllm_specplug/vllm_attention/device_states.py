@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
-from vllm_specplug.kernels import DeltaUpdates, StateTrees
+from vllm_specplug.kernels import DeltaUpdates, StateTrees, to_device
 from vllm_specplug.vllm_attention.state_rows import (
     BUILDER_ATTRIBUTE,
     LinearRows,
@@ -32,14 +32,6 @@ from vllm_specplug.vllm_attention.state_rows import (
 NORM_EPS = 1e-6
 
 
-def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a host tensor on the device, without waiting for it."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    # The allocator keeps pinned memory until the copy is done.
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 @dataclass(frozen=True)
 class DeviceLinearRows(LinearRows):
     """`LinearRows` as tensors of a device."""
@@ -51,10 +43,10 @@ class DeviceLinearRows(LinearRows):
     def moved(cls, rows: LinearRows, device: torch.device) -> DeviceLinearRows:
         """A copy on the device."""
         return cls(
-            moved(rows.rows, device),
-            moved(rows.requests, device),
-            moved(rows.starts, device),
-            moved(rows.has_state, device),
+            to_device(rows.rows, device),
+            to_device(rows.requests, device),
+            to_device(rows.starts, device),
+            to_device(rows.has_state, device),
             rows.num_decodes,
             rows.starts,
         )
@@ -104,9 +96,9 @@ class DeviceStateStep(StateStep):
         super().__init__(requests, parents)
         device = parents.device
         fresh = self.fresh.nonzero()[:, 0]
-        self.fresh_trees = moved(fresh, device) if len(fresh) else None
-        self.starts, self.rows = moved(self.starts, device), moved(self.rows, device)
-        self.requests = moved(self.requests, device)
+        self.fresh_trees = to_device(fresh, device) if len(fresh) else None
+        self.starts, self.rows = to_device(self.starts, device), to_device(self.rows, device)
+        self.requests = to_device(self.requests, device)
         if self.linear is not None:
             self.linear = DeviceLinearRows.moved(self.linear, device)
         # Of each KV cache group: whose path fills a block, with which row, and the block's slot.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_specplug.kernels import to_device
 from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, TreeRows
 from vllm_specplug.vllm_v1.runner_state import RunnerState
@@ -66,7 +67,7 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
         for line, (i, r) in zip(table, moved, strict=True):
             line[:3] = len(r.accepted_path), r.context_len, i
             line[3 : 3 + len(r.accepted_path)] = r.accepted_path
-        columns = self.to_device(np.ascontiguousarray(table.T))
+        columns = to_device(np.ascontiguousarray(table.T), self.device)
         paths = columns[3:].t().contiguous()
         for index, layers in self.groups:
             compact_paths_triton(

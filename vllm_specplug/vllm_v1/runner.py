@@ -17,6 +17,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
+from vllm_specplug.kernels import to_device
 from vllm_specplug.metrics import STATS_ATTRIBUTE
 from vllm_specplug.seams import LOGITS_PROCESSORS
 from vllm_specplug.tree import DraftTree
@@ -312,13 +313,13 @@ class TreeRunnerMixin(_Runner):
     ) -> list[list[int]]:
         drafter = self.drafter.drafter
         rows, slot_rows, positions = self.tree_step.committed_rows()
-        to_device = self.tree_backend.to_device
-        slots = self.state.slots(self.draft_group)[to_device(slot_rows)]
+        device = self.state.device
+        slots = self.state.slots(self.draft_group)[to_device(slot_rows, device)]
         drafter.observe(
             CommittedTokens(
                 aux_hidden_states=aux_hidden_states or [],
-                rows=to_device(rows),
-                positions=to_device(positions),
+                rows=to_device(rows, device),
+                positions=to_device(positions, device),
                 slots=slots,
                 last_rows=torch.from_numpy(self.tree_step.last_rows()),
                 next_token_ids=self._next_tokens(),
@@ -340,7 +341,7 @@ class TreeRunnerMixin(_Runner):
         if not self.tree_spec.reads_next_tokens:
             return None
         known = [self.state.token_ids(i) for i in range(len(self.tree_step.requests))]
-        return self.tree_backend.to_device(self.tree_step.next_tokens(known))
+        return to_device(self.tree_step.next_tokens(known), self.state.device)
 
     def take_draft_token_ids(self) -> Any:
         """The drafts for the scheduler, with the parents of those that a grammar constrains."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_specplug.drafting.drafter import DraftCache
-from vllm_specplug.kernels import compact_kv, tree_metadata
+from vllm_specplug.kernels import compact_kv, to_device, tree_metadata
 from vllm_specplug.kvcache import path_moves
 from vllm_specplug.vllm_attention.tree_rows import (
     CpuTreeRows,
@@ -59,10 +59,6 @@ class TreeBackend(ABC):
         self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
     ) -> DraftCache:
         """The drafter's pages."""
-
-    @abstractmethod
-    def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """A copy on the device, without waiting for it."""
 
     def warm_up(self) -> None:  # noqa: B027 - optional, not abstract
         """Compiles what a step would otherwise compile, after `bind`."""
@@ -110,8 +106,9 @@ class TreeBackend(ABC):
                 rows.append(np.arange(r.root_row + 1, r.end_row))
                 shifts.append(r.tree.depths.astype(np.int64) - np.arange(1, r.tree.num_nodes + 1))
         if rows:
-            index = self.to_device(np.concatenate(rows))
-            positions[..., index] += self.to_device(np.concatenate(shifts)).to(positions.dtype)
+            index = to_device(np.concatenate(rows), positions.device)
+            depths = to_device(np.concatenate(shifts), positions.device)
+            positions[..., index] += depths.to(positions.dtype)
 
 
 def put_rows(attn_metadata: Any, rows: TreeRows) -> None:
@@ -154,6 +151,3 @@ class CpuTreeBackend(HostMemory, TreeBackend):
         self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
     ) -> DraftCache:
         return PagedDraftCache(layers, block_table, scale)
-
-    def to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array)

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.ngram import NgramBranches
-from vllm_specplug.vllm_v2.host_step import to_device
+from vllm_specplug.kernels import to_device
 
 # Matched suffix lengths int32 [R, C], and tokens int32 [R, C, L], of `kernels.ngram_lookup_triton`.
 Found = tuple[torch.Tensor, torch.Tensor]

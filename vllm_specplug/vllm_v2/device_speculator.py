@@ -31,6 +31,7 @@ from vllm_specplug.drafting.device_levels import packed_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees, TokenHistory
 from vllm_specplug.drafting.drafter import CommittedTokens
 from vllm_specplug.drafting.reserved_rows import ReservedRows
+from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.gpu import wants_full_graphs
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams, Found, keep_history_on_device
@@ -42,7 +43,6 @@ from vllm_specplug.vllm_v2.host_step import (
     StepCopy,
     StepRecord,
     TreesCopy,
-    to_device,
 )
 from vllm_specplug.vllm_v2.penalty_processor import device_penalties
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import Drafter, DraftRequests
-from vllm_specplug.vllm_v2.host_step import pinned, to_device
+from vllm_specplug.kernels import pinned, to_device
 
 
 def graph_depths(deepest: int, is_adaptive: bool) -> list[int]:

@@ -15,18 +15,6 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.device_trees import Walk
 
 
-def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Where a copy to the device need not be waited for; the allocator keeps such memory until the
-    copy is done."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device, without waiting for it."""
-    return pinned(array, device).to(device, non_blocking=True)
-
-
 class HostCopy:
     """A tensor on its way to the host."""
 

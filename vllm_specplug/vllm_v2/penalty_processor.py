@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 from vllm_specplug.accept.contextual_penalty import penalise, recent_tokens
 from vllm_specplug.drafting.device_requests import DevicePenalties
 from vllm_specplug.drafting.drafter import DraftPenalty
-from vllm_specplug.vllm_v2.host_step import to_device
+from vllm_specplug.kernels import to_device
 from vllm_specplug.vllm_v2.tree_paths import TreePaths, output_tail
 from vllm_specplug.vllm_worker.penalty import request_penalty
 

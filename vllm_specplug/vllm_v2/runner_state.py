@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.kernels import to_device
 from vllm_specplug.vllm_attention.state_rows import StateStep
-from vllm_specplug.vllm_v2.host_step import to_device
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 

@@ -17,9 +17,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
+from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.device_trees import Committed, TreeStore, Walk
-from vllm_specplug.vllm_v2.host_step import StepRecord, to_device
+from vllm_specplug.vllm_v2.host_step import StepRecord
 from vllm_specplug.vllm_v2.penalty_processor import draft_penalty
 from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests, next_tokens
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_specplug.kernels import to_device
 from vllm_specplug.vllm_v2.device_trees import StepTrees
-from vllm_specplug.vllm_v2.host_step import to_device
 
 MOST_STOP_TOKENS = 128
 """Of one request; vLLM has the same limit beside `min_tokens`. One with more has no drafts."""

@@ -30,7 +30,7 @@ from vllm_specplug.drafting.drafter import (
     WindowSpec,
     device_tensor,
 )
-from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.kernels import TreeAttnMetadata, pinned
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE, MAX_TREE_ROWS, PLAN_ROWS
 from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
@@ -112,15 +112,12 @@ class TreeBuffers:
     """
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
-        pinned = device.type == "cuda"
         rows = limits.num_rows
         self.limits = limits
         # The plan, and behind it where each tree starts: one copy to the device.
-        self.plan_host = torch.zeros((PLAN_ROWS + 1) * limits.num_requests + 1, dtype=torch.int32)
-        self.parents_host = torch.zeros(rows, dtype=torch.int32)
-        if pinned:
-            self.plan_host = self.plan_host.pin_memory()
-            self.parents_host = self.parents_host.pin_memory()
+        size = (PLAN_ROWS + 1) * limits.num_requests + 1
+        self.plan_host = pinned(torch.zeros(size, dtype=torch.int32), device)
+        self.parents_host = pinned(torch.zeros(rows, dtype=torch.int32), device)
         self.plan = torch.zeros_like(self.plan_host, device=device)
         self.parents = torch.zeros_like(self.parents_host, device=device)
         self.words = torch.zeros(
@@ -409,13 +406,6 @@ class CudaKernels:
         from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft
 
         return DeviceSelfDraft(state, spec, self)
-
-    def to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type != "cuda":
-            return tensor
-        # The allocator keeps pinned memory until the copy is done.
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 def table_rows(requests: DraftRequests | DeviceRequests, device: torch.device) -> torch.Tensor:

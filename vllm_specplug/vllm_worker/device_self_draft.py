@@ -25,6 +25,7 @@ from vllm_specplug.kvcache.partial_cache import RECENT
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention
 from vllm_specplug.vllm_worker.cuda_backend import CudaDraftRows, CudaKernels
 from vllm_specplug.vllm_worker.runner_view import RunnerView
+from vllm_specplug.vllm_worker.self_draft import regions_of
 
 logger = init_logger("vllm.specplug.self_draft")
 
@@ -355,8 +356,7 @@ class DeviceSelfDraft:
             spec.budget,
             spec.sink,
             spec.refresh,
-            # No context grows past the budget: no request will need a region.
-            0 if state.max_model_len <= spec.budget else spec.max_requests,
+            regions_of(state, spec),
         )
         views = backend.views_of(self.pool.caches[0])
         self.pool_views = [views(cache) for cache in self.pool.caches]

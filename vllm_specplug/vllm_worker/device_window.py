@@ -23,7 +23,7 @@ from vllm_specplug.drafting.drafter import (
 )
 from vllm_specplug.vllm_worker.cuda_backend import CudaDraftRows, CudaKernels, table_rows
 from vllm_specplug.vllm_worker.draft_cache import BlockTable
-from vllm_specplug.vllm_worker.window_cache import Rings
+from vllm_specplug.vllm_worker.window_cache import WINDOW_PAGE, Rings
 
 
 class DeviceWindowCache(CudaDraftRows, Rings):
@@ -31,20 +31,17 @@ class DeviceWindowCache(CudaDraftRows, Rings):
 
     Rings know `TokenHistory.grown` of their last draft, or the position after the last one stored
     where drafts are made for requests that the host knows. No request is of both kinds.
-
-    Args:
-        backend: its caches must be bound: rings have pages of their size.
     """
 
     def __init__(
         self, backend: CudaKernels, spec: WindowSpec, num_requests: int, dtype: torch.dtype
     ) -> None:
         self.spec = spec
-        size, device = backend.block_size, backend.device
-        blocks = -(-spec.size // size)
-        self.stride = blocks * size
+        device = backend.device
+        blocks = -(-spec.size // WINDOW_PAGE)
+        self.stride = blocks * WINDOW_PAGE
         pages = torch.zeros(
-            (num_requests * blocks, size, spec.num_kv_heads, 2 * spec.head_dim),
+            (num_requests * blocks, WINDOW_PAGE, spec.num_kv_heads, 2 * spec.head_dim),
             dtype=dtype, device=device,
         )  # fmt: skip
         # [num_requests, blocks]: the pages of each ring

@@ -49,8 +49,7 @@ def drafter_memory(state: RunnerView) -> torch.Tensor:
     window, kept = state.drafter.window_spec(), state.drafter.partial_cache_spec()
     size = partial_cache_bytes(state)
     if window is not None:
-        block_size = state.vllm_config.cache_config.block_size
-        size += window_bytes(window, state.max_requests, state.dtype, block_size)
+        size += window_bytes(window, state.max_requests, state.dtype)
     try:
         return torch.empty(size, dtype=torch.uint8, device=state.device)
     except torch.OutOfMemoryError:

@@ -120,8 +120,7 @@ class SelfDraft:
             spec.budget,
             spec.sink,
             spec.refresh,
-            # No context grows past the budget: no request will need a region.
-            0 if state.max_model_len <= spec.budget else spec.max_requests,
+            regions_of(state, spec),
         )
         logger.info(
             "Partial caches: %d requests with %d tokens each, %.1f MiB",
@@ -168,10 +167,16 @@ class SelfDraft:
 def partial_cache_bytes(state: RunnerView) -> int:
     """Memory that the runner's partial caches will take, before they exist."""
     spec = state.drafter.partial_cache_spec()
-    if spec is None or state.max_model_len <= spec.budget:
+    if spec is None:
         return 0
-    # And a page for what a device writes nowhere.
+    requests = regions_of(state, spec)
+    # And a page for what a device writes nowhere; a CPU has one where there is no region.
     return sum(
-        (spec.max_requests * -(-spec.budget // tokens) + 1) * num_bytes
+        (requests * -(-spec.budget // tokens) + 1) * num_bytes
         for tokens, num_bytes in state.full_attention_pages()
     )
+
+
+def regions_of(state: RunnerView, spec: PartialCacheSpec) -> int:
+    """Requests that have a partial cache at once; none where no context grows past the budget."""
+    return 0 if state.max_model_len <= spec.budget else spec.max_requests

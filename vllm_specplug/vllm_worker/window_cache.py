@@ -32,16 +32,16 @@ from vllm_specplug.options import option_error
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
-_BLOCK = 32
+# Tokens of a page of a ring, on every device. Not those of the attention's caches: how many these
+# have is only known once vLLM has shared out the memory, and windows count before.
+WINDOW_PAGE = 32
 
 
-def window_bytes(
-    spec: WindowSpec, num_requests: int, dtype: torch.dtype, block_size: int = _BLOCK
-) -> int:
+def window_bytes(spec: WindowSpec, num_requests: int, dtype: torch.dtype) -> int:
     """Bytes of the windows of `num_requests` requests: the same whatever their contexts."""
-    blocks = -(-spec.size // block_size)
+    pages = -(-spec.size // WINDOW_PAGE)
     per_slot = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    return num_requests * blocks * block_size * per_slot
+    return num_requests * pages * WINDOW_PAGE * per_slot
 
 
 def without_windows(
@@ -109,8 +109,8 @@ class WindowCache(Rings):
         # Rings know the position after the last one stored.
         super().__init__(num_requests)
         self.spec = spec
-        self.blocks_per_request = -(-spec.size // _BLOCK)
-        shape = (num_requests * self.blocks_per_request, spec.num_kv_heads, _BLOCK)
+        self.blocks_per_request = -(-spec.size // WINDOW_PAGE)
+        shape = (num_requests * self.blocks_per_request, spec.num_kv_heads, WINDOW_PAGE)
         self.kv_cache = torch.zeros(*shape, 2 * spec.head_dim, dtype=dtype)
         self.layout = cpu_kv_layout(self.kv_cache)
         self.views = self.layout.views(self.kv_cache)
@@ -132,7 +132,7 @@ class WindowCache(Rings):
             at = np.arange(max(stored, end - size), end)
             tokens.append(np.asarray(token_ids[at], dtype=np.int64))
             positions.append(at)
-            slots.append(ring * self.blocks_per_request * _BLOCK + at % size)
+            slots.append(ring * self.blocks_per_request * WINDOW_PAGE + at % size)
         return WindowTokens(
             *(
                 torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))

@@ -108,7 +108,7 @@ class Runner(TreeRunnerMixin):
             ],
         )
         self.draft_group = 0
-        self.max_model_len, self.max_num_tokens = 512, 512
+        self.max_model_len, self.max_num_tokens, self.device = 512, 512, torch.device("cpu")
         self.enable_prompt_embeds = False
 
 

@@ -123,7 +123,6 @@ def on_the_device(
     if layers:
         made.bind_cache(backend.draft_cache(layers, lambda: table, 0.25))
     if (window := made.window_spec()) is not None:
-        backend.block_size = 16
         state: Any = SimpleNamespace(max_requests=4, dtype=torch.float32)
         pages = numbers(9, window.num_kv_heads, 16, 2 * window.head_dim)
         made.bind_window(

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of tensor parallel ranks on V2 as on CUDA, in Triton's interpreter; see
+`engine_process`. To be run with SPECPLUG_INTERPRETED_V2=1, set before vLLM is imported.
+
+Ranks hear of their steps at different times, and each would draft from another source: nothing but
+what they share makes them agree. What each does is noted in a file of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+# Before vLLM: it puts Triton's interpreter in place.
+from tests.e2e.cuda_v2_checks import LateCopy  # isort: skip
+
+from tests.e2e import engine_process
+from vllm_specplug.methods.tokenswift.draft_source import SourceChooser
+from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
+from vllm_specplug.vllm_v2 import host_step
+from vllm_specplug.vllm_worker.device_self_draft import DevicePartialAttention
+
+
+class LateOnLaterRanks(LateCopy):
+    """Copies come at once on the first rank, and on the others two steps later."""
+
+    @property
+    def has_come(self) -> bool:
+        return not engine_process.is_later_rank() or super().has_come
+
+
+def _choose_in_turns(self: SourceChooser, available: Any) -> str:
+    """The target in every other step where it may draft; every rank another one than the first."""
+    self._steps += 1
+    turns = [source for other in available if other != "self" for source in (other, "self")]
+    turns = [source for source in turns if source in available]
+    return turns[(self._steps + engine_process.is_later_rank()) % len(turns)]
+
+
+def _note(folder: Path) -> None:
+    """Every draft writes a line: what the rank would have drafted from, what it did, from what it
+    could have, and which requests had partial caches in its forward."""
+    propose, attention = TokenSwiftDrafter.propose_on_device, DevicePartialAttention.__init__
+    partial: list[int] = []
+
+    def made(self: Any, *args: Any) -> None:
+        attention(self, *args)
+        partial[:] = self.partial
+
+    def proposed(self: Any, requests: Any) -> Any:
+        own, share = [], self.share
+
+        def shared(values: list[float]) -> list[float]:
+            own.extend(values)
+            return share(values)
+
+        partial.clear()
+        self.share = shared
+        trees = propose(self, requests)
+        self.share = share
+        history, pool = requests.history, self.target_forward.pool
+        late = sum(
+            least > pool.budget
+            for least, drafted in zip(history.least, history.is_drafted, strict=True)
+            if drafted
+        )
+        note = {
+            "requests": history.req_ids,
+            "own": own,
+            "source": self.source,
+            "available": self._available(requests),
+            "partial": list(partial),
+            "would_fit_by_late_bounds": late <= pool.max_requests,
+        }
+        rank = int(engine_process.is_later_rank())
+        with (folder / f"rank{rank}.jsonl").open("a") as lines:
+            lines.write(json.dumps(note) + "\n")
+        return trees
+
+    DevicePartialAttention.__init__ = made  # type: ignore[method-assign]
+    TokenSwiftDrafter.propose_on_device = proposed  # type: ignore[method-assign]
+
+
+def main(job: str, result: str, notes: str) -> None:
+    host_step.HostCopy = LateOnLaterRanks  # type: ignore[misc]
+    SourceChooser.choose = _choose_in_turns  # type: ignore[method-assign]
+    _note(Path(notes))
+    engine_process.main(job, result)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two tensor parallel ranks on V2 as on CUDA, in Triton's interpreter: a target that drafts for
+itself runs on all of them or on none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.fork_server import run_fresh
+from tests.e2e.tiny import make_target, make_tokenswift_heads
+from tests.e2e.tiny_engine import PARAMS, VOCAB, tiny_engine
+
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.xdist_group("cuda_v2_ranks")]
+
+# All of them outgrow the partial caches, one after the other, and there are two.
+PROMPTS = [[(5 * i + n) % 9 + 2 for i in range(n)] for n in (34, 30, 16)]
+SEEDED = {"temperature": 0.8, "seed": 3}
+CALLS = [
+    {
+        "prompts": PROMPTS,
+        "params": [{**PARAMS, "max_tokens": 28, **more} for more in ({}, SEEDED, {})],
+    }
+]
+SPECULATIVE = {
+    "method": "tokenswift", "draft_source": "auto", "num_speculative_tokens": 6, "tree_budget": 6,
+    "kv_budget": 36, "sink_size": 4, "kv_refresh": 8, "self_draft_requests": 2,
+}  # fmt: skip
+
+
+def _run(folder: Path, name: str, speculative: dict[str, Any] | None) -> dict[str, Any]:
+    engine = {
+        **tiny_engine(folder / "target"), "tensor_parallel_size": 2, "max_model_len": 128,
+        "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 1 << 24,
+    }  # fmt: skip
+    if speculative is not None:
+        engine |= {"async_scheduling": True, "speculative_config": speculative}
+    job = {"engine": engine, "calls": CALLS, "own_processes": True}
+    notes, result, log = (folder / f"{name}.{kind}" for kind in ("notes", "json", "log"))
+    notes.mkdir()
+    (folder / f"{name}.job").write_text(json.dumps(job))
+    arguments = [str(folder / f"{name}.job"), str(result), str(notes)]
+    environment = {
+        "SPECPLUG_INTERPRETED_V2": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        # vLLM compiles what ranks do with tokens of others, and the interpreter is no compiler.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    run_fresh("tests.e2e.cuda_v2_ranks", arguments, log, env=environment)
+    assert result.is_file(), log.read_text()[-6000:]
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+def _tokens(result: dict[str, Any]) -> list[list[list[int]]]:
+    return [[request[0]["token_ids"] for request in call["outputs"]] for call in result["calls"]]
+
+
+def test_ranks_draft_from_one_source(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    make_target(tmp_path / "target", VOCAB)
+    make_tokenswift_heads(tmp_path / "swift", VOCAB)
+    plain = _run(tmp_path, "plain", None)
+    tree = _run(tmp_path, "tree", {**SPECULATIVE, "model": str(tmp_path / "swift")})
+    assert _tokens(tree) == _tokens(plain)
+    assert tree["counters"]["vllm:spec_decode_num_accepted_tokens"] > 0
+    notes = tmp_path / "tree.notes"
+    first, second = (
+        [json.loads(line) for line in (notes / f"rank{rank}.jsonl").read_text().splitlines()]
+        for rank in (0, 1)
+    )
+    for name in ("requests", "source", "available"):
+        assert [step[name] for step in first] == [step[name] for step in second], name
+    sources = [step["source"] for step in first]
+    assert all(sources.count(source) > 3 for source in ("self", "heads", "ngrams")), sources
+    fits = {"self" in step["available"] for step in first}
+    assert fits == {False, True}
+    # What would have parted them: the sources that each would have taken, what a rank knows late
+    # of its contexts, and so which of them it reads in part.
+    for name in ("own", "would_fit_by_late_bounds", "partial"):
+        assert [step[name] for step in first] != [step[name] for step in second], name
+    assert any(step["partial"] for step in first) and any(step["partial"] for step in second)
