@@ -151,6 +151,13 @@ def _check_v2(method: str, vllm_config: Any) -> None:
         )
     if vllm_config.model_config.enable_trace_replay:
         _refuse(method, "enable_trace_replay=True", "Replay traces without speculation")
+    if vllm_config.aux_output_config.enabled:
+        _refuse(
+            method,
+            "enable_return_routed_experts=True",
+            "It takes a request's first rows for its accepted ones, and an accepted path may skip "
+            "rows of its tree: leave it out, or serve without speculation",
+        )
 
 
 def _check_multimodal(method: str, spec: SpecPlugSpeculativeConfig, model: Any) -> None:

@@ -108,6 +108,15 @@ def _check_forward(model: torch.nn.Module, method: str) -> None:
             "tree those are not a node's ancestors. Use another target, or a chain method of "
             "vLLM's own."
         )
+    # What V2 asks for before it takes one of its own.
+    own_state = getattr(model, "get_model_state_cls", None)
+    if own_state is not None:
+        raise ValueError(
+            f"Speculative method {method!r} cannot verify trees in {type(model).__name__}: its "
+            f"inputs are made by a class of its own, {own_state().__name__}, which may take the "
+            "rows of a request for consecutive tokens, and in a tree they are not. Use another "
+            "target, or a chain method of vLLM's own."
+        )
 
 
 def vocabulary_tables(

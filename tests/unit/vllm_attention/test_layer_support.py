@@ -366,3 +366,16 @@ def test_a_forward_that_reads_the_tokens_before_a_row_is_refused() -> None:
     _check_forward(torch.nn.Identity(), "jetspec")
     with pytest.raises(ValueError, match="'jetspec' .*token_lookback_depth=2"):
         _check_forward(SimpleNamespace(token_lookback_depth=2), "jetspec")  # type: ignore[arg-type]
+
+
+def test_a_target_whose_inputs_are_made_by_a_class_of_its_own_is_refused() -> None:
+    """V2 asks the model for that class; that of LongCat embeds the n tokens up to each row."""
+    from vllm.model_executor.models.longcat_flash_ngram import LongcatFlashNgramForCausalLM
+    from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+
+    from vllm_specplug.vllm_worker.proposer import _check_forward
+
+    model = LongcatFlashNgramForCausalLM.__new__(LongcatFlashNgramForCausalLM)
+    assert resolve_model_state_cls(SimpleNamespace(), model).__name__ == "LongcatNgramModelState"  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'jetspec' .*LongcatFlash.* LongcatNgramModelState,"):
+        _check_forward(model, "jetspec")

@@ -339,6 +339,10 @@ def test_what_v2_does_not_give_is_named(
         patch.setattr(config.model_config, "enable_trace_replay", True)
         with pytest.raises(ValueError, match="'ngram_tree' .*enable_trace_replay=True"):
             check_engine_config(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(config.aux_output_config, "enable_return_routed_experts", True)
+        with pytest.raises(ValueError, match="'ngram_tree' .*enable_return_routed_experts=True"):
+            check_engine_config(config)
     heads = {"method": "tokenswift", "model": str(make_tokenswift_heads(tmp_path / "heads", VOCAB))}
     assert _config(target, heads).speculative_config.uses_v2
     with monkeypatch.context() as patch:
