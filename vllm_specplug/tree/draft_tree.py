@@ -107,7 +107,9 @@ class DraftTree:
     @property
     def is_chain(self) -> bool:
         """Whether every node is the child of the one before it."""
-        return self.max_depth == self.num_nodes
+        # Only then does the last one have all others above it.
+        num_nodes = len(self.token_ids)
+        return num_nodes == 0 or int(self.depths[-1]) == num_nodes
 
     def prefix(self, num_nodes: int) -> DraftTree:
         """The tree of the first `num_nodes` nodes (views, no copy), or the whole, smaller tree."""
