@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images in prompts and positions on three axes, on trees of V2 as on CUDA, in Triton's
-interpreter; see test_cuda_v2.py.
+"""Images and embeddings in prompts and positions on three axes, on trees of V2 as on CUDA, in
+Triton's interpreter; see test_cuda_v2.py.
 
 vLLM's kernel for rotary positions on several axes is interpreted, its vision towers run as they do
 on a CPU.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,29 +23,39 @@ import pytest
 import torch
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
-from tests.e2e import mistral3_checks, vision_checks
+from tests.e2e import cuda_v2_states, mistral3_checks, vision_checks
 from tests.e2e.budget_checks import FLAT, freeze_costs
 from tests.e2e.cuda_v2_checks import LateCopy, knowing_candidates, late_copies
 from tests.e2e.cuda_v2_draft_checks import knowing_levels
 from tests.e2e.cuda_v2_graph_checks import full_graphs, steps_from_graphs
-from tests.e2e.pair import Counts, Pair, watch_preemptions, watch_prefix_hits
+from tests.e2e.embeds_checks import embeddings
+from tests.e2e.hybrids import wrapped_hybrid
+from tests.e2e.option_checks import greedy
+from tests.e2e.oracle import OracleDrafter
+from tests.e2e.pair import (
+    Counts,
+    Pair,
+    assert_same_output,
+    sequences_of,
+    watch_preemptions,
+    watch_prefix_hits,
+)
 from tests.e2e.tiny import make_eagle3_head, make_head
-from tests.e2e.vision_checks import VOCAB, compare_answers
+from tests.e2e.vision_checks import TEXTS, VOCAB, compare_answers
 from tests.e2e.wrapper_checks import mistral3_target
 from vllm_specplug.drafting.drafter import CommittedTokens
 from vllm_specplug.vllm_v2 import runner as runner_module
 
+cuda_v2_states.use_device_core()
 MRotaryEmbedding.forward_cpu = MRotaryEmbedding.forward_cuda  # type: ignore[method-assign]
 
 
 def engines(
     method: str = "oracle", *, ahead: bool, family: str = "Qwen2_5_VL", **options: Any
 ) -> Pair:
-    target = {
-        "model": vision_checks.vision_target(family),
-        "limit_mm_per_prompt": {"image": 2, "video": 0},
-    }
+    make = partial(wrapped_hybrid, size=16) if family == "Qwen3_5" else vision_checks.vision_target
     with vision_checks.without_processors():
+        target = {"model": make(family), "limit_mm_per_prompt": {"image": 2, "video": 0}}
         return cuda_v2_checks.engines(method, ahead=ahead, target=target, **options)
 
 
@@ -52,7 +63,7 @@ def prompts() -> list[Any]:
     """Text, an image, two of them, and the first one's text around another; a step holds fewer
     rows than any image has."""
     every = vision_checks.prompts()
-    return [every[i] for i in (0, 4, 8, 7)]
+    return [every[0], every[4], vision_checks.two_images(), every[7]]
 
 
 def compare(made: Pair, inputs: list[Any], ahead: bool) -> Counts:
@@ -112,6 +123,49 @@ def check_images_before_a_text_model_with_one_axis() -> None:
     linear = patch.object(runner_module, "set_positions", lambda trees, positions: None)
     with linear, pytest.raises(AssertionError, match="request"):
         compare(made, inputs, True)
+
+
+def check_images_before_recurrent_states() -> None:
+    """Qwen3.5: Gated DeltaNet layers and rotary positions on three axes, which are interleaved."""
+    made = engines(
+        ahead=True, family="Qwen3_5", enable_prefix_caching=True,
+        prefix_cache_retention_interval=None,
+    )  # fmt: skip
+    assert made.runner.state.state_layers.names
+    hits = watch_prefix_hits(made.tree)
+    for hit in (0, 32):
+        hits.clear()
+        compare(made, prompts(), True)
+        assert max(hits.values()) == hit, hits
+    linear = patch.object(runner_module, "set_axes", lambda trees, positions: None)
+    with linear, pytest.raises(AssertionError, match="request"):
+        compare(made, prompts(), True)
+
+
+def check_prompts_of_embeddings_beside_trees() -> None:
+    """Whole ones, and some with tokens among the embeddings; prompts of tokens have drafts."""
+    made = cuda_v2_checks.engines(ahead=True, target={"enable_prompt_embeds": True})
+    tokens = [100 + i for i in range(40)]
+    own = embeddings(tokens)
+    is_token = [i % 3 == 0 for i in range(40)]
+    mixed = {
+        "prompt_embeds": torch.where(torch.tensor(is_token)[:, None], 0.0, own),
+        "prompt_token_ids": [t if kept else 0 for t, kept in zip(tokens, is_token, strict=True)],
+        "prompt_is_token_ids": is_token,
+    }
+    inputs = [{"prompt_token_ids": TEXTS[0]}, {"prompt_embeds": own}, mixed,
+              {"prompt_token_ids": tokens}]  # fmt: skip
+    params = greedy(max_tokens=14, logprobs=2)
+    expected = made.plain.generate(inputs, params, use_tqdm=False)
+    OracleDrafter.sequences = sequences_of([expected[0], expected[3]])
+    made.take_counts()
+    actual = made.tree.generate(inputs, params, use_tqdm=False)
+    counts = made.take_counts()
+    for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        assert_same_output(a, b, f"request {i}")
+    # The same embeddings, whoever looked them up.
+    assert len({tuple(o.outputs[0].token_ids) for o in expected[1:]}) == 1
+    assert counts.accepted > 5 and counts.skipping > 1 and counts.stale > 0, counts
 
 
 # -- graphs --------------------------------------------------------------------------------

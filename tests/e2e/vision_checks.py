@@ -158,8 +158,7 @@ def with_images(texts: list[list[int]], images: list[tuple[int, int, int]]) -> A
 
 
 def prompts() -> list[Any]:
-    """Text alone, and images of several shapes before, between and behind text; one text twice,
-    and one prompt with two images."""
+    """Text alone, and images of several shapes before, between and behind text; one twice."""
     from vllm.inputs import tokens_input
 
     return [
@@ -168,8 +167,12 @@ def prompts() -> list[Any]:
         with_image([], TEXTS[2], 2, 7, 3),
         with_image(list(range(30, 60)), TEXTS[3], 3, 5, 5),
         with_image(TEXTS[0], TEXTS[1], 4, 4, 6),
-        with_images([TEXTS[3], TEXTS[1], TEXTS[2]], [(5, 3, 4), (1, 4, 6)]),
     ]
+
+
+def two_images() -> Any:
+    """A prompt with two images, the second of which is the first one of `prompts`."""
+    return with_images([TEXTS[3], TEXTS[1], TEXTS[2]], [(5, 3, 4), (1, 4, 6)])
 
 
 def answers(llm: Any, inputs: list[Any], params: list[Any]) -> list[Any]:
@@ -205,7 +208,7 @@ def compare_answers(made: Pair, inputs: list[Any], **options: Any) -> tuple[list
 
 def check_images_and_positions_on_three_axes() -> None:
     made = vision_engines()
-    expected, _ = compare(made, prompts())
+    expected, _ = compare(made, [*prompts(), two_images()])
     # The same text around another image.
     assert expected[4].outputs[0].token_ids != expected[7].outputs[0].token_ids
     positions = made.runner.state.positions

@@ -99,7 +99,8 @@ class TreeProposer:
 
 
 def _check_forward(model: torch.nn.Module, method: str) -> None:
-    """Refuses a target whose forward reads neighbouring rows elsewhere than in attention."""
+    """Refuses a target whose forward reads neighbouring rows elsewhere than in attention, or whose
+    rows hold more than their token and position say."""
     depth = getattr(model, "token_lookback_depth", 0)
     if depth:
         raise ValueError(
@@ -107,6 +108,13 @@ def _check_forward(model: torch.nn.Module, method: str) -> None:
             f"reads the {depth} tokens before each row (token_lookback_depth={depth}), and in a "
             "tree those are not a node's ancestors. Use another target, or a chain method of "
             "vLLM's own."
+        )
+    if getattr(model, "supports_realtime", False):
+        raise ValueError(
+            f"Speculative method {method!r} cannot verify trees in {type(model).__name__}: vLLM "
+            "adds embeddings to the tokens that it decodes, by their number in the sequence "
+            "(supports_realtime), and a node's depth is not its row. Use another target, or a "
+            "chain method of vLLM's own."
         )
 
 

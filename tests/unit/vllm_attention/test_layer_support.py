@@ -366,3 +366,18 @@ def test_a_forward_that_reads_the_tokens_before_a_row_is_refused() -> None:
     _check_forward(torch.nn.Identity(), "jetspec")
     with pytest.raises(ValueError, match="'jetspec' .*token_lookback_depth=2"):
         _check_forward(SimpleNamespace(token_lookback_depth=2), "jetspec")  # type: ignore[arg-type]
+
+
+def test_embeddings_of_decoded_tokens_are_refused() -> None:
+    """vLLM's own name of such a target."""
+    from vllm.model_executor.models.interfaces import SupportsRealtime, supports_realtime
+
+    from vllm_specplug.vllm_worker.proposer import _check_forward
+
+    class Streaming(torch.nn.Module):
+        supports_realtime = True
+
+    made = Streaming()
+    assert SupportsRealtime.supports_realtime and supports_realtime(made)
+    with pytest.raises(ValueError, match="'jetspec' .*Streaming.*supports_realtime"):
+        _check_forward(made, "jetspec")
