@@ -60,8 +60,8 @@ def engines(
 
 
 def prompts() -> list[Any]:
-    """Text, an image, two of them, and the first one's text around another; a step holds fewer
-    rows than any image has."""
+    """Text, an image, two of them, and the first one's text around another; prompts with images are
+    longer than a step, which may end inside one."""
     every = vision_checks.prompts()
     return [every[0], every[4], vision_checks.two_images(), every[7]]
 
@@ -203,8 +203,8 @@ def check_positions_where_no_graph_looks_differ() -> None:
 
 @contextmanager
 def linear_positions(made: Pair) -> Iterator[list[int]]:
-    """A drafter's context has token numbers for positions: those of the slots it is written to.
-    Yields how many rows were looked at in each step."""
+    """A drafter's context has token numbers for positions, by which slots go, too; behind an image
+    the target's are smaller. Yields how many rows were looked at in each step."""
     drafter, seen = made.runner.drafter.drafter, []
     observe, size = drafter.observe, made.runner.cache_config.block_size
 

@@ -112,9 +112,8 @@ def _check_forward(model: torch.nn.Module, method: str) -> None:
     if getattr(model, "supports_realtime", False):
         raise ValueError(
             f"Speculative method {method!r} cannot verify trees in {type(model).__name__}: vLLM "
-            "adds embeddings to the tokens that it decodes, by their number in the sequence "
-            "(supports_realtime), and a node's depth is not its row. Use another target, or a "
-            "chain method of vLLM's own."
+            "may add embeddings to the tokens that it decodes, row by row (supports_realtime), and "
+            "a node's depth is not its row. Use another target, or a chain method of vLLM's own."
         )
 
 
