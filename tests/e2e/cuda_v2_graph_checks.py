@@ -36,9 +36,10 @@ def full_graphs() -> Iterator[None]:
         yield
 
 
-def _compare_graphs(method: str, ahead: bool, **options: Any) -> Pair:
-    """Compares with plain vLLM; forwards of decoding requests come from graphs."""
-    made = engines(method, ahead=ahead, **options)
+@contextmanager
+def steps_from_graphs(made: Pair) -> Iterator[None]:
+    """Forwards of decoding requests come from graphs, of which some hold rows and requests of
+    padding."""
     manager, seen = made.runner.cudagraph_manager, []
     dispatch, before = manager.dispatch, PretendedGraph.replays
 
@@ -48,11 +49,18 @@ def _compare_graphs(method: str, ahead: bool, **options: Any) -> Pair:
         return desc
 
     with patch.object(manager, "dispatch", dispatched):
-        assert compare(made, ahead).skipping > 1
+        yield
     whole = [s for s in seen if s[2].cg_mode == CUDAGraphMode.FULL]
     assert len(whole) > 2 and len(whole) <= PretendedGraph.replays - before, seen
     # Rows and requests of padding.
     assert any(rows for rows, *_ in whole) and any(requests for _, requests, _ in whole), seen
+
+
+def _compare_graphs(method: str, ahead: bool, **options: Any) -> Pair:
+    """Compares with plain vLLM; forwards of decoding requests come from graphs."""
+    made = engines(method, ahead=ahead, **options)
+    with steps_from_graphs(made):
+        assert compare(made, ahead).skipping > 1
     return made
 
 

@@ -16,7 +16,8 @@ from tests.e2e.pair import assert_same_output, pair, target
 TEXT = [60, 61, 62, 63] * 8
 
 
-def _embeds(token_ids: list[int]) -> torch.Tensor:
+def embeddings(token_ids: list[int]) -> torch.Tensor:
+    """[n, H] what the text target has for these tokens."""
     weights = {}
     for path in sorted(target().glob("*.safetensors")):
         weights.update(load_file(path))
@@ -43,7 +44,7 @@ def check_embeddings_are_never_looked_up() -> None:
         assert seen, "requests of tokens are drafted for beside the option"
         seen.clear()
         # A prompt of embeddings in the same row of the batch, alone and beside a prompt of tokens.
-        own = {"prompt_embeds": _embeds([100 + i for i in range(len(TEXT))])}
+        own = {"prompt_embeds": embeddings([100 + i for i in range(len(TEXT))])}
         for prompts in ([own], [own, {"prompt_token_ids": TEXT}], [own, own]):
             expected = engines.plain.generate(prompts, params, use_tqdm=False)
             actual = engines.tree.generate(prompts, params, use_tqdm=False)
@@ -58,7 +59,7 @@ def check_embeddings_are_never_looked_up() -> None:
 def check_a_penalised_prompt_of_embeddings_has_no_tokens() -> None:
     engines = pair("ngram_tree", enable_prompt_embeds=True, max_num_seqs=2)
     params = greedy(max_tokens=24, extra_args={"specplug_penalty": 1.4})
-    own = {"prompt_embeds": _embeds([100, 101, 102, 103])}
+    own = {"prompt_embeds": embeddings([100, 101, 102, 103])}
     expected = engines.plain.generate(own, params, use_tqdm=False)
     actual = engines.tree.generate(own, params, use_tqdm=False)
     assert list(expected[0].outputs[0].token_ids) == list(actual[0].outputs[0].token_ids)

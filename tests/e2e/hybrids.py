@@ -9,12 +9,16 @@ around them, states and convolutions included, is vLLM's.
 from __future__ import annotations
 
 import inspect
+import tempfile
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from tests.e2e.tiny import make_tokenizer
+from tests.e2e.vision_checks import END, IMAGE, PATCH, START, VIDEO, VOCAB
 
 NORM_EPS = 1e-5
 # Of Qwen3.5's text models, whose config has it with and without a vision tower.
@@ -71,6 +75,23 @@ def make_hybrid_target(
                 parameter.mul_(4.0)
     model.save_pretrained(folder)
     return folder
+
+
+@cache
+def wrapped_hybrid(family: str, size: int = 32) -> str:
+    """`make_hybrid_target` of a multimodal family, with a vision tower."""
+    folder = Path(tempfile.mkdtemp(prefix="specplug-hybrid-")) / family
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+             "out_hidden_size": 64, "patch_size": PATCH,
+             "num_position_embeddings": 64}  # fmt: skip
+    wrapper = {"vision_config": tower, "image_token_id": IMAGE, "video_token_id": VIDEO,
+               "vision_start_token_id": START, "vision_end_token_id": END,
+               "tie_word_embeddings": False}  # fmt: skip
+    make_hybrid_target(
+        folder, family, VOCAB, size=size, wrapper=wrapper, rope_parameters=ROPE_ON_AXES
+    )
+    assert make_tokenizer(folder) <= VOCAB
+    return str(folder)
 
 
 @cache

@@ -22,7 +22,7 @@ IMAGE, BREAK, END = 8, 9, 7
 
 
 @contextmanager
-def _without_processors() -> Iterator[None]:
+def without_processors() -> Iterator[None]:
     """Engines that start inside ask no image processor how large an image can be."""
     have_torchvision()
     from vllm.model_executor.models.mistral3 import Mistral3ProcessingInfo
@@ -36,7 +36,7 @@ def _without_processors() -> Iterator[None]:
 
 
 def engines(**tree: Any) -> Pair:
-    with _without_processors():
+    with without_processors():
         return pair("oracle", model=mistral3_target(), limit_mm_per_prompt={"image": 2}, tree=tree)
 
 

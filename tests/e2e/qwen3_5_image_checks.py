@@ -4,11 +4,8 @@ against plain decoding, float32; see test_hybrids_in_full.py."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,31 +13,13 @@ import pytest
 
 from tests.e2e import hybrid_checks, vision_checks
 from tests.e2e.hybrid_checks import V2, WRONG, changed
-from tests.e2e.hybrids import ROPE_ON_AXES, make_hybrid_target
+from tests.e2e.hybrids import wrapped_hybrid
 from tests.e2e.pair import Pair, core_of, pair, watch_preemptions, watch_prefix_hits
-from tests.e2e.tiny import make_tokenizer
-from tests.e2e.vision_checks import END, IMAGE, START, VIDEO, VOCAB, compare, prompts
-
-
-@cache
-def wrapped(family: str, size: int = 32) -> str:
-    """A text model and a vision tower."""
-    folder = Path(tempfile.mkdtemp(prefix="specplug-qwen3-5-")) / "target"
-    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-             "out_hidden_size": 64, "patch_size": vision_checks.PATCH,
-             "num_position_embeddings": 64}  # fmt: skip
-    wrapper = {"vision_config": tower, "image_token_id": IMAGE, "video_token_id": VIDEO,
-               "vision_start_token_id": START, "vision_end_token_id": END,
-               "tie_word_embeddings": False}  # fmt: skip
-    make_hybrid_target(
-        folder, family, VOCAB, size=size, wrapper=wrapper, rope_parameters=ROPE_ON_AXES
-    )
-    assert make_tokenizer(folder) <= VOCAB
-    return str(folder)
+from tests.e2e.vision_checks import compare, prompts
 
 
 def engines(family: str, *, size: int = 32, **options: Any) -> Pair:
-    model = wrapped(family, size)
+    model = wrapped_hybrid(family, size)
     with vision_checks.without_processors():
         return pair(
             model=model, limit_mm_per_prompt={"image": 2, "video": 0},

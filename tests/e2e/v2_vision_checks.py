@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.pair import Pair, core_of, watch_preemptions, watch_prefix_hits
 from tests.e2e.v2_setup import use_v2
-from tests.e2e.vision_checks import compare, prompts, vision_engines
+from tests.e2e.vision_checks import compare, prompts, two_images, vision_engines
 from vllm_specplug.vllm_v2 import runner as runner_module
 
 use_v2()
@@ -25,7 +25,7 @@ def engines(*, ahead: bool, family: str = "Qwen2_5_VL", **tree: Any) -> Pair:
 
 def check_images_and_positions_on_three_axes() -> None:
     for ahead in (False, True):
-        expected, counts = compare(engines(ahead=ahead), prompts())
+        expected, counts = compare(engines(ahead=ahead), [*prompts(), two_images()])
         # The same text around another image.
         assert expected[4].outputs[0].token_ids != expected[7].outputs[0].token_ids
         assert (counts.stale > 0) == ahead and counts.skipping > 0, counts

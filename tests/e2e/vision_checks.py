@@ -132,21 +132,28 @@ def vision_engines(family: str = "Qwen2_5_VL", method: str = "oracle", **engine:
 
 def with_image(before: list[int], after: list[int], seed: int, rows: int, columns: int) -> Any:
     """A prompt with an image of `rows` by `columns` merged patches, as processors give it."""
+    return with_images([before, after], [(seed, rows, columns)])
+
+
+def with_images(texts: list[list[int]], images: list[tuple[int, int, int]]) -> Any:
+    """A prompt of texts with images between them; of each image its seed, rows and columns."""
     from vllm.inputs.engine import mm_input
     from vllm.model_executor.models.qwen2_vl import _create_qwen2vl_field_factory
     from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-    pixels = torch.randn(
-        rows * columns * MERGE**2, 3 * 2 * PATCH**2, generator=torch.Generator().manual_seed(seed)
-    )
-    grid = torch.tensor([[1, rows * MERGE, columns * MERGE]])
-    inputs = {"pixel_values": 3 * pixels, "image_grid_thw": grid}
-    tokens = [*before, START, *[IMAGE] * (rows * columns), END, *after]
+    tokens, pixels, grids, places = [*texts[0]], [], [], []
+    for after, (seed, rows, columns) in zip(texts[1:], images, strict=True):
+        generator, size = torch.Generator().manual_seed(seed), rows * columns
+        pixels.append(torch.randn(size * MERGE**2, 3 * 2 * PATCH**2, generator=generator))
+        grids.append([1, rows * MERGE, columns * MERGE])
+        places.append(PlaceholderRange(offset=len(tokens) + 1, length=size))
+        tokens += [START, *[IMAGE] * size, END, *after]
+    inputs = {"pixel_values": 3 * torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
     return mm_input(
         tokens,
         MultiModalKwargsItems.from_hf_inputs(inputs, _create_qwen2vl_field_factory(MERGE)(inputs)),
-        {"image": [f"{seed}-{rows}-{columns}"]},
-        {"image": [PlaceholderRange(offset=len(before) + 1, length=rows * columns)]},
+        {"image": [f"{seed}-{rows}-{columns}" for seed, rows, columns in images]},
+        {"image": places},
     )
 
 
@@ -161,6 +168,11 @@ def prompts() -> list[Any]:
         with_image(list(range(30, 60)), TEXTS[3], 3, 5, 5),
         with_image(TEXTS[0], TEXTS[1], 4, 4, 6),
     ]
+
+
+def two_images() -> Any:
+    """A prompt with two images, the second of which is the first one of `prompts`."""
+    return with_images([TEXTS[3], TEXTS[1], TEXTS[2]], [(5, 3, 4), (1, 4, 6)])
 
 
 def answers(llm: Any, inputs: list[Any], params: list[Any]) -> list[Any]:
@@ -196,7 +208,7 @@ def compare_answers(made: Pair, inputs: list[Any], **options: Any) -> tuple[list
 
 def check_images_and_positions_on_three_axes() -> None:
     made = vision_engines()
-    expected, _ = compare(made, prompts())
+    expected, _ = compare(made, [*prompts(), two_images()])
     # The same text around another image.
     assert expected[4].outputs[0].token_ids != expected[7].outputs[0].token_ids
     positions = made.runner.state.positions

@@ -282,10 +282,6 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             return f"V2 on {device} does not give the method {', '.join(missing)}"
         if self.tree_kernel == "triton" and device == "cpu":
             return "V2 has no interpreted kernels (tree_kernel='triton')"
-        target = self.target_model_config
-        if device == "cuda" and (target.is_multimodal_model or target.uses_mrope):
-            shown = f"multimodal and M-RoPE targets ({target.architectures[0]})"
-            return f"V2 does not serve trees over {shown} on CUDA"
         return None
 
     def _check_v1(self, device: str) -> None:

@@ -99,7 +99,8 @@ class TreeProposer:
 
 
 def _check_forward(model: torch.nn.Module, method: str) -> None:
-    """Refuses a target whose forward reads neighbouring rows elsewhere than in attention."""
+    """Refuses a target whose forward reads neighbouring rows elsewhere than in attention, or whose
+    rows hold more than their token and position say."""
     depth = getattr(model, "token_lookback_depth", 0)
     if depth:
         raise ValueError(
@@ -116,6 +117,12 @@ def _check_forward(model: torch.nn.Module, method: str) -> None:
             f"inputs are made by a class of its own, {own_state().__name__}, which may take the "
             "rows of a request for consecutive tokens, and in a tree they are not. Use another "
             "target, or a chain method of vLLM's own."
+        )
+    if getattr(model, "supports_realtime", False):
+        raise ValueError(
+            f"Speculative method {method!r} cannot verify trees in {type(model).__name__}: vLLM "
+            "may add embeddings to the tokens that it decodes, row by row (supports_realtime), and "
+            "a node's depth is not its row. Use another target, or a chain method of vLLM's own."
         )
 
 

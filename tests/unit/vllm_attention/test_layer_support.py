@@ -379,3 +379,18 @@ def test_a_target_whose_inputs_are_made_by_a_class_of_its_own_is_refused() -> No
     assert resolve_model_state_cls(SimpleNamespace(), model).__name__ == "LongcatNgramModelState"  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'jetspec' .*LongcatFlash.* LongcatNgramModelState,"):
         _check_forward(model, "jetspec")
+
+
+def test_embeddings_of_decoded_tokens_are_refused() -> None:
+    """vLLM's own name of such a target."""
+    from vllm.model_executor.models.interfaces import SupportsRealtime, supports_realtime
+
+    from vllm_specplug.vllm_worker.proposer import _check_forward
+
+    class Streaming(torch.nn.Module):
+        supports_realtime = True
+
+    made = Streaming()
+    assert SupportsRealtime.supports_realtime and supports_realtime(made)
+    with pytest.raises(ValueError, match="'jetspec' .*Streaming.*supports_realtime"):
+        _check_forward(made, "jetspec")

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,38 +258,28 @@ def test_8_bit_caches_take_v2_on_cuda(target: Path, warnings: list[str]) -> None
     assert runner_of(config) == "V2" and not warnings
 
 
-@pytest.mark.parametrize(
-    ("kind", "device", "lacks"),
-    [
-        ({"is_multimodal_model": True}, "cuda", "multimodal and M-RoPE targets .* on CUDA"),
-        ({"uses_mrope": True}, "cuda", "multimodal and M-RoPE targets .* on CUDA"),
-        ({"is_multimodal_model": True}, "cpu", None),
-        ({"uses_mrope": True, "is_hybrid": True}, "cpu", None),
-    ],
-)
-def test_targets_that_v2_does_not_serve(
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("kinds", [("is_multimodal_model",), ("uses_mrope",), ("is_hybrid",),
+                                   ("is_multimodal_model", "uses_mrope", "is_hybrid")])  # fmt: skip
+@pytest.mark.parametrize(("asked", "expected"), [(None, "V2"), ("1", "V2"), ("0", "V1")])
+def test_targets_of_every_kind_take_the_runner_of_plain_vllm_on_cuda(
     target: Path,
     monkeypatch: pytest.MonkeyPatch,
     warnings: list[str],
-    kind: dict[str, bool],
-    device: str,
-    lacks: str | None,
+    kinds: tuple[str, ...],
+    asked: str | None,
+    expected: str,
 ) -> None:
-    """They take V1 where nobody asked for V2, and stop where it was asked for."""
-    with_triton(monkeypatch)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
     spec = start(target).speculative_config
-    kinds = {"is_multimodal_model": False, "uses_mrope": False, "is_hybrid": False, **kind}
-    spec.target_model_config = SimpleNamespace(architectures=["Some"], **kinds)
-    assert spec._uses_v2(device, frozenset()) == (lacks is None)
-    assert len(warnings) == (lacks is not None)
-    if lacks is None:
-        return
-    assert re.search(lacks, warnings[0])
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match=f"'ngram_tree' .*{lacks}.*set it to 0, to use V1"):
-        spec._uses_v2(device, frozenset())
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert not spec._uses_v2(device, frozenset())
+    for name in kinds:
+        monkeypatch.setattr(type(spec.target_model_config), name, True)
+    spec.target_parallel_config.worker_cls = "auto"
+    spec._claim_worker()
+    assert spec.uses_v2 == (expected == "V2")
+    assert f"vllm_{expected.lower()}.worker_gpu" in spec.target_parallel_config.worker_cls
+    assert not warnings
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from vllm_specplug.vllm_v2.device_trees import (
     committed_rows,
     emitting_rows,
     path_moves,
+    set_axes,
     set_positions,
     walk_trees,
 )
@@ -87,6 +88,8 @@ class Step:
             "attach": lambda: set_positions(
                 attach_trees(self.store, step_rows(self.batch, N)), self.slots
             ),
+            # As in vLLM, a view of a buffer with more columns.
+            "axes": lambda: set_axes(self.trees, numbers(3, len(self.slots) + 9)[:, :-9]),
             "words": lambda: (ancestor_words(self.trees), step_plan(self.trees)),
             "walk": lambda: emitting_rows(
                 self.trees, walk_trees(self.trees, self.samples, self.tokens)

@@ -23,6 +23,8 @@ from vllm_specplug.vllm_v2.device_trees import (
     committed_rows,
     emitting_rows,
     path_moves,
+    set_axes,
+    set_positions,
     walk_trees,
 )
 from vllm_specplug.vllm_v2.step_input import step_rows
@@ -145,6 +147,35 @@ def test_committed_rows_are_in_the_order_of_positions(
         assert positions == list(range(contexts[i], contexts[i] + len(path)))
         assert committed.last_rows[i] == path[-1]
         first = root + 13
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.data())
+def test_positions_follow_depth_on_every_axis(batch: list[DraftTree], data: st.DataObject) -> None:
+    """Behind an image a root's position is none of its number in the sequence, and other on each
+    axis; rows of prompts and of padding keep theirs."""
+    prompts = [data.draw(st.integers(0, 4)) for _ in batch]
+    slots, contexts = [5, 2, 0][: len(batch)], [9, 30, 4][: len(batch)]
+    store = TreeStore(SLOTS, 12, VOCAB, CPU)
+    stored(store, batch, slots, contexts)
+    vllms = input_batch(slots, contexts, [12] * len(batch), prompts)
+    step = attach_trees(store, step_rows(vllms, 12))
+    total, padding = vllms.num_tokens, 3
+    # As in vLLM, a view of a buffer with more columns.
+    axes = torch.arange(3 * (total + 9)).reshape(3, -1).mul(7)[:, : total + padding]
+    line = axes[0].clone()
+    before = axes.clone()
+    set_axes(step, axes)
+    set_positions(step, line)
+    first = 0
+    for tree, prompt, context in zip(batch, prompts, contexts, strict=True):
+        root = first + prompt
+        assert torch.equal(axes[:, first : root + 1], before[:, first : root + 1])
+        at = slice(root + 1, root + 1 + tree.num_nodes)
+        depths = torch.from_numpy(tree.depths)
+        assert torch.equal(axes[:, at], before[:, root, None] + depths)
+        assert torch.equal(line[at], context + depths.long())
+        first = root + 13
+    assert torch.equal(axes[:, total:], before[:, total:])
 
 
 def _first_children(tree: DraftTree) -> list[int]:

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images and embeddings in prompts and positions on three axes, on trees of V2 as on CUDA, in
+Triton's interpreter; see test_cuda_v2.py.
+
+vLLM's kernel for rotary positions on several axes is interpreted, its vision towers run as they do
+on a CPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+# Before vLLM: it puts Triton's interpreter in place.
+from tests.e2e import cuda_v2_checks  # isort: skip
+
+import pytest
+import torch
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+
+from tests.e2e import cuda_v2_states, mistral3_checks, vision_checks
+from tests.e2e.budget_checks import FLAT, freeze_costs
+from tests.e2e.cuda_v2_checks import LateCopy, knowing_candidates, late_copies
+from tests.e2e.cuda_v2_draft_checks import knowing_levels
+from tests.e2e.cuda_v2_graph_checks import full_graphs, steps_from_graphs
+from tests.e2e.embeds_checks import embeddings
+from tests.e2e.hybrids import wrapped_hybrid
+from tests.e2e.option_checks import greedy
+from tests.e2e.oracle import OracleDrafter
+from tests.e2e.pair import (
+    Counts,
+    Pair,
+    assert_same_output,
+    sequences_of,
+    watch_preemptions,
+    watch_prefix_hits,
+)
+from tests.e2e.tiny import make_eagle3_head, make_head
+from tests.e2e.vision_checks import TEXTS, VOCAB, compare_answers
+from tests.e2e.wrapper_checks import mistral3_target
+from vllm_specplug.drafting.drafter import CommittedTokens
+from vllm_specplug.vllm_v2 import runner as runner_module
+
+cuda_v2_states.use_device_core()
+MRotaryEmbedding.forward_cpu = MRotaryEmbedding.forward_cuda  # type: ignore[method-assign]
+
+
+def engines(
+    method: str = "oracle", *, ahead: bool, family: str = "Qwen2_5_VL", **options: Any
+) -> Pair:
+    make = partial(wrapped_hybrid, size=16) if family == "Qwen3_5" else vision_checks.vision_target
+    with vision_checks.without_processors():
+        target = {"model": make(family), "limit_mm_per_prompt": {"image": 2, "video": 0}}
+        return cuda_v2_checks.engines(method, ahead=ahead, target=target, **options)
+
+
+def prompts() -> list[Any]:
+    """Text, an image, two of them, and the first one's text around another; prompts with images are
+    longer than a step, which may end inside one."""
+    every = vision_checks.prompts()
+    return [every[0], every[4], vision_checks.two_images(), every[7]]
+
+
+def compare(made: Pair, inputs: list[Any], ahead: bool) -> Counts:
+    expected, counts = compare_answers(made, inputs, max_tokens=14, logprobs=2, detokenize=False)
+    # The same text around another image.
+    assert expected[1].outputs[0].token_ids != expected[3].outputs[0].token_ids
+    assert counts.accepted > 10 and counts.skipping > 2, counts
+    assert (counts.stale > 0) == ahead, counts
+    return counts
+
+
+def check_images_and_positions_on_three_axes() -> None:
+    for ahead in (False, True):
+        compare(engines(ahead=ahead), prompts(), ahead)
+
+
+def check_positions_on_wrong_axes_differ() -> None:
+    made, stock = engines(ahead=True), runner_module.set_axes
+    for wrong in (
+        # Linear, as vLLM gives them.
+        lambda trees, positions: None,
+        # On one axis alone.
+        lambda trees, positions: stock(trees, positions[:1]),
+    ):
+        with (
+            patch.object(runner_module, "set_axes", wrong),
+            pytest.raises(AssertionError, match="request"),
+        ):
+            compare(made, prompts(), True)
+
+
+def check_layers_that_see_the_image_again() -> None:
+    """Qwen3-VL adds features of the tower's layers to the first layers' outputs."""
+    compare(engines(ahead=True, family="Qwen3VL"), prompts(), True)
+
+
+def check_prefix_hits_and_preemption_with_images() -> None:
+    made = engines(
+        ahead=True, enable_prefix_caching=True, num_gpu_blocks_override=6, max_model_len=96
+    )
+    preempted, hits = watch_preemptions(made.tree), watch_prefix_hits(made.tree)
+    for _ in range(2):
+        hits.clear()
+        compare(made, prompts(), True)
+    assert max(hits.values()) >= 32, hits
+    assert preempted
+
+
+def check_images_before_a_text_model_with_one_axis() -> None:
+    """Mistral-Small 3, whose images are of any shape and have text tokens between their rows."""
+    with mistral3_checks.without_processors():
+        target = {"model": mistral3_target(), "limit_mm_per_prompt": {"image": 2}}
+        made = cuda_v2_checks.engines(ahead=True, target=target)
+    every = mistral3_checks.prompts()
+    inputs = [every[i] for i in (0, 4, 5, 7)]
+    compare(made, inputs, True)
+    linear = patch.object(runner_module, "set_positions", lambda trees, positions: None)
+    with linear, pytest.raises(AssertionError, match="request"):
+        compare(made, inputs, True)
+
+
+def check_images_before_recurrent_states() -> None:
+    """Qwen3.5: Gated DeltaNet layers and rotary positions on three axes, which are interleaved."""
+    made = engines(
+        ahead=True, family="Qwen3_5", enable_prefix_caching=True,
+        prefix_cache_retention_interval=None,
+    )  # fmt: skip
+    assert made.runner.state.state_layers.names
+    hits = watch_prefix_hits(made.tree)
+    for hit in (0, 32):
+        hits.clear()
+        compare(made, prompts(), True)
+        assert max(hits.values()) == hit, hits
+    linear = patch.object(runner_module, "set_axes", lambda trees, positions: None)
+    with linear, pytest.raises(AssertionError, match="request"):
+        compare(made, prompts(), True)
+
+
+def check_prompts_of_embeddings_beside_trees() -> None:
+    """Whole ones, and some with tokens among the embeddings; prompts of tokens have drafts."""
+    made = cuda_v2_checks.engines(ahead=True, target={"enable_prompt_embeds": True})
+    tokens = [100 + i for i in range(40)]
+    own = embeddings(tokens)
+    is_token = [i % 3 == 0 for i in range(40)]
+    mixed = {
+        "prompt_embeds": torch.where(torch.tensor(is_token)[:, None], 0.0, own),
+        "prompt_token_ids": [t if kept else 0 for t, kept in zip(tokens, is_token, strict=True)],
+        "prompt_is_token_ids": is_token,
+    }
+    inputs = [{"prompt_token_ids": TEXTS[0]}, {"prompt_embeds": own}, mixed,
+              {"prompt_token_ids": tokens}]  # fmt: skip
+    params = greedy(max_tokens=14, logprobs=2)
+    expected = made.plain.generate(inputs, params, use_tqdm=False)
+    OracleDrafter.sequences = sequences_of([expected[0], expected[3]])
+    made.take_counts()
+    actual = made.tree.generate(inputs, params, use_tqdm=False)
+    counts = made.take_counts()
+    for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        assert_same_output(a, b, f"request {i}")
+    # The same embeddings, whoever looked them up.
+    assert len({tuple(o.outputs[0].token_ids) for o in expected[1:]}) == 1
+    assert counts.accepted > 5 and counts.skipping > 1 and counts.stale > 0, counts
+
+
+# -- graphs --------------------------------------------------------------------------------
+
+
+def check_positions_on_three_axes_from_graphs() -> None:
+    """Graphs read positions where the steps write them; what padding has for positions does not
+    matter."""
+    with full_graphs():
+        made = engines(ahead=True)
+        rope = made.runner.model_state.rope_state
+        prepare, address = rope.prepare_positions, rope.positions.data_ptr()
+
+        def far(*args: Any) -> None:
+            rope.positions.fill_(1500)
+            prepare(*args)
+
+        with patch.object(rope, "prepare_positions", far), steps_from_graphs(made):
+            compare(made, prompts(), True)
+        assert rope.positions.data_ptr() == address
+
+
+def check_positions_where_no_graph_looks_differ() -> None:
+    """The control: a step's positions lie elsewhere than in the captures."""
+    with full_graphs():
+        made = engines(ahead=True)
+        rope = made.runner.model_state.rope_state
+        elsewhere = patch.object(rope, "positions", rope.positions.clone())
+        with elsewhere, pytest.raises(AssertionError, match="request"):
+            compare(made, prompts(), True)
+
+
+# -- drafts on the device ------------------------------------------------------------------
+
+
+@contextmanager
+def linear_positions(made: Pair) -> Iterator[list[int]]:
+    """A drafter's context has token numbers for positions, by which slots go, too; behind an image
+    the target's are smaller. Yields how many rows were looked at in each step."""
+    drafter, seen = made.runner.drafter.drafter, []
+    observe, size = drafter.observe, made.runner.cache_config.block_size
+
+    def observed(committed: CommittedTokens) -> None:
+        is_final = committed.slots >= 0
+        positions = committed.positions[is_final]
+        assert torch.equal(committed.slots[is_final] % size, positions % size)
+        seen.append(len(positions))
+        observe(committed)
+
+    with patch.object(drafter, "observe", observed):
+        yield seen
+
+
+def check_defaults_of_a_block_head_read_nothing() -> None:
+    """Images or not, the host waits for nothing."""
+    head = make_head(Path(tempfile.mkdtemp(prefix="specplug-head-")), VOCAB)
+    with knowing_candidates(), late_copies():
+        made = engines("jetspec", ahead=True, nodes=10, budget="auto", head={"model": str(head)})
+        freeze_costs(made, FLAT)
+        LateCopy.waits = 0
+        with linear_positions(made) as rows:
+            compare(made, prompts(), True)
+        assert not LateCopy.waits and sum(rows) > 100, (LateCopy.waits, rows)
+
+
+def check_draft_layer_on_the_device() -> None:
+    """Levels of EAGLE-3, whose trees are those of the host, behind images as well."""
+    head = make_eagle3_head(Path(tempfile.mkdtemp(prefix="specplug-head-")), VOCAB)
+    with knowing_levels() as drafts:
+        made = engines("eagle3_tree", ahead=True, ngram_topk=0, nodes=10, head={"model": str(head)})
+        with linear_positions(made) as rows:
+            compare(made, prompts(), True)
+    assert drafts.nodes > 50 and not drafts.differing and sum(rows) > 100, (drafts, rows)
