@@ -80,7 +80,7 @@ class Eagle3Head(nn.Module):
         self.frequencies, self.rotary_factor = config.rotary.frequencies()
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin [T, Dh/2] of positions [T], float32."""
+        """cos, sin [T, Dh/2] of positions [T], float32; fewer columns where a part is turned."""
         angles = positions.float().unsqueeze(-1) * self.frequencies.to(positions.device)
         return angles.cos() * self.rotary_factor, angles.sin() * self.rotary_factor
 
@@ -210,7 +210,7 @@ class FusedDraftLayer(ABC):
         frequencies, factor = config.rotary.frequencies()
         angles = torch.arange(max_positions).float().unsqueeze(-1) * frequencies
         cos, sin = angles.cos() * factor, angles.sin() * factor
-        # [max_positions, Dh]: both halves, so that rotating is two products and a sum
+        # [max_positions, rotated]: both halves, so that rotating is two products and a sum
         self.cos = torch.cat((cos, cos), -1).to(norm.weight.device, norm.weight.dtype)
         self.sin = torch.cat((-sin, sin), -1).to(norm.weight.device, norm.weight.dtype)
 
@@ -258,8 +258,13 @@ class FusedDraftLayer(ABC):
         return rms_norm(x.flatten(-2), weight, self.eps, x.shape[-1]).view(x.shape)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T]."""
-        return rotate_heads(x, self.cos, self.sin, positions)
+        """Rotates the two halves of what is turned of x [T, heads, Dh], by the angles of positions
+        [T]."""
+        turned = self.cos.shape[-1]
+        if turned == x.shape[-1]:
+            return rotate_heads(x, self.cos, self.sin, positions)
+        rotated = rotate_heads(x[..., :turned].contiguous(), self.cos, self.sin, positions)
+        return torch.cat((rotated, x[..., turned:]), dim=-1)
 
 
 class FusedEagle3Head(FusedDraftLayer):
