@@ -86,16 +86,25 @@ def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_rotary(config: Any) -> None:
-    """Raises ValueError for a head's config whose rotary embedding turns nothing, or whose settings
-    give no angles."""
-    factor = config.partial_rotary_factor
-    turned = int(config.head_dim * factor) if is_positive(factor) and factor <= 1 else 0
+def turned_size(factor: Any, head_dim: int) -> int:
+    """Leading dimensions of a head that `partial_rotary_factor` turns.
+
+    Raises:
+        ValueError: for a factor that turns none of them, or an odd number.
+    """
+    turned = int(head_dim * factor) if is_positive(factor) and factor <= 1 else 0
     require(
         turned >= 2 and turned % 2 == 0,
         "partial_rotary_factor",
         factor,
-        f"a number up to 1 that turns an even number of {config.head_dim} dimensions",
+        f"a number up to 1 that turns an even number of {head_dim} dimensions",
     )
+    return turned
+
+
+def check_rotary(config: Any) -> None:
+    """Raises ValueError for a head's config whose rotary embedding turns nothing, or whose settings
+    give no angles."""
+    turned_size(config.partial_rotary_factor, config.head_dim)
     if config.rope_scaling is not None:
         config.rotary.check()

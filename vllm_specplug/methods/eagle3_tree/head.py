@@ -176,7 +176,8 @@ class FusedDraftLayer(ABC):
 
     Args:
         layer: its `self_attn`, `mlp` and `post_attention_layernorm`, on their device and in their
-            dtype.
+            dtype. With `gate_proj` in `self_attn`, what is attended is multiplied with the sigmoid
+            of it.
         norm: the norm before the LM head.
         max_positions: positions the rotary tables cover.
         make_linear: how a matrix product is made.
@@ -193,7 +194,9 @@ class FusedDraftLayer(ABC):
         attn, mlp = layer.self_attn, layer.mlp
         self.shape, self.eps = config, config.rms_norm_eps
         self.key_value = make_linear(*_joined(attn.k_proj, attn.v_proj))
-        self.qkv = make_linear(*_joined(attn.q_proj, attn.k_proj, attn.v_proj))
+        gates = (attn.gate_proj,) if hasattr(attn, "gate_proj") else ()
+        self.is_gated = bool(gates)
+        self.qkv = make_linear(*_joined(attn.q_proj, attn.k_proj, attn.v_proj, *gates))
         self.output = make_linear(attn.o_proj.weight, attn.o_proj.bias)
         self.gate_up = make_linear(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), None)
         self.down = make_linear(mlp.down_proj.weight, None)
@@ -242,7 +245,10 @@ class FusedDraftLayer(ABC):
         if self.qk_norm is not None:
             qk = self._head_norm(qk, self.qk_norm)
         qk = self._rotate(qk, positions)
-        mixed = attend(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
+        value, gate = qkv[:, heads + kv_heads :].split((kv_heads, heads * self.is_gated), dim=1)
+        mixed = attend(qk[:, :heads], qk[:, heads:], value)
+        if self.is_gated:
+            mixed = mixed * gate.sigmoid()
         x, normed = add_rms_norm(residual, self.output(mixed.flatten(-2)), self.mlp_norm, self.eps)
         delta = self.down(gated_silu(self.gate_up(normed)))
         x, normed = add_rms_norm(x, delta, self.norm, self.eps)
