@@ -17,7 +17,12 @@ from vllm_specplug.drafting.checkpoint_files import (
     read_json_object,
 )
 from vllm_specplug.drafting.head_config import check_layer_shape, require, require_size
-from vllm_specplug.methods.block.layer_config import check_rotary, read_rotary, read_windows
+from vllm_specplug.methods.block.layer_config import (
+    check_rotary,
+    read_rotary,
+    read_windows,
+    turned_size,
+)
 from vllm_specplug.methods.block.rotary import Rotary
 
 logger = logging.getLogger(__name__)
@@ -163,7 +168,7 @@ class BlockHeadConfig:
         return Rotary(
             self.rope_theta,
             self.head_dim,
-            int(self.head_dim * self.partial_rotary_factor),
+            turned_size(self.partial_rotary_factor, self.head_dim),
             scaling.pop("rope_type", "default"),
             scaling or None,
             self.max_position_embeddings,

@@ -105,6 +105,6 @@ def turned_size(factor: Any, head_dim: int) -> int:
 def check_rotary(config: Any) -> None:
     """Raises ValueError for a head's config whose rotary embedding turns nothing, or whose settings
     give no angles."""
-    turned_size(config.partial_rotary_factor, config.head_dim)
+    rotary = config.rotary
     if config.rope_scaling is not None:
-        config.rotary.check()
+        rotary.check()

@@ -21,7 +21,7 @@ from vllm_specplug.drafting.head_config import (
     require_size,
 )
 from vllm_specplug.methods.block.config import default_head_dim
-from vllm_specplug.methods.block.layer_config import check_rotary, read_rotary
+from vllm_specplug.methods.block.layer_config import check_rotary, read_rotary, turned_size
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
 from vllm_specplug.options import option_error
 
@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_AUX_LAYERS = 16
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-# Zero-based, in heads that were written here: the other key's numbering is not always clear.
+# Zero-based, in heads of DeepSpec and those written here: the other key's numbering is not always
+# clear.
 _OWN_LAYERS_KEY = "target_layer_ids"
 # What the public trainers, and vLLM, call a head of one Llama-like layer. Some write the
 # architecture of the layer's own family; their tensors say the rest.
@@ -76,10 +77,10 @@ class Eagle3Config:
 
     `target_layer_ids` are zero-based and ascending: id i is the output of the target's decoder
     layer i. `rope_scaling` is None for the plain rotary embedding, which turns the leading
-    `partial_rotary_factor` of each head. `norm_before_fc` is one norm
-    over the joined target states, `fc_norm` one for each of them; `norm_output` says that a
-    drafted token's state is fed to the next one after the final norm, not before it. `qk_norm` and
-    `attention_bias` are read from the tensors.
+    `partial_rotary_factor` of each head. `norm_before_fc` is one norm over the joined target
+    states, `fc_norm` one for each of them; `norm_output` says that a drafted token's state is fed
+    to the next one after the final norm, not before it. `qk_norm` and `attention_bias` are read
+    from the tensors.
     """
 
     hidden_size: int
@@ -131,7 +132,7 @@ class Eagle3Config:
         return Rotary(
             self.rope_theta,
             self.head_dim,
-            int(self.head_dim * self.partial_rotary_factor),
+            turned_size(self.partial_rotary_factor, self.head_dim),
             scaling.pop("rope_type", "default"),
             scaling or None,
             self.max_position_embeddings,

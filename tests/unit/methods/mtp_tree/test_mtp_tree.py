@@ -24,9 +24,11 @@ from vllm_specplug.drafting.drafter import (
     DraftRequests,
     TargetWeights,
 )
+from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.block.fused_head import plain_linear
-from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module
+from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module, load_mtp_module
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
+from vllm_specplug.methods.mtp_tree.head import FusedMtpModule
 from vllm_specplug.methods.mtp_tree.options import MtpSettings
 from vllm_specplug.registry import recognise_head
 
@@ -238,6 +240,40 @@ def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> Non
             expected = float((out @ lm_head.T).log_softmax(-1)[token])
             above = 0.0 if parent < 0 else float(tree.scores[parent])
             assert tree.scores[i] - above == pytest.approx(expected, abs=5e-4)
+
+
+def test_qwen3_5s_layer_is_that_of_transformers(tmp_path: Path) -> None:
+    """An implementation by others of what the reference above writes out."""
+    from transformers import Qwen3_5TextConfig
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as public
+
+    tensors = write_qwen(tmp_path)
+    config = Qwen3_5TextConfig(**QWEN)
+    config._attn_implementation = "eager"
+    layer = public.Qwen3_5DecoderLayer(config, 3).float().eval()
+    own = {n.removeprefix("layers.0."): t for n, t in tensors.items() if n.startswith("layers.0.")}
+    layer.load_state_dict(own)
+    norms = {}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        norms[name] = public.Qwen3_5RMSNorm(HIDDEN, eps=QWEN["rms_norm_eps"])
+        norms[name].load_state_dict({"weight": tensors[f"{name}.weight"]})
+    torch.manual_seed(2)
+    count = 9
+    embeds, states, at = torch.randn(count, HIDDEN), torch.randn(count, HIDDEN), torch.arange(count)
+    parts = (norms["pre_fc_norm_embedding"](embeds), norms["pre_fc_norm_hidden"](states))
+    x = (torch.cat(parts, -1) @ tensors["fc.weight"].T)[None]
+    mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+    turned = public.Qwen3_5TextRotaryEmbedding(config)(x, at.expand(3, 1, -1))
+    with torch.no_grad():
+        expected = norms["norm"](layer(x, position_embeddings=turned, attention_mask=mask))[0]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        causal = torch.ones(count, count).tril().bool()
+        return dense_attention(q, k, v, 8**-0.5, 2, causal)[0]
+
+    ours = FusedMtpModule(load_mtp_module(tmp_path, TARGET), 64)
+    for found in ours(embeds, states, at, attend):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_target_is_found_by_its_module(tmp_path: Path) -> None:
