@@ -118,7 +118,7 @@ def ramp(tables: LocalTables, depth: int, value: float, factor: float) -> list[f
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
     """The results so far, after each local head."""
-    results = Results()
+    results = Results(facts={"backbone": options.backbone})
     heads = {"DFlash": Path(options.dflash), "JetSpec": Path(options.jetspec)}
     for name, head in heads.items():
         made = evaluation(options, head, Path(options.features))
@@ -135,9 +135,9 @@ def measure(options: argparse.Namespace) -> Iterator[Results]:
             "sequences": len(made.drafted),
             "slot_accuracy": [round(v, 4) for v in report.slot_accuracy()],
         }
-        if name == "DFlash":
+        if name == options.backbone:
             dev = made
-    held = evaluation(options, heads["DFlash"], Path(options.heldout))
+    held = evaluation(options, heads[options.backbone], Path(options.heldout))
     for entry in options.local:
         kind, _, folder = entry.partition("=")
         measure_local(options, results, kind, Path(folder), held, dev)
@@ -298,11 +298,12 @@ def make_page(results: Results, record: dict[str, Any]) -> ResultPage:
     ]  # fmt: skip
     return ResultPage(
         name="dels_acceptance",
-        title="Acceptance of DFlash, DDTree, DeLS and JetSpec",
+        title="Acceptance of DFlash, DDTree, JetSpec and of local heads",
         about="Mean acceptance length (accepted drafts + 1 per round) on greedy answers of the "
         f"target to {results.facts['DFlash']['sequences']} prompts that no head was trained on; "
         "block of 8, so 7 drafts at most. Estimated from cached features; the budget is in nodes "
-        "without the root. Weights of DeLS were chosen on other, held-out answers.",
+        "without the root. Local heads correct the "
+        f"{results.facts['backbone']} head; their weights were chosen on other, held-out answers.",
         sections=sections,
         data=vars(results),
         made_by=[record],
@@ -334,7 +335,7 @@ def plot(results: Results) -> Any:
                 for j, value in enumerate(line):
                     axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=6, color="w")
     figure.colorbar(image, ax=axes, label="mean acceptance length of the chain, held-out")
-    figure.suptitle(f"Fusion weights; DFlash alone: {base:.3f}")
+    figure.suptitle(f"Fusion weights; {results.facts['backbone']} alone: {base:.3f}")
     return figure
 
 
@@ -347,6 +348,7 @@ def main() -> None:
     add("--dflash", default=str(HEADS / "smollm2-135m-dflash"))
     add("--jetspec", default=str(HEADS / "smollm2-135m-jetspec"))
     add("--local", action="append", required=True, help="NAME=FOLDER")
+    add("--backbone", choices=("DFlash", "JetSpec"), default="DFlash", help="what they correct")
     add("--unigram", default="", help="default: unigram.safetensors in the folder")
     add("--cache", default="", help="folder for drafts")
     args = benchmark.parse()

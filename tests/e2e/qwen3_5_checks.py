@@ -16,7 +16,10 @@ import pytest
 from tests.e2e import hybrid_checks, vision_checks
 from tests.e2e.hybrid_checks import WRONG, changed, compared
 from tests.e2e.hybrids import ROPE_ON_AXES, make_hybrid_target
+from tests.e2e.mtp_checks import PROMPTS, VOCAB
+from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import Pair
+from tests.e2e.qwen3_5_module import add_module
 
 vision_checks.have_torchvision()
 
@@ -39,3 +42,21 @@ def check_text_model() -> None:
 
 def check_text_model_with_experts() -> None:
     compared(engines("Qwen3_5MoeText"), least_accepted=60)
+
+
+def check_its_own_module() -> None:
+    """The multi-token-prediction module in the target's checkpoint, found without a "model"."""
+    folder = Path(tempfile.mkdtemp(prefix="specplug-qwen3-5-mtp-")) / "target"
+    rope = {**ROPE_ON_AXES, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]}
+    make_hybrid_target(folder, "Qwen3_5Text", VOCAB, rope_parameters=rope)
+    made = hybrid_checks.engines("mtp_tree", model=str(add_module(folder)))
+    params = [greedy(max_tokens=40, detokenize=False), seeded(3, max_tokens=40, detokenize=False)]
+    prompts = [prompt for prompt in PROMPTS for _ in params]
+
+    def compare(**options: int) -> None:
+        made.compare(prompts, [p.clone() for _ in PROMPTS for p in params], **options)
+
+    compare(least_accepted=8)
+    for name, change in WRONG:
+        with changed(name, change), pytest.raises(AssertionError, match="differs"):
+            compare()

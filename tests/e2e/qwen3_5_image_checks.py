@@ -4,8 +4,11 @@ against plain decoding, float32; see test_hybrids_in_full.py."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,14 +18,17 @@ from tests.e2e import hybrid_checks, vision_checks
 from tests.e2e.hybrid_checks import V2, WRONG, changed
 from tests.e2e.hybrids import wrapped_hybrid
 from tests.e2e.pair import Pair, core_of, pair, watch_preemptions, watch_prefix_hits
-from tests.e2e.vision_checks import compare, prompts
+from tests.e2e.qwen3_5_module import add_module
+from tests.e2e.vision_checks import compare, compare_answers, prompts
 
 
-def engines(family: str, *, size: int = 32, **options: Any) -> Pair:
-    model = wrapped_hybrid(family, size)
+def engines(
+    family: str, *, method: str = "oracle", size: int = 32, model: str = "", **options: Any
+) -> Pair:
+    model = model or wrapped_hybrid(family, size)
     with vision_checks.without_processors():
         return pair(
-            model=model, limit_mm_per_prompt={"image": 2, "video": 0},
+            method, model=model, limit_mm_per_prompt={"image": 2, "video": 0},
             speculative=hybrid_checks.SPECULATIVE, **options,
         )  # fmt: skip
 
@@ -52,6 +58,18 @@ def check_text_and_images() -> None:
         compare(made, prompts())
     # Nothing of it is left behind.
     compare(made, prompts())
+
+
+def check_its_own_module() -> None:
+    """Drafts of the multi-token-prediction module, whose positions are on one axis."""
+    folder = Path(tempfile.mkdtemp(prefix="specplug-qwen3-5-mtp-")) / "target"
+    shutil.copytree(wrapped_hybrid("Qwen3_5"), folder)
+    made = engines("Qwen3_5", method="mtp_tree", model=str(add_module(folder)))
+    _, counts = compare_answers(made, prompts(), max_tokens=40, detokenize=False)
+    assert counts.branching > 20 and counts.accepted > 0, counts
+    for name, change in WRONG[:1]:
+        with changed(name, change), pytest.raises(AssertionError, match="differs"):
+            compare_answers(made, prompts(), max_tokens=40, detokenize=False)
 
 
 def check_text_and_images_with_experts() -> None:

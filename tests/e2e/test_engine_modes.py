@@ -43,7 +43,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
 }
 
 
-# Block heads that are bidirectional, alone and with a local head: name of the local head's kind
+# Block heads alone and with a local head: name of the local head's kind
 # (None: ddtree), the block size, speculative options.
 FUSED: dict[str, tuple[str | None, int, dict[str, Any]]] = {
     "ddtree": (None, 5, {}),
@@ -52,6 +52,8 @@ FUSED: dict[str, tuple[str | None, int, dict[str, Any]]] = {
     "dels_gru": ("gru", 5, {}),
     "dels_gru_chain": ("gru", 16, {"tree_width": 1}),
     "dels_gru_16_slots": ("gru", 16, {"num_speculative_tokens": 40, "tree_depth": 9}),
+    "dels_gru_causal": ("gru", 5, {"model": "causal"}),
+    "dels_markov_causal": ("markov", 5, {"model": "causal"}),
     "dels_markov": ("markov", 5, {"anchor_input": True}),
     "dels_lists": ("gru", 5, {"alpha": [0.2, 0.5, 0.9], "beta": [0.0, 0.1, 0.4]}),
     "dels_no_gate_table": ("gru", 5, {"gate_table_mb": 0, "local_candidates": 8}),
@@ -134,10 +136,11 @@ def test_grammars_in_tensor_parallel(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Bidirectional heads of two block sizes and local heads of both kinds."""
+    """Bidirectional heads of two block sizes, a causal one, and local heads of both kinds."""
     folder = tmp_path_factory.mktemp("fused")
     for size in (5, 16):
         make_head(folder / f"head{size}", VOCAB, causal=False, block_size=size)
+    make_head(folder / "causal", VOCAB, causal=True)
     for kind in ("gru", "markov"):
         make_local_head(folder / kind, VOCAB, kind=kind)
     return folder
@@ -148,9 +151,9 @@ def _fused_spec(folder: Path, name: str) -> dict[str, Any]:
     spec: dict[str, Any] = {"method": "ddtree"}
     if kind is not None:
         spec = {"method": "dels", "local_head": str(folder / kind)}
+    options = {**options, "model": str(folder / options.get("model", f"head{block_size}"))}
     return {
         **spec,
-        "model": str(folder / f"head{block_size}"),
         "num_speculative_tokens": 24,
         "tree_budget": options.get("num_speculative_tokens", 24),
         "max_step_rows": 4096,

@@ -41,6 +41,7 @@ from tests.e2e.pair import (
     assert_same_output,
     core_of,
     generate,
+    head_options,
     pair,
     sequences_of,
     watch_prefix_hits,
@@ -70,10 +71,13 @@ def engines(
     budget: int | str = 6,
     ngram_topk: int = 3,
     both: dict[str, Any] | None = None,
+    model: str | None = None,
     **tree: Any,
 ) -> Pair:
-    """A pair whose tree engine schedules ahead or does not; six nodes per tree at most."""
+    """A pair whose tree engine schedules ahead or does not; six nodes per tree at most. `model`
+    takes the place of the method's own head."""
     options = {"num_speculative_tokens": 6, "tree_budget": budget, "ngram_topk": ngram_topk}
+    options |= {} if model is None else {"model": model}
     made = pair(
         method,
         speculative=options,
@@ -87,8 +91,8 @@ def engines(
     return made
 
 
-def _compare(method: str, ahead: bool) -> Counts:
-    made = engines(method, ahead=ahead)
+def _compare(method: str, ahead: bool, model: str | None = None) -> Counts:
+    made = engines(method, ahead=ahead, model=model)
     _, counts = made.compare(PROMPTS[:4], MIXED)
     # Steps that were prepared ahead, or none.
     assert (counts.stale > 0) == ahead, counts
@@ -119,6 +123,15 @@ def check_ngram_branches() -> None:
 
 def check_host_branches() -> None:
     _compare("dels", ahead=True)
+
+
+def check_a_local_head_behind_a_causal_block() -> None:
+    causal = str(head_options("jetspec")["model"])
+    for ahead in (False, True):
+        _compare("dels", ahead, causal)
+    drafter = engines("dels", model=causal).runner.speculator.proposer.drafter
+    assert drafter.config.causal and drafter.local_tree is not None
+    assert not drafter.local_tree.is_idle
 
 
 def check_windows() -> None:

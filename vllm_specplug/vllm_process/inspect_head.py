@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `specplug inspect` says of a draft head. Reads configs and tensor headers, no weights.
+"""What `specplug inspect` says of a draft head. Reads configs and tensor headers; weights only of
+a released pickle, which serving would convert, too.
 
 Whether a head is served is asked of what serving asks: the engine's own config, built with it.
 """

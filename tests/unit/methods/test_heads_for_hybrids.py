@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.unit.methods import heads_for_hybrids as heads
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
@@ -35,6 +33,9 @@ def test_eagle3() -> None:
     assert (config.head_dim, config.draft_vocab_size, config.rope_theta) == (256, 32000, 1e7)
 
 
-def test_a_head_with_positions_on_three_axes_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"rope_scaling.rope_type = 'mrope', legal: default"):
-        BlockHeadConfig.from_dict(heads.DFLASH_QWEN35_4B_VL, num_target_layers=32)
+def test_a_head_with_positions_on_three_axes_is_read_as_text_has_them() -> None:
+    config = BlockHeadConfig.from_dict(heads.DFLASH_QWEN35_4B_VL, num_target_layers=32)
+    assert (config.rope_scaling, config.partial_rotary_factor, config.rope_theta) == (
+        None, 0.25, 1e7,
+    )  # fmt: skip
+    assert config.rotary.rotated == 64

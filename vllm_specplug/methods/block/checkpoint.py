@@ -57,6 +57,7 @@ def load_block_head(
     dtype: torch.dtype | None = None,
     config: BlockHeadConfig | None = None,
     beside: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[BlockHead, BlockHeadExtras]:
     """Reads a z-lab/JetSpec or speculators head and checks it against its target.
 
@@ -68,6 +69,7 @@ def load_block_head(
         dtype: of the returned parameters; the checkpoint's own if None.
         config: what a method that reads config.json by itself made of it.
         beside: shapes of the tensors that such a method has beside the block head's.
+        renamed: names that some trainers give to tensors, and the names they are read by.
 
     Raises:
         ValueError: for a head that is not this target's, tensors that are missing, unexpected or
@@ -81,11 +83,11 @@ def load_block_head(
         )
     # Headers first: nothing is read of a checkpoint that does not fit.
     config = inspect_block_head(
-        directory, target_config, causal=causal, config=config, beside=beside
+        directory, target_config, causal=causal, config=config, beside=beside, renamed=renamed
     )
     with torch.device("meta"):
         head = BlockHead(config)
-    tensors = read_tensors(directory)
+    tensors = read_tensors(directory, renamed=renamed)
 
     d2t = tensors.get("d2t")
     if d2t is not None:
@@ -125,6 +127,7 @@ def inspect_block_head(
     causal: bool | None = None,
     config: BlockHeadConfig | None = None,
     beside: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> BlockHeadConfig:
     """Checks a head against its target from its config and tensor headers, reading no weights.
 
@@ -137,7 +140,7 @@ def inspect_block_head(
             num_target_layers=int(_field(target_config, "num_hidden_layers")),
             causal=causal,
         )
-    shapes = read_tensors(directory, headers_only=True)
+    shapes = read_tensors(directory, headers_only=True, renamed=renamed)
     config = _check_target(config, target_config, shapes)
     with torch.device("meta"):
         head = BlockHead(config)
@@ -186,12 +189,15 @@ def _cast(tensor: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tenso
 
 
 def read_tensors(
-    directory: Path, headers_only: bool = False, prefixes: tuple[str, ...] = ("",)
+    directory: Path,
+    headers_only: bool = False,
+    prefixes: tuple[str, ...] = ("",),
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, torch.Tensor]:
     """All tensors of the folder by their name without the optional 'model.' prefix.
 
     With `headers_only` they are meta tensors: names and shapes, no data. `prefixes`: see
-    `read_safetensors`.
+    `read_safetensors`; `renamed`: see `load_block_head`.
     """
     files = weight_files(directory)
     pickles = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLE_SUFFIXES)
@@ -212,7 +218,14 @@ def read_tensors(
             "'mask_embedding' [H] in the safetensors file. Convert it once where you trust it with "
             "torch.load(..., weights_only=True)"
         )
-    return read_safetensors(files, headers_only=headers_only, prefixes=prefixes)
+    tensors = read_safetensors(files, headers_only=headers_only, prefixes=prefixes)
+    twice = sorted(name for name, to in renamed.items() if name in tensors and to in tensors)
+    if twice:
+        raise ValueError(
+            f"draft head {str(directory)!r}: tensor {twice[0]!r} is given twice, also as "
+            f"{renamed[twice[0]]!r}; fetch the head again"
+        )
+    return {renamed.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _check_target(

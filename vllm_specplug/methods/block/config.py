@@ -13,12 +13,16 @@ from typing import Any
 from vllm_specplug.drafting.checkpoint_files import (
     MAX_SIZE,
     config_values,
-    is_positive,
     is_size,
     read_json_object,
 )
 from vllm_specplug.drafting.head_config import check_layer_shape, require, require_size
-from vllm_specplug.methods.block.layer_config import read_rotary, read_windows
+from vllm_specplug.methods.block.layer_config import (
+    check_rotary,
+    read_rotary,
+    read_windows,
+    turned_size,
+)
 from vllm_specplug.methods.block.rotary import Rotary
 
 logger = logging.getLogger(__name__)
@@ -37,7 +41,8 @@ _UNSUPPORTED_FLAGS = {
 # What trainers call heads that draft as this one does. Others share its tensors, names and shapes
 # alike, and draft in another way.
 ARCHITECTURES = (
-    "DFlashDraftModel", "Qwen3DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel",
+    "DFlashDraftModel", "Qwen3DFlashDraftModel", "QwenDFlashDraftModel", "Qwen3DSparkModel",
+    "DSparkDraftModel",
 )  # fmt: skip
 # Heads on the same backbone that draft in another way, and why they are not served as this one.
 _DFLASH2 = (
@@ -54,9 +59,16 @@ OTHER_ARCHITECTURES = {
     "LiLiCorrDraftModel": _LILICORR,
     "DominoDraftModel": _DOMINO,
     "DSpineDraftModel": "DSpine: candidates of neighbouring slots exchange messages",
+    "QwenDFlareDraftModel": "DFlare: each layer weighs the target's layers by itself, and projects "
+    "the context by matrices of its own",
 }
 OTHER_SPECULATORS_TYPES = {"dflash2": _DFLASH2, "domino": _DOMINO}
-_OTHER_PROJECTORS = {"dflash2": _DFLASH2, "lilicorr": _LILICORR, "domino": _DOMINO}
+_OTHER_PROJECTORS = {
+    "dflash2": _DFLASH2,
+    "lilicorr": _LILICORR,
+    "domino": _DOMINO,
+    "dspark": "heads with a Markov head are those of method dspark_tree",
+}
 # What the settings of such heads begin with, where no other name says what they are.
 _OTHER_SETTINGS = {"lilicorr_": _LILICORR, "selector_": _DFLASH2, "conv_": _DFLASH2}
 # Heads that predict from the anchor's own slot on, whether they say so or not: read as others, each
@@ -140,7 +152,7 @@ class BlockHeadConfig:
             self.mask_token_id,
             "an integer",
         )
-        self._check_rotary()
+        check_rotary(self)
         require(
             len(self.windows) in (0, self.num_hidden_layers)
             and all(window is None or is_size(window) for window in self.windows),
@@ -149,20 +161,6 @@ class BlockHeadConfig:
             f"an integer from 1 to {MAX_SIZE}",
         )
 
-    def _check_rotary(self) -> None:
-        factor = self.partial_rotary_factor
-        require(
-            is_positive(factor)
-            and factor <= 1
-            and self.rotary.rotated >= 2
-            and self.rotary.rotated % 2 == 0,
-            "partial_rotary_factor",
-            factor,
-            f"a number up to 1 that turns an even number of {self.head_dim} dimensions",
-        )
-        if self.rope_scaling is not None:
-            self.rotary.check()
-
     @property
     def rotary(self) -> Rotary:
         """Its rotary embedding."""
@@ -170,7 +168,7 @@ class BlockHeadConfig:
         return Rotary(
             self.rope_theta,
             self.head_dim,
-            int(self.head_dim * self.partial_rotary_factor),
+            turned_size(self.partial_rotary_factor, self.head_dim),
             scaling.pop("rope_type", "default"),
             scaling or None,
             self.max_position_embeddings,

@@ -10,7 +10,9 @@ from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_positive, is_si
 from vllm_specplug.drafting.head_config import require
 from vllm_specplug.methods.block.rotary import KINDS
 
-_NOT_SCALING = ("rope_theta", "type", "rope_type", "partial_rotary_factor")
+# M-RoPE gives a token three positions, which are one and the same for text; a draft is text.
+_MROPE = ("mrope_section", "mrope_interleaved")
+_NOT_SCALING = ("rope_theta", "type", "rope_type", "partial_rotary_factor", *_MROPE)
 
 
 def read_windows(
@@ -60,11 +62,12 @@ def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
         nested = sorted(key for key, value in rope.items() if isinstance(value, Mapping))
         require(not nested, name, nested, "one rotary embedding for all layers")
         kind = rope.get("rope_type") or rope.get("type") or "default"
+        kind = "default" if kind == "mrope" else kind
         require(
-            kind in KINDS and rope.get("mrope_section") is None,
+            kind in KINDS,
             f"{name}.rope_type",
-            kind if rope.get("mrope_section") is None else "mrope",
-            f"{', '.join(KINDS)} (angles that do not change with the length)",
+            kind,
+            f"{', '.join(KINDS)}, mrope (angles that do not change with the length)",
         )
         if rope.get("rope_theta") is not None:
             theta = rope["rope_theta"]
@@ -81,3 +84,27 @@ def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
         "partial_rotary_factor": 1.0 if partial is None else partial,
         "max_position_embeddings": raw.get("max_position_embeddings") or 0,
     }
+
+
+def turned_size(factor: Any, head_dim: int) -> int:
+    """Leading dimensions of a head that `partial_rotary_factor` turns.
+
+    Raises:
+        ValueError: for a factor that turns none of them, or an odd number.
+    """
+    turned = int(head_dim * factor) if is_positive(factor) and factor <= 1 else 0
+    require(
+        turned >= 2 and turned % 2 == 0,
+        "partial_rotary_factor",
+        factor,
+        f"a number up to 1 that turns an even number of {head_dim} dimensions",
+    )
+    return turned
+
+
+def check_rotary(config: Any) -> None:
+    """Raises ValueError for a head's config whose rotary embedding turns nothing, or whose settings
+    give no angles."""
+    rotary = config.rotary
+    if config.rope_scaling is not None:
+        rotary.check()

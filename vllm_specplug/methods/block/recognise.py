@@ -27,7 +27,7 @@ MARKOV_KEYS = (
     "confidence_head_with_markov", "confidence_head_alpha", "projector_type",
 )  # fmt: skip
 MARKOV_CONTAINERS = ("dflash_config", "dspark_config")
-_MARKOV_TENSORS = ("markov_head.", "confidence_head.")
+_MARKOV_TENSORS = ("markov_head.", "confidence_head.", "markov_w1.", "confidence_proj.")
 
 
 def is_causal_block_head(head: HeadFiles) -> bool:

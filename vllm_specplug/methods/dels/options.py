@@ -74,7 +74,7 @@ class DelsOptions(BlockOptions):
                 self.local_head,
                 f"method {method!r} fuses a block head with a local head",
                 'Give its folder, e.g. "local_head": "/path/to/local-head"; without one use '
-                "method ddtree",
+                "method ddtree, or jetspec for a causal head",
             )
         if shared.tree_builder != "best_first":
             raise option_error(

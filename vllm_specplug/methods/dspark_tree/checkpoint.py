@@ -24,6 +24,7 @@ from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.dspark_tree.config import (
     CONFIDENCE_BIAS,
     CONFIDENCE_WEIGHT,
+    FLAT_NAMES,
     MARKOV_INPUT,
     MARKOV_OUTPUT,
     DSparkConfig,
@@ -39,7 +40,9 @@ def inspect_dspark_head(
     Takes the arguments and raises the errors of `load_block_head`.
     """
     config = _read_config(directory, target_config, causal)
-    inspect_block_head(directory, target_config, config=config.block, beside=config.tensors)
+    inspect_block_head(
+        directory, target_config, config=config.block, beside=config.tensors, renamed=FLAT_NAMES
+    )
     return config
 
 
@@ -67,7 +70,7 @@ class ConfidenceHead:
 def load_dspark_head(
     directory: str | Path, target_config: Any, *, causal: bool | None = None
 ) -> tuple[BlockHead, BlockHeadExtras, LocalHead | None, ConfidenceHead | None]:
-    """Reads a head of DeepSpec, SpecForge or speculators and checks it against its target.
+    """Reads a head of any of its trainers and checks it against its target.
 
     Takes the arguments and raises the errors of `load_block_head`.
 
@@ -77,7 +80,7 @@ def load_dspark_head(
     """
     config = _read_config(directory, target_config, causal)
     head, extras = load_block_head(
-        directory, target_config, config=config.block, beside=config.tensors
+        directory, target_config, config=config.block, beside=config.tensors, renamed=FLAT_NAMES
     )
     beside = extras.beside
     markov = confidence = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of a DSpark head: a block head's, and what its Markov head adds.
 
-Read from `config.json` as DeepSpec, SpecForge and speculators write it. The block head's part goes
-through `methods.block.config`; what is refused there is refused here.
+Read from `config.json` as DeepSpec, SpecForge, speculators and Model-Optimizer write it. The block
+head's part goes through `methods.block.config`; what is refused there is refused here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ from vllm_specplug.methods.block.recognise import MARKOV_CONTAINERS, MARKOV_KEYS
 MARKOV_INPUT = "markov_head.markov_w1.weight"
 MARKOV_OUTPUT = "markov_head.markov_w2.weight"
 CONFIDENCE_WEIGHT, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
+# Model-Optimizer's module has the same tensors beside the block's own.
+FLAT_NAMES = {
+    "markov_w1.weight": MARKOV_INPUT,
+    "markov_w2.weight": MARKOV_OUTPUT,
+    "confidence_proj.weight": CONFIDENCE_WEIGHT,
+    "confidence_proj.bias": CONFIDENCE_BIAS,
+}
 
 # The last is vLLM's name of both formats.
 _ARCHITECTURES = ("DSparkSpeculator", "DSparkDraftModel", "Qwen3DSparkModel")
@@ -72,11 +79,7 @@ class DSparkConfig:
             kind,
             "'vanilla' (others read the block's hidden states at every node of a tree)",
         )
-        confidence = 0
-        if own.get("enable_confidence_head") or own.get("use_confidence_head"):
-            confidence = block.hidden_size
-            confidence += rank if own.get("confidence_head_with_markov") else 0
-        return cls(block, rank, confidence)
+        return cls(block, rank, _confidence_inputs(own, block.hidden_size, rank))
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -90,6 +93,19 @@ class DSparkConfig:
             shapes[CONFIDENCE_WEIGHT] = (1, self.confidence_size)
             shapes[CONFIDENCE_BIAS] = (1,)
         return shapes
+
+
+def _confidence_inputs(own: Mapping[str, Any], hidden: int, rank: int) -> int:
+    """Inputs of the confidence head, 0 without one."""
+    stated = own.get("enable_confidence_head")
+    if stated is None:
+        # SpecForge makes the head where its loss has a weight.
+        stated = own.get("use_confidence_head") or (own.get("confidence_head_alpha") or 0) > 0
+    if not stated:
+        return 0
+    # Model-Optimizer, whose word is `use_confidence_head`, has no head without the Markov row.
+    with_markov = own.get("confidence_head_with_markov", own.get("use_confidence_head"))
+    return hidden + (rank if with_markov else 0)
 
 
 def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

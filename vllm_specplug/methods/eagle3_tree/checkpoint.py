@@ -12,24 +12,28 @@ from typing import Any
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import (
-    check_finite,
     check_tensors,
     draft_token_ids,
     write_checkpoint,
 )
-from vllm_specplug.drafting.pickle_files import check_plain, load_pickle
 from vllm_specplug.methods.block.checkpoint import WEIGHTS_NAME, read_tensors
-from vllm_specplug.methods.eagle3_tree.config import AUX_LAYERS_KEY, Eagle3Config
+from vllm_specplug.methods.eagle3_tree.config import (
+    AUX_LAYERS_KEY,
+    PARALLEL,
+    SEVERAL_LAYERS,
+    Eagle3Config,
+)
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
+from vllm_specplug.methods.eagle3_tree.released import (
+    IGNORED,
+    convert_once,
+    is_pickled,
+    read_pickled,
+)
 from vllm_specplug.options import option_error
 
-PICKLE_NAME = "pytorch_model.bin"
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_INTEGERS = (torch.int64, torch.int32)
 # Some trainers have the other biases without it.
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
-# Tables that some trainers save along and nobody needs: they follow from the config.
-_IGNORED = re.compile(r"(layers\.0\.self_attn\.)?rotary_emb\..*|t2d")
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def inspect_eagle3_head(
     directory: str | Path, target_config: Any, *, target_layers: Sequence[int] | None = None
 ) -> Eagle3Config:
     """Checks a head from its config and the names and shapes of its tensors; takes the arguments
-    and raises the errors of `load_eagle3_head`."""
+    and raises the errors of `load_eagle3_head`. A pickle that passes is converted here, once."""
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(
@@ -114,6 +118,9 @@ def inspect_eagle3_head(
     config.check_target(target_config)
     _check_columns(directory, config, tensors, is_named=target_layers is not None)
     _check_tensors(directory, config, tensors)
+    if is_pickled(directory):
+        # Last: what is refused leaves no copy.
+        convert_once(directory)
     return config
 
 
@@ -161,11 +168,8 @@ def _published_name(name: str) -> str:
 
 def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:
     """All tensors by the names of `Eagle3Head`; without data with `headers_only`."""
-    has_safetensors = any(directory.glob("*.safetensors*"))
-    if has_safetensors or not (directory / PICKLE_NAME).is_file():
-        found = read_tensors(directory, headers_only=headers_only)
-    else:
-        found = _read_pickle(directory / PICKLE_NAME, headers_only)
+    read = read_pickled if is_pickled(directory) else read_tensors
+    found = read(directory, headers_only=headers_only)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in found.items():
         plain = _plain_name(name)
@@ -178,48 +182,16 @@ def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _read_pickle(path: Path, headers_only: bool) -> dict[str, torch.Tensor]:
-    """Tensors of a `.bin` file, which stay on disk until they are used."""
-    what = f"draft head {str(path)!r}"
-    read = load_pickle(path, what, mapped=True)
-    check_plain(path, what, read)
-    found: dict[str, torch.Tensor] = {}
-    for full_name, tensor in read.items():
-        name = full_name.removeprefix("model.")
-        if name in found:
-            raise ValueError(
-                f"{what}: tensor {name!r} is given twice, with 'model.' and without; fetch the "
-                "head again"
-            )
-        found[name] = tensor
-        legal: tuple[torch.dtype, ...] = _INTEGERS if name == "d2t" else _DTYPES
-        if _IGNORED.fullmatch(name):
-            legal = (*_DTYPES, *_INTEGERS, torch.bool, torch.uint8)
-        if tensor.dtype not in legal:
-            raise ValueError(
-                f"{what}: tensor {name!r} has dtype {tensor.dtype}, legal: "
-                f"{', '.join(str(dtype) for dtype in legal)}; use the head's original weights"
-            )
-    if headers_only:
-        return {n: torch.empty(tensor.shape, device="meta") for n, tensor in found.items()}
-    check_finite(found)
-    # A copy: nothing may change below a server when the file does.
-    return {name: tensor.clone() for name, tensor in found.items()}
-
-
 def _refuse_other_heads(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Names the heads whose tensors tell that they draft in another way."""
     what = f"draft head {str(directory)!r}"
     if "mask_hidden" in tensors:
         raise ValueError(
-            f"{what} holds the tensor 'mask_hidden': a P-EAGLE head, which drafts in parallel; "
-            "legal: EAGLE-3 heads that draft token by token. Use vLLM's own method for it"
+            f"{what} holds the tensor 'mask_hidden', legal: EAGLE-3 heads that draft token by "
+            f"token. {PARALLEL}"
         )
-    if any(re.match(r"layers\.[1-9]", name) for name in tensors):
-        raise ValueError(
-            f"{what} holds several layers, legal: 1 (EAGLE-3 heads of several layers are not "
-            "served); use a head of one layer, or vLLM's own method"
-        )
+    if any(re.match(r"layers\.([1-9]|0\.[0-9])", name) for name in tensors):
+        raise ValueError(f"{what} holds several layers, legal: 1 ({SEVERAL_LAYERS})")
 
 
 def _check_columns(
@@ -265,5 +237,5 @@ def _check_tensors(
         {**expected, **optional},
         tensors,
         optional=(*optional, _OUTPUT_BIAS),
-        ignored=[name for name in tensors if _IGNORED.fullmatch(name)],
+        ignored=[name for name in tensors if IGNORED.fullmatch(name)],
     )

@@ -21,7 +21,7 @@ from vllm_specplug.drafting.head_config import (
     require_size,
 )
 from vllm_specplug.methods.block.config import default_head_dim
-from vllm_specplug.methods.block.layer_config import read_rotary
+from vllm_specplug.methods.block.layer_config import check_rotary, read_rotary, turned_size
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
 from vllm_specplug.options import option_error
 
@@ -29,19 +29,31 @@ logger = logging.getLogger(__name__)
 
 _MOST_AUX_LAYERS = 16
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-# Zero-based, in heads that were written here: the other key's numbering is not always clear.
+# Zero-based, in heads of DeepSpec and those written here: the other key's numbering is not always
+# clear.
 _OWN_LAYERS_KEY = "target_layer_ids"
-# What the public trainers call a head of one Llama-like layer. Some write the architecture of the
-# layer's own family; their tensors say the rest.
+# What the public trainers, and vLLM, call a head of one Llama-like layer. Some write the
+# architecture of the layer's own family; their tensors say the rest.
 _ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
     "Eagle3Qwen3ForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM",
+    "Eagle3Qwen3vlForCausalLM",
+    "Eagle3MiniMaxM2ForCausalLM",
     "Eagle3Speculator",
     "Eagle3DraftModel",
-    "LlamaForCausalLM",
     "Eagle3LlamaModel",
+    "Qwen3Eagle3Model",
+    "LlamaForCausalLM",
 )
+# vLLM 0.32 runs these heads as chains.
+PARALLEL = (
+    "P-EAGLE heads draft in parallel: vLLM's own method eagle3 runs them, with "
+    '"parallel_drafting": true'
+)
+_WINDOWS = "heads with a sliding window are not served; vLLM's own method eagle3 runs them"
+SEVERAL_LAYERS = "heads of several layers are not served; vLLM's own method eagle3 runs them"
 _PARALLEL_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 # Of `eagle_config`: what the head computes only where they have these values.
 _EAGLE_FLAGS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -49,7 +61,7 @@ _EAGLE_FLAGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_input_layernorm_in_first_layer": ((None, True), "true (embeddings are normed)"),
     "use_last_layernorm": ((None, True), "true (a norm stands before the LM head)"),
     "use_mtp_layernorm": ((None, False), "false"),
-    "parallel_draft_step": ((None, 0, 1), "1 (P-EAGLE heads draft in parallel)"),
+    "parallel_draft_step": ((None, 0, 1), "1 (heads that draft in parallel are not served)"),
 }
 
 
@@ -64,10 +76,11 @@ class Eagle3Config:
     """Shape of an EAGLE-3 head of one layer.
 
     `target_layer_ids` are zero-based and ascending: id i is the output of the target's decoder
-    layer i. `rope_scaling` is None for the plain rotary embedding. `norm_before_fc` is one norm
-    over the joined target states, `fc_norm` one for each of them; `norm_output` says that a
-    drafted token's state is fed to the next one after the final norm, not before it. `qk_norm` and
-    `attention_bias` are read from the tensors.
+    layer i. `rope_scaling` is None for the plain rotary embedding, which turns the leading
+    `partial_rotary_factor` of each head. `norm_before_fc` is one norm over the joined target
+    states, `fc_norm` one for each of them; `norm_output` says that a drafted token's state is fed
+    to the next one after the final norm, not before it. `qk_norm` and `attention_bias` are read
+    from the tensors.
     """
 
     hidden_size: int
@@ -82,6 +95,7 @@ class Eagle3Config:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None
+    partial_rotary_factor: float = 1.0
     max_position_embeddings: int = 131072
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -92,8 +106,7 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         check_layer_shape(self)
-        if self.rope_scaling is not None:
-            self.rotary.check()
+        check_rotary(self)
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             require(
                 isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
@@ -119,7 +132,7 @@ class Eagle3Config:
         return Rotary(
             self.rope_theta,
             self.head_dim,
-            self.head_dim,
+            turned_size(self.partial_rotary_factor, self.head_dim),
             scaling.pop("rope_type", "default"),
             scaling or None,
             self.max_position_embeddings,
@@ -177,7 +190,7 @@ class Eagle3Config:
             kind in (None, "eagle3"),
             "speculators_model_type",
             kind,
-            "'eagle3' (P-EAGLE and other heads draft in another way)",
+            f"'eagle3' ({PARALLEL})",
         )
         layer = nested if is_speculators else raw
         require(isinstance(layer, Mapping), "transformer_layer_config", layer, "an object")
@@ -196,8 +209,6 @@ class Eagle3Config:
         heads = _need(layer, "num_attention_heads")
         vocab = _need(layer, "vocab_size")
         rotary = read_rotary(layer)
-        partial = rotary.pop("partial_rotary_factor")
-        require(partial == 1, "partial_rotary_factor", partial, "1.0")
         return cls(
             hidden_size=hidden,
             intermediate_size=_need(layer, "intermediate_size"),
@@ -219,6 +230,7 @@ class Eagle3Config:
             rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
             rope_theta=rotary["rope_theta"],
             rope_scaling=rotary["rope_scaling"],
+            partial_rotary_factor=rotary["partial_rotary_factor"],
             max_position_embeddings=rotary["max_position_embeddings"] or DEFAULT_MAX_POSITIONS,
             # Heads of that format norm it unless they say otherwise, all others do not.
             norm_before_residual=flag("norm_before_residual", is_speculators),
@@ -327,26 +339,25 @@ def _refuse_other_heads(
 ) -> None:
     """Refuses heads that this one layer would misread, by what they call themselves."""
     stated = raw.get("architectures") or []
-    require(
-        isinstance(stated, list | tuple) and all(name in _ARCHITECTURES for name in stated),
-        "architectures",
-        stated,
-        f"{', '.join(_ARCHITECTURES)} (P-EAGLE, MLA and mixture-of-experts heads are not served)",
-    )
+    listed = isinstance(stated, list | tuple) and all(isinstance(name, str) for name in stated)
+    require(listed, "architectures", stated, "a list of names")
+    parallel = any("peagle" in name.lower() for name in stated)
+    require(not parallel, "architectures", stated, f"those of EAGLE-3 heads ({PARALLEL})")
+    for name in _PARALLEL_KEYS:
+        require(raw.get(name) is None, name, raw.get(name), f"absent ({PARALLEL})")
     layers = layer.get("num_hidden_layers", 1)
     require(
         layers == 1 and not isinstance(layers, bool),
         "num_hidden_layers",
         layers,
-        "1 (EAGLE-3 heads of several layers are not served)",
+        f"1 ({SEVERAL_LAYERS})",
     )
-    for name in _PARALLEL_KEYS:
-        require(
-            raw.get(name) is None,
-            name,
-            raw.get(name),
-            "absent (P-EAGLE heads, which draft in parallel, are not served)",
-        )
+    require(
+        all(name in _ARCHITECTURES for name in stated),
+        "architectures",
+        stated,
+        f"{', '.join(_ARCHITECTURES)} (heads with MLA or experts are not served)",
+    )
     for name, (legal, why) in _EAGLE_FLAGS.items():
         for source in (eagle, raw):
             require(source.get(name) in legal, name, source.get(name), why)
@@ -355,20 +366,19 @@ def _refuse_other_heads(
         isinstance(types, list | tuple) and all(t == "full_attention" for t in types[:1]),
         "layer_types",
         types,
-        "'full_attention' (sliding-window heads are not served)",
+        f"'full_attention' ({_WINDOWS})",
     )
     window = layer.get("sliding_window")
     require(
         not window or layer.get("use_sliding_window") is False or bool(types),
         "sliding_window",
         window,
-        "absent (sliding-window heads are not served)",
+        f"absent ({_WINDOWS})",
     )
     for name, legal in {
         "hidden_act": (None, "silu"),
         "mlp_bias": (None, False),
         "logit_scale": (None, 1, 1.0),
-        "partial_rotary_factor": (None, 1, 1.0),
         "is_neox_style": (None, True),
     }.items():
         require(layer.get(name) in legal, name, layer.get(name), f"absent or {legal[1]!r}")

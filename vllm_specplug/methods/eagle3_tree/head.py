@@ -80,7 +80,7 @@ class Eagle3Head(nn.Module):
         self.frequencies, self.rotary_factor = config.rotary.frequencies()
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin [T, Dh/2] of positions [T], float32."""
+        """cos, sin [T, Dh/2] of positions [T], float32; fewer columns where a part is turned."""
         angles = positions.float().unsqueeze(-1) * self.frequencies.to(positions.device)
         return angles.cos() * self.rotary_factor, angles.sin() * self.rotary_factor
 
@@ -176,7 +176,8 @@ class FusedDraftLayer(ABC):
 
     Args:
         layer: its `self_attn`, `mlp` and `post_attention_layernorm`, on their device and in their
-            dtype.
+            dtype. With `gate_proj` in `self_attn`, what is attended is multiplied with the sigmoid
+            of it.
         norm: the norm before the LM head.
         max_positions: positions the rotary tables cover.
         make_linear: how a matrix product is made.
@@ -193,7 +194,9 @@ class FusedDraftLayer(ABC):
         attn, mlp = layer.self_attn, layer.mlp
         self.shape, self.eps = config, config.rms_norm_eps
         self.key_value = make_linear(*_joined(attn.k_proj, attn.v_proj))
-        self.qkv = make_linear(*_joined(attn.q_proj, attn.k_proj, attn.v_proj))
+        gates = (attn.gate_proj,) if hasattr(attn, "gate_proj") else ()
+        self.is_gated = bool(gates)
+        self.qkv = make_linear(*_joined(attn.q_proj, attn.k_proj, attn.v_proj, *gates))
         self.output = make_linear(attn.o_proj.weight, attn.o_proj.bias)
         self.gate_up = make_linear(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), None)
         self.down = make_linear(mlp.down_proj.weight, None)
@@ -210,7 +213,7 @@ class FusedDraftLayer(ABC):
         frequencies, factor = config.rotary.frequencies()
         angles = torch.arange(max_positions).float().unsqueeze(-1) * frequencies
         cos, sin = angles.cos() * factor, angles.sin() * factor
-        # [max_positions, Dh]: both halves, so that rotating is two products and a sum
+        # [max_positions, rotated]: both halves, so that rotating is two products and a sum
         self.cos = torch.cat((cos, cos), -1).to(norm.weight.device, norm.weight.dtype)
         self.sin = torch.cat((-sin, sin), -1).to(norm.weight.device, norm.weight.dtype)
 
@@ -242,7 +245,10 @@ class FusedDraftLayer(ABC):
         if self.qk_norm is not None:
             qk = self._head_norm(qk, self.qk_norm)
         qk = self._rotate(qk, positions)
-        mixed = attend(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
+        value, gate = qkv[:, heads + kv_heads :].split((kv_heads, heads * self.is_gated), dim=1)
+        mixed = attend(qk[:, :heads], qk[:, heads:], value)
+        if self.is_gated:
+            mixed = mixed * gate.sigmoid()
         x, normed = add_rms_norm(residual, self.output(mixed.flatten(-2)), self.mlp_norm, self.eps)
         delta = self.down(gated_silu(self.gate_up(normed)))
         x, normed = add_rms_norm(x, delta, self.norm, self.eps)
@@ -258,8 +264,13 @@ class FusedDraftLayer(ABC):
         return rms_norm(x.flatten(-2), weight, self.eps, x.shape[-1]).view(x.shape)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T]."""
-        return rotate_heads(x, self.cos, self.sin, positions)
+        """Rotates the two halves of what is turned of x [T, heads, Dh], by the angles of positions
+        [T]."""
+        turned = self.cos.shape[-1]
+        if turned == x.shape[-1]:
+            return rotate_heads(x, self.cos, self.sin, positions)
+        rotated = rotate_heads(x[..., :turned].contiguous(), self.cos, self.sin, positions)
+        return torch.cat((rotated, x[..., turned:]), dim=-1)
 
 
 class FusedEagle3Head(FusedDraftLayer):

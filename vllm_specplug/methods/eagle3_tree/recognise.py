@@ -24,4 +24,4 @@ def is_eagle3_head(head: HeadFiles) -> bool:
         return "fc.weight" in head.tensors and any(
             head.has_tensors(prefix + name for name in _TENSORS) for prefix in _PREFIXES
         )
-    return any("eagle3" in name.lower() for name in head.architectures)
+    return any("eagle3" in name.lower() or "peagle" in name.lower() for name in head.architectures)

@@ -15,7 +15,18 @@ from vllm_specplug.methods.mtp_tree.config import MtpConfig
 from vllm_specplug.methods.mtp_tree.head import MtpModule
 
 # Of several modules the first: it predicts the token after next, and its own outputs lead further.
+# MiMo's, and those that speculators writes.
 PREFIX = "mtp_layers.0."
+# Qwen3.5's: one layer, and what stands before and after it by names of its own.
+_QWEN_PREFIX = "mtp."
+_QWEN_LAYER = "mtp.layers.0."
+_QWEN_NAMES = {
+    "mtp.fc.weight": "input_proj.weight",
+    "mtp.norm.weight": "final_layernorm.weight",
+    "mtp.pre_fc_norm_embedding.weight": "token_layernorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "hidden_layernorm.weight",
+}
+_QUERY, _GATE = "self_attn.q_proj.weight", "self_attn.gate_proj.weight"
 
 
 def inspect_mtp_module(directory: str | Path, target_config: Any) -> MtpConfig:
@@ -35,7 +46,7 @@ def load_mtp_module(directory: str | Path, target_config: Any) -> MtpModule:
             tensors that are missing, unexpected or misshapen (all in one message).
     """
     config = inspect_mtp_module(directory, target_config)
-    tensors = _read(Path(directory), headers_only=False)
+    tensors = _as_module(config, _read(Path(directory), headers_only=False))
     with torch.device("meta"):
         module = MtpModule(config)
     module.load_state_dict(tensors, assign=True)
@@ -43,11 +54,36 @@ def load_mtp_module(directory: str | Path, target_config: Any) -> MtpModule:
 
 
 def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:
-    found = read_tensors(directory, headers_only=headers_only, prefixes=(PREFIX,))
-    return {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
+    """Tensors of the module by the names of `MtpModule`, as they are stored."""
+    prefixes = (PREFIX, *_QWEN_NAMES, _QWEN_LAYER)
+    found = read_tensors(directory, headers_only=headers_only, prefixes=prefixes)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in found.items():
+        prefix = PREFIX if name.startswith(PREFIX) else _QWEN_LAYER
+        tensors[_QWEN_NAMES.get(name) or name.removeprefix(prefix)] = tensor
+    return tensors
+
+
+def _as_module(config: MtpConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stored tensors as `MtpModule` computes with them."""
+    if not config.is_qwen:
+        return stored
+    tensors = {n: t.float() + 1.0 if n.endswith("norm.weight") else t for n, t in stored.items()}
+    embedding, state = stored["input_proj.weight"].chunk(2, dim=1)
+    tensors["input_proj.weight"] = torch.cat((state, embedding), dim=1)
+    if config.gated:
+        # Of each head its query, then its gate.
+        heads = (config.num_attention_heads, 2, config.head_dim)
+        query, gate = stored[_QUERY].unflatten(0, heads).unbind(1)
+        tensors[_QUERY], tensors[_GATE] = query.flatten(0, 1), gate.flatten(0, 1)
+    return tensors
 
 
 def _check(directory: Path, config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> None:
     with torch.device("meta"):
         expected = {k: tuple(v.shape) for k, v in MtpModule(config).state_dict().items()}
-    check_tensors(f"module model.{PREFIX}* of {str(directory)!r}", expected, tensors)
+    if config.gated:
+        rows, columns = expected.pop(_GATE)
+        expected[_QUERY] = (2 * rows, columns)
+    what = f"the module {PREFIX}* or {_QWEN_PREFIX}* of {str(directory)!r}"
+    check_tensors(what, expected, tensors)

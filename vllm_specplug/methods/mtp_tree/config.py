@@ -10,17 +10,23 @@ from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import config_values, read_json_object
 from vllm_specplug.drafting.head_config import check_layer_shape, config_field, require
-from vllm_specplug.methods.block.layer_config import read_rotary
+from vllm_specplug.methods.block.layer_config import read_rotary, turned_size
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
-from vllm_specplug.methods.mtp_tree.recognise import module_count
+from vllm_specplug.methods.mtp_tree.recognise import layer_config, module_count
 
 # Model types whose module is one dense layer of full attention over the target's last state.
-MODEL_TYPES = ("mimo",)
+_QWEN = ("qwen3_5", "qwen3_5_text")
+MODEL_TYPES = ("mimo", *_QWEN)
 
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """Shape of a module: that of one layer of its target."""
+    """Shape of a module: that of one layer of its target.
+
+    `is_qwen` tells Qwen3.5's from MiMo's: norms are stored less one, queries and keys are normed,
+    the projection has the embedding before the state, and the token after a text's first one is
+    read. `gated` says that each head's output is multiplied with the sigmoid of a gate.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -33,11 +39,17 @@ class MtpConfig:
     attention_bias: bool = True
     # A drafted token's state is the module's output, which has been normed.
     norm_output: bool = True
-    qk_norm: bool = False
+    is_qwen: bool = False
+    gated: bool = False
 
     def __post_init__(self) -> None:
         check_layer_shape(self)
         self.rotary.check()
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normed."""
+        return self.is_qwen
 
     @property
     def draft_vocab_size(self) -> int:
@@ -65,6 +77,8 @@ class MtpConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> MtpConfig:
         """From a parsed `config.json`."""
         name, count = module_count(raw)
+        stated = raw.get(name)
+        raw = layer_config(raw)
         kind = raw.get("model_type")
         require(
             kind in MODEL_TYPES,
@@ -73,23 +87,25 @@ class MtpConfig:
             f"{', '.join(MODEL_TYPES)} (modules of other targets are mixtures of experts, MLA, "
             "linear or sliding-window layers, and run in vLLM's own method mtp alone)",
         )
-        require(count > 0, name, raw.get(name), "1 or more (the target ships no module)")
+        require(count > 0, name, stated, "1 or more (the target ships no module)")
+        is_qwen = kind in _QWEN
         for key, legal in {
             "hidden_act": (None, "silu"),
-            "qk_norm": (None, False),
             "use_sliding_window": (None, False),
+            "layer_scale": (None, False),
+            "mtp_use_dedicated_embeddings": (None, False),
+            "attention_bias" if is_qwen else "qk_norm": (None, False),
         }.items():
             require(raw.get(key) in legal, key, raw.get(key), f"absent or {legal[1]!r}")
         hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
         rope = read_rotary(raw)
-        partial = rope["partial_rotary_factor"]
-        require(partial == 1, "partial_rotary_factor", partial, "1.0")
         scaling = dict(rope["rope_scaling"] or {})
         dim = raw.get("head_dim")
         if dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             dim = hidden // heads
         require(isinstance(dim, int), "head_dim", dim, "an integer")
         assert isinstance(dim, int)
+        turned = turned_size(rope["partial_rotary_factor"], dim)
         return cls(
             hidden_size=hidden,  # type: ignore[arg-type]  # checked with all sizes
             intermediate_size=raw.get("intermediate_size"),  # type: ignore[arg-type]
@@ -101,12 +117,14 @@ class MtpConfig:
             rotary=Rotary(
                 rope["rope_theta"],
                 dim,
-                dim,
+                turned,
                 scaling.pop("rope_type", "default"),
                 scaling or None,
                 rope["max_position_embeddings"] or DEFAULT_MAX_POSITIONS,
             ),
-            attention_bias=raw.get("attention_bias", True) is not False,
+            attention_bias=not is_qwen and raw.get("attention_bias", True) is not False,
+            is_qwen=is_qwen,
+            gated=is_qwen and raw.get("attn_output_gate", True) is not False,
         )
 
     def check_target(self, target: Any) -> None:

@@ -20,6 +20,7 @@ class MtpDrafter(StateDrafter):
         assert self.options.head_path is not None
         module = load_mtp_module(self.options.head_path, target.text_config)
         module = module.to(device=target.device, dtype=target.dtype)
+        self.reads_first = module.config.is_qwen
         self.embed_tokens = target.embed_tokens.to(device=target.device, dtype=target.dtype)
         self.target_ids = None
         self.draft_vocab_size = module.config.vocab_size
@@ -33,6 +34,8 @@ class MtpDrafter(StateDrafter):
         return committed.output_states[committed.rows]
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        # Modules are trained without the token after a text's first one.
         embeds = super()._embed(token_ids, positions)
+        if self.reads_first:
+            return embeds
+        # MiMo's are trained without the token after a text's first one.
         return embeds.masked_fill((positions == 0).unsqueeze(-1), 0.0)

@@ -29,10 +29,15 @@ class MtpAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
         self.v_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * dim, hidden, bias=False)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+        if config.gated:
+            self.gate_proj = nn.Linear(hidden, config.num_attention_heads * dim, bias=bias)
 
 
 class MtpModule(nn.Module):
-    """The module's tensors under their names in the checkpoint."""
+    """The module's tensors under MiMo's names, the state before the embedding."""
 
     def __init__(self, config: MtpConfig):
         super().__init__()

@@ -16,13 +16,23 @@ COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_laye
 
 
 def ships_mtp_module(head: HeadFiles) -> bool:
-    """By the config of a whole model; drafts of other kinds do not count modules."""
-    return head.speculators_type is None and module_count(head.config)[1] > 0
+    """By the config of a whole model, or of a module alone in speculators' format; drafts of other
+    kinds do not count modules."""
+    return head.speculators_type in (None, "mtp") and module_count(head.config)[1] > 0
+
+
+def layer_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where a config describes the target's layers."""
+    for name in ("text_config", "transformer_layer_config"):
+        part = config.get(name)
+        if isinstance(part, Mapping):
+            return part
+    return config
 
 
 def module_count(config: Mapping[str, Any]) -> tuple[str, int]:
     """How many modules a config states, and under which name."""
-    for source in (config, config.get("text_config")):
+    for source in (config, layer_config(config)):
         for name in COUNT_KEYS:
             value = source.get(name) if isinstance(source, Mapping) else None
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:

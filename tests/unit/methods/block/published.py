@@ -244,6 +244,72 @@ MODELOPT_LILICORR_QWEN3_8B = changed(
         "lilicorr_logit_scale": 8.0,
     },
 )
+# Written by NVIDIA/Model-Optimizer a2fbac7 modelopt/torch/export/plugins/hf_spec_export.py
+# (DSparkExporter) with the sizes of modelopt_recipes/general/speculative_decoding/dspark.yaml.
+MODELOPT_DSPARK_QWEN3_8B: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 16,
+    "dflash_config": {
+        "mask_token_id": 151669,
+        "target_layer_ids": [1, 9, 17, 25, 33],
+        "projector_type": "dspark",
+        "shift_label": True,
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "use_confidence_head": True,
+    },
+    "hidden_size": 4096,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "initializer_range": 0.02,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "num_target_layers": 36,
+    "layer_types": ["full_attention"] * 5,
+}
+# Its module (modelopt/torch/speculative/plugins/modeling_dspark.py) has the two heads' tensors
+# beside the block's own. By the names that all others write.
+MODELOPT_NAMES = {
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "confidence_proj.weight",
+    "confidence_head.proj.bias": "confidence_proj.bias",
+}
+# Tencent/AngelSlim 67394ce configs/qwen3_dflash.json; its module
+# (angelslim/compressor/speculative/train/models/draft/qwen_dflash.py) has z-lab's tensors.
+ANGELSLIM_DFLASH_QWEN3_4B = changed(
+    ZLAB_QWEN3_8B,
+    architectures=["QwenDFlashDraftModel"],
+    auto_map=None,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_anchors=512,
+    loss_decay_gamma=7.0,
+    attention_backend="flex_attention",
+    tie_word_embeddings=True,
+    torch_dtype="bfloat16",
+)
+# Tencent/AngelSlim 67394ce configs/qwen3_dflare.json
+ANGELSLIM_DFLARE_QWEN3_4B = changed(
+    ANGELSLIM_DFLASH_QWEN3_4B,
+    architectures=["QwenDFlareDraftModel"],
+    dflash_config={"target_layer_ids": [1, 5, 9, 13, 17, 21, 25, 29, 33]},
+    layer_types=["full_attention"] * 7,
+    max_window_layers=7,
+    num_hidden_layers=7,
+)
 # sgl-project/SpecForge e5cec93 configs/qwen3.5-4b-domino.json: an architecture of its own.
 SPECFORGE_DOMINO_QWEN35_4B = changed(
     ZLAB_QWEN3_8B,

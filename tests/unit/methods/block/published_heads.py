@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.unit.methods.block.dense_cache import DenseCache, committed
-from tests.unit.methods.block.published import TINY_TARGET
+from tests.unit.methods.block.published import MODELOPT_NAMES, TINY_TARGET
 from tests.unit.methods.block.reference import block_hidden, layer_config
 from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
 from vllm_specplug.drafting.method import Method, TargetInfo
@@ -74,8 +74,10 @@ class PublishedHead:
         if rank:
             self.tensors["markov_head.markov_w1.weight"] = random(vocab, rank)
             self.tensors["markov_head.markov_w2.weight"] = random(self.draft_vocab, rank)
-        if own.get("enable_confidence_head"):
-            inputs = hidden + (rank if own["confidence_head_with_markov"] else 0)
+        # Model-Optimizer's head reads the Markov row whatever else is said.
+        flat = bool(own.get("use_confidence_head"))
+        if flat or own.get("enable_confidence_head"):
+            inputs = hidden + (rank if flat or own["confidence_head_with_markov"] else 0)
             self.tensors["confidence_head.proj.weight"] = random(1, inputs)
             self.tensors["confidence_head.proj.bias"] = random(1)
         self.target_ids = torch.arange(vocab)
@@ -91,7 +93,9 @@ class PublishedHead:
         self.context = random(CONTEXT, self.layers * hidden)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
-        save_file(self.tensors, folder / "model.safetensors")
+        names = MODELOPT_NAMES if flat else {}
+        self.written = {names.get(name, name): tensor for name, tensor in self.tensors.items()}
+        save_file(self.written, folder / "model.safetensors")
 
     def hidden(self, *, first: int, causal: bool, **masks: Any) -> torch.Tensor:
         """The block's states [D, H] by the published equations; slot `first` gives depth 1."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.unit.methods.block.published import (
+    ANGELSLIM_DFLASH_QWEN3_4B,
     SPECFORGE_DFLASH_KIMI,
     SPECULATORS_QWEN3_8B,
     TINY_TARGET,
@@ -35,6 +36,7 @@ _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_win
 # Name: config, the masks inside the block of both layers, and their windows.
 HEADS: dict[str, tuple[dict[str, Any], list[bool], list[int | None]]] = {
     "zlab": (tiny(ZLAB_QWEN3_8B), [False, False], [None, None]),
+    "angelslim": (tiny(ANGELSLIM_DFLASH_QWEN3_4B), [False, False], [None, None]),
     "zlab causal": (tiny(ZLAB_QWEN3_8B, is_causal=True), [True, True], [None, None]),
     "speculators": (tiny(SPECULATORS_QWEN3_8B), [False, False], [None, None]),
     # As Qwen3.6-27B's and gemma-4-31B's heads: sliding layers, and one that sees all.
@@ -69,6 +71,17 @@ HEADS: dict[str, tuple[dict[str, Any], list[bool], list[int | None]]] = {
         [None, None],
     ),
     "partial": (tiny(ZLAB_QWEN3_8B, partial_rotary_factor=0.5), [False, False], [None, None]),
+    # A draft is text, whose three positions are one.
+    "mrope": (
+        tiny(
+            ZLAB_QWEN3_8B,
+            partial_rotary_factor=0.5,
+            rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 0],
+                          "mrope_interleaved": True},
+        ),
+        [False, False],
+        [None, None],
+    ),
     "partial in parameters": (
         tiny(SPECULATORS_QWEN3_8B, **{_LAYER: {"rope_parameters": _QUARTER}}),
         [False, False],

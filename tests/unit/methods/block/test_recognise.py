@@ -28,6 +28,8 @@ KINDS = {
     "SPECFORGE_DFLASH_KIMI": "ddtree",
     "SPECULATORS_QWEN3_8B": "ddtree",
     "SPECULATORS_DSPARK": "dspark_tree",
+    "MODELOPT_DSPARK_QWEN3_8B": "dspark_tree",
+    "ANGELSLIM_DFLASH_QWEN3_4B": "ddtree",
     # Claimed, so that the refusal says what is not computed.
     "SPECFORGE_DOMINO_QWEN3_8B": "ddtree",
     "SPECULATORS_JETSPEC": "jetspec",
@@ -36,6 +38,7 @@ KINDS = {
     "SPECULATORS_DFLASH2": "ddtree",
     "MODELOPT_LILICORR_QWEN3_8B": "ddtree",
     "SPECFORGE_DSPINE_QWEN3_8B": "jetspec",
+    "ANGELSLIM_DFLARE_QWEN3_4B": "ddtree",
 }
 
 
@@ -75,6 +78,7 @@ def test_tensors_decide_where_the_config_names_nothing(tmp_path: Path) -> None:
         ("SPECFORGE_DOMINO_QWEN3_8B", r"projector_type = 'domino'.*recurrent head"),
         ("SPECFORGE_DOMINO_QWEN35_4B", r"'DominoDraftModel'.*recurrent head"),
         ("SPECFORGE_DSPINE_QWEN3_8B", r"'DSpineDraftModel'.*messages"),
+        ("ANGELSLIM_DFLARE_QWEN3_4B", r"'QwenDFlareDraftModel'.*matrices of its own"),
     ],
 )
 def test_heads_that_are_told_apart_are_refused_with_the_reason(

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import changed, tiny
 from tests.unit.methods.block.published_heads import ANCHOR, PublishedHead
 from tests.unit.methods.block.reference import log_confidence, markov_log_probs
+from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.registry import get_method, recognise_head
 
 # Format: the slot that drafts depth 1, and the mask inside the block.
@@ -24,6 +26,7 @@ FORMATS = {
     "SPECFORGE_DSPARK_QWEN36_27B": (0, False),
     "SPECFORGE_DSPARK_DRAFT_VOCAB": (0, False),
     "SPECULATORS_DSPARK": (0, False),
+    "MODELOPT_DSPARK_QWEN3_8B": (0, False),
 }
 
 
@@ -62,6 +65,42 @@ def test_each_branch_is_the_head_run_as_a_chain_along_it(
     # The likeliest child of the root comes first.
     best = head.target_ids[markov_log_probs(logits, head.tensors, [ANCHOR]).argmax()]
     assert children[-1][0] == int(best)
+
+
+def test_model_optimizers_names_are_those_of_its_module(tmp_path: Path) -> None:
+    """Fixtures of that layout would prove nothing under the names of the others."""
+    head = PublishedHead(tmp_path / "head", tiny(published.MODELOPT_DSPARK_QWEN3_8B))
+    block = {name for name in head.written if name.startswith("layers.")}
+    own = {"fc.weight", "hidden_norm.weight", "norm.weight", "markov_w1.weight"}
+    own |= {"markov_w2.weight", "confidence_proj.weight", "confidence_proj.bias"}
+    assert set(head.written) == block | own and len(block) == 2 * 11
+    # The confidence head reads the Markov row, though the config does not say so.
+    assert head.written["confidence_proj.weight"].shape == (1, 16 + 6)
+    # Without a word in the config these tensors tell the kind.
+    raw = changed(head.raw, dflash_config=None, architectures=None)
+    (head.folder / "config.json").write_text(json.dumps(raw))
+    assert recognise_head(head.folder).name == "dspark_tree"
+
+
+def test_a_tensor_under_both_names_is_refused(tmp_path: Path) -> None:
+    head = PublishedHead(tmp_path / "head", tiny(published.MODELOPT_DSPARK_QWEN3_8B))
+    twice = {**head.written, "markov_head.markov_w1.weight": torch.zeros(30, 6)}
+    save_file(twice, head.folder / "model.safetensors")
+    with pytest.raises(ValueError, match="'markov_w1.weight' is given twice"):
+        head.drafter(get_method("dspark_tree"))
+
+
+@pytest.mark.parametrize(("alpha", "size"), [(1.0, 16), (0.0, 0), (None, 0)])
+def test_the_weight_of_its_loss_tells_of_a_confidence_head(
+    alpha: float | None, size: int, tmp_path: Path
+) -> None:
+    """SpecForge's heads need not say that they have one."""
+    own = {"enable_confidence_head": None, "confidence_head_with_markov": None}
+    raw = tiny(
+        published.SPECFORGE_DSPARK_QWEN3_8B,
+        dflash_config={**own, "confidence_head_alpha": alpha},
+    )
+    assert DSparkConfig.from_dict(raw, num_target_layers=4).confidence_size == size
 
 
 def test_a_chain_takes_the_likeliest_token_of_each_step(tmp_path: Path) -> None:
@@ -152,6 +191,8 @@ def test_heads_without_a_markov_head_draft_by_the_block_alone(tmp_path: Path) ->
         ("SPECULATORS_DSPARK", {"architectures": ["Other"]}, ["architectures", "Other"]),
         ("SPECULATORS_DSPARK", {"sample_from_anchor": "yes"}, ["sample_from_anchor", "'yes'"]),
         ("SPECFORGE_DOMINO_QWEN3_8B", {}, ["projector_type", "'domino'"]),
+        ("MODELOPT_DSPARK_QWEN3_8B", {"dflash_config": {"markov_head_type": "rnn"}},
+         ["markov_head_type", "'rnn'"]),
     ],
 )  # fmt: skip
 def test_other_heads_are_refused_by_name(
@@ -169,6 +210,9 @@ def test_other_heads_are_refused_by_name(
 def test_block_methods_point_to_dspark(tmp_path: Path) -> None:
     head = PublishedHead(tmp_path / "head", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
     with pytest.raises(ValueError, match="markov_rank = 6.*method dspark_tree"):
+        head.drafter(get_method("ddtree"))
+    head = PublishedHead(tmp_path / "flat", tiny(published.MODELOPT_DSPARK_QWEN3_8B))
+    with pytest.raises(ValueError, match="projector_type = 'dspark'.*method dspark_tree"):
         head.drafter(get_method("ddtree"))
 
 

@@ -180,8 +180,10 @@ SPECULATORS_GEMMA4_31B: dict[str, Any] = {
     },
 }
 
-# The template that NVIDIA/Model-Optimizer (Apache-2.0) fills when it exports a head, with the
-# values of a Llama-3.1-8B target. Not the file of a published head.
+# The template that NVIDIA/Model-Optimizer (Apache-2.0) fills when it exports a head
+# (modelopt/torch/export/plugins/hf_spec_configs.py, a2fbac7bad8ab446d3f8783dadb0c3366eb0ad73), with
+# the values of a Llama-3.1-8B target. Not the file of a published head. Its tensors are
+# `layers.0.*` (hf_spec_export.py), and `midlayer.*` where Megatron trained it (mcore_llama.py).
 MODELOPT_LLAMA31_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "bos_token_id": 128000,
@@ -223,6 +225,112 @@ MODELOPT_LLAMA31_8B: dict[str, Any] = {
     },
 }
 
+# Tencent/AngelSlim, angelslim/compressor/speculative/train/configs/qwen3-8b-eagle3.json,
+# 67394ce55f6b6cfae702575fbc3c7a05c13fdd74
+ANGELSLIM_QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Eagle3LlamaForCausalLM"],
+    "model_type": "llama",
+    "target_model_type": "qwen3",
+    "torch_dtype": "bfloat16",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+    "draft_vocab_size": 32000,
+}
+
+# deepseek-ai/DeepSpec (MIT), afdfa7c9382a3341a3e6f17756dd816da79f132c:
+# deepspec/modeling/eagle3/qwen3/config.py puts the fields from `architectures` to
+# `draft_num_hidden_layers` over the target's config (here Qwen3-4B's), with the values of
+# config/eagle3/eagle3_qwen3_4b.py. The whole vocabulary, both tables, and norms of queries and keys
+# (modeling.py); layer i is hidden_states[i + 1] (modeling/eagle3/common.py).
+DEEPSPEC_QWEN3_4B: dict[str, Any] = {
+    "architectures": ["Qwen3Eagle3Model"],
+    "num_target_layers": 36,
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "target_model_name_or_path": "Qwen/Qwen3-4B",
+    "target_layer_ids": [1, 9, 17, 25, 33],
+    "ttt_length": 7,
+    "step_loss_decay": 0.8,
+    "draft_num_hidden_layers": 1,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "initializer_range": 0.02,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+# sgl-project/SpecForge (Apache-2.0), configs/qwen2-5-vl-7b-eagle3.json,
+# a6b6b0230009d15ec2a97a57384e6f53f0f96946
+SPECFORGE_QWEN25_VL_7B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 28,
+    "model_type": "llama",
+    "target_model_type": "qwen2_5_vl",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "pretraining_tp": 1,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1000000,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+    "draft_vocab_size": 32000,
+}
+
 SMALL = {"hidden_size": 16, "vocab_size": 40, "num_hidden_layers": 8}
 
 
@@ -232,7 +340,11 @@ def small(raw: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
         "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40,
     }  # fmt: skip
-    made = {**raw, "draft_vocab_size": 12, "rms_norm_eps": 1e-5}
+    made = {**raw, "rms_norm_eps": 1e-5}
+    if "draft_vocab_size" in raw:
+        made["draft_vocab_size"] = 12
+    if "target_layer_ids" in raw:
+        made["target_layer_ids"] = [1, 3, 4]
     if "transformer_layer_config" in raw:
         made["transformer_layer_config"] = {**raw["transformer_layer_config"], **shape}
         made["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
@@ -250,6 +362,7 @@ def tensors_of(raw: Mapping[str, Any], *, prefix: str = "midlayer.") -> dict[str
     h, dim = c["hidden_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
     joined = 3 * (raw.get("target_hidden_size") or h)
+    draft_vocab = c.get("draft_vocab_size") or c["vocab_size"]
     shapes = {
         "fc.weight": (h, joined),
         f"{prefix}input_layernorm.weight": (h,),
@@ -263,8 +376,11 @@ def tensors_of(raw: Mapping[str, Any], *, prefix: str = "midlayer.") -> dict[str
         f"{prefix}mlp.up_proj.weight": (c["intermediate_size"], h),
         f"{prefix}mlp.down_proj.weight": (h, c["intermediate_size"]),
         "norm.weight": (h,),
-        "lm_head.weight": (c["draft_vocab_size"], h),
+        "lm_head.weight": (draft_vocab, h),
     }
+    if "target_layer_ids" in raw:  # DeepSpec
+        shapes["embed_tokens.weight"] = (c["vocab_size"], h)
+        shapes |= {f"{prefix}self_attn.{n}_norm.weight": (dim,) for n in "qk"}
     if raw.get("fc_norm"):
         shapes.update({f"fc_norm.{i}.weight": (joined // 3,) for i in range(3)})
     if raw.get("norm_before_fc"):
@@ -274,7 +390,9 @@ def tensors_of(raw: Mapping[str, Any], *, prefix: str = "midlayer.") -> dict[str
     for name in made:
         if "norm" in name:
             made[name] = 1 + 0.3 * made[name]
-    ids = torch.randperm(c["vocab_size"])[: c["draft_vocab_size"]].sort().values
+    if draft_vocab == c["vocab_size"]:
+        return made
+    ids = torch.randperm(c["vocab_size"])[:draft_vocab].sort().values
     made["d2t"] = ids - torch.arange(len(ids))
     made["t2d"] = torch.zeros(c["vocab_size"], dtype=torch.bool)
     made["t2d"][ids] = True

@@ -19,13 +19,16 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """x [T, heads, Dh]; pairs (i, i + Dh / 2) turn by position * theta^(-2 i / Dh)."""
-    half = x.shape[-1] // 2
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, theta: float, share: float = 1.0
+) -> torch.Tensor:
+    """x [T, heads, Dh]; of its first R = share * Dh dimensions pairs (i, i + R / 2) turn by
+    position * theta^(-2 i / R)."""
+    half = int(x.shape[-1] * share) // 2
     angle = positions[:, None].double() * theta ** (-torch.arange(half).double() / half)
     cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
 
 class ReferenceHead:
@@ -64,8 +67,10 @@ class ReferenceHead:
             return out
 
         theta = c.get("rope_theta", 10000.0)
-        q = rotate(project("q", heads), positions, theta)
-        k = rotate(project("k", kv), positions, theta).repeat_interleave(heads // kv, 1)
+        share = (c.get("rope_parameters") or {}).get("partial_rotary_factor")
+        share = share or c.get("partial_rotary_factor", 1.0)
+        q = rotate(project("q", heads), positions, theta, share)
+        k = rotate(project("k", kv), positions, theta, share).repeat_interleave(heads // kv, 1)
         v = project("v", kv).repeat_interleave(heads // kv, 1)
         scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(dim)
         later = torch.ones(len(x), len(x)).triu(1).bool()

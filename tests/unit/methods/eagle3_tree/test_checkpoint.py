@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.methods.eagle3_tree.heads import LAYOUTS, write_head
 from tests.unit.methods.eagle3_tree.published import SMALL
 from vllm_specplug.drafting.head_files import HeadFiles, read_head_files
+from vllm_specplug.methods.eagle3_tree import released
 from vllm_specplug.methods.eagle3_tree.checkpoint import (
     inspect_eagle3_head,
     load_eagle3_head,
@@ -29,8 +30,13 @@ def test_every_layout_loads(layout: str, tmp_path: Path) -> None:
     head, extras = load_eagle3_head(tmp_path, SMALL)
     assert head.config == inspect_eagle3_head(tmp_path, SMALL)
     assert head.config.target_layer_ids == ((1, 3, 4))
-    assert extras.target_ids is not None and extras.lm_head is not None
-    assert torch.equal(extras.target_ids, tensors["d2t"] + torch.arange(12))
+    assert extras.lm_head is not None
+    if "d2t" in tensors:
+        assert extras.target_ids is not None
+        assert torch.equal(extras.target_ids, tensors["d2t"] + torch.arange(12))
+    else:
+        assert layout == "deepspec" and extras.target_ids is None
+        assert extras.embed_tokens is not None and head.config.qk_norm
     assert torch.equal(extras.lm_head, tensors["lm_head.weight"])
     for name, tensor in head.state_dict().items():
         public = name if name in tensors else name.replace("layers.0.", "midlayer.")
@@ -111,8 +117,11 @@ def _refused(folder: Path, target: Any = SMALL) -> str:
 @pytest.mark.parametrize(
     ("changes", "extra", "words"),
     [
-        ({}, {"mask_hidden": torch.zeros(1, 48)}, ["mask_hidden", "P-EAGLE"]),
-        ({}, {"layers.1.mlp.up_proj.weight": torch.zeros(24, 16)}, ["several layers"]),
+        ({}, {"mask_hidden": torch.zeros(1, 48)}, ["mask_hidden", "P-EAGLE", "parallel_drafting"]),
+        ({}, {"layers.1.mlp.up_proj.weight": torch.zeros(24, 16)},
+         ["several layers", "own method eagle3"]),
+        # Model-Optimizer's, trained with Megatron.
+        ({}, {"midlayer.0.mlp.up_proj.weight": torch.zeros(24, 16)}, ["several layers"]),
         ({}, {"layers.0.hidden_norm.weight": torch.zeros(16)}, ["twice"]),
         ({}, {"midlayer.mlp.experts.0.up.weight": torch.zeros(2, 2)}, ["unexpected", "experts"]),
         ({}, {"fc.weight": torch.zeros(16, 80)}, ["5 layers", "states 3"]),
@@ -172,6 +181,62 @@ def test_a_pickle_can_run_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
+def test_a_pickle_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tensors = write_head(tmp_path, "yuhuili")
+    inspect_eagle3_head(tmp_path, SMALL)
+    copy, pickled = tmp_path / "pytorch_model.safetensors", tmp_path / "pytorch_model.bin"
+    written = load_file(copy)
+    assert set(written) == set(tensors) - {"t2d"}
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in written.items())
+    stamp = copy.stat().st_mtime_ns
+    with monkeypatch.context() as patch:
+        # Every server after the first one reads no pickle.
+        patch.setattr(released, "load_pickle", lambda *args, **kwargs: pytest.fail("a pickle"))
+        head, extras = load_eagle3_head(tmp_path, SMALL)
+    assert copy.stat().st_mtime_ns == stamp
+    assert torch.equal(head.fc.weight, tensors["fc.weight"]) and extras.target_ids is not None
+    assert get_method("eagle3_tree").recognises_head(read_head_files(tmp_path))
+    # Another release in its place is not hidden by the copy.
+    torch.save({**tensors, "fc.weight": tensors["fc.weight"] + 1}, pickled)
+    os.utime(pickled, ns=(stamp, pickled.stat().st_mtime_ns + 1))
+    head, _ = load_eagle3_head(tmp_path, SMALL)
+    assert torch.equal(head.fc.weight, tensors["fc.weight"] + 1)
+    # Without the pickle the copy is the checkpoint.
+    pickled.unlink()
+    assert torch.equal(load_eagle3_head(tmp_path, SMALL)[0].fc.weight, head.fc.weight)
+
+
+def test_a_pickle_that_is_refused_leaves_no_copy(tmp_path: Path) -> None:
+    write_head(tmp_path, "yuhuili", extra={"norm.weight": torch.ones(17)})
+    _refused(tmp_path)
+    write_head(tmp_path, "yuhuili", extra={"norm.weight": torch.full((16,), float("nan"))})
+    _refused(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "pytorch_model.bin"]
+
+
+def test_safetensors_of_others_are_not_taken_for_a_copy(tmp_path: Path) -> None:
+    """Nor overwritten: whoever put them beside the pickle means them."""
+    _, tensors = write_head(tmp_path, "yuhuili")
+    other = {**tensors, "fc.weight": tensors["fc.weight"] * 2}
+    save_file(other, tmp_path / "pytorch_model.safetensors")
+    before = (tmp_path / "pytorch_model.safetensors").read_bytes()
+    head, _ = load_eagle3_head(tmp_path, SMALL)
+    assert torch.equal(head.fc.weight, other["fc.weight"])
+    assert (tmp_path / "pytorch_model.safetensors").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_to_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError("no space")
+
+    _, tensors = write_head(tmp_path, "yuhuili")
+    monkeypatch.setattr(released, "write_safetensors", full)
+    head, _ = load_eagle3_head(tmp_path, SMALL)
+    assert torch.equal(head.fc.weight, tensors["fc.weight"])
+
+
 @pytest.mark.parametrize("entry", [3, "x", [1], torch.zeros(2, 2).to_sparse()])
 def test_a_pickle_of_other_things_than_tensors(entry: Any, tmp_path: Path) -> None:
     _, tensors = write_head(tmp_path, "yuhuili")
@@ -223,6 +288,7 @@ def test_a_head_is_recognised_and_by_no_other_method(layout: str, tmp_path: Path
         # Refused later, with the reason.
         ({"speculators_model_type": "peagle"}, [], True),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, [], True),
+        ({"architectures": ["PEagleDraftModel"]}, [], True),
     ],
 )  # fmt: skip
 def test_other_checkpoints(config: Any, tensors: list[str], expected: bool, tmp_path: Path) -> None:

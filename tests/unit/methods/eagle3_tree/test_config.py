@@ -50,6 +50,31 @@ def test_model_optimizer_counts_layers_from_zero_and_scales_its_rotary_embedding
     assert config.rope_scaling is not None and config.rope_scaling["rope_type"] == "llama3"
 
 
+def test_deepspec_names_layers_from_zero() -> None:
+    config = read(published.DEEPSPEC_QWEN3_4B)
+    assert config.target_layer_ids == (1, 9, 17, 25, 33)
+    assert config.draft_vocab_size == config.vocab_size == 151936
+
+
+def test_positions_on_three_axes_are_those_of_text() -> None:
+    config = read(published.SPECFORGE_QWEN25_VL_7B, 28)
+    assert (config.rope_scaling, config.rope_theta) == (None, 1e6)
+
+
+@pytest.mark.parametrize(
+    "flag", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
+)
+@pytest.mark.parametrize("place", ["top", "eagle_config"])
+def test_flags_are_read_from_both_places(place: str, flag: str) -> None:
+    for value in (True, False):
+        stated = {flag: value}
+        raw = {**published.SPECFORGE_QWEN3_4B, **(stated if place == "top" else {place: stated})}
+        assert getattr(read(raw), flag) is value
+    # vLLM looks into eagle_config first.
+    both = {**published.SPECFORGE_QWEN3_4B, flag: False, "eagle_config": {flag: True}}
+    assert getattr(read(both), flag) is True
+
+
 @pytest.mark.parametrize("place", ["top", "eagle_config"])
 @pytest.mark.parametrize(
     ("ids", "layers"), [([2, 18, 33], (1, 17, 32)), ([1, 17, 32], (1, 17, 32)),
@@ -70,8 +95,8 @@ def test_a_config_written_here_reads_back() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_hidden_layers": 2}, ["num_hidden_layers", "2", "several layers"]),
-        ({"architectures": ["PEagleDraftModel"]}, ["PEagleDraftModel", "P-EAGLE"]),
+        ({"num_hidden_layers": 2}, ["num_hidden_layers", "2", "own method eagle3"]),
+        ({"architectures": ["PEagleDraftModel"]}, ["PEagleDraftModel", "parallel_drafting"]),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, ["MLA"]),
         ({"pard_token": 7}, ["pard_token", "P-EAGLE"]),
         ({"speculators_model_type": "peagle"}, ["speculators_model_type", "peagle", "eagle3"]),
@@ -79,9 +104,11 @@ def test_a_config_written_here_reads_back() -> None:
         ({"sliding_window": 512, "use_sliding_window": None}, ["sliding_window", "512"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.rope_type", "longrope"]),
-        ({"rope_scaling": {"mrope_section": [1, 2]}}, ["mrope"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "mrope_section": [1, 2]}}, ["dynamic"]),
+        ({"partial_rotary_factor": 2}, ["partial_rotary_factor", "up to 1"]),
+        ({"partial_rotary_factor": 0.01}, ["partial_rotary_factor", "even number of 80"]),
         ({"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state"]),
-        ({"eagle_config": {"parallel_draft_step": 4}}, ["parallel_draft_step", "P-EAGLE"]),
+        ({"eagle_config": {"parallel_draft_step": 4}}, ["parallel_draft_step", "in parallel"]),
         ({"eagle_aux_hidden_state_layer_ids": [30, 2, 18]}, ["ascending"]),
         ({"eagle_aux_hidden_state_layer_ids": ["a"]}, ["eagle_aux_hidden_state_layer_ids"]),
         ({"draft_vocab_size": 200000}, ["draft_vocab_size", "151936"]),

@@ -22,12 +22,15 @@ BIASES = {"midlayer.self_attn.q_proj.bias": torch.randn(32)} | {
     f"midlayer.self_attn.{n}_proj.bias": torch.randn(16) for n in "kvo"
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{layout: (layout, {}) for layout in LAYOUTS if layout != "modelopt"},
+    # Scaled angles are compared with vLLM's below.
+    **{layout: (layout, {}) for layout in LAYOUTS if not layout.startswith("modelopt")},
     "norm_before_fc": ("speculators", {"norm_before_fc": True}),
     "norm_before_residual": ("specforge", {"norm_before_residual": True}),
     "norm_output": ("specforge", {"norm_output": True}),
     "qk_norm": ("specforge", {"extra": NORMS}),
     "biases": ("specforge", {"extra": BIASES}),
+    "partial": ("specforge", {"partial_rotary_factor": 0.5}),
+    "partial in parameters": ("specforge", {"rope_parameters": {"partial_rotary_factor": 0.25}}),
 }
 
 
@@ -92,6 +95,28 @@ def test_scaled_rotary_embeddings_are_vllms(scaling: dict[str, Any], tmp_path: P
     cos, sin = head.rotary(torch.arange(256))
     expected = rope.cos_sin_cache[:256].float()
     torch.testing.assert_close(torch.cat((cos, sin), -1), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_three_positions_of_text_turn_as_one(interleaved: bool, tmp_path: Path) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    scaling = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": interleaved}
+    write_head(tmp_path, "specforge", rope_scaling=scaling, rope_theta=500000.0)
+    head = FusedEagle3Head(load_eagle3_head(tmp_path, SMALL)[0], 64)
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(
+            8, max_position=64, dtype=torch.float32,
+            rope_parameters={**scaling, "rope_theta": 500000.0},
+        )  # fmt: skip
+    positions = torch.arange(40)
+    query, key = torch.randn(40, 4, 8), torch.randn(40, 2, 8)
+    expected, _ = rope.forward_native(
+        positions.expand(3, -1), query.flatten(1).clone(), key.flatten(1).clone()
+    )
+    ours = head._rotate(query, positions)
+    torch.testing.assert_close(ours.flatten(1), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_an_incomplete_rotary_scaling_is_refused(tmp_path: Path) -> None:

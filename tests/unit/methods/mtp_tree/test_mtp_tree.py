@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.e2e import qwen3_5_module
 from tests.e2e.mimo import PREFIX, module_tensors
 from tests.unit.methods.eagle3_tree.reference import rms, rotate
 from tests.unit.methods.eagle3_tree.world import HIDDEN, LENGTHS, VOCAB, DenseCache
@@ -23,9 +24,11 @@ from vllm_specplug.drafting.drafter import (
     DraftRequests,
     TargetWeights,
 )
+from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.block.fused_head import plain_linear
-from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module
+from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module, load_mtp_module
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
+from vllm_specplug.methods.mtp_tree.head import FusedMtpModule
 from vllm_specplug.methods.mtp_tree.options import MtpSettings
 from vllm_specplug.registry import recognise_head
 
@@ -40,6 +43,22 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_mrope": False,
     "use_sliding_window": False, "vocab_size": VOCAB,
 }  # fmt: skip
+# A dense text model of Qwen3.5 in small, as its config has the text's part.
+QWEN: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True,
+    "full_attention_interval": 4, "head_dim": 8, "hidden_act": "silu", "hidden_size": HIDDEN,
+    "intermediate_size": 24, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 64, "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False, "num_attention_heads": 4, "num_hidden_layers": 4,
+    "num_key_value_heads": 2, "output_gate_type": "swish", "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "vocab_size": VOCAB,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5,
+        "rope_theta": 10000000, "rope_type": "default",
+    },
+}  # fmt: skip
 TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=4)
 
 
@@ -52,6 +71,29 @@ def write_target(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
     other = {"model.layers.0.self_attn.q_proj.weight": torch.ones(2, 2, dtype=torch.int8)}
     save_file({**tensors, **other}, folder / "model.safetensors")
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def write_qwen(folder: Path, layout: str = "text", **changes: Any) -> dict[str, torch.Tensor]:
+    """A target of Qwen3.5 with its module, or the module alone in speculators' format."""
+    folder.mkdir(exist_ok=True)
+    text = {**QWEN, **changes}
+    config: dict[str, Any] = {"architectures": ["Qwen3_5ForCausalLM"], **text}
+    if layout == "multimodal":
+        config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+                  "text_config": text, "vision_config": {"depth": 2}}  # fmt: skip
+    elif layout == "speculators":
+        config = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp",
+                  "num_nextn_predict_layers": 1, "transformer_layer_config": text}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = qwen3_5_module.module_tensors(QWEN)
+    stored = dict(tensors)
+    if layout == "speculators":
+        stored = {}
+        for name, tensor in tensors.items():
+            old = max((n for n in qwen3_5_module.NAMES if name.startswith(n)), key=len)
+            stored[qwen3_5_module.NAMES[old] + name.removeprefix(old)] = tensor
+    save_file(stored, folder / "model.safetensors")
+    return {name.removeprefix("mtp."): tensor for name, tensor in tensors.items()}
 
 
 class Module:
@@ -100,8 +142,48 @@ class Module:
         return out[-1]
 
 
-def test_each_branch_equals_the_chain_along_it(tmp_path: Path) -> None:
-    reference = Module(write_target(tmp_path))
+class QwenModule(Module):
+    """Qwen3.5's: norms of 1 + w, the embedding first, and gates."""
+
+    def run(self, embeds: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        w, eps, count = self.w, QWEN["rms_norm_eps"], len(embeds)
+
+        def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+            return rms(x, 1.0 + w[f"{name}.weight"], eps)
+
+        parts = (norm(embeds, "pre_fc_norm_embedding"), norm(states, "pre_fc_norm_hidden"))
+        x = torch.cat(parts, -1) @ w["fc.weight"].T
+        y, attn = norm(x, "layers.0.input_layernorm"), "layers.0.self_attn."
+        # Of each head its query, then its gate.
+        both = (y @ w[f"{attn}q_proj.weight"].T).view(count, 4, 16)
+        query, gate = both[..., :8], both[..., 8:].sigmoid()
+        key = (y @ w[f"{attn}k_proj.weight"].T).view(count, 2, 8)
+        value = (y @ w[f"{attn}v_proj.weight"].T).view(count, 2, 8).repeat_interleave(2, 1)
+        at = torch.arange(count)
+        query = rotate(norm(query, f"{attn}q_norm"), at, 1e7, 0.5)
+        key = rotate(norm(key, f"{attn}k_norm"), at, 1e7, 0.5).repeat_interleave(2, 1)
+        scores = torch.einsum("ihd,jhd->hij", query, key) / 8**0.5
+        later = torch.ones(count, count).triu(1).bool()
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        mixed = torch.einsum("hij,jhd->ihd", weights, value) * gate
+        x = x + mixed.reshape(count, -1) @ w[f"{attn}o_proj.weight"].T
+        y = norm(x, "layers.0.post_attention_layernorm")
+        inner = torch.nn.functional.silu(y @ w["layers.0.mlp.gate_proj.weight"].T)
+        x = (
+            x
+            + (inner * (y @ w["layers.0.mlp.up_proj.weight"].T))
+            @ w["layers.0.mlp.down_proj.weight"].T
+        )
+        return norm(x, "norm")
+
+
+@pytest.mark.parametrize("kind", ["mimo", "text", "multimodal", "speculators"])
+def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> None:
+    if kind == "mimo":
+        reference = Module(write_target(tmp_path))
+    else:
+        reference = QwenModule(write_qwen(tmp_path, kind))
+    assert recognise_head(tmp_path).name == "mtp_tree"
     torch.manual_seed(4)
     embed, lm_head = torch.randn(VOCAB, HIDDEN), 1.5 * torch.randn(VOCAB, HIDDEN)
     options: dict[str, Any] = {
@@ -160,6 +242,40 @@ def test_each_branch_equals_the_chain_along_it(tmp_path: Path) -> None:
             assert tree.scores[i] - above == pytest.approx(expected, abs=5e-4)
 
 
+def test_qwen3_5s_layer_is_that_of_transformers(tmp_path: Path) -> None:
+    """An implementation by others of what the reference above writes out."""
+    from transformers import Qwen3_5TextConfig
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as public
+
+    tensors = write_qwen(tmp_path)
+    config = Qwen3_5TextConfig(**QWEN)
+    config._attn_implementation = "eager"
+    layer = public.Qwen3_5DecoderLayer(config, 3).float().eval()
+    own = {n.removeprefix("layers.0."): t for n, t in tensors.items() if n.startswith("layers.0.")}
+    layer.load_state_dict(own)
+    norms = {}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        norms[name] = public.Qwen3_5RMSNorm(HIDDEN, eps=QWEN["rms_norm_eps"])
+        norms[name].load_state_dict({"weight": tensors[f"{name}.weight"]})
+    torch.manual_seed(2)
+    count = 9
+    embeds, states, at = torch.randn(count, HIDDEN), torch.randn(count, HIDDEN), torch.arange(count)
+    parts = (norms["pre_fc_norm_embedding"](embeds), norms["pre_fc_norm_hidden"](states))
+    x = (torch.cat(parts, -1) @ tensors["fc.weight"].T)[None]
+    mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+    turned = public.Qwen3_5TextRotaryEmbedding(config)(x, at.expand(3, 1, -1))
+    with torch.no_grad():
+        expected = norms["norm"](layer(x, position_embeddings=turned, attention_mask=mask))[0]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        causal = torch.ones(count, count).tril().bool()
+        return dense_attention(q, k, v, 8**-0.5, 2, causal)[0]
+
+    ours = FusedMtpModule(load_mtp_module(tmp_path, TARGET), 64)
+    for found in ours(embeds, states, at, attend):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_target_is_found_by_its_module(tmp_path: Path) -> None:
     write_target(tmp_path / "a")
     assert recognise_head(tmp_path / "a").name == "mtp_tree"
@@ -172,8 +288,9 @@ def test_a_target_is_found_by_its_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "deepseek_v3"}, "model_type = 'deepseek_v3', legal: mimo .*method mtp"),
+        ({"model_type": "deepseek_v3"}, "model_type = 'deepseek_v3', legal: mimo, .*method mtp"),
         ({"model_type": "qwen3_next"}, "model_type = 'qwen3_next'"),
+        ({"model_type": "qwen3_5_moe_text"}, "model_type = 'qwen3_5_moe_text'"),
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0, legal: 1 or more"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
         ({"hidden_size": 2 * HIDDEN}, "hidden_size = 32, legal: 16 .*leave model out"),
@@ -186,5 +303,25 @@ def test_other_modules_are_refused_by_name(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write_target(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        inspect_mtp_module(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings = True"),
+        ({"layer_scale": True}, "layer_scale = True"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"partial_rotary_factor": 3, "rope_parameters": None}, "partial_rotary_factor = 3"),
+        # Queries without gates have half as many rows.
+        ({"attn_output_gate": False}, r"misshapen self_attn.q_proj.weight: config says \[32, 16\]"),
+        ({"mtp_num_hidden_layers": 0}, "legal: 1 or more"),
+    ],
+)
+def test_modules_of_another_shape_are_refused_by_name(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_qwen(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         inspect_mtp_module(tmp_path, TARGET)
