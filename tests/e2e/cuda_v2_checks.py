@@ -85,24 +85,31 @@ def compare(made: Pair, ahead: bool) -> Counts:
     return counts
 
 
-def profiled_bytes(made: Pair) -> int:
-    """What vLLM's memory profile counts of the drafter's own memory."""
+@contextmanager
+def profiles() -> Iterator[list[int]]:
+    """Engines built here are profiled before their caches are made, as on CUDA; yields what each
+    profile counts of a drafter's own memory, in bytes."""
     counted: list[int] = []
-    stock = worker_gpu.drafter_memory
+    memory = worker_gpu.drafter_memory
+    worker: Any = cuda_v2_worker.InterpretedWorker
+    available = worker.determine_available_memory
 
     def drafter_memory(state: Any) -> torch.Tensor:
-        memory = stock(state)
-        counted.append(memory.nbytes)
-        return memory
+        made = memory(state)
+        counted.append(made.nbytes)
+        return made
+
+    def determine_available_memory(self: Any) -> int:
+        self.model_runner.profile_run()
+        return available(self)
 
     with (
         patch.object(worker_gpu, "drafter_memory", drafter_memory),
         # vLLM's kernel for many rows is not one that the interpreter takes.
         patch.object(worker_gpu, "apply_top_k_top_p", lambda *args: None),
+        patch.object(worker, "determine_available_memory", determine_available_memory),
     ):
-        made.runner.profile_run()
-    (count,) = counted
-    return count
+        yield counted
 
 
 # A head with n-gram branches, and these alone.

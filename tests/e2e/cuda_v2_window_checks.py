@@ -24,7 +24,7 @@ from tests.e2e.cuda_v2_checks import (
     compare,
     engines,
     late_copies,
-    profiled_bytes,
+    profiles,
 )
 from tests.e2e.cuda_v2_draft_checks import LevelDrafts, knowing
 from tests.e2e.option_checks import greedy, seeded
@@ -91,11 +91,13 @@ def check_windows_on_the_device() -> None:
 
 
 def check_the_profile_counts_the_windows() -> None:
-    """And a profile with caches bound leaves the engine as it was."""
-    made = engines("longspec", ahead=True, ngram_topk=0, nodes=10)
+    with knowing_windows() as drafts:
+        with profiles() as counted:
+            made = engines("longspec", ahead=True, ngram_topk=0, nodes=9)
+        compare(made, True)
     window = made.runner.drafter.drafter.window
-    assert profiled_bytes(made) == sum(cache.nbytes for cache in window.kv_caches) > 0
-    compare(made, True)
+    assert counted == [sum(cache.nbytes for cache in window.kv_caches)] and counted[0], counted
+    assert drafts.nodes > 50 and not drafts.differing, drafts
 
 
 def check_beams_of_given_widths() -> None:
@@ -111,7 +113,8 @@ def check_beams_of_given_widths() -> None:
 def check_what_a_window_lacks_is_noticed() -> None:
     """The controls: tokens that are not stored, a bound that is too small, windows of other
     requests, and a context that is not attended."""
-    made = engines("longspec", ahead=True, ngram_topk=0, nodes=10)
+    with knowing_windows():
+        made = engines("longspec", ahead=True, ngram_topk=0, nodes=10)
 
     def too_few(self: Any, requests: Any) -> Any:
         history = replace(requests.history, grown=[n // 8 for n in requests.history.grown])
