@@ -30,7 +30,9 @@ from .reference import tree_attn_cuda_reference
 logger = logging.getLogger(__name__)
 
 # In the order in which they stand in for each other.
-CUDA_KERNELS = ("cute", "flash", "triton", "reference")
+CUDA_KERNELS = ("cute", "cute_ws", "flash", "triton", "reference")
+# The two schemes of the Hopper kernel.
+_CUTE = ("cute", "cute_ws")
 TIME_LIMIT_S = 5.0
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_TRITON_CAPABILITY = (8, 0)
@@ -165,7 +167,12 @@ def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -
     except ImportError as error:
         return f"it cannot be imported ({error})"
     return unsupported_reason(
-        capability, shape.head_dim, shape.dtype, shape.block_size, shape.kinds
+        capability,
+        shape.head_dim,
+        shape.dtype,
+        shape.block_size,
+        shape.kinds,
+        specialised=name == "cute_ws",
     )
 
 
@@ -176,10 +183,10 @@ def _listed(kinds: Sequence[FeatureKind]) -> str:
 
 def load_kernel(name: str) -> TreeAttnFn:
     """The call of kernel `name`, see `cuda_contract`."""
-    if name == "cute":
-        from .tree_attn_cute_sm90 import tree_attn_cute
+    if name in _CUTE:
+        from .tree_attn_cute_sm90 import tree_attn_cute, tree_attn_cute_ws
 
-        return tree_attn_cute
+        return tree_attn_cute if name == "cute" else tree_attn_cute_ws
     if name == "flash":
         from .tree_attn_flash import tree_attn_flash
 
@@ -227,7 +234,7 @@ def choose_cuda_kernel(
             if requested != "auto":
                 break
         # On another architecture the Hopper kernel is not missed.
-        elif not (name == "cute" and requested == "auto" and capability[0] != 9):
+        elif not (name in _CUTE and requested == "auto" and capability[0] != 9):
             passed_over.append(f"{name}: {problem}")
     if not good:
         raise ValueError(

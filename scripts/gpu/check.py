@@ -344,7 +344,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/gpu-check"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--kernels", default="triton,cute")
+    parser.add_argument("--kernels", default="triton,cute,cute_ws")
     parser.add_argument("--seconds", type=float, default=420, help="limit of the whole run")
     parser.add_argument("--small", metavar="KERNEL", help="only the cases for compute-sanitizer")
     args = parser.parse_args()
