@@ -95,7 +95,7 @@ def measure(args, report: Report, device: torch.device) -> None:
             report.data["cut_short"] = True
             print("   no time left")
             break
-        base = ProblemSpec(((context, nodes),) * batch, page=args.page)
+        base = ProblemSpec(((context, nodes),) * batch, page=args.page, adjacent=True)
         if args.device == "cpu":
             base = base.replace(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
         point = {"context": context, "batch": batch, "nodes": nodes, "page": args.page}
@@ -167,7 +167,7 @@ def sweeps(args, report: Report, device: torch.device) -> None:
     """Splits of both kernels and stages of CuTe's: whether what they choose is near the best."""
     on_gpu = device.type == "cuda"
     for context, batch in ((4096, 1), (32768, 1), (4096, 8)) if on_gpu else ((40, 1),):
-        spec = ProblemSpec(((context, 64),) * batch, page=args.page)
+        spec = ProblemSpec(((context, 64),) * batch, page=args.page, adjacent=True)
         if not on_gpu:
             spec = spec.replace(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
         cell = Cell(spec, device)
