@@ -374,22 +374,35 @@ def describe_cuda(device: torch.device | None = None) -> dict[str, Any]:
     """Which tree attention would serve a usual model on this device, and why.
 
     Returns:
-        kernel, isa (e.g. "sm_90"), supported_isas (the kernels that run and agree here), reason.
+        kernel, isa (e.g. "sm_90"), supported_isas (the kernels that run and agree here), reason,
+        kernels (of each, its time or why it does not serve).
     """
     device = device or torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
-    good = [
-        name
+    shape = _USUAL_SHAPE
+    problems = {
+        name: unsupported_by(name, shape, capability) or self_test_failure(name, shape, device)
         for name in CUDA_KERNELS
-        if unsupported_by(name, _USUAL_SHAPE, capability) is None
-        and self_test_failure(name, _USUAL_SHAPE, device) is None
-    ]
-    isa = f"sm_{capability[0]}{capability[1]}"
+    }
+    good = [name for name, problem in problems.items() if problem is None]
     try:
-        chosen = choose_cuda_kernel("auto", _USUAL_SHAPE, device, capability)
+        chosen = choose_cuda_kernel("auto", shape, device, capability)
+        kernel, reason = chosen.name, chosen.reason
     except ValueError as error:
-        return {"kernel": "none", "isa": isa, "supported_isas": good, "reason": str(error)}
-    return {"kernel": chosen.name, "isa": isa, "supported_isas": good, "reason": chosen.reason}
+        kernel, reason = "none", str(error)
+    # Those that "auto" chose by.
+    raced = [name for name in good if name != "reference"]
+    times = kernel_times(raced, KernelUse(shape, for_drafts=False), device) if raced[1:] else {}
+    return {
+        "kernel": kernel,
+        "isa": f"sm_{capability[0]}{capability[1]}",
+        "supported_isas": good,
+        "reason": reason,
+        "kernels": {
+            name: problem or (f"right, {times[name]:.0f} us" if name in times else "right")
+            for name, problem in problems.items()
+        },
+    }
 
 
 def self_test_cuda(device: torch.device | None = None) -> str:

@@ -365,6 +365,8 @@ def test_the_doctor_names_the_kernel_that_would_serve(only_reference_fails, monk
     assert (described["kernel"], described["isa"]) == ("triton", "sm_90")
     assert described["supported_isas"] == ["cute", "flash", "triton", "reference"]
     assert "cute 9 us, triton 8 us" in described["reason"]
+    assert (described["kernels"]["cute"], described["kernels"]["flash"]) == ("right, 9 us", "right")
+    assert "differs from the reference" in described["kernels"]["cute_ws"]
     only_reference_fails("reference")
     described = describe_cuda(CPU)
     assert (described["kernel"], described["supported_isas"]) == ("none", ["reference"])
