@@ -196,8 +196,12 @@ def all_configs() -> list[ForwardConfig | CombineConfig]:
 
 def tuning_configs() -> list[ForwardConfig]:
     """Variants worth measuring against the defaults, at the head size that is used most."""
-    return [
+    in_turns = [
         ForwardConfig(128, "bfloat16", warpgroups, box, stages)
         for box in (0, *BOXES)
         for warpgroups, stages in ((1, 4), (1, 6), (3, 3))
+    ]
+    return in_turns + [
+        ForwardConfig(128, "bfloat16", SPECIALISED_WARPGROUPS, box, LAG + 2, specialised=True)
+        for box in BOXES
     ]
