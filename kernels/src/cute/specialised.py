@@ -93,9 +93,8 @@ class Specialised(Loading, Rows):
         for i in cutlass.range_constexpr(COLUMNS_OF_LANE):
             column = tile * TILE_N + i * LANES + lane
             page_ids[i] = pages.column_page(b.page_table, column, b.seen, b.cached, p.page_shift)
-        steps = cutlass.const_expr(LANES * per_row // LANES)
         for i in cutlass.range_constexpr(COLUMNS_OF_LANE):
-            for step in cutlass.range(steps, unroll=4):
+            for step in cutlass.range(per_row, unroll=4):
                 row, chunk = pages.chunks_of(lane, step, LANES, per_row)
                 page = cute.arch.shuffle_sync(page_ids[i], row)
                 self.copy_chunks_of_column(p, b, tile, stage, i * LANES + row, chunk, page)
