@@ -135,3 +135,22 @@ def test_all_steps_take_at_most_fifteen_minutes() -> None:
     for step in todo[1:]:
         assert Path(step.command[1]).is_file(), step
     assert "some/head" in todo[-1].command
+
+
+def test_flash_attention_is_checked_on_trees_that_it_reads() -> None:
+    """Trees that lie apart, dense tails and places without a tree are left to Triton, whole."""
+    import torch
+
+    check = load_script("gpu/check")
+    cpu = torch.device("cpu")
+    checks = check.KernelChecks("flash", None, cpu)
+    spec = check.ProblemSpec(((33, 9), (0, 2)), num_heads=2, num_kv_heads=1, head_dim=64)
+    problem = check.Problem(checks.suited(spec), cpu)
+    assert problem.meta.query_starts.tolist() == [0, 10, 13] and len(problem.query) == 13
+    assert checks.unsupported(spec) is None
+    assert checks.unsupported(spec.replace(dense=True)) and checks.unsupported(
+        spec.replace(places=2)
+    )
+    apart = check.Problem(check.KernelChecks("triton", None, cpu).suited(spec), cpu)
+    assert apart.meta.query_starts is None and len(apart.query) == 16
+    assert "float32" in check.unsupported("cute", spec.replace(dtype=torch.float32), cpu)
