@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +32,7 @@ from vllm_specplug.kernels.cute.config import (
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels_gpu.md"
 _START, _END = "<!-- cute resources -->", "<!-- /cute resources -->"
 LOOPS = "cute loops"
+PRODUCERS = "cute producers"
 # Of a multiprocessor of compute capability 9.0: registers, threads, and what a thread's registers
 # are given out in.
 REGISTERS, THREADS, REGISTER_UNIT = 65536, 2048, 8
@@ -73,19 +75,31 @@ def loop(cubin: bytes, config: ForwardConfig) -> list[str]:
     return sass.inner_loop(cubin).row(config.tile_m, TILE_N, config.head_dim, warps)
 
 
-def recorded_loop(page: str, config: ForwardConfig) -> list[str] | None:
-    """What the table in `page` says; one line serves all dtypes where they are equal."""
-    found = sass.recorded(page, LOOPS)
+def producer(cubin: bytes, config: ForwardConfig) -> list[str]:
+    """The cells of the table of producers."""
+    return [str(config.boxes), str(sass.producer_slots(cubin))]
+
+
+def recorded_producer(page: str, config: ForwardConfig) -> list[str] | None:
+    return _of_config(sass.recorded(page, PRODUCERS), config)
+
+
+def _of_config(found: dict[str, list[str]], config: ForwardConfig) -> list[str] | None:
     return found.get(config.name) or found.get(config.name.replace(config.dtype, "*"))
 
 
-def loop_table(found: dict[str, list[str]]) -> str:
+def recorded_loop(page: str, config: ForwardConfig) -> list[str] | None:
+    """What the table in `page` says; one line serves all dtypes where they are equal."""
+    return _of_config(sass.recorded(page, LOOPS), config)
+
+
+def loop_table(found: dict[str, list[str]], titles: Sequence[str] = sass.TITLES) -> str:
     rows = {}
     for name, cells in found.items():
         (own,) = (dtype for dtype in DTYPES if f"_{dtype}_" in name)
         others = [found[name.replace(own, dtype)] for dtype in DTYPES]
         rows[name.replace(own, "*") if others == [cells] * len(others) else name] = cells
-    return sass.table(rows)
+    return sass.table(rows, titles)
 
 
 def table(found: dict[str, Resources]) -> str:
@@ -131,28 +145,43 @@ def difference(now: Resources, then: Resources, *, same_compiler: bool) -> str |
     return f"{now}, recorded {then}" if (now != then if same_compiler else worse) else None
 
 
-def _measure(config: ForwardConfig | CombineConfig) -> tuple[Resources, list[str]]:
+class _Measured(NamedTuple):
+    taken: Resources
+    loop: list[str]
+    producer: list[str]
+
+
+def _measure(config: ForwardConfig | CombineConfig) -> _Measured:
     from vllm_specplug.kernels.cute.compile import compile_config
 
     warnings.simplefilter("ignore")
     cubin = compile_config(config).cubin
-    cells = loop(cubin, config) if isinstance(config, ForwardConfig) else []
-    return resources(cubin, config), cells
+    attends = isinstance(config, ForwardConfig)
+    return _Measured(
+        resources(cubin, config),
+        loop(cubin, config) if attends else [],
+        producer(cubin, config) if attends and config.specialised else [],
+    )
 
 
 def main() -> None:
     configs = all_configs()
     with ProcessPoolExecutor(2) as pool:
         measured = list(pool.map(_measure, configs))
-    names = [config.name for config in configs]
-    text = table({name: taken for name, (taken, _) in zip(names, measured, strict=True)})
-    loops = {name: cells for name, (_, cells) in zip(names, measured, strict=True) if cells}
+    found = {config.name: each for config, each in zip(configs, measured, strict=True)}
+    text = table({name: each.taken for name, each in found.items()})
+    loops = loop_table({name: each.loop for name, each in found.items() if each.loop})
+    producers = loop_table(
+        {name: each.producer for name, each in found.items() if each.producer},
+        ("boxes of K", "issued"),
+    )
     if "--write" not in sys.argv[1:]:
-        print(text, loop_table(loops), sep="\n\n")
+        print(text, loops, producers, sep="\n\n")
         return
     block = f"{_START}\n{text}\n{_END}"
     page = re.sub(f"{_START}.*{_END}", lambda _: block, PAGE.read_text(), flags=re.DOTALL)
-    PAGE.write_text(sass.replaced(page, LOOPS, loop_table(loops)))
+    page = sass.replaced(page, LOOPS, loops)
+    PAGE.write_text(sass.replaced(page, PRODUCERS, producers))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -109,6 +110,13 @@ def inner_loop(cubin: bytes) -> Loop:
     return _count(_shortest(code, labels, *_first_loop(code, labels)))
 
 
+def producer_slots(cubin: bytes) -> int:
+    """Instructions that a warp which only loads issues for a tile, by the copy engine alone."""
+    code, labels = _listing(cubin)
+    first, last = _first_loop(code, labels, _boxes)
+    return len(_shortest(code, labels, first, last, _boxes))
+
+
 def _listing(cubin: bytes) -> tuple[list[Instruction], dict[str, int]]:
     """Instructions and where labels point; needs the nvdisasm in Triton's package."""
     import triton
@@ -139,35 +147,51 @@ def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
     return code, labels
 
 
-def _first_loop(code: list[Instruction], labels: dict[str, int]) -> tuple[int, int]:
-    """First and last instruction of the first innermost loop with products."""
+def _products(instruction: Instruction) -> int:
+    return instruction.products
+
+
+def _boxes(instruction: Instruction) -> int:
+    return instruction.name == "UTMALDG"
+
+
+def _first_loop(
+    code: list[Instruction],
+    labels: dict[str, int],
+    work: Callable[[Instruction], int] = _products,
+) -> tuple[int, int]:
+    """First and last instruction of the first innermost loop with such work."""
     loops = []
     for at, instruction in enumerate(code):
         start = labels.get(instruction.target or "", at + 1)
-        if start <= at and any(i.products for i in code[start : at + 1]):
+        if start <= at and any(map(work, code[start : at + 1])):
             loops.append((start, at))
     inner = [
         (start, end)
         for start, end in loops
         if not any((s, e) != (start, end) and start <= s and e <= end for s, e in loops)
     ]
-    assert inner, "no loop with products"
+    assert inner, f"no loop with {work.__name__.strip('_')}"
     return min(inner)
 
 
 def _shortest(
-    code: list[Instruction], labels: dict[str, int], first: int, last: int
+    code: list[Instruction],
+    labels: dict[str, int],
+    first: int,
+    last: int,
+    work: Callable[[Instruction], int] = _products,
 ) -> list[Instruction]:
-    """The path through a loop with most products and, of these, fewest instructions. Branches out
-    of the loop and those of a warp that diverges are not taken."""
+    """The path through a loop with most work and, of these, fewest instructions. Branches out of
+    the loop and those of a warp that diverges are not taken."""
     best: dict[int, tuple[int, int]] = {first: (0, 0)}
     came: dict[int, int] = {}
     for at in range(first, last + 1):
         if at not in best:
             continue
         instruction = code[at]
-        products, issued = best[at]
-        reached = (products - instruction.products, issued + 1)
+        done, issued = best[at]
+        reached = (done - work(instruction), issued + 1)
         follow = []
         goes_on = instruction.conditional or instruction.target is None
         if goes_on or instruction.opcode.startswith("BRA.DIV"):
@@ -207,8 +231,8 @@ def _count(path: list[Instruction]) -> Loop:
     )
 
 
-def table(rows: dict[str, list[str]]) -> str:
-    lines = [f"| Kernel | {' | '.join(TITLES)} |", "|---|" + "---|" * len(TITLES)]
+def table(rows: dict[str, list[str]], titles: Sequence[str] = TITLES) -> str:
+    lines = [f"| Kernel | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
     lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
     return "\n".join(lines)
 

@@ -10,7 +10,12 @@ from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vllm_specplug.drafting.method import Method
-from vllm_specplug.options import DEFAULT_TREE_NODES, MAX_TREE_NODES, TreeOptions
+from vllm_specplug.options import (
+    DEFAULT_CUDA_TREE_NODES,
+    DEFAULT_TREE_NODES,
+    MAX_TREE_NODES,
+    TreeOptions,
+)
 from vllm_specplug.registry import legal_method_names
 
 HEADER = ("option", "type", "default", "legal", "meaning")
@@ -37,9 +42,10 @@ def shared_options() -> list[tuple[str, ...]]:
         (
             "`num_speculative_tokens`",
             "int",
-            f"`{DEFAULT_TREE_NODES}`",
+            f"`{DEFAULT_TREE_NODES}`, on CUDA `{DEFAULT_CUDA_TREE_NODES}`",
             f"1..{MAX_TREE_NODES}, at least `tree_depth`",
-            "Node budget of one tree, the root (last committed token) excluded.",
+            "Node budget of one tree, the root (last committed token) excluded. On CUDA 2^k - 1 "
+            "nodes fill the kernels' row tiles.",
         ),
     ]
     docs = field_docs(TreeOptions)

@@ -14,11 +14,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 TreeBuilderName = Literal["best_first", "accum_logp", "entropy", "hybrid"]
-KernelName = Literal["auto", "cpp", "reference", "triton", "flash", "cute"]
+KernelName = Literal["auto", "cpp", "reference", "triton", "flash", "cute", "cute_ws"]
 DraftWeightsName = Literal["auto", "int8", "full"]
 
 MAX_TREE_NODES = 256
 DEFAULT_TREE_NODES = 16
+# With the root, 16 rows: times the query heads of a KV head, a power of two mostly, they fill row
+# tiles of GPU kernels, of which 17 rows take one more.
+DEFAULT_CUDA_TREE_NODES = 15
 DEFAULT_TREE_WIDTH = 8
 
 
@@ -64,9 +67,10 @@ class TreeOptions:
     dtype. "auto" is "int8" on such a CPU where the target is in bfloat16 or float16."""
     tree_kernel: KernelName = "auto"
     """Tree attention kernel. On CPU, "cpp" requires the compiled one. On CUDA, "cute"
-    (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are preferences: if one
-    does not work, the next that does is used. "reference" is the readable torch version. "auto"
-    takes the fastest kernel that is correct here: on CUDA those that run are timed at start."""
+    and "cute_ws" (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are
+    preferences: if one does not work, the next that does is used. "reference" is the readable torch
+    version. "auto" takes the fastest kernel that is correct here: on CUDA those that run are timed
+    at start."""
 
 
 def tree_option_names() -> tuple[str, ...]:
@@ -122,7 +126,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
 # Kernels by device. "triton" on CPU is Triton's interpreter, for tests.
 KERNELS_OF_DEVICE = {
     "cpu": ("auto", "cpp", "reference", "triton"),
-    "cuda": ("auto", "cute", "flash", "triton", "reference"),
+    "cuda": ("auto", "cute", "cute_ws", "flash", "triton", "reference"),
 }
 
 

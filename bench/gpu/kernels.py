@@ -45,8 +45,9 @@ def grid(quick: bool) -> list[tuple[int, int, int]]:
         return [(40, 2, 5)]
     cells = [(c, b, n) for n in (64, 16, 256) for b in (1, 8, 4, 32) for c in (1024, 4096, 16384)]
     cells += [(32768, b, n) for n in (64, 256) for b in (1, 4, 8)]
+    cells += [(32768, 1, n) for n in (15, 31, 63)]
     # Issue order: the targets are stated for 64 nodes, batch 1 to 8, and for 32k of context.
-    return sorted(cells, key=lambda cell: (cell[2] != 64, cell[1] > 8, cell[0] != 32768))
+    return sorted(cells, key=lambda cell: (cell[2] not in (63, 64), cell[1] > 8, cell[0] != 32768))
 
 
 class Cell:
@@ -94,7 +95,7 @@ def measure(args, report: Report, device: torch.device) -> None:
             report.data["cut_short"] = True
             print("   no time left")
             break
-        base = ProblemSpec(((context, nodes),) * batch, page=args.page)
+        base = ProblemSpec(((context, nodes),) * batch, page=args.page, adjacent=True)
         if args.device == "cpu":
             base = base.replace(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
         point = {"context": context, "batch": batch, "nodes": nodes, "page": args.page}
@@ -166,14 +167,14 @@ def sweeps(args, report: Report, device: torch.device) -> None:
     """Splits of both kernels and stages of CuTe's: whether what they choose is near the best."""
     on_gpu = device.type == "cuda"
     for context, batch in ((4096, 1), (32768, 1), (4096, 8)) if on_gpu else ((40, 1),):
-        spec = ProblemSpec(((context, 64),) * batch, page=args.page)
+        spec = ProblemSpec(((context, 64),) * batch, page=args.page, adjacent=True)
         if not on_gpu:
             spec = spec.replace(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
         cell = Cell(spec, device)
         for name in args.kernels.split(","):
             options: list[dict[str, int]] = [{"splits": n} for n in (1, 2, 4, 8, 16, 32)]
-            if name == "cute":
-                options += [{"stages": n} for n in (2, 3, 4, 6)]
+            if name in ("cute", "cute_ws"):
+                options += [{"stages": n} for n in ((2, 3, 4, 6) if name == "cute" else (4, 5))]
             for option in options if on_gpu else options[:1]:
                 if report.is_out_of_time:
                     return
@@ -246,7 +247,7 @@ def summarise(report: Report) -> None:
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for key in sorted(times):
         at = times[key]
-        for name in ("cute", "triton"):
+        for name in ("cute", "cute_ws", "triton"):
             tree, chain = at.get(f"{name} tree"), at.get(f"{name} chain")
             if tree is None:
                 continue
@@ -297,7 +298,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/gpu-bench"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--kernels", default="cute,triton")
+    parser.add_argument("--kernels", default="cute,cute_ws,triton")
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=480)
     args = parser.parse_args()

@@ -30,7 +30,9 @@ from .reference import tree_attn_cuda_reference
 logger = logging.getLogger(__name__)
 
 # In the order in which they stand in for each other.
-CUDA_KERNELS = ("cute", "flash", "triton", "reference")
+CUDA_KERNELS = ("cute", "cute_ws", "flash", "triton", "reference")
+# The two schemes of the Hopper kernel.
+_CUTE = ("cute", "cute_ws")
 TIME_LIMIT_S = 5.0
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_TRITON_CAPABILITY = (8, 0)
@@ -165,7 +167,12 @@ def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -
     except ImportError as error:
         return f"it cannot be imported ({error})"
     return unsupported_reason(
-        capability, shape.head_dim, shape.dtype, shape.block_size, shape.kinds
+        capability,
+        shape.head_dim,
+        shape.dtype,
+        shape.block_size,
+        shape.kinds,
+        specialised=name == "cute_ws",
     )
 
 
@@ -176,10 +183,10 @@ def _listed(kinds: Sequence[FeatureKind]) -> str:
 
 def load_kernel(name: str) -> TreeAttnFn:
     """The call of kernel `name`, see `cuda_contract`."""
-    if name == "cute":
-        from .tree_attn_cute_sm90 import tree_attn_cute
+    if name in _CUTE:
+        from .tree_attn_cute_sm90 import tree_attn_cute, tree_attn_cute_ws
 
-        return tree_attn_cute
+        return tree_attn_cute if name == "cute" else tree_attn_cute_ws
     if name == "flash":
         from .tree_attn_flash import tree_attn_flash
 
@@ -227,7 +234,7 @@ def choose_cuda_kernel(
             if requested != "auto":
                 break
         # On another architecture the Hopper kernel is not missed.
-        elif not (name == "cute" and requested == "auto" and capability[0] != 9):
+        elif not (name in _CUTE and requested == "auto" and capability[0] != 9):
             passed_over.append(f"{name}: {problem}")
     if not good:
         raise ValueError(
@@ -367,22 +374,35 @@ def describe_cuda(device: torch.device | None = None) -> dict[str, Any]:
     """Which tree attention would serve a usual model on this device, and why.
 
     Returns:
-        kernel, isa (e.g. "sm_90"), supported_isas (the kernels that run and agree here), reason.
+        kernel, isa (e.g. "sm_90"), supported_isas (the kernels that run and agree here), reason,
+        kernels (of each, its time or why it does not serve).
     """
     device = device or torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
-    good = [
-        name
+    shape = _USUAL_SHAPE
+    problems = {
+        name: unsupported_by(name, shape, capability) or self_test_failure(name, shape, device)
         for name in CUDA_KERNELS
-        if unsupported_by(name, _USUAL_SHAPE, capability) is None
-        and self_test_failure(name, _USUAL_SHAPE, device) is None
-    ]
-    isa = f"sm_{capability[0]}{capability[1]}"
+    }
+    good = [name for name, problem in problems.items() if problem is None]
     try:
-        chosen = choose_cuda_kernel("auto", _USUAL_SHAPE, device, capability)
+        chosen = choose_cuda_kernel("auto", shape, device, capability)
+        kernel, reason = chosen.name, chosen.reason
     except ValueError as error:
-        return {"kernel": "none", "isa": isa, "supported_isas": good, "reason": str(error)}
-    return {"kernel": chosen.name, "isa": isa, "supported_isas": good, "reason": chosen.reason}
+        kernel, reason = "none", str(error)
+    # Those that "auto" chose by.
+    raced = [name for name in good if name != "reference"]
+    times = kernel_times(raced, KernelUse(shape, for_drafts=False), device) if raced[1:] else {}
+    return {
+        "kernel": kernel,
+        "isa": f"sm_{capability[0]}{capability[1]}",
+        "supported_isas": good,
+        "reason": reason,
+        "kernels": {
+            name: problem or (f"right, {times[name]:.0f} us" if name in times else "right")
+            for name, problem in problems.items()
+        },
+    }
 
 
 def self_test_cuda(device: torch.device | None = None) -> str:

@@ -14,14 +14,19 @@ from functools import partial
 import torch
 
 from .cute import driver, store
-from .cute.config import WARPGROUP_CHOICES, CombineConfig, ForwardConfig
+from .cute.config import (
+    SPECIALISED_WARPGROUPS,
+    WARPGROUP_CHOICES,
+    CombineConfig,
+    ForwardConfig,
+)
 from .cute.launch import Call, box_of, call_key, feature_flags, unsupported
 from .cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
 from .cute.store import CuteUnavailable
 from .features import PLAIN, AttnFeatures, FeatureKind
 from .metadata import TreeAttnMetadata
 
-__all__ = ["CuteUnavailable", "unsupported_reason", "tree_attn_cute"]
+__all__ = ["CuteUnavailable", "unsupported_reason", "tree_attn_cute", "tree_attn_cute_ws"]
 
 CAPABILITY = (9, 0)
 # Calls of a layer are prepared once for each bucket of their bounds, see `launch.Bounds`; more than
@@ -35,8 +40,10 @@ def unsupported_reason(
     dtype: torch.dtype,
     block_size: int,
     kinds: Sequence[FeatureKind] = (FeatureKind(),),
+    *,
+    specialised: bool = False,
 ) -> str | None:
-    """Why the kernel does not serve layers of these kinds, or None."""
+    """Why the kernel, in one of its schemes, does not serve layers of these kinds, or None."""
     if tuple(capability) != CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
     problem = unsupported(head_dim, dtype, block_size)
@@ -45,9 +52,15 @@ def unsupported_reason(
     if problem is not None:
         return problem
     name = str(dtype).removeprefix("torch.")
+    warpgroups = SPECIALISED_WARPGROUPS if specialised else WARPGROUP_CHOICES[0]
     variants = (
         ForwardConfig(
-            head_dim, name, WARPGROUP_CHOICES[0], box_of(block_size), **feature_flags(kind)
+            head_dim,
+            name,
+            warpgroups,
+            box_of(block_size),
+            **feature_flags(kind),
+            specialised=specialised,
         )
         for kind in kinds
     )
@@ -71,8 +84,10 @@ def tree_attn_cute(
     stages: int = 0,
     *,
     features: AttnFeatures = PLAIN,
+    specialised: bool = False,
 ) -> None:
-    """See `cuda_contract`. `splits` and `stages` override what is chosen, for measurements.
+    """See `cuda_contract`. `splits` and `stages` override what is chosen, for measurements;
+    `specialised` takes the scheme with a producer where a tree takes more than one warpgroup.
 
     Raises:
         CuteUnavailable: if a kernel cannot be read, compiled or loaded; nothing was launched.
@@ -81,20 +96,23 @@ def tree_attn_cute(
         return
     key = call_key(
         query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, splits, stages,
-        features,
+        features, specialised=specialised,
     )  # fmt: skip
     stream = torch.cuda.current_stream(query.device).cuda_stream
     prepared = _prepared.get((stream, key))
     if prepared is None:
         call = Call(
             query, key_cache, value_cache, output, meta, scale, tail_key, tail_value,
-            _multiprocessors_of(query.device), splits, stages, features,
+            _multiprocessors_of(query.device), splits, stages, features, specialised=specialised,
         )  # fmt: skip
         prepared = _Prepared(call, query.device)
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
         _prepared[stream, key] = prepared
     prepared.launch(query, output, meta, tail_key, tail_value, stream)
+
+
+tree_attn_cute_ws = partial(tree_attn_cute, specialised=True)
 
 
 class _Prepared:

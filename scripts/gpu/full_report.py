@@ -49,7 +49,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
     """What is run, most telling first: at most 15 minutes."""
     python, on_gpu = sys.executable, args.device == "cuda"
     device = ["--out", str(args.out), "--device", args.device]
-    kernels = ["--kernels", "triton,flash,cute" if on_gpu else "triton"]
+    kernels = ["--kernels", "triton,flash,cute,cute_ws" if on_gpu else "triton"]
     bench = ROOT / "bench" / "gpu"
 
     def engines(name: str, parts: str, limit_s: float, *more: str) -> Step:

@@ -9,6 +9,7 @@ from typing import Any
 
 # Result files of a run by name, as `report.Report` writes them.
 Results = Mapping[str, dict[str, Any]]
+TREE_KERNELS = ("cute", "cute_ws", "triton")
 # What was measured, and its value.
 Measured = tuple[str, float]
 
@@ -62,16 +63,23 @@ def _name(key: tuple[int, int, int], kernel: str) -> str:
 
 def _trees_beside_chains(results: Results) -> Iterable[Measured]:
     for key, at in _kernel_rows(results).items():
-        for kernel in ("cute", "triton"):
+        for kernel in TREE_KERNELS:
             tree, chain = at.get(f"{kernel} tree"), at.get(f"{kernel} chain")
             if tree and chain:
                 yield _name(key, kernel), tree["us"] / chain["us"]
 
 
+def _producer_beside_turns(results: Results) -> Iterable[Measured]:
+    for key, at in _kernel_rows(results).items():
+        turns, producer = at.get("cute tree"), at.get("cute_ws tree")
+        if turns and producer and key[0] >= 32_000 and key[1:] == (1, 63):
+            yield _name(key, "cute_ws beside cute"), producer["us"] / turns["us"]
+
+
 def _two_passes_beside_trees(results: Results) -> Iterable[Measured]:
     for key, at in _kernel_rows(results).items():
         two = at.get("fa3 two-pass")
-        trees = [at[f"{k} tree"]["us"] for k in ("cute", "triton") if f"{k} tree" in at]
+        trees = [at[f"{k} tree"]["us"] for k in TREE_KERNELS if f"{k} tree" in at]
         if two and trees and key[1] <= 8 and key[2] == 64:
             yield _name(key, "two passes beside the faster one"), two["us"] / min(trees)
 
@@ -116,6 +124,13 @@ PREDICTIONS = (
         "a tree beside a causal chain of as many rows, by time", 1.05, False,
         "they differ in the masked tiles alone, which are the tree's own columns",
         _trees_beside_chains,
+    ),
+    Prediction(
+        "cute_ws (a producer) beside cute (in turns), 63 nodes over 32k tokens, by time",
+        0.9, False,
+        "256 packed rows: two blocks of 1024 tensor cycles a tile beside one of 1536 and one whose "
+        "lone warpgroup overlaps nothing, 832; see docs/kernels_gpu.md",
+        _producer_beside_turns,
     ),
     Prediction(
         "two FlashAttention passes and a merge beside the faster tree kernel, by time", 1.2, True,

@@ -29,6 +29,9 @@ class ProblemSpec:
     """Whether slots nobody owns hold NaN."""
     places: int = 0
     """Trees of no rows at the end of the plan."""
+    adjacent: bool = False
+    """Whether trees lie side by side, as kernels that leave the context to FlashAttention need
+    them; else a row of another request is before each and behind the last."""
     seed: int = 0
 
     def replace(self, **changes) -> ProblemSpec:
@@ -47,6 +50,7 @@ class ProblemSpec:
             f"{max(nodes)} H{self.num_heads}/{self.num_kv_heads} D{self.head_dim} "
             f"page {self.page} {str(self.dtype).removeprefix('torch.')} {self.shape}"
             f"{' dense' * self.dense}{f' +{self.places}' * bool(self.places)}"
+            f"{' adjacent' * self.adjacent}"
         )
 
 
@@ -81,7 +85,8 @@ class Problem:
                 free[blocks[position // spec.page], position % spec.page] = False
             self.cache[torch.from_numpy(free).to(device)] = float("nan")
         self.key_cache, self.value_cache = self.cache.split(spec.head_dim, dim=-1)
-        starts = np.cumsum([1, *(rows[:-1] + 1)])  # a row of another request before each tree
+        gap = 0 if spec.adjacent else 1
+        starts = np.cumsum([gap, *(rows[:-1] + gap)])
         first = np.cumsum([0, *rows[:-1]])
         plan = np.zeros((5, len(rows) + spec.places), dtype=np.int32)
         plan[:, : len(rows)] = (range(len(rows)), starts, rows, contexts, first)
@@ -93,9 +98,14 @@ class Problem:
             max_rows=int(rows.max()),
             max_context=int(contexts.max()),
             mask_kind="full" if spec.shape == "full" else "tree",
+            query_starts=(
+                torch.from_numpy(np.append(starts, rows.sum()).astype(np.int32)).to(device)
+                if spec.adjacent
+                else None
+            ),
         )
         self.starts = starts
-        total = int(starts[-1] + rows[-1] + 1)
+        total = int(starts[-1] + rows[-1] + gap)
         # A slice of a joined projection, as vLLM hands it over.
         joined = normal(total, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         self.query = joined[:, : spec.num_heads]

@@ -91,8 +91,12 @@ class Report:
         self.save()
 
     @property
+    def seconds_left(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+    @property
     def is_out_of_time(self) -> bool:
-        return time.monotonic() > self.deadline
+        return self.seconds_left == 0.0
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[dict[str, Any]]:

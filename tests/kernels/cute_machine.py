@@ -104,6 +104,7 @@ class MachineTrees(DeviceTrees):
         places: int = 0,
         timing: Timing = LATE,
         features: AttnFeatures | None = None,
+        specialised: bool = False,
     ) -> Counter[str]:
         """Compares; returns how often each instruction ran. `features` are told to the kernel
         alone."""
@@ -121,8 +122,9 @@ class MachineTrees(DeviceTrees):
         tail = (self.tail.get("tail_key"), self.tail.get("tail_value"))
         inputs = (self.query, self.key_cache, self.value_cache, output)
         launches = plan_launches(
-            *inputs, meta, self.scale, *tail, 132, workspace, splits, features=told
-        )
+            *inputs, meta, self.scale, *tail, 132, workspace, splits, features=told,
+            specialised=specialised,
+        )  # fmt: skip
         tables = (meta.plan, meta.parent_rows, meta.block_table, told.sinks, told.alibi_slopes)
         machines = HostDevice([*inputs, *tail, *tables, *parts]).run(launches, timing)
         # weights and outputs are rounded once each, to 8 or 11 bits; inputs are standard normal

@@ -25,22 +25,27 @@ class Warpgroup:
     product_groups: list = field(default_factory=list)
     open_products: list = field(default_factory=list)
     late_moves: list = field(default_factory=list)
+    # groups that were closed, and of those the ones that were waited for
+    copies_closed: int = 0
+    copies_waited: int = 0
+    products_closed: int = 0
+    products_waited: int = 0
     polling: bool = False
     executed: int = 0
 
     def __post_init__(self) -> None:
         self.pc = np.zeros(self.lanes, np.int64)
         self.done = np.zeros(self.lanes, bool)
-        self.at_barrier = np.zeros(self.lanes, bool)
+        # number of the barrier at which a thread waits, or -1
+        self.at_barrier = np.full(self.lanes, -1)
+        self.warps = range(self.first_thread // 32, (self.first_thread + self.lanes) // 32)
 
 
 class Arithmetic:
     """Operands, and instructions that touch registers alone: a mixin of the block.
 
-    The block gives `lanes`, `index`, `grid` and `param_values`.
+    The block gives `index`, `grid` and `param_values`.
     """
-
-    lanes: int
 
     def _read(self, group: Warpgroup, operand: str, bits: int) -> np.ndarray:
         """Operand as an array of unsigned integers of 8 to 64 bits (bool for bits 1)."""
@@ -58,8 +63,8 @@ class Arithmetic:
         if operand.startswith("%"):
             special, _, axis = operand[1:].partition(".")
             if special == "tid":
-                lanes = np.arange(self.lanes, dtype=dtype) + dtype(group.first_thread)
-                return lanes if axis == "x" else np.zeros(self.lanes, dtype)
+                lanes = np.arange(group.lanes, dtype=dtype) + dtype(group.first_thread)
+                return lanes if axis == "x" else np.zeros(group.lanes, dtype)
             assert axis, f"{operand} is read before anything was written to it"
             value = {"ctaid": self.index, "nctaid": self.grid}[special][axis]
         elif operand[:2] in ("0f", "0d"):
@@ -70,7 +75,7 @@ class Arithmetic:
             value = self.param_values[operand]
         else:
             value = int(operand.removesuffix("U"), 0)
-        return np.full(self.lanes, value & (2**bits - 1), dtype)
+        return np.full(group.lanes, value & (2**bits - 1), dtype)
 
     def _signed(self, group, operand: str, bits: int) -> np.ndarray:
         return self._read(group, operand, bits).view(
@@ -394,7 +399,7 @@ class Arithmetic:
         low, high = (self._read(group, o, 32).astype(np.uint64) for o in operands[1:3])
         pair = low | (high << np.uint64(32))
         chosen = self._read(group, operands[3], 32)
-        result = np.zeros(self.lanes, np.uint64)
+        result = np.zeros(group.lanes, np.uint64)
         for i in range(4):
             nibble = (chosen >> np.uint32(4 * i)).astype(np.uint64) & np.uint64(15)
             byte = (pair >> ((nibble & np.uint64(7)) * np.uint64(8))) & np.uint64(0xFF)

@@ -7,13 +7,15 @@ to be hostile where the hardware may be:
     shared memory starts as NaN, and every access to memory is checked against what was allocated;
     what a thread has not written to a register is NaN, -1 or true, and a register that no thread
     has written is an error;
-    what a warp wrote to shared memory may not be read by another before a barrier, nor may it
-    overwrite what another has read since the last one;
+    a warp may read from shared memory only what it knows to have been written, and overwrite only
+    what it knows to be read, whatever order warps happen to run in: through a barrier, or a wait
+    for its own copies and products; and what products read or boxes overwrite must have been fenced
+    if stores or small copies wrote it, see `ptx_memory.Order`;
     asynchronous copies and matrix products take effect at once, or only when they are waited for,
     as the `Timing` says, which shows a missing wait or a buffer reused too early;
-    warpgroups run one after the other between barriers, in either order.
+    a warpgroup runs until it must wait, the first or the last before the others.
 
-What it cannot show: missing fences between memory proxies, and what ptxas makes of the PTX.
+What it cannot show: what ptxas makes of the PTX.
 
 Threads of a warpgroup step together under a mask (lowest program counter first); registers are
 arrays over them. The meaning of each instruction follows the PTX ISA manual.
@@ -21,12 +23,12 @@ arrays over them. The meaning of each instruction follows the PTX ISA manual.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from tests.kernels.ptx_arithmetic import WARPGROUP, Arithmetic, Warpgroup, as_float
+from tests.kernels.ptx_arithmetic import WARPGROUP, Warpgroup, as_float
+from tests.kernels.ptx_async import Asynchronous
 from tests.kernels.ptx_memory import (
     GLOBAL_BASE,
     PARAM_BASE,
@@ -73,7 +75,7 @@ class Machine:
                     _Block(self, (x, y, z), grid, params).run()
 
 
-class _Block(Arithmetic):
+class _Block(Asynchronous):
     def __init__(self, machine: Machine, index, grid, params) -> None:
         self.machine = machine
         self.program = machine.program
@@ -81,8 +83,11 @@ class _Block(Arithmetic):
         self.timing = machine.timing
         self.index = dict(zip("xyz", index, strict=True))
         self.grid = dict(zip("xyz", grid, strict=True))
-        self.shared = SharedMemory(machine.shared_bytes)
+        self.shared = SharedMemory(machine.shared_bytes, self.program.threads // 32)
+        self.order = self.shared.order
         self.barriers: dict[int, Barrier] = {}
+        # threads that a barrier of some of them is for
+        self.expected: dict[int, int] = {}
         self.param_values = {}
         self.maps: dict[int, TensorMap] = {}
         for number, ((name, size), value) in enumerate(
@@ -97,10 +102,13 @@ class _Block(Arithmetic):
                 self.param_values[name] = int(np.float32(value).view(np.uint32))
             else:
                 self.param_values[name] = int(value) & (2 ** (8 * size) - 1)
-        self.lanes = min(WARPGROUP, self.program.threads)
-        count = self.program.threads // self.lanes
-        assert count * self.lanes == self.program.threads and self.lanes % 32 == 0
-        self.groups = [Warpgroup(i * self.lanes, self.lanes) for i in range(count)]
+        threads = self.program.threads
+        assert threads % 32 == 0
+        # Warps that are no whole warpgroup come last.
+        self.groups = [
+            Warpgroup(first, min(WARPGROUP, threads - first))
+            for first in range(0, threads, WARPGROUP)
+        ]
 
     # -- scheduling
 
@@ -111,23 +119,42 @@ class _Block(Arithmetic):
                 progress = False
                 for group in order:
                     progress |= self._advance(group)
-                waiting = [g.at_barrier | g.done for g in self.groups]
-                if all(w.all() for w in waiting):
-                    self.shared.barrier()
-                    for group in self.groups:
-                        progress |= bool(group.at_barrier.any())
-                        group.pc[group.at_barrier] += 1
-                        group.at_barrier[:] = False
+                progress |= self._pass_barriers()
                 if not progress:
                     raise RuntimeError(f"deadlock in block {self.index}")
         for group in self.groups:
             assert not group.open_products and not group.product_groups, "products left unwaited"
 
+    def _pass_barriers(self) -> bool:
+        """Lets threads go on from barriers at which all have arrived."""
+        passed = False
+        for number in {int(n) for group in self.groups for n in group.at_barrier if n >= 0}:
+            waiting = [group.at_barrier == number for group in self.groups]
+            arrived = sum(int(w.sum()) for w in waiting)
+            done = sum(int(group.done.sum()) for group in self.groups)
+            expected = self.expected.get(number, self.program.threads - done)
+            assert arrived <= expected, f"more threads at barrier {number} than it is for"
+            if arrived < expected:
+                continue
+            warps = [
+                warp
+                for group, there in zip(self.groups, waiting, strict=True)
+                for warp, all_there in zip(group.warps, there.reshape(-1, 32).all(1), strict=True)
+                if all_there
+            ]
+            assert 32 * len(warps) == arrived, "a warp is split at a barrier"
+            self.order.learn(warps, self.order.release(warps))
+            for group, there in zip(self.groups, waiting, strict=True):
+                group.pc[there] += 1
+                group.at_barrier[there] = -1
+            passed = True
+        return passed
+
     def _advance(self, group: Warpgroup) -> bool:
         """Steps a warpgroup until all its threads wait or are done."""
         moved = False
         while True:
-            runnable = ~(group.done | group.at_barrier)
+            runnable = ~(group.done | (group.at_barrier >= 0))
             if not runnable.any():
                 return moved
             low = group.pc[runnable].min()
@@ -160,8 +187,11 @@ class _Block(Arithmetic):
             group.done[mask] = True
             return
         if opcode == "bar.sync":
-            assert guard is None and operands == ["0"], "a barrier of some of the threads"
-            group.at_barrier[mask] = True
+            assert guard is None
+            number = int(operands[0])
+            if len(operands) > 1:
+                assert self.expected.setdefault(number, int(operands[1])) == int(operands[1])
+            group.at_barrier[mask] = number
             return
         handler = getattr(self, "_" + name, None)
         if handler is None:
@@ -172,7 +202,7 @@ class _Block(Arithmetic):
             for register in self._vector(operands[0]):
                 # Anything, but something: a warp may hand on what none of its threads loaded.
                 bits = max(16, int(suffix[-1][1:]))
-                unknown = np.full(self.lanes, 2**bits - 1, f"u{bits // 8}")
+                unknown = np.full(group.lanes, 2**bits - 1, f"u{bits // 8}")
                 group.registers.setdefault(register, unknown)
         if not group.polling:
             group.pc[mask] += 1
@@ -227,7 +257,7 @@ class _Block(Arithmetic):
         loaded = self._load(group, space, address[mask], size, mask).view(kinds[bits])
         for i, name in enumerate(lanes):
             # There are no registers of a byte.
-            full = np.zeros(self.lanes, np.uint32 if bits == 8 else loaded.dtype)
+            full = np.zeros(group.lanes, np.uint32 if bits == 8 else loaded.dtype)
             full[mask] = loaded[:, i]
             self._write(group, name, full, mask)
 
@@ -244,7 +274,7 @@ class _Block(Arithmetic):
         self._whole_warps(mask)
         kind = suffix[1]
         value = self._read(group, operands[1], 32)
-        lane = np.arange(self.lanes)
+        lane = np.arange(group.lanes)
         argument = self._read(group, operands[2], 32).astype(np.int64)
         assert operands[4] in ("-1", "0xffffffff"), operands
         assert operands[3] == ("0" if kind == "up" else "31"), operands
@@ -257,7 +287,7 @@ class _Block(Arithmetic):
     def _elect(self, group, suffix, operands, mask) -> None:
         self._whole_warps(mask)
         _, predicate = operands[0].split("|")
-        self._write(group, predicate, np.arange(self.lanes) % 32 == 0, mask)
+        self._write(group, predicate, np.arange(group.lanes) % 32 == 0, mask)
 
     def _redux(self, group, suffix, operands, mask) -> None:
         """One result for the threads of a warp."""
@@ -292,7 +322,7 @@ class _Block(Arithmetic):
     def _ldmatrix(self, group, suffix, operands, mask) -> None:
         rows, count = self._fragments(group, suffix, operands[1], mask)
         lanes = np.repeat(mask.reshape(-1, 32)[:, :1], 8 * count, axis=1)
-        padded = np.zeros((self.lanes // 32, 32), bool)
+        padded = np.zeros((group.lanes // 32, 32), bool)
         padded[:, : 8 * count] = lanes
         data = self._load(group, "shared", rows.reshape(-1), 16, padded.reshape(-1))
         matrices = data.view(np.uint16).reshape(-1, count, 8, 8)
@@ -301,7 +331,7 @@ class _Block(Arithmetic):
         # thread 4 r + c of a warp takes elements 2 c and 2 c + 1 of row r
         pairs = np.ascontiguousarray(matrices).view(np.uint32).reshape(-1, count, 32)
         for i, name in enumerate(self._vector(operands[0])):
-            full = np.zeros(self.lanes, np.uint32)
+            full = np.zeros(group.lanes, np.uint32)
             full[mask] = pairs[:, i].reshape(-1)
             self._write(group, name, full, mask)
 
@@ -313,7 +343,7 @@ class _Block(Arithmetic):
         if "trans" in suffix:
             matrices = np.ascontiguousarray(matrices.swapaxes(2, 3))
         lanes = np.repeat(mask.reshape(-1, 32)[:, :1], 8 * count, axis=1)
-        padded = np.zeros((self.lanes // 32, 32), bool)
+        padded = np.zeros((group.lanes // 32, 32), bool)
         padded[:, : 8 * count] = lanes
         data = matrices.view(np.uint8).reshape(-1, 16)
         self._store(group, "shared", rows.reshape(-1), data, padded.reshape(-1))
@@ -323,8 +353,8 @@ class _Block(Arithmetic):
         self._whole_warps(mask)
         assert suffix[:5] == ["sync", "aligned", "m16n8k16", "row", "col"], suffix
         assert suffix[5] == suffix[8] == "f32" and suffix[6] == suffix[7], suffix
-        element, warps = suffix[6], self.lanes // 32
-        lane = np.arange(self.lanes)
+        element, warps = suffix[6], group.lanes // 32
+        lane = np.arange(group.lanes)
         warp, row, pair = lane // 32, lane % 32 // 4, 2 * (lane % 4)
         a, b = np.zeros((warps, 16, 16), np.float32), np.zeros((warps, 8, 16), np.float32)
         for factor, operand, places in (
@@ -341,221 +371,3 @@ class _Block(Arithmetic):
         for i, name in enumerate(self._vector(operands[0])):
             value = product[warp, row + 8 * (i // 2), pair + i % 2]
             self._write(group, name, (value + old[i]).astype(np.float32), mask)
-
-    # -- asynchronous copies
-
-    def _cp(self, group, suffix, operands, mask) -> None:
-        kind = ".".join(suffix)
-        if kind in ("async.cg.shared.global", "async.ca.shared.global"):
-            self._copy_chunks(group, operands, mask)
-        elif kind == "async.commit_group":
-            assert mask.all(), "groups are counted for a whole warpgroup"
-            group.copy_groups.append(group.open_copies)
-            group.open_copies = []
-        elif kind == "async.wait_group":
-            assert mask.all()
-            keep = int(operands[0])
-            while len(group.copy_groups) > keep:
-                for index, warps, data in group.copy_groups.pop(0):
-                    self.shared.write(index, warps, data)
-        elif kind.startswith("async.bulk.tensor"):
-            self._copy_box(group, operands, mask)
-        else:
-            raise NotImplementedError(kind)
-
-    def _copy_chunks(self, group, operands, mask) -> None:
-        bytes_copied = int(operands[2], 0)
-        target = self._address(group, operands[0], 32)[mask]
-        shared, index = self._locate("shared", target, bytes_copied)
-        source = self._address(group, operands[1])[mask]
-        real = np.ones(len(source), bool)
-        if len(operands) > 3:
-            # What lies past the source's bytes is zero; ours are all or none.
-            size = self._read(group, operands[3], 32)[mask]
-            assert np.isin(size, (0, bytes_copied)).all()
-            real = size > 0
-        data = np.zeros((len(source), bytes_copied), np.uint8)
-        if real.any():
-            memory, where = self._locate("global", source[real], bytes_copied)
-            data[real] = memory[where]
-        warps = self._warps(group, mask)
-        self.shared.write(index, warps, None)
-        shared[index] = data if self.timing.eager_copies else 0xFF
-        group.open_copies.append((index, warps, data))
-
-    def _copy_box(self, group, operands, mask) -> None:
-        (lane,) = np.flatnonzero(mask)  # one elected thread
-        target = int(self._address(group, operands[0], 32)[lane])
-        name, coordinates = re.fullmatch(r"\[(%\w+), \{(.*)\}\]", operands[1]).groups()
-        descriptor = self.maps[int(self._read(group, name, 64)[lane])]
-        at = [int(self._signed(group, c.strip(), 32)[lane]) for c in coordinates.split(",")]
-        barrier = self.barriers[int(self._address(group, operands[2], 32)[lane])]
-        assert target % 1024 == 0 and len(at) == len(descriptor.extents)
-        steps = [np.arange(size) + start for size, start in zip(descriptor.box, at, strict=True)]
-        inside = np.ones((), bool)
-        offset = np.zeros((), np.int64)
-        # slowest dimension first, so that the box comes out in the order it is stored
-        for step, extent, stride in list(
-            zip(steps, descriptor.extents, descriptor.strides, strict=True)
-        )[::-1]:
-            inside = inside[..., None] & ((step >= 0) & (step < extent))
-            offset = offset[..., None] + step * stride
-        source = descriptor.address + 2 * offset.reshape(-1)
-        assert inside.all(), "a box outside its tensor"
-        memory, where = self._locate("global", source, 2)
-        linear = target + 2 * np.arange(source.size)
-        row_mask = {128: 0x70, 64: 0x30, 32: 0x10}[descriptor.swizzle_bytes]
-        assert descriptor.box[0] * 2 == descriptor.swizzle_bytes
-        shared, index = self._locate("shared", linear ^ ((linear >> 3) & row_mask), 2)
-        data = memory[where]
-        barrier.bytes_due -= data.size
-        if self.timing.eager_copies:
-            shared[index] = data
-        else:
-            shared[index] = 0xFF
-            barrier.late.append((shared, index, data))
-        barrier.settle()
-
-    def _mbarrier(self, group, suffix, operands, mask) -> None:
-        kind = suffix[0]
-        if kind == "init":
-            for address in self._address(group, operands[0], 32)[mask]:
-                count = self._read(group, operands[1], 32)[mask][0]
-                self._locate("shared", np.array([address]), 8)
-                self.barriers[int(address)] = Barrier(int(count))
-        elif kind == "arrive":
-            addresses = self._address(group, operands[1], 32)
-            amounts = self._read(group, operands[2], 32)
-            for lane in np.flatnonzero(mask):
-                barrier = self.barriers[int(addresses[lane])]
-                if suffix[1] == "expect_tx":
-                    barrier.bytes_due += int(amounts[lane])
-                barrier.arrivals += 1 if suffix[1] == "expect_tx" else int(amounts[lane])
-                assert barrier.arrivals <= barrier.expected, "a phase got too many arrivals"
-                barrier.settle()
-        elif kind == "try_wait":
-            addresses = np.unique(self._address(group, operands[1], 32)[mask])
-            parities = np.unique(self._read(group, operands[2], 32)[mask])
-            assert len(addresses) == len(parities) == 1, "threads wait for different phases"
-            assert int(addresses[0]) in self.barriers, "a wait before the barrier is initialised"
-            barrier = self.barriers[int(addresses[0])]
-            ready = barrier.phase != int(parities[0])
-            if not ready:
-                group.polling = True
-                return
-            for shared, index, data in barrier.late:
-                shared[index] = data
-            barrier.late.clear()
-            self._write(group, operands[0], np.full(self.lanes, True), mask)
-        else:
-            raise NotImplementedError(kind)
-
-    def _fence(self, group, suffix, operands, mask) -> None:
-        assert ".".join(suffix) in ("mbarrier_init.release.cluster", "proxy.async.shared::cta")
-
-    # -- matrix products
-
-    def _wgmma(self, group, suffix, operands, mask) -> None:
-        assert mask.all() and self.lanes == WARPGROUP, "a warpgroup is split at wgmma"
-        kind = suffix[0]
-        if kind == "fence":
-            return
-        if kind == "commit_group":
-            group.product_groups.append(group.open_products)
-            group.open_products = []
-        elif kind == "wait_group":
-            keep = int(operands[0])
-            while len(group.product_groups) > keep:
-                for _, product in group.product_groups.pop(0):
-                    product()
-            for copy, source in group.late_moves:
-                assert not self._pending(group, source), "a copy of a sum that is not waited for"
-                self._write(group, copy, self._read(group, source, 32), mask)
-            group.late_moves.clear()
-        else:
-            assert kind == "mma_async"
-            self._issue_product(group, suffix, operands)
-
-    def _issue_product(self, group, suffix, operands) -> None:
-        columns = int(re.fullmatch(r"m64n(\d+)k16", suffix[3]).group(1))
-        element = suffix[5]
-        assert suffix[4] == "f32" and suffix[6] == element
-        targets = self._vector(operands[0])
-        from_registers = operands[1][0] == "{"
-        accumulate = operands[3]
-        flags = operands[4:]
-        assert flags[:2] == ["1", "1"], "scales other than 1"
-        if from_registers:
-            transposed_b = flags[2]
-        else:
-            assert flags[2] == "0", "A is K-major"
-            transposed_b = flags[3]
-
-        descriptor_a = None if from_registers else int(self._read(group, operands[1], 64)[0])
-        descriptor_b = int(self._read(group, operands[2], 64)[0])
-        use_old = bool(self._read(group, accumulate, 1)[0])
-
-        def run() -> None:
-            if from_registers:
-                a = self._a_fragment(group, self._vector(operands[1]), element)
-            else:
-                a = self._operand(group, descriptor_a, 64, element, k_major=True)
-            b = self._operand(group, descriptor_b, columns, element, k_major=transposed_b == "0")
-            product = a @ b.T
-            lane = np.arange(WARPGROUP)
-            for i, name in enumerate(targets):
-                row = lane // 32 * 16 + lane % 32 // 4 + 8 * (i // 2 % 2)
-                column = i // 4 * 8 + 2 * (lane % 4) + i % 2
-                value = product[row, column]
-                if use_old:
-                    value = value + self._float(group, name)
-                self._write(group, name, value.astype(np.float32), np.ones(WARPGROUP, bool))
-
-        if self.timing.eager_products:
-            run()
-        else:
-            group.open_products.append((frozenset(targets), run))
-
-    @staticmethod
-    def _pending(group, name: str) -> bool:
-        """Whether a product that nobody has waited for will write this register."""
-        return any(
-            name in targets
-            for products in (group.open_products, *group.product_groups)
-            for targets, _ in products
-        )
-
-    def _a_fragment(self, group, names: list[str], element: str) -> np.ndarray:
-        a = np.zeros((64, 16), np.float32)
-        lane = np.arange(WARPGROUP)
-        for i, name in enumerate(names):
-            packed = self._read(group, name, 32)
-            row = lane // 32 * 16 + lane % 32 // 4 + 8 * (i % 2)
-            column = 2 * (lane % 4) + 8 * (i // 2)
-            a[row, column] = as_float((packed & np.uint32(0xFFFF)).astype(np.uint16), element)
-            a[row, column + 1] = as_float((packed >> np.uint32(16)).astype(np.uint16), element)
-        return a
-
-    def _operand(
-        self, group, descriptor: int, rows: int, element: str, k_major: bool
-    ) -> np.ndarray:
-        """[rows, 16] from shared memory by a matrix descriptor."""
-        start = (descriptor & 0x3FFF) << 4
-        leading = (descriptor >> 16 & 0x3FFF) << 4
-        stride = (descriptor >> 32 & 0x3FFF) << 4
-        assert descriptor >> 49 & 7 == 0, "a base offset"
-        span = {1: 128, 2: 64, 3: 32}[descriptor >> 62]  # bytes of a swizzled row
-        r, k = np.meshgrid(np.arange(rows), np.arange(16), indexing="ij")
-        if k_major:
-            # groups of 8 rows, `stride` apart; 16 elements lie within one swizzled row
-            linear = start + r // 8 * stride + r % 8 * span + 2 * k
-        else:
-            # bands of span bytes along the rows, `leading` apart; groups of 8 k, `stride` apart
-            wide = span // 2
-            linear = start + r // wide * leading + r % wide * 2 + k // 8 * stride + k % 8 * span
-        address = linear ^ ((linear >> 3) & (span - 16))
-        shared, index = self._locate("shared", address.reshape(-1), 2)
-        for warp in range(WARPGROUP // 32):
-            self.shared.read(index, np.full(len(index), group.first_thread // 32 + warp))
-        raw = shared[index].view(np.uint16).reshape(rows, 16)
-        return as_float(raw, element)

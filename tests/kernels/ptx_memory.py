@@ -51,65 +51,168 @@ class GlobalMemory:
         return self.bytes[start : start + count].view(dtype).reshape(shape).copy()
 
 
-class SharedMemory:
-    """A block's shared memory, NaN at first, and who used each byte since the last barrier.
+class Order:
+    """What each warp knows to have happened: vector clocks.
 
-    Between two barriers the order of warps is open: a warp must not read what another wrote, or
-    write anew what another read or wrote. To write what a byte holds already is no harm.
+    A clock is a warp's own, of its small copies, of its matrix products, or of the boxes that one
+    mbarrier counts. A warp knows of its own accesses, of copies and products that it has waited
+    for, and through a barrier of what those knew that arrived there. What it knows when it fences
+    is `fenced`: products and boxes go by another proxy than other accesses, and see of those what
+    was known at a fence before.
     """
 
-    def __init__(self, size: int) -> None:
-        self.bytes = np.full(size, 0xFF, np.uint8)
-        self._time = 1
-        # of the last access, and the warps of that interval as bits
-        self._read_at, self._wrote_at = np.zeros((2, size), np.int32)
-        self._readers, self._writers = np.zeros((2, size), np.uint32)
+    BOXES = 64
 
-    def barrier(self) -> None:
-        self._time += 1
+    def __init__(self, warps: int) -> None:
+        self.warps = warps
+        clocks = 3 * warps + self.BOXES
+        self.known, self.fenced = np.zeros((2, warps, clocks), np.int32)
+        # of the next access of each
+        self.now = np.ones(clocks, np.int32)
+        self._boxes: dict[int, int] = {}
+        self._learn_own()
+
+    def copies(self, warp: int) -> int:
+        return self.warps + warp
+
+    def products(self, warp: int) -> int:
+        return 2 * self.warps + warp
+
+    def boxes(self, barrier: int) -> int:
+        """The clock of an mbarrier's address."""
+        number = self._boxes.setdefault(barrier, len(self._boxes))
+        return 3 * self.warps + number
+
+    def _learn_own(self) -> None:
+        own = np.arange(self.warps)
+        self.known[own, own] = self.now[own]
+
+    def release(self, warps) -> tuple[np.ndarray, np.ndarray]:
+        """What these know and have fenced; what they do from now on comes after."""
+        warps = np.asarray(warps)
+        told = self.known[warps].max(axis=0), self.fenced[warps].max(axis=0)
+        self.now[warps] += 1
+        self._learn_own()
+        return told
+
+    def learn(self, warps, told: tuple[np.ndarray, np.ndarray]) -> None:
+        for warp in warps:
+            np.maximum(self.known[warp], told[0], out=self.known[warp])
+            np.maximum(self.fenced[warp], told[1], out=self.fenced[warp])
+
+    def waited(self, warp: int, clock: int, groups: int) -> None:
+        """The warp has waited for the first `groups` groups of its copies or products."""
+        self.known[warp, clock] = max(self.known[warp, clock], groups)
+
+    def fence(self, warps) -> None:
+        for warp in warps:
+            np.maximum(self.fenced[warp], self.known[warp], out=self.fenced[warp])
+
+
+class SharedMemory:
+    """A block's shared memory, NaN at first, and which access to a byte was the last.
+
+    A warp must know of the write to what it reads, and of all accesses to what it writes, whatever
+    order warps happen to run in. To write what a byte holds already is no harm.
+    """
+
+    def __init__(self, size: int, warps: int) -> None:
+        self.bytes = np.full(size, 0xFF, np.uint8)
+        self.order = Order(warps)
+        self._writer, self._wrote_at = np.zeros((2, size), np.int32)
+        # Written by plain stores or small copies.
+        self._plain = np.zeros(size, bool)
+        # By warps, and by their products.
+        self._read_at = np.zeros((2 * warps, size), np.int32)
+        readers = np.arange(warps)
+        self._readers = np.concatenate([readers, 2 * warps + readers])
 
     def read(self, index: np.ndarray, warps: np.ndarray) -> None:
         """[n, size] bytes, read by `warps` [n]."""
         for warp in np.unique(warps):
-            at, bit = index[warps == warp].reshape(-1), np.uint32(1 << int(warp))
-            new = self._wrote_at[at] == self._time
-            assert not (new & (self._writers[at] & bit == 0)).any(), (
-                "a warp reads what another wrote, without a barrier"
-            )
-            known = np.where(self._read_at[at] == self._time, self._readers[at], np.uint32(0))
-            self._readers[at] = known | bit
-            self._read_at[at] = self._time
+            at = index[warps == warp].reshape(-1)
+            self._check_read(at, int(warp))
+            self._read_at[warp, at] = self.order.now[warp]
 
-    def write(self, index: np.ndarray, warps: np.ndarray, data: np.ndarray | None) -> None:
-        """[n, size] bytes become `data`; without any, a copy will bring some at any time."""
+    def read_by_product(self, index: np.ndarray, warp: int, group: int) -> None:
+        """Bytes that product group number `group` of a warp reads until it is waited for."""
+        at = index.reshape(-1)
+        self._check_read(at, warp)
+        self._check_fence(at, warp)
+        self._read_at[self.order.warps + warp, at] = group
+
+    def write(self, index: np.ndarray, warps: np.ndarray, data: np.ndarray) -> None:
+        """[n, size] bytes become `data`."""
         for warp in np.unique(warps):
             chosen = warps == warp
-            at = index[chosen].reshape(-1)
-            changed = data is None or self.bytes[at] != data[chosen].reshape(-1)
-            bit = np.uint32(1 << int(warp))
-            read = np.where(self._read_at[at] == self._time, self._readers[at], np.uint32(0))
-            known = np.where(self._wrote_at[at] == self._time, self._writers[at], np.uint32(0))
-            assert not (changed & ((read | known) & ~bit != 0)).any(), (
-                "a warp overwrites what another reads or wrote, without a barrier"
-            )
-            self._writers[at] = known | bit
-            self._wrote_at[at] = self._time
-            if data is not None:
-                self.bytes[at] = data[chosen].reshape(-1)
+            at, new = index[chosen].reshape(-1), data[chosen].reshape(-1)
+            self._check_write(at[self.bytes[at] != new], int(warp))
+            self._written(at, int(warp), self.order.now[warp], plain=True)
+            self.bytes[at] = new
+
+    def write_by_copies(self, index: np.ndarray, warps: np.ndarray, group: int) -> None:
+        """[n, size] bytes that copy group number `group` of each warp brings until waited for."""
+        for warp in np.unique(warps):
+            at = index[warps == warp].reshape(-1)
+            self._check_write(at, int(warp))
+            self._written(at, self.order.copies(int(warp)), group, plain=True)
+
+    def write_by_box(self, index: np.ndarray, warp: int, barrier: int) -> None:
+        """Bytes that a box brings until the phase of its mbarrier completes."""
+        at, clock = index.reshape(-1), self.order.boxes(barrier)
+        self._check_write(at, warp)
+        self._check_fence(at, warp)
+        self._written(at, clock, self.order.now[clock], plain=False)
+
+    def _written(self, at: np.ndarray, clock: int, time: int, *, plain: bool) -> None:
+        self._writer[at], self._wrote_at[at], self._plain[at] = clock, time, plain
+
+    def _check_read(self, at: np.ndarray, warp: int) -> None:
+        known = self.order.known[warp, self._writer[at]]
+        assert (self._wrote_at[at] <= known).all(), (
+            "a warp reads what another wrote, without a barrier"
+        )
+
+    def _check_fence(self, at: np.ndarray, warp: int) -> None:
+        fenced = self.order.fenced[warp, self._writer[at]]
+        assert (~self._plain[at] | (self._wrote_at[at] <= fenced)).all(), (
+            "a product or a box meets what was written by the other proxy, without a fence"
+        )
+
+    def _check_write(self, at: np.ndarray, warp: int) -> None:
+        known = self.order.known[warp]
+        unknown = self._wrote_at[at] > known[self._writer[at]]
+        unknown |= (self._read_at[:, at] > known[self._readers, None]).any(axis=0)
+        assert not unknown.any(), "a warp overwrites what another reads or wrote, without a barrier"
 
 
 @dataclass
 class Barrier:
-    """An mbarrier of one expected arrival per phase."""
+    """An mbarrier."""
 
     expected: int
+    order: Order
+    # of the boxes that it counts
+    clock: int
     arrivals: int = 0
     bytes_due: int = 0
     phase: int = 0
     # copies that take effect when someone waits
     late: list = field(default_factory=list)
+    # what those knew that arrived in this phase, and in the one that completed last
+    arriving: list = field(default_factory=list)
+    told: tuple[np.ndarray, np.ndarray] | None = None
+
+    def arrive(self, warp: int, count: int) -> None:
+        self.arrivals += count
+        assert self.arrivals <= self.expected, "a phase got too many arrivals"
+        self.arriving.append(self.order.release([warp]))
 
     def settle(self) -> None:
         if self.arrivals == self.expected and self.bytes_due == 0:
             self.phase ^= 1
             self.arrivals = 0
+            known, fenced = (np.max(told, axis=0) for told in zip(*self.arriving, strict=True))
+            known[self.clock] = self.order.now[self.clock]
+            self.order.now[self.clock] += 1
+            self.told, self.arriving = (known, fenced), []

@@ -110,6 +110,8 @@ def test_a_feature_that_a_kernel_leaves_out_fails_its_self_test(monkeypatch, kin
     ("name", "kinds", "capability", "why"),
     [
         ("cute", KINDS[:3], HOPPER, None),
+        ("cute_ws", KINDS[:3], HOPPER, None),
+        ("cute_ws", KINDS[:3], (8, 0), "compute capability 8.0 is not 9.0"),
         ("cute", (*KINDS[:2], QUANTISED), HOPPER, "layers with a quantised cache"),
         ("flash", KINDS[:2], HOPPER, None),
         ("flash", KINDS[1:2], HOPPER, "reads no layer with sliding windows, attention sinks"),
@@ -152,8 +154,10 @@ def test_a_variant_that_does_not_load_is_found_at_start(monkeypatch, rows):
     assert "does not load" in self_test_failure("cute", SHAPE, CPU)
 
 
+@pytest.mark.parametrize("name", ["cute", "cute_ws"])
 @pytest.mark.parametrize("kind", [FeatureKind(), FeatureKind(window=600, sinks=True)])
-def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatch, kind):
+def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatch, kind, name):
+    specialised = name == "cute_ws"
     planned = set()
 
     def attend(query, key_cache, value_cache, output, meta, scale, features=PLAIN):
@@ -162,7 +166,7 @@ def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatc
 
         launches = plan_launches(
             query, key_cache, value_cache, output, meta, scale, None, None, 132, workspace,
-            features=features,
+            features=features, specialised=specialised,
         )  # fmt: skip
         planned.update(launch.config for launch in launches)
         tree_attn_cuda_reference(
@@ -173,13 +177,15 @@ def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatc
     for head_dim, page in ((64, 16), (128, 64)):
         shape = KernelShape(head_dim, torch.bfloat16, page, 8, 2, kinds=(kind,))
         planned.clear()
-        assert self_test_failure("cute", shape, CPU) is None
+        assert self_test_failure(name, shape, CPU) is None
         wanted = {
             config
             for config in all_configs()
             if (config.head_dim, config.dtype) == (head_dim, "bfloat16")
             and getattr(config, "box", page) == page
             and getattr(config, "window", bool(kind.window)) == bool(kind.window)
+            # Trees of one warpgroup are served alike.
+            and getattr(config, "warpgroups", 1) in (1, 2 if specialised else 3)
         }
         assert planned == wanted and len(wanted) == 3
 
@@ -193,7 +199,7 @@ def test_rows_that_a_kernel_leaves_unwritten_fail_the_self_test(monkeypatch):
 def timed(monkeypatch, tmp_path):
     """Times of kernels in a cache of their own; each taken is noted."""
     monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
-    times = {"cute": 30.0, "flash": 20.0, "triton": 50.0}
+    times = {"cute": 30.0, "cute_ws": 25.0, "flash": 20.0, "triton": 50.0}
     taken = []
 
     def set_times(**changes):
@@ -216,6 +222,12 @@ def test_auto_takes_the_fastest_of_those_that_are_right(only_reference_fails, ti
     chosen = choose_cuda_kernel("auto", SHAPE, CPU, HOPPER)
     assert chosen.name == "flash"
     assert "cute 30 us" in chosen.reason and "triton 50 us" in chosen.reason
+    # The Hopper kernel's schemes are timed like any two kernels.
+    timed(cute_ws=19.0)
+    only_reference_fails("cute", "cute_ws", "triton")
+    monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
+    chosen = choose_cuda_kernel("auto", SHAPE, CPU, HOPPER)
+    assert chosen.name == "cute_ws" and "cute 30 us, cute_ws 19 us" in chosen.reason
     # The fastest is passed over where it is wrong.
     only_reference_fails("cute", "triton")
     monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
@@ -319,6 +331,8 @@ def test_a_slower_kernel_takes_longer(monkeypatch):
     [
         ("cute", ("cute", "triton"), "cute"),
         ("cute", ("triton",), "triton"),
+        ("cute", ("cute_ws", "triton"), "cute_ws"),
+        ("cute_ws", ("cute", "cute_ws", "triton"), "cute_ws"),
         ("cute", ("flash", "triton"), "flash"),
         ("flash", ("cute", "triton"), "triton"),
         ("triton", ("cute", "triton"), "triton"),
@@ -351,6 +365,8 @@ def test_the_doctor_names_the_kernel_that_would_serve(only_reference_fails, monk
     assert (described["kernel"], described["isa"]) == ("triton", "sm_90")
     assert described["supported_isas"] == ["cute", "flash", "triton", "reference"]
     assert "cute 9 us, triton 8 us" in described["reason"]
+    assert (described["kernels"]["cute"], described["kernels"]["flash"]) == ("right, 9 us", "right")
+    assert "differs from the reference" in described["kernels"]["cute_ws"]
     only_reference_fails("reference")
     described = describe_cuda(CPU)
     assert (described["kernel"], described["supported_isas"]) == ("none", ["reference"])
@@ -371,7 +387,7 @@ def test_the_doctor_says_how_far_the_kernel_is_off(monkeypatch):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="auto, cute, flash, triton, reference"):
+    with pytest.raises(ValueError, match="auto, cute, cute_ws, flash, triton, reference"):
         choose_cuda_kernel("cpp", SHAPE, CPU, HOPPER)
 
 

@@ -34,7 +34,8 @@ def marks(config) -> list[pytest.MarkDecorator]:
     beside = pytest.mark.xdist_group(f"cute{config.head_dim}")
     usual = config.dtype == "bfloat16" and config.head_dim != 96
     if isinstance(config, ForwardConfig):
-        usual = usual and (config.warpgroups, config.box) in ((1, 16), (3, 16), (3, 64))
+        shapes = ((1, 16), (3, 16), (3, 64), (2, 16))
+        usual = usual and (config.warpgroups, config.box) in shapes
         features = config.window + config.soft_cap + config.alibi
         usual = usual and (features in (0, 3) or config.head_dim == 64)
     return [beside] if usual else [beside, pytest.mark.full]
@@ -51,10 +52,14 @@ FEATURES = [
         {"window": True, "soft_cap": True, "alibi": True},
     )
 ]
+SPECIALISED = [
+    ForwardConfig(128, "bfloat16", 2, 16, specialised=True, **features)
+    for features in ({"soft_cap": True}, {"window": True, "soft_cap": True, "alibi": True})
+]
 CP_ASYNC = [ForwardConfig(128, "bfloat16", warpgroups, 0) for warpgroups in (1, 3)]
 CONFIGS = [
     pytest.param(config, id=config.name, marks=marks(config))
-    for config in [*all_configs(), *FEATURES, *CP_ASYNC]
+    for config in [*all_configs(), *FEATURES, *SPECIALISED, *CP_ASYNC]
 ]
 
 
@@ -88,6 +93,10 @@ def test_cubin(config, tmp_path):
         now = cute_resources.loop(kernel.cubin, config)
         found = difference(now, line, same_compiler=compiler == version("nvidia-cutlass-dsl"))
         assert found is None, f"{found}; run python -m scripts.cute_resources --write"
+        if config.specialised:
+            producer = cute_resources.recorded_producer(cute_resources.PAGE.read_text(), config)
+            found = cute_resources.producer(kernel.cubin, config)
+            assert producer == found or compiler != version("nvidia-cutlass-dsl"), found
     assert config.shared_bytes <= SHARED_LIMIT
 
     # A driver of CUDA 13.0 need not take machine code of a later toolkit: then the PTX serves.
@@ -102,7 +111,12 @@ def test_cubin(config, tmp_path):
     assert scalars == [8 if kind in ("address", "stride") else 4 for _, kind in named]
 
     if isinstance(config, ForwardConfig):
-        steps = (config.head_dim // 16, 4)
+        # The assembler waits for each product by itself where it finds registers in their way.
+        waits = len(re.findall(r"wgmma\.wait_group", kernel.ptx))
+        assert sass.count("WARPGROUP.DEPBAR") == waits, "products run one by one"
+        # What is peeled from the loop of a producer's warpgroups are a product of each kind.
+        times = 1 + config.specialised
+        steps = (times * config.head_dim // 16, times * 4)
         scores = re.findall(r"HGMMA\.64x64x16\.F32", sass)
         outputs = re.findall(rf"HGMMA\.64x{config.head_dim}x16\.F32", sass)
         if config.head_dim == 64:

@@ -331,7 +331,9 @@ def test_a_decode_prepares_its_launches_once(fake_device, monkeypatch):
     library = fake_device(trees)
     made = []
     real = tree_attn_cute_sm90.Call
-    monkeypatch.setattr(tree_attn_cute_sm90, "Call", lambda *args: made.append(args) or real(*args))
+    monkeypatch.setattr(
+        tree_attn_cute_sm90, "Call", lambda *args, **more: made.append(args) or real(*args, **more)
+    )
     tree_attn_cute_sm90._prepared.clear()
     library.calls.clear()
     for step in range(200):
@@ -352,7 +354,7 @@ def test_a_decode_prepares_its_launches_once(fake_device, monkeypatch):
     assert len(made) == 1
     # The control: an exact bound is another one every step.
     monkeypatch.setattr(
-        Bounds, "of", classmethod(lambda cls, rows, context, group: cls(16, context))
+        Bounds, "of", classmethod(lambda cls, rows, context, group, **_: cls(16, context))
     )
     for _ in range(3):
         trees.contexts[0] += 1
@@ -362,8 +364,23 @@ def test_a_decode_prepares_its_launches_once(fake_device, monkeypatch):
     assert len(made) == 1 + 3
 
 
+def test_the_schemes_are_prepared_apart(fake_device):
+    """A kernel that is timed beside another must not be served by what that one prepared."""
+    trees = DeviceTrees([(900, 30)], dtype=BF16, head_dim=64, kv_heads=2, group=4)
+    library = fake_device(trees)
+    tree_attn_cute_sm90._prepared.clear()
+    library.calls.clear()
+    output = torch.empty_like(trees.query)
+    for run in (tree_attn_cute_sm90.tree_attn_cute, tree_attn_cute_sm90.tree_attn_cute_ws) * 2:
+        run(trees.query, trees.key_cache, trees.value_cache, output, trees.metadata(), trees.scale)
+    assert len(tree_attn_cute_sm90._prepared) == 2
+    forward = [call[4].value for call in library.named("cuLaunchKernel") if call[4].value != 128]
+    assert forward == [3 * 128, 2 * 128 + 32] * 2
+
+
 def test_bounds_are_those_of_the_blocks():
-    # rows of 4 heads: 16 fill a warpgroup, 48 three of them
+    # rows of 4 heads: 16 fill a warpgroup, 48 three of them, 32 two
+    assert [Bounds.of(n, 9, 4, specialised=True).rows for n in (1, 17, 33)] == [16, 32, 64]
     assert [Bounds.of(n, 100, 4).rows for n in (1, 16, 17, 48, 49, 257)] == [
         16,
         16,

@@ -71,6 +71,15 @@ def test_trees_of_many_rows():
     assert slowest <= 2.5 and longest <= 1.2
 
 
+@pytest.mark.parametrize("contexts", [SKEWED, SKEWED[::-1]])
+def test_blocks_of_128_rows_one_a_multiprocessor(contexts):
+    """31 nodes of G = 4 are one block, 63 two: parts are fewer then, and the device still full."""
+    _, slowest, longest = simulate(tiles_of(contexts, 32), places=MULTIPROCESSORS)
+    assert slowest <= 1.3 and longest <= 1.1
+    _, _, longest = simulate(tiles_of(contexts, 64), row_blocks=2, places=MULTIPROCESSORS)
+    assert longest <= 1.1
+
+
 def batches():
     draw = random.Random(0)
     for _ in range(60):

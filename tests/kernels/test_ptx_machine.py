@@ -277,3 +277,80 @@ def test_warps_may_write_the_same() -> None:
     assert (run(body.replace("{value}", "9"), given, 1, threads=64) == 9).all()
     with pytest.raises(AssertionError, match="overwrites"):
         run(body.replace("{value}", "%t"), given, 1, threads=64)
+
+
+# Warp 0 of 5 hands words to warp 4, between {told} and {heard}; the others do nothing.
+_HANDOVER = """mov.b32 %base, global_smem;
+    add.s32 %m, %base, 1024;
+    setp.eq.u32 %first, %t, 0;
+    @%first mbarrier.init.shared.b64 [%m], 1;
+    fence.mbarrier_init.release.cluster;
+    bar.sync 0;
+    mov.b32 %o0, 0;
+    and.b32 %s, %t, 31;
+    shl.b32 %s, %s, 2;
+    add.s32 %s, %s, %base;
+    setp.ge.u32 %last, %t, 128;
+    @%last bra TAKE;
+    setp.ge.u32 %idle, %t, 32;
+    @%idle bra END;
+    st.shared.b32 [%s], %i0;
+    {told}
+    bra END;
+    TAKE:
+    {heard}
+    ld.shared.b32 %o0, [%s];
+    END:"""
+_ARRIVE = "@%first mbarrier.arrive.shared.b64 %state, [%m], 1;"
+_WAIT = """{
+    LAB_WAIT:
+    mbarrier.try_wait.parity.shared.b64 P1, [%m], 0, 10000000;
+    @P1 bra.uni DONE;
+    bra.uni LAB_WAIT;
+    DONE:
+    }"""
+
+
+@pytest.mark.parametrize(
+    ("told", "heard"), [(_ARRIVE, _WAIT), ("bar.sync 1, 64;", "bar.sync 1, 64;")]
+)
+def test_some_warps_meet_at_barriers_of_their_own(told: str, heard: str) -> None:
+    given = words(1, threads=160)
+    for timing in (LATE, Timing(reverse_warpgroups=True)):
+        body = _HANDOVER.format(told=told, heard=heard)
+        found = run(body, given, 1, threads=160, timing=timing)
+        assert (found[128:] == given[:32]).all() and (found[:128] == 0).all()
+    with pytest.raises(AssertionError, match="reads what another wrote"):
+        run(_HANDOVER.format(told=_ARRIVE, heard=""), given, 1, threads=160)
+    with pytest.raises(RuntimeError, match="deadlock"):
+        run(_HANDOVER.format(told="", heard=heard), given, 1, threads=160)
+
+
+def test_an_mbarrier_is_used_by_those_who_know_it_is_there() -> None:
+    body = _HANDOVER.format(told=_ARRIVE, heard=_WAIT).replace("bar.sync 0;", "")
+    with pytest.raises(AssertionError, match="reads what another wrote"):
+        run(body, words(1, threads=160), 1, threads=160)
+
+
+def test_a_small_copy_is_known_to_others_once_it_was_waited_for() -> None:
+    """To wait and then to tell is in order; the other way round it is not, whenever it lands."""
+    copy, wait = (
+        "cp.async.ca.shared.global [%s], [%a], 4;\ncp.async.commit_group;",
+        ("cp.async.wait_group 0;"),
+    )
+    given = words(1, threads=160)
+    body = _HANDOVER.replace("st.shared.b32 [%s], %i0;", copy)
+    # Groups of copies are counted for a whole warpgroup.
+    body = body.replace("setp.ge.u32 %idle, %t, 32;\n    @%idle bra END;", "")
+    body = body.replace("and.b32 %s, %t, 31;", "and.b32 %s, %t, 127;")
+    meet = "bar.sync 1, 160;"
+    for timing in (LATE, EARLY):
+        found = run(
+            body.format(told=wait + "\n" + meet, heard=meet), given, 1, threads=160, timing=timing
+        )
+        assert (found[128:] == given[:32]).all()
+        with pytest.raises(AssertionError, match="reads what another wrote"):
+            run(
+                body.format(told=meet + "\n" + wait, heard=meet), given, 1, threads=160,
+                timing=timing,
+            )  # fmt: skip

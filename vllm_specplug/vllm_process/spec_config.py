@@ -21,6 +21,7 @@ from vllm.utils.hashing import safe_hash
 
 from vllm_specplug.drafting.method import Capability, DraftPlan, MethodOptions, TargetInfo
 from vllm_specplug.options import (
+    DEFAULT_CUDA_TREE_NODES,
     DEFAULT_TREE_NODES,
     TreeOptions,
     changed_tree_options,
@@ -163,7 +164,9 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
         method = get_method(self.plugin_method)
         if self.num_speculative_tokens is None:
-            self.num_speculative_tokens = max(DEFAULT_TREE_NODES, self.tree_depth or 0)
+            on_gpu = current_device() == "cuda"
+            nodes = DEFAULT_CUDA_TREE_NODES if on_gpu else DEFAULT_TREE_NODES
+            self.num_speculative_tokens = max(nodes, self.tree_depth or 0)
         check_tree_shape(self.num_speculative_tokens, self.tree_depth, self.tree_width)
         check_tree_budget(self.tree_budget, self.num_speculative_tokens)
         check_request_limit(self.max_request_budget, self.num_speculative_tokens)

@@ -2,10 +2,10 @@
 """Verifying trees on CUDA: buffers that outlive a step, kernels that never wait for the host.
 
 Metadata of a step goes to the device in two small copies from pinned memory; ancestor words are
-made there. That memory must not be rewritten while a copy of it is under way. On V1 the host's wait
-for the sampled tokens separates two steps. On V2, which may schedule ahead, trees and their words
-are made on the device, and whoever fills buffers from the host (a draft in pages) has waited for
-the step's tokens first, once per draft.
+made there. That memory must not be rewritten while a copy of it is under way, so it is not filled
+again before the last copies are done. They mostly are: on V1 the host's wait for the sampled tokens
+separates two steps; on V2, which may schedule ahead, trees and their words are made on the device,
+and whoever fills buffers from the host (a draft in pages) has waited for the step's tokens first.
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ class TreeBuffers:
         size = (PLAN_ROWS + 1) * limits.num_requests + 1
         self.plan_host = pinned(torch.zeros(size, dtype=torch.int32), device)
         self.parents_host = pinned(torch.zeros(rows, dtype=torch.int32), device)
+        # Passed when the pinned twins have been read.
+        self.sent = torch.cuda.Event() if device.type == "cuda" else None
         self.plan = torch.zeros_like(self.plan_host, device=device)
         self.parents = torch.zeros_like(self.parents_host, device=device)
         self.words = torch.zeros(
@@ -145,6 +147,8 @@ class TreeBuffers:
             max_rows: bound for the launch; the largest tree if not given.
             max_context: likewise, of the context.
         """
+        if self.sent is not None:
+            self.sent.synchronize()
         counts = [len(p) for p in parents]
         num_trees = len(counts) if places is None else places
         size = PLAN_ROWS * num_trees
@@ -168,6 +172,8 @@ class TreeBuffers:
         rows = total if places is None else places * (max_rows or 0)
         self.plan[: len(host)].copy_(self.plan_host[: len(host)], non_blocking=True)
         self.parents[:total].copy_(self.parents_host[:total], non_blocking=True)
+        if self.sent is not None:
+            self.sent.record()
         max_rows = max_rows or max(counts)
         width = -(-max_rows // 64)
         return TreeAttnMetadata(
@@ -354,7 +360,7 @@ class CudaKernels:
                 self.kernel.run(
                     asked, sample.keys, sample.values, output, metadata, head_dim**-0.5, **more
                 )
-                # Nothing else separates these calls, and they share pinned memory.
+                # A variant that fails is to be told here.
                 synchronize()
 
     def _warm_up_rows(self, sample: LayerSample) -> list[int]:

@@ -38,10 +38,21 @@ SHARED_TOTAL = 228 * 1024
 SHARED_RESERVED = 1024
 
 WARPGROUP_CHOICES = (1, 3)
+# With a producer. Two take the packed rows of 31 and of 63 nodes (G = 4) without a warpgroup of
+# padding; three would leave each thread hardly the registers that it needs.
+SPECIALISED_WARPGROUPS = 2
+# (warpgroups, specialised) of what is compiled
+SCHEMES = (*((w, False) for w in WARPGROUP_CHOICES), (SPECIALISED_WARPGROUPS, True))
+# Tiles between the copies of a masked tile and the wait for them, with a producer.
+LAG = 2
 # K/V tiles in shared memory, by head size and warpgroups. One warpgroup alone cannot load,
 # multiply and take exponentials at once, so two blocks share a multiprocessor and the stages are
 # those that leave room for both; three warpgroups fill it by themselves.
-DEFAULT_STAGES = {(64, 1): 6, (96, 1): 4, (128, 1): 2, (64, 3): 6, (96, 3): 5, (128, 3): 5}
+DEFAULT_STAGES = {
+    (64, 1): 6, (96, 1): 4, (128, 1): 2,
+    (64, 2): 8, (96, 2): 6, (128, 2): 5,
+    (64, 3): 6, (96, 3): 5, (128, 3): 5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,7 @@ class ForwardConfig:
         window: rows attend the last positions before them alone.
         soft_cap: scores pass through a tanh.
         alibi: scores fall with the distance of positions.
+        specialised: a warp of its own loads, and warpgroups run apart, see `specialised`.
     """
 
     head_dim: int
@@ -69,28 +81,39 @@ class ForwardConfig:
     window: bool = False
     soft_cap: bool = False
     alibi: bool = False
+    specialised: bool = False
 
     def __post_init__(self) -> None:
         assert self.head_dim in HEAD_DIMS, self.head_dim
         assert self.dtype in DTYPES, self.dtype
-        assert self.warpgroups in WARPGROUP_CHOICES, self.warpgroups
+        if self.specialised:
+            assert self.warpgroups == SPECIALISED_WARPGROUPS and self.box, self
+        else:
+            assert self.warpgroups in WARPGROUP_CHOICES, self.warpgroups
         assert self.box in (0, *BOXES), self.box
         if self.stages == 0:
             default = DEFAULT_STAGES[self.head_dim, self.warpgroups]
             object.__setattr__(self, "stages", default)
-        assert self.stages >= 2 and self.shared_bytes <= SHARED_LIMIT, self
+        least = LAG + 2 if self.specialised else 2
+        assert self.stages >= least and self.shared_bytes <= SHARED_LIMIT, self
 
     @property
     def name(self) -> str:
         path = f"box{self.box}" if self.box else "cpasync"
         shape = f"d{self.head_dim}_{self.dtype}_w{self.warpgroups}_s{self.stages}"
         features = "".join(f"_{f}" for f in ("window", "soft_cap", "alibi") if getattr(self, f))
-        return f"tree_attn_sm90_{shape}_{path}{features}"
+        scheme = "_ws" if self.specialised else ""
+        return f"tree_attn_sm90_{shape}_{path}{scheme}{features}"
 
     @property
     def placed(self) -> bool:
         """Whether it matters how far a key is from a row."""
         return self.window or self.alibi
+
+    @property
+    def rescaled(self) -> bool:
+        """Whether scores are scaled before the softmax."""
+        return self.soft_cap or self.alibi
 
     @property
     def boxes(self) -> int:
@@ -103,8 +126,13 @@ class ForwardConfig:
         return WARPGROUP_ROWS * self.warpgroups
 
     @property
-    def threads(self) -> int:
+    def math_threads(self) -> int:
+        """Threads that compute."""
         return WARPGROUP_THREADS * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return self.math_threads + 32 * self.specialised
 
     @property
     def blocks_per_multiprocessor(self) -> int:
@@ -117,6 +145,11 @@ class ForwardConfig:
     def tile_bytes(self) -> int:
         """Bytes of one K or V tile."""
         return TILE_N * self.head_dim * 2
+
+    @property
+    def barriers(self) -> int:
+        """Barriers of the stages: filled and, with a producer, released."""
+        return self.stages * (1 + self.specialised)
 
     @property
     def shared_bytes(self) -> int:
@@ -150,11 +183,11 @@ class CombineConfig:
 def all_configs() -> list[ForwardConfig | CombineConfig]:
     """Every variant that is shipped. Soft caps and slopes are compiled where they are asked for."""
     forward = [
-        ForwardConfig(head_dim, dtype, warpgroups, box, window=window)
+        ForwardConfig(head_dim, dtype, warpgroups, box, window=window, specialised=specialised)
         for window in (False, True)
         for head_dim in HEAD_DIMS
         for dtype in DTYPES
-        for warpgroups in WARPGROUP_CHOICES
+        for warpgroups, specialised in SCHEMES
         for box in BOXES
     ]
     combine = [CombineConfig(head_dim, dtype) for head_dim in HEAD_DIMS for dtype in DTYPES]
@@ -163,8 +196,12 @@ def all_configs() -> list[ForwardConfig | CombineConfig]:
 
 def tuning_configs() -> list[ForwardConfig]:
     """Variants worth measuring against the defaults, at the head size that is used most."""
-    return [
+    in_turns = [
         ForwardConfig(128, "bfloat16", warpgroups, box, stages)
         for box in (0, *BOXES)
         for warpgroups, stages in ((1, 4), (1, 6), (3, 3))
+    ]
+    return in_turns + [
+        ForwardConfig(128, "bfloat16", SPECIALISED_WARPGROUPS, box, LAG + 2, specialised=True)
+        for box in BOXES
     ]

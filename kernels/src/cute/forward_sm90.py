@@ -2,14 +2,9 @@
 """Tree attention for Hopper: paged context, ancestor mask on the tail, trees shared out.
 
 A block takes `tile_m` packed rows (tree row x query head of one KV head) of one tree and a share of
-its tiles, see `shares`. Packed row p is tree row p // G, head p % G of the group. All threads load
-and compute; K/V tiles stand in a ring of stages that is filled `stages - 1` ahead:
-
-    wait for tile i -> barrier -> start loading tile i + stages - 1 -> S = Q K^T -> mask -> softmax
-    -> O = O + P V
-
-The barrier does two things: it shows tile i's copies to all threads, and it proves that every
-warpgroup is done with tile i - 1, whose stage the next load overwrites.
+its tiles, see `shares`. Packed row p is tree row p // G, head p % G of the group. K/V tiles stand
+in a ring of stages. There are two schemes, of which a variant has one: `turns`, in which all
+threads load and compute, and `specialised`, in which a warp loads and warpgroups run apart.
 
 Full tiles (all context) come by the copy engine, a box a page where pages are smaller than a tile,
 or in variants without boxes by cp.async. The others always come by cp.async, which puts zeros where
@@ -19,8 +14,6 @@ so that a barrier's phase follows from the tile's number.
 
 Sinks are a column without a key: they enter the sums of the first part once its tiles are done.
 """
-
-import math
 
 import cutlass
 import cutlass.cute as cute
@@ -36,20 +29,22 @@ from ..cuda_contract import (
     PLAN_ROW_COUNT,
     PLAN_ROW_START,
 )
-from . import mask, pages, schedule, shares, softmax
-from .access import ELEMENT_BYTES, element_type, global_array, int32_at, number_at
+from . import pages, schedule, shares
+from .access import ELEMENT_BYTES, element_type, int32_at
 from .bundle import Bundle
 from .config import (
     MASK_WORDS,
     MAX_PAGE,
     TILE_N,
     WARPGROUP_ROWS,
-    WARPGROUP_THREADS,
     ForwardConfig,
 )
 from .launch_params import FLOAT, FORWARD_PARAMETERS, INT
+from .specialised import Specialised
+from .turns import Turns
 
-LOG2_E = math.log2(math.e)
+# Of a warpgroup.
+WARPS = 4
 # Extents of the tensor that the copy engine's descriptor stands for at compile time: only its
 # box and the order of its dimensions matter, the launch encodes the real one.
 _ANY_HEADS, _ANY_BLOCKS = 256, 1 << 20
@@ -61,7 +56,7 @@ def placeholders(parameters) -> Bundle:
     return Bundle(**{name: types.get(kind, Int64)(0) for name, kind in parameters})
 
 
-class TreeAttnForwardSm90:
+class TreeAttnForwardSm90(Turns, Specialised):
     """The attention kernel of one `ForwardConfig`."""
 
     def __init__(self, config: ForwardConfig) -> None:
@@ -168,7 +163,7 @@ class TreeAttnForwardSm90:
         words_layout = cute.make_layout((config.tile_m, MASK_WORDS), stride=(MASK_WORDS, 1))
         s_words = smem.allocate_tensor(Uint64, words_layout, byte_alignment=128)
         s_parents = smem.allocate_tensor(Int32, cute.make_layout(MAX_TREE_ROWS), byte_alignment=128)
-        barriers = smem.allocate_array(Int64, config.stages)
+        barriers = smem.allocate_array(Int64, config.barriers)
 
         # Uniform over the block, so that all its threads or none meet at the barriers.
         rows = Int32(0)
@@ -221,378 +216,34 @@ class TreeAttnForwardSm90:
                 shared_key=Int32(s_key.iterator.toint()),
                 shared_value=Int32(s_value.iterator.toint()),
             )
+            active = cutlass.min(
+                (packed_rows - first_packed + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS,
+                Int32(config.warpgroups),
+            )
             if cutlass.const_expr(config.box > 0):
                 if thread == 0:
                     for stage in cutlass.range_constexpr(config.stages):
                         cute.arch.mbarrier_init(barriers + stage, 1)
+                        if cutlass.const_expr(config.specialised):
+                            released = barriers + config.stages + stage
+                            cute.arch.mbarrier_init(released, active * WARPS)
                 cute.arch.mbarrier_init_fence()
                 cute.arch.sync_threads()
 
-            # Pages of the tile that is loaded next, read one tile ahead of its copies.
-            page_ids = cute.make_rmem_tensor(cute.make_layout(self.page_copies), Int32)
             # A value tile has a key tile's bytes.
             key_boxes = cute.make_tensor(s_key.iterator, box_layout.outer)
             value_boxes = cute.make_tensor(s_value.iterator, box_layout.outer)
-            self.load_query(p, b, Int32(s_query.iterator.toint()))
-            self.load_pages(p, b, begin, end, page_ids)
-            for ahead in cutlass.range(config.stages - 1, unroll=1):
-                self.load_tile(
-                    p, b, begin, begin + ahead, end, page_ids,
-                    copy_key, copy_value, keys, values, key_boxes, value_boxes, barriers,
-                )  # fmt: skip
-                self.load_pages(p, b, begin + ahead + 1, end, page_ids)
-            if cutlass.const_expr(config.placed):
-                self.build_masks(p, b, s_parents, s_words)
-            else:
-                if end > b.full_end:
-                    self.build_masks(p, b, s_parents, s_words)
-
-            group = b.warp // 4
-            in_group = thread % WARPGROUP_THREADS
-            group_packed = first_packed + group * WARPGROUP_ROWS
-            thread_scores = mma_scores.get_slice(0)
-            thread_output = mma_output.get_slice(0)
-            frag_query = mma_scores.make_fragment_A(thread_scores.partition_A(s_query))
-            frag_key = mma_scores.make_fragment_B(thread_scores.partition_B(s_key))
-            frag_value = mma_output.make_fragment_B(thread_output.partition_B(s_value))
-            scores = thread_scores.make_fragment_C(
-                thread_scores.partition_shape_C((WARPGROUP_ROWS, TILE_N))
-            )
-            weights = cute.make_rmem_tensor(
-                thread_output.partition_shape_A((WARPGROUP_ROWS, TILE_N)), self.dtype
-            )
-            output = thread_output.make_fragment_C(
-                thread_output.partition_shape_C((WARPGROUP_ROWS, config.head_dim))
-            )
-            row_max = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
-            row_sum = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
-            # Positions of a thread's rows and, in base two, slopes of their heads.
-            positions = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Int32)
-            slopes = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
-            if cutlass.const_expr(config.placed):
-                for r in cutlass.range_constexpr(softmax.ROWS):
-                    last = cutlass.min(group_packed + softmax.row_of(in_group, r), packed_rows - 1)
-                    own = self.mask_slot(p, first_packed, last, packed_rows)
-                    positions[r] = context + mask.rows_from(s_words, own, Int32(0)) - 1
-                    if cutlass.const_expr(config.alibi):
-                        of_head = kv_head * p.group + last % p.group
-                        slopes[r] = number_at(p.slopes, of_head, p.slope_kind) * LOG2_E
-            output.fill(0.0)
-            row_max.fill(-Float32.inf)
-            row_sum.fill(0.0)
-
-            for tile in cutlass.range(begin, end, unroll=1):
-                stage = (tile - begin) % config.stages
-                cute.arch.cp_async_wait_group(config.stages - 2)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                if cutlass.const_expr(config.box > 0):
-                    if tile < b.full_end and tile >= b.full_begin:
-                        cute.arch.mbarrier_wait(
-                            barriers + stage, (tile - begin) // config.stages & 1
-                        )
-                cute.arch.sync_threads()
-                self.load_tile(
-                    p, b, begin, tile + config.stages - 1, end, page_ids,
-                    copy_key, copy_value, keys, values, key_boxes, value_boxes, barriers,
-                )  # fmt: skip
-                self.load_pages(p, b, tile + config.stages, end, page_ids)
-                # A warpgroup of padding alone only keeps the barriers.
-                if group_packed < packed_rows:
-                    warpgroup.fence()
-                    for k in cutlass.range_constexpr(cute.size(frag_query, mode=[2])):
-                        mma_scores.set(warpgroup.Field.ACCUMULATE, k != 0)
-                        cute.gemm(
-                            mma_scores,
-                            scores,
-                            frag_query[None, None, k, group],
-                            frag_key[None, None, k, stage],
-                            scores,
-                        )
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(0)
-                    flat_scores = cute.make_tensor(
-                        scores.iterator, cute.make_layout(cute.size(scores))
-                    )
-                    flat_output = cute.make_tensor(
-                        output.iterator, cute.make_layout(cute.size(output))
-                    )
-                    scale_log2 = p.scale_log2
-                    if cutlass.const_expr(config.soft_cap or config.alibi):
-                        softmax.scale_scores(flat_scores, p.scale_log2)
-                        scale_log2 = Float32(1.0)
-                    if cutlass.const_expr(config.soft_cap):
-                        softmax.cap_scores(flat_scores, p.cap_in, p.cap_out)
-                    column = tile * TILE_N
-                    if tile >= b.full_end:
-                        for r in cutlass.range_constexpr(softmax.ROWS):
-                            packed = group_packed + softmax.row_of(in_group, r)
-                            slot = self.mask_slot(p, first_packed, packed, packed_rows)
-                            bits = mask.tile_window(s_words, slot, column, context, tail)
-                            if cutlass.const_expr(config.placed):
-                                after = mask.rows_from(s_words, slot, column + TILE_N - tail)
-                                if cutlass.const_expr(config.alibi):
-                                    softmax.slant_tail(
-                                        flat_scores, r, slopes[r], bits, after, in_group % 32
-                                    )
-                                if cutlass.const_expr(config.window):
-                                    bits = mask.keep_last(bits, after, p.window)
-                            softmax.mask_row(flat_scores, r, bits, in_group % 32)
-                    else:
-                        if cutlass.const_expr(config.alibi):
-                            for r in cutlass.range_constexpr(softmax.ROWS):
-                                softmax.slant_context(
-                                    flat_scores, r, slopes[r], positions[r] - column, in_group % 32
-                                )
-                        if cutlass.const_expr(config.window):
-                            if column < b.seen_by_all:
-                                for r in cutlass.range_constexpr(softmax.ROWS):
-                                    bits = mask.context_window(positions[r], p.window, column)
-                                    softmax.mask_row(flat_scores, r, bits, in_group % 32)
-                    softmax.online_step(flat_scores, flat_output, row_max, row_sum, scale_log2)
-                    flat_weights = cute.make_tensor(
-                        weights.iterator, cute.make_layout(cute.size(weights))
-                    )
-                    flat_weights.store(flat_scores.load().to(self.dtype))
-                    warpgroup.fence()
-                    for k in cutlass.range_constexpr(cute.size(weights, mode=[2])):
-                        mma_output.set(warpgroup.Field.ACCUMULATE, True)
-                        cute.gemm(
-                            mma_output,
-                            output,
-                            weights[None, None, k],
-                            frag_value[None, None, k, stage],
-                            output,
-                        )
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(0)
-            to_log2 = p.scale_log2
-            if cutlass.const_expr(config.soft_cap or config.alibi):
-                to_log2 = Float32(1.0)
-            self.store(
-                p, b, to_log2, turn, part, parts, group_packed, in_group, output, row_max, row_sum
-            )
-
-    @property
-    def column_copies(self) -> int:
-        """Copies of a thread for one K or V tile."""
-        return pages.copies_per_thread(TILE_N, self.config.head_dim, self.config.threads)
-
-    @property
-    def page_copies(self) -> int:
-        """Pages that a thread holds for a tile."""
-        return max(self.column_copies, self.config.boxes)
-
-    @cute.jit
-    def mask_slot(self, p, first_packed: Int32, packed: Int32, packed_rows: Int32) -> Int32:
-        """Row of the mask words that a packed row uses; padding uses the last real row's."""
-        clipped = cutlass.min(packed, packed_rows - 1)
-        return clipped // p.group - first_packed // p.group
-
-    @cute.jit
-    def load_query(self, p, b, shared: Int32):
-        """The block's packed rows of the query; zeros past the tree's last row."""
-        config = self.config
-        per_row = cutlass.const_expr(config.head_dim // pages.CHUNK)
-        tile_bytes = cutlass.const_expr(WARPGROUP_ROWS * config.head_dim * ELEMENT_BYTES)
-        for step in cutlass.range_constexpr(
-            pages.copies_per_thread(config.tile_m, config.head_dim, config.threads)
-        ):
-            row, chunk = pages.chunks_of(b.thread, step, config.threads, per_row)
-            packed = b.first_packed + row
-            tree_row = packed // p.group
-            head = b.kv_head * p.group + packed % p.group
-            element = Int64(b.row_start + tree_row) * p.query_row + Int64(head) * p.query_head
-            address = p.query + (element + chunk * pages.CHUNK) * ELEMENT_BYTES
-            offset = row // WARPGROUP_ROWS * tile_bytes + pages.chunk_offset(
-                row % WARPGROUP_ROWS, chunk, WARPGROUP_ROWS, config.head_dim
-            )
-            valid = packed < b.packed_rows
-            pages.copy_chunk(shared + offset, address if valid else p.query, valid)
-
-    @cute.jit
-    def load_pages(self, p, b, tile: Int32, end: Int32, page_ids: cute.Tensor):
-        """Pages of a tile for the copies to come; nothing is read past the block's end."""
-        cached = b.cached if tile < end else Int32(0)
-        if cutlass.const_expr(self.config.box > 0):
-            if tile < b.full_end and tile >= b.full_begin:
-                # The copy engine takes a box from one page.
-                for i in cutlass.range_constexpr(self.config.boxes):
-                    column = tile * TILE_N + i * self.config.box
-                    page_ids[i] = pages.column_page(
-                        b.page_table, column, b.seen, cached, p.page_shift
-                    )
-            else:
-                self.load_column_pages(p, b, tile, cached, page_ids)
-        else:
-            self.load_column_pages(p, b, tile, cached, page_ids)
-
-    @cute.jit
-    def load_column_pages(self, p, b, tile: Int32, cached: Int32, page_ids: cute.Tensor):
-        """Pages of the columns that this thread copies."""
-        config = self.config
-        per_row = cutlass.const_expr(config.head_dim // pages.CHUNK)
-        for step in cutlass.range_constexpr(self.column_copies):
-            row, _ = pages.chunks_of(b.thread, step, config.threads, per_row)
-            column = tile * TILE_N + row
-            own = cached if row < TILE_N else Int32(0)
-            page_ids[step] = pages.column_page(b.page_table, column, b.seen, own, p.page_shift)
-
-    @cute.jit
-    def load_tile(
-        self, p, b, begin: Int32, tile: Int32, end: Int32, page_ids: cute.Tensor, copy_key,
-        copy_value, keys, values, s_key: cute.Tensor, s_value: cute.Tensor, barriers,
-    ):  # fmt: skip
-        """Starts the copies of a tile to its stage, none past the end, and closes their group."""
-        config = self.config
-        if tile < end:
-            stage = (tile - begin) % config.stages
-            if cutlass.const_expr(config.box > 0):
-                if tile < b.full_end and tile >= b.full_begin:
-                    if b.warp == 0:
-                        self.copy_full_tile(
-                            p, b, tile, stage, page_ids,
-                            copy_key, copy_value, keys, values, s_key, s_value, barriers,
-                        )  # fmt: skip
+            ring = (copy_key, copy_value, keys, values, key_boxes, value_boxes, barriers)
+            if cutlass.const_expr(config.specialised):
+                if b.warp == config.math_threads // 32:
+                    self.produce(p, b, begin, end, *ring)
                 else:
-                    if cutlass.const_expr(config.window):
-                        if tile < b.full_end and b.thread == 0:
-                            cute.arch.mbarrier_arrive(barriers + stage)
-                    self.copy_columns(p, b, tile, stage, page_ids)
+                    self.consume(
+                        p, b, begin, end, turn, part, parts, mma_scores, mma_output,
+                        s_query, s_key, s_value, s_words, s_parents, barriers,
+                    )  # fmt: skip
             else:
-                self.copy_columns(p, b, tile, stage, page_ids)
-        # A group a tile, empty ones too, so that the count of groups tells the tile.
-        cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def copy_full_tile(
-        self, p, b, tile: Int32, stage: Int32, page_ids: cute.Tensor, copy_key, copy_value,
-        keys, values,
-        # [box slots, band, boxes, bands, stages]
-        s_key: cute.Tensor, s_value: cute.Tensor, barriers,
-    ):  # fmt: skip
-        """One warp: K and V of a tile, a box of a page and a band at a time, by the copy engine."""
-        config = self.config
-        band = cutlass.const_expr(pages.band_columns(config.head_dim))
-        barrier = barriers + stage
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * config.tile_bytes)
-        for i in cutlass.range_constexpr(config.boxes):
-            inside = tile * TILE_N + i * config.box & ((Int32(1) << p.page_shift) - 1)
-            for atom, tensor, boxes in ((copy_key, keys, s_key), (copy_value, values, s_value)):
-                tiles = cute.local_tile(
-                    tensor[None, None, b.kv_head, page_ids[i]], (config.box, band), (None, None)
-                )
-                to_shared, from_global = cpasync.tma_partition(
-                    atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(boxes, 0, 2),
-                    cute.group_modes(tiles, 0, 2),
-                )
-                for j in cutlass.range_constexpr(config.head_dim // band):
-                    cute.copy(
-                        atom,
-                        from_global[None, inside // config.box, j],
-                        to_shared[None, i, j, stage],
-                        tma_bar_ptr=barrier,
-                    )
-
-    @cute.jit
-    def copy_columns(self, p, b, tile: Int32, stage: Int32, page_ids: cute.Tensor):
-        """All threads: K and V of a tile by 16-byte copies; zeros in columns of no row."""
-        config = self.config
-        per_row = cutlass.const_expr(config.head_dim // pages.CHUNK)
-        shared_key = b.shared_key + stage * config.tile_bytes
-        shared_value = b.shared_value + stage * config.tile_bytes
-        for step in cutlass.range_constexpr(self.column_copies):
-            row, chunk = pages.chunks_of(b.thread, step, config.threads, per_row)
-            if row < TILE_N:
-                column = tile * TILE_N + row
-                valid = column >= b.seen and column < b.cached
-                key = b.key + ELEMENT_BYTES * pages.page_element(
-                    page_ids[step], column, p.page_shift, p.key_block, p.key_slot
-                )
-                value = b.value + ELEMENT_BYTES * pages.page_element(
-                    page_ids[step], column, p.page_shift, p.value_block, p.value_slot
-                )
-                tail_row = column - b.tail
-                if p.dense == 1 and tail_row >= 0:
-                    valid = tail_row < b.rows
-                    inside = tail_row if valid else Int32(0)
-                    key = b.tail_key + ELEMENT_BYTES * (Int64(inside) * p.tail_key_row)
-                    value = b.tail_value + ELEMENT_BYTES * (Int64(inside) * p.tail_value_row)
-                offset = pages.chunk_offset(row, chunk, TILE_N, config.head_dim)
-                skip = chunk * pages.CHUNK_BYTES
-                pages.copy_chunk(shared_key + offset, key + skip, valid)
-                pages.copy_chunk(shared_value + offset, value + skip, valid)
-
-    @cute.jit
-    def build_masks(self, p, b, s_parents: cute.Tensor, s_words: cute.Tensor):
-        """Mask words of the block's tree rows, while its first tiles are on the way."""
-        config = self.config
-        if p.full == 0:
-            for i in cutlass.range(b.thread, b.rows, config.threads, unroll=1):
-                s_parents[i] = int32_at(p.parents, b.mask_start + i)
-        cute.arch.sync_threads()
-        first_row = b.first_packed // p.group
-        last_row = (cutlass.min(b.first_packed + config.tile_m, b.packed_rows) - 1) // p.group
-        for slot in cutlass.range(b.thread, last_row - first_row + 1, config.threads, unroll=1):
-            mask.write_words(s_parents, s_words, slot, first_row + slot, b.rows, p.full)
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def store(
-        self, p, b, scale_log2: Float32, turn: Int32, part: Int32, parts: Int32,
-        group_packed: Int32, in_group: Int32, output: cute.Tensor, row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-    ):  # fmt: skip
-        """The finished rows, or this block's part of them where the tree has several."""
-        flat = cute.make_tensor(output.iterator, cute.make_layout(cute.size(output)))
-        num_heads = p.num_kv_heads * p.group
-        for r in cutlass.range_constexpr(softmax.ROWS):
-            sum_ = softmax.quad_sum(row_sum[r])
-            packed = group_packed + softmax.row_of(in_group, r)
-            if packed < b.packed_rows:
-                tree_row = packed // p.group
-                head = b.kv_head * p.group + packed % p.group
-                # A row may attend no column of its part: it has sum 0 and adds nothing.
-                decay = Float32(1.0)
-                top = row_max[r] * scale_log2
-                if p.sinks != 0 and part == 0:
-                    sink = number_at(p.sinks, head, p.sink_kind) * LOG2_E
-                    highest = cute.arch.fmax(top, sink)
-                    reference = Float32(0.0) if highest == -Float32.inf else highest
-                    decay = cute.math.exp2(top - reference, fastmath=True)
-                    sum_ = sum_ * decay + cute.math.exp2(sink - reference, fastmath=True)
-                    top = reference
-                inverse = decay / sum_ if sum_ > 0.0 else Float32(0.0)
-                column = in_group % 4 * 2
-                if parts > 1:
-                    place = (Int64(turn) * p.part_rows + tree_row) * num_heads + head
-                    if in_group % 4 == 0:
-                        lse = -Float32.inf
-                        if sum_ > 0.0:
-                            lse = top + cute.math.log2(sum_, fastmath=True)
-                        global_array(Float32, p.part_lse + place * 4, 1)[0] = lse
-                    first = p.part_out + (place * self.config.head_dim + column) * 4
-                    self.store_row(flat, r, inverse, first, Float32)
-                else:
-                    element = (
-                        Int64(b.row_start + tree_row) * p.output_row
-                        + Int64(head) * p.output_head
-                        + column
-                    )
-                    first = p.output + element * ELEMENT_BYTES
-                    self.store_row(flat, r, inverse, first, self.dtype)
-
-    @cute.jit
-    def store_row(
-        self, flat: cute.Tensor, r: cutlass.Constexpr, inverse: Float32, first: Int64,
-        element: cutlass.Constexpr,
-    ):  # fmt: skip
-        """A thread's pairs of accumulator row r, 8 columns apart, scaled by `inverse`."""
-        for j in cutlass.range_constexpr(cute.size(flat) // 4):
-            pair = cute.make_rmem_tensor(cute.make_layout(2), element)
-            for c in cutlass.range_constexpr(2):
-                pair[c] = (flat[c + 2 * r + 4 * j] * inverse).to(element)
-            cute.autovec_copy(pair, global_array(element, first + 8 * j * element.width // 8, 2))
+                self.take_turns(
+                    p, b, begin, end, turn, part, parts, mma_scores, mma_output,
+                    s_query, s_key, s_value, s_words, s_parents, *ring,
+                )  # fmt: skip

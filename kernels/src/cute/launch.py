@@ -27,6 +27,7 @@ from .config import (
     MIN_SPLIT_TILES,
     MIN_UNEVEN_TILES,
     MOST_WAVES,
+    SPECIALISED_WARPGROUPS,
     TILE_N,
     WARPGROUP_CHOICES,
     WARPGROUP_ROWS,
@@ -131,14 +132,14 @@ class Bounds:
     tiles: int
 
     @classmethod
-    def of(cls, rows: int, context: int, group: int) -> Bounds:
+    def of(cls, rows: int, context: int, group: int, *, specialised: bool = False) -> Bounds:
         """
         Args:
             rows: most of a tree; rounded up to what the same blocks take.
             context: longest; its tiles are rounded up to a power of two.
             group: query heads of a KV head.
         """
-        tile_m = row_tile(rows * group)
+        tile_m = WARPGROUP_ROWS * warpgroups_for(rows * group, specialised=specialised)
         most = -(-rows * group // tile_m) * tile_m // group
         return cls(min(most, MAX_TREE_ROWS), 1 << (-(-(context + rows) // TILE_N)).bit_length())
 
@@ -148,10 +149,13 @@ def box_of(block_size: int) -> int:
     return max(box for box in BOXES if box <= block_size)
 
 
-def row_tile(packed: int) -> int:
-    """Packed rows of a block that takes trees of `packed`."""
+def warpgroups_for(packed: int, *, specialised: bool) -> int:
+    """Warpgroups of a block that takes trees of `packed` packed rows. What one can take waits for
+    memory, so that a producer beside it would gain nothing."""
     small, large = WARPGROUP_CHOICES
-    return WARPGROUP_ROWS * (small if packed <= small * WARPGROUP_ROWS else large)
+    if packed <= small * WARPGROUP_ROWS:
+        return small
+    return SPECIALISED_WARPGROUPS if specialised else large
 
 
 class Call:
@@ -171,6 +175,8 @@ class Call:
         splits: int | None = None,
         stages: int = 0,
         features: AttnFeatures = PLAIN,
+        *,
+        specialised: bool = False,
     ) -> None:
         """As `plan_launches`."""
         _, self.num_heads, self.head_dim = query.shape
@@ -185,20 +191,22 @@ class Call:
             assert tensor is None or _is_loadable(tensor, query.dtype), "dtype, stride or alignment"
         dense = tail_key is not None
         group = self.num_heads // self.num_kv_heads
-        self.bounds = Bounds.of(meta.max_rows, meta.max_context, group)
+        self.bounds = Bounds.of(meta.max_rows, meta.max_context, group, specialised=specialised)
         window = min(features.window, LONGEST_WINDOW)
         # A dense tail begins at a tile boundary, and a window within a tile: one tile more each.
         self.tiles = self.bounds.tiles + dense
         if window:
             self.tiles = min(self.tiles, -(-(window + self.bounds.rows) // TILE_N) + 1 + dense)
         packed = self.bounds.rows * group
+        warpgroups = warpgroups_for(packed, specialised=specialised)
         self.config = ForwardConfig(
             self.head_dim,
             dtype,
-            row_tile(packed) // WARPGROUP_ROWS,
+            warpgroups,
             box_of(block_size),
             stages,
             **feature_flags(features.kind),
+            specialised=specialised and warpgroups == SPECIALISED_WARPGROUPS,
         )
         self.merge = CombineConfig(self.head_dim, dtype)
         self.row_blocks = -(-packed // self.config.tile_m)
@@ -302,13 +310,15 @@ def call_key(
     splits: int | None,
     stages: int,
     features: AttnFeatures,
+    *,
+    specialised: bool,
 ) -> tuple:
     """What calls of one `Call` have in common."""
     group = query.shape[1] // key_cache.shape[2]
     return (
         query.dtype,
         query.device.index,
-        Bounds.of(meta.max_rows, meta.max_context, group),
+        Bounds.of(meta.max_rows, meta.max_context, group, specialised=specialised),
         *((t.data_ptr(), t.shape, t.stride()) for t in (key_cache, value_cache)),
         *(
             None if t is None else (t.shape[1:], t.stride())
@@ -319,6 +329,7 @@ def call_key(
         scale,
         splits,
         stages,
+        specialised,
         features.kind,
         *(
             None if t is None else (t.data_ptr(), t.dtype)
@@ -345,16 +356,19 @@ def plan_launches(
     splits: int | None = None,
     stages: int = 0,
     features: AttnFeatures = PLAIN,
+    *,
+    specialised: bool = False,
 ) -> list[Launch]:
     """The launches that answer a call, in order; see `cuda_contract`.
 
-    `splits` and `stages` override what would be chosen.
+    `splits` and `stages` override what would be chosen. `specialised` takes the scheme with a
+    producer for trees of more than one warpgroup.
     """
     if meta.num_trees == 0 or meta.max_rows == 0:
         return []
     call = Call(
         query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, multiprocessors,
-        splits, stages, features,
+        splits, stages, features, specialised=specialised,
     )  # fmt: skip
     values = call.fixed | call.step(query, output, meta, tail_key, tail_value, workspace)
     forward, *merge = call.grids(meta.num_trees)

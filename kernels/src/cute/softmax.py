@@ -112,11 +112,7 @@ def online_step(
     would be an eighth of all instructions.
     """
     for r in cutlass.range_constexpr(ROWS):
-        highest = row_max[r]
-        for j in cutlass.range_constexpr(cute.size(scores) // 4):
-            for c in cutlass.range_constexpr(2):
-                highest = cute.arch.fmax(highest, scores[c + 2 * r + 4 * j])
-        highest = quad_max(highest)
+        highest = _highest(scores, row_max, r)
         # True of a first column too: anything less -inf is inf. Not of an empty row: NaN.
         if (highest - row_max[r]) * scale_log2 > SLACK_LOG2:
             correction = cute.math.exp2((row_max[r] - highest) * scale_log2, fastmath=True)
@@ -126,17 +122,66 @@ def online_step(
                 for c in cutlass.range_constexpr(2):
                     index = cutlass.const_expr(c + 2 * r + 4 * j)
                     output[index] = output[index] * correction
-        # -inf less -inf is NaN, so an empty row is measured against 0.
-        reference = Float32(0.0) if row_max[r] == -Float32.inf else row_max[r]
-        shift = reference * scale_log2
-        total = row_sum[r]
-        for j in cutlass.range_constexpr(cute.size(scores) // 4):
-            for c in cutlass.range_constexpr(2):
-                index = cutlass.const_expr(c + 2 * r + 4 * j)
-                weight = cute.math.exp2(scores[index] * scale_log2 - shift, fastmath=True)
-                scores[index] = weight
-                total = total + weight
-        row_sum[r] = total
+        _weigh_row(scores, row_max, row_sum, r, scale_log2)
+
+
+@cute.jit
+def weigh(
+    scores: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    # [ROWS] becomes what the output is to be multiplied by, see `rescale`
+    decay: cute.Tensor,
+    scale_log2: Float32,
+):
+    """`online_step` while a product still adds to the output, which is left as it is."""
+    for r in cutlass.range_constexpr(ROWS):
+        highest = _highest(scores, row_max, r)
+        decay[r] = Float32(1.0)
+        if (highest - row_max[r]) * scale_log2 > SLACK_LOG2:
+            decay[r] = cute.math.exp2((row_max[r] - highest) * scale_log2, fastmath=True)
+            row_max[r] = highest
+            row_sum[r] = row_sum[r] * decay[r]
+        _weigh_row(scores, row_max, row_sum, r, scale_log2)
+
+
+@cute.jit
+def rescale(output: cute.Tensor, decay: cute.Tensor):
+    """The output's rows by what `weigh` left; nothing is done to a row that is to stay."""
+    for r in cutlass.range_constexpr(ROWS):
+        if decay[r] != 1.0:
+            for j in cutlass.range_constexpr(cute.size(output) // 4):
+                for c in cutlass.range_constexpr(2):
+                    index = cutlass.const_expr(c + 2 * r + 4 * j)
+                    output[index] = output[index] * decay[r]
+
+
+@cute.jit
+def _highest(scores: cute.Tensor, row_max: cute.Tensor, r: cutlass.Constexpr) -> Float32:
+    highest = row_max[r]
+    for j in cutlass.range_constexpr(cute.size(scores) // 4):
+        for c in cutlass.range_constexpr(2):
+            highest = cute.arch.fmax(highest, scores[c + 2 * r + 4 * j])
+    return quad_max(highest)
+
+
+@cute.jit
+def _weigh_row(
+    scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, r: cutlass.Constexpr,
+    scale_log2: Float32,
+):  # fmt: skip
+    """Scores of a thread's row r become weights, which enter its sum."""
+    # -inf less -inf is NaN, so an empty row is measured against 0.
+    reference = Float32(0.0) if row_max[r] == -Float32.inf else row_max[r]
+    shift = reference * scale_log2
+    total = row_sum[r]
+    for j in cutlass.range_constexpr(cute.size(scores) // 4):
+        for c in cutlass.range_constexpr(2):
+            index = cutlass.const_expr(c + 2 * r + 4 * j)
+            weight = cute.math.exp2(scores[index] * scale_log2 - shift, fastmath=True)
+            scores[index] = weight
+            total = total + weight
+    row_sum[r] = total
 
 
 @cute.jit

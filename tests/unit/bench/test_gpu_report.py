@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,27 @@ def test_steps_run_and_the_report_says_what_came_of_them(tmp_path: Path) -> None
     assert "no device" in page and "not measured" in page and "32768 tokens" in page
 
 
+def test_the_two_schemes_of_the_hopper_kernel_are_compared(tmp_path: Path) -> None:
+    def outcome(us: float, nodes: int) -> dict[str, Any]:
+        point = {"context": 32768, "batch": 1, "nodes": nodes, "of_copy": 0.5}
+        rows = [{**point, "kernel": "cute tree", "us": 100.0},
+                {**point, "kernel": "cute_ws tree", "us": us}]  # fmt: skip
+        record = {"status": "ok", "result": {"name": "gpu_kernels_page16", "rows": rows}}
+        report = full_report.report_of(KEY, {"times": record})
+        (line,) = (p for p in report["predictions"] if p["what"].startswith("cute_ws"))
+        return line
+
+    assert (outcome(89.0, 63)["holds"], outcome(95.0, 63)["holds"]) == (True, False)
+    assert outcome(89.0, 31)["holds"] is None, "it is about 63 nodes"
+    kernels = load_script("gpu/full_report").steps(
+        Namespace(out=Path("out"), device="cuda", model=None, head=None)
+    )
+    timed = next(step for step in kernels if step.result == "gpu_kernels_page16")
+    assert "cute_ws" in timed.command[timed.command.index("--kernels") + 1].split(",")
+    grid = load_script("../bench/gpu/kernels").grid(quick=False)
+    assert (32768, 1, 63) in grid[:20]
+
+
 def test_what_ended_well_is_not_run_again(tmp_path: Path) -> None:
     def todo(tree_us: float, ends: int) -> list[Any]:
         rows = rows_of_kernels(tree_us)
@@ -106,8 +128,6 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_all_steps_take_at_most_fifteen_minutes() -> None:
-    from argparse import Namespace
-
     args = Namespace(out=Path("out"), device="cuda", model="some/model", head="some/head")
     todo = full_report.steps(args)
     assert sum(step.limit_s for step in todo) <= 900
@@ -115,3 +135,22 @@ def test_all_steps_take_at_most_fifteen_minutes() -> None:
     for step in todo[1:]:
         assert Path(step.command[1]).is_file(), step
     assert "some/head" in todo[-1].command
+
+
+def test_flash_attention_is_checked_on_trees_that_it_reads() -> None:
+    """Trees that lie apart, dense tails and places without a tree are left to Triton, whole."""
+    import torch
+
+    check = load_script("gpu/check")
+    cpu = torch.device("cpu")
+    checks = check.KernelChecks("flash", None, cpu)
+    spec = check.ProblemSpec(((33, 9), (0, 2)), num_heads=2, num_kv_heads=1, head_dim=64)
+    problem = check.Problem(checks.suited(spec), cpu)
+    assert problem.meta.query_starts.tolist() == [0, 10, 13] and len(problem.query) == 13
+    assert checks.unsupported(spec) is None
+    assert checks.unsupported(spec.replace(dense=True)) and checks.unsupported(
+        spec.replace(places=2)
+    )
+    apart = check.Problem(check.KernelChecks("triton", None, cpu).suited(spec), cpu)
+    assert apart.meta.query_starts is None and len(apart.query) == 16
+    assert "float32" in check.unsupported("cute", spec.replace(dtype=torch.float32), cpu)

@@ -250,6 +250,17 @@ def test_cuda_takes_the_runner_that_vllm_takes(
     assert not warnings
 
 
+def test_trees_fill_the_row_tiles_of_the_device(target: Path, request: Any) -> None:
+    """16 rows with the root on CUDA; a depth or a number that is asked for stays."""
+    asked = {"method": "ngram_tree"}
+    assert start(target, spec=asked).speculative_config.num_speculative_tokens == 16
+    request.getfixturevalue("on_cuda")
+    assert start(target, spec=asked).speculative_config.num_speculative_tokens == 15
+    for given, expected in (({"tree_depth": 20}, 20), ({"num_speculative_tokens": 16}, 16)):
+        config = start(target, spec=asked | given)
+        assert config.speculative_config.num_speculative_tokens == expected
+
+
 @pytest.mark.usefixtures("on_cuda")
 def test_8_bit_caches_take_v2_on_cuda(target: Path, warnings: list[str]) -> None:
     config = start(target, kv_cache_dtype="fp8")

@@ -59,6 +59,43 @@ def backend() -> CudaTreeBackend:
     return backend
 
 
+class PendingCopies:
+    """In place of the event behind copies from pinned memory: notices memory that is rewritten
+    before anyone has waited."""
+
+    def __init__(self, buffers: TreeBuffers) -> None:
+        self.buffers = buffers
+        self.read: list[torch.Tensor] = []
+        self.waits = 0
+
+    def _memory(self) -> list[torch.Tensor]:
+        return [self.buffers.plan_host.clone(), self.buffers.parents_host.clone()]
+
+    def record(self) -> None:
+        self.read = self._memory()
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        for then, now in zip(self.read, self._memory(), strict=False):
+            assert torch.equal(then, now), "rewritten while it was copied"
+        self.read = []
+
+
+def test_pinned_memory_is_not_rewritten_while_it_is_copied() -> None:
+    buffers = TreeBuffers(LIMITS, CPU)
+    assert buffers.sent is None, "memory of the host is copied at once"
+    buffers.sent = pending = PendingCopies(buffers)
+    for rows in (3, 2):
+        chain = np.arange(-1, rows - 1, dtype=np.int32)
+        buffers.fill([0], [0], [7], [chain], TABLE)
+        assert pending.read, "nobody is told when the copies are done"
+    assert pending.waits == 2
+    # The control: whoever writes there without waiting is noticed.
+    buffers.parents_host[0] = 9
+    with pytest.raises(AssertionError, match="rewritten"):
+        buffers.fill([0], [0], [7], [chain], TABLE)
+
+
 def test_fill_lays_trees_one_after_the_other():
     buffers = TreeBuffers(LIMITS, CPU)
     parents = [np.array([-1, 0, 0], np.int32), np.array([-1, 0, 1, 2, 0], np.int32)]

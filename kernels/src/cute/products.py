@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two products of a warpgroup, S = Q K^T and O = O + P V: operands, accumulators, starting."""
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from .config import TILE_N, WARPGROUP_ROWS, ForwardConfig
+
+
+class Fragments:
+    """Operands in shared memory, and what a thread holds in registers.
+
+    Attributes:
+        query: [..., steps, warpgroups]
+        key, value: [..., steps, stages]
+        scores, output: accumulators in float32, `flat_scores` and `flat_output` their elements.
+        weights: P in 16 bits, the first operand of the second product.
+    """
+
+    def __init__(
+        self,
+        config: ForwardConfig,
+        dtype,
+        mma_scores: cute.TiledMma,
+        mma_output: cute.TiledMma,
+        s_query: cute.Tensor,
+        s_key: cute.Tensor,
+        s_value: cute.Tensor,
+    ) -> None:
+        self.scores_op, self.output_op = mma_scores.op, mma_output.op
+        of_scores, of_output = mma_scores.get_slice(0), mma_output.get_slice(0)
+        self.query = mma_scores.make_fragment_A(of_scores.partition_A(s_query))
+        self.key = mma_scores.make_fragment_B(of_scores.partition_B(s_key))
+        self.value = mma_output.make_fragment_B(of_output.partition_B(s_value))
+        self.scores = of_scores.make_fragment_C(
+            of_scores.partition_shape_C((WARPGROUP_ROWS, TILE_N))
+        )
+        self.weights = cute.make_rmem_tensor(
+            of_output.partition_shape_A((WARPGROUP_ROWS, TILE_N)), dtype
+        )
+        self.output = of_output.make_fragment_C(
+            of_output.partition_shape_C((WARPGROUP_ROWS, config.head_dim))
+        )
+        self.flat_scores = _flat(self.scores)
+        self.flat_output = _flat(self.output)
+
+
+# Functions, not methods: what a method of is called within a loop of the kernel, the loop carries.
+
+
+def start_scores(own: Fragments, group, stage) -> None:
+    """S = Q K^T of the tile in `stage`, as a group of its own."""
+    # An atom of its own: one that was set within a loop of the kernel is not to be used behind it.
+    atom = cute.make_mma_atom(own.scores_op)
+    for step in range(cute.size(own.query, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, step > 0)
+        query, key = own.query[None, None, step, group], own.key[None, None, step, stage]
+        cute.gemm(atom, own.scores, query, key, own.scores)
+    warpgroup.commit_group()
+
+
+def keep_weights(own: Fragments) -> None:
+    """P becomes what the scores are now."""
+    _flat(own.weights).store(own.flat_scores.load().to(own.weights.element_type))
+
+
+def pin_weights(own: Fragments) -> None:
+    """`keep_weights` here and now.
+
+    The compiler would round scores to weights just before the product that takes them, which is
+    after one that has started already, and the assembler then runs products one by one.
+    """
+    words = cute.recast_tensor(_flat(own.weights), Int32)
+    kind = {BFloat16: "bf16x2", Float16: "f16x2"}[own.weights.element_type]
+    for i in range(cute.size(words)):
+        words[i] = cute.arch.inline_ptx(
+            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Int32],
+            read_only_args=[own.flat_scores[2 * i + 1], own.flat_scores[2 * i]],
+        )
+
+
+def start_output(own: Fragments, stage) -> None:
+    """O = O + P V of the tile in `stage`, as a group of its own."""
+    atom = cute.make_mma_atom(own.output_op)
+    atom.set(warpgroup.Field.ACCUMULATE, True)
+    for step in range(cute.size(own.weights, mode=[2])):
+        weights, value = own.weights[None, None, step], own.value[None, None, step, stage]
+        cute.gemm(atom, own.output, weights, value, own.output)
+    warpgroup.commit_group()
+
+
+def _flat(tensor: cute.Tensor) -> cute.Tensor:
+    return cute.make_tensor(tensor.iterator, cute.make_layout(cute.size(tensor)))

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CuTe kernel's scheme with a producer, its own PTX stepped on the CPU: a warp that loads, and
+warpgroups that run apart as far as the barriers of the stages let them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from tests.kernels import cute_machine
+from tests.kernels.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
+from vllm_specplug.kernels import AttnFeatures
+from vllm_specplug.kernels.cute.config import LAG, ForwardConfig
+from vllm_specplug.kernels.cute.launch import warpgroups_for
+
+TIMINGS = pytest.mark.parametrize("timing", [LATE, EARLY])
+
+
+@variant(64)
+@TIMINGS
+@pytest.mark.parametrize("page", [16, 64, 128])
+def test_the_ring_turns(page, timing):
+    trees = MachineTrees([(64 * 11 + 5, 15)], dtype=BF16, head_dim=64, group=8, page=page)
+    counts = trees.check(timing=timing, specialised=True)
+    # 12 tiles of two warpgroups in four steps each, of which the last is masked
+    assert ran(counts, "wgmma.mma_async") == 12 * 2 * (4 + 4)
+    assert ran(counts, "cp.async.bulk.tensor") == 11 * 2 * (1 if page >= 64 else 4)
+    # Each warpgroup releases all tiles but the last; the producer tells of the masked one.
+    assert ran(counts, "mbarrier.arrive.shared") == 11 * 2 + 1
+    # No barrier of a tile: masks, and the query.
+    assert ran(counts, "bar.sync") <= 2 * 4 + 1
+
+
+@variant(128)
+@TIMINGS
+def test_shapes_of_an_8b_model(timing):
+    specs = [(64 * 6 + 9, 31), (20, 63)]
+    MachineTrees(specs, dtype=BF16, head_dim=128).check(timing=timing, specialised=True)
+
+
+@variant(96)
+@pytest.mark.parametrize("page", [16, 64])
+def test_head_size_of_narrower_bands(page):
+    trees = MachineTrees([(470, 33), (0, 40)], dtype=FP16, head_dim=96, group=3, page=page)
+    trees.check(timing=EARLY, specialised=True)
+
+
+@variant(64)
+@TIMINGS
+def test_context_lengths_around_tile_and_page_edges(timing):
+    contexts = (0, 1, 15, 16, 17, 63, 64, 65, 130)
+    trees = MachineTrees([(c, 8) for c in contexts], dtype=BF16, head_dim=64, group=8)
+    trees.check(timing=timing, specialised=True)
+
+
+@variant(64)
+@pytest.mark.parametrize("nodes", [64, 127, 128, 256])
+def test_the_last_block_may_have_a_warpgroup_less(nodes):
+    """That one waits for nobody, and nobody for it."""
+    trees = MachineTrees([(70, nodes)], dtype=FP16, head_dim=64, group=1)
+    trees.check(timing=EARLY, specialised=True)
+
+
+@variant(64)
+@pytest.mark.parametrize("mask", ["tree", "causal", "full"])
+def test_dense_tails_of_more_tiles_than_the_producer_lags(mask):
+    specs = [(0, 15), (40, 64 * (LAG + 1)), (64, 90)]
+    trees = MachineTrees(specs, dtype=BF16, head_dim=64, group=1, dense=True, mask=mask)
+    trees.check(timing=EARLY, specialised=True)
+
+
+@variant(64)
+@pytest.mark.parametrize("timing", [pytest.param(LATE, marks=pytest.mark.full), EARLY])
+def test_parts_of_skewed_batches(timing):
+    """What is long is cut, what is short is not; scaled down, the whole is below."""
+    specs = [(64 * 34 + 3, 8), *[(60 + n, 8) for n in range(3)]]
+    trees = MachineTrees(specs, dtype=BF16, head_dim=64, group=10)
+    counts = trees.check(splits=None, timing=timing, specialised=True)
+    assert ran(counts, "ex2.approx") and ran(counts, "lg2.approx"), "nothing was merged"
+
+
+@variant(64)
+@pytest.mark.full
+@pytest.mark.parametrize("specialised", [False, True])
+def test_31_contexts_of_1k_beside_one_of_100k(specialised):
+    specs = [(100_000, 8), *[(1000 + n, 8) for n in range(31)]]
+    trees = MachineTrees(specs, dtype=BF16, head_dim=64, group=10)
+    trees.check(splits=None, timing=EARLY, specialised=specialised)
+
+
+@variant(64)
+@pytest.mark.parametrize(
+    "features",
+    [
+        pytest.param(AttnFeatures(window=200), id="window"),
+        pytest.param(
+            AttnFeatures(
+                window=90, soft_cap=1.5, sinks=torch.randn(8), alibi_slopes=torch.rand(8) / 10
+            ),
+            id="all",
+        ),
+    ],
+)
+@TIMINGS
+def test_features(features, timing):
+    """A window begins within a tile, which comes by small copies before those of the engine."""
+    specs = [(64 * 9 + 30, 15), (39, 9)]
+    trees = MachineTrees(specs, dtype=FP16, head_dim=64, group=8, features=features)
+    trees.check(timing=timing, specialised=True)
+
+
+@variant(64)
+def test_scores_that_outgrow_their_reference_rescale_what_is_under_way():
+    trees = MachineTrees([(500, 20)], dtype=FP16, head_dim=64, group=4)
+    trees.query *= 30
+    trees.check(timing=EARLY, specialised=True)
+
+
+@variant(64)
+def test_small_trees_are_served_as_ever():
+    trees = MachineTrees([(100, 7)], dtype=BF16, head_dim=64, group=8)
+    assert not ran(trees.check(specialised=True), "bar.sync \t1")
+    assert [warpgroups_for(n, specialised=True) for n in (64, 65, 256, 1024)] == [1, 2, 2, 2]
+    assert [warpgroups_for(n, specialised=False) for n in (64, 65, 256, 1024)] == [1, 3, 3, 3]
+
+
+def test_too_few_stages_are_refused():
+    with pytest.raises(AssertionError):
+        ForwardConfig(64, "bfloat16", 2, 16, LAG + 1, specialised=True)
+
+
+def nth(pattern: str, number: int):
+    """Takes one of an instruction's places out, counted from the first."""
+
+    def damage(ptx: str) -> str:
+        places = list(re.finditer(pattern, ptx))
+        assert len(places) > number, f"{pattern} is there {len(places)} times"
+        at = places[number]
+        return ptx[: at.start()] + ptx[at.end() :]
+
+    return damage
+
+
+WAIT = r"mbarrier\.try_wait[^}]*LAB_WAIT;"
+ORDER = "without a barrier"
+# (what is taken out, timing, what is said); places in the order of the code: the producer's first.
+DAMAGE = [
+    pytest.param(nth(WAIT, 0), EARLY, ORDER, id="the producer waits for no release"),
+    pytest.param(nth(WAIT, 0), LATE, ORDER, id="nor late"),
+    pytest.param(nth(WAIT, 1), LATE, ORDER, id="no wait for the first tile"),
+    pytest.param(nth(WAIT, 2), LATE, ORDER, id="no wait for a tile"),
+    pytest.param(nth(r"fence\.proxy\.async[^;]*;", 0), LATE, "fence", id="masked tile unfenced"),
+    pytest.param(nth(r"fence\.proxy\.async[^;]*;", 1), LATE, "fence", id="query unfenced"),
+    pytest.param(nth(r"cp\.async\.wait_group\s+2;", 0), LATE, ORDER, id="masked tile not awaited"),
+    pytest.param(nth(r"cp\.async\.wait_group\s+0;", 0), LATE, ORDER, id="query not awaited"),
+    pytest.param(nth(r"bar\.sync\s+1, 256;", 2), LATE, ORDER, id="query not shown to others"),
+    pytest.param(nth(r"bar\.sync\s+1, 256;", 0), LATE, ORDER, id="parents not shown to others"),
+    pytest.param(
+        nth(r"wgmma\.wait_group\.sync\.aligned\s+0;", 1), EARLY, ORDER, id="released too early"
+    ),
+    pytest.param(
+        nth(r"wgmma\.wait_group\.sync\.aligned\s+1;", 0), EARLY, "off by|nan|NaN|slot",
+        id="scores not awaited",
+    ),
+    pytest.param(
+        nth(r"mbarrier\.arrive\.shared\.b64[^;]*;", 1), EARLY, "deadlock", id="never released"
+    ),
+]  # fmt: skip
+
+
+@variant(64)
+@pytest.mark.parametrize(("damage", "timing", "said"), DAMAGE)
+def test_missing_synchronisation_is_found(damage, timing, said, monkeypatch):
+    def damaged(config):
+        kernel = intact(config)
+        return replace(kernel, ptx=damage(kernel.ptx))
+
+    intact = cute_machine.compiled
+    trees = MachineTrees([(64 * 11 + 5, 40)], dtype=BF16, head_dim=64, group=4)
+    trees.check(timing=timing, specialised=True)
+    monkeypatch.setattr(cute_machine, "compiled", damaged)
+    with pytest.raises((AssertionError, RuntimeError), match=said):
+        trees.check(timing=timing, specialised=True)
