@@ -259,7 +259,8 @@ class CudaKernels:
     def make_workspace(self) -> torch.Tensor:
         """As many bytes as the target's attention takes for a moment in one layer: parts of a split
         context, or another kernel's output over the context of all rows with its log-sum-exp."""
-        from vllm_specplug.kernels.tree_attn_triton import MAX_HEAD_DIM, most_workspace_bytes
+        from vllm_specplug.kernels.tree_attn_flash import MAX_HEAD_DIM
+        from vllm_specplug.kernels.tree_attn_triton import most_workspace_bytes
 
         outputs = self.limits.num_rows * self.num_heads * (2 * MAX_HEAD_DIM + 4)
         size = max(most_workspace_bytes(self.device), outputs)
