@@ -177,14 +177,6 @@ def _tree_products_kernel(
     tl.store(entering + row * heads + head, product, mask=valid)
 
 
-@triton.jit
-def _contained(u):
-    """`u` [N, V] with 0 for what is not finite, and which rows had any. Their factors are to be NaN
-    in the products of rows that continue them, and are 0 in those of all others."""
-    is_bad = (tl.abs(u) < float("inf")) == 0
-    return tl.where(is_bad, 0.0, u), tl.max(is_bad.to(tl.int32), 1) > 0
-
-
 @triton.jit(do_not_specialize=["num_rows", "width"])
 def _tree_solve_kernel(
     # [M, Hk, K] float32
@@ -280,19 +272,14 @@ def _tree_solve_kernel(
                 mask=is_row[:, None] & is_before[None, :],
                 other=0.0,
             )
-            # Selected, not multiplied: rows of other branches may hold NaN.
-            is_above = weights != 0.0
-            products_k = tl.where(is_above, products_k * weights, 0.0)
-            products_q = tl.where(is_above, products_q * weights, 0.0)
+            products_k *= weights
+            products_q *= weights
             if other < block:
                 known = tl.load(
                     updates + (before * heads + head)[:, None] * VALUE_SIZE + column[None, :],
                     mask=is_before[:, None] & is_column[None, :],
                     other=0.0,
                 )
-                known, is_bad = _contained(known)
-                products_k = tl.where(is_above & is_bad[None, :], float("nan"), products_k)
-                products_q = tl.where(is_above & is_bad[None, :], float("nan"), products_q)
                 u -= tl.dot(products_k, known, input_precision="ieee")
                 out = tl.dot(products_q, known, out, input_precision="ieee")
             else:
@@ -303,12 +290,9 @@ def _tree_solve_kernel(
                     coefficients = tl.sum(
                         tl.where((step[:, None] == i) & (step[None, :] < i), products_k, 0.0), 0
                     )
-                    used = coefficients[:, None] != 0.0
-                    known_sum = tl.sum(tl.where(used, coefficients[:, None] * u, 0.0), 0)
+                    known_sum = tl.sum(coefficients[:, None] * u, 0)
                     u = tl.where(step[:, None] == i, u - known_sum[None, :], u)
-                own_u, is_bad = _contained(u)
-                products_q = tl.where(is_above & is_bad[None, :], float("nan"), products_q)
-                out = tl.dot(products_q, own_u, out, input_precision="ieee")
+                out = tl.dot(products_q, u, out, input_precision="ieee")
         tl.store(updates + at_value, u, mask=own)
         tl.store(output + at_value, scale * out, mask=own)
         # Other threads of the program read these in its next blocks.

@@ -20,7 +20,6 @@ from tests.kernels.delta_trees import (
     branch,
     bush,
     chain,
-    check_spoilt,
     error,
     make_layer,
     make_trees,
@@ -248,10 +247,3 @@ def test_what_the_rule_takes_of_the_rows(dtype: torch.dtype) -> None:
     for i, (found, wanted) in enumerate(zip(actual, expected, strict=True)):
         assert found.dtype == (dtype if i == 2 else torch.float32) and found.is_contiguous()
         assert error(found, wanted) < 2e-6, i
-
-
-@pytest.mark.parametrize("spoilt", [3, 19])
-def test_what_is_not_finite_reaches_those_who_continue_it(spoilt: int) -> None:
-    """Behind it lie rows of its own block and of later ones."""
-    trees = make_trees(bush, [40, 20])
-    check_spoilt(run, make_layer(trees, 1, 2, 20, 16).to(torch.float32), trees, spoilt)
