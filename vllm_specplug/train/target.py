@@ -5,6 +5,7 @@ embedding, LM head, decoder layers and their norms, found by what they are and n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,38 @@ class TargetWeights:
         """The whole target, in its own dtype, on the CPU; not kept."""
         return load_target(self.folder)
 
+    @cached_property
+    def _decoder(self) -> Decoder:
+        return decoder_of(self.load())
+
+    def get(self, name: str) -> torch.Tensor:
+        """A decoder tensor by a Llama's name ("model.layers.0.mlp.up_proj.weight"); of norms, what
+        they multiply by.
+
+        Raises:
+            ValueError: where the target has no such tensor.
+        """
+        path = name.removeprefix("model.").rpartition(".")
+        try:
+            if path[0] == "norm":
+                return norm_gains(self._decoder.final_norm)
+            index, _, inner = path[0].removeprefix("layers.").partition(".")
+            part = self._decoder.layers[int(index)].get_submodule(inner)
+            weight = getattr(part, path[2])
+        except (AttributeError, ValueError, IndexError) as error:
+            raise ValueError(
+                f"target {str(self.folder)!r} has no tensor {name!r}, legal: layers with a Llama's "
+                "attention and MLP; start from a head with --init-from instead"
+            ) from error
+        return norm_gains(part) if weight.dim() == 1 and path[2] == "weight" else weight.detach()
+
     def tables(self) -> TargetTables:
         """The frozen tables of the draft head.
 
         Raises:
             ValueError: for a target without an embedding, an LM head or a list of layers.
         """
-        model = self.load()
+        model: Any = self.load()
         embed, head = model.get_input_embeddings(), model.get_output_embeddings()
         hidden = self.config["hidden_size"]
         for name, part in (("an embedding", embed), ("an LM head", head)):
@@ -115,7 +141,7 @@ def load_target(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Mod
             "AutoModelForCausalLM or AutoModelForImageTextToText; heads cannot be trained for it"
         )
     model = known[0].from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 def decoder_of(model: nn.Module) -> Decoder:
