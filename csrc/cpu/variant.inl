@@ -49,13 +49,14 @@ INLINE VecF exp2_fraction(VecF x) {
   return p * x + 1.0000001192092896f;
 }
 
-// 2^x for x <= ~100; exactly 0 for -inf.
+// 2^x for x <= ~100; exactly 0 for -inf, NaN for NaN.
 template <bool COARSE = BF16_DOT>
 INLINE VecF exp2_vec(VecF x) {
 #if VEC_WORDS == 16
-  // Scaling into the denormal range costs a microcode assist a vector, so such lanes are masked.
+  // Scaling into the denormal range costs a microcode assist a vector, so such lanes are masked;
+  // NaN is not, as whoever attends it is NaN.
   const __m512 at = reinterpret_cast<__m512>(x);
-  const __mmask16 normal = _mm512_cmp_ps_mask(at, _mm512_set1_ps(-125.0f), _CMP_GE_OQ);
+  const __mmask16 normal = _mm512_cmp_ps_mask(at, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
   const __m512 whole = _mm512_maskz_roundscale_ps(normal, at, 8);
   const VecF p = exp2_fraction<COARSE>(reinterpret_cast<VecF>(_mm512_sub_ps(at, whole)));
   return reinterpret_cast<VecF>(_mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), whole));
@@ -478,7 +479,8 @@ void combine(const Partial* parts, int num_parts, int rows, int head_size,
     for (int d = 0; d < head_size; ++d) sum[d] = 0.0f;
     for (int i = 0; i < num_parts; ++i) {
       const float weight = exp2_scalar(parts[i].m[r] - m);
-      if (weight == 0.0f) continue;
+      // A sum of NaN is a row's that attends NaN: it counts, whatever its reference.
+      if (weight == 0.0f && parts[i].l[r] == parts[i].l[r]) continue;
       l += weight * parts[i].l[r];
       const float* o = parts[i].o + static_cast<int64_t>(r) * head_size;
       for (int d = 0; d < head_size; ++d) sum[d] += weight * o[d];

@@ -36,7 +36,7 @@ _CUTE = ("cute", "cute_ws")
 TIME_LIMIT_S = 5.0
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_TRITON_CAPABILITY = (8, 0)
-_MAX_TRITON_HEAD_DIM = 256
+_MAX_TRITON_HEAD_DIM = 512
 # The first whose Triton knows e4m3.
 _MIN_FP8_CAPABILITY = (8, 9)
 FP8 = torch.float8_e4m3fn

@@ -208,9 +208,16 @@ def tree_delta_rule_reference(
         within, entering = _products(decays[at], parents)
         state = states[slot].to(value.dtype)
         system = b * within * (k @ k.mT)
-        right = b * (v - entering[:, :, None] * (k @ state))
-        u = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
-        o = entering[:, :, None] * (q @ state) + (within * (q @ k.mT)) @ u
+        u = b * (v - entering[:, :, None] * (k @ state))
+        weights = within * (q @ k.mT)
+        o = entering[:, :, None] * (q @ state)
+        # Along each path: whatever a row of another branch holds, NaN too, is not read.
+        paths: list[list[int]] = []
+        for i, parent in enumerate(parents.tolist()):
+            above = paths[parent] if parent >= 0 else []
+            paths.append([*above, i])
+            u[:, i] -= (system[:, i, None, above] @ u[:, above])[:, 0]
+            o[:, i] += (weights[:, i, None, paths[i]] @ u[:, paths[i]])[:, 0]
         output[at], updates[at] = (scale * o).transpose(0, 1), u.transpose(0, 1)
     return output, updates
 

@@ -27,12 +27,14 @@ import torch
 
 from .cuda_contract import PLAN_CONTEXT
 from .features import PLAIN, AttnFeatures, FeatureKind
-from .tree_attn_triton import MAX_HEAD_DIM, tree_attn_triton
+from .tree_attn_triton import tree_attn_triton
 
 if TYPE_CHECKING:
     from .metadata import TreeAttnMetadata
 
 _DTYPES = (torch.bfloat16, torch.float16)
+# FlashAttention's.
+MAX_HEAD_DIM = 256
 
 
 def unsupported_reason(head_dim: int, dtype: torch.dtype, block_size: int) -> str | None:

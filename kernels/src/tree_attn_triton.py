@@ -34,7 +34,7 @@ _LONGEST_WINDOW = 2**30
 MIN_SPLIT = 256
 MAX_SPLITS = 64
 _MAX_BLOCK_M = 128
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,9 @@ class TreeAttnConfig:
         """Tiles for `packed_rows` rows x heads of the largest tree on a device of compute
         capability `major` whose blocks may take `shared_memory` bytes; with `dense` tails, for a
         layer of `kind`."""
+        if head_dim > 256:
+            # Sixteen rows of outputs are what registers hold; more rows, or a single stage, spill.
+            return cls(16, 16, 8, 2 if itemsize < 4 else 1)
         # Few sizes: each is a compilation.
         block_m = 16 if packed_rows <= 16 else 64 if packed_rows <= 64 or itemsize == 4 else 128
         block_n = 64 if itemsize < 4 else 32
@@ -122,7 +125,8 @@ def most_workspace_bytes(device: torch.device) -> int:
     fewer than would make four.
     """
     programs = 4 * _device_limits(device)[0]
-    row = MAX_HEAD_DIM * 4 + 4
+    # Tiles of a wider head have fewer rows, and fewer numbers in all.
+    row = 256 * 4 + 4
     return programs * _MAX_BLOCK_M * row
 
 

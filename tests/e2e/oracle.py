@@ -35,6 +35,9 @@ class OracleDrafter(Drafter):
     decoys_from_answer: ClassVar[bool] = False
     """Whether decoys are tokens of the answer at other depths, which are often likely ones."""
 
+    decoy: ClassVar[int | None] = None
+    """What is drafted wherever a wrong token is; any, if None."""
+
     def load(self, target: TargetWeights) -> None:
         self.vocab_size = int(target.text_config.vocab_size)  # type: ignore[attr-defined]
 
@@ -62,18 +65,22 @@ class OracleDrafter(Drafter):
             parent = -1
             for token in sequence[len(tokens) : len(tokens) + rng.randint(1, depth)]:
                 if width > 1 and rng.random() < 0.6:
-                    decoy = rng.randrange(self.vocab_size)
+                    decoy = self._wrong(rng)
                     if self.decoys_from_answer:
                         decoy = rng.choice(sequence[len(tokens) - 1 : len(tokens) + depth])
                     nodes.add(parent, decoy)
                 if rng.random() < 0.1:
-                    token = rng.randrange(self.vocab_size)
+                    token = self._wrong(rng)
                 parent = nodes.add(parent, token)
                 if parent is None:
                     break
         if not nodes.tokens:
-            nodes.add(-1, rng.randrange(self.vocab_size))
+            nodes.add(-1, self._wrong(rng))
         return nodes.tree()
+
+    def _wrong(self, rng: random.Random) -> int:
+        drawn = rng.randrange(self.vocab_size)
+        return drawn if self.decoy is None else self.decoy
 
 
 class _Nodes:

@@ -32,13 +32,22 @@ _CORPUS = (
 
 
 def make_other_target(
-    folder: Path, family: str, vocab_size: int, *, seed: int = 0, sharp: float = 1.0, **sizes: Any
+    folder: Path,
+    family: str,
+    vocab_size: int,
+    *,
+    seed: int = 0,
+    sharp: float = 1.0,
+    pads: bool = True,
+    **sizes: Any,
 ) -> Path:
     """A random float32 target of another family of transformers, e.g. "GPT2"; peaked likewise.
 
     Args:
         sharp: factor for queries and keys: scores far apart, so that what attention does to them
             shows in the output. Sinks are then of the scores' size, too.
+        pads: whether the padding token has an embedding. transformers' own is zeros, by whose size
+            Gemma 3n divides.
     """
     import transformers
 
@@ -57,8 +66,7 @@ def make_other_target(
             if name.endswith("sinks"):
                 parameter.normal_(std=2.0)
         for module in model.modules():
-            # Zeros at the padding token: Gemma 3n divides by an embedding's size.
-            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+            if pads and isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
                 module.weight[module.padding_idx].normal_(std=module.weight.std().item())
     model.save_pretrained(folder)
     return folder

@@ -8,7 +8,6 @@ All families learn the same texts, and all heads are made by the trainers that u
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from vllm_specplug.methods.eagle3_tree.train.run import Eagle3Run, train_eagle3
 from vllm_specplug.methods.eagle3_tree.train.trainer import Eagle3Recipe
 from vllm_specplug.train.features import TokenSequence, write_shard
 from vllm_specplug.train.loop import LoopOptions
+from vllm_specplug.train.target import TargetWeights
 
 # The first word, and the one behind the last. Markers of languages are before, and before those
 # what tokenizers and images need.
@@ -69,6 +69,14 @@ def _of(name: str, **fields: Any) -> Callable[[], Any]:
     return make
 
 
+def _learned(name: str, **sizes: Any) -> Any:
+    """Of a family with learned positions, biases and field names of its own."""
+    import transformers
+
+    tokens = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    return getattr(transformers, f"{name}Config")(**tokens, **sizes)
+
+
 # transformers' config of each family.
 FAMILIES: dict[str, Callable[[], Any]] = {
     "Llama": _of("Llama"),
@@ -81,6 +89,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
                      shared_expert_intermediate_size=64),
     "Qwen3_5": _of("Qwen3_5Text", **_STATES),
     "DeepseekV2": lambda: latent_config("DeepseekV2", vocab_size=VOCAB, num_hidden_layers=4),
+    "Mixtral": _of("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "GPT2": lambda: _learned("GPT2", n_embd=64, n_head=2, n_layer=4, n_positions=256, n_inner=128),
+    "OPT": lambda: _learned(
+        "OPT", hidden_size=64, ffn_dim=128, num_attention_heads=2, num_hidden_layers=4,
+        max_position_embeddings=256, word_embed_proj_dim=64, dropout=0.0,
+    ),
     "Bloom": _of("Bloom", n_head=2, n_layer=4, tie_word_embeddings=True),
     "Qwen2_5_VL": lambda: vision_config("Qwen2_5_VL", num_hidden_layers=4),
 }  # fmt: skip
@@ -139,7 +153,7 @@ def _fixed(seed: int) -> torch.Generator:
 
 
 def _train_target(folder: Path, config: Any) -> None:
-    """The target, its features, and what trainers read of it."""
+    """The target and its features."""
     import transformers
 
     torch.manual_seed(0)
@@ -156,32 +170,12 @@ def _train_target(folder: Path, config: Any) -> None:
         optimizer.step()
     print(f"{type(model).__name__}: loss {loss.item():.3f}")
     model.eval().save_pretrained(folder / "target")
-    body = model
     if has_tower:
         assert make_tokenizer(folder / "target") <= config.get_text_config().vocab_size
-        body = model.model.language_model
-    elif not hasattr(model, "model"):
-        body = model.base_model
-        body.layers = body.h
-    _save_tables(folder / "tables", model)
     for part, seed in (("train", 2), ("held", 3)):
         sequences = [TokenSequence(row.numpy(), 4, "text") for row in texts(48, 64, seed)]
         shard = folder / part / "shard-00000"
-        write_shard(shard, sequences[: 48 if part == "train" else 4], body, LAYERS)
-
-
-def _save_tables(folder: Path, model: Any) -> None:
-    """What an EAGLE-3 trainer reads of a target, by the names of a Llama."""
-    folder.mkdir()
-    config = model.config.get_text_config()
-    fields = {"intermediate_size": 128, "num_hidden_layers": config.num_hidden_layers}
-    (folder / "config.json").write_text(json.dumps({**fields, **config.to_dict()}))
-    tensors = {
-        "model.embed_tokens.weight": model.get_input_embeddings().weight,
-        "lm_head.weight": model.get_output_embeddings().weight,
-        "model.norm.weight": torch.ones(config.hidden_size),
-    }
-    save_file({k: v.detach().clone() for k, v in tensors.items()}, folder / "model.safetensors")
+        write_shard(shard, sequences[: 48 if part == "train" else 4], model, LAYERS)
 
 
 def _loop(out: Path) -> dict[str, Any]:
@@ -190,7 +184,7 @@ def _loop(out: Path) -> dict[str, Any]:
 
 def _train_eagle3(folder: Path, head: Path) -> None:
     torch.manual_seed(5)
-    lm_head = load_file(folder / "tables" / "model.safetensors")["lm_head.weight"]
+    lm_head = TargetWeights(folder / "target").tables().lm_head
     vocab = len(lm_head)
     first = Eagle3Head(
         Eagle3Config(
@@ -202,7 +196,7 @@ def _train_eagle3(folder: Path, head: Path) -> None:
     ids = torch.arange(vocab)
     save_eagle3_head(head / "first", first, target_ids=ids, lm_head=lm_head, dtype=torch.float32)
     run = Eagle3Run(
-        str(folder / "tables"), str(folder / "train"), str(folder / "held"),
+        str(folder / "target"), str(folder / "train"), str(folder / "held"),
         init_from=str(head / "first"),
     )  # fmt: skip
     recipe = Eagle3Recipe(

@@ -33,6 +33,10 @@ def check_qwen3_moe() -> None:
     is_accepted_as_learnt("Qwen3Moe", "dflash")
 
 
+def check_mixtral() -> None:
+    is_accepted_as_learnt("Mixtral", "dflash")
+
+
 def check_latent_attention() -> None:
     is_accepted_as_learnt("DeepseekV2", "eagle3")
 
@@ -56,6 +60,15 @@ def check_gemma_2() -> None:
 
 def check_bloom() -> None:
     is_accepted_as_learnt("Bloom", "eagle3")
+
+
+# Learned positions and biases; a block head has neither.
+def check_gpt_2() -> None:
+    is_accepted_as_learnt("GPT2", "jetspec")
+
+
+def check_opt() -> None:
+    is_accepted_as_learnt("OPT", "eagle3")
 
 
 def _images(made: Pair) -> Counts:

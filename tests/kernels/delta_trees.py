@@ -114,3 +114,27 @@ def one_by_one(layer: Layer, trees: StateTrees) -> tuple[torch.Tensor, list[torc
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     # Among denormal numbers float32 has no relative precision.
     return float((actual.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+def check_spoilt(
+    run: Callable[[Layer, StateTrees], tuple[torch.Tensor, torch.Tensor]],
+    layer: Layer,
+    trees: StateTrees,
+    spoilt: int,
+) -> None:
+    """Raises unless NaN in all that one row brings reaches it and its descendants, in `output` and
+    `updates`, and leaves all others as they are."""
+    clean = run(layer, trees)
+    inputs = {name: x.clone() for name, x in vars(layer).items()}
+    for name in ("query", "key", "value", "decays", "strengths"):
+        inputs[name][spoilt] = float("nan")
+    answer = run(Layer(**inputs), trees)
+    below = {spoilt}
+    for row, parent in enumerate(trees.parents.tolist()):
+        if parent in below:
+            below.add(row)
+    others = [row for row in range(int(trees.starts[1])) if row not in below]
+    assert len(below) > 1 and len(others) > 2, "nothing to compare"
+    for wanted, found in zip(clean, answer, strict=True):
+        assert found[sorted(below)].isnan().all()
+        assert error(found[others], wanted[others]) < 1e-6

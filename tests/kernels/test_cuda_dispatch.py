@@ -71,6 +71,30 @@ def test_triton_passes_its_self_test_in_the_interpreter(interpreter):
     assert self_test_failure("triton", SHAPE, CPU) is None
 
 
+def test_heads_of_several_sizes_are_each_served(interpreter):
+    """Gemma 4's: 256 beside windows, 512 without."""
+    narrow = replace(SHAPE, head_dim=256, kinds=(FeatureKind(window=20),))
+    wide = replace(SHAPE, head_dim=512)
+    chosen = {}
+    for shape in (narrow, wide):
+        assert unsupported_by("triton", shape, HOPPER) is None
+        assert self_test_failure("triton", shape, CPU) is None
+        kernel = ChosenKernel("triton", cuda_dispatch.load_kernel("triton"), "")
+        chosen[shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size] = kernel
+    served = cuda_dispatch.by_layer_shape(chosen)
+    assert served.names == ("triton",)
+    for head_dim in (256, 512):
+        problem = DeviceTrees([(40, 9), (3, 2)], head_dim=head_dim)
+        output = torch.zeros_like(problem.query)
+        served.run(
+            problem.query, problem.key_cache, problem.value_cache, output, problem.metadata(),
+            problem.scale,
+        )  # fmt: skip
+        rows = zip(problem.starts, problem.rows, problem.expected(), strict=True)
+        for start, count, expected in rows:
+            assert (output[start : start + count].double() - expected).abs().max() < 1e-5
+
+
 QUANTISED = FeatureKind(quantised_cache=True, quantised_query=True)
 KINDS = (
     FeatureKind(),
@@ -395,7 +419,7 @@ def test_unknown_names_are_refused():
     ("change", "capability", "why"),
     [
         ({"head_dim": 100}, HOPPER, "head_dim 100"),
-        ({"head_dim": 512}, HOPPER, "head_dim 512"),
+        ({"head_dim": 520}, HOPPER, "head_dim 520"),
         ({"dtype": torch.float64}, HOPPER, "float64"),
         ({"num_heads": 3, "num_kv_heads": 2}, HOPPER, "3 query heads"),
         ({}, (7, 5), "7.5 is below"),

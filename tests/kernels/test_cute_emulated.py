@@ -18,6 +18,8 @@ pytest.importorskip("cutlass")
 
 from tests.kernels import cute_machine
 from tests.kernels.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
+from tests.kernels.spoilt_rows import check_device, device_trees
+from vllm_specplug.kernels import contain_nonfinite
 
 
 @variant(64)
@@ -155,3 +157,10 @@ def test_the_machine_notices_missing_synchronisation(pattern, timing, page, monk
     monkeypatch.setattr(cute_machine, "compiled", damaged)
     with pytest.raises((AssertionError, RuntimeError)):
         trees.check(timing=timing)
+
+
+@variant(64)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_what_is_not_finite_reaches_those_who_attend_it(splits):
+    problem = device_trees(MachineTrees, dtype=FP16, head_dim=64)
+    check_device(problem, contain_nonfinite, lambda: problem.answer(splits=splits)[0])

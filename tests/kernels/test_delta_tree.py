@@ -16,6 +16,7 @@ from tests.kernels.delta_trees import (
     branch,
     bush,
     chain,
+    check_spoilt,
     error,
     make_layer,
     make_trees,
@@ -178,3 +179,13 @@ def test_the_operators_refuse_what_does_not_fit() -> None:
     windows = trees.windows(4)
     with pytest.raises(RuntimeError, match="tree_conv"):
         tree_conv(torch.randn(13, 8), windows + 1, torch.randn(8, 4), None, silu=True)
+
+
+@DTYPES
+def test_what_is_not_finite_reaches_those_who_continue_it(dtype: torch.dtype, limit: float) -> None:
+    def run(layer: Layer, trees: StateTrees) -> tuple[torch.Tensor, torch.Tensor]:
+        output, updates = layer(trees)
+        return output, updates.updates
+
+    trees = make_trees(bush, [40, 20])
+    check_spoilt(run, make_layer(trees, 1, 2, 20, 48).to(dtype), trees, 3)

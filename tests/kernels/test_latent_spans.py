@@ -11,7 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_specplug.kernels import LatentSpan, latent_attn, latent_spans, move_latents
+from tests.kernels.spoilt_rows import BAD_ROWS, TREES, check_rows
+from vllm_specplug.kernels import (
+    LatentSpan,
+    contain_nonfinite,
+    latent_attn,
+    latent_spans,
+    move_latents,
+)
 from vllm_specplug.kernels.extension import ISA_VARIABLE
 from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
 
@@ -172,3 +179,37 @@ def test_moves_read_before_they_write() -> None:
         expected = before.clone()
         expected[[2, 3, 5]] = before[[3, 5, 7]]
         assert torch.equal(cache.view(-1, 3), expected)
+
+
+@pytest.mark.parametrize("kind", ["at once", "in pieces", "reference"])
+def test_what_is_not_finite_reaches_those_who_attend_it(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    if kind == "reference":
+        monkeypatch.setenv(ISA_VARIABLE, "reference")
+    if kind == "in pieces":
+        monkeypatch.setattr(latent_spans, "_MOST_SCORES", 1)
+        monkeypatch.setattr(latent_spans, "_FEWEST_TOKENS", 1)
+    spans = make_spans([(c, p.tolist()) for c, p in TREES])
+    query, cache, table = make_step(spans)
+    clean = attended(query, cache, table, spans)
+    for contains in (True, False):
+        spoilt = cache.clone()
+        for span in spans:
+            for row in BAD_ROWS:
+                slot = span.context + row
+                block = int(table[span.request, slot // BLOCK])
+                latent, rotary = cache[block, slot % BLOCK].split([LATENT, cache.shape[2] - LATENT])
+                latent = latent.clone()
+                latent[[0, 7]] = float("nan")
+                if contains:
+                    rotary, latent = contain_nonfinite(rotary[None, None], latent[None, None])
+                spoilt[block, slot % BLOCK] = torch.cat([latent.flatten(), rotary.flatten()])
+        answer = attended(query, spoilt, table, spans)
+        for span in spans:
+            rows = slice(span.first_row, span.first_row + span.num_rows)
+            if contains:
+                check_rows(clean[rows], answer[rows])
+                continue
+            with pytest.raises(AssertionError, match="sees a row of another branch"):
+                check_rows(clean[rows], answer[rows])

@@ -17,7 +17,7 @@ STEP_ARGUMENTS = {
     "lse_split", "paths_stride", "emitted_stride", "num_depths", "width", "max_width", "num_nodes",
     "budgets", "depths", "context_lens", "req_indices", "prefix_lse_head", "num_rows", "stride",
     "num_pieces", "count", "longest", "num_branches", "length", "num_ranks",
-    "num_trees", "row_stride_a", "row_stride_b",
+    "num_trees", "row_stride_a", "row_stride_b", "key_row", "value_row",
 }  # fmt: skip
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma", 100: "tcgen05.mma"}
 
@@ -26,7 +26,7 @@ MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma", 100: "tcgen05.mma"}
 @pytest.mark.parametrize("arch", MATRIX_INSTRUCTION)
 def test_kernels_compile_without_spills(arch: int) -> None:
     kernels = resource_table.compiled(arch)
-    assert len(kernels) == {80: 25, 90: 29, 100: 27}[arch]
+    assert len(kernels) == {80: 29, 90: 33, 100: 31}[arch]
     for kernel in kernels:
         assert kernel["spilled_bytes"] == 0, kernel
         assert 0 < kernel["registers"] <= 255, kernel

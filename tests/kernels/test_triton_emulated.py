@@ -99,6 +99,10 @@ def test_dense_tails(machine: Stepped) -> None:
     half([(40, 20), (0, 3)], dense=True, mask="full").check(splits=1)
 
 
+def test_wide_heads(machine: Stepped) -> None:
+    half([(40, 5), (3, 0)], head_dim=512).check(splits=1)
+
+
 HEADS = torch.tensor([1.5, -2.0])
 FEATURES = {
     "window, sinks and soft cap": AttnFeatures(window=33, sinks=HEADS, soft_cap=1.1),

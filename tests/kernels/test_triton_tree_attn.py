@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.device_trees import FP16, DeviceTrees
+from tests.kernels.device_trees import FP16, FP32, DeviceTrees
+from vllm_specplug.kernels import AttnFeatures
 
 pytest.importorskip("triton")
 
@@ -54,6 +55,16 @@ def test_head_shapes_in_half_precision(head_dim, group, kv_heads):
     ).check()
 
 
+@pytest.mark.parametrize("head_dim", [264, 512])
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+def test_wide_heads(head_dim, dtype):
+    specs = [(33, 9), (0, 12), (280, 3)]
+    DeviceTrees(specs, dtype=dtype, head_dim=head_dim, kv_heads=2).check(splits=2)
+    DeviceTrees(specs, dtype=dtype, head_dim=head_dim, dense=True).check(splits=1)
+    features = AttnFeatures(window=40, soft_cap=1.5)
+    DeviceTrees(specs, dtype=dtype, head_dim=head_dim, features=features).check(splits=1)
+
+
 def test_shared_prefix_blocks():
     problem = DeviceTrees([(32, 6), (40, 9)])
     problem.block_table[2, :2] = problem.block_table[1, :2]
@@ -91,7 +102,7 @@ def test_words_match_the_host_builder():
 def test_configurations_fit_their_device():
     hopper, ada = 227 * 1024, 99 * 1024
     for rows in (1, 16, 65, 257 * 8):
-        for dim in (64, 96, 128, 256):
+        for dim in (64, 96, 128, 256, 512):
             for shared in (hopper, ada):
                 config = TreeAttnConfig.choose(rows, dim, 2, shared)
                 stage = 2 * config.block_n * dim * 2

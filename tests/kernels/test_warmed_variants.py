@@ -36,6 +36,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from vllm_specplug.kernels import AttnFeatures, tree_attn_flash, tree_attn_triton
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.kernels.features import PLAIN
+from vllm_specplug.kernels.finite_values_triton import contain_nonfinite_triton
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v1.runner_state import RunnerState
@@ -51,7 +52,9 @@ CPU, ONE = torch.device("cpu"), torch.ones(())
 PAGE, VOCAB, REQUESTS, CONTEXT, LAYERS = 16, 20, 6, 3000, 2
 ATTENTION = {"_tree_attn_kernel", "_merge_states_kernel", "_tree_words_kernel"}
 LOOKUP_KERNELS = {"_scan_kernel", "_branches_kernel", "_merge_kernel"}
-STEP_KERNELS = {*ATTENTION, "_compact_paths_kernel", "_build_best_first_kernel"}
+STEP_KERNELS = {
+    *ATTENTION, "_contain_nonfinite_kernel", "_compact_paths_kernel", "_build_best_first_kernel"
+}  # fmt: skip
 
 
 class Launches:
@@ -194,6 +197,8 @@ class Served:
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
         joint = torch.zeros(row, width, dtype=torch.bfloat16)
         query = joint[:, : self.heads * self.head_dim].view(row, self.heads, self.head_dim)
+        key, value = joint[:, query[0].numel() :].view(row, 2, -1, self.head_dim).unbind(1)
+        contain_nonfinite_triton(key, value)
         for cache, features in zip(self.caches, self.features, strict=True):
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
             asked = query

@@ -213,7 +213,10 @@ def tree_attention(
         aligned=(*pointers, "output", *strides),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        tile=(config.block_m, config.block_n, triton.next_power_of_2(head_dim)),
+        # With so few rows and columns for eight warps, some of them repeat others' products.
+        tile=None
+        if head_dim > 256
+        else (config.block_m, config.block_n, triton.next_power_of_2(head_dim)),
     )
     assert compiled.shared_memory <= shared, compiled
     return compiled
@@ -223,6 +226,7 @@ def small_kernels(arch: int) -> list[Compiled]:
     """Everything but the attention, for trees of 256 nodes."""
     import triton.language as tl
 
+    from vllm_specplug.kernels.finite_values_triton import _ROWS, _contain_nonfinite_kernel
     from vllm_specplug.kernels.gru_step_triton import _gru_step_kernel
     from vllm_specplug.kernels.kv_compact_triton import _compact_paths_kernel
     from vllm_specplug.kernels.lse_merge_triton import MAX_PARTS, _merge_states_kernel
@@ -249,6 +253,11 @@ def small_kernels(arch: int) -> list[Compiled]:
             {"HEAD_DIM": 128, "PADDED_DIM": 128, "MAX_PARTS": MAX_PARTS, "HAS_PLAN": True,
              "STORE_LSE": False},
             num_warps=2,
+        ),
+        compile_kernel(
+            "contain_nonfinite", _contain_nonfinite_kernel, arch,
+            {**pointers("bf16", "key", "value"), **ints("num_rows", "key_row", "value_row")},
+            {"HEAD_DIM": 128, "PADDED_DIM": 128, "ROWS": _ROWS},
         ),
         compile_kernel(
             "tree_words", _tree_words_kernel, arch,
@@ -395,6 +404,9 @@ def main(arch: int, all_shapes: bool) -> None:
     kernels += [tree_attention(arch, 4, dense=True)]
     kernels += [tree_attention(arch, 64 * 4, prefix=True)]
     kernels += [tree_attention(arch, 64 * 4, head_dim=256, dense=d) for d in (False, True)]
+    # Gemma 4's without a window.
+    kernels += [tree_attention(arch, 64 * 4, head_dim=512, dense=d) for d in (False, True)]
+    kernels += [tree_attention(arch, 64 * 4, head_dim=512, features=("window", "soft cap"))]
     # What layers of Gemma, gpt-oss and BLOOM have; e4m3 needs compute capability 8.9.
     kernels += [
         tree_attention(arch, 64 * 4, head_dim=256, features=("window", "soft cap")),

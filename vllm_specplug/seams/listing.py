@@ -28,10 +28,12 @@ from vllm_specplug.seams.listing_v2 import (
     V2_USES,
 )
 from vllm_specplug.seams.reasons import (
+    CONTAINED,
     HAS_REGISTRY,
     HAS_TREES,
     REGISTRY,
     TREE,
+    WHY_CONTAINED,
     overrides,
     uses,
 )
@@ -501,6 +503,12 @@ _CPU_USES: tuple[Seam, ...] = (
         f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl.forward",
         _WHY_BACKEND,
         f"vLLM takes a mask per request ({TREE})",
+    ),
+    Overrides(
+        "cpu_backend",
+        f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
+        WHY_CONTAINED,
+        CONTAINED,
     ),
     *overrides(
         "cpu_worker",

@@ -3,7 +3,14 @@
 
 from __future__ import annotations
 
-from vllm_specplug.seams.reasons import REGISTRY, TREE, overrides, uses
+from vllm_specplug.seams.reasons import (
+    CONTAINED,
+    REGISTRY,
+    TREE,
+    WHY_CONTAINED,
+    overrides,
+    uses,
+)
 from vllm_specplug.seams.seam import InstanceAttribute, Register, Seam, SeamSet
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -61,6 +68,17 @@ GPU_USES: tuple[Seam, ...] = (
             f"vLLM takes a mask per request ({TREE})",
             f"{_BACKENDS}.{module}:{name}{owner}",
             *methods,
+        )
+    ),
+    *(
+        seam
+        for module, name in (("flash_attn", "Flash"), ("triton_attn", "Triton"))
+        for seam in overrides(
+            "gpu_backend",
+            WHY_CONTAINED,
+            CONTAINED,
+            f"{_BACKENDS}.{module}:{name}AttentionImpl",
+            "do_kv_cache_update",
         )
     ),
     *overrides(

@@ -4,7 +4,7 @@ whole. In place in workers whose target has such layers."""
 
 from __future__ import annotations
 
-from vllm_specplug.seams.reasons import TREE, overrides, uses
+from vllm_specplug.seams.reasons import CONTAINED, TREE, WHY_CONTAINED, overrides, uses
 from vllm_specplug.seams.seam import InstanceAttribute, Register, SeamSet
 
 _BACKENDS = "vllm.v1.attention.backends"
@@ -60,6 +60,13 @@ LATENT_SEAMS = SeamSet(
             _UNTIL,
             f"{_BACKENDS}.mla.cpu_mla:CPUMLAImpl",
             "forward_mqa",
+        ),
+        *overrides(
+            "latent_backend",
+            WHY_CONTAINED,
+            CONTAINED,
+            f"{_BACKENDS}.mla.cpu_mla:CPUMLAImpl",
+            "do_kv_cache_update",
         ),
         *(
             InstanceAttribute("latent_backend", f"{_MLA}.{name}", _WHY, _UNTIL)

@@ -13,6 +13,11 @@ HAS_CPU_KERNELS = (
     "the CPU build of vLLM brings kernels of its own "
     "(https://github.com/vllm-project/vllm/pull/55847)"
 )
+WHY_CONTAINED = (
+    "a drafted token's NaN is stored so that it reaches the rows that attend it alone; kernels "
+    "multiply the values of others by 0"
+)
+CONTAINED = "kernels leave out the values of columns that a row does not attend"
 
 
 def uses(key: str, why: str, remove_when: str, *targets: str) -> list[Seam]:

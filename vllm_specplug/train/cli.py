@@ -138,10 +138,10 @@ def features(
     """Runs the target once over its answers and stores the features for training."""
     import numpy as np
     import torch
-    from transformers import AutoModelForCausalLM
 
     from vllm_specplug.train import answers
     from vllm_specplug.train.features import TokenSequence, write_shard
+    from vllm_specplug.train.target import decoder_of, load_target
 
     with _friendly_errors():
         files = answers.answer_shards(data)
@@ -151,10 +151,8 @@ def features(
             )
         if not (target / "config.json").is_file():
             raise ValueError(f"target {str(target)!r} has no config.json; give a model folder")
-        model = AutoModelForCausalLM.from_pretrained(
-            target, dtype=torch.bfloat16, local_files_only=True
-        ).eval()
-        depth = model.config.num_hidden_layers
+        model = load_target(target, torch.bfloat16)
+        depth = len(decoder_of(model).layers)
         ids = [int(i) for i in layers.split(",")] if layers else spread_layers(depth)
         wrong = [i for i in ids if not 0 <= i < depth]
         if wrong:

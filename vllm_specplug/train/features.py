@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from vllm_specplug.train.target import decoder_of
+
 
 @dataclass(frozen=True)
 class TokenSequence:
@@ -131,7 +133,7 @@ def write_shard(
     on_batch: Callable[[int], None] | None = None,
 ) -> None:
     """Runs the target over `sequences` and writes one shard, visible only when complete."""
-    hidden_size = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+    hidden_size = int(model.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
     write_features(
         folder,
         sequences,
@@ -218,7 +220,7 @@ def forward_features(
     ids = torch.zeros(len(tokens), width, dtype=torch.int64)
     for row, sequence in enumerate(tokens):
         ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
-    base: Any = getattr(model, "model", model)
+    decoder = decoder_of(model)
     captured: dict[int, torch.Tensor] = {}
 
     def keep(layer_id: int) -> Callable[..., None]:
@@ -227,9 +229,9 @@ def forward_features(
 
         return hook
 
-    handles = [base.layers[i].register_forward_hook(keep(i)) for i in set(target_layer_ids)]
+    handles = [decoder.layers[i].register_forward_hook(keep(i)) for i in set(target_layer_ids)]
     try:
-        final = base(input_ids=ids.to(device), use_cache=False).last_hidden_state
+        final = decoder.body(input_ids=ids.to(device), use_cache=False).last_hidden_state
     finally:
         for handle in handles:
             handle.remove()

@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a target that training needs: config, embedding, LM head, single layers."""
+"""The parts of a target that training needs, of any model that transformers loads: config,
+embedding, LM head, decoder layers and their norms, found by what they are and not by name."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from torch import nn
+
+# Fields of a config that heads take their shape from, by transformers' common names.
+_COMMON = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+           "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps")  # fmt: skip
+# The width of an MLP, where it is not `intermediate_size`.
+_MLP_WIDTHS = ("ffn_dim", "n_inner", "ffn_hidden_size")
 
 
 @dataclass(frozen=True)
 class TargetTables:
-    """embed_tokens [V, H], lm_head [V, H] and final_norm [H] of a target, frozen."""
+    """embed_tokens [V, H], lm_head [V, H] and the gains of the final norm [H], frozen."""
 
     config: dict[str, Any]
     embed_tokens: torch.Tensor
@@ -22,8 +29,22 @@ class TargetTables:
     final_norm: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Decoder:
+    """The part of a target that takes token ids to final hidden states."""
+
+    body: nn.Module
+    layers: nn.ModuleList
+    final_norm: nn.Module
+
+
 class TargetWeights:
-    """Named tensors of a Llama-like target folder, read one at a time."""
+    """A target's folder.
+
+    Raises:
+        ValueError: if it has no config or no weights in safetensors, or transformers does not
+            know the model.
+    """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -32,16 +53,12 @@ class TargetWeights:
                 f"target {str(folder)!r} has no config.json; give the folder of a "
                 "Hugging Face model"
             )
-        self.config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        self._files: dict[str, Path] = {}
-        for path in sorted(self.folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as handle:
-                self._files.update(dict.fromkeys(handle.keys(), path))
-        if not self._files:
+        if not any(self.folder.glob("*.safetensors")):
             raise ValueError(
                 f"target {str(folder)!r} has no *.safetensors; training reads weights "
                 "from safetensors only"
             )
+        self.config = _text_config(self.folder)
 
     @property
     def end_token_ids(self) -> list[int]:
@@ -49,21 +66,162 @@ class TargetWeights:
         ids = self.config.get("eos_token_id")
         return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
+    def load(self) -> nn.Module:
+        """The whole target, in its own dtype, on the CPU; not kept."""
+        return load_target(self.folder)
+
+    @cached_property
+    def _decoder(self) -> Decoder:
+        return decoder_of(self.load())
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor by its full name."""
-        if name not in self._files:
+        """A decoder tensor by a Llama's name ("model.layers.0.mlp.up_proj.weight"); of norms, what
+        they multiply by.
+
+        Raises:
+            ValueError: where the target has no such tensor.
+        """
+        path = name.removeprefix("model.").rpartition(".")
+        try:
+            if path[0] == "norm":
+                return norm_gains(self._decoder.final_norm)
+            index, _, inner = path[0].removeprefix("layers.").partition(".")
+            part = self._decoder.layers[int(index)].get_submodule(inner)
+            weight = getattr(part, path[2])
+        except (AttributeError, ValueError, IndexError) as error:
             raise ValueError(
-                f"target {str(self.folder)!r} has no tensor {name!r}; training reads "
-                "Llama-like models (model.layers.i.self_attn.q_proj.weight, ...)"
-            )
-        with safe_open(self._files[name], framework="pt") as handle:
-            return handle.get_tensor(name)
+                f"target {str(self.folder)!r} has no tensor {name!r}, legal: layers with a Llama's "
+                "attention and MLP; start from a head with --init-from instead"
+            ) from error
+        return norm_gains(part) if weight.dim() == 1 and path[2] == "weight" else weight.detach()
 
     def tables(self) -> TargetTables:
-        """The frozen tables of the draft head."""
-        embed = self.get("model.embed_tokens.weight")
-        head = self.get("lm_head.weight") if "lm_head.weight" in self else embed
-        return TargetTables(self.config, embed, head, self.get("model.norm.weight"))
+        """The frozen tables of the draft head.
+
+        Raises:
+            ValueError: for a target without an embedding, an LM head or a list of layers.
+        """
+        model: Any = self.load()
+        embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+        hidden = self.config["hidden_size"]
+        for name, part in (("an embedding", embed), ("an LM head", head)):
+            shape = tuple(getattr(getattr(part, "weight", None), "shape", ()))
+            if len(shape) != 2 or shape[1] != hidden:
+                raise ValueError(
+                    f"target {str(self.folder)!r} ({type(model).__name__}) has {name} of shape "
+                    f"{shape}, legal: [vocab_size, {hidden}], read from and written to by the "
+                    "decoder layers themselves; heads cannot be trained for this target"
+                )
+        norm = norm_gains(decoder_of(model).final_norm)
+        return TargetTables(
+            self.config, embed.weight.detach().clone(), head.weight.detach().clone(), norm
+        )
+
+
+def load_target(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Module:
+    """A target with its LM head as transformers loads it, for inference, on the CPU.
+
+    Raises:
+        ValueError: if transformers has no such model.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    config = _config_of(Path(folder))
+    # A model that takes images as well has no class among those of text alone.
+    classes = (
+        (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForCausalLM),
+        (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, transformers.AutoModelForImageTextToText),
+    )
+    known = [made for names, made in classes if config.model_type in names]
+    if not known:
+        raise ValueError(
+            f"target {str(folder)!r} is a {type(config).__name__.removesuffix('Config')} model, "
+            f"legal: one that transformers {transformers.__version__} loads with "
+            "AutoModelForCausalLM or AutoModelForImageTextToText; heads cannot be trained for it"
+        )
+    model = known[0].from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.eval()
+
+
+def decoder_of(model: nn.Module) -> Decoder:
+    """The text decoder of a model: the module around its one list of as many layers as its config
+    says that also has its embedding, and the last norm there.
+
+    Raises:
+        ValueError: where there is none.
+    """
+    text = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    count, hidden = int(text.num_hidden_layers), int(text.hidden_size)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    for body in model.modules():
+        lists = [m for m in body.children() if isinstance(m, nn.ModuleList) and len(m) == count]
+        if len(lists) != 1 or not any(m is embedding for m in body.modules()):
+            continue
+        norms = _norms(body, hidden)
+        if norms:
+            return Decoder(body, lists[0], norms[-1])
+    raise ValueError(
+        f"{type(model).__name__} has no one list of {count} decoder layers with a norm behind it, "
+        "legal: a decoder of layers that are run one after the other; heads cannot be trained for "
+        "this target"
+    )
+
+
+def layer_norms(layer: nn.Module, hidden_size: int) -> tuple[nn.Module | None, nn.Module | None]:
+    """The norms before a decoder layer's attention and before its MLP, in the order of its parts;
+    None where there is none."""
+    norms = _norms(layer, hidden_size)
+    # Where a layer also has norms behind its parts, these come in between.
+    before_mlp = getattr(layer, "pre_feedforward_layernorm", None)
+    if before_mlp is None and len(norms) > 1:
+        before_mlp = norms[1]
+    return (norms[0] if norms else None), before_mlp
+
+
+def norm_gains(norm: nn.Module) -> torch.Tensor:
+    """What a norm multiplies each number by, float32 [H], whatever its weight is: some norms have 1
+    added to it, and some a bias."""
+    weight = norm.weight
+    assert isinstance(weight, torch.Tensor)
+    size = weight.shape[0]
+    # Of mean 0 and root mean square 1, so that its own norm changes nothing.
+    signs = torch.ones(size).index_fill_(0, torch.arange(1, size, 2), -1.0)
+    x = signs.to(weight)[None]
+    with torch.no_grad():
+        return (0.5 * signs * (norm(x) - norm(-x))[0].float()).detach()
+
+
+def _norms(module: nn.Module, hidden_size: int) -> list[nn.Module]:
+    """Direct parts of a module that are norms of hidden states, in their order."""
+    return [
+        part
+        for part in module.children()
+        if isinstance(getattr(part, "weight", None), torch.Tensor)
+        and part.weight.shape == (hidden_size,)
+    ]
+
+
+def _config_of(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"target {str(folder)!r} has a config.json that transformers does not read ({error}); "
+            "training needs a model that transformers loads, without code of its own"
+        ) from error
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    """The config of the text decoder, with the common names of fields beside its own."""
+    config = _config_of(folder).get_text_config()
+    fields = config.to_dict()
+    for name in _COMMON:
+        if getattr(config, name, None) is not None:
+            fields.setdefault(name, getattr(config, name))
+    if not fields.get("intermediate_size"):
+        widths = [fields[name] for name in _MLP_WIDTHS if fields.get(name)]
+        fields["intermediate_size"] = widths[0] if widths else 4 * fields["hidden_size"]
+    return dict(fields)

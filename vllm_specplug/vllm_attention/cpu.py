@@ -64,3 +64,9 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
 
     def cache_scales(self, layer: Any) -> dict[str, Any]:
         return {"key_scale": layer._k_scale_float, "value_scale": layer._v_scale_float}
+
+    def storable(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # As fp8, vLLM's CPU operator stores nothing but finite numbers.
+        if self.kv_cache_dtype in self.cache_dtypes:
+            return key, value
+        return super().storable(key, value)

@@ -58,6 +58,13 @@ class _DeviceAttentionMixin(TreeAttentionMixin):
             scales["query_scales"] = layer._q_scale
         return scales
 
+    def storable(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from vllm_specplug.kernels.finite_values_triton import contain_nonfinite_triton
+
+        # In place: nothing else reads them, and whether there is any is not known on the host.
+        contain_nonfinite_triton(key, value)
+        return key, value
+
 
 class _GraphSupport:
     """Graphs for batches in which all requests bring equally many rows, on V2 for ragged ones as

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
-from vllm_specplug.kernels import LatentSpan, latent_attn
+from vllm_specplug.kernels import LatentSpan, contain_nonfinite, latent_attn
 from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows, tree_rows_of
 
 
@@ -60,6 +60,23 @@ class TreeCPUMLAImpl(CPUMLAImpl):
             )
         latent_attn(query, kv_c_and_k_pe_cache, output, rows.spans, rows.block_table, self.scale)
         return output, None
+
+    def do_kv_cache_update(
+        self,
+        # [T, L]
+        kv_c_normed: torch.Tensor,
+        # [T, 1, P]
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        # A latent row is keys and values in one; its rotary key alone is no value.
+        k_pe, latents = contain_nonfinite(k_pe, kv_c_normed.unsqueeze(1))
+        super().do_kv_cache_update(
+            latents.squeeze(1), k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
+        )
 
 
 @dataclass(frozen=True)

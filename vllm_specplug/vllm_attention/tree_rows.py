@@ -9,7 +9,13 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from vllm_specplug.kernels import AttnFeatures, CpuKvLayout, TreeAttnMetadata, tree_attn
+from vllm_specplug.kernels import (
+    AttnFeatures,
+    CpuKvLayout,
+    TreeAttnMetadata,
+    contain_nonfinite,
+    tree_attn,
+)
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention
 
@@ -153,6 +159,28 @@ class TreeAttentionMixin:
     def cache_scales(self, layer: Any) -> dict[str, Any]:
         """What a quantised cache's numbers are multiplied by: fields of `AttnFeatures`."""
         raise NotImplementedError
+
+    def storable(
+        self,
+        # [T, Hkv, Dh]
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the cache may hold of them; see `kernels.finite_values`."""
+        return contain_nonfinite(key, value)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        key, value = self.storable(key, value)
+        super().do_kv_cache_update(  # type: ignore[misc]
+            layer, key, value, kv_cache, slot_mapping
+        )
 
     def forward(
         self,

@@ -262,7 +262,8 @@ class CudaKernels:
     def make_workspace(self) -> torch.Tensor:
         """As many bytes as the target's attention takes for a moment in one layer: parts of a split
         context, or another kernel's output over the context of all rows with its log-sum-exp."""
-        from vllm_specplug.kernels.tree_attn_triton import MAX_HEAD_DIM, most_workspace_bytes
+        from vllm_specplug.kernels.tree_attn_flash import MAX_HEAD_DIM
+        from vllm_specplug.kernels.tree_attn_triton import most_workspace_bytes
 
         outputs = self.limits.num_rows * self.num_heads * (2 * MAX_HEAD_DIM + 4)
         size = max(most_workspace_bytes(self.device), outputs)
@@ -328,6 +329,7 @@ class CudaKernels:
 
     def run_every_variant(self, synchronize: Callable[[], None]) -> None:
         """Runs each Triton kernel of a step in each of its variants, over the empty cache."""
+        from vllm_specplug.kernels.finite_values_triton import contain_nonfinite_triton
         from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton
         from vllm_specplug.kernels.tree_builder_triton import warm_up_builder
 
@@ -339,6 +341,9 @@ class CudaKernels:
             # No moves.
             compact_paths_triton(layers, zero[None], zero, zero, zero, blocks)
         warm_up_builder(self.limits.tree_rows - 1, self.device)
+        for num_kv_heads, head_dim in {s.keys.shape[2:] for s in self.samples}:
+            stored = torch.zeros(2, 1, num_kv_heads, head_dim, dtype=self.dtype, device=self.device)
+            contain_nonfinite_triton(*stored)
         if not self.kernel.reads_words:
             return
         for sample, rows in ((s, rows) for s in self.samples for rows in self._warm_up_rows(s)):

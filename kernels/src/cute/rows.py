@@ -45,7 +45,8 @@ class Rows:
             if packed < b.packed_rows:
                 tree_row = packed // p.group
                 head = b.kv_head * p.group + packed % p.group
-                # A row may attend no column of its part: it has sum 0 and adds nothing.
+                # A row may attend no column of its part: it has sum 0 and adds nothing. A sum of
+                # NaN is a row's that attends NaN.
                 decay = Float32(1.0)
                 top = row_max[r] * scale_log2
                 if p.sinks != 0 and part == 0:
@@ -55,13 +56,13 @@ class Rows:
                     decay = cute.math.exp2(top - reference, fastmath=True)
                     sum_ = sum_ * decay + cute.math.exp2(sink - reference, fastmath=True)
                     top = reference
-                inverse = decay / sum_ if sum_ > 0.0 else Float32(0.0)
+                inverse = decay / sum_ if sum_ != 0.0 else Float32(0.0)
                 column = in_group % 4 * 2
                 if parts > 1:
                     place = (Int64(turn) * p.part_rows + tree_row) * num_heads + head
                     if in_group % 4 == 0:
                         lse = -Float32.inf
-                        if sum_ > 0.0:
+                        if sum_ != 0.0:
                             lse = top + cute.math.log2(sum_, fastmath=True)
                         global_array(Float32, p.part_lse + place * 4, 1)[0] = lse
                     first = p.part_out + (place * self.config.head_dim + column) * 4

@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
-from vllm_specplug.train.target import TargetTables, TargetWeights
+from vllm_specplug.train.target import (
+    TargetTables,
+    TargetWeights,
+    decoder_of,
+    layer_norms,
+    norm_gains,
+)
 
 
 def head_config_for(
@@ -63,6 +70,36 @@ def check_trainable(option: str, path: str | Path, head: BlockHead) -> None:
 
 
 @torch.no_grad()
+def copy_layer(source: nn.Module, layer: nn.Module, hidden_size: int) -> None:
+    """Copies a target's decoder layer into a draft layer, as far as it is of the same kind."""
+    norms = dict(
+        zip(
+            ("input_layernorm", "post_attention_layernorm"),
+            layer_norms(source, hidden_size),
+            strict=True,
+        )
+    )
+    theirs = dict(source.named_modules())
+    for name, part in layer.named_modules():
+        weight = getattr(part, "weight", None)
+        if not isinstance(weight, torch.Tensor):
+            continue
+        other = norms.get(name, theirs.get(name))
+        if weight.dim() == 1:
+            gains = None if other is None else norm_gains(other)
+            if gains is not None and gains.shape == weight.shape:
+                weight.copy_(gains)  # q_norm and k_norm where the target has none: ones
+            continue
+        tensors = {} if other is None else dict(other.named_parameters(recurse=False))
+        for own, parameter in part.named_parameters(recurse=False):
+            tensor = tensors.get(own)
+            if tensor is None or tensor.dim() != parameter.dim():
+                continue
+            if all(n >= m for n, m in zip(tensor.shape, parameter.shape, strict=True)):
+                parameter.copy_(tensor[tuple(slice(0, size) for size in parameter.shape)])
+
+
+@torch.no_grad()
 def init_from_target(
     head: BlockHead,
     weights: TargetWeights,
@@ -73,26 +110,26 @@ def init_from_target(
 ) -> None:
     """Starts a head from the target's own layers, norms and features.
 
-    Draft layers copy `source_layers` (default: the first one and the last ones); the final norm is
-    the target's, so that the LM head reads familiar states; fc starts as a scaled identity on the
-    deepest feature plus noise. A narrower MLP takes the first rows.
+    Draft layers copy `source_layers` (default: the first one and the last ones): norms by what they
+    multiply by, and the tensors that have the names of a Llama's and are large enough; others, of
+    experts or of another attention, start as they are. The final norm is the target's, so that the
+    LM head reads familiar states; fc starts as a scaled identity on the deepest feature plus noise.
+    A narrower MLP takes the first rows.
 
     Args:
         layer_scales: root mean square of each selected layer's output; fc undoes it.
     """
     config = head.config
-    last = weights.config["num_hidden_layers"] - 1
+    decoder = decoder_of(weights.load())
+    last = len(decoder.layers) - 1
     count = config.num_hidden_layers
     sources = list(source_layers or [0, *range(last - count + 2, last + 1)][:count])
     for layer, source in zip(head.layers, sources, strict=True):
-        prefix = f"model.layers.{source}."
-        for name, parameter in layer.named_parameters():
-            if prefix + name not in weights:
-                continue  # q_norm and k_norm where the target has none: ones
-            tensor = weights.get(prefix + name).to(parameter.dtype)
-            parameter.copy_(tensor[tuple(slice(0, size) for size in parameter.shape)])
+        copy_layer(decoder.layers[source], layer, config.target_hidden_size)
     head.norm.weight.copy_(tables.final_norm)
-    head.hidden_norm.weight.copy_(weights.get(f"model.layers.{sources[-1]}.input_layernorm.weight"))
+    before, _ = layer_norms(decoder.layers[sources[-1]], config.target_hidden_size)
+    if before is not None:
+        head.hidden_norm.weight.copy_(norm_gains(before))
     hidden = config.hidden_size
     noise = torch.randn(head.fc.weight.shape, generator=generator) * 0.3 * hidden**-0.5
     head.fc.weight.copy_(noise)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts of a token whose hidden states are NaN, against plain decoding; see test_nonfinite.py.
+
+It stands among the siblings of right ones, in lines, and in the slots that rejected drafts leave
+behind, which the next step's single rows and other requests come to lie before.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.option_checks import greedy, seeded
+from tests.e2e.oracle import OracleDrafter
+from tests.e2e.pair import Pair, pair
+from tests.e2e.target_checks import SIZES, VOCAB, WINDOW_PROMPTS
+from tests.e2e.tiny import make_other_target
+from vllm_specplug.testing.target import make_target
+from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackendImpl
+
+BAD = 2
+
+
+@cache
+def llama() -> str:
+    """A target whose token BAD has an embedding of NaN."""
+    folder = make_target(Path(tempfile.mkdtemp(prefix="specplug-nan-")), VOCAB)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][BAD] = float("nan")
+    tensors["lm_head.weight"][BAD] = 0.0
+    save_file(tensors, path, metadata={"format": "pt"})
+    return str(folder)
+
+
+@cache
+def gemma_3n() -> str:
+    """A target that divides by the size of an embedding, which is 0 for its padding token."""
+    folder = Path(tempfile.mkdtemp(prefix="specplug-nan-")) / "gemma"
+    return str(make_other_target(folder, "Gemma3nText", VOCAB, pads=False, **SIZES["Gemma3nText"]))
+
+
+def as_they_are(self: Any, key: torch.Tensor, value: torch.Tensor) -> Any:
+    return key, value
+
+
+def compare(made: Pair, *, branching: bool = True) -> None:
+    # Plain vLLM would store its NaN, and read it in the block's next request.
+    never = {"logit_bias": {BAD: -100.0}}
+    params = [
+        greedy(max_tokens=40, detokenize=False)
+        if i % 2
+        else seeded(i, max_tokens=40, detokenize=False, **never)
+        for i in range(len(WINDOW_PROMPTS))
+    ]
+    with patch.object(OracleDrafter, "decoy", BAD):
+        made.compare(WINDOW_PROMPTS, params, least_accepted=40, branching=branching)
+
+
+def differs_as_they_are(made: Pair, *, branching: bool = True) -> None:
+    """The control. What it leaves in the caches stays there."""
+    with (
+        patch.object(TreeCPUAttentionBackendImpl, "storable", as_they_are),
+        pytest.raises(AssertionError, match="differs"),
+    ):
+        compare(made, branching=branching)
+
+
+def siblings() -> Pair:
+    return pair("oracle", model=llama(), skip_tokenizer_init=True)
+
+
+def lines() -> Pair:
+    """Attended by vLLM's own kernel."""
+    return pair("oracle", model=llama(), skip_tokenizer_init=True, speculative={"tree_width": 1})
+
+
+def zeros() -> Pair:
+    return pair("oracle", model=gemma_3n(), skip_tokenizer_init=True)
+
+
+def check_siblings() -> None:
+    compare(siblings())
+
+
+def check_lines() -> None:
+    compare(lines(), branching=False)
+
+
+def check_an_embedding_of_size_zero() -> None:
+    compare(zeros())
+
+
+# Last: see `differs_as_they_are`.
+def check_stored_as_they_are_they_change_answers() -> None:
+    differs_as_they_are(siblings())
+    differs_as_they_are(lines(), branching=False)
+    differs_as_they_are(zeros())

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nonfinite_checks` on Model Runner V2."""
+
+from __future__ import annotations
+
+from tests.e2e.nonfinite_checks import compare, differs_as_they_are, llama, siblings
+from tests.e2e.pair import Pair, pair
+from tests.e2e.v2_setup import use_v2
+
+use_v2()
+
+
+def ahead() -> Pair:
+    return pair("oracle", model=llama(), skip_tokenizer_init=True, tree={"async_scheduling": True})
+
+
+def check_siblings() -> None:
+    compare(siblings())
+
+
+def check_siblings_scheduled_ahead() -> None:
+    compare(ahead())
+
+
+# Last: see `differs_as_they_are`.
+def check_stored_as_they_are_they_change_answers() -> None:
+    differs_as_they_are(siblings())
+    differs_as_they_are(ahead())

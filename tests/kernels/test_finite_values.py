@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one row's keys and values hold reaches the rows that attend it and no other, in every kernel
+that reads the cache: NaN and infinity among siblings leave all others as they are without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.kernels.paged import PagedTrees, layout_of, num_threads, write_slots
+from tests.kernels.spoilt_rows import BAD_ROWS, TREES, Store, as_it_is, check_rows, spoil
+from vllm_specplug.kernels import AttnFeatures, ancestor_words, contain_nonfinite, tree_attn
+from vllm_specplug.kernels.reference import tree_attn_reference
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+NAN, INF = float("nan"), float("inf")
+
+
+def check_paged(
+    run: Callable[..., None], problem: PagedTrees, number: float, store: Store, threads: int = 1
+) -> None:
+    words = ancestor_words([p for _, p in problem.trees])
+    more = {} if problem.features.is_plain else {"features": problem.features}
+
+    def answer() -> torch.Tensor:
+        output = torch.zeros_like(problem.query)
+        views = problem.layout.views(problem.cache)
+        meta = problem.metadata(words)
+        with num_threads(threads):
+            run(problem.query, *views, output, meta, problem.scale, problem.layout, **more)
+        return output
+
+    problem.check(run, words, threads)
+    clean = answer()
+    for r, (context, _) in enumerate(problem.trees):
+        key, value = problem.keys[r][context:], problem.values[r][context:]
+        for row in BAD_ROWS:
+            spoil(key, value, row, number)
+        slots = problem.slots(r, context + len(key))[context:]
+        write_slots(problem.layout, problem.cache, slots, *store(key, value))
+    spoilt = answer()
+    for start, n in zip(problem.row_start, problem.rows, strict=True):
+        check_rows(clean[start : start + n], spoilt[start : start + n])
+
+
+def paged(dtype: torch.dtype, kind: str, **options: object) -> PagedTrees:
+    return PagedTrees(layout_of(kind, dtype, 32, 32), 2, 3, TREES, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [NAN, INF])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(FP32, "vec"), (FP16, "vec"), (BF16, "vec"), (BF16, "vnni"), (FP32, "table")],
+)
+def test_on_every_instruction_set(isa: str, dtype: torch.dtype, kind: str, number: float) -> None:
+    check_paged(tree_attn, paged(dtype, kind), number, contain_nonfinite)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [AttnFeatures(window=30), AttnFeatures(soft_cap=2.0), AttnFeatures(sinks=torch.randn(6)),
+     AttnFeatures(alibi_slopes=torch.rand(6))],
+    ids=["window", "soft cap", "sinks", "alibi"],
+)  # fmt: skip
+@pytest.mark.parametrize("run", [tree_attn, tree_attn_reference])
+def test_in_layers_with_features(
+    compiled: None, run: Callable[..., None], features: AttnFeatures
+) -> None:
+    check_paged(run, paged(FP32, "vec", features=features), NAN, contain_nonfinite)
+
+
+def test_in_shares_of_a_split_context(compiled: None) -> None:
+    """A row's ancestor may be in the share that is merged with weight 0."""
+    check_paged(tree_attn, paged(FP32, "vec"), NAN, contain_nonfinite, threads=4)
+
+
+@pytest.mark.parametrize("run", [tree_attn, tree_attn_reference])
+def test_stored_as_they_are_they_reach_other_branches(
+    compiled: None, run: Callable[..., None]
+) -> None:
+    with pytest.raises(AssertionError, match="sees a row of another branch"):
+        check_paged(run, paged(FP32, "vec"), NAN, as_it_is)
+
+
+def test_what_is_finite_is_not_copied() -> None:
+    for dtype in (FP32, FP16, BF16, torch.float64):
+        key, value = torch.zeros(2, 4, 2, 8, dtype=dtype)
+        value[1, 1, 3] = torch.finfo(dtype).max
+        assert [x is y for x, y in zip(contain_nonfinite(key, value), (key, value), strict=True)]
+        assert contain_nonfinite(key, value)[1] is value
+        value[3, 0, 7] = -INF
+        stored_key, stored_value = contain_nonfinite(key, value)
+        assert stored_key[3, 0].isnan().all() and stored_key.isnan().sum() == 8
+        assert stored_value[3, 0, 7] == 0 and value[3, 0, 7] == -INF and not key.isnan().any()
+        # A part of a wider row, as of a joint projection.
+        wide = torch.zeros(4, 6, 8, dtype=dtype)
+        wide[2, 5, 0] = NAN
+        assert contain_nonfinite(wide[:, :2], wide[:, 2:4])[1] is not None
+        assert contain_nonfinite(wide[:, 2:4], wide[:, 4:])[0][2, 1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("context", [10, 140])
+def test_over_vllms_kernel_of_lines(vllm_cpu_ops: None, dtype: torch.dtype, context: int) -> None:
+    """A line of drafts, of which the third is not finite, is attended by vLLM; so are the rows
+    that come to stand before it, once it was rejected."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    rows, bad, block, size = 5, 2, 32, 32
+    end = context + rows
+    draw = torch.Generator().manual_seed(0)
+    key, value, query = (
+        torch.randn(end, heads, size, generator=draw).to(dtype) for heads in (1, 1, 3)
+    )
+    isa = _get_attn_isa(dtype, block, size)
+    table = torch.arange(-(-end // block), dtype=torch.int32)[None]
+
+    def answers(store: Store, number: float) -> list[torch.Tensor]:
+        cache = torch.zeros(table.shape[1], 1, 2 * block, size, dtype=dtype)
+        caches = cache.chunk(2, dim=2)
+        spoilt = value.clone()
+        spoilt[context + bad] = number
+        ops.cpu_attn_reshape_and_cache(*store(key, spoilt), *caches, torch.arange(end), isa)
+        out = []
+        for length in (end, context + bad):
+            count = rows if length == end else 1
+            starts = torch.tensor([0, count], dtype=torch.int32)
+            lengths = torch.tensor([length], dtype=torch.int32)
+            plan = ops.cpu_attn_get_scheduler_metadata(
+                1, 3, 1, size, lengths, dtype, starts, True, -1, isa, True
+            )
+            asked = query[length - count : length].contiguous()
+            output = torch.zeros_like(asked)
+            ops.cpu_attention_with_kv_cache(
+                asked, *caches, output, starts, lengths, size**-0.5, True, None, -1, table, 0, plan,
+                None,
+            )  # fmt: skip
+            out.append(output)
+        return out
+
+    line, alone = answers(as_it_is, 0.5)
+    spoilt_line, spoilt_alone = answers(contain_nonfinite, NAN)
+    assert torch.equal(spoilt_line[:bad], line[:bad]) and torch.equal(spoilt_alone, alone)
+    assert spoilt_line[bad:].isnan().all()
+    leaking_line, leaking_alone = answers(as_it_is, NAN)
+    assert leaking_line[:bad].isnan().any() and leaking_alone.isnan().any()

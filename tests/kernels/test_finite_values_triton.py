@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of other branches are as they are without what is not finite, in the device's kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels.device_trees import FP16, FP32, DeviceTrees
+from tests.kernels.spoilt_rows import as_it_is, check_device, device_trees
+from vllm_specplug.kernels import AttnFeatures, contain_nonfinite
+from vllm_specplug.kernels.finite_values_triton import contain_nonfinite_triton
+from vllm_specplug.kernels.tree_attn_triton import tree_attn_triton
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+NAN, INF = float("nan"), float("inf")
+
+
+def stored_in_place(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    contain_nonfinite_triton(key, value)
+    return key, value
+
+
+def answer(problem: DeviceTrees, splits: int = 1) -> torch.Tensor:
+    output = torch.zeros_like(problem.query)
+    tree_attn_triton(
+        problem.query, problem.key_cache, problem.value_cache, output, problem.metadata(),
+        problem.scale, features=problem.features, splits=splits,
+    )  # fmt: skip
+    return output
+
+
+@pytest.mark.parametrize("features", [AttnFeatures(), AttnFeatures(window=30, soft_cap=2.0)])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_in_the_triton_kernel(features: AttnFeatures, splits: int) -> None:
+    problem = device_trees(features=features)
+    problem.check(splits=splits)
+    check_device(problem, stored_in_place, lambda: answer(problem, splits))
+
+
+def test_stored_as_they_are_they_reach_other_branches() -> None:
+    problem = device_trees()
+    with pytest.raises(AssertionError, match="sees a row of another branch"):
+        check_device(problem, as_it_is, lambda: answer(problem))
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("number", [NAN, INF, -INF])
+def test_the_devices_kernel_stores_what_the_hosts_does(dtype: torch.dtype, number: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for heads, head_dim in ((2, 16), (1, 24)):
+        joint = torch.randn(37, 3 * heads * head_dim, generator=draw).to(dtype)
+        _, key, value = joint.view(37, 3, heads, head_dim).unbind(1)
+        value[[0, 20], 0, 5] = number
+        value[36, -1] = number
+        expected = contain_nonfinite(key.clone(), value.clone())
+        before = joint.clone()
+        stored_in_place(key, value)
+        for stored, wanted in zip((key, value), expected, strict=True):
+            assert torch.equal(stored.nan_to_num(7.0), wanted.nan_to_num(7.0))
+        assert torch.equal(joint.view(37, 3, -1)[:, 0], before.view(37, 3, -1)[:, 0])
