@@ -88,7 +88,7 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
     command = ["evaluate", "--target", str(target_folder), "--head", head, "--features", held]
     result = runner.invoke(train_app, [*command, "--budgets", "4,8"])
     assert result.exit_code == 0, result.output
-    lines = [line.split() for line in result.output.splitlines()]
+    lines = [line.split() for line in result.stdout.splitlines()]
     assert lines[0] == [
         "data",
         "chain",
@@ -125,7 +125,7 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
     fused = ["--local-head", str(tmp_path / "local" / "head"), "--beta", "0", "--by-depth"]
     result = runner.invoke(train_app, [*command, *fused, "--budgets", "4"])
     assert result.exit_code == 0, result.output
-    lines = [line.split("  ") for line in result.output.splitlines()]
+    lines = [line.split("  ") for line in result.stdout.splitlines()]
     assert [cell.strip() for cell in lines[0] if cell][4:] == ["dels chain", "dels tree/4"]
     assert any(line[0] == ">= 3" for line in lines)
     for wrong, words in (
