@@ -24,6 +24,9 @@ DEFAULT_TREE_NODES = 16
 DEFAULT_CUDA_TREE_NODES = 15
 DEFAULT_TREE_WIDTH = 8
 
+_MAX_CONTEXT = 2**31 - 1
+"""No context is longer; a larger number would not pass from the front end to the engine."""
+
 
 @dataclass(config={"extra": "forbid"})
 class TreeOptions:
@@ -52,7 +55,7 @@ class TreeOptions:
     """Most nodes that a request may ask for with `specplug_tree_budget`, which are drafted whatever
     they cost; 0 leaves a request nothing but to opt out. Default: twice `tree_budget`, which counts
     as 16 where it is "auto" or 0; never more than `num_speculative_tokens`."""
-    max_draft_context: int | None = Field(default=None, ge=0)
+    max_draft_context: int | None = Field(default=None, ge=0, le=_MAX_CONTEXT)
     """Tokens of context beyond which a request decodes plainly. Default: no limit."""
     max_step_rows: int | None = Field(default=None, ge=1, le=65536)
     """Hard limit on the rows (roots and nodes of all requests) one step may verify, whatever
@@ -277,10 +280,10 @@ def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> Req
             "Give one of these, or leave it out"
         )
     context = extra.get(REQUEST_CONTEXT_ARG, options.max_draft_context)
-    if context is not None and not (_is_integer(context) and context >= 0):
+    if context is not None and not (_is_integer(context) and 0 <= context <= _MAX_CONTEXT):
         raise ValueError(
-            f"{REQUEST_CONTEXT_ARG}={shown(context)} is not usable: a number of tokens, 0 or more. "
-            "Give an integer, or leave it out"
+            f"{REQUEST_CONTEXT_ARG}={shown(context)} is not usable: a number of tokens from 0 to "
+            f"{_MAX_CONTEXT}. Give an integer, or leave it out"
         )
     return RequestBudget(None if is_auto else nodes, context)
 

@@ -139,9 +139,8 @@ def test_a_worker_takes_nothing_that_it_cannot_use() -> None:
     ):
         for i, value in enumerate(HOSTILE):
             for name in ("specplug_tree_budget", "specplug_max_draft_context"):
-                is_limit = value is None or (type(value) is int and value > 0)
-                if name == "specplug_max_draft_context" and is_limit:
-                    continue  # one that is far away
+                if name == "specplug_max_draft_context" and value is None:
+                    continue  # no limit
                 assert planner.nodes_for(f"{name}{i}", {name: value}, 50, 1) == own, (name, i)
 
 
@@ -169,7 +168,7 @@ def test_senseless_budgets_are_refused_by_name(value: object) -> None:
         parse_request_budget({"specplug_tree_budget": value}, _options())
 
 
-@pytest.mark.parametrize("value", [-1, "long", 0.5, False])
+@pytest.mark.parametrize("value", [-1, "long", 0.5, False, 2**31, 2**64, 10**400])
 def test_senseless_context_limits_are_refused_by_name(value: object) -> None:
     with pytest.raises(ValueError, match="specplug_max_draft_context="):
         parse_request_budget({"specplug_max_draft_context": value}, _options())
