@@ -27,7 +27,7 @@ _PRIOR_TOKENS = 8.0
 class Pace:
     """Tokens of each request beside those that plain decoding would have given it meanwhile.
 
-    Requests that may not draft share one entry, which begins anew whenever there are none.
+    Requests that may not draft share one entry, which is reset whenever there are none.
     """
 
     def __init__(self) -> None:
@@ -68,9 +68,10 @@ class Pace:
 
     def weights(self, slots: Ints, num_roots: int) -> Floats:
         """[R] what a token of each request counts, 1 on average over all `num_roots` requests."""
-        behind = (self._due - self._emitted) / (self._emitted + _PRIOR_TOKENS)
+        slots = np.append(slots, -1)
+        due, emitted = self._due[slots], self._emitted[slots]
+        behind = (due - emitted) / (emitted + _PRIOR_TOKENS)
         weights = np.clip(1.0 + PULL * behind, 1.0, _MOST)
-        own = weights[slots]
-        others = max(0, num_roots - len(slots)) * weights[-1]
+        own, others = weights[:-1], max(0, num_roots - len(slots) + 1) * weights[-1]
         result: Floats = own * (num_roots / (own.sum() + others))
         return result
