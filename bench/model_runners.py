@@ -51,7 +51,9 @@ def make_prompts(target: str, data: Path | None) -> list[list[int]]:
     return [found[i % len(found)] for i in range(max(BATCHES))]
 
 
-def serve(side: str, data: Path | None, eager: bool) -> None:
+def measured_batches(
+    spec: dict[str, Any] | None, data: Path | None, eager: bool, *, async_scheduling: bool
+) -> None:
     """A side's process: tokens per second of a batch, whenever they are asked for."""
     from vllm import SamplingParams
 
@@ -60,7 +62,7 @@ def serve(side: str, data: Path | None, eager: bool) -> None:
     target = str(prepare_target("smollm2"))
     prompts = [{"prompt_token_ids": ids} for ids in make_prompts(target, data)]
     llm = make_engine(
-        target, JETSPEC, eager=eager, max_num_seqs=max(BATCHES), async_scheduling=SIDES[side][1]
+        target, spec, eager=eager, max_num_seqs=max(BATCHES), async_scheduling=async_scheduling
     )
     params = SamplingParams(
         temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True, detokenize=False
@@ -105,7 +107,8 @@ def main() -> None:
     args = benchmark.parse()
     data = None if args.data == Path() else args.data
     if args.measure:
-        serve(args.measure, data, args.eager)
+        ahead = SIDES[args.measure][1]
+        measured_batches(JETSPEC, data, args.eager, async_scheduling=ahead)
         return
     rounds = in_turns(
         lambda side: start_side(side, data, args.eager), list(SIDES), BATCHES, args.rounds

@@ -24,10 +24,12 @@ from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair, generate, pair, sequences_of
 from tests.e2e.target_checks import WINDOW_PROMPTS, around_windows, diverges, engine_of, num_groups
 from tests.e2e.tiny import make_head, make_target
+from vllm_specplug.kernels.packed_linear import packs_target
 
 VOCAB = 300
 # Of a logprob, an eighth of what bfloat16 is given: float16 has three bits more.
 MARGIN = 2.0**-8
+BFLOAT16_MARGIN = 2.0**-5
 SCALES = {"k_scale": 0.02, "v_scale": 0.01}
 
 
@@ -104,6 +106,40 @@ def check_float16_would_show_missing_compaction() -> None:
             up_to_ties(made)
     finally:
         del backend.compact
+
+
+def num_packed(made: Pair) -> int:
+    """Weights of the tree engine's target that are packed."""
+    return sum(weight.dim() == 3 for weight in made.runner.model.parameters())
+
+
+def check_bfloat16_products_are_packed_where_the_cpu_has_them() -> None:
+    """Attention's two and the MLP's two in each layer; plain decoding beside it has vLLM's own."""
+    made = engines_of(None, dtype="bfloat16")
+    layers = made.plain.llm_engine.model_config.hf_config.num_hidden_layers
+    assert num_packed(made) == (4 * layers if packs_target("auto") else 0)
+    params = greedy(max_tokens=40, detokenize=False, ignore_eos=True)
+    OracleDrafter.sequences = sequences_of(generate(made.plain, WINDOW_PROMPTS, params))
+    counts = made.compare_up_to_ties(WINDOW_PROMPTS, 40, BFLOAT16_MARGIN)
+    assert counts.accepted > 40, counts
+
+
+def check_packed_products_would_show_columns_in_the_wrong_place() -> None:
+    made = engines_of(None, dtype="bfloat16")
+    if num_packed(made) == 0:
+        return
+    for weight in made.runner.model.parameters():
+        if weight.dim() == 3:
+            weight.data = weight.data.roll(2, dims=-1)
+    with pytest.raises(AssertionError, match="behind the best"):
+        made.compare_up_to_ties(WINDOW_PROMPTS, 40, BFLOAT16_MARGIN)
+
+
+def check_products_are_left_to_vllm_where_it_is_asked() -> None:
+    made = engines_of(None, dtype="bfloat16", speculative={"target_products": "vllm"})
+    assert num_packed(made) == 0
+    exact = engines_of(None, dtype="float32")
+    assert num_packed(exact) == 0
 
 
 @contextmanager

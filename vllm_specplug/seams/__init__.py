@@ -12,6 +12,7 @@ from vllm_specplug.seams.listing import (
 )
 from vllm_specplug.seams.listing_gpu import ATTENTION_BACKENDS
 from vllm_specplug.seams.listing_latent import LATENT_SEAMS
+from vllm_specplug.seams.listing_products import CPU_PRODUCTS
 from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
@@ -28,6 +29,7 @@ __all__ = [
     "ALL_SEAMS",
     "ATTENTION_BACKENDS",
     "CPU_BACKENDS",
+    "CPU_PRODUCTS",
     "CPU_RUNNER",
     "CPU_RUNNER_V2",
     "CPU_STATE_SEAMS",

@@ -14,6 +14,7 @@ from vllm_specplug.seams.listing_gpu import (
     GPU_V1_USES,
 )
 from vllm_specplug.seams.listing_latent import LATENT_SEAMS
+from vllm_specplug.seams.listing_products import CPU_PRODUCTS, PRODUCT_USES
 from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
@@ -412,20 +413,7 @@ _WORKER_USES: tuple[Seam, ...] = (
         "get_attn_backend",
         "get_kv_cache_spec",
     ),
-    *uses(
-        "packed_linear",
-        "unpacked bf16 products on CPU reorder their weights at every call",
-        "torch packs weights by itself",
-        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
-    ),
-    *uses(
-        "int8_linear",
-        "a draft's products with half the bytes and nearly twice the speed",
-        'draft_weights "full" is made the only choice',
-        "vllm._custom_ops:create_onednn_scaled_mm",
-        "vllm._custom_ops:onednn_scaled_int8_quant",
-        "vllm._custom_ops:onednn_scaled_mm",
-    ),
+    *PRODUCT_USES,
     *uses(
         "target_sampler",
         "each visited node is sampled as plain decoding would sample it",
@@ -517,6 +505,7 @@ _CPU_USES: tuple[Seam, ...] = (
         f"a method may name its runner ({REGISTRY})",
         _CPU_WORKER,
         "init_device",
+        "load_model",
         "determine_available_memory",
         "compile_or_warm_up_model",
     ),
@@ -524,13 +513,23 @@ _CPU_USES: tuple[Seam, ...] = (
 
 PROCESS_CHECKS = SeamSet((*PROCESS_SEAMS.seams, *_PROCESS_USES))
 WORKER_SEAMS = {
-    "cpu": SeamSet((*_WORKER_USES, LOGITS_PROCESSORS, CPU_RUNNER, *CPU_BACKENDS.seams, *_CPU_USES)),
+    "cpu": SeamSet(
+        (
+            *_WORKER_USES,
+            LOGITS_PROCESSORS,
+            CPU_RUNNER,
+            CPU_PRODUCTS,
+            *CPU_BACKENDS.seams,
+            *_CPU_USES,
+        )
+    ),
     "cpu_v2": SeamSet(
         (
             *_WORKER_USES,
             CPU_RUNNER_V2,
             SPECULATOR,
             *V2_CPU_KERNELS.seams,
+            CPU_PRODUCTS,
             *CPU_BACKENDS.seams,
             *_CPU_USES,
             *V2_CPU_USES,
@@ -571,6 +570,7 @@ ALL_SEAMS: tuple[Seam, ...] = (
     SPECULATOR,
     DEVICE_SPECULATOR,
     GRAPHS_OF_TREES,
+    CPU_PRODUCTS,
     *CPU_BACKENDS.seams,
     *STATE_SEAMS.seams,
     *CPU_STATE_SEAMS.seams,

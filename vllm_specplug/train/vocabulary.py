@@ -23,7 +23,7 @@ def draft_vocabulary(
     """
     counts = answer_token_counts(store)
     total = sum(counts.values())
-    ranked = [t for t in always] + [t for t, _ in counts.most_common() if t not in always]
+    ranked = list(dict.fromkeys([*always, *(t for t, _ in counts.most_common())]))
     # Unseen tokens fill up a small corpus: low ids are the frequent merges of a BPE vocabulary.
     seen = set(ranked)
     fill = (t for t in range(vocab_size) if t not in seen)

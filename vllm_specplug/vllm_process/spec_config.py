@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from vllm.utils.hashing import safe_hash
 
 from vllm_specplug.drafting.method import Capability, DraftPlan, MethodOptions, TargetInfo
+from vllm_specplug.kernels.packed_linear import packs_target
 from vllm_specplug.options import (
     DEFAULT_CUDA_TREE_NODES,
     DEFAULT_TREE_NODES,
@@ -28,6 +29,7 @@ from vllm_specplug.options import (
     check_draft_weights,
     check_kernel,
     check_request_limit,
+    check_target_products,
     check_tree_budget,
     check_tree_shape,
     check_vllm_options,
@@ -245,6 +247,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             )
         check_kernel(self.tree_kernel, device, os.environ.get("TRITON_INTERPRET") == "1")
         check_draft_weights(self.draft_weights, device)
+        check_target_products(self.target_products, device)
         if parallel.worker_cls != "auto":
             raise ValueError(
                 f"worker_cls={parallel.worker_cls!r} cannot be combined with "
@@ -309,11 +312,12 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         self.target_parallel_config.worker_cls = WORKERS[current_device()]
 
     def compute_hash(self) -> str:
-        """The parent's hash, plus the auxiliary layers: they change the compiled graph."""
+        """The parent's hash, plus what changes the compiled graph: auxiliary layers, products."""
         parent = super().compute_hash()
         if self.plugin_method is None:
             return parent
-        factors = str((parent, self.plugin_method, self.aux_layers))
+        packs = current_device() == "cpu" and packs_target(self.target_products)
+        factors = str((parent, self.plugin_method, self.aux_layers, packs))
         return safe_hash(factors.encode(), usedforsecurity=False).hexdigest()
 
     def __repr__(self) -> str:

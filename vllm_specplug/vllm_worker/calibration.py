@@ -29,6 +29,7 @@ from vllm.logger import init_logger
 from vllm_specplug import __version__
 from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel, draft_rows
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
+from vllm_specplug.kernels.packed_linear import packs_target
 from vllm_specplug.targets import cache_dir
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.ranks import any_failed as any_failed_worker
@@ -325,6 +326,7 @@ def _digest(state: RunnerView) -> str:
         spec.tree_width,
         spec.tree_kernel,
         spec.draft_weights,
+        state.device.type == "cpu" and packs_target(spec.target_products),
         repr(state.drafter_options),
         len(state.state_layers.names),
         state.drafter.forward_depth,

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products with weights packed the way vLLM packs the target's, or rounded to int8."""
+"""Matrix products on a CPU: the target's, and those of a draft head."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
 
 from vllm_specplug.drafting.drafter import LinearFactory
-from vllm_specplug.options import DraftWeightsName, option_error
+from vllm_specplug.kernels.packed_linear import can_pack, pack_linear, packs_target
+from vllm_specplug.kernels.packed_linear import packed_linear as multiply_packed
+from vllm_specplug.options import DraftWeightsName, TargetProductsName, option_error
+from vllm_specplug.seams import CPU_PRODUCTS
 
 logger = init_logger("vllm.specplug.worker")
 
@@ -87,5 +91,45 @@ def packed_linear(
     layer: Any = torch.nn.Module()
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
-    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     return lambda x: layer.cpu_linear(x, layer.weight, layer.bias)
+
+
+def target_products(products: TargetProductsName) -> AbstractContextManager[None]:
+    """While entered, weights that are loaded are packed as option `target_products` has it.
+
+    Raises:
+        ValueError: where "packed" is asked for and this CPU cannot have them.
+    """
+    if not packs_target(products):
+        if products == "packed":
+            raise option_error(
+                "target_products",
+                products,
+                "packed products need a CPU with AVX-512 BF16 and the compiled kernels",
+                'Use "auto"',
+            )
+        return nullcontext()
+    logger.info("Products of bfloat16 weights: packed (target_products=%r)", products)
+    return CPU_PRODUCTS.applied()
+
+
+def packing_dispatch(stock: Callable[..., None]) -> Callable[..., None]:
+    """Packs a layer's weight for the package's products, or leaves it to vLLM. Seam: cpu_products.
+
+    A packed weight takes the weight's place, with a shape that no loader takes for the weight's.
+    """
+
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        weight = layer.weight
+        if weight.is_meta or not can_pack(weight):
+            stock(layer, remove_weight)
+            return
+        columns, packed = len(weight), pack_linear(weight.detach())
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+            layer.cpu_linear = lambda x, weight, bias: multiply_packed(x, weight, columns, bias)
+        else:
+            layer.cpu_linear = lambda x, weight, bias: multiply_packed(x, packed, columns, bias)
+
+    return dispatch_cpu_unquantized_gemm

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of draft heads: packed as they are, or rounded to int8."""
+"""Products of targets, packed, and of draft heads: packed as they are, or rounded to int8."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import gc
 
 import pytest
 import torch
+from vllm.model_executor.layers import utils
 
-from vllm_specplug.options import check_draft_weights
+from vllm_specplug.kernels.packed_linear import packs_target
+from vllm_specplug.options import check_draft_weights, check_target_products
 from vllm_specplug.vllm_worker import linear
-from vllm_specplug.vllm_worker.linear import draft_linear, int8_linear, packed_linear
+from vllm_specplug.vllm_worker.linear import (
+    draft_linear,
+    int8_linear,
+    packed_linear,
+    target_products,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -87,3 +94,64 @@ def test_a_gpu_refuses_int8_by_name() -> None:
         check_draft_weights("int8", "cuda")
     for name in ("auto", "full"):
         check_draft_weights(name, "cuda")
+
+
+needs_avx512_bf16 = pytest.mark.skipif(
+    not packs_target("packed"), reason="this CPU has no AVX-512 BF16"
+)
+
+
+def _loaded(weight: torch.Tensor, *, remove_weight: bool = True) -> torch.nn.Module:
+    """A layer as vLLM leaves it when its weights are loaded."""
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight)
+    return layer
+
+
+@needs_avx512_bf16
+def test_targets_are_packed_while_they_are_loaded() -> None:
+    torch.manual_seed(1)
+    weight, x = (torch.randn(70, 64) / 8).bfloat16(), torch.randn(5, 64).bfloat16()
+    exact = x.float() @ weight.float().T
+    stock = utils.dispatch_cpu_unquantized_gemm
+    with target_products("packed"):
+        layer, tied = _loaded(weight), _loaded(weight, remove_weight=False)
+        draft = packed_linear(weight, None)
+        # Not a product that pays, and not the package's number format: vLLM's own.
+        gate, exact_layer = _loaded(weight[:8]), _loaded(weight.float())
+    assert utils.dispatch_cpu_unquantized_gemm is stock
+    assert layer.weight.shape == (3, 32, 64) and gate.weight.numel() == 0
+    # An embedding still reads its rows.
+    assert torch.equal(tied.weight, weight)
+    of_vllm = _loaded(weight)
+    assert of_vllm.weight.numel() == 0
+    for found in (
+        layer.cpu_linear(x, layer.weight, None),
+        tied.cpu_linear(x, tied.weight, None),
+        draft(x),
+        of_vllm.cpu_linear(x, of_vllm.weight, None),
+    ):
+        assert _error(found, exact) < 3e-3
+    assert torch.equal(
+        gate.cpu_linear(x, gate.weight, None), _loaded(weight[:8]).cpu_linear(x, None, None)
+    )
+    assert _error(exact_layer.cpu_linear(x.float(), None, None), exact) < 1e-5
+
+
+def test_products_left_to_vllm() -> None:
+    with target_products("vllm"):
+        assert _loaded(torch.randn(64, 64).bfloat16()).weight.numel() == 0
+
+
+def test_packed_products_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "packs_target", lambda products: False)
+    with pytest.raises(ValueError, match=r"target_products='packed'.*AVX-512 BF16.*\"auto\""):
+        target_products("packed")
+    with target_products("auto"):
+        pass
+    with pytest.raises(ValueError, match=r"target_products='packed'.*are for CPUs"):
+        check_target_products("packed", "cuda")
+    for name in ("auto", "vllm"):
+        check_target_products(name, "cuda")
+    check_target_products("packed", "cpu")

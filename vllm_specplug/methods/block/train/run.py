@@ -183,8 +183,11 @@ def wanted_config(
         causal=run.causal,
     )
     if initial is not None:
-        # The block's length is no shape of a weight; everything else must agree.
-        free = ("block_size", "draft_vocab_size", "mask_token_id", "causal")
+        # The block's length is no shape of a weight, nor is how far the head goes, which heads of
+        # before did not say; everything else must agree.
+        free = (
+            "block_size", "draft_vocab_size", "mask_token_id", "causal", "max_position_embeddings",
+        )  # fmt: skip
         for name in (f.name for f in fields(BlockHeadConfig) if f.name not in free):
             have, want = getattr(initial, name), getattr(config, name)
             same = abs(have - want) <= 1e-6 * abs(want) if isinstance(want, float) else have == want
@@ -207,4 +210,8 @@ def _draft_ids(
     if initial is not None and run.draft_vocab_size in (0, len(initial)):
         return initial, vocabulary_coverage(store, initial)
     size = min(run.draft_vocab_size or DEFAULT_DRAFT_VOCAB_SIZE, vocab_size)
-    return draft_vocabulary(store, size, vocab_size, target.end_token_ids)
+    always = list(target.end_token_ids)
+    if initial is not None and size > len(initial):
+        # A larger vocabulary keeps the tokens that the head has learnt to draft.
+        always = initial.tolist()
+    return draft_vocabulary(store, size, vocab_size, always)

@@ -150,6 +150,28 @@ def test_a_bidirectional_run_starts_from_a_causal_head(run, target_folder, tmp_p
         train(replace(dflash, out=str(tmp_path / "other"), num_layers=3), frozen)
 
 
+def test_a_run_may_add_to_the_vocabulary_of_a_head_from_before(run, target_folder, tmp_path):
+    """Such a head does not say how far it goes, and keeps the tokens that it drafts."""
+    few = replace(run, draft_vocab_size=20)
+    train(few, replace(OPTIONS, total_steps=1))
+    head = Path(few.out, "head")
+    config = json.loads((head / "config.json").read_text())
+    assert config.pop("max_position_embeddings") > 0
+    (head / "config.json").write_text(json.dumps(config))
+    more = replace(run, out=str(tmp_path / "more"), init_from=str(head), draft_vocab_size=40)
+    train(more, replace(OPTIONS, total_steps=1))
+    target = json.loads((target_folder / "config.json").read_text())
+    known, grown = (
+        set(load_block_head(str(folder), target)[1].target_ids(size).tolist())
+        for folder, size in ((head, 20), (Path(more.out, "head"), 40))
+    )
+    assert len(known) == 20 and len(grown) == 40 and known < grown
+    kept = replace(run, out=str(tmp_path / "kept"), init_from=str(head), draft_vocab_size=0)
+    train(kept, replace(OPTIONS, total_steps=1))
+    ids = load_block_head(str(Path(kept.out, "head")), target)[1].target_ids(20)
+    assert set(ids.tolist()) == known
+
+
 def test_bidirectional_heads_learn_but_not_from_short_blocks(run):
     options = replace(OPTIONS, total_steps=40, loss="sft")
     losses, _ = train(replace(run, causal=False), options)

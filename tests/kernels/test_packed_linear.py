@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with packed weights: right for every shape, and the same in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_specplug.kernels.extension import supported_isas
+from vllm_specplug.kernels.packed_linear import (
+    can_pack,
+    pack_linear,
+    packed_linear,
+    packs_target,
+)
+
+pytestmark = pytest.mark.skipif(
+    "avx512_bf16" not in supported_isas(), reason="this CPU has no AVX-512 BF16"
+)
+
+# Blocks of rows change at 14 and at 96, the cache's part of them ends at 512.
+ROWS = (1, 2, 13, 14, 15, 28, 29, 95, 96, 97, 511, 513)
+
+
+def _case(columns: int, depth: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(columns * depth + rows)
+    weight = (torch.randn(columns, depth) / depth**0.5).bfloat16()
+    return weight, torch.randn(rows, depth).bfloat16(), torch.randn(columns).bfloat16()
+
+
+def _assert_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
+    # Half a unit in the last place of bfloat16, and what float32 sums lose on the way.
+    error = (found.double() - exact).abs()
+    assert bool((error <= exact.abs() * 2.0**-8 * 1.01 + 1e-5).all()), float(error.max())
+
+
+@pytest.mark.parametrize("columns", [32, 33, 48, 63, 64, 96, 130, 576])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_equals_exact_products_rounded_once(columns: int, has_bias: bool) -> None:
+    for depth in (2, 4, 6, 10, 64, 150):
+        for rows in ROWS:
+            weight, x, bias = _case(columns, depth, rows)
+            found = packed_linear(x, pack_linear(weight), columns, bias if has_bias else None)
+            exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
+            _assert_rounded_once(found, exact)
+
+
+@given(
+    columns=st.integers(32, 200),
+    pairs=st.integers(1, 90),
+    rows=st.integers(1, 140),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_row_is_the_same_in_any_company(
+    columns: int, pairs: int, rows: int, data: st.DataObject
+) -> None:
+    weight, x, _ = _case(columns, 2 * pairs, rows)
+    packed = pack_linear(weight)
+    together = packed_linear(x, packed, columns)
+    first = data.draw(st.integers(0, rows - 1))
+    last = data.draw(st.integers(first + 1, rows))
+    assert torch.equal(packed_linear(x[first:last], packed, columns), together[first:last])
+
+
+def test_threads_change_nothing() -> None:
+    weight, x, _ = _case(400, 96, 40)
+    packed, threads = pack_linear(weight), torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(packed_linear(x, packed, 400))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_infinities_and_nan_stay_in_their_row() -> None:
+    weight, x, _ = _case(64, 32, 20)
+    packed = pack_linear(weight)
+    clean = packed_linear(x, packed, 64)
+    spoilt = x.clone()
+    spoilt[3, 5], spoilt[17, 0] = float("nan"), float("inf")
+    found = packed_linear(spoilt, packed, 64)
+    others = [row for row in range(20) if row not in (3, 17)]
+    assert torch.equal(found[others], clean[others])
+    assert found[3].isnan().all() and not found[17].isfinite().any()
+
+
+def test_shapes_of_rows() -> None:
+    weight, x, _ = _case(40, 16, 12)
+    packed = pack_linear(weight)
+    flat = packed_linear(x, packed, 40)
+    assert torch.equal(packed_linear(x.view(3, 4, 16), packed, 40), flat.view(3, 4, 40))
+    wide = torch.zeros(12, 20, dtype=torch.bfloat16)
+    wide[:, :16] = x
+    assert torch.equal(packed_linear(wide[:, :16], packed, 40), flat)
+    assert packed_linear(x[:0], packed, 40).shape == (0, 40)
+    # Packed from a weight that does not lie together.
+    assert torch.equal(packed_linear(x, pack_linear(weight.T.contiguous().T), 40), flat)
+
+
+def test_compiled_as_eager() -> None:
+    weight, x, bias = _case(96, 64, 9)
+    packed = pack_linear(weight)
+
+    def layer(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        return packed_linear(x * 2, packed, 96, bias) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for rows in (9, 4, 1):
+        assert torch.equal(compiled(x[:rows], packed), layer(x[:rows], packed))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight, x, bias = _case(64, 32, 4)
+    packed = pack_linear(weight)
+    with pytest.raises(RuntimeError, match="x must be bfloat16"):
+        packed_linear(x.float(), packed, 64)
+    with pytest.raises(RuntimeError, match="x must be bfloat16"):
+        packed_linear(x[:, :30], packed, 64)
+    with pytest.raises(RuntimeError, match="out must be"):
+        packed_linear(x, packed, 65)
+    with pytest.raises(RuntimeError, match="out must be"):
+        packed_linear(x, packed, 32)
+    with pytest.raises(RuntimeError, match="bias must be"):
+        packed_linear(x, packed, 64, bias[:60])
+    with pytest.raises(RuntimeError, match="weight must be"):
+        pack_linear(weight[:, :31])
+    for other in (weight.float(), weight[:31], weight[:, :31], weight[None], weight[0]):
+        assert not can_pack(other)
+    assert can_pack(weight)
+
+
+def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "vllm_specplug.kernels.packed_linear."
+    for isas, automatic, asked in (
+        ((), False, False),
+        (("plain", "avx2", "avx512"), False, False),
+        (("plain", "avx2", "avx512", "avx512_bf16"), True, True),
+        (("plain", "avx2", "avx512", "avx512_bf16", "amx"), False, True),
+    ):
+        monkeypatch.setattr(module + "supported_isas", lambda isas=isas: isas)
+        monkeypatch.setattr(module + "requested_isa", lambda: None)
+        assert packs_target("auto") is automatic
+        assert packs_target("packed") is asked
+        assert packs_target("vllm") is False
+    monkeypatch.setattr(module + "supported_isas", lambda: ("avx512", "avx512_bf16"))
+    monkeypatch.setattr(module + "requested_isa", lambda: "avx2")
+    assert packs_target("auto") is False

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the list that concerns matrix products on a CPU; `listing` has the whole."""
+
+from __future__ import annotations
+
+from vllm_specplug.seams.reasons import uses
+from vllm_specplug.seams.seam import Seam, Wrap
+
+CPU_PRODUCTS = Wrap(
+    "cpu_products",
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    "vLLM's products of a dozen bfloat16 rows take nearly twice as long as those of one row, on a "
+    "CPU with AVX-512 BF16; in place while a worker loads its weights",
+    "vLLM's take as long for a tree as for one row",
+    make="vllm_specplug.vllm_worker.linear:packing_dispatch",
+)
+
+PRODUCT_USES: tuple[Seam, ...] = (
+    *uses(
+        "packed_linear",
+        "unpacked bf16 products on CPU reorder their weights at every call",
+        "torch packs weights by itself",
+        "vllm.model_executor.layers:utils",
+    ),
+    *uses(
+        "int8_linear",
+        "a draft's products with half the bytes and nearly twice the speed",
+        'draft_weights "full" is made the only choice',
+        "vllm._custom_ops:create_onednn_scaled_mm",
+        "vllm._custom_ops:onednn_scaled_int8_quant",
+        "vllm._custom_ops:onednn_scaled_mm",
+    ),
+)
