@@ -9,6 +9,7 @@ where one row takes 7.4 and 6.3. A verified tree is such a product.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -21,11 +22,22 @@ _FEWEST_COLUMNS = 32
 
 def packs_target(products: str) -> bool:
     """Whether the weights of a target are packed here, by option `target_products`. "auto" packs
-    them where there is AVX-512 BF16 and no AMX, whose tiles do more in oneDNN's products."""
-    isas = supported_isas()
+    them where there is AVX-512 BF16 and no AMX, whose tiles do more in oneDNN's products, and no
+    library of AMD's in vLLM, which has products of its own."""
     if products == "auto":
-        return requested_isa() in (None, _ISA) and isas[-1:] == (_ISA,)
-    return products == "packed" and _ISA in isas
+        is_left = hasattr(torch.ops.zentorch, "zentorch_linear_unary")
+        return has_packed_products() and not is_left
+    return products == "packed" and _ISA in supported_isas() and _can_multiply()
+
+
+def has_packed_products() -> bool:
+    """Whether packed products are the fastest that are known for this CPU."""
+    highest = supported_isas()[-1:] == (_ISA,)
+    return requested_isa() in (None, _ISA) and highest and _can_multiply()
+
+
+def _can_multiply() -> bool:
+    return bool(torch.ops.specplug.has_packed_products())
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -64,10 +76,56 @@ def packed_linear(
     Raises:
         RuntimeError: on a CPU without AVX-512 BF16, or where shapes or dtypes do not fit.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = _as_rows(x)
     out = torch.empty((rows.shape[0], columns), dtype=x.dtype)
     torch.ops.specplug.packed_linear.default(rows, packed, bias, out)
     return out.reshape(*x.shape[:-1], columns)
+
+
+class PackedInt8(NamedTuple):
+    """A weight [N, K] rounded to int8 by row, as `packed_int8_linear` reads it."""
+
+    weight: torch.Tensor
+    """int8 [ceil(N / 32), ceil(K / 4), 128], zeros beyond N and K."""
+    scales: torch.Tensor
+    """float32 [N], what a row was divided by."""
+    sums: torch.Tensor
+    """int32 [N], of a row's numbers."""
+
+
+def pack_int8(rounded: torch.Tensor, scales: torch.Tensor) -> PackedInt8:
+    """Packs a rounded weight int8 [N, K] with its scales float32 [N].
+
+    Raises:
+        RuntimeError: without the compiled kernels, or for another shape or dtype.
+    """
+    if not has_cpu_extension():
+        raise RuntimeError("pack_int8 needs the compiled CPU kernels")
+    sums = torch.empty(len(rounded), dtype=torch.int32)
+    packed = torch.ops.specplug.pack_int8.default(rounded.contiguous(), sums)
+    return PackedInt8(packed, scales, sums)
+
+
+def packed_int8_linear(
+    x: torch.Tensor, packed: PackedInt8, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., K], bfloat16, times a weight [N, K] of int8, plus bias [N]: [..., N]. A row of x is
+    rounded to 127ths of its largest magnitude; sums are exact.
+
+    Raises:
+        RuntimeError: on a CPU without AVX-512 BF16 and VNNI, or where shapes or dtypes do not fit.
+    """
+    rows, columns = _as_rows(x), len(packed.scales)
+    out = torch.empty((rows.shape[0], columns), dtype=x.dtype)
+    torch.ops.specplug.packed_int8_linear.default(
+        rows, packed.weight, packed.sums, packed.scales, bias, out
+    )
+    return out.reshape(*x.shape[:-1], columns)
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 @functools.cache

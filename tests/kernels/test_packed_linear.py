@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from vllm_specplug.kernels.extension import supported_isas
 from vllm_specplug.kernels.packed_linear import (
+    PackedInt8,
     can_pack,
+    pack_int8,
     pack_linear,
+    packed_int8_linear,
     packed_linear,
     packs_target,
 )
@@ -90,6 +93,64 @@ def test_infinities_and_nan_stay_in_their_row() -> None:
     assert found[3].isnan().all() and not found[17].isfinite().any()
 
 
+def _int8_case(
+    columns: int, depth: int, rows: int
+) -> tuple[PackedInt8, torch.Tensor, torch.Tensor]:
+    """A packed weight, rows, and their exact products after both are rounded to int8."""
+    torch.manual_seed(columns * depth + rows)
+    rounded = torch.randint(-127, 128, (columns, depth), dtype=torch.int8)
+    scales = torch.rand(columns) + 0.01
+    x = (torch.randn(rows, depth) * torch.logspace(-3, 3, rows)[:, None]).bfloat16()
+    x[rows // 2] = 0
+    row_scales = x.float().abs().amax(dim=1, keepdim=True) / 127
+    inverse = torch.where(row_scales > 0, 1 / row_scales, 0.0)
+    of_rows = (x.float() * inverse).round().clamp(-127, 127)
+    exact = of_rows.double() @ rounded.double().T * scales.double() * row_scales.double()
+    return pack_int8(rounded, scales), x, exact
+
+
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 64, 130])
+@pytest.mark.parametrize("depth", [1, 3, 4, 15, 16, 17, 64, 576])
+def test_int8_products_are_exact_but_for_one_rounding(columns: int, depth: int) -> None:
+    for rows in ROWS:
+        packed, x, exact = _int8_case(columns, depth, rows)
+        found = packed_int8_linear(x, packed)
+        error = (found.double() - exact).abs()
+        assert bool((error <= exact.abs() * 2.0**-8 * 1.01 + 1e-6 * exact.abs().amax()).all())
+        assert not found[rows // 2].any()
+        bias = torch.randn(columns).bfloat16()
+        with_bias = packed_int8_linear(x, packed, bias)
+        error = (with_bias.double() - exact - bias.double()).abs()
+        assert bool(
+            (
+                error
+                <= (exact + bias.double()).abs() * 2.0**-8 * 1.01 + 1e-4 + 1e-6 * exact.abs().amax()
+            ).all()
+        )
+
+
+def test_int8_extremes_do_not_saturate() -> None:
+    """All products of one sign, over more than 16 bits of them."""
+    for value in (-127, 127):
+        packed = pack_int8(torch.full((40, 4096), value, dtype=torch.int8), torch.ones(40))
+        x = torch.ones(3, 4096).bfloat16()
+        assert torch.equal(
+            packed_int8_linear(x, packed), torch.full((3, 40), 4096.0 * value).bfloat16()
+        )
+        assert torch.equal(
+            packed_int8_linear(-x, packed), torch.full((3, 40), -4096.0 * value).bfloat16()
+        )
+
+
+def test_an_int8_row_is_the_same_in_any_company() -> None:
+    packed, x, _ = _int8_case(200, 66, 120)
+    together = packed_int8_linear(x, packed)
+    for first, last in ((0, 1), (3, 17), (50, 120), (119, 120)):
+        assert torch.equal(packed_int8_linear(x[first:last], packed), together[first:last])
+    assert packed_int8_linear(x.view(4, 30, 66), packed).shape == (4, 30, 200)
+    assert torch.equal(packed_int8_linear(x.T.contiguous().T, packed), together)
+
+
 def test_shapes_of_rows() -> None:
     weight, x, _ = _case(40, 16, 12)
     packed = pack_linear(weight)
@@ -99,6 +160,7 @@ def test_shapes_of_rows() -> None:
     wide[:, :16] = x
     assert torch.equal(packed_linear(wide[:, :16], packed, 40), flat)
     assert packed_linear(x[:0], packed, 40).shape == (0, 40)
+    assert torch.equal(packed_linear(x.T.contiguous().T, packed, 40), flat)
     # Packed from a weight that does not lie together.
     assert torch.equal(packed_linear(x, pack_linear(weight.T.contiguous().T), 40), flat)
 
@@ -145,9 +207,15 @@ def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(module + "supported_isas", lambda isas=isas: isas)
         monkeypatch.setattr(module + "requested_isa", lambda: None)
+        monkeypatch.setattr(module + "_can_multiply", lambda: True)
         assert packs_target("auto") is automatic
         assert packs_target("packed") is asked
         assert packs_target("vllm") is False
     monkeypatch.setattr(module + "supported_isas", lambda: ("avx512", "avx512_bf16"))
+    assert packs_target("auto") is True
+    # A virtual machine that hides an instruction.
+    monkeypatch.setattr(module + "_can_multiply", lambda: False)
+    assert packs_target("auto") is packs_target("packed") is False
+    monkeypatch.setattr(module + "_can_multiply", lambda: True)
     monkeypatch.setattr(module + "requested_isa", lambda: "avx2")
     assert packs_target("auto") is False

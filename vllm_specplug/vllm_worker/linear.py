@@ -14,7 +14,14 @@ from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
 
 from vllm_specplug.drafting.drafter import LinearFactory
-from vllm_specplug.kernels.packed_linear import can_pack, pack_linear, packs_target
+from vllm_specplug.kernels.packed_linear import (
+    can_pack,
+    has_packed_products,
+    pack_int8,
+    pack_linear,
+    packed_int8_linear,
+    packs_target,
+)
 from vllm_specplug.kernels.packed_linear import packed_linear as multiply_packed
 from vllm_specplug.options import DraftWeightsName, TargetProductsName, option_error
 from vllm_specplug.seams import CPU_PRODUCTS
@@ -64,6 +71,12 @@ def int8_linear(
         exact = weight[part].float()
         scales[part] = (exact.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
         rounded[part] = (exact / scales[part, None]).round_().clamp_(-127, 127).to(torch.int8)
+    if weight.dtype == torch.bfloat16 and has_packed_products():
+        packed = pack_int8(rounded, scales)
+        return lambda x: packed_int8_linear(x, packed, bias)
+    if weight.dtype == torch.bfloat16 and has_packed_products():
+        packed = pack_int8(rounded, scales)
+        return lambda x: packed_int8_linear(x, packed, bias)
     product = ops.create_onednn_scaled_mm(
         rounded.t(), scales, weight.dtype, True, False, _KEPT_SHAPES
     )
@@ -121,8 +134,9 @@ def packing_dispatch(stock: Callable[..., None]) -> Callable[..., None]:
     """
 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        weight = layer.weight
-        if weight.is_meta or not can_pack(weight):
+        weight, bias = layer.weight, getattr(layer, "bias", None)
+        has_other_bias = bias is not None and bias.dtype != weight.dtype
+        if weight.is_meta or has_other_bias or not can_pack(weight):
             stock(layer, remove_weight)
             return
         columns, packed = len(weight), pack_linear(weight.detach())
