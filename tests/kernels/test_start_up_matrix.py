@@ -85,9 +85,9 @@ def launches(
         max_rows=rows, max_context=context,
     )  # fmt: skip
 
-    def workspace(parts: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def workspace(parts: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert parts * shape[0] * shape[1] * shape[2] * 4 < 2**30, "a gigabyte of partial results"
-        return torch.empty(1), torch.empty(1)
+        return torch.empty(1), torch.empty(1), torch.empty(1)
 
     key, value = cache.split(head_dim, dim=-1)
     query = joined[:, :heads]
