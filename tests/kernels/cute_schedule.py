@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CuTe kernel's schedule in plain Python, and what a device would make of it."""
+"""The schedule of the attention kernels in plain Python, and what a device would make of it."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Batch:
     row_blocks: Sequence[int]
     heads: int
     places: int
+    least_tiles: int = MIN_SPLIT_TILES
 
     @property
     def work(self) -> int:
@@ -56,7 +57,8 @@ class Batch:
         (or `longest`)."""
         blocks = self.heads * max(self.row_blocks)
         bound = longest or 1 << (max(self.tiles) - 1).bit_length()
-        return share_out(len(self.tiles), blocks, bound, self.places, splits)
+        least = self.least_tiles
+        return share_out(len(self.tiles), blocks, bound, self.places, splits, least)
 
 
 def up(number: int, divisor: int) -> int:
@@ -70,8 +72,8 @@ def tiles_of(context: int, rows: int, *, dense: bool = False, window: int = 0) -
     return up(tail + rows, TILE_N) - first if rows else 0
 
 
-def divided(tiles: int, parts: int) -> int:
-    return max(MIN_SPLIT_TILES, up(tiles, max(1, parts)))
+def divided(tiles: int, parts: int, least_tiles: int = MIN_SPLIT_TILES) -> int:
+    return max(least_tiles, up(tiles, max(1, parts)))
 
 
 def parts_of(tiles: int, share: int) -> int:
@@ -80,7 +82,7 @@ def parts_of(tiles: int, share: int) -> int:
 
 
 def wave_share(batch: Batch, waves: int) -> int:
-    return divided(batch.work, waves * batch.places // batch.heads)
+    return divided(batch.work, waves * batch.places // batch.heads, batch.least_tiles)
 
 
 def estimate(batch: Batch, share: int) -> int:
@@ -107,9 +109,10 @@ def estimate_of(
 
 def share_of(batch: Batch, shares: Shares) -> int:
     """Tiles that parts aim at."""
-    least = divided(sum(batch.tiles), shares.slots - len(batch.tiles))
+    total = sum(batch.tiles)
+    least = divided(total, shares.slots - len(batch.tiles), batch.least_tiles)
     if shares.forced:
-        return max(divided(sum(batch.tiles), shares.forced), least)
+        return max(divided(total, shares.forced, batch.least_tiles), least)
     size = fastest = 0
     for waves in WAVES:
         share = max(wave_share(batch, waves), least)

@@ -77,15 +77,15 @@ def unsupported(head_dim: int, dtype: torch.dtype, block_size: int) -> str | Non
     return None
 
 
-def choose_splits(blocks: int, tiles: int, places: int) -> int:
+def choose_splits(blocks: int, tiles: int, places: int, least_tiles: int = MIN_SPLIT_TILES) -> int:
     """Parts of a tree for a grid of `blocks` (without parts) over at most `tiles` tiles.
 
-    `places` blocks run at once. The fewest parts are taken that come close to the best filling
-    of the waves that any number gives.
+    `places` blocks run at once, and a part has at least `least_tiles`. The fewest parts are taken
+    that come close to the best filling of the waves that any number gives.
     """
     if blocks == 0:
         return 1
-    most = max(1, min(MAX_SPLITS, tiles // MIN_SPLIT_TILES, WAVES[0] * places // blocks))
+    most = max(1, min(MAX_SPLITS, tiles // least_tiles, WAVES[0] * places // blocks))
 
     def fill(splits: int) -> float:
         waves = blocks * splits / places
@@ -107,7 +107,14 @@ class Shares:
     """Most parts of trees that are cut."""
 
 
-def share_out(trees: int, blocks: int, tiles: int, places: int, splits: int | None) -> Shares:
+def share_out(
+    trees: int,
+    blocks: int,
+    tiles: int,
+    places: int,
+    splits: int | None,
+    least_tiles: int = MIN_SPLIT_TILES,
+) -> Shares:
     """Shares of `trees` trees of at most `tiles` tiles and `blocks` blocks each.
 
     `places` blocks run at once; `splits` forces the parts of even trees. How long each tree is,
@@ -115,16 +122,19 @@ def share_out(trees: int, blocks: int, tiles: int, places: int, splits: int | No
     """
     if splits is None and trees > 1:
         forced, extra = 0, -(-WAVES[0] * places // blocks)
-        even = choose_splits(trees * blocks, tiles, places)
+        even = choose_splits(trees * blocks, tiles, places, least_tiles)
         cut = extra > 1 and (even > 1 or tiles >= MIN_UNEVEN_TILES)
     else:
-        even = choose_splits(blocks, tiles, places) if splits is None else splits
+        even = splits or choose_splits(blocks, tiles, places, least_tiles)
         forced = extra = trees * even
         cut = even > 1
     if not cut:
         return Shares(0, trees, 0)
-    # A tree that is cut has more than five quarters of a share, and a part more than that at most.
-    most = extra if trees == 1 else 8 * extra // 5
+    # The kernel aims at shares of at least what `extra` parts of everything would have. A tree that
+    # is cut has more than five quarters of one, and at most three quarters of a part more than it
+    # has shares.
+    cut_trees = min(trees, (4 * extra - 1) // 5)
+    most = extra + 3 * cut_trees // 4
     assert max(most, trees) < 1 << 15, "the kernel counts parts and trees in half an integer"
     return Shares(forced, trees + extra, most)
 
