@@ -406,17 +406,19 @@ def _tree_attn_kernel(
     if value_scale is not None and not DENSE_TAIL:
         acc = acc * scale_of_values
     logarithm = (row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0))) * LN_2
-    if SPLIT:
+    if SPLIT and parts > 1:
         num_heads = tl.num_programs(1) * GROUP
         part_row = (slot.to(tl.int64) * part_rows + row) * num_heads + head
-        cut = valid & (parts > 1)
-        at = part_out + part_row * HEAD_DIM
-        tl.store(at[:, None] + dims[None, :], acc, mask=cut[:, None] & in_head[None, :])
-        tl.store(part_lse + part_row, logarithm, mask=cut)
-        valid = valid & (parts == 1)
-    to_row = row_start + row
-    at = output + to_row * output_row + head * output_head
-    stored = valid[:, None] & in_head[None, :]
-    tl.store(at[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=stored)
-    if STORE_LSE:
-        tl.store(lse + to_row * lse_row + head * lse_head, logarithm, mask=valid)
+        part_at = part_out + part_row * HEAD_DIM
+        tl.store(part_at[:, None] + dims[None, :], acc, mask=valid[:, None] & in_head[None, :])
+        tl.store(part_lse + part_row, logarithm, mask=valid)
+    else:
+        to_row = row_start + row
+        at = output + to_row * output_row + head * output_head
+        tl.store(
+            at[:, None] + dims[None, :],
+            acc.to(output.dtype.element_ty),
+            mask=valid[:, None] & in_head[None, :],
+        )
+        if STORE_LSE:
+            tl.store(lse + to_row * lse_row + head * lse_head, logarithm, mask=valid)

@@ -125,14 +125,15 @@ def part_of_slot(
         large, small = _counts(tiles, _parts(tiles, share), share)
         all_large += large
         all_small += small
-    large = tl.sum(all_large, 0)
-    of_over = large % _HIGH
-    of_middling = of_over + large // _HIGH
-    of_small = of_middling + tl.sum(all_small, 0) % _HIGH
-    before_large = large * 0
-    before_small = large * 0
-    found = large * 0 - 1
-    parts_found = large * 0 + 1
+    before_large = tl.sum(all_large, 0)
+    before_small = tl.sum(all_small, 0)
+    of_over = before_large % _HIGH
+    of_middling = of_over + before_large // _HIGH
+    of_small = of_middling + before_small % _HIGH
+    before_large *= 0
+    before_small *= 0
+    found = before_large - 1
+    parts_found = before_large + 1
     for base in range(0, num_trees, _LANES):
         tiles, _ = _trees(plan, plan_stride, num_trees, base, WINDOW)
         parts = _parts(tiles, share)

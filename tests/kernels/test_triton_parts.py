@@ -123,7 +123,7 @@ def test_the_check_notices_a_part_that_is_left_out(monkeypatch: pytest.MonkeyPat
     merge = tree_attn_triton.merge_parts
 
     def short(part_out, part_lse, part_record, *rest, **options):
-        part_record[:, 1] -= part_record[:, 1] > 2
+        part_record[:, 1] -= (part_record[:, 1] > 2).int()
         merge(part_out, part_lse, part_record, *rest, **options)
 
     monkeypatch.setattr(tree_attn_triton, "merge_parts", short)
