@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 # What changes from step to step: numbers, and pointers into the middle of a buffer.
 STEP_ARGUMENTS = {
-    "num_splits", "num_parts", "parts_split", "plan_stride", "words_stride", "table_stride",
-    "lse_split", "paths_stride", "emitted_stride", "num_depths", "width", "max_width", "num_nodes",
+    "forced", "places", "extra", "part_rows", "plan_stride", "words_stride", "table_stride",
+    "paths_stride", "emitted_stride", "num_depths", "width", "max_width", "num_nodes",
     "budgets", "depths", "context_lens", "req_indices", "prefix_lse_head", "num_rows", "stride",
     "num_pieces", "count", "longest", "num_branches", "length", "num_ranks",
     "num_trees", "row_stride_a", "row_stride_b", "key_row", "value_row",
