@@ -57,7 +57,7 @@ def shares_of(
     for i in cutlass.range_constexpr(len(WAVES)):
         out[1 + i] = schedule.wave_share(work, WAVES[i], places, heads)
     out[1 + len(WAVES)] = schedule.estimate(parts, part, work, whole, heads, places)
-    out[2 + len(WAVES)] = schedule.block_rows(part, whole, 128)
+    out[2 + len(WAVES)] = schedule.row_blocks(part, whole, 128)
 
 
 @cute.jit

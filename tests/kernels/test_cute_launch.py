@@ -100,7 +100,7 @@ def test_the_workspace_is_sized_by_the_trees_not_by_their_buffers():
         return some_workspace(*shape)
 
     plan(trees, splits=3, workspace=workspace, places=1)
-    assert asked == [(2 * 3 * 8 // 5, 32, 4, 64, 2)]
+    assert asked == [(2 * 3 + 3 * 2 // 4, 32, 4, 64, 2)]
 
 
 def test_nothing_is_launched_for_nothing():

@@ -69,7 +69,7 @@ def wave_share(work: Int32, waves: cutlass.Constexpr, places: Int32, heads: Int3
 
 
 @cute.jit
-def block_rows(rows: Int32, group: Int32, tile_m: cutlass.Constexpr) -> Int32:
+def row_blocks(rows: Int32, group: Int32, tile_m: cutlass.Constexpr) -> Int32:
     """Row blocks of a tree."""
     return (rows * group + tile_m - 1) // tile_m
 

@@ -47,7 +47,7 @@ def row_blocks_of(
     blocks = Int32(0)
     if tree < trees:
         rows = cutlass.min(int32_at(plan, PLAN_ROW_COUNT * trees + tree), Int32(MAX_TREE_ROWS))
-        blocks = schedule.block_rows(rows, group, tile_m)
+        blocks = schedule.row_blocks(rows, group, tile_m)
     return blocks
 
 
