@@ -117,10 +117,11 @@ def shares_of(
 ) -> Shares:
     """How a grid is shared out among trees that attend at most `longest` columns, of at most
     `blocks` programs each; `splits` forces the parts of even trees."""
-    of_device = (triton.cdiv(longest, TILE_N), places_of(config, num_sms), splits, MIN_TILES)
-    shares = share_out(trees, blocks, *of_device)
-    if trees == 1 and splits is None and share_out(2, blocks, *of_device).parts > shares.parts == 0:
-        # Kernels are warmed up with one tree, which takes the variant that several would.
+    tiles, places = triton.cdiv(longest, TILE_N), places_of(config, num_sms)
+    shares = share_out(trees, blocks, tiles, places, splits, MIN_TILES)
+    several_may_be_cut = tiles >= 2 * MIN_TILES and WAVES[0] * places > blocks
+    if trees == 1 and splits is None and not shares.parts and several_may_be_cut:
+        # Kernels are warmed up with one tree, which must take the variant that several may.
         return Shares(1, 2, 1)
     return shares
 
@@ -304,8 +305,8 @@ def _device_limits(device: torch.device) -> tuple[int, int, int]:
     """Multiprocessors, bytes of shared memory a block may take, major compute capability."""
     if device not in _LIMITS:
         if device.type != "cuda":
-            # The interpreter: any values do.
-            _LIMITS[device] = (8, 227 * 1024, 9)
+            # The interpreter, in which each slot of a launch takes time: few of them.
+            _LIMITS[device] = (1, 227 * 1024, 9)
         else:
             properties = torch.cuda.get_device_properties(device)
             _LIMITS[device] = (
