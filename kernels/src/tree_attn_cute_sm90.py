@@ -168,7 +168,7 @@ class _Prepared:
 _STEP_PARAMETERS = frozenset(
     (
         "query", "output", "tail_key", "tail_value", "plan", "parents", "table", "part_out",
-        "part_lse", "num_trees", "budget", "slots",
+        "part_lse", "part_record", "num_trees", "forced", "slots",
     )
 )  # fmt: skip
 _lock = threading.Lock()
@@ -182,9 +182,10 @@ _retired: list[torch.Tensor] = []
 
 
 def _workspace(
-    device: torch.device, stream: int, parts: int, rows: int, heads: int, head_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    size = parts * rows * heads * (head_dim + 1)
+    device: torch.device, stream: int, parts: int, rows: int, heads: int, head_dim: int, trees: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sums = parts * rows * heads * (head_dim + 1)
+    size = sums + 2 * trees
     held = _workspaces.get((device.index, stream))
     if held is None or held.numel() < size:
         if held is not None:
@@ -192,7 +193,7 @@ def _workspace(
         held = torch.empty(size, dtype=torch.float32, device=device)
         _workspaces[device.index, stream] = held
     outputs = parts * rows * heads * head_dim
-    return held[:outputs], held[outputs:size]
+    return held[:outputs], held[outputs:sums], held[sums:size].view(torch.int32)
 
 
 def _multiprocessors_of(device: torch.device) -> int:

@@ -2,11 +2,12 @@
 """Tree attention over a paged cache in Triton: every CUDA device, and the CuTe kernel's twin.
 
 Query heads of one KV head are packed into rows, so that a tile of K and V is read once for all of
-them. The context is split among programs; a second kernel merges the splits. No mask is read over
-the context: only the tree's own columns look at the ancestor words.
+them. Trees are cut by their own length, see `tree_parts_triton`; a second kernel merges the parts
+of those that were cut. No mask is read over the context: only the tree's own columns look at the
+ancestor words.
 
 Letters: T query rows of the step, M tree rows, R trees, Hq/Hkv heads, Dh head size, W 64-bit words
-a mask row, S splits.
+a mask row.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .cute.config import TILE_N, WAVES
+from .cute.launch import Shares, share_out
 from .features import PLAIN, AttnFeatures, FeatureKind
-from .lse_merge_triton import merge_states
+from .lse_merge_triton import merge_parts
 from .tree_attn_triton_kernel import _tree_attn_kernel
 from .tree_words_triton import fill_tree_words
 
@@ -30,9 +33,8 @@ LOG2_E = 1.4426950408889634
 # Longer windows leave out nothing, and would not fit in 32 bits beside a position.
 _LONGEST_WINDOW = 2**30
 
-# A split shorter than this costs more in merging than it saves.
-MIN_SPLIT = 256
-MAX_SPLITS = 64
+# Tiles of 64 columns; a shorter part costs more in merging than it saves.
+MIN_TILES = 4
 _MAX_BLOCK_M = 128
 MAX_HEAD_DIM = 512
 
@@ -105,29 +107,33 @@ def config_for(
     return TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared_memory, major, dense, kind)
 
 
-def choose_splits(programs: int, max_context: int, num_sms: int) -> int:
-    """Splits of the context so that about two programs stand on every multiprocessor.
+def places_of(config: TreeAttnConfig, num_sms: int) -> int:
+    """Programs that about run at once: two a multiprocessor, of the largest tiles one."""
+    return num_sms * (1 if config.block_m == _MAX_BLOCK_M else 2)
 
-    Args:
-        programs: programs without a split.
-        max_context: longest context; shares shorter than MIN_SPLIT are not worth merging.
-        num_sms: multiprocessors of the device.
-    """
-    useful = max(1, max_context // MIN_SPLIT)
-    wanted = -(-2 * num_sms // max(1, programs))
-    return max(1, min(useful, wanted, MAX_SPLITS))
+
+def shares_of(
+    trees: int, blocks: int, config: TreeAttnConfig, longest: int, num_sms: int, splits: int | None
+) -> Shares:
+    """How a grid is shared out among trees that attend at most `longest` columns, of at most
+    `blocks` programs each; `splits` forces the parts of even trees."""
+    tiles, places = triton.cdiv(longest, TILE_N), places_of(config, num_sms)
+    shares = share_out(trees, blocks, tiles, places, splits, MIN_TILES)
+    several_may_be_cut = tiles >= 2 * MIN_TILES and WAVES[0] * places > blocks
+    if trees == 1 and splits is None and not shares.parts and several_may_be_cut:
+        # Kernels are warmed up with one tree, which must take the variant that several may.
+        return Shares(1, 2, 1)
+    return shares
 
 
 def most_workspace_bytes(device: torch.device) -> int:
     """Most bytes that one call of `tree_attn_triton` allocates besides its output.
 
-    A context is split only where there are fewer programs than two a multiprocessor, and into
-    fewer than would make four.
+    Parts of trees that are cut take at most twice the programs of the finest waves.
     """
-    programs = 4 * _device_limits(device)[0]
+    rows = 2 * WAVES[0] * _device_limits(device)[0] * _MAX_BLOCK_M
     # Tiles of a wider head have fewer rows, and fewer numbers in all.
-    row = 256 * 4 + 4
-    return programs * _MAX_BLOCK_M * row
+    return rows * (256 * 4 + 4)
 
 
 def tree_attn_triton(
@@ -155,7 +161,7 @@ def tree_attn_triton(
 
     Args:
         lse: takes the natural logarithm of each row's softmax sum, when given.
-        splits: forces the number of context splits.
+        splits: forces the parts of even trees.
         prefix: attention over the context and its log-sum-exp, when another kernel has computed
             them; this one then reads the tree's own columns alone. Rows without a context may hold
             anything. It knows nothing of sinks, which are added here; a window, slopes or scales
@@ -180,24 +186,18 @@ def tree_attn_triton(
         query.device, meta.max_rows * group, head_dim, itemsize, dense, features.kind
     )
     row_tiles = triton.cdiv(meta.max_rows * group, config.block_m)
-    if prefix is not None:
-        splits = 1
-    elif splits is None:
-        attended = min(meta.max_context, window) if window else meta.max_context
-        splits = choose_splits(row_tiles * num_kv_heads * meta.num_trees, attended, num_sms)
-    if splits == 1:
-        target, target_lse = output, lse
-        target_strides = (0, output.stride(0), output.stride(1))
-    else:
-        # An even number: strides are then multiples of 16 for every head size that is one of 8, and
-        # a step's rows make no new variant.
-        rows = -(-meta.num_rows // 2) * 2
-        target = query.new_empty((splits, rows, num_heads, head_dim), dtype=torch.float32)
-        target_lse = query.new_empty((splits, rows, num_heads), dtype=torch.float32)
-        target_strides = target.stride()[:3]
-    lse_strides = (0, 0, 0)
-    if target_lse is not None:
-        lse_strides = (0, *target_lse.stride()) if splits == 1 else target_lse.stride()
+    attended = (min(meta.max_context, window) if window else meta.max_context) + meta.max_rows
+    shares = shares_of(
+        meta.num_trees, row_tiles * num_kv_heads, config, attended, num_sms,
+        splits if prefix is None else 1,
+    )  # fmt: skip
+    cut = shares.parts > 0
+    part_out, part_lse, part_record = query, query, meta.plan
+    if cut:
+        part_shape = (shares.parts, meta.max_rows, num_heads)
+        part_out = query.new_empty((*part_shape, head_dim), dtype=torch.float32)
+        part_lse = query.new_empty(part_shape, dtype=torch.float32)
+        part_record = query.new_empty((meta.num_trees, 2), dtype=torch.int32)
     full = meta.mask_kind == "full"
     words = meta.plan if full else tree_words(meta)
     tail_strides = (0, 0, 0, 0)
@@ -208,12 +208,15 @@ def tree_attn_triton(
     context_out, context_lse = (query, query) if prefix is None else prefix
     prefix_strides = (*context_out.stride()[:2], context_lse.stride(0))
     assert prefix is None or (context_out.stride(2) == 1 and context_lse.stride(1) == 1)
-    _tree_attn_kernel[(row_tiles * splits, num_kv_heads, meta.num_trees)](
+    _tree_attn_kernel[(row_tiles, num_kv_heads, shares.slots)](
         query,
         key_cache,
         value_cache,
-        target,
-        target if target_lse is None else target_lse,
+        output,
+        output if lse is None else lse,
+        part_out,
+        part_lse,
+        part_record,
         meta.plan,
         words,
         meta.block_table,
@@ -222,14 +225,18 @@ def tree_attn_triton(
         context_out,
         context_lse,
         scale * LOG2_E,
-        splits,
+        meta.num_trees,
+        shares.forced,
+        places_of(config, num_sms),
+        shares.slots - meta.num_trees,
+        meta.max_rows,
         meta.plan.stride(0),
         words.stride(0),
         meta.block_table.stride(0),
         query.stride(0),
         query.stride(1),
-        *target_strides,
-        *lse_strides,
+        *output.stride()[:2],
+        *((0, 0) if lse is None else lse.stride()),
         *key_cache.stride(),
         *value_cache.stride(),
         *tail_strides,
@@ -250,22 +257,23 @@ def tree_attn_triton(
         HEAD_DIM=head_dim,
         PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
         PAGE=key_cache.shape[1],
-        SPLIT=splits > 1,
-        MIN_SPLIT=MIN_SPLIT,
+        SPLIT=cut,
+        MIN_TILES=MIN_TILES,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         DENSE_TAIL=dense,
         FULL_TAIL=full,
         HAS_PREFIX=prefix is not None,
-        STORE_LSE=target_lse is not None,
+        STORE_LSE=lse is not None,
         PRECISION="ieee" if compute == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if splits > 1:
-        merge_states(
-            target, target_lse, output, plan=meta.plan, max_rows=meta.max_rows, merged_lse=lse
-        )
+    if cut:
+        merge_parts(
+            part_out, part_lse, part_record, output, meta.plan, max_rows=meta.max_rows,
+            merged_lse=lse,
+        )  # fmt: skip
 
 
 _TRITON_TYPES = {
@@ -297,8 +305,8 @@ def _device_limits(device: torch.device) -> tuple[int, int, int]:
     """Multiprocessors, bytes of shared memory a block may take, major compute capability."""
     if device not in _LIMITS:
         if device.type != "cuda":
-            # The interpreter: any values do.
-            _LIMITS[device] = (8, 227 * 1024, 9)
+            # The interpreter, in which each slot of a launch takes time: few of them.
+            _LIMITS[device] = (1, 227 * 1024, 9)
         else:
             properties = torch.cuda.get_device_properties(device)
             _LIMITS[device] = (

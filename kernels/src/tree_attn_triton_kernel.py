@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .tree_parts_triton import TILE, context_tiles, part_of_slot
+
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -58,13 +60,16 @@ def _depths(word_at, present, rows):
 
 # Numbers that change from step to step must not make new variants of the kernel.
 _STEP_NUMBERS = [
-    "num_splits",
+    "num_trees",
+    "forced",
+    "places",
+    "extra",
     "plan_stride",
     "words_stride",
     "table_stride",
-    "lse_split",
     "lse_row",
     "lse_head",
+    "part_rows",
     "prefix_lse_head",
 ]
 
@@ -76,10 +81,15 @@ def _tree_attn_kernel(
     # [num_blocks, PAGE, Hkv, Dh] by strides
     key_cache,
     value_cache,
-    # [T, Hq, Dh]; [S, M, Hq, Dh] float32 when split
+    # [T, Hq, Dh]
     output,
-    # [S, M, Hq] natural logarithms; read only when STORE_LSE
+    # [T, Hq] natural logarithms; written when STORE_LSE
     lse,
+    # [parts, part_rows, Hq, Dh] and [parts, part_rows, Hq] float32, and [R, 2] int32: slot of a
+    # tree's first part and number of its parts; all written, when SPLIT
+    part_out,
+    part_lse,
+    part_record,
     # [5, R] int32: request, first query row, rows, context length, first mask row
     plan,
     # [M, W] int64; not read when FULL_TAIL
@@ -93,16 +103,19 @@ def _tree_attn_kernel(
     prefix,
     prefix_lse,
     scale_log2,
-    num_splits,
+    num_trees,
+    # what a launch knows of the schedule when SPLIT, see `part_of_slot`
+    forced,
+    places,
+    extra,
+    part_rows,
     plan_stride,
     words_stride,
     table_stride,
     query_row,
     query_head,
-    output_split,
     output_row,
     output_head,
-    lse_split,
     lse_row,
     lse_head,
     key_block,
@@ -142,7 +155,7 @@ def _tree_attn_kernel(
     PADDED_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DENSE_TAIL: tl.constexpr,
@@ -151,10 +164,23 @@ def _tree_attn_kernel(
     STORE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    tree = tl.program_id(2)
+    slot = tl.program_id(2)
     head_kv = tl.program_id(1)
-    split = tl.program_id(0) % num_splits
-    first = tl.program_id(0) // num_splits * BLOCK_M
+    first = tl.program_id(0) * BLOCK_M
+    if SPLIT:
+        tree, part, parts = part_of_slot(
+            plan, plan_stride, num_trees, forced, places, extra, tl.num_programs(1), slot,
+            WINDOW, GROUP, BLOCK_M, MIN_TILES,
+        )  # fmt: skip
+        if tree < 0:
+            return
+        if (part == 0) & (head_kv == 0) & (first == 0):
+            tl.store(part_record + 2 * tree, slot)
+            tl.store(part_record + 2 * tree + 1, parts)
+    else:
+        tree = slot
+        part = 0
+        parts = 1
     rows = tl.load(plan + 2 * plan_stride + tree)
     if first >= rows * GROUP:
         return
@@ -208,9 +234,10 @@ def _tree_attn_kernel(
             row_max = tl.load(prefix_lse + head * prefix_lse_head + row_start + row) / LN_2
             row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
     if sinks is not None:
-        # A column of the first split alone, or merging would count it again.
+        # A column of the first part alone, or merging would count it again.
         sink = tl.load(sinks + head).to(tl.float32) / LN_2
-        sink = tl.where(split == 0, sink, float("-inf"))
+        if SPLIT:
+            sink = tl.where(part == 0, sink, float("-inf"))
         new_max = tl.maximum(row_max, sink)
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
         decay = tl.exp2(row_max - base)
@@ -222,19 +249,25 @@ def _tree_attn_kernel(
     key_base = key_cache + head_kv.to(tl.int64) * key_head
     value_base = value_cache + head_kv.to(tl.int64) * value_head
 
-    # The context of this split: whole tiles first, without any mask, then the part of one.
+    # The context of this part: whole tiles first, without any mask, then the part of one.
     if WINDOW:
-        # The root sees furthest back. Pages before may be another request's.
         lowest = tl.maximum(context - WINDOW + 1, 0)
-        origin = tl.minimum(lowest // BLOCK_N * BLOCK_N, context)
-        chunk = tl.cdiv(tl.cdiv(context - origin, num_splits), BLOCK_N) * BLOCK_N
-        chunk = tl.maximum(chunk, MIN_SPLIT)
-        begin = tl.minimum(origin + split * chunk, context)
+        begin = tl.minimum(lowest // BLOCK_N * BLOCK_N, context)
     else:
-        chunk = tl.cdiv(tl.cdiv(context, num_splits), BLOCK_N) * BLOCK_N
-        chunk = tl.maximum(chunk, MIN_SPLIT)
-        begin = tl.minimum(split * chunk, context)
-    end = tl.minimum(begin + chunk, context)
+        begin = context * 0
+    end = context
+    tail_begin = context * 0
+    tail_end = rows
+    if SPLIT:
+        # Tiles of the tree are those of its context, then those of its own columns.
+        origin, in_context = context_tiles(context, WINDOW)
+        tiles = in_context + tl.cdiv(rows, TILE)
+        first_tile = tiles * part // parts
+        end_tile = tiles * (part + 1) // parts
+        begin = tl.maximum(begin, tl.minimum(origin + first_tile * TILE, context))
+        end = tl.minimum(origin + end_tile * TILE, context)
+        tail_begin = tl.maximum(first_tile - in_context, 0) * TILE
+        tail_end = tl.minimum((end_tile - in_context) * TILE, rows)
     if HAS_PREFIX:
         end = begin
     whole = begin + (end - begin) // BLOCK_N * BLOCK_N
@@ -320,10 +353,9 @@ def _tree_attn_kernel(
         if DENSE_TAIL:
             acc = acc * scale_of_values
 
-    # The tree's own columns go to the first split, which always exists.
-    if split == 0:
+    if tail_begin < tail_end:
         word_at = words + (mask_start + row) * words_stride
-        for start in range(0, rows, BLOCK_N):
+        for start in range(tail_begin, tail_end, BLOCK_N):
             column = start + columns
             present = column < rows
             if DENSE_TAIL:
@@ -369,22 +401,24 @@ def _tree_attn_kernel(
                 slope_log2, distance, True, SOFT_CAP, PRECISION,
             )  # fmt: skip
 
-    if SPLIT:
-        to_row = mask_start + row
+    # A part may hold none of a row's columns: it leaves -inf, and numbers that nobody reads.
+    acc = acc / row_sum[:, None]
+    if value_scale is not None and not DENSE_TAIL:
+        acc = acc * scale_of_values
+    logarithm = (row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0))) * LN_2
+    if SPLIT and parts > 1:
+        num_heads = tl.num_programs(1) * GROUP
+        part_row = (slot.to(tl.int64) * part_rows + row) * num_heads + head
+        part_at = part_out + part_row * HEAD_DIM
+        tl.store(part_at[:, None] + dims[None, :], acc, mask=valid[:, None] & in_head[None, :])
+        tl.store(part_lse + part_row, logarithm, mask=valid)
     else:
         to_row = row_start + row
-    # A split without any context leaves only its -inf behind; the merge does not read the rest.
-    if (split == 0) | (begin < end):
-        acc = acc / row_sum[:, None]
-        if value_scale is not None and not DENSE_TAIL:
-            acc = acc * scale_of_values
-        at = output + split.to(tl.int64) * output_split + to_row * output_row + head * output_head
+        at = output + to_row * output_row + head * output_head
         tl.store(
             at[:, None] + dims[None, :],
             acc.to(output.dtype.element_ty),
             mask=valid[:, None] & in_head[None, :],
         )
-    if STORE_LSE:
-        value = (row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0))) * LN_2
-        lse_at = lse + split.to(tl.int64) * lse_split + to_row * lse_row + head * lse_head
-        tl.store(lse_at, value, mask=valid)
+        if STORE_LSE:
+            tl.store(lse + to_row * lse_row + head * lse_head, logarithm, mask=valid)

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.cute_schedule import Batch, record_of, tiles_of, up
 from tests.kernels.device_trees import DeviceTrees
 from tests.kernels.ptx_machine import Machine, Timing
 from tests.kernels.ptx_memory import GlobalMemory, TensorMap
 from vllm_specplug.kernels import AttnFeatures
+from vllm_specplug.kernels.cuda_contract import PLAN_CONTEXT, PLAN_ROW_COUNT
 from vllm_specplug.kernels.cute.compile import Compiled, compile_config
-from vllm_specplug.kernels.cute.launch import Launch, TensorMapSpec, plan_launches
+from vllm_specplug.kernels.cute.launch import Launch, Shares, TensorMapSpec, plan_launches
 from vllm_specplug.kernels.cute.launch_params import (
     ADDRESS,
     COMBINE_PARAMETERS,
@@ -113,10 +115,11 @@ class MachineTrees(DeviceTrees):
         meta = self.metadata(places)
         parts: list[torch.Tensor] = []
 
-        def workspace(count: int, rows: int, heads: int, head_dim: int):
+        def workspace(count: int, rows: int, heads: int, head_dim: int, trees: int):
             parts.append(torch.full((count, rows, heads, head_dim), float("nan")))
             parts.append(torch.full((count, rows, heads), float("nan")))
-            return parts[0], parts[1]
+            parts.append(torch.full((trees, 2), -1, dtype=torch.int32))
+            return parts
 
         tail = (self.tail.get("tail_key"), self.tail.get("tail_value"))
         inputs = (self.query, self.key_cache, self.value_cache, output)
@@ -126,7 +129,25 @@ class MachineTrees(DeviceTrees):
         )  # fmt: skip
         tables = (meta.plan, meta.parent_rows, meta.block_table, told.sinks, told.alibi_slopes)
         machines = HostDevice([*inputs, *tail, *tables, *parts]).run(launches, timing)
+        if parts:
+            self.check_record(meta.plan, launches[0], parts[2])
         return output, sum((Counter(machine.counts) for machine in machines), Counter())
+
+    def check_record(self, plan: torch.Tensor, launch: Launch, record: torch.Tensor) -> None:
+        """The kernel came to the schedule of the simulation."""
+        names = [name for name, _ in FORWARD_PARAMETERS]
+        told = dict(zip(names, launch.arguments[-len(names) :], strict=True))
+        pairs = list(zip(plan[PLAN_CONTEXT].tolist(), plan[PLAN_ROW_COUNT].tolist(), strict=True))
+        dense, window = bool(told["dense"]), told["window"]
+        batch = Batch(
+            [tiles_of(c, r, dense=dense, window=window) for c, r in pairs],
+            [up(r * told["group"], launch.config.tile_m) for _, r in pairs],
+            told["num_kv_heads"],
+            told["places"],
+        )
+        expected = record_of(batch, Shares(told["forced"], told["slots"], 0))
+        found = dict(enumerate(record.tolist()))
+        assert {tree: found[tree] for tree in expected} == expected
 
     def check(self, **options: Any) -> Counter[str]:
         """Compares `answer`; returns how often each instruction ran. `features` are told to the

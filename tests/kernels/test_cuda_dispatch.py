@@ -186,7 +186,8 @@ def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatc
 
     def attend(query, key_cache, value_cache, output, meta, scale, features=PLAIN):
         def workspace(*shape):
-            return torch.empty(shape), torch.empty(shape[:-1])
+            *shape, trees = shape
+            return torch.empty(shape), torch.empty(shape[:-1]), torch.empty(trees, 2)
 
         launches = plan_launches(
             query, key_cache, value_cache, output, meta, scale, None, None, 132, workspace,

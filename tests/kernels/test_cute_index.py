@@ -21,8 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import from_dlpack
 
 from vllm_specplug.kernels.cute import mask, pages, schedule
-from vllm_specplug.kernels.cute.config import MASK_WORDS, MIN_SPLIT_TILES, TILE_N, WORD_BITS
-from vllm_specplug.kernels.cute.launch import Shares
+from vllm_specplug.kernels.cute.config import MASK_WORDS, TILE_N, WAVES, WORD_BITS
 
 pytestmark = [
     pytest.mark.xdist_group("cute64"),
@@ -50,11 +49,15 @@ def schedule_of(
 
 
 @cute.jit
-def share_of(
-    total: Int32, clipped: Int32, trees: Int32, budget: Int32, slots: Int32, out: cute.Tensor
-):
-    out[0] = schedule.fair_share(total, budget)
-    out[1] = schedule.share_size(total, clipped, trees, out[0], slots - trees)
+def shares_of(
+    work: Int32, parts: Int32, part: Int32, whole: Int32, heads: Int32, places: Int32,
+    out: cute.Tensor,
+):  # fmt: skip
+    out[0] = schedule.divided(work, parts)
+    for i in cutlass.range_constexpr(len(WAVES)):
+        out[1 + i] = schedule.wave_share(work, WAVES[i], places, heads)
+    out[1 + len(WAVES)] = schedule.estimate(parts, part, work, whole, heads, places)
+    out[2 + len(WAVES)] = schedule.row_blocks(part, whole, 128)
 
 
 @cute.jit
@@ -158,17 +161,17 @@ def test_tiles_and_parts():
 
 
 def test_shares_are_those_of_the_simulation():
-    out = torch.zeros(2, dtype=torch.int32)
-    run = compile_for(share_of, *map(Int32, (1, 1, 1, 1, 2)), from_dlpack(out))
-    for tiles in ([17] * 31 + [1563], [64] * 8, [1], [5, 900], list(range(1, 200))):
-        for budget, extra in ((len(tiles), 132), (4 * len(tiles), 700)):
-            shares = Shares(budget, len(tiles) + extra, 0)
-            total = sum(tiles)
-            fair = max(MIN_SPLIT_TILES, -(-total // budget))
-            clipped = sum(min(t, fair) for t in tiles)
-            numbers = (total, clipped, len(tiles), budget, shares.slots)
-            run(*map(Int32, numbers), from_dlpack(out))
-            assert out.tolist() == [fair, cute_schedule.share_of(tiles, shares)]
+    out = torch.zeros(3 + len(WAVES), dtype=torch.int32)
+    run = compile_for(shares_of, *map(Int32, (1, 1, 1, 1, 1, 1)), from_dlpack(out))
+    for work, parts, part, whole, heads, places in itertools.product(
+        (1, 500, 2**21), (0, 1, 70), (0, 16), (0, 19), (1, 3, 32), (108, 264)
+    ):
+        run(*map(Int32, (work, parts, part, whole, heads, places)), from_dlpack(out))
+        batch = cute_schedule.Batch([work], [1], heads, places)
+        expected = [cute_schedule.divided(work, parts)]
+        expected += [cute_schedule.wave_share(batch, waves) for waves in WAVES]
+        expected += [cute_schedule.estimate_of(parts, part, work, whole, heads, places)]
+        assert out.tolist() == [*expected, -(-part * whole // 128)]
 
 
 @pytest.mark.parametrize("dense", [0, 1])

@@ -36,8 +36,9 @@ def no_workspace(*_):
     raise AssertionError("one split needs no workspace")
 
 
-def some_workspace(splits: int, rows: int, heads: int, head_dim: int):
-    return torch.empty(splits, rows, heads, head_dim), torch.empty(splits, rows, heads)
+def some_workspace(splits: int, rows: int, heads: int, head_dim: int, trees: int):
+    sums = torch.empty(splits, rows, heads)
+    return torch.empty(*sums.shape, head_dim), sums, torch.empty(trees, 2, dtype=torch.int32)
 
 
 def plan(trees: DeviceTrees, splits: int | None = 1, workspace=no_workspace, places: int = 0):
@@ -83,7 +84,7 @@ def test_splits_bring_a_second_launch():
     # a slot of the tree and seven for its parts; the merge takes any tree of the same blocks
     assert forward.grid == (1, 2, 1 + 7)
     assert isinstance(merge.config, CombineConfig) and merge.grid == (32 * 4 // 4, 1, 1)
-    for name in ("plan", "part_out", "part_lse", "slots", "budget", "part_rows", "output_row"):
+    for name in ("plan", "part_out", "part_lse", "part_record", "part_rows", "output_row"):
         assert named(forward)[name] == named(merge)[name], name
 
 
@@ -99,7 +100,7 @@ def test_the_workspace_is_sized_by_the_trees_not_by_their_buffers():
         return some_workspace(*shape)
 
     plan(trees, splits=3, workspace=workspace, places=1)
-    assert asked == [(2 * 3 * 8 // 5, 32, 4, 64)]
+    assert asked == [(2 * 3 + 3 * 2 // 4, 32, 4, 64, 2)]
 
 
 def test_nothing_is_launched_for_nothing():

@@ -85,12 +85,24 @@ def test_parts_of_skewed_batches(timing):
 
 
 @variant(64)
-@pytest.mark.full
+@pytest.mark.parametrize("timing", [pytest.param(LATE, marks=pytest.mark.full), EARLY])
 @pytest.mark.parametrize("specialised", [False, True])
-def test_31_contexts_of_1k_beside_one_of_100k(specialised):
+def test_parts_of_several_row_blocks(specialised, timing):
+    """Trees of three row blocks, two and one beside a long context of two; a tenth of 31 x 1k."""
+    specs = [(64 * 20 + 3, 16), (90, 30), *[(100 + n, 2 + n) for n in range(6)], (0, 12)]
+    trees = MachineTrees(specs, dtype=BF16, head_dim=64, group=10)
+    counts = trees.check(splits=None, timing=timing, specialised=specialised, places=2)
+    assert ran(counts, "lg2.approx"), "nothing was cut"
+
+
+@variant(64)
+@pytest.mark.full
+@TIMINGS
+@pytest.mark.parametrize("specialised", [False, True])
+def test_31_contexts_of_1k_beside_one_of_100k(specialised, timing):
     specs = [(100_000, 8), *[(1000 + n, 8) for n in range(31)]]
     trees = MachineTrees(specs, dtype=BF16, head_dim=64, group=10)
-    trees.check(splits=None, timing=EARLY, specialised=specialised)
+    trees.check(splits=None, timing=timing, specialised=specialised)
 
 
 @variant(64)

@@ -70,6 +70,48 @@ def test_float32_and_8_bit_caches_are_for_triton(heads: int, kv_heads: int, head
     assert served_by(KernelShape(head_dim, BF16, 16, heads, kv_heads, kinds), AMPERE) == set()
 
 
+def layer_of_fp8_weights(cache_dtype: str, *, quantises_queries: bool) -> torch.nn.Module:
+    """vLLM's attention layer as a checkpoint of fp8 weights leaves it: with scales, whatever its
+    cache is."""
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    layer = torch.nn.Module()
+    set_default_quant_scales(layer, register_buffer=True)
+    layer.kv_cache_dtype, layer.calculate_kv_scales = cache_dtype, False
+    method = BaseKVCacheMethod(Fp8Config(is_checkpoint_fp8_serialized=True))
+    method.create_weights(layer)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        getattr(layer, name).data.fill_(0.25)
+    method.process_weights_after_loading(layer)
+    layer.query_quant = object() if quantises_queries else None
+    return layer
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), RANKS)
+def test_fp8_weights(heads: int, kv_heads: int, head_dim: int) -> None:
+    """They change no kernel: queries and caches are of the model's dtype, and scales that the
+    checkpoint brings for a cache are not read. With an fp8 cache beside them only Triton serves."""
+    pytest.importorskip("vllm")
+    from vllm_specplug.vllm_attention.gpu import TreeFlashAttentionImpl, TreeTritonAttentionImpl
+
+    for impl in (TreeFlashAttentionImpl, TreeTritonAttentionImpl):
+        made = object.__new__(impl)
+        for cache_dtype, quantised in (("auto", False), ("fp8", True), ("fp8_e4m3", True)):
+            for asks in (False, quantised):
+                layer = layer_of_fp8_weights(cache_dtype, quantises_queries=asks)
+                made.kv_cache_dtype = cache_dtype
+                features = made.tree_features(layer)
+                assert features.kind == FeatureKind(quantised_cache=quantised, quantised_query=asks)
+                assert not quantised or float(features.key_scales) == 0.25
+                shape = KernelShape(head_dim, BF16, 16, heads, kv_heads, (features.kind,))
+                hopper = {"cute", "cute_ws"} if head_dim < 256 else set()
+                plain = {"flash", "triton", *hopper}
+                assert served_by(shape) == ({"triton"} if quantised else plain)
+
+
 def launches(
     heads: int, kv_heads: int, head_dim: int, page: int, nodes: int, trees: int, context: int,
     specialised: bool,
@@ -85,9 +127,9 @@ def launches(
         max_rows=rows, max_context=context,
     )  # fmt: skip
 
-    def workspace(parts: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def workspace(parts: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert parts * shape[0] * shape[1] * shape[2] * 4 < 2**30, "a gigabyte of partial results"
-        return torch.empty(1), torch.empty(1)
+        return torch.empty(1), torch.empty(1), torch.empty(1)
 
     key, value = cache.split(head_dim, dim=-1)
     query = joined[:, :heads]

@@ -86,7 +86,7 @@ def test_node_counts_around_word_edges(machine: Stepped, nodes: int) -> None:
 
 def test_splits_are_merged(machine: Stepped) -> None:
     half([(600, 9), (3, 0), (300, 2)]).check(splits=2, places=1)
-    assert machine.kernels["_merge_states_kernel"] == 1
+    assert machine.kernels["_merge_parts_kernel"] == 1
 
 
 def test_copies_early_and_products_late(machine: Stepped) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from vllm_specplug.kernels.tree_attn_triton import (
     TreeAttnConfig,
-    choose_splits,
+    shares_of,
     tree_words,
 )
 
@@ -108,6 +108,15 @@ def test_configurations_fit_their_device():
                 stage = 2 * config.block_n * dim * 2
                 assert config.num_stages * stage + config.block_m * dim * 2 <= shared
                 assert 64 % config.block_n == 0
-    assert choose_splits(programs=8, max_context=32768, num_sms=132) >= 32
-    assert choose_splits(programs=1000, max_context=32768, num_sms=132) == 1
-    assert choose_splits(programs=1, max_context=100, num_sms=132) == 1
+
+
+@pytest.mark.parametrize("longest", [100, 512, 2000, 40_000])
+def test_one_tree_takes_the_variant_that_several_may(longest):
+    """Kernels are warmed up with one."""
+    config = TreeAttnConfig.choose(64, 128, 2, 227 * 1024)
+    for blocks in (1, 8, 100, 230, 264, 500, 1055, 1056, 2000):
+        one = shares_of(1, blocks, config, longest, 132, None)
+        for trees in (2, 3, 7, 40):
+            several = shares_of(trees, blocks, config, longest, 132, None)
+            assert one.parts or not several.parts, (blocks, trees)
+    assert not shares_of(1, 8, config, longest, 132, 1).parts

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 CPU, ONE = torch.device("cpu"), torch.ones(())
 PAGE, VOCAB, REQUESTS, CONTEXT, LAYERS = 16, 20, 6, 3000, 2
-ATTENTION = {"_tree_attn_kernel", "_merge_states_kernel", "_tree_words_kernel"}
+ATTENTION = {"_tree_attn_kernel", "_merge_parts_kernel", "_tree_words_kernel"}
 LOOKUP_KERNELS = {"_scan_kernel", "_branches_kernel", "_merge_kernel"}
 STEP_KERNELS = {
     *ATTENTION, "_contain_nonfinite_kernel", "_compact_paths_kernel", "_build_best_first_kernel"

@@ -137,7 +137,7 @@ def tree_attention(
 
     from vllm_specplug.kernels.features import FeatureKind
     from vllm_specplug.kernels.tree_attn_triton import (
-        MIN_SPLIT,
+        MIN_TILES,
         TreeAttnConfig,
         _tree_attn_kernel,
     )
@@ -157,16 +157,16 @@ def tree_attention(
     asked = "*fp8e4nv" if "fp8 query" in features else f"*{dtype}"
     scales = {n: "*fp32" for f in features for n in FEATURES[f]}
     absent = {n: None for names in FEATURES.values() for n in names if n not in scales}
-    element, result = f"*{dtype}", f"*{dtype}" if dense or prefix else "*fp32"
+    element = f"*{dtype}"
     pointers = ("query", "key_cache", "value_cache", "tail_key", "tail_value", "prefix")
     strides = (
-        "query_row", "query_head", "output_split", "output_row", "output_head", "key_block",
+        "query_row", "query_head", "output_row", "output_head", "key_block",
         "key_token", "key_head", "value_block", "value_token", "value_head", "tail_key_row",
         "tail_key_head", "tail_value_row", "tail_value_head", "prefix_row", "prefix_head",
     )  # fmt: skip
     numbers = (
-        "num_splits", "plan_stride", "words_stride", "table_stride", "lse_split", "lse_row",
-        "lse_head", "prefix_lse_head",
+        "num_trees", "forced", "places", "extra", "part_rows", "plan_stride", "words_stride",
+        "table_stride", "lse_row", "lse_head", "prefix_lse_head",
     )  # fmt: skip
     compiled = compile_kernel(
         f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}{' dense' * dense}"
@@ -178,8 +178,9 @@ def tree_attention(
             **dict.fromkeys(("key_cache", "value_cache"), cache),
             "query": asked,
             **scales,
-            "output": result,
-            "lse": "*fp32",
+            "output": element,
+            **dict.fromkeys(("lse", "part_out", "part_lse"), "*fp32"),
+            "part_record": "*i32",
             "prefix_lse": "*fp32",
             "plan": "*i32",
             "words": "*i64",
@@ -201,16 +202,16 @@ def tree_attention(
             "PADDED_DIM": triton.next_power_of_2(head_dim),
             "PAGE": page,
             "SPLIT": not dense and not prefix,
-            "MIN_SPLIT": MIN_SPLIT,
+            "MIN_TILES": MIN_TILES,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "DENSE_TAIL": dense,
             "FULL_TAIL": False,
             "HAS_PREFIX": prefix,
-            "STORE_LSE": not dense and not prefix,
+            "STORE_LSE": False,
             "PRECISION": "ieee" if dtype == "fp32" else "tf32",
         },
-        aligned=(*pointers, "output", *strides),
+        aligned=(*pointers, "output", "part_out", *strides),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # With so few rows and columns for eight warps, some of them repeat others' products.
@@ -229,7 +230,7 @@ def small_kernels(arch: int) -> list[Compiled]:
     from vllm_specplug.kernels.finite_values_triton import _ROWS, _contain_nonfinite_kernel
     from vllm_specplug.kernels.gru_step_triton import _gru_step_kernel
     from vllm_specplug.kernels.kv_compact_triton import _compact_paths_kernel
-    from vllm_specplug.kernels.lse_merge_triton import MAX_PARTS, _merge_states_kernel
+    from vllm_specplug.kernels.lse_merge_triton import _merge_parts_kernel
     from vllm_specplug.kernels.ngram_lookup_triton import PIECE, _branches_kernel, _scan_kernel
     from vllm_specplug.kernels.tree_builder_triton import _build_best_first_kernel
     from vllm_specplug.kernels.tree_merge_triton import _merge_kernel
@@ -244,14 +245,12 @@ def small_kernels(arch: int) -> list[Compiled]:
 
     return [
         compile_kernel(
-            "merge_states", _merge_states_kernel, arch,
-            {**pointers("fp32", "parts", "part_lse", "merged_lse"), "output": "*bf16",
-             "plan": "*i32",
-             **ints("plan_stride", "num_parts", "parts_split", "parts_row", "parts_head",
-                    "lse_split", "lse_row", "output_row", "output_head", "merged_row",
+            "merge_parts", _merge_parts_kernel, arch,
+            {**pointers("fp32", "part_out", "part_lse", "merged_lse"), "output": "*bf16",
+             **pointers("i32", "part_record", "plan"),
+             **ints("plan_stride", "part_rows", "output_row", "output_head", "merged_row",
                     "merged_head")},
-            {"HEAD_DIM": 128, "PADDED_DIM": 128, "MAX_PARTS": MAX_PARTS, "HAS_PLAN": True,
-             "STORE_LSE": False},
+            {"HEAD_DIM": 128, "PADDED_DIM": 128, "STORE_LSE": False},
             num_warps=2,
         ),
         compile_kernel(

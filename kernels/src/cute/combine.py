@@ -44,13 +44,15 @@ class CombineSplits:
         block, tree, _ = cute.arch.block_idx()
         lane = thread % LANES
         item = block * (config.threads // LANES) + thread // LANES
-        slot, parts = shares.of_tree(
-            p.plan, p.num_trees, p.window, p.dense, p.budget, p.slots, tree, lane
-        )
+        # Of trees without rows nothing is written, nor read.
         rows = cutlass.min(
             int32_at(p.plan, PLAN_ROW_COUNT * p.num_trees + tree), Int32(MAX_TREE_ROWS)
         )
-        if item < rows * p.num_heads and parts > 1:
+        parts = Int32(0)
+        if item < rows * p.num_heads:
+            parts = int32_at(p.part_record, 2 * tree + 1)
+        if parts > 1:
+            slot = int32_at(p.part_record, 2 * tree)
             row = item // p.num_heads
             head = item % p.num_heads
             row_start = int32_at(p.plan, PLAN_ROW_START * p.num_trees + tree)

@@ -15,13 +15,17 @@ WARPGROUP_ROWS = 64
 WARPGROUP_THREADS = 128
 # A split below this is not worth its partial result.
 MIN_SPLIT_TILES = 2
-# Parts of an even batch's trees.
+# Parts of a tree that is alone.
 MAX_SPLITS = 64
-# Parts that a grid has slots for, in how many blocks run at once: finer ones would cost more to
-# merge than they balance, and memory for partial results.
-MOST_WAVES = 4
+# Waves of blocks that all tiles may be cut into, finest first; a grid has slots for the parts of
+# the finest. More would cost more to merge than they balance, and memory for partial results.
+WAVES = (4, 3, 2, 1)
 # Below this an uneven batch is not worth a merge.
 MIN_UNEVEN_TILES = 32
+# What a block takes besides its tiles, in tiles of the same block. Assumed, not measured: launch,
+# schedule, query and first loads of a block as two tiles; a partial result as two more, as writing
+# and reading 64 rows of floats moves the bytes of two tiles of keys and values.
+WHOLE_COST, CUT_COST = 2, 4
 
 HEAD_DIMS = (64, 96, 128)
 # Longer windows are as good as none, and positions within this much of each other fit 32 bits.
@@ -153,11 +157,12 @@ class ForwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: Q, stages of K and V, mask words, parents, barriers."""
+        """Dynamic shared memory: Q, stages of K and V, mask words, parents, barriers, turn."""
         query = self.tile_m * self.head_dim * 2
         words = self.tile_m * MASK_WORDS * 8
         parents = -(-MAX_TREE_ROWS * 4 // 128) * 128
-        return query + 2 * self.stages * self.tile_bytes + words + parents + 128
+        turn = 16
+        return query + 2 * self.stages * self.tile_bytes + words + parents + 128 + turn
 
 
 @dataclass(frozen=True)

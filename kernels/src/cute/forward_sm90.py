@@ -30,7 +30,7 @@ from ..cuda_contract import (
     PLAN_ROW_START,
 )
 from . import pages, schedule, shares
-from .access import ELEMENT_BYTES, element_type, int32_at
+from .access import ELEMENT_BYTES, element_type, global_array, int32_at
 from .bundle import Bundle
 from .config import (
     MASK_WORDS,
@@ -146,9 +146,7 @@ class TreeAttnForwardSm90(Turns, Specialised):
         thread, _, _ = cute.arch.thread_idx()
         row_block, kv_head, turn = cute.arch.block_idx()
         window = p.window if cutlass.const_expr(config.window) else Int32(0)
-        tree, part, parts = shares.of_slot(
-            p.plan, p.num_trees, window, p.dense, p.budget, p.slots, turn, thread % 32
-        )
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         smem = cutlass.memory.SmemAllocator()
         s_query = smem.allocate_tensor(
@@ -164,6 +162,26 @@ class TreeAttnForwardSm90(Turns, Specialised):
         s_words = smem.allocate_tensor(Uint64, words_layout, byte_alignment=128)
         s_parents = smem.allocate_tensor(Int32, cute.make_layout(MAX_TREE_ROWS), byte_alignment=128)
         barriers = smem.allocate_array(Int64, config.barriers)
+        s_turn = smem.allocate_tensor(Int32, cute.make_layout(3), byte_alignment=4)
+
+        tree = turn
+        part = Int32(0)
+        parts = Int32(1)
+        if p.slots > p.num_trees:
+            if warp == 0:
+                found = shares.of_slot(p, window, turn, thread, config.tile_m)
+                if thread == 0:
+                    s_turn[0] = found[0]
+                    s_turn[1] = found[1]
+                    s_turn[2] = found[2]
+                    if found[0] >= 0 and found[1] == 0 and row_block == 0 and kv_head == 0:
+                        record = global_array(Int32, p.part_record + Int64(found[0]) * 8, 2)
+                        record[0] = turn
+                        record[1] = found[2]
+            cute.arch.sync_threads()
+            tree = s_turn[0]
+            part = s_turn[1]
+            parts = s_turn[2]
 
         # Uniform over the block, so that all its threads or none meet at the barriers.
         rows = Int32(0)
@@ -189,7 +207,7 @@ class TreeAttnForwardSm90(Turns, Specialised):
             tail_row = Int64(mask_start)
             b = Bundle(
                 thread=thread,
-                warp=cute.arch.make_warp_uniform(cute.arch.warp_idx()),
+                warp=warp,
                 kv_head=kv_head,
                 rows=rows,
                 context=context,

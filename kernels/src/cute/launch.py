@@ -26,11 +26,11 @@ from .config import (
     MIN_PAGE,
     MIN_SPLIT_TILES,
     MIN_UNEVEN_TILES,
-    MOST_WAVES,
     SPECIALISED_WARPGROUPS,
     TILE_N,
     WARPGROUP_CHOICES,
     WARPGROUP_ROWS,
+    WAVES,
     CombineConfig,
     ForwardConfig,
 )
@@ -61,8 +61,9 @@ class Launch:
     arguments: tuple[TensorMapSpec | int | float, ...]
 
 
-# (parts, rows, Hq, Dh) -> float32 [parts, rows, Hq, Dh] and [parts, rows, Hq] that stay alive
-Workspace = Callable[[int, int, int, int], tuple[torch.Tensor, torch.Tensor]]
+# (parts, rows, Hq, Dh, R) -> float32 [parts, rows, Hq, Dh] and [parts, rows, Hq], int32 [R, 2]; all
+# stay alive
+Workspace = Callable[[int, int, int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def unsupported(head_dim: int, dtype: torch.dtype, block_size: int) -> str | None:
@@ -76,15 +77,15 @@ def unsupported(head_dim: int, dtype: torch.dtype, block_size: int) -> str | Non
     return None
 
 
-def choose_splits(blocks: int, tiles: int, places: int) -> int:
-    """Parts of each tree for a grid of `blocks` (without parts) over at most `tiles` tiles.
+def choose_splits(blocks: int, tiles: int, places: int, least_tiles: int = MIN_SPLIT_TILES) -> int:
+    """Parts of a tree for a grid of `blocks` (without parts) over at most `tiles` tiles.
 
-    `places` blocks run at once. The fewest parts are taken that come close to the best filling
-    of the waves that any number gives.
+    `places` blocks run at once, and a part has at least `least_tiles`. The fewest parts are taken
+    that come close to the best filling of the waves that any number gives.
     """
     if blocks == 0:
         return 1
-    most = max(1, min(MAX_SPLITS, tiles // MIN_SPLIT_TILES, MOST_WAVES * places // blocks))
+    most = max(1, min(MAX_SPLITS, tiles // least_tiles, WAVES[0] * places // blocks))
 
     def fill(splits: int) -> float:
         waves = blocks * splits / places
@@ -98,30 +99,44 @@ def choose_splits(blocks: int, tiles: int, places: int) -> int:
 class Shares:
     """How a grid is shared out among trees; see `shares` for what blocks make of it."""
 
-    budget: int
-    """Parts that all tiles are cut into, about."""
+    forced: int
+    """Parts that all tiles are cut into, about; 0: chosen on the device by the lengths."""
     slots: int
     """Of the grid; as many as trees: none is cut."""
     parts: int
     """Most parts of trees that are cut."""
 
 
-def share_out(trees: int, blocks: int, tiles: int, places: int, splits: int | None) -> Shares:
+def share_out(
+    trees: int,
+    blocks: int,
+    tiles: int,
+    places: int,
+    splits: int | None,
+    least_tiles: int = MIN_SPLIT_TILES,
+) -> Shares:
     """Shares of `trees` trees of at most `tiles` tiles and `blocks` blocks each.
 
     `places` blocks run at once; `splits` forces the parts of even trees. How long each tree is,
     only the device knows: there are slots for parts of long ones even where an even batch has none.
     """
-    even = choose_splits(trees * blocks, tiles, places) if splits is None else splits
-    if even == 1 and (splits == 1 or trees == 1 or tiles < MIN_UNEVEN_TILES):
-        return Shares(trees, trees, 0)
-    extra = trees * even
-    if trees > 1 and splits is None:
-        extra = max(-(-MOST_WAVES * places // blocks), extra if even > 1 else 1)
-    # A tree that is cut has more than five quarters of a share, and a part more than that at most.
-    most = trees * even if trees == 1 else 8 * extra // 5
-    assert most < 1 << 15, "the kernel counts parts in half an integer"
-    return Shares(trees * even, trees + extra, most)
+    if splits is None and trees > 1:
+        forced, extra = 0, -(-WAVES[0] * places // blocks)
+        even = choose_splits(trees * blocks, tiles, places, least_tiles)
+        cut = extra > 1 and (even > 1 or tiles >= MIN_UNEVEN_TILES)
+    else:
+        even = splits or choose_splits(blocks, tiles, places, least_tiles)
+        forced = extra = trees * even
+        cut = even > 1
+    if not cut:
+        return Shares(0, trees, 0)
+    # The kernel aims at shares of at least what `extra` parts of everything would have. A tree that
+    # is cut has more than five quarters of one, and at most three quarters of a part more than it
+    # has shares.
+    cut_trees = min(trees, (4 * extra - 1) // 5)
+    most = extra + 3 * cut_trees // 4
+    assert max(most, trees) < 1 << 15, "the kernel counts parts and trees in half an integer"
+    return Shares(forced, trees + extra, most)
 
 
 @dataclass(frozen=True)
@@ -236,6 +251,7 @@ class Call:
             "tail_value_head": tail_value.stride(1) if dense else 0,
             "num_kv_heads": self.num_kv_heads,
             "num_heads": self.num_heads,
+            "places": self.places,
             "group": group,
             "page_shift": block_size.bit_length() - 1,
             "table_width": meta.block_table.shape[1],
@@ -270,9 +286,10 @@ class Call:
     ) -> dict[str, int]:
         """The parameters that differ from call to call."""
         shares = self.shares(meta.num_trees)
-        parts = (None, None)
+        parts = (None, None, None)
         if shares.parts:
-            parts = workspace(shares.parts, self.bounds.rows, self.num_heads, self.head_dim)
+            shape = (self.bounds.rows, self.num_heads, self.head_dim)
+            parts = workspace(shares.parts, *shape, meta.num_trees)
         return {
             "query": query.data_ptr(),
             "output": output.data_ptr(),
@@ -283,8 +300,9 @@ class Call:
             "table": meta.block_table.data_ptr(),
             "part_out": _address(parts[0]),
             "part_lse": _address(parts[1]),
+            "part_record": _address(parts[2]),
             "num_trees": meta.num_trees,
-            "budget": shares.budget,
+            "forced": shares.forced,
             "slots": shares.slots,
         }
 

@@ -26,6 +26,8 @@ FORWARD_PARAMETERS = (
     # [parts, part_rows, Hq, Dh] and [parts, part_rows, Hq] float32
     ("part_out", ADDRESS),
     ("part_lse", ADDRESS),
+    # [R, 2] int32: slot of a tree's first part and number of its parts; written
+    ("part_record", ADDRESS),
     # [Hq] numbers of the kinds below; 0 without
     ("sinks", ADDRESS),
     ("slopes", ADDRESS),
@@ -46,8 +48,10 @@ FORWARD_PARAMETERS = (
     ("num_trees", INT),
     ("num_kv_heads", INT),
     ("group", INT),
-    # parts that the tiles of all trees are cut into, about, and slots of the grid
-    ("budget", INT),
+    # parts that the tiles of all trees are cut into, about; 0: chosen by the lengths
+    ("forced", INT),
+    # blocks that run at once, and slots of the grid
+    ("places", INT),
     ("slots", INT),
     # block size of the cache is 1 << page_shift
     ("page_shift", INT),
@@ -75,13 +79,10 @@ COMBINE_PARAMETERS = (
     ("plan", ADDRESS),
     ("part_out", ADDRESS),
     ("part_lse", ADDRESS),
+    ("part_record", ADDRESS),
     ("output_row", STRIDE),
     ("output_head", STRIDE),
     ("num_trees", INT),
     ("num_heads", INT),
-    ("budget", INT),
-    ("slots", INT),
     ("part_rows", INT),
-    ("dense", INT),
-    ("window", INT),
 )

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .config import MIN_SPLIT_TILES, TILE_N
+from .config import CUT_COST, MIN_SPLIT_TILES, TILE_N, WHOLE_COST
 
 
 @cute.jit
@@ -53,22 +53,46 @@ def total_tiles(tail: Int32, rows: Int32) -> Int32:
 
 
 @cute.jit
-def fair_share(total: Int32, budget: Int32) -> Int32:
-    """Tiles of a part if all `total` tiles were cut into `budget` of them."""
-    return cutlass.max((total + budget - 1) // budget, Int32(MIN_SPLIT_TILES))
+def divided(tiles: Int32, parts: Int32) -> Int32:
+    """Tiles of each of `parts` parts, at least; 0 parts count as 1."""
+    parts = cutlass.max(parts, Int32(1))
+    return cutlass.max((tiles + parts - 1) // parts, Int32(MIN_SPLIT_TILES))
 
 
 @cute.jit
-def share_size(total: Int32, clipped: Int32, trees: Int32, fair: Int32, extra: Int32) -> Int32:
-    """Tiles that parts aim at.
+def wave_share(work: Int32, waves: cutlass.Constexpr, places: Int32, heads: Int32) -> Int32:
+    """Tiles of a part where blocks of equal parts would fill `places` places `waves` times.
 
-    `clipped` is the sum of what `trees` trees have, at most `fair` each: where most are smaller
-    than the fair share, large ones are cut so that no part is much larger than the others. There
-    are slots for `extra` parts besides one a tree.
+    `work` is the sum of tiles times row blocks, of one of `heads` KV heads.
     """
-    usual = (5 * clipped + 4 * trees - 1) // (4 * trees)
-    least = cutlass.max((total + extra - 1) // extra, Int32(MIN_SPLIT_TILES))
-    return cutlass.max(cutlass.min(fair, usual), least)
+    return divided(work, waves * places // heads)
+
+
+@cute.jit
+def row_blocks(rows: Int32, group: Int32, tile_m: cutlass.Constexpr) -> Int32:
+    """Row blocks of a tree."""
+    return (rows * group + tile_m - 1) // tile_m
+
+
+@cute.jit
+def estimate(
+    cut_blocks: Int32,
+    largest_part: Int32,
+    load: Int32,
+    largest_whole: Int32,
+    heads: Int32,
+    places: Int32,
+) -> Int32:
+    """Tiles until the last place is done, about.
+
+    First come the blocks of parts, `cut_blocks` of each head and at most `largest_part` tiles each,
+    in waves; then whole trees, of which the last overhang, by three quarters of the largest in
+    simulations. `load` is all that the blocks of a head take, in tiles.
+    """
+    waves = (cut_blocks * heads + places - 1) // places
+    even = (load * heads + places - 1) // places
+    overhang = 3 * (largest_whole + WHOLE_COST) // 4
+    return cutlass.max(waves * (largest_part + CUT_COST), even + overhang)
 
 
 @cute.jit

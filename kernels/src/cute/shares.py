@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tree a block works on, and which part of it: found by each warp from the plan.
+"""Which tree a block works on, and which part of it: found from the plan by a warp of each block.
 
-The grid is fixed by the launch, the lengths are on the device. Every warp reads all of them, a tree
-a lane, and comes to the same schedule: parts of the trees that are cut fill the first slots, as
-what is largest is best begun first, then follow the whole trees, a slot each. Slots past these have
-nothing to do.
+The grid is fixed by the launch, the lengths are on the device. The warp reads all of them, a tree a
+lane. Of a few sizes of parts it takes the one by which the device is done first, see
+`schedule.estimate`, and comes to the same schedule as every other block: parts of the trees that
+are cut fill the first slots, as what is largest is best begun first, then follow whole trees in
+three classes of size. Slots past these have nothing to do.
+
+Blocks of a slot, for all row blocks and heads, take the same columns: they run at about the same
+time, so that the row blocks of a head share in L2 what they read.
 """
 
 import cutlass
@@ -14,9 +18,10 @@ from cutlass import Int32, Int64
 from ..cuda_contract import MAX_TREE_ROWS, PLAN_CONTEXT, PLAN_ROW_COUNT
 from . import schedule
 from .access import int32_at
+from .config import CUT_COST, WAVES, WHOLE_COST
 
 LANES = 32
-# Two counts in one number: whole trees below, parts of cut ones above.
+# Two counts in one number.
 _HIGH = 1 << 16
 
 
@@ -32,6 +37,18 @@ def tiles_of(plan: Int64, trees: Int32, tree: Int32, window: Int32, dense: Int32
             first = schedule.first_tile(context, window)
             tiles = schedule.total_tiles(tail, rows) - first
     return tiles
+
+
+@cute.jit
+def row_blocks_of(
+    plan: Int64, trees: Int32, tree: Int32, group: Int32, tile_m: cutlass.Constexpr
+) -> Int32:
+    """Row blocks of a tree; 0 past the last."""
+    blocks = Int32(0)
+    if tree < trees:
+        rows = cutlass.min(int32_at(plan, PLAN_ROW_COUNT * trees + tree), Int32(MAX_TREE_ROWS))
+        blocks = schedule.row_blocks(rows, group, tile_m)
+    return blocks
 
 
 @cute.jit
@@ -58,99 +75,128 @@ def warp_scan(value: Int32, lane: Int32) -> Int32:
 
 
 @cute.jit
-def share(
-    plan: Int64,
-    trees: Int32,
-    window: Int32,
-    dense: Int32,
-    budget: Int32,
-    slots: Int32,
-    lane: Int32,
-) -> Int32:
-    """Tiles that parts aim at; see `schedule.share_size`."""
+def share(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32:
+    """Tiles that parts aim at, of the kernel's parameters `p`.
+
+    The finest of the sizes by waves, unless a coarser one is at least a sixteenth faster.
+    """
     total = Int32(0)
-    alive = Int32(0)
-    for base in cutlass.range(0, trees, LANES, unroll=1):
-        tiles = tiles_of(plan, trees, base + lane, window, dense)
+    work = Int32(0)
+    for base in cutlass.range(0, p.num_trees, LANES, unroll=1):
+        tiles = tiles_of(p.plan, p.num_trees, base + lane, window, p.dense)
+        blocks = row_blocks_of(p.plan, p.num_trees, base + lane, p.group, tile_m)
         total = total + tiles
-        alive = alive + cutlass.min(tiles, Int32(1))
-    total = warp_sum(total)
-    alive = cutlass.max(warp_sum(alive), Int32(1))
-    fair = schedule.fair_share(total, budget)
-    clipped = Int32(0)
-    for base in cutlass.range(0, trees, LANES, unroll=1):
-        tiles = tiles_of(plan, trees, base + lane, window, dense)
-        clipped = clipped + cutlass.min(tiles, fair)
-    clipped = warp_sum(clipped)
-    return schedule.share_size(total, clipped, alive, fair, slots - trees)
+        work = work + tiles * blocks
+    # Parts must find their slots, whatever the lengths.
+    least = schedule.divided(warp_sum(total), p.slots - p.num_trees)
+    size = cutlass.max(schedule.divided(warp_sum(total), p.forced), least)
+    if p.forced == 0:
+        work = warp_sum(work)
+        count = len(WAVES)
+        layout = cute.make_layout(count)
+        sizes = cute.make_rmem_tensor(layout, Int32)
+        cut_blocks = cute.make_rmem_tensor(layout, Int32)
+        largest_part = cute.make_rmem_tensor(layout, Int32)
+        load = cute.make_rmem_tensor(layout, Int32)
+        largest_whole = cute.make_rmem_tensor(layout, Int32)
+        for i in cutlass.range_constexpr(count):
+            waves = schedule.wave_share(work, WAVES[i], p.places, p.num_kv_heads)
+            sizes[i] = cutlass.max(waves, least)
+            cut_blocks[i] = Int32(0)
+            largest_part[i] = Int32(0)
+            load[i] = Int32(0)
+            largest_whole[i] = Int32(0)
+        for base in cutlass.range(0, p.num_trees, LANES, unroll=1):
+            tiles = tiles_of(p.plan, p.num_trees, base + lane, window, p.dense)
+            blocks = row_blocks_of(p.plan, p.num_trees, base + lane, p.group, tile_m)
+            for i in cutlass.range_constexpr(count):
+                parts = schedule.parts_of(tiles, sizes[i])
+                if parts > 1:
+                    cut_blocks[i] = cut_blocks[i] + blocks * parts
+                    largest = (tiles + parts - 1) // parts
+                    largest_part[i] = cutlass.max(largest_part[i], largest)
+                    load[i] = load[i] + blocks * (tiles + CUT_COST * parts)
+                else:
+                    load[i] = load[i] + blocks * (tiles + WHOLE_COST)
+                    largest_whole[i] = cutlass.max(largest_whole[i], tiles)
+        fastest = Int32(0)
+        for i in cutlass.range_constexpr(count):
+            time = schedule.estimate(
+                warp_sum(cut_blocks[i]),
+                warp_max(largest_part[i]),
+                warp_sum(load[i]),
+                warp_max(largest_whole[i]),
+                p.num_kv_heads,
+                p.places,
+            )
+            if i == 0 or 17 * time < 16 * fastest:
+                fastest = time
+                size = sizes[i]
+    return size
 
 
 @cute.jit
-def _counts(parts: Int32) -> Int32:
-    return parts * _HIGH if parts > 1 else parts
+def _counts(tiles: Int32, parts: Int32, size: Int32):
+    """Parts of a cut tree, whole trees above a share, above half of one, and of less: two in a
+    number each."""
+    large = Int32(0)
+    small = Int32(0)
+    if parts > 1:
+        large = parts
+    elif tiles > size:
+        large = Int32(_HIGH)
+    elif 2 * tiles > size:
+        small = Int32(1)
+    elif tiles > 0:
+        small = Int32(_HIGH)
+    return large, small
 
 
 @cute.jit
-def of_slot(
-    plan: Int64,
-    trees: Int32,
-    window: Int32,
-    dense: Int32,
-    budget: Int32,
-    # as many as trees: none is cut
-    slots: Int32,
-    slot: Int32,
-    lane: Int32,
-):
+def of_slot(p, window: Int32, slot: Int32, lane: Int32, tile_m: cutlass.Constexpr):
     """(tree, part, parts) of a slot; tree is -1 where there is nothing to do."""
-    tree = slot
+    size = share(p, window, lane, tile_m)
+    large = Int32(0)
+    small = Int32(0)
+    for base in cutlass.range(0, p.num_trees, LANES, unroll=1):
+        tiles = tiles_of(p.plan, p.num_trees, base + lane, window, p.dense)
+        own_large, own_small = _counts(tiles, schedule.parts_of(tiles, size), size)
+        large = large + own_large
+        small = small + own_small
+    large = warp_sum(large)
+    small = warp_sum(small)
+    of_large = large % _HIGH
+    of_middling = of_large + large // _HIGH
+    of_small = of_middling + small % _HIGH
+    large = Int32(0)
+    small = Int32(0)
+    found = Int32(-1)
+    for base in cutlass.range(0, p.num_trees, LANES, unroll=1):
+        tiles = tiles_of(p.plan, p.num_trees, base + lane, window, p.dense)
+        parts = schedule.parts_of(tiles, size)
+        own_large, own_small = _counts(tiles, parts, size)
+        summed_large = warp_scan(own_large, lane)
+        summed_small = warp_scan(own_small, lane)
+        before_large = large + summed_large - own_large
+        before_small = small + summed_small - own_small
+        place = before_large % _HIGH
+        if parts == 1:
+            place = of_large + before_large // _HIGH
+            if own_small == 1:
+                place = of_middling + before_small % _HIGH
+            elif own_small > 1:
+                place = of_small + before_small // _HIGH
+        inside = slot - place
+        if inside >= 0 and inside < parts:
+            found = base + lane + inside * _HIGH
+        large = large + cute.arch.shuffle_sync(summed_large, LANES - 1)
+        small = small + cute.arch.shuffle_sync(summed_small, LANES - 1)
+    found = warp_max(found)
+    tree = Int32(-1)
     part = Int32(0)
     parts = Int32(1)
-    if slots > trees:
-        size = share(plan, trees, window, dense, budget, slots, lane)
-        counts = Int32(0)
-        for base in cutlass.range(0, trees, LANES, unroll=1):
-            tiles = tiles_of(plan, trees, base + lane, window, dense)
-            counts = counts + _counts(schedule.parts_of(tiles, size))
-        cut = warp_sum(counts) // _HIGH
-        before = Int32(0)
-        found = Int32(-1)
-        for base in cutlass.range(0, trees, LANES, unroll=1):
-            own = schedule.parts_of(tiles_of(plan, trees, base + lane, window, dense), size)
-            summed = warp_scan(_counts(own), lane)
-            ahead = before + summed - _counts(own)
-            place = ahead // _HIGH if own > 1 else cut + ahead % _HIGH
-            inside = slot - place
-            if inside >= 0 and inside < own:
-                found = base + lane + inside * _HIGH
-            before = before + cute.arch.shuffle_sync(summed, LANES - 1)
-        found = warp_max(found)
-        tree = Int32(-1)
-        if found >= 0:
-            tree = found % _HIGH
-            part = found // _HIGH
-            parts = schedule.parts_of(tiles_of(plan, trees, tree, window, dense), size)
+    if found >= 0:
+        tree = found % _HIGH
+        part = found // _HIGH
+        parts = schedule.parts_of(tiles_of(p.plan, p.num_trees, tree, window, p.dense), size)
     return tree, part, parts
-
-
-@cute.jit
-def of_tree(
-    plan: Int64,
-    trees: Int32,
-    window: Int32,
-    dense: Int32,
-    budget: Int32,
-    slots: Int32,
-    tree: Int32,
-    lane: Int32,
-):
-    """(slot of its first part, parts) of a tree; the slot has a meaning where it has several."""
-    size = share(plan, trees, window, dense, budget, slots, lane)
-    first = Int32(0)
-    for base in cutlass.range(0, tree, LANES, unroll=1):
-        other = base + lane
-        parts = schedule.parts_of(tiles_of(plan, trees, other, window, dense), size)
-        if other < tree and parts > 1:
-            first = first + parts
-    first = warp_sum(first)
-    return first, schedule.parts_of(tiles_of(plan, trees, tree, window, dense), size)

@@ -210,10 +210,10 @@ def test_no_call_of_the_attention_takes_more_than_its_workspace(
     for rows in (1, 2, 5, 16, 17, 64, 65, 129, 257):
         for trees in (1, 2, 3, 8, 32, 200):
             for kv_heads in (1, 8, 32):
-                tiles = -(-rows * group // kernel.config_for(CPU, rows * group, 256, 2).block_m)
-                splits = kernel.choose_splits(tiles * kv_heads * trees, 1 << 20, 132)
-                if splits > 1:
-                    total = -(-rows * trees // 2) * 2
-                    largest = max(largest, splits * total * kv_heads * group * (256 * 4 + 4))
+                config = kernel.config_for(CPU, rows * group, 256, 2)
+                tiles = -(-rows * group // config.block_m)
+                shares = kernel.shares_of(trees, tiles * kv_heads, config, 1 << 20, 132, None)
+                row = kv_heads * group * (256 * 4 + 4)
+                largest = max(largest, shares.parts * rows * row)
     limit = kernel.most_workspace_bytes(CPU)
     assert limit / 8 < largest <= limit

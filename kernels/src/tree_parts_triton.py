@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tree a program of a split launch works on, and which part of it.
+
+The schedule of `cute.shares`, where its terms are explained, in Triton: the grid has a slot per
+tree and slots for parts, and every program finds from the lengths on the device what its slot does.
+Tiles are of TILE columns whatever the tile of the products, and a context's are its own: the tree's
+columns begin at a tile boundary.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .cute import config
+
+TILE = tl.constexpr(config.TILE_N)
+# Trees that are looked at side by side.
+_LANES = tl.constexpr(128)
+_WAVES = tl.constexpr(len(config.WAVES))
+assert tuple(range(len(config.WAVES), 0, -1)) == config.WAVES, "waves are counted down to one"
+_WHOLE_COST = tl.constexpr(config.WHOLE_COST)
+_CUT_COST = tl.constexpr(config.CUT_COST)
+# Two counts in one number.
+_HIGH = tl.constexpr(1 << 16)
+
+
+@triton.jit
+def context_tiles(context, WINDOW: tl.constexpr):
+    """First column of a tree's tiles, and how many tiles its context has from there."""
+    if WINDOW:
+        # The root sees furthest back. Pages before may be another request's.
+        origin = tl.minimum(tl.maximum(context - WINDOW + 1, 0) // TILE * TILE, context)
+    else:
+        origin = context * 0
+    return origin, tl.cdiv(context - origin, TILE)
+
+
+@triton.jit
+def _trees(plan, plan_stride, num_trees, base, WINDOW: tl.constexpr):
+    """Tiles and rows of _LANES trees; 0 for those that are skipped, and past the last."""
+    tree = base + tl.arange(0, _LANES)
+    present = tree < num_trees
+    rows = tl.load(plan + 2 * plan_stride + tree, mask=present, other=0)
+    context = tl.load(plan + 3 * plan_stride + tree, mask=present & (rows > 0), other=0)
+    _, tiles = context_tiles(context, WINDOW)
+    return tl.where(rows > 0, tiles + tl.cdiv(rows, TILE), 0), rows
+
+
+@triton.jit
+def _parts(tiles, share):
+    """Parts of a tree, none of which exceeds five quarters of a share; 0 for one without tiles."""
+    return tl.maximum((4 * tiles + 3 * share - 1) // (4 * share), tl.minimum(tiles, 1))
+
+
+@triton.jit
+def _divided(tiles, parts, MIN_TILES: tl.constexpr):
+    return tl.maximum(tl.cdiv(tiles, tl.maximum(parts, 1)), MIN_TILES)
+
+
+@triton.jit
+def _share(
+    plan, plan_stride, num_trees, forced, places, extra, num_heads,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MIN_TILES: tl.constexpr,
+):  # fmt: skip
+    """Tiles that parts aim at; `num_heads` KV heads, slots for `extra` parts."""
+    all_tiles = tl.zeros([_LANES], tl.int32)
+    all_work = tl.zeros([_LANES], tl.int32)
+    for base in range(0, num_trees, _LANES):
+        tiles, rows = _trees(plan, plan_stride, num_trees, base, WINDOW)
+        all_tiles += tiles
+        all_work += tiles * tl.cdiv(rows * GROUP, BLOCK_M)
+    total = tl.sum(all_tiles, 0)
+    # Parts must find their slots, whatever the lengths.
+    least = _divided(total, extra, MIN_TILES)
+    share = tl.maximum(_divided(total, forced, MIN_TILES), least)
+    if forced == 0:
+        option = tl.arange(0, _WAVES)
+        waves = (_WAVES - option) * places // num_heads
+        shares = tl.maximum(_divided(tl.sum(all_work, 0), waves, MIN_TILES), least)
+        cut_blocks = tl.zeros([_WAVES, _LANES], tl.int32)
+        largest_part = tl.zeros([_WAVES, _LANES], tl.int32)
+        load = tl.zeros([_WAVES, _LANES], tl.int32)
+        largest_whole = tl.zeros([_WAVES, _LANES], tl.int32)
+        for base in range(0, num_trees, _LANES):
+            tiles, rows = _trees(plan, plan_stride, num_trees, base, WINDOW)
+            blocks = tl.cdiv(rows * GROUP, BLOCK_M)[None, :]
+            parts = _parts(tiles[None, :], shares[:, None])
+            cut = parts > 1
+            largest = tl.cdiv(tiles[None, :], tl.maximum(parts, 1))
+            cut_blocks += tl.where(cut, blocks * parts, 0)
+            largest_part = tl.maximum(largest_part, tl.where(cut, largest, 0))
+            load += blocks * (tiles[None, :] + tl.where(cut, _CUT_COST * parts, _WHOLE_COST))
+            largest_whole = tl.maximum(largest_whole, tl.where(cut, 0, tiles[None, :]))
+        of_parts = tl.cdiv(tl.sum(cut_blocks, 1) * num_heads, places)
+        of_parts *= tl.max(largest_part, 1) + _CUT_COST
+        even = tl.cdiv(tl.sum(load, 1) * num_heads, places)
+        overhang = 3 * (tl.max(largest_whole, 1) + _WHOLE_COST) // 4
+        times = tl.maximum(of_parts, even + overhang)
+        fastest = tl.sum(tl.where(option == 0, times, 0), 0)
+        share = tl.sum(tl.where(option == 0, shares, 0), 0)
+        for i in tl.static_range(1, _WAVES):
+            time = tl.sum(tl.where(option == i, times, 0), 0)
+            coarser = tl.sum(tl.where(option == i, shares, 0), 0)
+            better = 17 * time < 16 * fastest
+            share = tl.where(better, coarser, share)
+            fastest = tl.where(better, time, fastest)
+    return share
+
+
+@triton.jit
+def part_of_slot(
+    plan, plan_stride, num_trees, forced, places, extra, num_heads, slot,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MIN_TILES: tl.constexpr,
+):  # fmt: skip
+    """(tree, part, parts) of a slot; tree is -1 where there is nothing to do."""
+    share = _share(
+        plan, plan_stride, num_trees, forced, places, extra, num_heads, WINDOW, GROUP, BLOCK_M,
+        MIN_TILES,
+    )  # fmt: skip
+    all_large = tl.zeros([_LANES], tl.int32)
+    all_small = tl.zeros([_LANES], tl.int32)
+    for base in range(0, num_trees, _LANES):
+        tiles, _ = _trees(plan, plan_stride, num_trees, base, WINDOW)
+        large, small = _counts(tiles, _parts(tiles, share), share)
+        all_large += large
+        all_small += small
+    before_large = tl.sum(all_large, 0)
+    before_small = tl.sum(all_small, 0)
+    of_over = before_large % _HIGH
+    of_middling = of_over + before_large // _HIGH
+    of_small = of_middling + before_small % _HIGH
+    before_large *= 0
+    before_small *= 0
+    found = before_large - 1
+    parts_found = before_large + 1
+    for base in range(0, num_trees, _LANES):
+        tiles, _ = _trees(plan, plan_stride, num_trees, base, WINDOW)
+        parts = _parts(tiles, share)
+        large, small = _counts(tiles, parts, share)
+        ahead_large = before_large + tl.cumsum(large, 0) - large
+        ahead_small = before_small + tl.cumsum(small, 0) - small
+        place = of_small + ahead_small // _HIGH
+        place = tl.where(small == 1, of_middling + ahead_small % _HIGH, place)
+        place = tl.where(large >= _HIGH, of_over + ahead_large // _HIGH, place)
+        place = tl.where(parts > 1, ahead_large % _HIGH, place)
+        inside = slot - place
+        here = (inside >= 0) & (inside < parts)
+        tree = base + tl.arange(0, _LANES)
+        found = tl.maximum(found, tl.max(tl.where(here, tree + inside * _HIGH, -1), 0))
+        parts_found = tl.maximum(parts_found, tl.max(tl.where(here, parts, 1), 0))
+        before_large += tl.sum(large, 0)
+        before_small += tl.sum(small, 0)
+    tree = tl.where(found >= 0, found % _HIGH, -1)
+    return tree, found // _HIGH, parts_found
+
+
+@triton.jit
+def _counts(tiles, parts, share):
+    """Parts of a cut tree, whole trees above a share, above half of one, and of less: two in a
+    number each."""
+    whole = parts == 1
+    over = whole & (tiles > share)
+    middling = whole & (tiles <= share) & (2 * tiles > share)
+    small = whole & (2 * tiles <= share)
+    large = tl.where(parts > 1, parts, tl.where(over, _HIGH, 0))
+    return large, tl.where(middling, 1, tl.where(small, _HIGH, 0))
