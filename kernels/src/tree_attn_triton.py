@@ -242,6 +242,8 @@ def tree_attn_triton(
         QUERY_SCALE_HEAD=_head_stride(features.query_scales),
         KEY_SCALE_HEAD=_head_stride(features.key_scales),
         VALUE_SCALE_HEAD=_head_stride(features.value_scales),
+        SCALE_BLOCK=features.key_scales.stride(0) if features.token_scales else 0,
+        SCALE_TOKEN=features.key_scales.stride(1) if features.token_scales else 0,
         WINDOW=window,
         SOFT_CAP=features.soft_cap,
         PLACED=features.needs_positions,
@@ -277,7 +279,7 @@ _TRITON_TYPES = {
 
 def _head_stride(scale: torch.Tensor | None) -> int:
     """From one head's scale to the next's; 0 where all share one."""
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
 
 
 def tree_words(meta: TreeAttnMetadata) -> torch.Tensor:

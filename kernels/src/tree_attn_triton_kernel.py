@@ -15,12 +15,16 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _attend(
-    q, k, v, shown, row_max, row_sum, acc, scale_log2, slope_log2, distance,
-    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, shown, row_max, row_sum, acc, scale_log2, slope_log2, distance, key_scales,
+    value_scales, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of the online softmax; `shown` [BLOCK_M, BLOCK_N] is read when MASKED, `distance`
-    where there are slopes [BLOCK_M]."""
-    scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+    where there are slopes [BLOCK_M]. Scales [BLOCK_N] are those of each slot, or None."""
+    scores = tl.dot(q, k, input_precision=PRECISION)
+    if key_scales is None:
+        scores *= scale_log2
+    else:
+        scores *= (key_scales * scale_log2)[None, :]
     if SOFT_CAP > 0:
         # tanh by an exponential that cannot overflow.
         small = tl.exp2(tl.abs(scores) * (-2.0 / SOFT_CAP))
@@ -37,6 +41,8 @@ def _attend(
     decay = tl.exp2(row_max - base)
     row_sum = row_sum * decay + tl.sum(weights, 1)
     acc = acc * decay[:, None]
+    if value_scales is not None:
+        weights *= value_scales[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return new_max, row_sum, acc
 
@@ -54,6 +60,20 @@ def _depths(word_at, present, rows):
         bits += (x * 0x0101010101010101) >> 56
         word_at += 1
     return bits.to(tl.int32) - 1
+
+
+@triton.jit
+def _slot_scales(
+    key_scale, value_scale, pages, places, head_kv, mask,
+    BLOCK: tl.constexpr, TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr, VALUE_HEAD: tl.constexpr,
+):  # fmt: skip
+    """float32 [N] each: what keys and values of slots `places` [N] of `pages` are multiplied by."""
+    at = pages * BLOCK + places * TOKEN
+    key_at = key_scale + head_kv * KEY_HEAD + at
+    value_at = value_scale + head_kv * VALUE_HEAD + at
+    if mask is None:
+        return tl.load(key_at), tl.load(value_at)
+    return tl.load(key_at, mask=mask, other=0.0), tl.load(value_at, mask=mask, other=0.0)
 
 
 # Numbers that change from step to step must not make new variants of the kernel.
@@ -123,13 +143,16 @@ def _tree_attn_kernel(
     # [Hq] each, any float dtype; None without
     sinks,
     alibi_slopes,
-    # float32, one or Hkv values by strides; None where they are 1
+    # float32, one or Hkv values by strides; None where they are 1. Of keys and values also one of
+    # each slot and head, where SCALE_TOKEN is not 0
     query_scale,
     key_scale,
     value_scale,
     QUERY_SCALE_HEAD: tl.constexpr,
     KEY_SCALE_HEAD: tl.constexpr,
     VALUE_SCALE_HEAD: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    SCALE_TOKEN: tl.constexpr,
     # 0 without
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -181,7 +204,7 @@ def _tree_attn_kernel(
         scale_log2 = scale_log2 * tl.load(query_scale + head_kv * QUERY_SCALE_HEAD)
     # A dense tail is not quantised.
     tail_scale_log2 = scale_log2
-    if key_scale is not None:
+    if key_scale is not None and not SCALE_TOKEN:
         scale_log2 = scale_log2 * tl.load(key_scale + head_kv * KEY_SCALE_HEAD)
         if not DENSE_TAIL:
             tail_scale_log2 = scale_log2
@@ -240,10 +263,8 @@ def _tree_attn_kernel(
     whole = begin + (end - begin) // BLOCK_N * BLOCK_N
     for start in range(begin, whole, BLOCK_N):
         if PAGE % BLOCK_N == 0:
-            page = tl.load(table + start // PAGE).to(tl.int64)
-            offset = start % PAGE + columns
-            key_at = key_base + page * key_block + offset * key_token
-            value_at = value_base + page * value_block + offset * value_token
+            pages = tl.load(table + start // PAGE).to(tl.int64)
+            places = start % PAGE + columns
         else:
             position = start + columns
             if WINDOW:
@@ -251,10 +272,14 @@ def _tree_attn_kernel(
                 pages = pages.to(tl.int64)
             else:
                 pages = tl.load(table + position // PAGE).to(tl.int64)
-            key_at = key_base + pages * key_block + position % PAGE * key_token
-            value_at = value_base + pages * value_block + position % PAGE * value_token
+            places = position % PAGE
+        key_at = key_base + pages * key_block + places * key_token
+        value_at = value_base + pages * value_block + places * value_token
         if WINDOW:
             kept = start + columns >= lowest
+        else:
+            kept = None
+        if WINDOW:
             k = tl.load(
                 key_at[None, :] + dims[:, None] * key_dim,
                 mask=kept[None, :] & in_head[:, None],
@@ -273,6 +298,14 @@ def _tree_attn_kernel(
             v = tl.load(
                 value_at[:, None] + dims[None, :] * value_dim, mask=in_head[None, :], other=0.0
             )
+        if SCALE_TOKEN:
+            key_scales, value_scales = _slot_scales(
+                key_scale, value_scale, pages, places, head_kv, kept,
+                SCALE_BLOCK, SCALE_TOKEN, KEY_SCALE_HEAD, VALUE_SCALE_HEAD,
+            )  # fmt: skip
+        else:
+            key_scales = None
+            value_scales = None
         if PLACED:
             distance = row_position[:, None] - (start + columns)[None, :]
         else:
@@ -283,7 +316,7 @@ def _tree_attn_kernel(
             shown = everything
         row_max, row_sum, acc = _attend(
             q, k.to(COMPUTE), v.to(COMPUTE), shown, row_max, row_sum, acc, scale_log2, slope_log2,
-            distance, WINDOW > 0, SOFT_CAP, PRECISION,
+            distance, key_scales, value_scales, WINDOW > 0, SOFT_CAP, PRECISION,
         )  # fmt: skip
     if whole < end:
         position = whole + columns
@@ -291,8 +324,9 @@ def _tree_attn_kernel(
         if WINDOW:
             present = present & (position >= lowest)
         pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
-        key_at = key_base + pages * key_block + position % PAGE * key_token
-        value_at = value_base + pages * value_block + position % PAGE * value_token
+        places = position % PAGE
+        key_at = key_base + pages * key_block + places * key_token
+        value_at = value_base + pages * value_block + places * value_token
         # Slots past the context may hold anything, NaN too: they are not read.
         k = tl.load(
             key_at[None, :] + dims[:, None] * key_dim,
@@ -304,6 +338,14 @@ def _tree_attn_kernel(
             mask=present[:, None] & in_head[None, :],
             other=0.0,
         )
+        if SCALE_TOKEN:
+            key_scales, value_scales = _slot_scales(
+                key_scale, value_scale, pages, places, head_kv, present,
+                SCALE_BLOCK, SCALE_TOKEN, KEY_SCALE_HEAD, VALUE_SCALE_HEAD,
+            )  # fmt: skip
+        else:
+            key_scales = None
+            value_scales = None
         shown = present[None, :]
         if PLACED:
             distance = row_position[:, None] - position[None, :]
@@ -313,9 +355,9 @@ def _tree_attn_kernel(
             shown = shown & (distance < WINDOW)
         row_max, row_sum, acc = _attend(
             q, k.to(COMPUTE), v.to(COMPUTE), shown, row_max, row_sum, acc, scale_log2, slope_log2,
-            distance, True, SOFT_CAP, PRECISION,
+            distance, key_scales, value_scales, True, SOFT_CAP, PRECISION,
         )  # fmt: skip
-    if value_scale is not None:
+    if value_scale is not None and not SCALE_TOKEN:
         scale_of_values = tl.load(value_scale + head_kv * VALUE_SCALE_HEAD)
         if DENSE_TAIL:
             acc = acc * scale_of_values
@@ -335,8 +377,9 @@ def _tree_attn_kernel(
             else:
                 position = context + column
                 pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
-                key_at = key_base + pages * key_block + position % PAGE * key_token
-                value_at = value_base + pages * value_block + position % PAGE * value_token
+                places = position % PAGE
+                key_at = key_base + pages * key_block + places * key_token
+                value_at = value_base + pages * value_block + places * value_token
                 key_step = key_dim
                 value_step = value_dim
             k = tl.load(
@@ -349,6 +392,14 @@ def _tree_attn_kernel(
                 mask=present[:, None] & in_head[None, :],
                 other=0.0,
             )
+            if SCALE_TOKEN and not DENSE_TAIL:
+                key_scales, value_scales = _slot_scales(
+                    key_scale, value_scale, pages, places, head_kv, present,
+                    SCALE_BLOCK, SCALE_TOKEN, KEY_SCALE_HEAD, VALUE_SCALE_HEAD,
+                )  # fmt: skip
+            else:
+                key_scales = None
+                value_scales = None
             if FULL_TAIL:
                 shown = everything & present[None, :]
             else:
@@ -366,7 +417,7 @@ def _tree_attn_kernel(
                 shown = shown & (distance < WINDOW)
             row_max, row_sum, acc = _attend(
                 q, k.to(COMPUTE), v.to(COMPUTE), shown, row_max, row_sum, acc, tail_scale_log2,
-                slope_log2, distance, True, SOFT_CAP, PRECISION,
+                slope_log2, distance, key_scales, value_scales, True, SOFT_CAP, PRECISION,
             )  # fmt: skip
 
     if SPLIT:
@@ -376,7 +427,7 @@ def _tree_attn_kernel(
     # A split without any context leaves only its -inf behind; the merge does not read the rest.
     if (split == 0) | (begin < end):
         acc = acc / row_sum[:, None]
-        if value_scale is not None and not DENSE_TAIL:
+        if value_scale is not None and not SCALE_TOKEN and not DENSE_TAIL:
             acc = acc * scale_of_values
         at = output + split.to(tl.int64) * output_split + to_row * output_row + head * output_head
         tl.store(
