@@ -29,10 +29,11 @@ dtype, in which all are exact. Scales of each slot multiply scores before a soft
 after the softmax.
 
 Strides are arbitrary multiples of 16 bytes (of 4 where each slot has scales, which lie between its
-numbers), except that the last one is 1 (element) everywhere and that plan, parent_rows and
-block_table are contiguous. vLLM's FlashAttention cache of 0.32 is
-logically [num_blocks, Hkv, block_size, 2 * Dh], K before V in the last dimension;
-`kv_cache.transpose(1, 2).split(Dh, -1)` gives the two views, whatever the order in memory.
+numbers in one cache of keys and values, see `numbers_and_scales`), except that the last one is 1
+(element) everywhere and that plan, parent_rows and block_table are contiguous. vLLM's
+FlashAttention cache of 0.32 is logically [num_blocks, Hkv, block_size, 2 * Dh], K before V in the
+last dimension; `kv_cache.transpose(1, 2).split(Dh, -1)` gives the two views, whatever the order in
+memory.
 
 What a kernel promises:
   - no host synchronisation and no allocation that a CUDA graph would not replay: shapes of the

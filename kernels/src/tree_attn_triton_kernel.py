@@ -72,8 +72,12 @@ def _slot_scales(
     key_at = key_scale + head_kv * KEY_HEAD + at
     value_at = value_scale + head_kv * VALUE_HEAD + at
     if mask is None:
-        return tl.load(key_at), tl.load(value_at)
-    return tl.load(key_at, mask=mask, other=0.0), tl.load(value_at, mask=mask, other=0.0)
+        keys = tl.load(key_at)
+        values = tl.load(value_at)
+    else:
+        keys = tl.load(key_at, mask=mask, other=0.0)
+        values = tl.load(value_at, mask=mask, other=0.0)
+    return keys, values
 
 
 # Numbers that change from step to step must not make new variants of the kernel.
@@ -153,6 +157,8 @@ def _tree_attn_kernel(
     VALUE_SCALE_HEAD: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     SCALE_TOKEN: tl.constexpr,
+    # then also from a key to its value
+    VALUE_AT: tl.constexpr,
     # 0 without
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -242,6 +248,15 @@ def _tree_attn_kernel(
         row_max = new_max
     columns = tl.arange(0, BLOCK_N)
     everything = tl.full([BLOCK_M, BLOCK_N], True, tl.int1)
+    if SCALE_TOKEN:
+        # The compiler is to see that all are multiples of a scale's size: else it reads bytes.
+        value_cache = key_cache + VALUE_AT
+        key_block = SCALE_BLOCK * 4
+        key_token = SCALE_TOKEN * 4
+        key_head = KEY_SCALE_HEAD * 4
+        value_block = key_block
+        value_token = key_token
+        value_head = key_head
     key_base = key_cache + head_kv.to(tl.int64) * key_head
     value_base = value_cache + head_kv.to(tl.int64) * value_head
 

@@ -16,6 +16,7 @@ import torch
 
 from tests.kernels.device_trees import FP8, FP16, FP32, DeviceTrees, other_scales
 from vllm_specplug.kernels import AttnFeatures
+from vllm_specplug.kernels.cuda_contract import numbers_and_scales
 from vllm_specplug.kernels.cuda_dispatch import (
     KernelShape,
     choose_cuda_kernel,
@@ -24,6 +25,7 @@ from vllm_specplug.kernels.cuda_dispatch import (
     unsupported_by,
 )
 from vllm_specplug.kernels.features import FeatureKind
+from vllm_specplug.kernels.finite_values_triton import contain_token_scales_triton
 from vllm_specplug.kernels.reference import tree_attn_cuda_reference
 
 pytest.importorskip("triton")
@@ -120,6 +122,40 @@ def test_the_reference_reads_them(kind: torch.dtype, name: str) -> None:
         # A row that sees itself alone has one weight, whatever its score.
         if (name, which) != ("window of one", "key_scales"):
             assert error(replace(made.features, **{which: ones})) > 1e-3, which
+
+
+# -- what is stored of numbers that are not finite -------------------------------------------
+
+
+@KINDS
+def test_what_stays_of_a_token_that_is_not_finite(kind: torch.dtype) -> None:
+    """An infinite scale of values, NaN among their numbers; padding has no slot."""
+    made = problem(kind, [(40, 0)])
+    key_scales, value_scales = made.features.key_scales, made.features.value_scales
+    block, last = int(made.block_table[1, 0]), int(made.block_table[1, 2])
+    bad = {(block, 3, 0): float("inf"), (block, 9, 1): float("nan"), (last, 2, 1): float("inf")}
+    for at, number in bad.items():
+        value_scales[at] = number
+    expected = made.cache.clone()
+    halves = expected.transpose(1, 2).chunk(2, dim=-1)
+    (_, keys), (values, of_values) = map(numbers_and_scales, halves)
+    for at in bad:
+        keys[at], of_values[at] = float("nan"), 0.0
+    if kind == FP8:
+        # NaN of both signs.
+        numbers = made.value_cache.view(torch.uint8)
+        numbers[block, 12, 1, 5], numbers[block, 13, 1, 0] = 0x7F, 0xFF
+        keys[block, 12:14, 1] = float("nan")
+        values.view(torch.uint8)[block, 12, 1, 5] = values.view(torch.uint8)[block, 13, 1, 0] = 0
+    slots = torch.tensor([*range(block * 16, block * 16 + 16), -1, last * 16 + 2, -1])
+    contain_token_scales_triton(
+        made.value_cache, key_scales, value_scales, slots, floats=kind == FP8
+    )
+    # Another NaN than this one is no other.
+    for found, wanted in zip((key_scales, value_scales), (keys, of_values), strict=True):
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert torch.equal(made.value_cache.view(torch.uint8), values.view(torch.uint8))
 
 
 # -- which kernel serves ---------------------------------------------------------------------
