@@ -14,7 +14,7 @@ import tests.e2e.cuda_v2_checks  # noqa: F401  # isort: skip
 import torch
 
 from tests.e2e.cuda_v2_checks import PROMPTS, compare_windows, engines, is_equal
-from tests.e2e.number_format_checks import VOCAB, folder
+from tests.e2e.number_format_checks import VOCAB, folder, head
 from tests.e2e.option_checks import greedy
 from tests.e2e.pair import Pair, generate
 from tests.e2e.target_checks import engine_of
@@ -90,6 +90,19 @@ def check_int8_caches_in_groups() -> None:
     # takes: each layer fills the scales with ones when it first stores.
     generate(made.plain, PROMPTS[:1], greedy(max_tokens=1, detokenize=False))
     _check(made, torch.int8)
+
+
+def check_draft_heads_beside_int8_caches() -> None:
+    """A head's own keys and values keep the model's dtype, in pages of another size."""
+    made = engines(
+        "jetspec",
+        ahead=True,
+        target=_target("int8_per_token_head"),
+        head={"model": str(head())},
+    )
+    backend = made.runner.tree_backend
+    assert {sample.keys.dtype for sample in backend.samples} == {torch.int8}
+    made.compare(PROMPTS, greedy(max_tokens=20, detokenize=False))
 
 
 def check_int8_caches() -> None:

@@ -243,7 +243,11 @@ def small_kernels(arch: int) -> list[Compiled]:
     """Everything but the attention, for trees of 256 nodes."""
     import triton.language as tl
 
-    from vllm_specplug.kernels.finite_values_triton import _ROWS, _contain_nonfinite_kernel
+    from vllm_specplug.kernels.finite_values_triton import (
+        _ROWS,
+        _contain_nonfinite_kernel,
+        _contain_token_scales_kernel,
+    )
     from vllm_specplug.kernels.gru_step_triton import _gru_step_kernel
     from vllm_specplug.kernels.kv_compact_triton import _compact_paths_kernel
     from vllm_specplug.kernels.lse_merge_triton import MAX_PARTS, _merge_states_kernel
@@ -275,6 +279,13 @@ def small_kernels(arch: int) -> list[Compiled]:
             "contain_nonfinite", _contain_nonfinite_kernel, arch,
             {**pointers("bf16", "key", "value"), **ints("num_rows", "key_row", "value_row")},
             {"HEAD_DIM": 128, "PADDED_DIM": 128, "ROWS": _ROWS},
+        ),
+        compile_kernel(
+            "contain_token_scales", _contain_token_scales_kernel, arch,
+            {"values": "*u8", **pointers("fp32", "key_scales", "value_scales"), "slots": "*i64",
+             **ints("num_rows", "value_block", "value_token", "value_head", "scale_block",
+                    "scale_token", "scale_head")},
+            {"PAGE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128, "FLOATS": True, "ROWS": _ROWS},
         ),
         compile_kernel(
             "tree_words", _tree_words_kernel, arch,
