@@ -289,6 +289,7 @@ class Arithmetic:
         result = {
             "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
             "eq": np.equal, "ne": np.not_equal,
+            "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
         }[base](a, b)  # fmt: skip
         if kind[0] == "f":
             nan = np.isnan(a) | np.isnan(b)

@@ -142,6 +142,14 @@ def test_8_bit_numbers() -> None:
     assert torch.equal(actual.nan_to_num(), wanted.reshape(-1).nan_to_num())
 
 
+def test_numbers_are_told_from_nan() -> None:
+    given = np.array([[0.0, 1.0], [np.nan, 1.0], [1.0, np.nan], [np.inf, -np.inf]], np.float32)
+    body = """setp.num.f32 %p, %i0, %i1;
+    selp.b32 %o0, 7, 9, %p;"""
+    found = run(body, np.tile(given, (8, 1)), 1)
+    assert found[:4, 0].tolist() == [7, 9, 9, 7]
+
+
 def test_8_bit_integers() -> None:
     """All of them: through float32 as before Hopper, and as Hopper's pairs of bfloat16."""
     given = np.arange(256, dtype=np.uint8).view(np.uint32).reshape(64, 1)

@@ -111,7 +111,7 @@ class TreeTritonAttentionMetadataBuilder(_GraphSupport, TritonAttentionMetadataB
 class TreeTritonAttentionImpl(_DeviceAttentionMixin, TritonAttentionImpl):
     """Stock attention for linear rows, the tree kernel for tree rows."""
 
-    cache_dtypes = E4M3_CACHES | TOKEN_SCALE_CACHES.keys()
+    cache_dtypes = E4M3_CACHES.union(TOKEN_SCALE_CACHES)
 
     def cache_scales(self, layer: Any) -> dict[str, Any]:
         if self.kv_cache_dtype not in TOKEN_SCALE_CACHES:
