@@ -440,19 +440,30 @@ def test_a_quantised_cache_takes_a_kernel_for_the_models_dtype(monkeypatch):
     assert chosen[1] == (torch.float16, (FeatureKind(),))
 
 
-def test_draft_layers_share_a_group_with_a_quantised_target():
-    """Their caches keep the model's dtype, so that drafts are not quantised."""
+@pytest.mark.parametrize(
+    ("cache_dtype", "dtype", "token_bytes"),
+    [
+        ("fp8", torch.uint8, 128),
+        ("int8_per_token_head", torch.int8, 136),
+        ("fp8_per_token_head", torch.uint8, 136),
+    ],
+)
+def test_draft_layers_share_a_group_with_a_quantised_target(cache_dtype, dtype, token_bytes):
+    """Their caches keep the model's dtype, so that drafts are not quantised, and the target's
+    pages are no larger for it."""
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
     sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 64}
-    specs = {f"t{i}": FullAttentionSpec(**sizes, dtype=torch.uint8) for i in range(3)}
+    spec = FullAttentionSpec(**sizes, dtype=dtype, kv_quant_mode=get_kv_quant_mode(cache_dtype))
+    specs = {f"t{i}": TreeTritonAttentionBackend.customize_spec(spec) for i in range(3)}
     specs["draft"] = FullAttentionSpec(**sizes, dtype=torch.bfloat16)
     (group,) = get_kv_cache_groups(VllmConfig(), specs)
     assert sorted(group.layer_names) == sorted(specs)
     held = group.kv_cache_spec.kv_cache_specs
-    assert (held["t0"].dtype, held["draft"].dtype) == (torch.uint8, torch.bfloat16)
+    assert (held["t0"].dtype, held["draft"].dtype) == (dtype, torch.bfloat16)
+    assert held["t0"].page_size_bytes == 16 * 2 * token_bytes
 
 
 @pytest.mark.parametrize(
