@@ -23,14 +23,17 @@ cache at slot context_lens[r] + j, or, when both tails are given, in row mask_st
 these; then no cache slot past the context is used. Query head h reads KV head h // G.
 
 A window, or ALiBi, takes a row's position from its ancestors: context_lens[r] plus its depth; it
-needs a mask of trees or chains. With `key_scales` the caches (not the tails) hold 8-bit floating
-point numbers (e4m3), with `query_scales` the query does as well; products are then of the output's
-dtype, in which both are exact.
+needs a mask of trees or chains. With `key_scales` the caches (not the tails) hold 8-bit numbers
+(e4m3 or int8), with `query_scales` the query does as well (e4m3); products are then of the output's
+dtype, in which all are exact. Scales of each slot multiply scores before a soft cap, and weights
+after the softmax.
 
-Strides are arbitrary multiples of 16 bytes, except that the last one is 1 (element) everywhere
-and that plan, parent_rows and block_table are contiguous. vLLM's FlashAttention cache of 0.32 is
-logically [num_blocks, Hkv, block_size, 2 * Dh], K before V in the last dimension;
-`kv_cache.transpose(1, 2).split(Dh, -1)` gives the two views, whatever the order in memory.
+Strides are arbitrary multiples of 16 bytes (of 4 where each slot has scales, which lie between its
+numbers in one cache of keys and values, see `numbers_and_scales`), except that the last one is 1
+(element) everywhere and that plan, parent_rows and block_table are contiguous. vLLM's
+FlashAttention cache of 0.32 is logically [num_blocks, Hkv, block_size, 2 * Dh], K before V in the
+last dimension; `kv_cache.transpose(1, 2).split(Dh, -1)` gives the two views, whatever the order in
+memory.
 
 What a kernel promises:
   - no host synchronisation and no allocation that a CUDA graph would not replay: shapes of the
@@ -60,8 +63,26 @@ PLAN_ROWS = 5
 # vLLM's names of the 8-bit caches that kernels read.
 E4M3_CACHES = frozenset(n for n, dtype in FP8_CACHES.items() if dtype == torch.float8_e4m3fn)
 
+# The same of caches in which each token has scales of its own, and what their numbers are.
+TOKEN_SCALE_CACHES = {
+    "int8_per_token_head": torch.int8,
+    "fp8_per_token_head": torch.float8_e4m3fn,
+}
+# Behind the numbers of a token's key and of its value in each head: one float32.
+TOKEN_SCALE_BYTES = 4
+
 # Rows of the largest tree a kernel need take: the root and 256 nodes.
 MAX_TREE_ROWS = 257
 
 # In the environment 1 where decoding batches and drafts are to be captured whole.
 FULL_GRAPHS_VARIABLE = "SPECPLUG_FULL_CUDA_GRAPHS"
+
+
+def numbers_and_scales(
+    # [num_blocks, block_size, Hkv, Dh + TOKEN_SCALE_BYTES], of one byte each
+    half: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the keys or the values of a cache of `TOKEN_SCALE_CACHES`: numbers [..., Dh], and
+    the float32 scale of each slot and head [num_blocks, block_size, Hkv]."""
+    scales = half[..., -TOKEN_SCALE_BYTES:].view(torch.float32).squeeze(3)
+    return half[..., :-TOKEN_SCALE_BYTES], scales

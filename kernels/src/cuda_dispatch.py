@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .cuda_contract import TOKEN_SCALE_BYTES, numbers_and_scales
 from .features import PLAIN, AttnFeatures, FeatureKind
 from .metadata import TreeAttnMetadata
 from .reference import tree_attn_cuda_reference
@@ -159,8 +160,9 @@ def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -
             return f"dtype {shape.dtype}"
         if shape.head_dim > _MAX_TRITON_HEAD_DIM or shape.head_dim % 8:
             return f"head_dim {shape.head_dim} (multiples of 8 up to {_MAX_TRITON_HEAD_DIM})"
-        if quantised and capability < _MIN_FP8_CAPABILITY:
-            return f"an 8-bit cache on compute capability {capability[0]}.{capability[1]}"
+        floats = any(kind.quantised_cache and not kind.int8_cache for kind in shape.kinds)
+        if floats and capability < _MIN_FP8_CAPABILITY:
+            return f"a cache of e4m3 on compute capability {capability[0]}.{capability[1]}"
         return None
     try:
         from .tree_attn_cute_sm90 import unsupported_reason
@@ -483,11 +485,7 @@ class _Problem:
 
         blocks = max(-(-(c + n + 1) // shape.block_size) for c, n in trees)
         table = torch.randperm(len(trees) * blocks, generator=draw).view(len(trees), blocks).int()
-        # Memory order of vLLM's GPU cache: block, token, head, K then V.
-        cache = normal(table.numel(), shape.block_size, shape.num_kv_heads, 2 * shape.head_dim)
-        if kind.quantised_cache:
-            cache = cache.to(FP8)
-        key_cache, value_cache = cache.split(shape.head_dim, dim=-1)
+        key_cache, value_cache, scales = _cache(shape, kind, table.numel(), normal)
         rows = [n + 1 for _, n in trees]
         starts = np.cumsum([0, *rows]).astype(np.int32)
         parents = np.concatenate(
@@ -516,9 +514,8 @@ class _Problem:
             soft_cap=kind.soft_cap,
             sinks=by_head.log() if kind.sinks else None,
             alibi_slopes=0.1 / by_head if kind.alibi else None,
-            key_scales=0.8 * one if kind.quantised_cache else None,
-            value_scales=0.9 * one if kind.quantised_cache else None,
             query_scales=0.7 * one if kind.quantised_query else None,
+            **scales,
         )
         scale = shape.head_dim**-0.5
         return cls(query, key_cache, value_cache, meta, scale, tail, features, shape.dtype)
@@ -535,18 +532,47 @@ class _Problem:
 
     def expected(self) -> torch.Tensor:
         """The reference's output in float32."""
-        features = self.features
-        scales = (features.query_scales, features.key_scales, features.value_scales)
-        wide = [
-            numbers.float() * (1.0 if scale is None else scale)
-            for numbers, scale in zip(
-                (self.query, self.key_cache, self.value_cache), scales, strict=True
-            )
-        ]
-        output = torch.empty_like(wide[0])
-        features = replace(features, query_scales=None, key_scales=None, value_scales=None)
-        tree_attn_cuda_reference(*wide, output, self.meta, self.scale, features=features)
+        scale = self.features.query_scales
+        query = self.query.float() * (1.0 if scale is None else scale)
+        output = torch.empty_like(query)
+        tree_attn_cuda_reference(
+            query, self.key_cache, self.value_cache, output, self.meta, self.scale,
+            features=replace(self.features, query_scales=None),
+        )  # fmt: skip
         return output
+
+
+# What random int8 are a multiple of, so that products are as large as of standard normal numbers.
+_INT8_STEP = 1 / 40
+
+
+def _cache(
+    shape: KernelShape, kind: FeatureKind, num_blocks: int, normal: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Random keys and values [num_blocks, block_size, Hkv, Dh] in the memory order of vLLM's GPU
+    cache: block, token, head, K then V; and the scales that go with them, as `AttnFeatures`."""
+    size = (num_blocks, shape.block_size, shape.num_kv_heads)
+    numbers = normal(*size, 2 * shape.head_dim)
+    if not kind.quantised_cache:
+        return *numbers.chunk(2, dim=-1), {}
+    if not kind.token_scales:
+        one = torch.ones((), device=numbers.device)
+        by_layer = {"key_scales": 0.8 * one, "value_scales": 0.9 * one}
+        return *numbers.to(FP8).chunk(2, dim=-1), by_layer
+    step = _INT8_STEP if kind.int8_cache else 1.0
+    if kind.int8_cache:
+        numbers = (numbers.float() / step).round().clamp(-127, 127).to(torch.int8)
+    else:
+        numbers = numbers.to(FP8)
+    cache = numbers.new_empty(*size, 2 * (shape.head_dim + TOKEN_SCALE_BYTES))
+    halves = cache.chunk(2, dim=-1)
+    (keys, key_scales), (values, value_scales) = map(numbers_and_scales, halves)
+    for part, half in zip((keys, values), numbers.chunk(2, dim=-1), strict=True):
+        part.copy_(half)
+    for scales in (key_scales, value_scales):
+        scales.copy_(step * (0.5 + normal(*size).float().sigmoid()))
+    of_slots = {"key_scales": key_scales, "value_scales": value_scales}
+    return keys, values, {**of_slots, "int8_cache": kind.int8_cache}
 
 
 def _call_error(

@@ -10,6 +10,12 @@ some columns of V of one tree and head and takes blocks of rows in order: produc
 with the blocks before (whose u it wrote itself), and the triangular system of the block row by row.
 D is 0 where j is no ancestor, so no mask is needed. A commit walks the accepted path and nothing
 else.
+
+0 x NaN is NaN, and a row multiplies those of other branches as well. So nothing that is multiplied
+may be NaN or infinite: where a key, value or gate of a row and head is, zeros stand for them and
+NaN for the decay, which says so of the row and of all below it. That is seen where a row enters its
+state, in its output and in what it commits. To select in the products instead takes registers that
+compute capability 8.0 does not have.
 """
 
 from __future__ import annotations
@@ -103,44 +109,48 @@ def _tree_inputs_kernel(
     row_stride_a,
     row_stride_b,
     key_heads,
-    heads,
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     from_row = mixed + row * channels
-    # A name has one type in all branches.
-    if head < key_heads:
-        k = tl.arange(0, KEYS)
-        is_key = k < KEY_SIZE
-        own_key = head * KEY_SIZE + k
-        q = tl.load(from_row + own_key, mask=is_key, other=0.0).to(tl.float32)
-        x = tl.load(from_row + key_heads * KEY_SIZE + own_key, mask=is_key, other=0.0)
-        x = x.to(tl.float32)
-        to_row = row * key_heads * KEY_SIZE + own_key
-        tl.store(query + to_row, q / tl.sqrt(tl.sum(q * q) + eps), mask=is_key)
-        tl.store(key + to_row, x / tl.sqrt(tl.sum(x * x) + eps), mask=is_key)
-    elif head < key_heads + heads:
-        column = tl.arange(0, VALUES)
-        is_column = column < VALUE_SIZE
-        own_value = (head - key_heads) * VALUE_SIZE + column
-        v = tl.load(from_row + 2 * key_heads * KEY_SIZE + own_value, mask=is_column)
-        tl.store(value + row * heads * VALUE_SIZE + own_value, v, mask=is_column)
-    else:
-        h = tl.arange(0, HEADS)
-        is_head = h < heads
-        at = tl.load(rows + row)
-        gate = tl.load(a + at * row_stride_a + h, mask=is_head, other=0.0).to(tl.float32)
-        gate += tl.load(dt_bias + h, mask=is_head, other=0.0).to(tl.float32)
+    k = tl.arange(0, KEYS)
+    is_key = k < KEY_SIZE
+    own_key = key_head * KEY_SIZE + k
+    q = tl.load(from_row + own_key, mask=is_key, other=0.0).to(tl.float32)
+    x = tl.load(from_row + key_heads * KEY_SIZE + own_key, mask=is_key, other=0.0).to(tl.float32)
+    to_row = row * key_heads * KEY_SIZE + own_key
+    # A query reaches its own row alone, whatever it holds.
+    tl.store(query + to_row, q / tl.sqrt(tl.sum(q * q) + eps), mask=is_key)
+    x = x / tl.sqrt(tl.sum(x * x) + eps)
+    # NaN compares as false.
+    finite = tl.abs(x) < float("inf")
+    tl.store(key + to_row, tl.where(finite, x, 0.0), mask=is_key)
+    key_is_finite = tl.min(finite.to(tl.int32), 0)
+    column = tl.arange(0, VALUES)
+    is_column = column < VALUE_SIZE
+    at = tl.load(rows + row)
+    for member in tl.static_range(GROUP):
+        head = key_head * GROUP + member
+        own_value = head * VALUE_SIZE + column
+        v = tl.load(from_row + 2 * key_heads * KEY_SIZE + own_value, mask=is_column, other=0.0)
+        finite = tl.abs(v.to(tl.float32)) < float("inf")
+        v = tl.where(finite, v, 0.0)
+        tl.store(value + row * key_heads * GROUP * VALUE_SIZE + own_value, v, mask=is_column)
+        gate = tl.load(a + at * row_stride_a + head).to(tl.float32)
+        gate += tl.load(dt_bias + head).to(tl.float32)
         # vLLM's gates take this limit too.
         rate = tl.where(gate <= 20.0, tl.log(1.0 + tl.exp(tl.minimum(gate, 20.0))), gate)
-        rate *= tl.exp(tl.load(a_log + h, mask=is_head, other=0.0).to(tl.float32))
-        strength = tl.load(b + at * row_stride_b + h, mask=is_head, other=0.0).to(tl.float32)
-        tl.store(decays + row * heads + h, tl.exp(-rate), mask=is_head)
-        tl.store(strengths + row * heads + h, tl.sigmoid(strength), mask=is_head)
+        rate *= tl.exp(tl.load(a_log + head).to(tl.float32))
+        strength = tl.sigmoid(tl.load(b + at * row_stride_b + head).to(tl.float32))
+        all_finite = (tl.min(finite.to(tl.int32), 0) & key_is_finite) == 1
+        all_finite = all_finite & (strength == strength)
+        to_head = row * key_heads * GROUP + head
+        tl.store(decays + to_head, tl.where(all_finite, tl.exp(-rate), float("nan")))
+        tl.store(strengths + to_head, tl.where(strength == strength, strength, 0.0))
 
 
 @triton.jit(do_not_specialize=["num_rows", "width"])
@@ -167,14 +177,19 @@ def _tree_products_kernel(
     valid = row < end
     out = within + (head * num_rows + row) * width
     tl.store(out + (row - first), 1.0, mask=valid)
-    product = tl.load(decays + row * heads + head, mask=valid, other=0.0)
+    decay = tl.load(decays + row * heads + head, mask=valid, other=0.0)
+    # Where it is NaN, D is 0: only what enters the state is to be NaN.
+    product = tl.where(decay == decay, decay, 0.0)
+    enters = decay
     at = tl.load(parents + row, mask=valid, other=-1)
     while tl.max(at, 0) >= 0:
         above = at >= 0
         tl.store(out + (at - first), product, mask=above)
-        product *= tl.load(decays + at * heads + head, mask=above, other=1.0)
+        decay = tl.load(decays + at * heads + head, mask=above, other=1.0)
+        product *= tl.where(decay == decay, decay, 0.0)
+        enters *= decay
         at = tl.load(parents + at, mask=above, other=-1)
-    tl.store(entering + row * heads + head, product, mask=valid)
+    tl.store(entering + row * heads + head, enters, mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_rows", "width"])
@@ -242,7 +257,8 @@ def _tree_solve_kernel(
             read_q = tl.dot(queries, s, read_q, input_precision="ieee")
         entered = tl.load(entering + row * heads + head, mask=is_row, other=0.0)[:, None]
         strength = tl.load(strengths + row * heads + head, mask=is_row, other=0.0)[:, None]
-        u = tl.load(value + at_value, mask=own, other=0.0).to(tl.float32) - entered * read_k
+        u = tl.load(value + at_value, mask=own, other=0.0).to(tl.float32)
+        u -= tl.where(entered == entered, entered, 0.0) * read_k
         out = entered * read_q
         at_within = within + (head * num_rows + row)[:, None] * width
         for other in range(first, block + 1, BLOCK):
@@ -441,6 +457,8 @@ def tree_inputs_triton(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `tree_delta_rule_triton` takes of the rows: query, key, value, decays, strengths.
 
+    What is not finite is 0, and the decay of such a row and head NaN.
+
     Args:
         eps: added to the sum of squares of a query or key under the root.
     """
@@ -453,11 +471,11 @@ def tree_inputs_triton(
     decays = mixed.new_empty((num_rows, heads), dtype=torch.float32)
     strengths = torch.empty_like(decays)
     if num_rows:
-        _tree_inputs_kernel[(num_rows, key_heads + heads + 1)](
+        _tree_inputs_kernel[(num_rows, key_heads)](
             mixed, a, b, rows, a_log, dt_bias, query, key, value, decays, strengths, eps, channels,
-            a.stride(0), b.stride(0), key_heads, heads, KEY_SIZE=key_size, VALUE_SIZE=value_size,
+            a.stride(0), b.stride(0), key_heads, KEY_SIZE=key_size, VALUE_SIZE=value_size,
             KEYS=triton.next_power_of_2(key_size), VALUES=triton.next_power_of_2(value_size),
-            HEADS=triton.next_power_of_2(heads), num_warps=1,
+            GROUP=heads // key_heads, num_warps=1,
         )  # fmt: skip
     return query, key, value, decays, strengths
 
@@ -482,6 +500,9 @@ def tree_delta_rule_triton(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and the rows u, float32 [M, Hv, V]. Nothing is checked on the device.
+
+    A decay of NaN makes the row and all below it NaN in the output and in what they commit; all
+    else is to be finite, so that no other row is.
 
     Args:
         starts, parents, slots: as in `StateTrees`.

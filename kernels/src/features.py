@@ -18,6 +18,10 @@ class FeatureKind:
     alibi: bool = False
     quantised_cache: bool = False
     quantised_query: bool = False
+    token_scales: bool = False
+    """Whether each token and KV head has scales of its own in a quantised cache."""
+    int8_cache: bool = False
+    """Whether these are of int8; else a quantised cache holds e4m3."""
 
     @property
     def names(self) -> list[str]:
@@ -51,19 +55,30 @@ class AttnFeatures:
     value_scale: float = 1.0
     # On CUDA instead, float32, one value or one of each KV head: what an 8-bit cache's numbers, and
     # those of a query that is quantised with it, are multiplied by. Both of a cache, or neither.
-    # Tensors, as no call is to wait for a number.
+    # Those of a cache may also be views [num_blocks, block_size, Hkv] of one shape and stride: one
+    # of each slot. Tensors, as no call is to wait for a number.
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
     query_scales: torch.Tensor | None = None
+    int8_cache: bool = False
+    """Whether a cache with scales of each slot holds int8; else e4m3."""
 
     def __post_init__(self) -> None:
         assert self.window >= 0 and self.soft_cap >= 0, (self.window, self.soft_cap)
         assert (self.key_scales is None) == (self.value_scales is None)
+        if self.key_scales is not None and self.value_scales is not None and self.token_scales:
+            keys, values = self.key_scales, self.value_scales
+            assert (keys.shape, keys.stride()) == (values.shape, values.stride())
 
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing but scale and mask."""
         return self.kind == FeatureKind() and self.key_scale == self.value_scale == 1.0
+
+    @property
+    def token_scales(self) -> bool:
+        """Whether a cache's scales are those of each slot."""
+        return self.key_scales is not None and self.key_scales.ndim == 3
 
     @property
     def needs_positions(self) -> bool:
@@ -80,6 +95,8 @@ class AttnFeatures:
             self.alibi_slopes is not None,
             self.key_scales is not None,
             self.query_scales is not None,
+            self.token_scales,
+            self.int8_cache,
         )
 
 

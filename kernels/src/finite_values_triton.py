@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`finite_values` on a device, without waiting for it."""
+"""`finite_values` on a device, without waiting for it: before keys and values are stored, or, where
+vLLM quantises each token with a scale of its own as it stores it, thereafter."""
 
 from __future__ import annotations
 
@@ -55,4 +56,81 @@ def contain_nonfinite_triton(
         _contain_nonfinite_kernel[(triton.cdiv(rows, _ROWS), heads)](
             key, value, rows, key.stride(0), value.stride(0), HEAD_DIM=head_dim,
             PADDED_DIM=triton.next_power_of_2(head_dim), ROWS=_ROWS, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
+def _contain_token_scales_kernel(
+    # uint8 or int8, written in place
+    values,
+    # float32, written in place
+    key_scales,
+    value_scales,
+    # [T] int64
+    slots,
+    num_rows,
+    value_block,
+    value_token,
+    value_head,
+    scale_block,
+    scale_token,
+    scale_head,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    FLOATS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row, mask=row < num_rows, other=-1)
+    stored = slot >= 0
+    page = slot // PAGE
+    place = slot % PAGE
+    scale_at = page * scale_block + place * scale_token + head * scale_head
+    scale = tl.load(value_scales + scale_at, mask=stored, other=0.0)
+    # NaN compares as false.
+    bad_scale = (tl.abs(scale) < float("inf")) == 0
+    bad = bad_scale
+    if FLOATS:
+        dims = tl.arange(0, PADDED_DIM)
+        inside = stored[:, None] & (dims < HEAD_DIM)[None, :]
+        value_at = values + (page * value_block + place * value_token + head * value_head)[:, None]
+        value_at += dims[None, :]
+        # e4m3 has no infinity, and NaN of both signs.
+        nan = inside & ((tl.load(value_at, mask=inside, other=0) & 0x7F) == 0x7F)
+        tl.store(value_at, tl.zeros(nan.shape, values.dtype.element_ty), mask=nan)
+        bad = bad | (tl.max(nan.to(tl.int32), 1) > 0)
+    tl.store(value_scales + scale_at, tl.zeros_like(scale), mask=stored & bad_scale)
+    nan_scale = tl.full(scale.shape, float("nan"), tl.float32)
+    tl.store(key_scales + scale_at, nan_scale, mask=stored & bad)
+
+
+def contain_token_scales_triton(
+    # [num_blocks, block_size, Hkv, Dh] of one byte each: numbers of the values, written in place
+    values: torch.Tensor,
+    # float32 [num_blocks, block_size, Hkv] of equal strides, written in place
+    key_scales: torch.Tensor,
+    value_scales: torch.Tensor,
+    # int64 [T]: those just stored; negative for padding
+    slots: torch.Tensor,
+    *,
+    floats: bool,
+) -> None:
+    """`finite_values.contain_nonfinite` where a token's scales lie in its slot.
+
+    A value that was not finite has left a scale that is not, or, of e4m3 (`floats`), numbers that
+    are none: these become 0, and the key's scale NaN. What vLLM's store makes finite stays as it
+    is for plain decoding. No host synchronisation, graph safe.
+    """
+    _, page, heads, head_dim = values.shape
+    assert values.element_size() == 1 and values.stride(3) == 1, (values.dtype, values.stride())
+    strides = value_scales.stride()
+    assert key_scales.stride() == strides, (key_scales.stride(), strides)
+    rows = len(slots)
+    if rows:
+        _contain_token_scales_kernel[(triton.cdiv(rows, _ROWS), heads)](
+            values.view(torch.uint8), key_scales, value_scales, slots, rows, *values.stride()[:3],
+            *strides, PAGE=page, HEAD_DIM=head_dim,
+            PADDED_DIM=triton.next_power_of_2(head_dim), FLOATS=floats, ROWS=_ROWS, num_warps=4,
         )  # fmt: skip

@@ -39,6 +39,9 @@ class PagedKvLayout:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KvLayout`."""
         at = slots // self.block_size, slots % self.block_size
+        if key_cache.element_size() == 1:  # torch does not index every number of 8 bits
+            key, value = (c.view(torch.uint8)[at].view(c.dtype) for c in (key_cache, value_cache))
+            return key, value
         return key_cache[at], value_cache[at]
 
 
@@ -66,7 +69,9 @@ def tree_attn_reference(
         cached = context if tail_key is not None else context + rows
         # The root sees furthest back; what lies before may be gone.
         begin = max(0, context - features.window + 1) if features.window else 0
-        k, v = _cached(meta, request, range(begin, cached), key_cache, value_cache, layout)
+        k, v = _cached(
+            meta, request, range(begin, cached), key_cache, value_cache, layout, features
+        )
         if tail_key is not None and tail_value is not None:
             k = torch.cat([k, tail_key[first : first + rows]])
             v = torch.cat([v, tail_value[first : first + rows]])
@@ -186,12 +191,21 @@ def _cached(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     layout: KvLayout,
+    features: AttnFeatures = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a request's `slots`, each [len(slots), Hkv, Dh]."""
+    """K and V of a request's `slots`, each [len(slots), Hkv, Dh], times the scales of a cache on
+    CUDA."""
     size = layout.block_size
     positions = torch.arange(slots.start, slots.stop, device=meta.block_table.device)
     blocks = meta.block_table[request].long()[positions // size]
-    return layout.gather(key_cache, value_cache, blocks * size + positions % size)
+    parts = layout.gather(key_cache, value_cache, blocks * size + positions % size)
+    scales = features.key_scales, features.value_scales
+    if scales[0] is None:
+        return parts
+    if features.token_scales:
+        scales = tuple(s[blocks, positions % size] for s in scales)
+    k, v = (part.float() * s.unsqueeze(-1) for part, s in zip(parts, scales, strict=True))
+    return k, v
 
 
 def _own_rows(meta: TreeAttnMetadata, first: int, rows: int) -> torch.Tensor | bool:

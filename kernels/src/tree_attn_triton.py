@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .cuda_contract import TOKEN_SCALE_BYTES
 from .cute.config import TILE_N, WAVES
 from .cute.launch import Shares, share_out
 from .features import PLAIN, AttnFeatures, FeatureKind
@@ -71,10 +72,10 @@ class TreeAttnConfig:
         if head_dim > 128 or major < 9:
             # Ampere's tiles of a wide head: more rows spill even with eight warps.
             block_m, block_n = min(block_m, 32 if head_dim > 128 and major < 9 else 64), 32
-        if dense and major >= 10:
+        if (dense or kind.token_scales) and major >= 10:
             block_m = min(block_m, 64)
-        if kind.alibi and major < 9:
-            # Slopes of more rows spill.
+        if (kind.alibi or kind.token_scales) and major < 9:
+            # Slopes, and scales of tokens, of more rows spill.
             block_m = min(block_m, 32)
         # K and V of a tile per stage, and the query once.
         padded = triton.next_power_of_2(head_dim)
@@ -84,7 +85,7 @@ class TreeAttnConfig:
         # before it only 32. On Blackwell it lies in registers between two products.
         wide = block_m > (64 if major >= 9 else 32)
         # A dense tail adds addresses, which spill too: with four warps, and with three stages.
-        if block_m == 64 and dense + (head_dim > 128) + (major >= 10) >= 2:
+        if block_m == 64 and dense + kind.token_scales + (head_dim > 128) + (major >= 10) >= 2:
             wide = True
         if block_m == 32 or (kind.quantised_cache and head_dim > 128):
             wide = True
@@ -249,6 +250,7 @@ def tree_attn_triton(
         QUERY_SCALE_HEAD=_head_stride(features.query_scales),
         KEY_SCALE_HEAD=_head_stride(features.key_scales),
         VALUE_SCALE_HEAD=_head_stride(features.value_scales),
+        **_token_scale_strides(key_cache, value_cache, features),
         WINDOW=window,
         SOFT_CAP=features.soft_cap,
         PLACED=features.needs_positions,
@@ -285,7 +287,21 @@ _TRITON_TYPES = {
 
 def _head_stride(scale: torch.Tensor | None) -> int:
     """From one head's scale to the next's; 0 where all share one."""
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
+
+
+def _token_scale_strides(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, features: AttnFeatures
+) -> dict[str, int]:
+    """Where scales of each slot lie, in their own size, and values behind keys; zeros without."""
+    if not features.token_scales:
+        return {"SCALE_BLOCK": 0, "SCALE_TOKEN": 0, "VALUE_AT": 0}
+    assert features.key_scales is not None
+    strides = features.key_scales.stride()
+    for cache in (key_cache, value_cache):
+        assert cache.stride() == (*(TOKEN_SCALE_BYTES * s for s in strides), 1), cache.stride()
+    value_at = value_cache.data_ptr() - key_cache.data_ptr()
+    return {"SCALE_BLOCK": strides[0], "SCALE_TOKEN": strides[1], "VALUE_AT": value_at}
 
 
 def tree_words(meta: TreeAttnMetadata) -> torch.Tensor:

@@ -17,12 +17,16 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _attend(
-    q, k, v, shown, row_max, row_sum, acc, scale_log2, slope_log2, distance,
-    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, shown, row_max, row_sum, acc, scale_log2, slope_log2, distance, key_scales,
+    value_scales, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of the online softmax; `shown` [BLOCK_M, BLOCK_N] is read when MASKED, `distance`
-    where there are slopes [BLOCK_M]."""
-    scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+    where there are slopes [BLOCK_M]. Scales [BLOCK_N] are those of each slot, or None."""
+    scores = tl.dot(q, k, input_precision=PRECISION)
+    if key_scales is None:
+        scores *= scale_log2
+    else:
+        scores *= (key_scales * scale_log2)[None, :]
     if SOFT_CAP > 0:
         # tanh by an exponential that cannot overflow.
         small = tl.exp2(tl.abs(scores) * (-2.0 / SOFT_CAP))
@@ -39,6 +43,8 @@ def _attend(
     decay = tl.exp2(row_max - base)
     row_sum = row_sum * decay + tl.sum(weights, 1)
     acc = acc * decay[:, None]
+    if value_scales is not None:
+        weights *= value_scales[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return new_max, row_sum, acc
 
@@ -56,6 +62,24 @@ def _depths(word_at, present, rows):
         bits += (x * 0x0101010101010101) >> 56
         word_at += 1
     return bits.to(tl.int32) - 1
+
+
+@triton.jit
+def _slot_scales(
+    key_scale, value_scale, pages, places, head_kv, mask,
+    BLOCK: tl.constexpr, TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr, VALUE_HEAD: tl.constexpr,
+):  # fmt: skip
+    """float32 [N] each: what keys and values of slots `places` [N] of `pages` are multiplied by."""
+    at = pages * BLOCK + places * TOKEN
+    key_at = key_scale + head_kv * KEY_HEAD + at
+    value_at = value_scale + head_kv * VALUE_HEAD + at
+    if mask is None:
+        keys = tl.load(key_at)
+        values = tl.load(value_at)
+    else:
+        keys = tl.load(key_at, mask=mask, other=0.0)
+        values = tl.load(value_at, mask=mask, other=0.0)
+    return keys, values
 
 
 # Numbers that change from step to step must not make new variants of the kernel.
@@ -136,13 +160,18 @@ def _tree_attn_kernel(
     # [Hq] each, any float dtype; None without
     sinks,
     alibi_slopes,
-    # float32, one or Hkv values by strides; None where they are 1
+    # float32, one or Hkv values by strides; None where they are 1. Of keys and values also one of
+    # each slot and head, where SCALE_TOKEN is not 0
     query_scale,
     key_scale,
     value_scale,
     QUERY_SCALE_HEAD: tl.constexpr,
     KEY_SCALE_HEAD: tl.constexpr,
     VALUE_SCALE_HEAD: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    SCALE_TOKEN: tl.constexpr,
+    # then also from a key to its value
+    VALUE_AT: tl.constexpr,
     # 0 without
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -207,7 +236,7 @@ def _tree_attn_kernel(
         scale_log2 = scale_log2 * tl.load(query_scale + head_kv * QUERY_SCALE_HEAD)
     # A dense tail is not quantised.
     tail_scale_log2 = scale_log2
-    if key_scale is not None:
+    if key_scale is not None and not SCALE_TOKEN:
         scale_log2 = scale_log2 * tl.load(key_scale + head_kv * KEY_SCALE_HEAD)
         if not DENSE_TAIL:
             tail_scale_log2 = scale_log2
@@ -246,6 +275,15 @@ def _tree_attn_kernel(
         row_max = new_max
     columns = tl.arange(0, BLOCK_N)
     everything = tl.full([BLOCK_M, BLOCK_N], True, tl.int1)
+    if SCALE_TOKEN:
+        # The compiler is to see that all are multiples of a scale's size: else it reads bytes.
+        value_cache = key_cache + VALUE_AT
+        key_block = SCALE_BLOCK * 4
+        key_token = SCALE_TOKEN * 4
+        key_head = KEY_SCALE_HEAD * 4
+        value_block = key_block
+        value_token = key_token
+        value_head = key_head
     key_base = key_cache + head_kv.to(tl.int64) * key_head
     value_base = value_cache + head_kv.to(tl.int64) * value_head
 
@@ -273,10 +311,8 @@ def _tree_attn_kernel(
     whole = begin + (end - begin) // BLOCK_N * BLOCK_N
     for start in range(begin, whole, BLOCK_N):
         if PAGE % BLOCK_N == 0:
-            page = tl.load(table + start // PAGE).to(tl.int64)
-            offset = start % PAGE + columns
-            key_at = key_base + page * key_block + offset * key_token
-            value_at = value_base + page * value_block + offset * value_token
+            pages = tl.load(table + start // PAGE).to(tl.int64)
+            places = start % PAGE + columns
         else:
             position = start + columns
             if WINDOW:
@@ -284,10 +320,14 @@ def _tree_attn_kernel(
                 pages = pages.to(tl.int64)
             else:
                 pages = tl.load(table + position // PAGE).to(tl.int64)
-            key_at = key_base + pages * key_block + position % PAGE * key_token
-            value_at = value_base + pages * value_block + position % PAGE * value_token
+            places = position % PAGE
+        key_at = key_base + pages * key_block + places * key_token
+        value_at = value_base + pages * value_block + places * value_token
         if WINDOW:
             kept = start + columns >= lowest
+        else:
+            kept = None
+        if WINDOW:
             k = tl.load(
                 key_at[None, :] + dims[:, None] * key_dim,
                 mask=kept[None, :] & in_head[:, None],
@@ -306,6 +346,14 @@ def _tree_attn_kernel(
             v = tl.load(
                 value_at[:, None] + dims[None, :] * value_dim, mask=in_head[None, :], other=0.0
             )
+        if SCALE_TOKEN:
+            key_scales, value_scales = _slot_scales(
+                key_scale, value_scale, pages, places, head_kv, kept,
+                SCALE_BLOCK, SCALE_TOKEN, KEY_SCALE_HEAD, VALUE_SCALE_HEAD,
+            )  # fmt: skip
+        else:
+            key_scales = None
+            value_scales = None
         if PLACED:
             distance = row_position[:, None] - (start + columns)[None, :]
         else:
@@ -316,7 +364,7 @@ def _tree_attn_kernel(
             shown = everything
         row_max, row_sum, acc = _attend(
             q, k.to(COMPUTE), v.to(COMPUTE), shown, row_max, row_sum, acc, scale_log2, slope_log2,
-            distance, WINDOW > 0, SOFT_CAP, PRECISION,
+            distance, key_scales, value_scales, WINDOW > 0, SOFT_CAP, PRECISION,
         )  # fmt: skip
     if whole < end:
         position = whole + columns
@@ -324,8 +372,9 @@ def _tree_attn_kernel(
         if WINDOW:
             present = present & (position >= lowest)
         pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
-        key_at = key_base + pages * key_block + position % PAGE * key_token
-        value_at = value_base + pages * value_block + position % PAGE * value_token
+        places = position % PAGE
+        key_at = key_base + pages * key_block + places * key_token
+        value_at = value_base + pages * value_block + places * value_token
         # Slots past the context may hold anything, NaN too: they are not read.
         k = tl.load(
             key_at[None, :] + dims[:, None] * key_dim,
@@ -337,6 +386,14 @@ def _tree_attn_kernel(
             mask=present[:, None] & in_head[None, :],
             other=0.0,
         )
+        if SCALE_TOKEN:
+            key_scales, value_scales = _slot_scales(
+                key_scale, value_scale, pages, places, head_kv, present,
+                SCALE_BLOCK, SCALE_TOKEN, KEY_SCALE_HEAD, VALUE_SCALE_HEAD,
+            )  # fmt: skip
+        else:
+            key_scales = None
+            value_scales = None
         shown = present[None, :]
         if PLACED:
             distance = row_position[:, None] - position[None, :]
@@ -346,9 +403,9 @@ def _tree_attn_kernel(
             shown = shown & (distance < WINDOW)
         row_max, row_sum, acc = _attend(
             q, k.to(COMPUTE), v.to(COMPUTE), shown, row_max, row_sum, acc, scale_log2, slope_log2,
-            distance, True, SOFT_CAP, PRECISION,
+            distance, key_scales, value_scales, True, SOFT_CAP, PRECISION,
         )  # fmt: skip
-    if value_scale is not None:
+    if value_scale is not None and not SCALE_TOKEN:
         scale_of_values = tl.load(value_scale + head_kv * VALUE_SCALE_HEAD)
         if DENSE_TAIL:
             acc = acc * scale_of_values
@@ -367,8 +424,9 @@ def _tree_attn_kernel(
             else:
                 position = context + column
                 pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
-                key_at = key_base + pages * key_block + position % PAGE * key_token
-                value_at = value_base + pages * value_block + position % PAGE * value_token
+                places = position % PAGE
+                key_at = key_base + pages * key_block + places * key_token
+                value_at = value_base + pages * value_block + places * value_token
                 key_step = key_dim
                 value_step = value_dim
             k = tl.load(
@@ -381,6 +439,14 @@ def _tree_attn_kernel(
                 mask=present[:, None] & in_head[None, :],
                 other=0.0,
             )
+            if SCALE_TOKEN and not DENSE_TAIL:
+                key_scales, value_scales = _slot_scales(
+                    key_scale, value_scale, pages, places, head_kv, present,
+                    SCALE_BLOCK, SCALE_TOKEN, KEY_SCALE_HEAD, VALUE_SCALE_HEAD,
+                )  # fmt: skip
+            else:
+                key_scales = None
+                value_scales = None
             if FULL_TAIL:
                 shown = everything & present[None, :]
             else:
@@ -398,12 +464,12 @@ def _tree_attn_kernel(
                 shown = shown & (distance < WINDOW)
             row_max, row_sum, acc = _attend(
                 q, k.to(COMPUTE), v.to(COMPUTE), shown, row_max, row_sum, acc, tail_scale_log2,
-                slope_log2, distance, True, SOFT_CAP, PRECISION,
+                slope_log2, distance, key_scales, value_scales, True, SOFT_CAP, PRECISION,
             )  # fmt: skip
 
     # A part may hold none of a row's columns: it leaves -inf, and numbers that nobody reads.
     acc = acc / row_sum[:, None]
-    if value_scale is not None and not DENSE_TAIL:
+    if value_scale is not None and not SCALE_TOKEN and not DENSE_TAIL:
         acc = acc * scale_of_values
     logarithm = (row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0))) * LN_2
     if SPLIT and parts > 1:

@@ -119,7 +119,7 @@ BOTH = ("jetspec", "ngram_tree")
 WINDOW_PROMPTS = [[(5 * i + n) % 250 + 5 for i in range(n)] for n in (13, 24, 40)]
 
 
-def _compare_windows(made: Pair) -> Counts:
+def compare_windows(made: Pair) -> Counts:
     params = [
         greedy(max_tokens=20, detokenize=False),
         *(seeded(i, max_tokens=20, detokenize=False) for i in (1, 2)),
@@ -148,7 +148,7 @@ def check_windows_and_sinks_in_groups() -> None:
     assert len(made.runner.kv_cache_config.kv_cache_groups) == 2
     backend = made.runner.tree_backend
     assert [index for index, _ in backend.groups] == [0, 1]
-    counts = _compare_windows(made)
+    counts = compare_windows(made)
     assert counts.skipping > 1 and counts.stale > 0, counts
     stock = backend.compact
 
@@ -164,13 +164,13 @@ def check_windows_and_sinks_in_groups() -> None:
         "block tables": _changing(block_table=None),
         "compaction": patch.object(backend, "compact", by_the_first_table),
     }
-    assert not [name for name, control in controls.items() if _is_equal(made, control)]
+    assert not [name for name, control in controls.items() if is_equal(made, control)]
 
 
-def _is_equal(made: Pair, control: Any) -> bool:
+def is_equal(made: Pair, control: Any) -> bool:
     with control:
         try:
-            _compare_windows(made)
+            compare_windows(made)
         except AssertionError as error:
             return "differs" not in str(error)
         return True
@@ -376,7 +376,7 @@ def check_fp8_caches_with_scales() -> None:
     made = engines(ahead=True, target=target)
     layers = made.runner.state.layers
     assert {c.dtype for c in made.runner.state.target_caches().values()} == {torch.uint8}
-    counts = _compare_windows(made)
+    counts = compare_windows(made)
     assert counts.skipping > 1, counts
     impl = next(iter(layers.values())).impl
     backend = made.runner.tree_backend
@@ -394,7 +394,7 @@ def check_fp8_caches_with_scales() -> None:
         "values": without("value_scales"),
         "compaction": patch.object(backend, "compact", lambda *args: None),
     }
-    assert not [name for name, control in controls.items() if _is_equal(made, control)]
+    assert not [name for name, control in controls.items() if is_equal(made, control)]
 
 
 def check_fp8_caches_in_groups() -> None:
@@ -403,4 +403,4 @@ def check_fp8_caches_in_groups() -> None:
     made = engines(ahead=False, target={**engine_of("GptOss"), "kv_cache_dtype": "fp8"})
     assert len(made.runner.kv_cache_config.kv_cache_groups) == 2
     assert {c.dtype for c in made.runner.state.target_caches().values()} == {torch.uint8}
-    assert _compare_windows(made).skipping > 1
+    assert compare_windows(made).skipping > 1

@@ -22,7 +22,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views, wants_full_graphs
-from vllm_specplug.vllm_process import spec_config
+from vllm_specplug.vllm_process import engine_args, spec_config
 from vllm_specplug.vllm_v2 import worker_gpu
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin, TreeGPUWorkerV2
@@ -123,6 +123,7 @@ def use_cuda_worker() -> None:
     spec_config.WORKERS_V2["cpu"] = f"{__name__}.{InterpretedWorker.__name__}"
     spec_config.CAPABILITIES_V2["cpu"] = spec_config.CAPABILITIES_V2["cuda"]
     assert Capability.HOST_BRANCHES not in spec_config.CAPABILITIES_V2["cpu"]
+    engine_args.SERVED_CACHES["cpu"] = engine_args.SERVED_CACHES["cuda"]
     # vLLM's cache writes look for it.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     # The interpreter knows e4m3.

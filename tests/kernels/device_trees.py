@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from tests.kernels.paged import chain_attention, path_of, random_parents
 from vllm_specplug.kernels import AttnFeatures, TreeAttnMetadata
+from vllm_specplug.kernels.cuda_contract import TOKEN_SCALE_BYTES, numbers_and_scales
 from vllm_specplug.kernels.tree_attn_triton import (
     tree_attn_triton,
 )
@@ -19,7 +22,8 @@ class DeviceTrees:
     """Trees over a cache in vLLM's GPU layout; slots that nobody owns are NaN.
 
     With `key_scales` among the features the cache holds 8-bit numbers, with `query_scales` the
-    query does as well; the oracle then reads what these stand for.
+    query does as well; the oracle then reads what these stand for. With `token_scales` each token
+    and head has scales of its own, behind its numbers, which are added to the features.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class DeviceTrees:
         dense: bool = False,
         mask: str = "tree",
         features: AttnFeatures | None = None,
+        token_scales: torch.dtype | None = None,  # int8 or e4m3
         seed: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed)
@@ -52,11 +57,21 @@ class DeviceTrees:
         # Request numbers are not tree numbers: the table has a row of rubbish first.
         rubbish = torch.full((1, blocks), 10**9)
         self.block_table = torch.cat([rubbish, shuffled.view(-1, blocks)]).int()
-        shape = (len(specs) * blocks + 1, page, kv_heads, 2 * head_dim)
-        # [num_blocks, Hkv, page, 2 * Dh], in memory page before head
         quantised = self.features.key_scales is not None
-        self.cache = torch.full(shape, float("nan")).to(FP8 if quantised else dtype).transpose(1, 2)
-        self.key_cache, self.value_cache = self.cache.transpose(1, 2).split(head_dim, dim=-1)
+        numbers = token_scales or (FP8 if quantised else dtype)
+        width = head_dim + TOKEN_SCALE_BYTES * (token_scales is not None)
+        shape = (len(specs) * blocks + 1, page, kv_heads, 2 * width)
+        # [num_blocks, Hkv, page, 2 * Dh], in memory page before head
+        self.cache = torch.empty(shape, dtype=numbers).transpose(1, 2)
+        self.fill_with_nan(slice(None))
+        self.key_cache, self.value_cache = self.cache.transpose(1, 2).split(width, dim=-1)
+        if token_scales is not None:
+            self.key_cache, key_scales = numbers_and_scales(self.key_cache)
+            self.value_cache, value_scales = numbers_and_scales(self.value_cache)
+            self.features = replace(
+                self.features, key_scales=key_scales, value_scales=value_scales,
+                int8_cache=token_scales == torch.int8,
+            )  # fmt: skip
         self.starts, self.keys, self.values = [], [], []
         start = 0
         for r, (context, n) in enumerate(zip(self.contexts, self.rows, strict=True)):
@@ -68,7 +83,12 @@ class DeviceTrees:
                 normal(context + n, kv_heads, head_dim),
             )
             cached = context if dense else context + n
-            if quantised:
+            if token_scales is not None:
+                # What is left of them is no number of the model's dtype.
+                key, value = key.float(), value.float()
+                key[:cached], keys, of_keys = quantised_by_token(key[:cached], token_scales)
+                value[:cached], values, of_values = quantised_by_token(value[:cached], token_scales)
+            elif quantised:
                 key[:cached], keys = _quantised(key[:cached], self.features.key_scales)
                 value[:cached], values = _quantised(value[:cached], self.features.value_scales)
             else:
@@ -77,6 +97,9 @@ class DeviceTrees:
                 block = int(self.block_table[r + 1, position // page])
                 self.key_cache[block, position % page] = keys[position]
                 self.value_cache[block, position % page] = values[position]
+                if token_scales is not None:
+                    key_scales[block, position % page] = of_keys[position]
+                    value_scales[block, position % page] = of_values[position]
             self.keys.append(key)
             self.values.append(value)
         # A slice of a joined projection: rows are not contiguous.
@@ -94,14 +117,21 @@ class DeviceTrees:
         if dense:
             for name, parts in (("tail_key", self.keys), ("tail_value", self.values)):
                 tails = [p[-n:] for p, n in zip(parts, self.rows, strict=True)]
-                self.tail[name] = torch.cat(tails)
+                self.tail[name] = torch.cat(tails).to(dtype)
 
     def _lose_what_left_the_window(self, page: int) -> None:
         """Pages that no row attends are somebody else's: NaN here, and out of the table."""
         for r, context in enumerate(self.contexts):
             gone = max(0, context - self.features.window + 1) // page
-            self.cache[self.block_table[r + 1, :gone].long()] = float("nan")
+            self.fill_with_nan(self.block_table[r + 1, :gone].long())
             self.block_table[r + 1, :gone] = 10**9
+
+    def fill_with_nan(self, blocks: slice | torch.Tensor) -> None:
+        """Of 8 bits, what is NaN as e4m3, and four of them as float32."""
+        if self.cache.element_size() == 1:
+            self.cache.view(torch.uint8)[blocks] = 255
+        else:
+            self.cache[blocks] = float("nan")
 
     def parent_rows(self) -> torch.Tensor:
         if self.mask == "causal":
@@ -192,3 +222,24 @@ def _quantised(
     by_head = scale.reshape(-1, 1)
     narrow = (numbers.float() / by_head).to(FP8)
     return (narrow.float() * by_head).to(numbers.dtype), narrow
+
+
+def quantised_by_token(
+    # [n, Hkv, Dh]
+    numbers: torch.Tensor,
+    kind: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is left of `numbers` in float32, the int8 or e4m3 that stand for it, and what these are
+    multiplied by [n, Hkv]."""
+    most = 127.0 if kind == torch.int8 else torch.finfo(kind).max
+    scales = (numbers.float().abs().amax(-1) / most).clamp(min=1e-6)
+    narrow = numbers.float() / scales.unsqueeze(-1)
+    narrow = (narrow.round() if kind == torch.int8 else narrow).clamp(-most, most).to(kind)
+    return narrow.float() * scales.unsqueeze(-1), narrow, scales
+
+
+def other_scales(scales: torch.Tensor, values: torch.Tensor | float) -> torch.Tensor:
+    """Scales of each slot that hold something else, in memory as `scales` are."""
+    return torch.empty_strided(scales.shape, scales.stride()).copy_(
+        torch.as_tensor(values, dtype=torch.float32).expand(scales.shape)
+    )

@@ -25,23 +25,33 @@ PREFIX = "vllm.v1.worker.gpu"
 
 
 @cache
-def interpreted(name: str) -> ModuleType:
-    """A copy of vllm.v1.worker.gpu.NAME whose kernels are interpreted."""
+def interpreted_copy(path: str) -> ModuleType:
+    """A copy of a module of vLLM whose kernels are interpreted."""
     import triton
     import triton.language as tl
     import vllm.triton_utils as utils
-    import vllm.v1.worker.gpu.model_runner  # noqa: F401  all modules, before any copy
 
-    # What vLLM's CPU worker does: there is nothing to wait for.
-    tl.debug_barrier = lambda: None
-    found = importlib.util.find_spec(f"{PREFIX}.{name}")
+    found = importlib.util.find_spec(path)
     assert found is not None and found.origin is not None
-    spec = importlib.util.spec_from_file_location(f"interpreted_{name}", found.origin)
+    name = f"interpreted_{path.rpartition('.')[2]}"
+    spec = importlib.util.spec_from_file_location(name, found.origin)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     with patch.object(utils, "triton", triton), patch.object(utils, "tl", tl):
         spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def interpreted(name: str) -> ModuleType:
+    """`interpreted_copy` of vllm.v1.worker.gpu.NAME."""
+    import triton.language as tl
+    import vllm.v1.worker.gpu.model_runner  # noqa: F401  all modules, before any copy
+
+    # What vLLM's CPU worker does: there is nothing to wait for.
+    tl.debug_barrier = lambda: None
+    module = interpreted_copy(f"{PREFIX}.{name}")
     if name == "buffer_utils":
         module.UvaBuffer = resolve("vllm.v1.worker.cpu.buffer_utils:UvaBuffer")  # type: ignore[attr-defined]
         return module

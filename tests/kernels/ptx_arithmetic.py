@@ -79,7 +79,7 @@ class Arithmetic:
 
     def _signed(self, group, operand: str, bits: int) -> np.ndarray:
         return self._read(group, operand, bits).view(
-            {16: np.int16, 32: np.int32, 64: np.int64}[bits]
+            {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}[bits]
         )
 
     def _float(self, group, operand: str, kind: str = "f32") -> np.ndarray:
@@ -147,6 +147,10 @@ class Arithmetic:
         elif kind == "s16x2":
             a, b = (self._read(group, o, 32).view(np.int16) for o in operands[1:3])
             self._write(group, operands[0], integer(a, b).view(np.uint32), mask)
+        elif kind == "bf16x2":
+            pairs = [self._read(group, o, 32).view(np.uint16) for o in operands[1:3]]
+            result = (floating or integer)(*(as_float(raw, "bf16") for raw in pairs))
+            self._write(group, operands[0], self._half(result, "bf16").view(np.uint32), mask)
         else:
             bits = int(kind[1:])
             read = self._signed if kind[0] == "s" else self._read
@@ -285,6 +289,7 @@ class Arithmetic:
         result = {
             "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
             "eq": np.equal, "ne": np.not_equal,
+            "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
         }[base](a, b)  # fmt: skip
         if kind[0] == "f":
             nan = np.isnan(a) | np.isnan(b)

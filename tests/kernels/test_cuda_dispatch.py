@@ -142,7 +142,7 @@ def test_a_feature_that_a_kernel_leaves_out_fails_its_self_test(monkeypatch, kin
         ("flash", (QUANTISED,), HOPPER, "reads no layer with a quantised cache"),
         ("triton", KINDS, HOPPER, None),
         ("triton", KINDS, (8, 9), None),
-        ("triton", KINDS, (8, 0), "an 8-bit cache on compute capability 8.0"),
+        ("triton", KINDS, (8, 0), "a cache of e4m3 on compute capability 8.0"),
         ("triton", KINDS[:3], (8, 0), None),
         ("reference", KINDS, HOPPER, "a quantised cache"),
         ("reference", KINDS[:3], HOPPER, None),

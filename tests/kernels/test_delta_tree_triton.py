@@ -247,3 +247,107 @@ def test_what_the_rule_takes_of_the_rows(dtype: torch.dtype) -> None:
     for i, (found, wanted) in enumerate(zip(actual, expected, strict=True)):
         assert found.dtype == (dtype if i == 2 else torch.float32) and found.is_contiguous()
         assert error(found, wanted) < 2e-6, i
+
+
+NOT_FINITE = {
+    "key": lambda x, number: x["mixed"][SPOILT, 16 + 3].fill_(number),
+    "value": lambda x, number: x["mixed"][SPOILT, 32 + 16 + 5].fill_(number),
+    "query": lambda x, number: x["mixed"][SPOILT, 3].fill_(number),
+    "decay": lambda x, number: x["a"][SPOILT, 1].fill_(number),
+    "strength": lambda x, number: x["b"][SPOILT, 1].fill_(number),
+    "all": lambda x, number: [part[SPOILT].fill_(number) for part in x.values()],
+}
+SPOILT = 3
+
+
+def _spoilt_rows(
+    trees: StateTrees, part: str, number: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output and committed states of each row, without and with what spoils one; of its tree."""
+    from vllm_specplug.kernels.delta_tree_triton import (
+        commit_states_triton,
+        tree_delta_rule_triton,
+        tree_inputs_triton,
+    )
+
+    torch.manual_seed(0)
+    rows, heads, size = len(trees.parents), 2, 16
+    states = torch.randn(2 * len(trees.slots) + 1, heads, size, size)
+    a_log, dt_bias = torch.randn(heads), torch.randn(heads)
+    inputs = {
+        "mixed": torch.randn(rows, 2 * size + heads * size),
+        "a": torch.randn(rows, heads), "b": torch.randn(rows, heads),
+    }  # fmt: skip
+    found: list[torch.Tensor] = []
+    for spoils in (False, True):
+        if spoils:
+            NOT_FINITE[part](inputs, number)
+        query, *rest = tree_inputs_triton(
+            inputs["mixed"], inputs["a"], inputs["b"], torch.arange(rows), a_log, dt_bias,
+            key_heads=1, key_size=size, value_size=size, eps=EPS,
+        )  # fmt: skip
+        output, updates = tree_delta_rule_triton(
+            query, *rest, states, trees.starts, trees.parents, trees.slots,
+            max_rows=int(trees.starts.diff().max()), scale=SCALE,
+        )  # fmt: skip
+        end = int(trees.starts[1])
+        committed = []
+        for last in range(end):
+            after = states.clone()
+            lasts = torch.tensor([last, *(trees.starts[2:] - 1).tolist()])
+            commit_states_triton(
+                after, rest[0], updates, rest[2], trees.parents, trees.slots, lasts
+            )
+            committed.append(after[trees.slots[0]])
+        found += [output[:end], torch.stack(committed)]
+    return found[0], found[1], found[2], found[3]
+
+
+def _check_spoilt(trees: StateTrees, part: str, number: float) -> None:
+    clean, clean_states, spoilt, states = _spoilt_rows(trees, part, number)
+    end = int(trees.starts[1])
+    below = [row for row in range(end) if SPOILT in branch(trees, row)]
+    others = [row for row in range(end) if row not in below]
+    # A query is its own row's alone.
+    reached = [SPOILT] if part == "query" else below
+    assert len(below) > 1 and any(row > SPOILT for row in others), "nothing to compare"
+    for row in sorted({*range(end)} - {*reached}):
+        assert torch.equal(clean[row], spoilt[row]), f"row {row} sees a row of another branch"
+    for row in others:
+        assert torch.equal(clean_states[row], states[row])
+    head = slice(None) if part in ("key", "query", "all") else 1
+    assert spoilt[reached][:, head].isnan().all(), "a row does not see its ancestor"
+    if part != "query":
+        assert states[below][:, head].isnan().all(), "a row commits what is not its branch's"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", NOT_FINITE)
+def test_what_is_not_finite_reaches_those_who_continue_it(part: str, number: float) -> None:
+    """Also across blocks of rows."""
+    if part in ("decay", "strength", "all") and number == float("inf"):
+        pytest.skip("gates of infinity are 0 and 1")
+    _check_spoilt(make_trees(bush, [40, 20]), part, number)
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_multiplied_as_it_is_it_reaches_other_branches(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: inputs as the readable rule takes them."""
+    from vllm_specplug.kernels import delta_tree_triton
+
+    def as_they_are(
+        mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor,
+        a_log: torch.Tensor, dt_bias: torch.Tensor, *, key_heads: int, key_size: int, **_: int,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        q, x, value = mixed.split([key_size, key_size, mixed.shape[1] - 2 * key_size], dim=-1)
+        rates = a_log.exp() * torch.nn.functional.softplus(a + dt_bias)
+        return (
+            normalised(q[:, None]), normalised(x[:, None]),
+            value.unflatten(1, (-1, key_size)).contiguous(), (-rates).exp(), b.sigmoid(),
+        )  # fmt: skip
+
+    monkeypatch.setattr(delta_tree_triton, "tree_inputs_triton", as_they_are)
+    with pytest.raises(AssertionError, match="sees a row of another branch"):
+        _check_spoilt(make_trees(bush, [40, 20]), part, float("nan"))

@@ -142,6 +142,33 @@ def test_8_bit_numbers() -> None:
     assert torch.equal(actual.nan_to_num(), wanted.reshape(-1).nan_to_num())
 
 
+def test_numbers_are_told_from_nan() -> None:
+    given = np.array([[0.0, 1.0], [np.nan, 1.0], [1.0, np.nan], [np.inf, -np.inf]], np.float32)
+    body = """setp.num.f32 %p, %i0, %i1;
+    selp.b32 %o0, 7, 9, %p;"""
+    found = run(body, np.tile(given, (8, 1)), 1)
+    assert found[:4, 0].tolist() == [7, 9, 9, 7]
+
+
+def test_8_bit_integers() -> None:
+    """All of them: through float32 as before Hopper, and as Hopper's pairs of bfloat16."""
+    given = np.arange(256, dtype=np.uint8).view(np.uint32).reshape(64, 1)
+    body = """cvt.u8.u32 %rs0, %i0;
+    cvt.rn.f32.s8 %o0, %rs0;
+    {
+    .reg .b32 l<3>;
+    prmt.b32 l0, %i0, 0x43, 0x4140;
+    and.b32 l1, l0, 0xff7fff7f;
+    and.b32 l2, l0, 0xff80ff80;
+    sub.bf16x2 %o1, l1, l2;
+    }"""
+    found = run(body, given, 2, threads=64)
+    numbers = np.ascontiguousarray(given).view(np.int8).reshape(64, 4)
+    assert (found[:, 0].copy().view(np.float32) == numbers[:, 0]).all()
+    pairs = torch.from_numpy(found[:, 1].copy().view(np.int16)).view(torch.bfloat16)
+    assert (pairs.view(64, 2).float().numpy() == numbers[:, :2]).all()
+
+
 def test_subnormal_numbers_are_flushed_where_the_instruction_says_so() -> None:
     given = np.full((32, 2), -140.0, np.float32)
     given[:, 1] = 2.0**-130

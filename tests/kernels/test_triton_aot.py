@@ -31,7 +31,7 @@ MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma", 100: "tcgen05.mma"}
 @pytest.mark.parametrize("arch", MATRIX_INSTRUCTION)
 def test_kernels_compile_without_spills(arch: int) -> None:
     kernels = resource_table.compiled(arch)
-    assert len(kernels) == {80: 29, 90: 33, 100: 31}[arch]
+    assert len(kernels) == {80: 31, 90: 36, 100: 34}[arch]
     for kernel in kernels:
         assert kernel["spilled_bytes"] <= SPILLS.get((arch, kernel["name"]), 0), kernel
         assert 0 < kernel["registers"] <= 255, kernel

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,12 +28,15 @@ from tests.kernels import (
     test_ngram_lookup_triton as ngrams,
 )
 from tests.kernels import (
+    test_token_scales as tokens,
+)
+from tests.kernels import (
     test_tree_attn_flash as flash,
 )
 from tests.kernels import (
     test_triton_step as step,
 )
-from tests.kernels.device_trees import FP16, DeviceTrees
+from tests.kernels.device_trees import FP8, FP16, DeviceTrees, other_scales
 from tests.kernels.ptx_machine import Timing
 from tests.kernels.triton_compiler import Compiler
 from tests.kernels.triton_machine import Stepped, stepped
@@ -113,6 +117,22 @@ FEATURES = {
         query_scales=torch.tensor(0.3),
     ),
 }
+
+
+@pytest.mark.parametrize("kind", [torch.int8, FP8], ids=["int8", "e4m3"])
+def test_scales_of_each_token(machine: Stepped, kind: torch.dtype) -> None:
+    if kind == FP8 and machine.arch < 89:
+        pytest.skip("e4m3 needs compute capability 8.9")
+    # Whole tiles and parts of one, over pages of several slots.
+    made = half([(70, 20), (5, 3)], kv_heads=2, token_scales=kind)
+    made.check(splits=1)
+    assert ran(machine, "cp.async.c"), "bytes are read one by one"
+    for which in ("key_scales", "value_scales"):
+        scales = getattr(made.features, which)
+        for other in (1.0, scales.nan_to_num(0.01).roll(1, 1)):
+            features = replace(made.features, **{which: other_scales(scales, other)})
+            with pytest.raises(AssertionError, match="off by"):
+                made.check(splits=1, features=features)
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -224,6 +244,21 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
     "the delta rule's inputs": (
         lambda patch: delta.test_what_the_rule_takes_of_the_rows(BF16),
         {"_tree_inputs_kernel"},
+    ),
+    "the delta rule beside what is not finite": (
+        lambda patch: delta.test_what_is_not_finite_reaches_those_who_continue_it(
+            "value", float("inf")
+        ),
+        {
+            "_tree_inputs_kernel",
+            "_tree_products_kernel",
+            "_tree_solve_kernel",
+            "_commit_states_kernel",
+        },
+    ),
+    "scales of tokens that are not finite": (
+        lambda patch: tokens.test_what_stays_of_a_token_that_is_not_finite(FP8),
+        {"_contain_token_scales_kernel"},
     ),
     "the convolution": (
         lambda patch: delta.test_convolution_follows_ancestors(BF16, 37, 4, True),

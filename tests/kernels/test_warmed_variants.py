@@ -36,7 +36,10 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from vllm_specplug.kernels import AttnFeatures, tree_attn_flash, tree_attn_triton
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.kernels.features import PLAIN
-from vllm_specplug.kernels.finite_values_triton import contain_nonfinite_triton
+from vllm_specplug.kernels.finite_values_triton import (
+    contain_nonfinite_triton,
+    contain_token_scales_triton,
+)
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v1.runner_state import RunnerState
@@ -50,6 +53,11 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 CPU, ONE = torch.device("cpu"), torch.ones(())
 PAGE, VOCAB, REQUESTS, CONTEXT, LAYERS = 16, 20, 6, 3000, 2
+# Views into pages [4, PAGE, 2 heads of 64].
+TOKEN_SCALES = {
+    name: torch.empty_strided((4, PAGE, 2), (2 * 34 * PAGE, 34, 34 * PAGE))
+    for name in ("key_scales", "value_scales")
+}
 ATTENTION = {"_tree_attn_kernel", "_merge_parts_kernel", "_tree_words_kernel"}
 LOOKUP_KERNELS = {"_scan_kernel", "_branches_kernel", "_merge_kernel"}
 STEP_KERNELS = {
@@ -128,13 +136,19 @@ class Served:
             torch.zeros(4, kv_heads, PAGE, 2 * head_dim, dtype=torch.bfloat16)
             for _ in range(LAYERS)
         ]
-        if features.key_scales is not None:
+        cache_dtype = "fp8" if features.key_scales is not None else "auto"
+        if features.token_scales:
+            cache_dtype = "int8_per_token_head"
+            self.caches[1] = torch.zeros(4, kv_heads, PAGE, 2 * head_dim + 8, dtype=torch.int8)
+        elif features.key_scales is not None:
             self.caches[1] = self.caches[1].to(torch.uint8)
         # A group for the plain layer, one for that with features.
         self.features = [PLAIN, features]
         groups = [
-            CacheGroup(i, {str(i): c}, torch.bfloat16, features={str(i): f})
-            for i, (c, f) in enumerate(zip(self.caches, self.features, strict=True))
+            CacheGroup(i, {str(i): c}, torch.bfloat16, kind, features={str(i): f})
+            for i, (c, f, kind) in enumerate(
+                zip(self.caches, self.features, ("auto", cache_dtype), strict=True)
+            )
         ]
         self.backend.bind(groups)
         self.table = torch.zeros(REQUESTS, -(-CONTEXT // PAGE), dtype=torch.int32)
@@ -199,6 +213,12 @@ class Served:
         query = joint[:, : self.heads * self.head_dim].view(row, self.heads, self.head_dim)
         key, value = joint[:, query[0].numel() :].view(row, 2, -1, self.head_dim).unbind(1)
         contain_nonfinite_triton(key, value)
+        if self.features[1].token_scales:
+            (_, values), of = self.backend.views(self.caches[1]), self.features[1]
+            slots = torch.zeros(3 * row, dtype=torch.int64)[row % 5 : row % 5 + row]
+            contain_token_scales_triton(
+                values, of.key_scales, of.value_scales, slots, floats=not of.int8_cache
+            )
         for cache, features in zip(self.caches, self.features, strict=True):
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
             asked = query
@@ -237,6 +257,7 @@ class ServedLevels(Served):
         (40, 8, 2, 64, "triton", AttnFeatures(window=2000, sinks=torch.zeros(8))),
         (40, 8, 2, 64, "triton", AttnFeatures(key_scales=ONE, value_scales=ONE)),
         (40, 8, 2, 64, "triton", AttnFeatures(key_scales=ONE, value_scales=ONE, query_scales=ONE)),
+        (40, 8, 2, 64, "triton", AttnFeatures(**TOKEN_SCALES, int8_cache=True)),
         (70, 32, 8, 128, "flash", PLAIN),
         (40, 3, 1, 40, "flash", PLAIN),
         (40, 8, 2, 64, "flash", AttnFeatures(soft_cap=50.0)),
@@ -248,7 +269,8 @@ def test_steps_launch_what_was_warmed_up(
 ) -> None:  # fmt: skip
     shape = (nodes, heads, kv_heads, head_dim)
     served = Served(monkeypatch, tmp_path / "head", *shape, name, features)
-    _take_steps(served, launches, STEP_KERNELS)
+    stored = {"_contain_token_scales_kernel"} if features.token_scales else set()
+    _take_steps(served, launches, STEP_KERNELS | stored)
 
 
 @pytest.mark.parametrize("nodes", [7, 40])

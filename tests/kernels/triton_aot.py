@@ -124,7 +124,12 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "alibi": ("alibi_slopes",),
     "fp8": ("key_scale", "value_scale"),
     "fp8 query": ("query_scale",),
+    # Scales of each token behind its numbers, of keys and of values.
+    "fp8 tokens": ("key_scale", "value_scale"),
+    "int8 tokens": ("key_scale", "value_scale"),
 }
+# The KV heads of their pages.
+KV_HEADS = 8
 
 
 def tree_attention(
@@ -149,11 +154,15 @@ def tree_attention(
         soft_cap=50.0 * ("soft cap" in features),
         sinks="sinks" in features,
         alibi="alibi" in features,
-        quantised_cache="fp8" in features,
+        quantised_cache=bool({"fp8", "fp8 tokens", "int8 tokens"} & {*features}),
         quantised_query="fp8 query" in features,
+        token_scales=bool({"fp8 tokens", "int8 tokens"} & {*features}),
+        int8_cache="int8 tokens" in features,
     )
     config = TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared, arch // 10, dense, kind)
-    cache = "*fp8e4nv" if "fp8" in features else f"*{dtype}"
+    cache = "*i8" if kind.int8_cache else "*fp8e4nv" if kind.quantised_cache else f"*{dtype}"
+    # In units of a scale's bytes: a slot of one head has the numbers and the scales of both halves.
+    slot = 2 * (head_dim // 4 + 1) * kind.token_scales
     asked = "*fp8e4nv" if "fp8 query" in features else f"*{dtype}"
     scales = {n: "*fp32" for f in features for n in FEATURES[f]}
     absent = {n: None for names in FEATURES.values() for n in names if n not in scales}
@@ -190,7 +199,11 @@ def tree_attention(
         },
         {
             **absent,
-            **dict.fromkeys(("QUERY_SCALE_HEAD", "KEY_SCALE_HEAD", "VALUE_SCALE_HEAD"), 0),
+            "QUERY_SCALE_HEAD": 0,
+            **dict.fromkeys(("KEY_SCALE_HEAD", "VALUE_SCALE_HEAD"), slot * page),
+            "SCALE_BLOCK": slot * page * KV_HEADS,
+            "SCALE_TOKEN": slot,
+            "VALUE_AT": 2 * slot,
             "WINDOW": kind.window,
             "SOFT_CAP": kind.soft_cap,
             "PLACED": bool(kind.window or kind.alibi),
@@ -211,7 +224,11 @@ def tree_attention(
             "STORE_LSE": False,
             "PRECISION": "ieee" if dtype == "fp32" else "tf32",
         },
-        aligned=(*pointers, "output", "part_out", *strides),
+        # Behind a scale neither a slot nor its value starts at a multiple of 16 bytes.
+        aligned=tuple(
+            {*pointers, "output", "part_out", *strides}
+            - ({"key_token", "value_token", "value_cache"} if kind.token_scales else set())
+        ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # With so few rows and columns for eight warps, some of them repeat others' products.
@@ -227,7 +244,11 @@ def small_kernels(arch: int) -> list[Compiled]:
     """Everything but the attention, for trees of 256 nodes."""
     import triton.language as tl
 
-    from vllm_specplug.kernels.finite_values_triton import _ROWS, _contain_nonfinite_kernel
+    from vllm_specplug.kernels.finite_values_triton import (
+        _ROWS,
+        _contain_nonfinite_kernel,
+        _contain_token_scales_kernel,
+    )
     from vllm_specplug.kernels.gru_step_triton import _gru_step_kernel
     from vllm_specplug.kernels.kv_compact_triton import _compact_paths_kernel
     from vllm_specplug.kernels.lse_merge_triton import _merge_parts_kernel
@@ -257,6 +278,13 @@ def small_kernels(arch: int) -> list[Compiled]:
             "contain_nonfinite", _contain_nonfinite_kernel, arch,
             {**pointers("bf16", "key", "value"), **ints("num_rows", "key_row", "value_row")},
             {"HEAD_DIM": 128, "PADDED_DIM": 128, "ROWS": _ROWS},
+        ),
+        compile_kernel(
+            "contain_token_scales", _contain_token_scales_kernel, arch,
+            {"values": "*u8", **pointers("fp32", "key_scales", "value_scales"), "slots": "*i64",
+             **ints("num_rows", "value_block", "value_token", "value_head", "scale_block",
+                    "scale_token", "scale_head")},
+            {"PAGE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128, "FLOATS": True, "ROWS": _ROWS},
         ),
         compile_kernel(
             "tree_words", _tree_words_kernel, arch,
@@ -361,7 +389,7 @@ def state_kernels(arch: int) -> list[Compiled]:
         ),
         "tree_inputs": (
             kernels._tree_inputs_kernel,
-            {"KEY_SIZE": 128, "VALUE_SIZE": 128, "KEYS": 128, "VALUES": 128, "HEADS": 32},
+            {"KEY_SIZE": 128, "VALUE_SIZE": 128, "KEYS": 128, "VALUES": 128, "GROUP": 2},
             {"value": "*bf16"},
             1,
         ),
@@ -416,6 +444,8 @@ def main(arch: int, all_shapes: bool) -> None:
     if arch >= 89:
         kernels.append(tree_attention(arch, 64 * 4, features=("fp8", "fp8 query")))
         kernels.append(tree_attention(arch, 16 * 4, dense=True, features=("fp8",)))
+        kernels.append(tree_attention(arch, 64 * 4, features=("fp8 tokens",)))
+    kernels.append(tree_attention(arch, 64 * 4, features=("int8 tokens",)))
     if arch == 90 or all_shapes:
         # Roots alone, large pages, another head size.
         kernels.append(tree_attention(arch, 4, page=128))

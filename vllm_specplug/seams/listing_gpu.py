@@ -17,6 +17,7 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BACKENDS = "vllm.v1.attention.backends"
 _QUANT_SCALES = "vllm.model_executor.layers.attention.attention:set_default_quant_scales"
+_TRITON_IMPL = f"{_BACKENDS}.triton_attn:TritonAttentionImpl"
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
 ATTENTION_BACKENDS = SeamSet(
@@ -38,17 +39,22 @@ GPU_USES: tuple[Seam, ...] = (
         InstanceAttribute("gpu_backend", f"{_QUANT_SCALES}.{name}", _WHY_BACKEND, TREE)
         for name in ("_q_scale", "_k_scale", "_v_scale")
     ),
+    *(
+        InstanceAttribute("gpu_backend", f"{_TRITON_IMPL}.{name}", _WHY_BACKEND, TREE)
+        for name in ("_k_scale_cache", "_v_scale_cache")
+    ),
     *uses(
         "gpu_backend",
         _WHY_BACKEND,
         f"vLLM takes a mask per request ({TREE})",
+        f"{_TRITON_IMPL}._ensure_scale_caches",
         _GPU_WORKER,
         "vllm.v1.attention.backend:AttentionCGSupport",
         f"{_BACKENDS}.flash_attn:FlashAttentionBackend",
         f"{_BACKENDS}.flash_attn:FlashAttentionImpl",
         f"{_BACKENDS}.flash_attn:FlashAttentionMetadataBuilder",
         f"{_BACKENDS}.triton_attn:TritonAttentionBackend",
-        f"{_BACKENDS}.triton_attn:TritonAttentionImpl",
+        _TRITON_IMPL,
         f"{_BACKENDS}.triton_attn:TritonAttentionMetadataBuilder",
         f"{_BACKENDS}.fa_utils:flash_attn_varlen_func",
         f"{_BACKENDS}.fa_utils:get_flash_attn_version",
@@ -85,7 +91,7 @@ GPU_USES: tuple[Seam, ...] = (
         "gpu_backend",
         "fused output quantisation would skip the tree rows",
         f"vLLM takes a mask per request ({TREE})",
-        f"{_BACKENDS}.triton_attn:TritonAttentionImpl",
+        _TRITON_IMPL,
         "fused_output_quant_supported",
     ),
     *overrides(

@@ -24,7 +24,11 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_specplug.kernels.cuda_contract import E4M3_CACHES, FULL_GRAPHS_VARIABLE
+from vllm_specplug.kernels.cuda_contract import (
+    E4M3_CACHES,
+    FULL_GRAPHS_VARIABLE,
+    TOKEN_SCALE_CACHES,
+)
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 
 # What the Triton kernel reproduces; the others leave such layers to it, or do not serve.
@@ -39,7 +43,8 @@ def wants_full_graphs() -> bool:
 
 def gpu_cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's cache [num_blocks, Hkv, block_size, 2 * Dh] as key_cache and value_cache
-    [num_blocks, block_size, Hkv, Dh], whatever the order in memory. Bytes are e4m3."""
+    [num_blocks, block_size, Hkv, Dh], whatever the order in memory. Bytes are e4m3; where each
+    token has scales, these lie behind its numbers in both views (`numbers_and_scales`)."""
     if kv_cache.dtype == torch.uint8:
         kv_cache = kv_cache.view(torch.float8_e4m3fn)
     key_cache, value_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
@@ -105,6 +110,46 @@ class TreeTritonAttentionMetadataBuilder(_GraphSupport, TritonAttentionMetadataB
 
 class TreeTritonAttentionImpl(_DeviceAttentionMixin, TritonAttentionImpl):
     """Stock attention for linear rows, the tree kernel for tree rows."""
+
+    cache_dtypes = E4M3_CACHES.union(TOKEN_SCALE_CACHES)
+
+    def cache_scales(self, layer: Any) -> dict[str, Any]:
+        if self.kv_cache_dtype not in TOKEN_SCALE_CACHES:
+            return super().cache_scales(layer)
+        # vLLM's own views of the scales. Made at its first store else, and filled with ones.
+        self._ensure_scale_caches(layer.kv_cache)
+        return {
+            "key_scales": self._k_scale_cache,
+            "value_scales": self._v_scale_cache,
+            "int8_cache": TOKEN_SCALE_CACHES[self.kv_cache_dtype] == torch.int8,
+        }
+
+    def storable(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.kv_cache_dtype in TOKEN_SCALE_CACHES:
+            # No number of such a cache stands for NaN: what spreads is the scale that vLLM stores.
+            return key, value
+        return super().storable(key, value)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        if self.kv_cache_dtype in TOKEN_SCALE_CACHES:
+            from vllm_specplug.kernels.finite_values_triton import contain_token_scales_triton
+
+            _, values = gpu_cache_views(kv_cache)
+            contain_token_scales_triton(
+                values[..., : value.shape[2]],
+                self._k_scale_cache,
+                self._v_scale_cache,
+                slot_mapping[: len(key)],
+                floats=TOKEN_SCALE_CACHES[self.kv_cache_dtype].is_floating_point,
+            )
 
     def fused_output_quant_supported(self, quant_key) -> bool:
         return False

@@ -147,7 +147,7 @@ def check_cache_dtypes(
         ValueError: naming the first such layer.
     """
     for name, cache in caches.items():
-        if layers and cache.dtype == torch.uint8:
+        if layers and cache.dtype in (torch.uint8, torch.int8):
             if layers[name].kv_cache_dtype in layers[name].impl.cache_dtypes:
                 continue
         if cache.dtype != dtype:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
-from vllm_specplug.kernels.cuda_contract import E4M3_CACHES
+from vllm_specplug.kernels.cuda_contract import E4M3_CACHES, TOKEN_SCALE_CACHES
 from vllm_specplug.options import check_v2_feature, tree_option_names
 from vllm_specplug.registry import find_method, get_method, owners_of
 from vllm_specplug.vllm_process.spec_config import (
@@ -276,6 +276,13 @@ def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
         )
 
 
+# vLLM's names of the quantised caches whose numbers tree rows are read from, by device.
+SERVED_CACHES: dict[str, tuple[str, ...]] = {
+    "cpu": tuple(FP8_CACHES),
+    "cuda": (*sorted(E4M3_CACHES), *TOKEN_SCALE_CACHES),
+}
+
+
 def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
     """Tree rows are read and moved as numbers of the model's dtype or of 8 bits."""
     wanted = vllm_config.cache_config.cache_dtype
@@ -289,9 +296,9 @@ def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config
         what = f"a checkpoint whose kv_cache_scheme={scheme!r} asks for a quantised KV cache"
     remedy = f'Use kv_cache_dtype="{dtype}", which keeps keys and values as they are'
     device = vllm_config.device_config.device_type
-    if device not in ("cpu", "cuda"):
+    if device not in SERVED_CACHES:
         _refuse(method, f"{what} on {device!r}", remedy)
-    served = [name for name in FP8_CACHES if device == "cpu" or name in E4M3_CACHES]
+    served = SERVED_CACHES[device]
     if wanted not in ("auto", *served):
         _refuse(method, f"{what} on {device!r}", f"{remedy}, or one of {', '.join(served)}")
     if spec.tree_kernel == {"cpu": "triton", "cuda": "reference"}[device]:

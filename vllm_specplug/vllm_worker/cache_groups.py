@@ -85,7 +85,7 @@ def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Cache
                 for name in names
                 if isinstance(impl := getattr(layers[name], "impl", None), TreeAttentionMixin)
             }
-            quantised = first.kv_cache.dtype == torch.uint8
+            quantised = first.kv_cache.dtype in (torch.uint8, torch.int8)
             groups.append(
                 CacheGroup(
                     index,

@@ -31,7 +31,13 @@ from vllm_specplug.drafting.drafter import (
     device_tensor,
 )
 from vllm_specplug.kernels import TreeAttnMetadata, pinned
-from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE, MAX_TREE_ROWS, PLAN_ROWS
+from vllm_specplug.kernels.cuda_contract import (
+    FULL_GRAPHS_VARIABLE,
+    MAX_TREE_ROWS,
+    PLAN_ROWS,
+    TOKEN_SCALE_CACHES,
+    numbers_and_scales,
+)
 from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
     KernelShape,
@@ -83,24 +89,27 @@ class StepLimits:
 
 def claim_attention_backend(vllm_config: Any) -> None:
     """Registers the tree backends and, where the user named none, picks FlashAttention, or Triton
-    for float32, which FlashAttention does not have.
+    for float32 and caches with scales of each token, which FlashAttention does not have.
 
     Seam: gpu_backend.
 
     Raises:
-        ValueError: for a backend that cannot hand tree rows over.
+        ValueError: for a backend that cannot hand tree rows over, or does not have such a cache.
     """
     attention = vllm_config.attention_config
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    backends: tuple[AttentionBackendEnum, ...] = TREE_BACKENDS
+    if cache_dtype in TOKEN_SCALE_CACHES:
+        backends = (AttentionBackendEnum.TRITON_ATTN,)
     if attention.backend is None:
         is_float32 = vllm_config.model_config.dtype == torch.float32
-        attention.backend = (
-            AttentionBackendEnum.TRITON_ATTN if is_float32 else AttentionBackendEnum.FLASH_ATTN
-        )
-    if attention.backend not in TREE_BACKENDS:
-        names = " or ".join(b.name for b in TREE_BACKENDS)
+        attention.backend = AttentionBackendEnum.TRITON_ATTN if is_float32 else backends[0]
+    if attention.backend not in backends:
+        names = " or ".join(b.name for b in backends)
+        over = f" over kv_cache_dtype={cache_dtype!r}" if backends != TREE_BACKENDS else ""
         raise ValueError(
-            f"--attention-backend {attention.backend.name} cannot verify trees. Use {names}, or "
-            "leave it out."
+            f"--attention-backend {attention.backend.name} cannot verify trees{over}. Use {names}, "
+            "or leave it out."
         )
     ATTENTION_BACKENDS.apply()
 
@@ -192,6 +201,16 @@ def _place(kv_cache: torch.Tensor) -> tuple[int, torch.Size]:
     return kv_cache.data_ptr(), kv_cache.shape[1:]
 
 
+def _numbers(
+    group: CacheGroup, views: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The views without scales that lie among the numbers."""
+    if group.cache_dtype not in TOKEN_SCALE_CACHES:
+        return views
+    (keys, _), (values, _) = map(numbers_and_scales, views)
+    return keys, values
+
+
 @dataclass(frozen=True)
 class LayerSample:
     """One attention layer of each kind that the target has."""
@@ -275,10 +294,13 @@ class CudaKernels:
         view = self.views_of(next(iter(groups[0].caches.values())))
         # Made once: a view costs as much as a launch. Layers of two groups may share memory, in
         # pages of as many bytes but not of as many tokens.
-        table = {_place(c): view(c) for group in groups for c in group.caches.values()}
+        table = {
+            _place(c): _numbers(group, view(c)) for group in groups for c in group.caches.values()
+        }
         self.views: CacheViews = lambda kv_cache: table[_place(kv_cache)]
+        # Whole, as scales that lie behind a token's numbers move with them.
         self.groups = [
-            (group.index, LayerCaches.of([self.views(c) for c in group.own_caches]))
+            (group.index, LayerCaches.of([view(c) for c in group.own_caches]))
             for group in groups
             if group.own_caches
         ]
@@ -329,7 +351,10 @@ class CudaKernels:
 
     def run_every_variant(self, synchronize: Callable[[], None]) -> None:
         """Runs each Triton kernel of a step in each of its variants, over the empty cache."""
-        from vllm_specplug.kernels.finite_values_triton import contain_nonfinite_triton
+        from vllm_specplug.kernels.finite_values_triton import (
+            contain_nonfinite_triton,
+            contain_token_scales_triton,
+        )
         from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton
         from vllm_specplug.kernels.tree_builder_triton import warm_up_builder
 
@@ -341,7 +366,19 @@ class CudaKernels:
             # No moves.
             compact_paths_triton(layers, zero[None], zero, zero, zero, blocks)
         warm_up_builder(self.limits.tree_rows - 1, self.device)
-        for num_kv_heads, head_dim in {s.keys.shape[2:] for s in self.samples}:
+        # By those that make a variant: of each shape, those that quantise as they are stored apart.
+        for sample in {(s.shape, s.features.token_scales): s for s in self.samples}.values():
+            features = sample.features
+            if features.token_scales:
+                assert features.key_scales is not None and features.value_scales is not None
+                # No slot.
+                none = torch.full((1,), -1, dtype=torch.int64, device=self.device)
+                contain_token_scales_triton(
+                    sample.values, features.key_scales, features.value_scales, none,
+                    floats=not features.int8_cache,
+                )  # fmt: skip
+                continue
+            num_kv_heads, head_dim = sample.keys.shape[2:]
             stored = torch.zeros(2, 1, num_kv_heads, head_dim, dtype=self.dtype, device=self.device)
             contain_nonfinite_triton(*stored)
         if not self.kernel.reads_words:

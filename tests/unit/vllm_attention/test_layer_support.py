@@ -308,11 +308,16 @@ def test_caches_of_eight_bits_are_taken_where_their_numbers_are_known() -> None:
                     check_cache_dtypes(cache, torch.float32, "jetspec", layers)
             else:
                 check_cache_dtypes(cache, torch.float32, "jetspec", layers)
-    for kind in ("int8_per_token_head", "fp8_per_token_head"):
-        for impl in (TreeCPUAttentionBackendImpl, TreeTritonAttentionImpl):
+    stored = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.uint8}
+    for kind, dtype in {**stored, "int4_per_token_head": torch.uint8}.items():
+        cache = {"a": torch.zeros(1, 1, 16, 8, dtype=dtype)}
+        for impl in (TreeCPUAttentionBackendImpl, TreeFlashAttentionImpl, TreeTritonAttentionImpl):
             layers = {"a": SimpleNamespace(kv_cache_dtype=kind, impl=impl)}
-            with pytest.raises(ValueError, match="'a'.* dtype is uint8"):
+            if impl is TreeTritonAttentionImpl and kind in stored:
                 check_cache_dtypes(cache, torch.float32, "jetspec", layers)
+            else:
+                with pytest.raises(ValueError, match=f"'a'.* dtype is {str(dtype)[6:]}"):
+                    check_cache_dtypes(cache, torch.float32, "jetspec", layers)
 
 
 @pytest.mark.parametrize("impl", [TreeFlashAttentionImpl, TreeTritonAttentionImpl])
@@ -326,7 +331,7 @@ def test_scales_of_a_quantised_cache_are_handed_over(impl: type) -> None:
         ("auto", None, FeatureKind()),
         # Other formats, which the check of dtypes refuses.
         ("fp8_e5m2", None, FeatureKind()),
-        ("int8_per_token_head", None, FeatureKind()),
+        ("int4_per_token_head", None, FeatureKind()),
     ):
         made.kv_cache_dtype = cache_dtype
         features = made.tree_features(SimpleNamespace(**scales, query_quant=query_quant))

@@ -282,10 +282,15 @@ def test_kernels_by_device(name, device, interpreted, good):
 def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, heads, kv_heads):
     """Steps have trees of any size up to the largest; none may compile while serving."""
     pytest.importorskip("triton")
-    from vllm_specplug.kernels import kv_compact_triton, tree_builder_triton, tree_words_triton
+    from vllm_specplug.kernels import (
+        finite_values_triton,
+        kv_compact_triton,
+        tree_builder_triton,
+        tree_words_triton,
+    )
     from vllm_specplug.kernels.tree_attn_triton import config_for
 
-    ran, words, built, moved = set(), set(), [], []
+    ran, words, built, moved, stored = set(), set(), [], [], []
     places = tree_builder_triton._places
 
     def attend(query, key_cache, value_cache, output, meta, scale):
@@ -311,6 +316,9 @@ def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, head
         "build_best_first_triton",
         lambda *args: built.append(places(args[-1])),
     )
+    monkeypatch.setattr(
+        finite_values_triton, "contain_nonfinite_triton", lambda *kv: stored.append(kv[0].shape[1:])
+    )
     waits = []
     backend.run_every_variant(lambda: waits.append(0))
     sizes = range(1, tree_rows + 1)
@@ -319,6 +327,7 @@ def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, head
     assert words == {-(-r // 64) for r in sizes}
     assert built == sorted({places(r - 1) for r in sizes if r > 1})
     assert moved == [[0]] and len(waits) >= len(ran)
+    assert stored == [(kv_heads, 64)]
 
 
 def test_a_draft_of_another_kernel_than_the_targets_has_its_words(monkeypatch):
@@ -431,33 +440,54 @@ def test_a_quantised_cache_takes_a_kernel_for_the_models_dtype(monkeypatch):
     assert chosen[1] == (torch.float16, (FeatureKind(),))
 
 
-def test_draft_layers_share_a_group_with_a_quantised_target():
-    """Their caches keep the model's dtype, so that drafts are not quantised."""
+@pytest.mark.parametrize(
+    ("cache_dtype", "dtype", "token_bytes"),
+    [
+        ("fp8", torch.uint8, 128),
+        ("int8_per_token_head", torch.int8, 136),
+        ("fp8_per_token_head", torch.uint8, 136),
+    ],
+)
+def test_draft_layers_share_a_group_with_a_quantised_target(cache_dtype, dtype, token_bytes):
+    """Their caches keep the model's dtype, so that drafts are not quantised, and the target's
+    pages are no larger for it."""
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
     sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 64}
-    specs = {f"t{i}": FullAttentionSpec(**sizes, dtype=torch.uint8) for i in range(3)}
+    spec = FullAttentionSpec(**sizes, dtype=dtype, kv_quant_mode=get_kv_quant_mode(cache_dtype))
+    specs = {f"t{i}": TreeTritonAttentionBackend.customize_spec(spec) for i in range(3)}
     specs["draft"] = FullAttentionSpec(**sizes, dtype=torch.bfloat16)
     (group,) = get_kv_cache_groups(VllmConfig(), specs)
     assert sorted(group.layer_names) == sorted(specs)
     held = group.kv_cache_spec.kv_cache_specs
-    assert (held["t0"].dtype, held["draft"].dtype) == (torch.uint8, torch.bfloat16)
+    assert (held["t0"].dtype, held["draft"].dtype) == (dtype, torch.bfloat16)
+    assert held["t0"].page_size_bytes == 16 * 2 * token_bytes
 
 
 @pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [(torch.bfloat16, "FLASH_ATTN"), (torch.float32, "TRITON_ATTN")],
+    ("dtype", "cache_dtype", "expected"),
+    [
+        (torch.bfloat16, "auto", "FLASH_ATTN"),
+        (torch.bfloat16, "fp8", "FLASH_ATTN"),
+        (torch.bfloat16, "int8_per_token_head", "TRITON_ATTN"),
+        (torch.bfloat16, "fp8_per_token_head", "TRITON_ATTN"),
+        (torch.float32, "auto", "TRITON_ATTN"),
+    ],
 )
-def test_the_attention_backend_taken_has_the_models_dtype(dtype, expected):
-    """FlashAttention has no float32; vLLM would refuse to start with it."""
+def test_the_attention_backend_taken_has_the_numbers(dtype, cache_dtype, expected):
+    """FlashAttention has no float32 and no scales of each token; vLLM would refuse to start."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     import vllm_specplug.vllm_v1.worker_gpu as worker_gpu
 
     attention = SimpleNamespace(backend=None)
-    config = SimpleNamespace(attention_config=attention, model_config=SimpleNamespace(dtype=dtype))
+    config = SimpleNamespace(
+        attention_config=attention,
+        model_config=SimpleNamespace(dtype=dtype),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+    )
     try:
         worker_gpu.claim_attention_backend(config)
         backends = {
@@ -469,5 +499,26 @@ def test_the_attention_backend_taken_has_the_models_dtype(dtype, expected):
     assert attention.backend.name == expected
     tree_classes = (TreeFlashAttentionBackend, TreeTritonAttentionBackend)
     chosen = {c.__name__: c for c in tree_classes}[backends[expected]]
-    assert chosen.supports_dtype(dtype)
-    assert TreeFlashAttentionBackend.supports_dtype(dtype) == (expected == "FLASH_ATTN")
+
+    def serves(backend):
+        return backend.supports_dtype(dtype) and backend.supports_kv_cache_dtype(cache_dtype)
+
+    if cache_dtype != "fp8":  # which FlashAttention has on some devices
+        assert serves(chosen)
+        assert serves(TreeFlashAttentionBackend) == (expected == "FLASH_ATTN")
+
+
+@pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "fp8_per_token_head"])
+def test_flash_attention_is_refused_over_scales_of_each_token(cache_dtype):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    import vllm_specplug.vllm_v1.worker_gpu as worker_gpu
+
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=AttentionBackendEnum.FLASH_ATTN),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+    )
+    message = f"FLASH_ATTN cannot .* over kv_cache_dtype='{cache_dtype}'. Use TRITON_ATTN, or leave"
+    with pytest.raises(ValueError, match=message):
+        worker_gpu.claim_attention_backend(config)
