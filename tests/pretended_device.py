@@ -29,7 +29,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -86,9 +86,6 @@ class Stream:
 
     def synchronize(self) -> None:
         self.owner.order.host_learns(self.actor.clock)
-
-    def query(self) -> bool:
-        return False
 
     def __enter__(self) -> Stream:
         self.before, self.owner.current = self.owner.current, self
@@ -152,7 +149,7 @@ class PretendedDevice:
         # On their way to the host: stream, its time, where to, and what.
         self._coming: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
         self._watched: dict[int, weakref.ref[Any]] = {}
-        # Host memory by the address of its mapping.
+        # The second mapping of pinned memory, by its address, and what is mapped by that one's.
         self._aliases: dict[int, Any] = {}
         self._mapped: dict[int, torch.Tensor] = {}
         self.order.on_learnt.append(self._deliver)
@@ -188,6 +185,7 @@ class PretendedDevice:
         self.memory.add(address, region, on_device)
 
         def gone(_: Any) -> None:
+            del self._watched[address]
             self.memory.remove(address, region)
             self.order.free(region)
 
@@ -195,6 +193,7 @@ class PretendedDevice:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """What is run here is nobody's."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -203,6 +202,7 @@ class PretendedDevice:
 
     @contextmanager
     def placed_on(self, device: torch.device | None) -> Iterator[None]:
+        """Memory is made there."""
         before, self.placing = self.placing, device
         try:
             yield
@@ -210,6 +210,7 @@ class PretendedDevice:
             self.placing = before
 
     def pinned_empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Pinned memory, which has a second address for the device."""
         size = torch.Size(shape).numel() * dtype.itemsize
         descriptor = os.memfd_create("pinned")
         try:
@@ -417,8 +418,6 @@ class PretendedDevice:
             self.current = stream
 
     def _replaced(self) -> Iterator[tuple[Any, str, Any]]:
-        from contextlib import nullcontext
-
         properties = SimpleNamespace(
             name="pretended",
             major=9,

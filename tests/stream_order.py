@@ -41,11 +41,6 @@ class Place:
 
     frames: tuple[tuple[str, int], ...]
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether it was asked for by the plugin, or by vLLM on its behalf."""
-        return "/vllm/" not in self.frames[0][0] if self.frames else True
-
     def __str__(self) -> str:
         short = (f"{'/'.join(file.split('/')[-3:])}:{line}" for file, line in self.frames)
         return " < ".join(short)
@@ -103,7 +98,6 @@ class Race:
     kind: str
     first: str
     second: str
-    is_ours: bool
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.first}; {self.second}"
@@ -168,7 +162,7 @@ class StreamOrder:
             if other.actor is actor or not (writes or other.writes) or actor.knows(other):
                 continue
             if other.start < end and start < other.end:
-                self._found(f"race in {region.kind} memory made at {region.made}", other, made)
+                self._report(f"race in {region.kind} memory made at {region.made}", other, made)
         region.accesses[actor.number, writes, start, end] = made
 
     def free(self, region: Region) -> None:
@@ -192,12 +186,8 @@ class StreamOrder:
                 second = f"freed at {place} and made anew at {here()}"
                 self._report("device memory freed early", access, second)
 
-    def _found(self, kind: str, first: Access, second: Access) -> None:
-        is_ours = first.place.is_ours or second.place.is_ours
-        self.races[Race(kind, str(first), str(second), is_ours)] = None
-
-    def _report(self, kind: str, access: Access, second: str) -> None:
-        self.races[Race(kind, str(access), second, access.place.is_ours or here().is_ours)] = None
+    def _report(self, kind: str, first: Access, second: object) -> None:
+        self.races[Race(kind, str(first), str(second))] = None
 
 
 class Memory:
