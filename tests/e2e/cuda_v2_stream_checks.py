@@ -34,6 +34,7 @@ from tests.e2e.cuda_v2_graph_checks import (
 from tests.e2e.grammar_checks import KINDS, constrained
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import Pair, watch_preemptions, watch_prefix_hits
+from tests.e2e.target_checks import engine_of
 from tests.pretended_device import DEVICE, Stream
 from tests.stream_order import Race
 from vllm_specplug.vllm_v2 import device_speculator, host_step
@@ -80,6 +81,14 @@ def knowing() -> Iterator[None]:
         known.__exit__(None, None, None)
 
 
+# vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
+def check_windows_in_groups() -> None:
+    """gpt-oss: two tables of blocks."""
+    with ordered():
+        made = engines(ahead=True, target=engine_of("GptOss"))
+        made.compare(PROMPTS, greedy(max_tokens=12, detokenize=False), least_accepted=6)
+
+
 def check_trees_of_the_host() -> None:
     """The host waits for what a step emitted, and sends its trees."""
     for ahead in (False, True):
@@ -119,6 +128,37 @@ def check_graphs() -> None:
         with steps_from_graphs(made), draft_replays() as replayed:
             assert compare(made, True).skipping > 1
     assert len(replayed) > 4, replayed
+
+
+def check_other_ways_to_draft() -> None:
+    """Level by level, with local heads, over windows, by the target itself; scheduled ahead."""
+    own = {"draft_source": "self", "kv_budget": 48, "sink_size": 4, "kv_refresh": 44}
+    ways: dict[str, dict[str, Any]] = {
+        "eagle3_tree": {"nodes": 10},
+        "mtp_tree": {"nodes": 10},
+        "dels": {"nodes": 10},
+        "longspec": {"nodes": 10},
+        "tokenswift": {"nodes": 5, "ngram_topk": 0, "head": own},
+    }
+    for method, options in ways.items():
+        with knowing(), ordered():
+            made = engines(method, ahead=True, **options)
+            params = [param.clone() for param in PARAMS]
+            _, counts = made.compare(PROMPTS, params, least_accepted=6)
+        assert counts.stale > 0, (method, counts)
+
+
+def check_penalties() -> None:
+    """What a request brings along on the host."""
+    penalty = {"specplug_penalty": 1.3, "specplug_penalty_window": 16}
+    params = [
+        greedy(max_tokens=12, extra_args=penalty),
+        seeded(1, max_tokens=12, presence_penalty=1.0, repetition_penalty=1.2),
+        greedy(max_tokens=12, bad_words=["a"], logit_bias={7: 2.0}, min_tokens=4),
+    ]
+    with knowing(), ordered():
+        made = engines("jetspec", ahead=True, nodes=10, budget=10)
+        made.compare(PROMPTS, params, least_accepted=6)
 
 
 def check_requests_that_come_back() -> None:

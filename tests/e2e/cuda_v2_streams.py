@@ -30,6 +30,7 @@ def _impl(self: Any, name: Any, function: Any, *args: Any, **kwargs: Any) -> Any
     _register(self, name, on_the_device_too(function) if is_python else function, *args, **kwargs)
 
 
+# Before vLLM registers operations that are written in Python.
 torch.library.Library.impl = _impl  # type: ignore[method-assign]
 
 from vllm.utils import torch_utils  # noqa: E402
