@@ -81,7 +81,13 @@ class PretendedGraph:
             data.fill_(255)
 
 
-def _is_host_sized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_python(func: Any) -> bool:
+    """Whether an operation is written in Python, in operations of its own."""
+    return func.namespace in _PYTHON_OPERATIONS
+
+
+def is_host_sized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the host reads the device for an operation, be it for a shape."""
     if func.overloadpacket in _READS:
         return True
     if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put):
@@ -106,14 +112,14 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        if _is_host_sized(func, args, kwargs):
+        if is_host_sized(func, args, kwargs):
             raise CaptureError(f"{func} reads the device in a capture")
-        if func.namespace in _PYTHON_OPERATIONS:
+        if is_python(func):
             with self:
                 return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
         result = func(*args, **kwargs)
-        given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
-        outputs = [t for t in _tensors(result) if t.untyped_storage().data_ptr() not in given]
+        given = {t.untyped_storage().data_ptr() for t in tensors_of((args, kwargs))}
+        outputs = [t for t in tensors_of(result) if t.untyped_storage().data_ptr() not in given]
         if func.is_view and not outputs:
             # What may be one is a copy where strides want it.
             return result
@@ -131,7 +137,8 @@ class _Recorder(TorchDispatchMode):
         self.graph.calls.append(run)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Those anywhere within."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -140,7 +147,7 @@ def _repeat(
 ) -> None:
     again = func(*args, **kwargs)
     new = {id(t) for t in outputs}
-    for before, now in zip(_tensors(result), _tensors(again), strict=True):
+    for before, now in zip(tensors_of(result), tensors_of(again), strict=True):
         if id(before) in new:
             before.copy_(now)
 

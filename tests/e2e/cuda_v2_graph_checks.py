@@ -26,6 +26,7 @@ from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels
 from vllm_specplug.vllm_v2 import graph_trees
+from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 
 
@@ -97,19 +98,21 @@ def check_adaptive_budget_from_graphs() -> None:
 
 
 @contextmanager
-def known_on_the_device() -> Iterator[None]:
-    """`knowing_candidates` and `knowing` in operations that a graph can hold: what follows an
-    anchor in the first of the oracle's sequences that has it at its position is the best and the
-    second best in turns."""
-    block, level, call = BlockHeadDrafter.candidates, DeviceLevels.expand, DraftGraphs.__call__
+def known_on_the_device(device: torch.device | None = None) -> Iterator[None]:
+    """`knowing_candidates` and `knowing` in operations that a graph can hold and that wait for
+    nothing: what follows an anchor in the first of the oracle's sequences that has it at its
+    position is the best and the second best in turns."""
+    block, level, drafted = (
+        BlockHeadDrafter.candidates, DeviceLevels.expand, DeviceSpeculator._drafted,
+    )  # fmt: skip
     # [K, L], -1 past a sequence's end
-    table = torch.full((8, 128), -1)
+    table = torch.full((8, 128), -1, device=device)
 
     def told(requests: DeviceRequests, depth: int) -> torch.Tensor:
         """[R, depth]"""
         at = requests.context_lens.long().clamp(0, table.shape[1] - depth - 1)
         line = (table[:, at] == requests.anchors).int().argmax(0)
-        return table[line[:, None], at[:, None] + torch.arange(1, depth + 1)]
+        return table[line[:, None], at[:, None] + torch.arange(1, depth + 1, device=device)]
 
     def candidates(self: Any, requests: Any, depth: int, width: int) -> Any:
         ids, log_probs = block(self, requests, depth, width)
@@ -129,23 +132,25 @@ def known_on_the_device() -> Iterator[None]:
         ids[:, :, place] = torch.where(tokens >= 0, tokens, ids[:, :, place])
         return ids, _falling(log_probs)
 
-    def called(self: Any, requests: Any, chosen: Any = None) -> Any:
-        table.fill_(-1)
-        for line, tokens in zip(table, OracleDrafter.sequences, strict=False):
+    def with_table(self: Any, *args: Any) -> Any:
+        told = torch.full(table.shape, -1)
+        for line, tokens in zip(told, OracleDrafter.sequences, strict=False):
             line[: len(tokens)] = torch.tensor(tokens)
-        return call(self, requests, chosen)
+        table.copy_(told, non_blocking=True)
+        return drafted(self, *args)
 
     with (
         patch.object(BlockHeadDrafter, "candidates", candidates),
         patch.object(DeviceLevels, "expand", expand),
-        patch.object(DraftGraphs, "__call__", called),
+        patch.object(DeviceSpeculator, "_drafted", with_table),
     ):
         yield
 
 
 def _falling(log_probs: torch.Tensor) -> torch.Tensor:
     width = log_probs.shape[-1]
-    return torch.arange(1, width + 1).mul(-0.4).expand(log_probs.shape).contiguous()
+    ranks = torch.arange(1, width + 1, device=log_probs.device)
+    return ranks.mul(-0.4).expand(log_probs.shape).contiguous()
 
 
 @contextmanager

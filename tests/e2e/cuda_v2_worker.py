@@ -64,7 +64,7 @@ class InterpretedTreeBackend(CudaTreeBackend):
             triton_reshape_and_cache_flash,
         )
 
-        one = torch.ones((), dtype=torch.float32)
+        one = torch.ones((), dtype=torch.float32, device=self.device)
 
         def write(
             key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
@@ -101,11 +101,13 @@ class InterpretedRunner(DeviceRunnerMixin, cpu_runner.CPUModelRunner):
 class InterpretedWorker(TreeGPUWorkerV2, CPUWorker):
     """`TreeGPUWorkerV2` on a CPU."""
 
+    runner_class: type[InterpretedRunner] = InterpretedRunner
+
     def init_device(self) -> None:
         # A CPU build has no FlashAttention.
         with (
             patch.object(worker_gpu, "require_seams", lambda device: None),
-            patch.object(cpu_runner, "CPUModelRunner", InterpretedRunner),
+            patch.object(cpu_runner, "CPUModelRunner", self.runner_class),
         ):
             super().init_device()
 

@@ -12,7 +12,10 @@ from typing import Any
 
 
 def install() -> None:
-    """Gives this process a Triton backend "cpu", which vLLM looks for, and the interpreter."""
+    """Gives this process a Triton backend "cpu", which vLLM looks for, and the interpreter. What it
+    has it keeps."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and "vllm" in sys.modules:
+        return
     assert "vllm" not in sys.modules, "vLLM has decided on Triton already"
     os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
     import triton.backends

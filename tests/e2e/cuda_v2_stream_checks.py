@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees on V2 as on CUDA on a device that keeps the order of streams alone; see `cuda_v2_streams`.
+
+Each check compares with plain vLLM, and fails on any race.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest.mock import patch
+
+if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
+    from tests.e2e import interpreted_v2
+
+    interpreted_v2.install()
+
+# Before vLLM's CPU worker.
+from tests.e2e import cuda_v2_streams  # isort: skip
+
+import torch
+
+from tests import pretended_device
+from tests.e2e.budget_checks import FLAT, freeze_costs
+from tests.e2e.cuda_v2_checks import PROMPTS, compare, engines
+from tests.e2e.cuda_v2_graph_checks import (
+    draft_replays,
+    full_graphs,
+    known_on_the_device,
+    steps_from_graphs,
+)
+from tests.e2e.grammar_checks import KINDS, constrained
+from tests.e2e.option_checks import greedy, seeded
+from tests.e2e.pair import Pair, watch_preemptions, watch_prefix_hits
+from tests.e2e.target_checks import engine_of
+from tests.pretended_device import DEVICE, Stream
+from tests.stream_order import Race
+from vllm_specplug.vllm_v2 import device_speculator, host_step
+from vllm_specplug.vllm_v2.host_step import HostCopy
+
+cuda_v2_streams.use_stream_worker()
+device = cuda_v2_streams.device
+PARAMS = [greedy(max_tokens=24, logprobs=2), seeded(1, max_tokens=24), greedy(max_tokens=20)]
+
+
+@contextmanager
+def races() -> Iterator[list[Race]]:
+    """Yields those of what is run, once it has been."""
+    order, found = device.order, []
+    # What was run before is done.
+    device.synchronize()
+    order.races.clear()
+    try:
+        yield found
+    finally:
+        found += order.races
+        order.races.clear()
+
+
+@contextmanager
+def ordered() -> Iterator[None]:
+    """Nothing run here races, of ours or of vLLM's."""
+    before = device.order.accesses
+    with races() as found:
+        yield
+    accesses = device.order.accesses - before
+    assert accesses > 1000, accesses
+    assert not found, "\n".join(str(race) for race in found[:4])
+
+
+@contextmanager
+def knowing() -> Iterator[None]:
+    with cuda_v2_streams.on_device():
+        known = known_on_the_device(DEVICE)
+        known.__enter__()
+    try:
+        yield
+    finally:
+        known.__exit__(None, None, None)
+
+
+# vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
+def check_windows_in_groups() -> None:
+    """gpt-oss: two tables of blocks."""
+    with ordered():
+        made = engines(ahead=True, target=engine_of("GptOss"))
+        made.compare(PROMPTS, greedy(max_tokens=12, detokenize=False), least_accepted=6)
+
+
+def check_trees_of_the_host() -> None:
+    """The host waits for what a step emitted, and sends its trees."""
+    for ahead in (False, True):
+        with ordered():
+            compare(engines(ahead=ahead), ahead)
+
+
+def check_a_block_head() -> None:
+    with knowing(), ordered():
+        made = engines("jetspec", ahead=True, nodes=10, budget=10)
+        assert compare(made, True).skipping > 1
+
+
+def check_ngram_trees() -> None:
+    with ordered():
+        made = engines("ngram_tree", ahead=True, nodes=10, budget=10)
+        _, counts = made.compare(PROMPTS, PARAMS, least_accepted=6, branching=False)
+    assert counts.stale > 0, counts
+
+
+def _adaptive() -> Pair:
+    made = engines("jetspec", ahead=True, nodes=10, budget="auto")
+    freeze_costs(made, FLAT)
+    return made
+
+
+def check_an_adaptive_budget() -> None:
+    with knowing(), ordered():
+        made = _adaptive()
+        _, counts = made.compare(PROMPTS, PARAMS, least_accepted=6)
+    assert counts.stale > 0 and made.runner.speculator.reserved is not None, counts
+
+
+def check_graphs() -> None:
+    with full_graphs(), knowing(), ordered():
+        made = engines("jetspec", ahead=True, ngram_topk=0, nodes=10)
+        with steps_from_graphs(made), draft_replays() as replayed:
+            assert compare(made, True).skipping > 1
+    assert len(replayed) > 4, replayed
+
+
+def check_other_ways_to_draft() -> None:
+    """Level by level, with local heads, over windows, by the target itself; scheduled ahead."""
+    own = {"draft_source": "self", "kv_budget": 48, "sink_size": 4, "kv_refresh": 44}
+    ways: dict[str, dict[str, Any]] = {
+        "eagle3_tree": {"nodes": 10},
+        "mtp_tree": {"nodes": 10},
+        "dels": {"nodes": 10},
+        "longspec": {"nodes": 10},
+        "tokenswift": {"nodes": 5, "ngram_topk": 0, "head": own},
+    }
+    for method, options in ways.items():
+        with knowing(), ordered():
+            made = engines(method, ahead=True, **options)
+            params = [param.clone() for param in PARAMS]
+            _, counts = made.compare(PROMPTS, params, least_accepted=6)
+        assert counts.stale > 0, (method, counts)
+
+
+def check_penalties() -> None:
+    """What a request brings along on the host."""
+    penalty = {"specplug_penalty": 1.3, "specplug_penalty_window": 16}
+    params = [
+        greedy(max_tokens=12, extra_args=penalty),
+        seeded(1, max_tokens=12, presence_penalty=1.0, repetition_penalty=1.2),
+        greedy(max_tokens=12, bad_words=["a"], logit_bias={7: 2.0}, min_tokens=4),
+    ]
+    with knowing(), ordered():
+        made = engines("jetspec", ahead=True, nodes=10, budget=10)
+        made.compare(PROMPTS, params, least_accepted=6)
+
+
+def check_requests_that_come_back() -> None:
+    """After preemption, and on prefix hits."""
+    long = [[(7 * i + n) % 250 + 5 for i in range(n)] for n in (40, 41, 42)]
+    with knowing(), ordered():
+        made = engines(
+            "jetspec", ahead=True, nodes=10,
+            num_gpu_blocks_override=9, enable_prefix_caching=True,
+        )  # fmt: skip
+        preempted, hits = watch_preemptions(made.tree), watch_prefix_hits(made.tree)
+        made.compare(long, greedy(max_tokens=40, detokenize=False))
+        made.compare([long[2]], seeded(3, max_tokens=8, detokenize=False))
+    assert preempted and max(hits.values()) >= 32, (preempted, hits)
+
+
+def check_grammars() -> None:
+    """Masks and drafts take streams of their own."""
+    params = [
+        constrained(KINDS["choice"], max_tokens=12),
+        constrained(KINDS["regex"], seed=1, max_tokens=16),
+        greedy(max_tokens=8),
+    ]
+    for ahead in (False, True):
+        with ordered():
+            made = engines(ahead=ahead)
+            made.compare(PROMPTS, [param.clone() for param in params])
+    with patch.object(pretended_device, "record_stream", lambda *args: None), races() as found:
+        made.compare(PROMPTS, [param.clone() for param in params])
+    assert any("freed early" in str(race) for race in found), found
+
+
+class Unwaited(HostCopy):
+    has_come = True  # type: ignore[assignment]
+
+    def read(self) -> torch.Tensor:
+        return self._copy
+
+
+def _kept_pinned() -> Any:
+    """`to_device` through pinned buffers of its own, which nothing waits for."""
+    kept: dict[Any, torch.Tensor] = {}
+
+    def to_device(values: Any, where: torch.device) -> torch.Tensor:
+        key = values.shape, values.dtype
+        if key not in kept:
+            kept[key] = torch.from_numpy(values).pin_memory()
+        kept[key].numpy()[:] = values
+        return kept[key].to(where, non_blocking=True)
+
+    return to_device
+
+
+def check_what_orders_nothing_is_noticed() -> None:
+    """The controls. No check of the same engine comes after it: the last one may break it."""
+    controls = {
+        "a pinned buffer that is used again": (
+            patch.object(device_speculator, "to_device", _kept_pinned()),
+            ("pinned", "device_speculator.py"),
+        ),
+        "an output stream that does not wait": (
+            patch.object(Stream, "wait_stream", lambda *args: None),
+            ("device memory", "async_utils.py"),
+        ),
+        # Last: the host takes what is not there yet for results.
+        "a host that does not wait": (
+            patch.object(host_step, "HostCopy", Unwaited),
+            ("pinned", "host_step.py"),
+        ),
+    }
+    with knowing():
+        made = _adaptive()
+        for name, (control, told) in controls.items():
+            with races() as found, control, suppress(Exception):
+                made.compare(PROMPTS, PARAMS)
+            texts = [str(race) for race in found]
+            assert any(all(part in text for part in told) for text in texts), (name, texts[:3])
