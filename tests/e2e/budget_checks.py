@@ -114,8 +114,8 @@ def check_requests_choose_their_own_budget() -> None:
     most: dict[str, int] = {}
     draft = runner.planner.draft
 
-    def noted(drafter: Any, requests: Any, batch: Any) -> Any:
-        trees = draft(drafter, requests, batch)
+    def noted(drafter: Any, requests: Any, batch: Any, **given: Any) -> Any:
+        trees = draft(drafter, requests, batch, **given)
         for req_id, tree in zip(requests.req_ids, trees, strict=True):
             most[req_id] = max(most.get(req_id, 0), tree.num_nodes)
         return trees
