@@ -47,11 +47,10 @@ def _engines(
 
 def freeze_costs(engines: Pair, costs: tuple[tuple[float, ...], tuple[float, ...]]) -> None:
     """A budget that has learnt nothing, with costs that stay as they are."""
-    planner = engines.runner.planner
-    planner.adaptive = AdaptiveBudget(
-        _FrozenCosts(*costs),
-        planner.row_budget,
-        engines.runner.drafter.drafter.forward_depth,
+    runner = engines.runner
+    proposer = runner.drafter if hasattr(runner, "drafter") else runner.speculator.proposer
+    runner.planner.adaptive = AdaptiveBudget(
+        _FrozenCosts(*costs), runner.planner.row_budget, proposer.drafter.forward_depth
     )
 
 
