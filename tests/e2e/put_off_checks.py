@@ -24,6 +24,7 @@ from tests.e2e.pair import (
     watch_prefix_hits,
 )
 from vllm_specplug.budget.draft_gate import DraftGate, GateDecision
+from vllm_specplug.tree import DraftTree
 
 AUTO = {"tree_budget": "auto", "num_speculative_tokens": 4}
 # One branch: the order of a tree's nodes follows rounding where their scores are close.
@@ -32,25 +33,27 @@ PROMPTS = [[3 + (5 * i * i + k) % 60 for i in range(8 + 9 * k)] for k in range(4
 LONG = [3 + (7 * i * i + 3 * i) % 60 for i in range(101)]
 OTHER = [3 + (11 * i * i + 5 * i) % 60 for i in range(101)]
 AGAIN = [*LONG[:96], 62, 3]
+SHUT = 5
 MANY = greedy(max_tokens=40, ignore_eos=True)
 
 
 class ScriptedGate(DraftGate):
-    """Shut for the first `shut` of every `period` decisions, but for one probe in seven."""
+    """Shut for the first `shut` decisions, each of which holds for some steps; every other one
+    is a probe."""
 
-    def __init__(self, deepest: int, shut: int, period: int = 24) -> None:
+    def __init__(self, deepest: int, shut: int) -> None:
         super().__init__(deepest)
-        self.shut, self.period = shut, period
+        self.shut = shut
         self.steps = 0
 
     def decide(self, slots: Any, limits: Any, *args: Any, **kwargs: Any) -> GateDecision:
-        place, self.steps = self.steps % self.period, self.steps + 1
+        place, self.steps = self.steps, self.steps + 1
         self.is_on = place >= self.shut
         if self.is_on:
             return GateDecision(np.array(limits), 2.0)
         depths = np.zeros_like(limits)
         allowed = np.flatnonzero(limits)
-        if place % 7 == 6 and len(allowed):
+        if place % 2 and len(allowed):
             depths[allowed[0]] = limits[allowed[0]]
         return GateDecision(depths, 1.0, is_probe=True)
 
@@ -68,7 +71,7 @@ class Watched:
         freeze_costs(Pair(None, llm), FLAT)
         self.runner.planner.adaptive.gate = ScriptedGate(self.drafter.forward_depth, shut)
         self.backlog = self.drafter.backlog
-        self.seen: dict[tuple[int, ...], list[int]] = {}
+        self.seen: dict[tuple[int, ...], DraftTree] = {}
         self.most_waiting = 0
         name = "_build" if hasattr(self.drafter, "_build") else "draft"
         draft = getattr(self.drafter, name)
@@ -78,7 +81,7 @@ class Watched:
             self.most_waiting = max(self.most_waiting, waiting)
             trees = draft(requests, *args)
             for tokens, tree in zip(requests.token_ids, trees, strict=True):
-                self.seen[tuple(tokens.tolist())] = tree.token_ids.tolist()
+                self.seen[tuple(tokens.tolist())] = tree
             return trees
 
         setattr(self.drafter, name, noted)
@@ -104,9 +107,13 @@ def _differences(ours: Watched, always: Watched, least: int) -> list[int]:
     assert len(common) > least, (len(common), len(ours.seen), len(always.seen))
     found = []
     for known in common:
-        count = min(len(ours.seen[known]), len(always.seen[known]))
+        trees = ours.seen[known], always.seen[known]
+        # Near the end of a request fewer are drafted.
+        count = min(tree.num_nodes for tree in trees)
         assert count > 0
-        if ours.seen[known][:count] != always.seen[known][:count]:
+        a, b = (tree.prefix(count) for tree in trees)
+        same = a.token_ids.tolist() == b.token_ids.tolist()
+        if not (same and np.allclose(a.scores, b.scores, atol=1e-4)):
             found.append(len(known))
     return found
 
@@ -114,7 +121,7 @@ def _differences(ours: Watched, always: Watched, least: int) -> list[int]:
 def compare_drafts(method: str, **engine: Any) -> None:
     """Through chunks, preemption, prefix hits and the gate's opening and closing."""
     always = _engine(method, 0, **engine)
-    ours = _engine(method, 16, num_gpu_blocks_override=9, **engine)
+    ours = _engine(method, SHUT, num_gpu_blocks_override=9, **engine)
     preempted, hits = watch_preemptions(ours.llm), watch_prefix_hits(ours.llm)
     batches = ([LONG, *PROMPTS], [LONG], [AGAIN])
 
@@ -183,7 +190,7 @@ def _reasons(ours: Watched) -> list[str]:
 def compare_outputs(method: str, **engine: Any) -> None:
     """Lookups, the head and a gate that opens and closes, with default trees."""
     engines = pair(method, speculative=AUTO, enable_prefix_caching=True, **engine)
-    ours = Watched(engines.tree, 16)
+    ours = Watched(engines.tree, SHUT)
     repeated = [[*p, *([5, 6, 7, 8] * 12)] for p in PROMPTS]
     for prompts in (repeated, [*PROMPTS, repeated[0]], [LONG]):
         engines.compare(prompts, MANY, branching=False)
