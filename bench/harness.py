@@ -243,9 +243,9 @@ def ratios(cells: Cells, others: Cells, value: Callable[[dict[str, Any]], float]
 
 def latency_gains(cells: Cells, plain: Cells) -> dict[str, float | None]:
     """How many times smaller the median and the 99th percentile over the answers are than plain
-        decoding's: of their times per output token ("tpot_gain", "tpot_p99_gain"), and of these over
+    decoding's: of their times per output token ("tpot_gain", "tpot_p99_gain"), and of these over
     steps without prompts alone ("pace_gain", "pace_p99_gain"). Medians over rounds, None where
-        cells do not tell; no pace where none does, as earlier ones."""
+    cells do not tell; no pace where none of them does."""
     gains: dict[str, float | None] = {}
     for name in ("tpot_ms", "tpot_p99_ms", "pace_ms", "pace_p99_ms"):
         told = [cell.get(name) is not None for cell in (*cells, *plain)]

@@ -47,7 +47,6 @@ class ContextBacklog:
         write: takes the columns of all waiting tokens.
         max_tokens: tokens at which they are written without being asked for.
         put_off_bytes: 0 where nothing is put off.
-        keeps_ended: whether blocks of requests that ended may be used again.
     """
 
     def __init__(
@@ -55,14 +54,12 @@ class ContextBacklog:
         write: WriteContext,
         max_tokens: int = MAX_TOKENS,
         put_off_bytes: int = 0,
-        keeps_ended: bool = False,
     ) -> None:
         self._write = write
         self._max_tokens = max_tokens
         self._parts: list[tuple[torch.Tensor, ...]] = []
         self._num_tokens = 0
         self._waiting = WaitingTokens(put_off_bytes) if put_off_bytes else None
-        self._keeps_ended = keeps_ended
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._incomplete: set[str] = set()
@@ -72,9 +69,7 @@ class ContextBacklog:
         """Milliseconds that writing a token takes, once it was seen."""
 
     @classmethod
-    def on(
-        cls, device: torch.device, write: WriteContext, keeps_ended: bool = False
-    ) -> ContextBacklog:
+    def on(cls, device: torch.device, write: WriteContext) -> ContextBacklog:
         """The backlog of a drafter on `device`.
 
         Other devices than CPUs have no time to win, as a step there is bound by its launches: there
@@ -82,7 +77,7 @@ class ContextBacklog:
         """
         if device.type != "cpu":
             return cls(write, 1)
-        return cls(write, MAX_TOKENS, PUT_OFF_BYTES, keeps_ended)
+        return cls(write, MAX_TOKENS, PUT_OFF_BYTES)
 
     def add(
         self,
@@ -100,7 +95,8 @@ class ContextBacklog:
         count = len(columns[0])
         if not count:
             return
-        if self.puts_off and self._waiting is not None and owners is not None:
+        if self.puts_off and owners is not None:
+            assert self._waiting is not None
             numbers = np.array([self._number_of(req_id) for req_id in req_ids], np.int64)
             if self._waiting.put(columns, numbers[owners]):
                 return
@@ -127,6 +123,8 @@ class ContextBacklog:
     def put_off(self, puts_off: bool) -> None:
         """From here on tokens wait until their request is drafted for, or no longer do. What was
         put off stays so."""
+        if self._waiting is None:
+            return
         if puts_off and not self.puts_off:
             self.flush()
         self.puts_off = puts_off
@@ -172,14 +170,15 @@ class ContextBacklog:
             self._write_rows(self._waiting.rows_of(numbers))
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Requests ended or lose their pages."""
+        """Requests ended or lose their pages. What waits of them goes on waiting while there is
+        room: the prefix cache may hand their blocks on, and a session takes its own again."""
         self.flush()
         if self._waiting is None:
             return
         gone = [self._numbers.pop(req_id) for req_id in req_ids if req_id in self._numbers]
         self._incomplete.difference_update(req_ids)
         if gone:
-            self._waiting.end(gone, self._keeps_ended)
+            self._waiting.end(gone)
 
     def _number_of(self, req_id: str) -> int:
         number = self._numbers.get(req_id)

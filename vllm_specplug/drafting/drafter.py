@@ -68,8 +68,6 @@ class DrafterOptions:
     """Longest suffix that n-gram branches look up."""
     vocab_size: int = 1 << 31
     """Tokens of the target. Prompts may hold others, which are no drafts."""
-    prefix_caching: bool = True
-    """Whether blocks of requests that ended may be given to others with what they hold."""
 
 
 @dataclass(frozen=True)

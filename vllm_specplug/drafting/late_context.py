@@ -25,7 +25,7 @@ class LateContextDrafter(Drafter):
     def begin_backlog(self, device: torch.device, write: WriteContext) -> None:
         """Sets up what is kept of committed tokens; `write` stores them."""
         self._backlog_of = device, write
-        self.backlog = ContextBacklog.on(device, write, self.options.prefix_caching)
+        self.backlog = ContextBacklog.on(device, write)
 
     def bind_cache(self, cache: DraftCache) -> None:
         super().bind_cache(cache)

@@ -84,13 +84,9 @@ class WaitingTokens:
         index = torch.from_numpy(rows)
         return tuple(buffer[index] for buffer in self._buffers)
 
-    def end(self, numbers: Sequence[int], keeps: bool) -> None:
-        """Requests ended. With `keeps` their tokens go on waiting while there is room."""
-        rows = self.rows_of(numbers)
-        if not keeps:
-            self._drop(rows)
-            return
-        self._owners[rows] = _ENDED
+    def end(self, numbers: Sequence[int]) -> None:
+        """Requests ended; their tokens make room for those of others."""
+        self._owners[self.rows_of(numbers)] = _ENDED
         for number in numbers:
             self._counts.pop(number, None)
 

@@ -47,7 +47,6 @@ class TreeProposer:
             settings=spec.plan.settings,
             ngram_size=spec.ngram_size,
             vocab_size=vllm_config.model_config.get_vocab_size(),
-            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         )
         self.drafter: Drafter = get_method(str(spec.plugin_method)).load_drafter()(self.options)
         self.cache_layers: list[DraftKVLayer] = []

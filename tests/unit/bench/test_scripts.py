@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -209,7 +210,7 @@ def test_pace_leaves_out_the_steps_that_take_in_prompts(monkeypatch: pytest.Monk
     interleave = script("interleave")
     llm = _Engine()
     monkeypatch.setattr("time.perf_counter", lambda: llm.now)
-    monkeypatch.setattr(interleave, "CLOCK", SimpleNamespace(set=lambda seconds: None))
+    monkeypatch.setattr(interleave, "CLOCK", Mock(return_value=0.0))
     counters = SimpleNamespace(totals=dict, draft_ms=[])
     monkeypatch.setattr(interleave.Serving, "_counters", counters)
     monkeypatch.setattr(interleave.Serving, "_latest", 1.0)

@@ -86,8 +86,8 @@ class _Cache:
 ROW_BYTES = 4 * 4 + 8
 
 
-def _idle(cache: _Cache, rows: int = 100, keeps_ended: bool = True) -> ContextBacklog:
-    backlog = ContextBacklog(cache.write, 4, rows * ROW_BYTES, keeps_ended)
+def _idle(cache: _Cache, rows: int = 100) -> ContextBacklog:
+    backlog = ContextBacklog(cache.write, 4, rows * ROW_BYTES)
     backlog.put_off(True)
     return backlog
 
@@ -125,7 +125,7 @@ def test_where_drafts_pay_nothing_is_put_off_but_what_was_stays_so() -> None:
 
 def test_requests_that_end_are_not_written_for() -> None:
     cache = _Cache()
-    backlog = _idle(cache, keeps_ended=False)
+    backlog = _idle(cache)
     _step(backlog, ["a", "b"], [(0, 5), (20, 28)])
     backlog.forget(["a"])
     backlog.write(["a", "b"])

@@ -157,11 +157,13 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
 
     @property
     def request_states(self) -> torch.Tensor:
+        if self._root_outputs is not None:
+            self._roots, self._root_outputs = self.target_states(self._root_outputs), None
         return self._roots
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         self.backlog.flush()
-        roots, levels = self._roots, self.options.tree_depth
+        roots, levels = self.request_states, self.options.tree_depth
         if requests.states is not None:
             roots = requests.states
         if len(roots) and requests.rows is not None:
@@ -233,11 +235,10 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
 
     def _root_states(self, requests: DraftRequests) -> torch.Tensor:
         """[R, H]; zeros in drafts that no step came before."""
-        if self._root_outputs is not None:
-            self._roots, self._root_outputs = self.target_states(self._root_outputs), None
-        if max(requests.req_indices) >= len(self._roots):
+        roots = self.request_states
+        if max(requests.req_indices) >= len(roots):
             return self.embed_tokens.new_zeros(len(requests), self.embed_tokens.shape[1])
-        return self._roots[device_tensor(requests.req_indices, self._roots.device)]
+        return roots[device_tensor(requests.req_indices, roots.device)]
 
     def _expander(self, requests: DraftRequests) -> Expand:
         device = self.embed_tokens.device
