@@ -38,12 +38,12 @@ MANY = greedy(max_tokens=40, ignore_eos=True)
 
 
 class ScriptedGate(DraftGate):
-    """Shut for the first `shut` decisions, each of which holds for some steps; every other one
-    is a probe."""
+    """Shut for the first `shut` decisions, each of which holds for some steps; with `probes` every
+    other one is a probe."""
 
-    def __init__(self, deepest: int, shut: int) -> None:
+    def __init__(self, deepest: int, shut: int, probes: bool = True) -> None:
         super().__init__(deepest)
-        self.shut = shut
+        self.shut, self.probes = shut, probes
         self.steps = 0
 
     def decide(self, slots: Any, limits: Any, *args: Any, **kwargs: Any) -> GateDecision:
@@ -53,7 +53,7 @@ class ScriptedGate(DraftGate):
             return GateDecision(np.array(limits), 2.0)
         depths = np.zeros_like(limits)
         allowed = np.flatnonzero(limits)
-        if place % 2 and len(allowed):
+        if self.probes and place % 2 and len(allowed):
             depths[allowed[0]] = limits[allowed[0]]
         return GateDecision(depths, 1.0, is_probe=True)
 
@@ -67,9 +67,9 @@ class Watched:
         self.runner = core_of(llm).model_executor.driver_worker.worker.model_runner
         owner = getattr(self.runner, "speculator", None)
         proposer = self.runner.drafter if owner is None else owner.proposer
-        self.drafter, self.shut = proposer.drafter, shut
+        self.drafter = proposer.drafter
         freeze_costs(Pair(None, llm), FLAT)
-        self.runner.planner.adaptive.gate = ScriptedGate(self.drafter.forward_depth, shut)
+        self.restart(shut)
         self.backlog = self.drafter.backlog
         self.seen: dict[tuple[int, ...], DraftTree] = {}
         self.most_waiting = 0
@@ -89,11 +89,11 @@ class Watched:
     def generate(self, prompts: list[list[int]], params: Any = MANY) -> list[list[int]]:
         return sequences_of(generate(self.llm, prompts, params))
 
-    def restart(self, shut: int | None = None) -> None:
-        """The script from its beginning."""
-        self.runner.planner.adaptive.gate = ScriptedGate(
-            self.drafter.forward_depth, self.shut if shut is None else shut
-        )
+    def restart(self, shut: int, probes: bool = True) -> None:
+        """The script from its beginning; nothing was decided before."""
+        gate = ScriptedGate(self.drafter.forward_depth, shut, probes)
+        self.runner.planner.adaptive.gate = gate
+        self.drafter.put_off(shut > 0)
 
 
 def _engine(method: str, shut: int, **engine: Any) -> Watched:
@@ -129,7 +129,7 @@ def compare_drafts(method: str, **engine: Any) -> None:
         # The last two alone, so that what they share is still there.
         for prompts in batches:
             assert always.generate(prompts) == ours.generate(prompts)
-            ours.restart()
+            ours.restart(SHUT)
 
     serve()
     assert preempted and any(hits.values()), (preempted, hits)
@@ -149,19 +149,19 @@ def compare_dropped_prefixes(method: str, **engine: Any) -> None:
     found = []
     for checks in (True, False):
         ours = _engine(method, 1000, **engine)
+        ours.restart(1000, probes=False)
         waiting = ours.backlog._waiting
         assert waiting is not None
-        # Room for one of the two.
         ours.generate([PROMPTS[0]], greedy(max_tokens=2))
-        row_bytes = sum(buffer[0].nbytes for buffer in waiting._buffers)
-        waiting._most_bytes = 150 * row_bytes
+        # Room for one of the next two.
+        waiting._most_bytes = 150 * sum(buffer[0].nbytes for buffer in waiting._buffers)
         if not checks:
             ours.backlog.is_incomplete = lambda req_id: False
         ours.generate([LONG], greedy(max_tokens=2, ignore_eos=True))
         ours.generate([OTHER], greedy(max_tokens=2, ignore_eos=True))
         hits = watch_prefix_hits(ours.llm)
         ours.restart(0)
-        ours.seen.clear()
+        assert not ours.seen
         reasons = _reasons(ours)
         assert ours.generate([AGAIN]) == always.generate([AGAIN])
         assert max(hits.values()) >= 64, hits
@@ -194,7 +194,7 @@ def compare_outputs(method: str, **engine: Any) -> None:
     repeated = [[*p, *([5, 6, 7, 8] * 12)] for p in PROMPTS]
     for prompts in (repeated, [*PROMPTS, repeated[0]], [LONG]):
         engines.compare(prompts, MANY, branching=False)
-        ours.restart()
+        ours.restart(SHUT)
     assert ours.seen and ours.most_waiting > 20
 
 

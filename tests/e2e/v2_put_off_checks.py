@@ -11,15 +11,16 @@ from tests.e2e.v2_setup import use_v2
 use_v2()
 # Many engines in one process: small caches.
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+CACHE = {"kv_cache_memory_bytes": 1 << 24}
 
 
 def check_jetspec_drafts_what_it_would_have_drafted() -> None:
-    compare_drafts("jetspec")
+    compare_drafts("jetspec", **CACHE)
 
 
 def check_jetspec_does_not_draft_from_a_context_that_is_gone() -> None:
-    compare_dropped_prefixes("jetspec")
+    compare_dropped_prefixes("jetspec", **CACHE)
 
 
 def check_outputs_are_plain_ones() -> None:
-    compare_outputs("eagle3_tree")
+    compare_outputs("eagle3_tree", **CACHE)
