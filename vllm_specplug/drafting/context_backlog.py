@@ -69,15 +69,23 @@ class ContextBacklog:
         """Milliseconds that writing a token takes, once it was seen."""
 
     @classmethod
-    def on(cls, device: torch.device, write: WriteContext) -> ContextBacklog:
-        """The backlog of a drafter on `device`.
+    def on(
+        cls, device: torch.device, write: WriteContext, knows_slots: bool = True
+    ) -> ContextBacklog:
+        """The backlog of a drafter on `device`; nothing is put off unless the slots of a request
+        are known (`begin`).
 
         Other devices than CPUs have no time to win, as a step there is bound by its launches: there
         nothing waits.
         """
         if device.type != "cpu":
             return cls(write, 1)
-        return cls(write, MAX_TOKENS, PUT_OFF_BYTES)
+        return cls(write, MAX_TOKENS, PUT_OFF_BYTES * knows_slots)
+
+    @property
+    def knows_slots(self) -> bool:
+        """Whether it is noted which slots hold their context."""
+        return self._waiting is not None
 
     def add(
         self,

@@ -29,12 +29,14 @@ class LateContextDrafter(Drafter):
 
     def bind_cache(self, cache: DraftCache) -> None:
         super().bind_cache(cache)
-        # Slots of another cache say nothing of this one's.
-        self.begin_backlog(*self._backlog_of)
+        # Slots of another cache say nothing of this one's. Kernels of a device that a CPU runs have
+        # that device's cache.
+        self.backlog = ContextBacklog.on(*self._backlog_of, knows_slots=hasattr(cache, "slots"))
 
     def begin(self, req_id: str, req_index: int, num_cached: int) -> None:
-        slots = cast(HostCache, self.cache).slots(req_index, num_cached)
-        self.backlog.begin(req_id, slots)
+        if self.backlog.knows_slots:
+            slots = cast(HostCache, self.cache).slots(req_index, num_cached)
+            self.backlog.begin(req_id, slots)
 
     def put_off(self, puts_off: bool) -> None:
         self.backlog.put_off(puts_off)

@@ -90,7 +90,8 @@ class TreeRunnerMixin(_Runner):
 
     @cached_property
     def committed_steps(self) -> CommittedSteps:
-        """What the drafter is shown of steps. Graphs write where their last replay did."""
+        """What the drafter has not seen. The hidden states of a device are not kept for it: a graph
+        writes where its last replay did."""
         return CommittedSteps(self.drafter.drafter, keeps=self.state.device.type == "cpu")
 
     # -- set-up ---------------------------------------------------------------------------
