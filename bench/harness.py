@@ -241,12 +241,17 @@ def ratios(cells: Cells, others: Cells, value: Callable[[dict[str, Any]], float]
     return [value(c) / value(by_round[c["round"]]) for c in cells if c["round"] in by_round]
 
 
-def tpot_gains(cells: Cells, plain: Cells) -> dict[str, float | None]:
-    """How many times smaller the median and the 99th percentile of the answers' times per output
-    token are than plain decoding's: medians over rounds, None where cells do not tell."""
+def latency_gains(cells: Cells, plain: Cells) -> dict[str, float | None]:
+    """How many times smaller the median and the 99th percentile over the answers are than plain
+    decoding's: of their times per output token ("tpot_gain", "tpot_p99_gain"), and of these over
+    steps without prompts alone ("pace_gain", "pace_p99_gain"). Medians over rounds, None where
+    cells do not tell; no pace where none of them does."""
     gains: dict[str, float | None] = {}
-    for name in ("tpot_ms", "tpot_p99_ms"):
-        known = all(cell.get(name) is not None for cell in (*cells, *plain))
+    for name in ("tpot_ms", "tpot_p99_ms", "pace_ms", "pace_p99_ms"):
+        told = [cell.get(name) is not None for cell in (*cells, *plain)]
+        if name.startswith("pace") and not any(told):
+            continue
+        known = all(told)
         gain = name.replace("_ms", "_gain")
         gains[gain] = median(ratios(plain, cells, itemgetter(name))) if known else None
     return gains

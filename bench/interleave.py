@@ -21,6 +21,8 @@ from typing import Any
 # Long enough for an engine to have its weights and code in the caches as if it were alone, short
 # enough for the machine's drift to hit all alike.
 TURN_SECONDS = 1.0
+# Tokens of a request below which its pace says nothing of it.
+_FEWEST_PACED = 8
 
 
 class Clock:
@@ -131,6 +133,9 @@ class Serving:
         self._waits: list[float] = []
         self._per_token: list[float] = []
         self._made: dict[str, int] = {}
+        # Seconds of the steps below, and tokens in them, by running request.
+        self._decoded: dict[str, tuple[float, int]] = {}
+        self._paces: list[float] = []
         self.answers: dict[int, list[int]] = {}
         """Output tokens by number of the prompt."""
         self.steps: list[tuple[int, int, float]] = []
@@ -169,6 +174,10 @@ class Serving:
             if req_id not in self._made:
                 self._waits.append(1e3 * (now - self._started[req_id]))
                 self._first[req_id] = now
+            elif decodes:
+                seconds, tokens = self._decoded.get(req_id, (0.0, 0))
+                tokens += len(ids) - self._made[req_id]
+                self._decoded[req_id] = seconds + now - began, tokens
             self._made[req_id] = len(ids)
         if decodes:
             self.steps.append((len(outputs), sum(self._made.values()) - had, now - began))
@@ -188,12 +197,18 @@ class Serving:
         first = self._first.pop(req_id)
         if len(ids) > 1:
             self._per_token.append(1e3 * (now - first) / (len(ids) - 1))
+        seconds, tokens = self._decoded.pop(req_id, (0.0, 0))
+        if tokens >= _FEWEST_PACED:
+            self._paces.append(1e3 * seconds / tokens)
 
     def result(self) -> dict[str, Any]:
         """Sums and medians over the load, as plain data; times in CPU seconds or milliseconds.
 
-        "decode_": over `steps`, of which "decode_steps" counts each request. "draft_ms" is None for
-        engines that do not draft through this plugin.
+        "decode_": over `steps`, of which "decode_steps" counts each request. "pace_": milliseconds
+        per token of each request over the same steps, of those that got enough tokens in them. An
+        answer's "tpot_" also has the steps that took in the prompts of others, and in a closed loop
+        a faster system takes in more of them per answer. "draft_ms" is None for engines that do not
+        draft through this plugin.
         """
         import numpy as np
 
@@ -207,6 +222,8 @@ class Serving:
             "ttft_ms": median(self._waits),
             "tpot_ms": median(self._per_token) if self._per_token else None,
             "tpot_p99_ms": float(np.percentile(self._per_token, 99)) if self._per_token else None,
+            "pace_ms": median(self._paces) if self._paces else None,
+            "pace_p99_ms": float(np.percentile(self._paces, 99)) if self._paces else None,
             "decode_steps": sum(requests for requests, _, _ in self.steps),
             "decode_tokens": sum(made for _, made, _ in self.steps),
             "decode_seconds": sum(seconds for _, _, seconds in self.steps),

@@ -7,7 +7,7 @@ import argparse
 from statistics import median
 from typing import Any
 
-from harness import BASELINE, Cells, by_load, ratios, total, tpot_gains
+from harness import BASELINE, Cells, by_load, latency_gains, ratios, total
 from interleave import Load
 
 from vllm_specplug.bench.result_page import Section
@@ -53,7 +53,7 @@ def speed_tables(cells: Cells) -> tuple[list[Section], list[dict[str, Any]]]:
                 "tokens_per_s": median(c["tokens_per_s"] for c in group),
                 "over_plain": median(over),
                 "over_plain_range": [min(over), max(over)],
-                **tpot_gains(group, found[BASELINE]),
+                **latency_gains(group, found[BASELINE]),
                 "tokens_per_step": total(group, "decode_tokens") / total(group, "decode_steps"),
                 "mean_acceptance_length": 1 + total(group, "accepted") / drafts if drafts else None,
                 "draft_ms": median(drafting) if drafting else None,

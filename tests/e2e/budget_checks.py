@@ -47,11 +47,10 @@ def _engines(
 
 def freeze_costs(engines: Pair, costs: tuple[tuple[float, ...], tuple[float, ...]]) -> None:
     """A budget that has learnt nothing, with costs that stay as they are."""
-    planner = engines.runner.planner
-    planner.adaptive = AdaptiveBudget(
-        _FrozenCosts(*costs),
-        planner.row_budget,
-        engines.runner.drafter.drafter.forward_depth,
+    runner = engines.runner
+    proposer = runner.drafter if hasattr(runner, "drafter") else runner.speculator.proposer
+    runner.planner.adaptive = AdaptiveBudget(
+        _FrozenCosts(*costs), runner.planner.row_budget, proposer.drafter.forward_depth
     )
 
 
@@ -114,8 +113,8 @@ def check_requests_choose_their_own_budget() -> None:
     most: dict[str, int] = {}
     draft = runner.planner.draft
 
-    def noted(drafter: Any, requests: Any, batch: Any) -> Any:
-        trees = draft(drafter, requests, batch)
+    def noted(drafter: Any, requests: Any, batch: Any, **given: Any) -> Any:
+        trees = draft(drafter, requests, batch, **given)
         for req_id, tree in zip(requests.req_ids, trees, strict=True):
             most[req_id] = max(most.get(req_id, 0), tree.num_nodes)
         return trees

@@ -122,7 +122,7 @@ class Drafts:
         drafter = runner.drafter.drafter if owner is None else owner.proposer.drafter
         self.seen: dict[tuple[int, ...], list[int]] = {}
         self.written: list[int] = []
-        propose, write, steps = drafter.propose, drafter._backlog._write, count()
+        propose, write, steps = drafter.propose, drafter.backlog._write, count()
 
         def draft(requests: Any) -> list[DraftTree]:
             if next(steps) % every:
@@ -136,7 +136,7 @@ class Drafts:
             self.written.append(len(outputs))
             write(outputs, *columns)
 
-        drafter.propose, drafter._backlog._write = draft, noted
+        drafter.propose, drafter.backlog._write = draft, noted
 
 
 def compare_drafts_after_steps_without_any(**engine: Any) -> None:

@@ -63,6 +63,8 @@ class NextStep:
     other_rows: int = 0
     """Prompt rows that share the step and yield none."""
     other_context: int = 0
+    # [R] ms of work that a first draft forward for each waits for; empty for none
+    debts: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,9 @@ class AdaptiveBudget:
         # For how many more steps nothing is drafted for these requests, unless something is found.
         self._rest_steps = 0
         self._rest_ids: list[str] = []
+        # Steps that went by so, for which nothing has been noted yet, and what they were like.
+        self._rested = 0
+        self._resting: Plan | None = None
         # Tokens, in steps' worth, that may be spent on trials of either kind.
         self._plain_credit = self._size_credit = 0.0
         # What the last step with drafts was expected to yield over a plain one, per millisecond.
@@ -156,6 +161,7 @@ class AdaptiveBudget:
 
         `found` are the trees that lookups made, at negligible cost.
         """
+        self._note_rest()
         slots = self._slots_of(step.req_ids)
         nodes = self._nodes(found, slots)
         plan = self.planned = Plan(step, slots, np.zeros(len(step.req_ids), np.int64), nodes)
@@ -182,10 +188,12 @@ class AdaptiveBudget:
                 self.costs.draft_ms,
                 step_ms,
                 self.pace.weights(slots, step.num_roots),
+                np.asarray(step.debts, np.float64) if len(step.debts) else None,
             )
             plan.depths = np.where(fixed, limits, decision.depths)
             if not (decision.depths.any() or len(nodes.scores) or forced):
                 self._rest_steps, self._rest_ids = _REST_STEPS - 1, list(step.req_ids)
+                self._resting = plan
             # A probe is to see all there is.
             if self.costs.by_level and not decision.is_probe and not fixed.any():
                 self.worth = self._worth(plan, step_ms)
@@ -197,10 +205,42 @@ class AdaptiveBudget:
         if self._rest_steps and not len(found.scores) and step.req_ids == self._rest_ids:
             assert self.gate is not None
             self._rest_steps -= 1
-            self.gate.rest()
+            self.gate.rest(1)
             return True
         self._rest_steps = 0
         return False
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether a decision against any draft holds for steps to come."""
+        return self._rest_steps > 0
+
+    def rests_on(self) -> bool:
+        """Whether the last decision against any draft holds for one more step of its requests, in
+        which nothing is looked up. If so, that step is over: no `plan` and no `trim` belong to
+        it."""
+        if not self._rest_steps:
+            return False
+        self._rest_steps -= 1
+        self._rested += 1
+        return True
+
+    def _note_rest(self) -> None:
+        """Notes the steps of `rests_on`, all at once: one by one they would cost what they save."""
+        steps, plan = self._rested, self._resting
+        if not steps:
+            return
+        assert self.gate is not None and plan is not None
+        self._rested = 0
+        self.gate.rest(steps)
+        self.pace.step(plan.slots, plan.step.num_roots, 1.0, steps)
+        self._plain_credit = min(self._plain_credit + steps * _PLAIN_TRIALS, 1.0)
+        self._size_credit = min(self._size_credit + steps * _SIZE_TRIALS, 1.0)
+
+    @property
+    def expects_drafts(self) -> bool:
+        """Whether drafts pay at present, for some requests at least."""
+        return self.gate is None or self.gate.is_on
 
     def trim(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """The parts of the trees, one per request of the step planned last, that pay for their
@@ -282,6 +322,7 @@ class AdaptiveBudget:
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops requests that ended."""
+        self._note_rest()
         gone = set(req_ids)
         self.acceptance.forget(gone)
         if not gone.isdisjoint(self._rest_ids):

@@ -41,6 +41,8 @@ TURN_ON, STAY_ON = 1.04, 1.02
 best of many is one whose estimate errs upwards, so what looks equal is a loss."""
 PROBE_SHARE = 0.005
 """Share of the time for forwards that only measure whether drafting would pay again."""
+DEBT_STEPS = 32
+"""Steps of drafts that have to pay for what they need first, see `DraftGate.decide`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,11 @@ class DraftGate:
         self._expected = np.full(64, _REQUEST_PRIOR)
         # What `_make_averages` gives, until something is observed.
         self._averages: tuple[Floats, Floats] | None = None
-        self._is_on = True
+        self.is_on = True
+        """Whether the last decision was that drafts pay."""
+        # Steps for which drafts would have paid but for what they need first.
+        self._steps_in_debt = 0
+        self._is_in_debt = False
         self._steps_since_forward = 0
         self._probes = 0
 
@@ -102,8 +108,15 @@ class DraftGate:
         step_ms: Floats,
         # [R] what a token of each request counts, None for alike
         weights: Floats | None = None,
+        # [R] ms that the first forward for each request takes beside the forward itself
+        debts: Floats | None = None,
     ) -> GateDecision:
-        """Which requests to run a draft forward for, and to which depth."""
+        """Which requests to run a draft forward for, and to which depth.
+
+        Debts are paid once, and nobody knows for how many steps: they are spread over `DEBT_STEPS`
+        and as many more as drafts would have paid without them. So a debt is taken on, at the
+        latest, when as much has been lost by waiting.
+        """
         num_reqs = len(slots)
         none = GateDecision(np.zeros(num_reqs, np.int64), 1.0)
         allowed = limits > 0
@@ -113,7 +126,9 @@ class DraftGate:
         hints = np.minimum(np.bincount(owners, minlength=num_reqs), 1)
         weights = np.ones(num_reqs) if weights is None else weights
         scale = self._found[slots] / self._expected[slots]
-        order = np.argsort(np.where(allowed, -scale * weights, np.inf), kind="stable")
+        debts = np.zeros(num_reqs) if debts is None else debts
+        # Of equals those come first that owe least.
+        order = np.lexsort((debts, np.where(allowed, -scale * weights, np.inf)))
         order = order[: int(allowed.sum())]
         most = len(order)
         sizes = np.array(sorted({1, -(-most // 4), -(-most // 2), most}))
@@ -148,32 +163,45 @@ class DraftGate:
             )
             plain = max(plain, float(without.max()))
 
+        enough = STAY_ON if self.is_on else TURN_ON
         best = int(np.argmax(rates))
-        size, depth = divmod(best, len(self._depth_options))
         gain = float(rates.flat[best]) / plain
+        owed = debts[order].cumsum()[sizes - 1]
+        self._is_in_debt = gain >= enough and bool(owed[-1])
+        if self._is_in_debt:
+            self._steps_in_debt += 1
+            ms = ms + (owed / (DEBT_STEPS + self._steps_in_debt))[:, None, None]
+            rates = ((base_tokens + gains) / ms).max(axis=2)
+            best = int(np.argmax(rates))
+            gain = float(rates.flat[best]) / plain
+        size, depth = divmod(best, len(self._depth_options))
         depths = np.zeros(num_reqs, np.int64)
-        if gain >= (STAY_ON if self._is_on else TURN_ON):
-            self._is_on = True
-            self._steps_since_forward = 0
+        if gain >= enough:
+            self.is_on = True
+            self._steps_since_forward = self._steps_in_debt = 0
             chosen = order[: sizes[size]]
             depths[chosen] = np.minimum(limits[chosen], self._depth_options[depth])
             return GateDecision(depths, gain)
-        self._is_on = False
+        self.is_on = False
         self._steps_since_forward += 1
         probe_ms = float(draft_ms(1, self.deepest))
-        if self._steps_since_forward * PROBE_SHARE * float(step_ms[0]) >= probe_ms:
-            # In turn, so that no request depends on another's estimate for ever.
-            candidates = np.flatnonzero(allowed)
-            chosen_one = int(candidates[self._probes % len(candidates)])
+        # In turn, so that no request depends on another's estimate for ever; but not of those that
+        # owe more than the probe itself, unless all do.
+        most_debt = max(probe_ms, float(debts[allowed].min()))
+        candidates = np.flatnonzero(allowed & (debts <= most_debt))
+        chosen_one = int(candidates[self._probes % len(candidates)])
+        price = probe_ms + float(debts[chosen_one])
+        if self._steps_since_forward * PROBE_SHARE * float(step_ms[0]) >= price:
             self._probes += 1
             self._steps_since_forward = 0
             depths[chosen_one] = limits[chosen_one]
             return GateDecision(depths, gain, is_probe=True)
         return GateDecision(depths, 1.0)
 
-    def rest(self) -> None:
-        """A step went by for which nothing was decided, and nothing drafted."""
-        self._steps_since_forward += 1
+    def rest(self, steps: int) -> None:
+        """Steps went by for which nothing was decided, and nothing drafted."""
+        self._steps_since_forward += steps
+        self._steps_in_debt += steps * self._is_in_debt
 
     def observe(
         self,

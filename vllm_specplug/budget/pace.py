@@ -52,15 +52,17 @@ class Pace:
         num_roots: int,
         # milliseconds of the step over those of a plain one
         ratio: float,
+        steps: int = 1,
     ) -> None:
-        """A step gives every request one token, later than plain decoding would have."""
+        """A step, or several alike, gives every request one token, later than plain decoding would
+        have."""
         slots = slots[slots >= 0]
         if num_roots > len(slots):
             slots = np.append(slots, -1)
         else:
             self._due[-1] = self._emitted[-1] = 0.0
-        self._due[slots] += ratio
-        self._emitted[slots] += 1.0
+        self._due[slots] += ratio * steps
+        self._emitted[slots] += steps
 
     def accepted(self, slots: Ints, counts: Ints) -> None:
         """So many drafted tokens of each request were accepted."""

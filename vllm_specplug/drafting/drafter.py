@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from vllm_specplug.drafting.committed_tokens import CommittedTokens as CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.options import TreeBuilderName
 from vllm_specplug.tree import DraftTree
@@ -115,26 +116,6 @@ class DraftCacheSpec:
 
 
 @dataclass(frozen=True)
-class CommittedTokens:
-    """Tokens whose target forward is final after this step, of all requests, flat."""
-
-    # One [T, Ht] per auxiliary layer; T rows of the target forward
-    aux_hidden_states: list[torch.Tensor]
-    # [M] int64, row of the target forward each token was computed in
-    rows: torch.Tensor
-    # [M] int64
-    positions: torch.Tensor
-    # [M] int64, slot of the paged cache each token owns
-    slots: torch.Tensor
-    # [B] int64, row of each request's last committed token, in batch order
-    last_rows: torch.Tensor | None = None
-    # [M] int64, the token after each, the anchor after a request's last; of drafters that need it
-    next_token_ids: torch.Tensor | None = None
-    # [T, H], what the target's forward returned; of drafters that need it
-    output_states: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
 class DraftPenalty:
     """What the target's sampler will do to the logits of some tokens, for drafts to do the same."""
 
@@ -213,6 +194,14 @@ class DraftCache(Protocol):
         Args:
             causal: the mask inside the block, of all layers or of each.
         """
+
+
+class HostCache(DraftCache, Protocol):
+    """The cache where it is in the host's own memory."""
+
+    def slots(self, req_index: int, num_tokens: int) -> np.ndarray:
+        """int64 [num_tokens], the slots of a request's first tokens; `req_index` is its place in
+        the batch."""
 
 
 class DeviceCache(DraftCache, Protocol):
@@ -466,9 +455,36 @@ class Drafter(ABC):
         """
         self.target_forward, self.share = forward, share
 
+    observes_late: ClassVar[bool] = False
+    """Whether `observe` may be called for the tokens of several steps at once, later, as long as it
+    is before the next draft forward and before `forget` and `begin`."""
+
     @abstractmethod
     def observe(self, committed: CommittedTokens) -> None:
-        """Takes in newly committed tokens. Called every step, drafting or not."""
+        """Takes in newly committed tokens, drafting or not. Called every step, or see
+        `observes_late`."""
+
+    def begin(self, req_id: str, req_index: int, num_cached: int) -> None:  # noqa: B027 - optional
+        """A request starts, or comes back after preemption, on `num_cached` tokens that the cache
+        has from others. Called on a host's own memory alone, after the `observe` of its first
+        step; nothing by default.
+
+        Args:
+            req_index: of the request in the batch.
+        """
+
+    def put_off(self, puts_off: bool) -> None:  # noqa: B027 - optional, not abstract
+        """From here on no drafts are expected of most requests, or they are again. What is needed
+        for drafts alone may then wait until `pay_debts`; nothing by default."""
+
+    def context_debt(self, req_ids: Sequence[str]) -> list[float]:
+        """[R] milliseconds of work that a draft forward for each request must wait for, beside that
+        of the forward itself; `math.inf` for requests that can have none. 0 by default."""
+        return [0.0] * len(req_ids)
+
+    def pay_debts(self, requests: DraftRequests) -> None:  # noqa: B027 - optional, not abstract
+        """Does what `context_debt` told of the requests that are now drafted for; nothing by
+        default."""
 
     def catch_up(self) -> None:  # noqa: B027 - optional, not abstract
         """Does what `observe` put off until a draft needs it; nothing by default.
@@ -485,6 +501,11 @@ class Drafter(ABC):
         """Deepest node a draft forward gives. 0: there is no forward, or `propose` does not heed
         `forward_depths`; it is then always called."""
         return 0
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether `look_up` may find anything."""
+        return type(self).look_up is not Drafter.look_up
 
     def look_up(self, requests: DraftRequests) -> list[DraftTree]:
         """Trees that need no forward, one per request. Called before `propose`, so that a forward

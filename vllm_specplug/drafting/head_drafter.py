@@ -49,6 +49,10 @@ class HeadDrafter(Drafter):
     def forward_depth(self) -> int:
         return self.options.tree_depth
 
+    @property
+    def looks_up(self) -> bool:
+        return self.ngrams is not None
+
     def look_up(self, requests: DraftRequests) -> list[DraftTree]:
         if self.ngrams is None:
             return super().look_up(requests)

@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.logger import init_logger
 
+from vllm_specplug.drafting.committed_tokens import CommittedSteps
 from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
 from vllm_specplug.kernels import to_device
 from vllm_specplug.metrics import STATS_ATTRIBUTE
@@ -74,6 +78,8 @@ class TreeRunnerMixin(_Runner):
         self.rehearsed_states: StateStep | None = None
         # KV cache group of the drafter's own layers.
         self.draft_group = 0
+        # Requests that the drafter knows to have begun.
+        self.begun: set[str] = set()
         self.tree_metrics = step_metrics(spec)
         self.planner = DraftPlanner.for_engine(vllm_config, self.tree_metrics.stats)
 
@@ -81,6 +87,12 @@ class TreeRunnerMixin(_Runner):
     def state(self) -> RunnerState:
         """vLLM's side of this runner; whatever is not an override asks it."""
         return RunnerState(self)
+
+    @cached_property
+    def committed_steps(self) -> CommittedSteps:
+        """What the drafter has not seen. The hidden states of a device are not kept for it: a graph
+        writes where its last replay did."""
+        return CommittedSteps(self.drafter.drafter, keeps=self.state.device.type == "cpu")
 
     # -- set-up ---------------------------------------------------------------------------
 
@@ -154,9 +166,11 @@ class TreeRunnerMixin(_Runner):
         preempted = scheduler_output.preempted_req_ids or set()
         gone = ended.union(preempted)
         if gone:
+            self.committed_steps.flush()
             # Ranks must free their slots in one order: sets of strings have none.
             self.drafter.drafter.forget(sorted(gone))
             self.planner.forget(sorted(ended))
+            self.begun -= gone
             for req_id in gone:
                 self.proposed_trees.pop(req_id, None)
         for req_id in preempted.union(scheduler_output.finished_req_ids):
@@ -169,6 +183,13 @@ class TreeRunnerMixin(_Runner):
         self, scheduler_output: Any, num_scheduled_tokens: np.ndarray
     ) -> tuple[Any, ...]:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        if not scheduler_output.scheduled_spec_decode_tokens:
+            self.tree_step = TreeStep.without_drafts(*self.state.row_bounds())
+            if self.proposed_trees:
+                # The scheduler dropped them.
+                for req_id in self.state.req_ids:
+                    self.proposed_trees.pop(req_id, None)
+            return prepared
         kept_nodes = getattr(scheduler_output, KEPT_NODES_ATTRIBUTE, {})
         self.tree_step = TreeStep(
             [
@@ -259,8 +280,13 @@ class TreeRunnerMixin(_Runner):
             at_once=logits.device.type != "cpu",
             ends_request=state.ends_request,
         )
-        walk, output = sampler.walk([r.tree for r in self.tree_step.requests], root_rows)
-        for request, path in zip(self.tree_step.requests, walk.accepted_paths, strict=True):
+        step = self.tree_step
+        if not step.has_drafts:
+            _, output = sampler.walk([None] * len(root_rows), root_rows)
+            self._record_verification(time.perf_counter())
+            return output
+        walk, output = sampler.walk([r.tree for r in step.requests], root_rows)
+        for request, path in zip(step.requests, walk.accepted_paths, strict=True):
             request.accepted_path = path
         # Both before anything can read or hash their blocks. What applies to states is part of
         # verification, as in a calibration: it costs by tree and not by what moves.
@@ -269,7 +295,7 @@ class TreeRunnerMixin(_Runner):
             self.tree_states.commit(last_state_rows(self.tree_step), *lengths)
             self.tree_states = None
         walked = time.perf_counter()
-        self.tree_backend.compact(self.tree_step, state)
+        self.tree_backend.compact(step, state)
         self._record_verification(walked)
         return output
 
@@ -298,7 +324,6 @@ class TreeRunnerMixin(_Runner):
         # vLLM's rule is for the whole batch; `_draft_requests` limits the depth of each request.
         return common_attn_metadata is not None
 
-    @torch.inference_mode()
     def propose_draft_token_ids(
         self,
         scheduler_output: Any,
@@ -311,30 +336,72 @@ class TreeRunnerMixin(_Runner):
         common_attn_metadata: Any,
         slot_mappings: Any,
     ) -> list[list[int]]:
-        drafter = self.drafter.drafter
-        rows, slot_rows, positions = self.tree_step.committed_rows()
-        device = self.state.device
-        slots = self.state.slots(self.draft_group)[to_device(slot_rows, device)]
-        drafter.observe(
-            CommittedTokens(
-                aux_hidden_states=aux_hidden_states or [],
-                rows=to_device(rows, device),
-                positions=to_device(positions, device),
-                slots=slots,
-                last_rows=torch.from_numpy(self.tree_step.last_rows()),
-                next_token_ids=self._next_tokens(),
-                output_states=hidden_states,
-            )
-        )
-        requests, batch = self._draft_requests(sampled_token_ids)
-        req_ids = self.state.req_ids
+        drafter, req_ids = self.drafter.drafter, self.state.req_ids
+        self._show(aux_hidden_states, hidden_states)
         drafts: list[list[int]] = [[] for _ in req_ids]
-        trees = first_rank_trees(self.planner.draft(drafter, requests, batch), requests.budgets)
+        # All ranks wait for the trees of the first one.
+        may_rest = get_tensor_model_parallel_world_size() == 1 and all(sampled_token_ids)
+        if may_rest and self.planner.rests(req_ids):
+            return drafts
+        requests, batch = self._draft_requests(sampled_token_ids)
+        batch.req_ids = req_ids if may_rest else ()
+        trees = self.planner.draft(
+            drafter, requests, batch, show_committed=self.committed_steps.flush
+        )
+        trees = first_rank_trees(trees, requests.budgets)
         for i, tree in zip(requests.req_indices, trees, strict=True):
             if tree.num_nodes:
                 self.proposed_trees[req_ids[i]] = tree
                 drafts[i] = tree.token_ids.tolist()
         return drafts
+
+    def _show(
+        self, aux_hidden_states: list[torch.Tensor] | None, hidden_states: torch.Tensor
+    ) -> None:
+        """Lets the drafter see what the step committed, now or once it needs to."""
+        step, req_ids = self.tree_step, self.state.req_ids
+        slots = self.state.slots(self.draft_group)
+        if self.committed_steps.is_late:
+            # The next step's are written to the same place.
+            slots = slots[: step.requests[-1].end_row].clone()
+        new = [i for i, req_id in enumerate(req_ids) if req_id not in self.begun]
+        self.committed_steps.add(
+            partial(
+                self._committed_tokens, step, list(req_ids), aux_hidden_states, hidden_states,
+                slots, self._next_tokens(),
+            )
+        )  # fmt: skip
+        if not new:
+            return
+        self.committed_steps.flush()
+        self.begun.update(req_ids)
+        if self.state.device.type == "cpu":
+            for i in new:
+                self.drafter.drafter.begin(req_ids[i], i, step.requests[i].num_computed)
+
+    def _committed_tokens(
+        self,
+        step: TreeStep,
+        req_ids: list[str],
+        aux_hidden_states: list[torch.Tensor] | None,
+        hidden_states: torch.Tensor,
+        slots: torch.Tensor,
+        next_tokens: torch.Tensor | None,
+    ) -> CommittedTokens:
+        rows, slot_rows, positions = step.committed_rows()
+        device = self.state.device
+        return CommittedTokens(
+            aux_hidden_states=aux_hidden_states or [],
+            rows=to_device(rows, device),
+            positions=to_device(positions, device),
+            slots=slots[to_device(slot_rows, device)],
+            last_rows=torch.from_numpy(step.last_rows()),
+            next_token_ids=next_tokens,
+            output_states=hidden_states,
+            req_ids=req_ids,
+            owners=step.owners(),
+            in_order=len(rows) == step.requests[-1].end_row,
+        )
 
     def _next_tokens(self) -> torch.Tensor | None:
         """The token after each committed one, int64 [M], for drafters that read it."""
@@ -398,6 +465,8 @@ class TreeRunnerMixin(_Runner):
 
     def _record_verification(self, walked: float) -> None:
         stats = self.tree_metrics.stats
+        if self.planner.is_resting and not self.tree_step.has_drafts:
+            return
         step_nodes = 0
         requests = self.tree_step.requests
         for r, adapter in zip(requests, self.state.adapter_names(len(requests)), strict=True):

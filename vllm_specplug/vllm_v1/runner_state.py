@@ -127,6 +127,14 @@ class RunnerState(RunnerView):
             for i, req_id in enumerate(batch.req_ids)
         ]
 
+    def row_bounds(self) -> tuple[list[int], list[int]]:
+        """Where the rows of each request begin and, last, end, [B + 1], and the tokens that each
+        has in the cache, [B]; once inputs are prepared."""
+        batch = self.runner.input_batch
+        count = len(batch.req_ids)
+        bounds: list[int] = self.runner.query_start_loc.np[: count + 1].tolist()
+        return bounds, batch.num_computed_tokens_cpu[:count].tolist()
+
     @property
     def positions(self) -> torch.Tensor:
         """Rotary positions of the coming forward's rows, int64 [T] or, under M-RoPE, [axes, T];

@@ -75,6 +75,8 @@ class TreeSpeculator(BaseSpeculator):
         self.plain: dict[str, str] = {}
         # Window and theta of running requests with a contextual penalty.
         self.penalties: dict[str, tuple[int, float]] = {}
+        # Requests that the drafter knows to have begun.
+        self.begun: set[str] = set()
         self.planner: DraftPlanner
         self.stats: StepStats
         self.committed_rows: CommittedRows
@@ -121,6 +123,7 @@ class TreeSpeculator(BaseSpeculator):
         """Drops state of requests that are not running any more; of those in `ended` for good."""
         self.proposer.drafter.forget(gone)
         self.planner.forget(ended)
+        self.begun.difference_update(gone)
         if self.reserved is not None:
             self.reserved = self.reserved.without(gone)
         for req_id in gone:
@@ -173,12 +176,18 @@ class TreeSpeculator(BaseSpeculator):
         most: int,
     ) -> torch.Tensor:
         drafter = self.proposer.drafter
-        committed = _committed_tokens(self.committed_rows(input_batch), aux_hidden_states)
+        final = self.committed_rows(input_batch)
+        committed = _committed_tokens(final, input_batch, aux_hidden_states)
         batch = host_requests(self.req_states, input_batch, num_sampled)
         if self.spec.reads_next_tokens:
             following = next_tokens(committed.positions.numpy(), batch)
             committed = replace(committed, next_token_ids=torch.from_numpy(following))
         drafter.observe(replace(committed, output_states=last_hidden_states))
+        for i, req_id in enumerate(input_batch.req_ids):
+            if req_id not in self.begun:
+                self.begun.add(req_id)
+                # Its first step has no drafts, and its rows are in the order of positions.
+                drafter.begin(req_id, i, int(final.positions[input_batch.query_start_loc_np[i]]))
         return self._draft(input_batch, batch, most)
 
     def _draft(self, input_batch: Any, batch: list[HostRequest], most: int) -> torch.Tensor:
@@ -280,14 +289,18 @@ class TreeSpeculator(BaseSpeculator):
 
 
 def _committed_tokens(
-    committed: Committed, aux_hidden_states: list[torch.Tensor] | None
+    committed: Committed, input_batch: Any, aux_hidden_states: list[torch.Tensor] | None
 ) -> CommittedTokens:
     """What a drafter observes. Rows that committed nothing are left out, which reads the device."""
     kept = committed.slots >= 0
+    req_ids = list(input_batch.req_ids)
+    counts = np.diff(input_batch.query_start_loc_np[: len(req_ids) + 1])
     return CommittedTokens(
         aux_hidden_states=aux_hidden_states or [],
         rows=committed.computed_rows[kept],
         positions=committed.positions[kept],
         slots=committed.slots[kept],
         last_rows=committed.last_rows,
+        req_ids=req_ids,
+        owners=np.arange(len(req_ids)).repeat(counts)[kept.numpy()],
     )

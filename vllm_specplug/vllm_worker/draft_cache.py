@@ -98,6 +98,12 @@ class PagedDraftCache:
                 key, value, key_cache, value_cache, slots, self.layout.isa
             )
 
+    def slots(self, req_index: int, num_tokens: int) -> np.ndarray:
+        """int64 [num_tokens], the slots of a request's first tokens."""
+        size = self.layout.block_size
+        blocks = self.block_table()[req_index, : -(-num_tokens // size)].numpy().astype(np.int64)
+        return (blocks[:, None] * size + np.arange(size)).reshape(-1)[:num_tokens]
+
     def block_attention(
         self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
     ) -> BlockAttention:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ class Batch:
     other_rows: int = 0
     """Prompt rows that yield none."""
     other_context: int = 0
+    req_ids: Sequence[str] = ()
+    """All requests of the batch, where each of them yields a token; else empty."""
 
 
 @dataclass
@@ -111,6 +114,12 @@ class DraftPlanner:
         self._has_forward = False
         self._now: _Step | None = None
         self._before: _Step | None = None
+        # The batch for which nothing was drafted, why not, and the steps since for which `rests`
+        # was true.
+        self._resting: list[str] = []
+        self._plain: dict[str, int] = {}
+        self._plain_before: dict[str, int] = {}
+        self._rested = 0
 
     @classmethod
     def for_engine(
@@ -175,10 +184,37 @@ class DraftPlanner:
         for step in (self._before, self._now):
             if step is not None:
                 step.req_ids.difference_update(req_ids)
+        self._end_rest()
         if self.adaptive is not None:
             self.adaptive.forget(req_ids)
 
     # -- drafting --------------------------------------------------------------------------
+
+    def rests(self, req_ids: Sequence[str]) -> bool:
+        """Whether nothing is drafted for the next step either, of the same batch: then `draft` is
+        not called for it, and unless it verifies earlier trees, neither is `observe`.
+
+        Between two forwards the caches hold weights and no code: what a step does beside its
+        forward takes ten times as long as it does by itself.
+        """
+        if self._resting and self._resting == req_ids:
+            assert self.adaptive is not None
+            if self.adaptive.rests_on():
+                self._rested += 1
+                return True
+        self._end_rest()
+        self._plain_before = dict(self.stats.plain_steps)
+        return False
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether `rests` was true of the last step."""
+        return self._rested > 0
+
+    def _end_rest(self) -> None:
+        for reason, count in self._plain.items() if self._rested else ():
+            self.stats.observe_plain(reason, count * self._rested)
+        self._resting, self._plain, self._rested = [], {}, 0
 
     def draft(
         self,
@@ -186,6 +222,7 @@ class DraftPlanner:
         requests: DraftRequests,
         batch: Batch,
         room: Sequence[int] | None = None,
+        show_committed: Callable[[], None] = lambda: None,
     ) -> list[DraftTree]:
         """One valid tree per request, of the nodes that should be verified.
 
@@ -193,17 +230,20 @@ class DraftPlanner:
             room: where the next step was scheduled ahead, the nodes of each request that it has
                 rows for. They are filled, for they cost what they cost; `wanted` says what would
                 have paid, for a step that is not scheduled yet.
+            show_committed: called before a draft forward, for the drafter to have seen what it is
+                to draft from.
         """
         start = self.clock.mark()
         self._dropped.clear()
         budget = self.adaptive
         forward = (0, 0.0)
         if budget is None or not len(requests):
+            show_committed()
             trees = self._valid(drafter.propose(requests)) if len(requests) else []
             self.wanted = []
         else:
             trees, forward, start = self._draft_adaptively(
-                budget, drafter, requests, batch, room, start
+                budget, drafter, requests, batch, room, start, show_committed
             )
         # vLLM has room for the budgets, in masks and statistics, and for no node more.
         trees = [t.prefix(most) for t, most in zip(trees, requests.budgets, strict=True)]
@@ -214,6 +254,12 @@ class DraftPlanner:
             self.clock.measure(start, self.clock.mark(), drafted)
             largest = max(tree.num_nodes for tree in trees)
             self.stats.tree_budget = max(requests.budgets) if budget is None else largest
+            if batch.req_ids and budget is not None and budget.is_resting and not drafter.looks_up:
+                self._resting = list(batch.req_ids)
+                self._plain = {
+                    reason: count - self._plain_before.get(reason, 0)
+                    for reason, count in self.stats.plain_steps.items()
+                }
         return trees
 
     def drafted_on_device(self, start: Any, forward: tuple[int, float]) -> None:
@@ -231,26 +277,33 @@ class DraftPlanner:
         batch: Batch,
         room: Sequence[int] | None,
         start: Any,
+        show_committed: Callable[[], None],
     ) -> tuple[list[DraftTree], tuple[int, float], Any]:
         """The trees, the requests and the mean depth of the draft forward that they needed, and the
         mark since which it ran; `start` where there was none."""
         deepest = drafter.forward_depth
         fixed = [self.has_own_budget(req_id) for req_id in requests.req_ids]
         found = self._valid(drafter.look_up(requests))
+        debts = drafter.context_debt(requests.req_ids)
         depths = budget.plan(
             NextStep(
                 req_ids=requests.req_ids,
                 context_lens=requests.context_lens,
                 caps=requests.budgets,
                 fixed=fixed,
-                forward_limits=[min(depth, deepest) for depth in requests.depths],
+                forward_limits=[
+                    min(depth, deepest) if debt < math.inf else 0
+                    for depth, debt in zip(requests.depths, debts, strict=True)
+                ],
                 num_roots=batch.num_roots,
                 root_context=batch.root_context,
                 other_rows=batch.other_rows,
                 other_context=batch.other_context,
+                debts=[0.0 if debt == math.inf else debt for debt in debts],
             ),
             found,
         )
+        drafter.put_off(not budget.expects_drafts)
         drafted = found
         count = sum(1 for depth in depths if depth)
         if count:
@@ -260,11 +313,16 @@ class DraftPlanner:
                 # Rows that are reserved cost what they cost: they are filled.
                 least_node = worth.node if room is None else 0.0
                 requests = replace(requests, least_node=least_node, least_level=worth.level)
-            if not self._has_forward:
+            show_committed()
+            owes = any(debt and depth for debt, depth in zip(debts, depths, strict=True))
+            if owes or not self._has_forward:
                 # Work of the steps without drafts; as a part of this one's time it would make
                 # drafting look dear where it is rare.
                 drafter.catch_up()
+                drafter.pay_debts(requests)
                 start = self.clock.mark()
+        elif not deepest:
+            show_committed()
         self._has_forward = count > 0
         if count or not deepest:
             drafted = self._valid(drafter.propose(requests))
@@ -280,7 +338,8 @@ class DraftPlanner:
             trees = [best_nodes(tree, most) for tree, most in zip(drafted, room, strict=True)]
         for r, (had, tree) in enumerate(zip(drafted, trees, strict=True)):
             if not tree.num_nodes and r not in self._dropped:
-                self.stats.observe_plain("budget" if had.num_nodes or deepest else "no_draft")
+                reason = "budget" if had.num_nodes or deepest else "no_draft"
+                self.stats.observe_plain("no_context" if debts[r] == math.inf else reason)
         return trees, (count, depth), start
 
     def _valid(self, trees: list[DraftTree]) -> list[DraftTree]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -48,12 +49,24 @@ class TreeStep:
 
     requests: list[StepRequest]
 
-    @property
+    @classmethod
+    def without_drafts(cls, bounds: Sequence[int], num_computed: Sequence[int]) -> TreeStep:
+        """Of R requests whose rows begin and end at `bounds` [R + 1] and none of whose rows is a
+        draft, on `num_computed` [R] tokens in the cache."""
+        empty = DraftTree.empty()
+        return cls(
+            [
+                StepRequest(first, end - 1, end, computed, empty)
+                for first, end, computed in zip(bounds, bounds[1:], num_computed, strict=False)
+            ]
+        )
+
+    @cached_property
     def has_trees(self) -> bool:
         """Whether any request needs more than the stock causal path."""
         return any(not r.is_linear for r in self.requests)
 
-    @property
+    @cached_property
     def has_drafts(self) -> bool:
         """Whether any request has rows behind its root, whoever drafted them."""
         return any(r.end_row > r.root_row + 1 for r in self.requests)
@@ -78,6 +91,11 @@ class TreeStep:
             following[: len(found)] = found
             parts.append(following)
         return np.concatenate(parts)
+
+    def owners(self) -> np.ndarray:
+        """Index of the request of each of `committed_rows`, int64 [M]."""
+        counts = [r.root_row + 1 + len(r.accepted_path) - r.first_row for r in self.requests]
+        return np.arange(len(counts)).repeat(counts)
 
     def committed_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows whose tokens are committed once the accepted paths are known.

@@ -6,8 +6,9 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -167,11 +168,60 @@ def test_pages_of_own_chains_are_named_by_the_method() -> None:
 
 def test_the_slowest_answers_are_compared_where_they_were_measured() -> None:
     harness = script("harness")
-    plain = [{"round": 0, "tpot_ms": 30.0, "tpot_p99_ms": 33.0}]
-    trees = [{"round": 0, "tpot_ms": 20.0, "tpot_p99_ms": 44.0}]
-    assert harness.tpot_gains(trees, plain) == {"tpot_gain": 1.5, "tpot_p99_gain": 0.75}
+    names = ("tpot_ms", "tpot_p99_ms", "pace_ms", "pace_p99_ms")
+    plain = [{"round": 0, **dict(zip(names, (30.0, 33.0, 24.0, 26.0), strict=True))}]
+    trees = [{"round": 0, **dict(zip(names, (20.0, 44.0, 12.0, 20.0), strict=True))}]
+    expected = {"tpot_gain": 1.5, "tpot_p99_gain": 0.75, "pace_gain": 2.0, "pace_p99_gain": 1.3}
+    assert harness.latency_gains(trees, plain) == expected
     del trees[0]["tpot_p99_ms"]
-    assert harness.tpot_gains(trees, plain) == {"tpot_gain": 1.5, "tpot_p99_gain": None}
+    assert harness.latency_gains(trees, plain) == {**expected, "tpot_p99_gain": None}
+
+
+class _Engine:
+    """Two requests at once; each step gives a token to each, and one that takes in a prompt takes
+    ten times as long."""
+
+    def __init__(self) -> None:
+        self.now, self.running, self.new = 0.0, {}, []
+        self.llm_engine = self
+
+    def add_request(self, req_id: str, prompt: Any, params: Any, lora_request: Any) -> None:
+        self.running[req_id] = [params.max_tokens, []]
+        self.new.append(req_id)
+
+    def step(self) -> list[Any]:
+        self.now += 0.1 if self.new else 0.01
+        self.new.clear()
+        outputs = []
+        for req_id, (most, ids) in list(self.running.items()):
+            ids.append(1)
+            if len(ids) == most:
+                del self.running[req_id]
+            outputs.append(
+                SimpleNamespace(
+                    request_id=req_id, finished=len(ids) == most,
+                    outputs=[SimpleNamespace(token_ids=list(ids))],
+                )
+            )  # fmt: skip
+        return outputs
+
+
+def test_pace_leaves_out_the_steps_that_take_in_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    interleave = script("interleave")
+    llm = _Engine()
+    monkeypatch.setattr("time.perf_counter", lambda: llm.now)
+    monkeypatch.setattr(interleave, "CLOCK", Mock(return_value=0.0))
+    counters = SimpleNamespace(totals=dict, draft_ms=[])
+    monkeypatch.setattr(interleave.Serving, "_counters", counters)
+    monkeypatch.setattr(interleave.Serving, "_latest", 1.0)
+    params = SimpleNamespace(max_tokens=40)
+    params.clone = lambda: SimpleNamespace(max_tokens=params.max_tokens)
+    load = interleave.Load("2 at once", 0, [[1]] * 8, 2)
+    llm.now = 1.0
+    serving = interleave.serve_alone(interleave.Serving(llm, load, params, "x"))
+    result = serving.result()
+    assert result["pace_ms"] == pytest.approx(10.0) == result["pace_p99_ms"]
+    assert result["tpot_ms"] > 12.0, "other requests' prompts are in it"
 
 
 def test_local_heads_are_compared_with_the_block_head_alone() -> None:

@@ -307,3 +307,40 @@ def test_broken_calibrations_are_refused(change: dict) -> None:
     assert Calibration.from_json(good) == calibration()
     with pytest.raises(ValueError, match="not a calibration"):
         Calibration.from_json({**good, **change})
+
+
+def test_a_rest_that_is_not_asked_for_step_by_step_is_the_same_rest() -> None:
+    """`rests_on` stands for `plan` and `trim` of a step in which nothing is found."""
+    asked, told = (budget(draft=4.0) for _ in range(2))
+    none = [DraftTree.empty()] * 8
+    told_steps, probes = 0, []
+    for _ in range(600):
+        step = next_step(8)
+        decisions = []
+        for controller in (asked, told):
+            if controller is told and controller.rests_on():
+                told_steps += 1
+                decisions.append([0] * 8)
+                continue
+            depths = controller.plan(step, none)
+            controller.trim([tree(0.01, d) if d else DraftTree.empty() for d in depths])
+            decisions.append(depths)
+        assert decisions[0] == decisions[1]
+        probes.append(any(decisions[0]))
+    assert told_steps > 300 and 0 < sum(probes[300:]) < 30
+    told._note_rest()
+    for name in ("_due", "_emitted"):
+        np.testing.assert_allclose(getattr(asked.pace, name), getattr(told.pace, name))
+    assert asked._plain_credit == pytest.approx(told._plain_credit)
+
+
+def test_nobody_rests_for_a_request_that_ended() -> None:
+    controller = budget(draft=60.0)
+    for _ in range(40):
+        controller.plan(next_step(2), [DraftTree.empty()] * 2)
+        controller.trim([DraftTree.empty()] * 2)
+        if controller.is_resting:
+            break
+    assert controller.rests_on()
+    controller.forget(["r0"])
+    assert not controller.rests_on()

@@ -23,6 +23,7 @@ def _decide(
     draft_ms: float = 0.2,
     found: tuple[np.ndarray, np.ndarray] = (np.empty(0), np.empty(0, np.int64)),
     limits: list[int] | None = None,
+    debts: list[float] | None = None,
 ) -> np.ndarray:
     draft = CostCurve([1, 100], [draft_ms, 100 * draft_ms])
     return gate.decide(
@@ -33,12 +34,15 @@ def _decide(
         num_reqs,
         lambda requests, depth: draft(requests * (np.asarray(depth) + 1)),
         step_ms,
+        debts=None if debts is None else np.array(debts),
     ).depths
 
 
 def _observe(gate: DraftGate, depths: np.ndarray, probability: float) -> None:
     """Every forward finds a chain of nodes, each accepted with `probability` after its parent."""
     slots = np.flatnonzero(depths)
+    if not len(slots):
+        return
     reached = depths[slots]
     owners = np.repeat(np.arange(len(slots)), reached)
     levels = np.concatenate([np.arange(1, d + 1) for d in reached])
@@ -150,3 +154,79 @@ def test_does_not_flap_between_nearly_equal_choices() -> None:
         states.append(int((depths > 0).sum()) > 1)
     switches = sum(a != b for a, b in zip(states, states[1:], strict=False))
     assert switches <= 2
+
+
+# -- requests that a first draft costs more ------------------------------------------------------
+
+
+def _closed() -> DraftGate:
+    """A gate that has learnt that drafts bring nothing."""
+    gate = DraftGate(DEEPEST)
+    for _ in range(300):
+        _observe(gate, _decide(gate, draft_ms=0.5), 0.02)
+    assert not gate.is_on
+    return gate
+
+
+def test_a_debt_is_taken_on_once_as_much_was_lost_by_waiting() -> None:
+    """A debt of seven steps' time is taken on at once where drafts gain much, and where they gain
+    little, later."""
+    waited = {}
+    for probability in (0.1, 0.9):
+        gate = DraftGate(DEEPEST)
+        for _ in range(100):
+            _observe(gate, np.full(4, DEEPEST), probability)
+        gate.is_on = False
+        assert (_decide(gate, draft_ms=0.1) > 0).all(), "without debts they are drafted for"
+        gate.is_on = False
+        steps = 0
+        while not (_decide(gate, draft_ms=0.1, debts=[50.0] * 4) > 0).all():
+            steps += 1
+        waited[probability] = steps
+    assert waited[0.9] == 0
+    assert 10 < waited[0.1] < 1000, waited
+
+
+def test_debts_do_not_count_where_drafts_bring_nothing() -> None:
+    gate = _closed()
+    for _ in range(3000):
+        depths = _decide(gate, draft_ms=0.5, debts=[50.0] * 4)
+        assert (depths > 0).sum() <= 1
+        _observe(gate, depths, 0.02)
+
+
+def test_probes_leave_those_alone_that_owe_more_than_a_probe() -> None:
+    gate = _closed()
+    seen = set()
+    for _ in range(3000):
+        depths = _decide(gate, draft_ms=0.5, debts=[30.0, 1.0, 30.0, 0.0])
+        seen |= set(np.flatnonzero(depths).tolist())
+        _observe(gate, depths, 0.02)
+    assert seen == {1, 3}
+
+
+def test_where_all_owe_the_cheapest_is_probed_and_its_debt_is_part_of_the_share() -> None:
+    gate = _closed()
+    debts = [40.0, 25.0, 60.0, 50.0]
+    spent, steps, paid = 0.0, 20000, set()
+    for step in range(steps):
+        # Requests of a service end, and others owe anew.
+        owed = [debt * (i not in paid) for i, debt in enumerate(debts)]
+        depths = _decide(gate, draft_ms=0.5, debts=owed)
+        for i in np.flatnonzero(depths).tolist():
+            assert not paid or i in paid, "who has paid is probed first"
+            spent += owed[i] + 0.5 * (DEEPEST + 1)
+            paid.add(i)
+        if step % 1000 == 999:
+            paid.clear()
+        _observe(gate, depths, 0.02)
+    assert 0 < spent / (30.0 * steps) < 2 * PROBE_SHARE
+
+
+def test_of_equals_those_are_drafted_for_that_owe_least() -> None:
+    gate = DraftGate(DEEPEST)
+    for _ in range(100):
+        _observe(gate, np.full(4, DEEPEST), 0.9)
+    # There are rows for three nodes, and one request has as many.
+    depths = _decide(gate, draft_ms=1.0, step_ms=FLAT_MS[:4], debts=[9.0, 9.0, 0.0, 9.0])
+    assert np.flatnonzero(depths).tolist() == [2]

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 
@@ -52,3 +55,239 @@ def test_steps_without_tokens_leave_nothing(backlog: ContextBacklog, written: Wr
     backlog.add(*_tokens(0, 0))
     backlog.flush()
     assert written == []
+
+
+# -- tokens that are put off -------------------------------------------------------------------
+
+
+def _step(
+    backlog: ContextBacklog, req_ids: list[str], spans: list[tuple[int, int]], base: int = 0
+) -> None:
+    """A step in which request i commits the tokens at the slots `spans[i]`; a token's state tells
+    its slot, and `base`."""
+    slots = torch.cat([torch.arange(a, b) for a, b in spans])
+    owners = np.repeat(np.arange(len(spans)), [b - a for a, b in spans])
+    states = (base + slots)[:, None].float().expand(-1, 4)
+    backlog.add(states, slots, req_ids=req_ids, owners=owners)
+
+
+class _Cache:
+    """What was written last to each slot."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, float] = {}
+        self.writes = 0
+
+    def write(self, states: torch.Tensor, slots: torch.Tensor) -> None:
+        self.writes += 1
+        self.values.update(zip(slots.tolist(), states[:, 0].tolist(), strict=True))
+
+
+ROW_BYTES = 4 * 4 + 8
+
+
+def _idle(cache: _Cache, rows: int = 100) -> ContextBacklog:
+    backlog = ContextBacklog(cache.write, 4, rows * ROW_BYTES)
+    backlog.put_off(True)
+    return backlog
+
+
+def _slots(first: int, end: int) -> np.ndarray:
+    return np.arange(first, end)
+
+
+def test_what_was_put_off_is_written_for_those_that_are_drafted_for() -> None:
+    cache = _Cache()
+    backlog = _idle(cache)
+    _step(backlog, ["a", "b"], [(0, 5), (20, 28)])
+    _step(backlog, ["b", "a"], [(28, 29), (5, 6)])
+    assert backlog.num_waiting(["a", "b", "c"]) == [6, 9, 0] and not cache.writes
+    backlog.write(["b"])
+    assert cache.values == {slot: float(slot) for slot in range(20, 29)}
+    assert backlog.num_waiting(["a", "b"]) == [6, 0]
+    backlog.write(["b"])
+    assert cache.writes == 1, "nothing is written twice"
+
+
+def test_where_drafts_pay_nothing_is_put_off_but_what_was_stays_so() -> None:
+    cache = _Cache()
+    backlog = _idle(cache)
+    _step(backlog, ["a"], [(0, 5)])
+    backlog.put_off(False)
+    _step(backlog, ["a"], [(5, 12)])
+    assert sorted(cache.values) == list(range(5, 12))
+    _step(backlog, ["a"], [(12, 13)])
+    backlog.put_off(True)
+    assert 12 in cache.values, "joined tokens are not put off later"
+    backlog.write(["a"])
+    assert sorted(cache.values) == list(range(13))
+
+
+def test_requests_that_end_are_not_written_for() -> None:
+    cache = _Cache()
+    backlog = _idle(cache)
+    _step(backlog, ["a", "b"], [(0, 5), (20, 28)])
+    backlog.forget(["a"])
+    backlog.write(["a", "b"])
+    assert sorted(cache.values) == list(range(20, 28))
+    assert not backlog.is_incomplete("b")
+
+
+def test_a_prefix_that_is_met_again_is_written_once_for_all() -> None:
+    cache = _Cache()
+    backlog = _idle(cache)
+    backlog.begin("a", _slots(0, 0))
+    _step(backlog, ["a"], [(0, 8)])
+    backlog.begin("b", _slots(0, 4))
+    assert sorted(cache.values) == [0, 1, 2, 3] and backlog.num_waiting(["a"]) == [4]
+    backlog.forget(["a"])
+    # Of a request that ended, too.
+    backlog.begin("c", _slots(0, 8))
+    assert sorted(cache.values) == list(range(8)) and cache.writes == 2
+    assert not backlog.is_incomplete("b") and not backlog.is_incomplete("c")
+
+
+def test_a_prefix_whose_context_was_dropped_cannot_be_drafted_from() -> None:
+    cache = _Cache()
+    backlog = _idle(cache, rows=10)
+    _step(backlog, ["a"], [(0, 8)])
+    backlog.forget(["a"])
+    # Takes the room of half of it.
+    _step(backlog, ["b"], [(20, 26)])
+    backlog.begin("c", _slots(0, 8))
+    assert backlog.is_incomplete("c") and not backlog.is_incomplete("b")
+    assert len(cache.values) == 4, "what is left of it is written"
+    # As long as it runs; another one with the same name has its own prefix.
+    backlog.forget(["c"])
+    backlog.begin("c", _slots(20, 26))
+    assert not backlog.is_incomplete("c")
+
+
+def test_slots_that_no_step_committed_hold_no_context() -> None:
+    backlog = _idle(_Cache())
+    backlog.begin("a", _slots(3, 5))
+    assert backlog.is_incomplete("a")
+
+
+def test_a_slot_belongs_to_its_last_token() -> None:
+    """Pages go from request to request; what waited for an earlier token is never written."""
+    cache = _Cache()
+    backlog = _idle(cache)
+    _step(backlog, ["a"], [(0, 8)])
+    backlog.forget(["a"])
+    _step(backlog, ["b"], [(0, 4)], base=100)
+    backlog.begin("c", _slots(0, 8))
+    assert cache.values == {0: 100, 1: 101, 2: 102, 3: 103, 4: 4, 5: 5, 6: 6, 7: 7}
+    # Written first and put off later.
+    backlog.forget(["b", "c"])
+    _step(backlog, ["d"], [(4, 8)], base=200)
+    backlog.forget(["d"])
+    backlog.begin("e", _slots(0, 8))
+    assert [cache.values[slot] for slot in range(4, 8)] == [204, 205, 206, 207]
+    assert not backlog.is_incomplete("e")
+
+
+def test_a_full_room_takes_nothing_from_running_requests() -> None:
+    cache = _Cache()
+    backlog = _idle(cache, rows=10)
+    _step(backlog, ["a"], [(0, 8)])
+    _step(backlog, ["b"], [(20, 26)])
+    assert sorted(cache.values) == list(range(20, 26)), "no room: written as it comes"
+    backlog.begin("c", _slots(20, 26))
+    assert not backlog.is_incomplete("c")
+    assert backlog.num_waiting(["a", "b"]) == [8, 0]
+    backlog.write(["a"])
+    assert sorted(cache.values) == [*range(8), *range(20, 26)]
+
+
+def test_tokens_of_unknown_requests_are_not_put_off() -> None:
+    cache = _Cache()
+    backlog = _idle(cache)
+    backlog.add(torch.zeros(5, 4), torch.arange(5))
+    assert len(cache.values) == 5
+
+
+def test_what_is_put_off_survives_a_random_service() -> None:
+    """Requests start, share prefixes, commit, are drafted for and end in any order; a slot that a
+    draft reads always holds its own token's context."""
+    rng = np.random.default_rng(0)
+    cache = _Cache()
+    backlog = _idle(cache, rows=60)
+    # Blocks of four slots: the tokens in them, None where nobody may use them again.
+    content: dict[int, list[float]] = {}
+    running: dict[str, list[int]] = {}
+    lengths: dict[str, int] = {}
+    names = (f"r{n}" for n in itertools.count())
+    drafted = refused = shared = 0
+    stamp = 1000.0
+
+    def slots_of(name: str) -> np.ndarray:
+        slots = [4 * block + i for block in running[name] for i in range(4)]
+        return np.array(slots[: lengths[name]], np.int64)
+
+    def add_block(name: str) -> None:
+        used = {block for blocks in running.values() for block in blocks}
+        block = next(b for b in rng.permutation(200).tolist() if b not in used)
+        content[block] = []
+        running[name].append(block)
+
+    for _ in range(3000):
+        action = rng.integers(0, 10)
+        if action < 2 and len(running) < 6:
+            name = next(names)
+            full = [b for b, tokens in content.items() if len(tokens) == 4]
+            prefix = list(rng.permutation(full)[: rng.integers(0, 3)]) if full else []
+            running[name], lengths[name] = [int(b) for b in prefix], 4 * len(prefix)
+            shared += bool(prefix)
+            hit = slots_of(name)
+            # Its own first token comes with the step that begins it.
+            add_block(name)
+            stamp = _commit(backlog, content, running, lengths, [name], stamp)
+            backlog.begin(name, hit)
+        elif action < 3 and running:
+            name = str(rng.choice(sorted(running)))
+            backlog.forget([name])
+            del running[name], lengths[name]
+        elif action < 8 and running:
+            chosen = [name for name in running if rng.random() < 0.7]
+            for name in chosen:
+                if lengths[name] == 4 * len(running[name]):
+                    add_block(name)
+            stamp = _commit(backlog, content, running, lengths, chosen, stamp)
+        elif action < 9 and running:
+            name = str(rng.choice(sorted(running)))
+            if backlog.is_incomplete(name):
+                refused += 1
+                continue
+            backlog.write([name])
+            slots = slots_of(name).tolist()
+            expected = [token for block in running[name] for token in content[block]]
+            assert [cache.values[slot] for slot in slots] == expected
+            drafted += 1
+        else:
+            backlog.put_off(bool(rng.integers(0, 3)))
+    assert drafted > 100 and refused > 3 and shared > 50, (drafted, refused, shared)
+
+
+def _commit(
+    backlog: ContextBacklog,
+    content: dict[int, list[float]],
+    running: dict[str, list[int]],
+    lengths: dict[str, int],
+    names: list[str],
+    stamp: float,
+) -> float:
+    """One token of each request, all different."""
+    slots, states = [], []
+    for name in names:
+        block = running[name][-1]
+        slots.append(4 * block + len(content[block]))
+        states.append(stamp)
+        content[block].append(stamp)
+        lengths[name] += 1
+        stamp += 1
+    backlog.add(
+        torch.tensor(states)[:, None].expand(-1, 4), torch.tensor(slots, dtype=torch.int64),
+        req_ids=names, owners=np.arange(len(names)),
+    )  # fmt: skip
+    return stamp

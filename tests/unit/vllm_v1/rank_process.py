@@ -91,7 +91,7 @@ class Runner(TreeRunnerMixin):
         self.tree_step = TreeStep(
             [StepRequest(r, r, r + 1, 10, DraftTree.empty()) for r in range(NUM_REQUESTS)]
         )
-        self.proposed_trees = {}
+        self.proposed_trees, self.begun = {}, set()
         ids = [f"r{i}" for i in range(NUM_REQUESTS)]
         params = SimpleNamespace(max_tokens=None, extra_args=None)
         self.requests = {

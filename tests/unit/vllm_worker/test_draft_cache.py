@@ -42,6 +42,7 @@ def test_branches_attend_their_pages_and_their_ancestors() -> None:
     for r, length in enumerate(CONTEXTS):
         at = torch.arange(length)
         slots = table[r, at // BLOCK].long() * BLOCK + at % BLOCK
+        assert cache.slots(r, length).tolist() == slots.tolist()
         cache.write(keys[:, r, :length], values[:, r, :length], slots)
     # Not all requests of the batch draft, and not in its order.
     chosen = [3, 0, 2, 1]

@@ -419,3 +419,120 @@ def test_no_tree_outgrows_its_budget(tree_budget: Any) -> None:
     trees = planner.draft(_GreedyDrafter(score=-0.01), requests, batch)
     assert trees[1].num_nodes == 2
     assert all(t.num_nodes <= b for t, b in zip(trees, requests.budgets, strict=True))
+
+
+# -- steps for which nothing is asked --------------------------------------------------------------
+
+
+def _at_rest(planner: DraftPlanner, drafter: Any, count: int = 3) -> list[str]:
+    """Ids of a batch for which it was decided to draft nothing for a while."""
+    for _ in range(60):
+        requests, batch = _requests(planner, [None] * count)
+        batch.req_ids = list(requests.req_ids)
+        assert not planner.rests(batch.req_ids)
+        planner.begin_step()
+        planner.draft(drafter, requests, batch)
+        if planner._resting:
+            return list(batch.req_ids)
+        planner.stats.drain()
+    raise AssertionError("never at rest")
+
+
+def test_a_batch_at_rest_is_not_asked_about_again_and_counted_all_the_same() -> None:
+    planner = _planner(draft_ms=60.0)
+    drafter = _Drafter()
+    ids = _at_rest(planner, drafter)
+    assert planner.stats.plain_steps == {"budget": 3}
+    planner.stats.drain()
+    asked = len(drafter.asked)
+    rested = 0
+    while planner.rests(ids):
+        rested += 1
+        assert planner.is_resting
+    assert rested == 7 and not planner.is_resting and len(drafter.asked) == asked
+    assert planner.stats.plain_steps == {"budget": 3 * 7}
+
+
+@pytest.mark.parametrize("change", ["joined", "left", "ended", "looks_up"])
+def test_another_batch_ends_the_rest(change: str) -> None:
+    planner = _planner(draft_ms=60.0)
+    drafter = _Drafter()
+    ids = _at_rest(planner, drafter)
+    if change == "looks_up":
+        # With lookups every step may find something.
+        drafter = _LookingDrafter()
+        planner = _planner(draft_ms=60.0)
+        with pytest.raises(AssertionError, match="never at rest"):
+            _at_rest(planner, drafter)
+        return
+    assert planner.rests(ids)
+    if change == "ended":
+        planner.forget(["r1"])
+        assert not planner.rests(ids)
+    else:
+        assert not planner.rests([*ids, "r9"] if change == "joined" else ids[:-1])
+    assert planner.stats.plain_steps["budget"] == 3 + 3
+
+
+class _LookingDrafter(_Drafter):
+    """Looks things up, and finds nothing."""
+
+    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+        return [DraftTree.empty()] * len(requests)
+
+
+class _OwingDrafter(_Drafter):
+    """Owes work for some requests; others can have no draft at all."""
+
+    def __init__(self, debts: dict[str, float], **options: Any) -> None:
+        super().__init__(**options)
+        self.debts = debts
+        self.paid: list[str] = []
+        self.is_off: list[bool] = []
+        self.shown = False
+
+    def put_off(self, puts_off: bool) -> None:
+        self.is_off.append(puts_off)
+
+    def context_debt(self, req_ids: Any) -> list[float]:
+        return [self.debts.get(req_id, 0.0) for req_id in req_ids]
+
+    def pay_debts(self, requests: DraftRequests) -> None:
+        assert self.shown, "it has not seen what it is to work on"
+        for req_id in requests.for_forward()[1].req_ids:
+            self.paid.append(req_id)
+            assert self.debts.get(req_id, 0.0) < float("inf")
+            self.debts.pop(req_id, None)
+
+
+def test_who_has_no_context_is_not_drafted_for_and_counted() -> None:
+    planner = _planner()
+    drafter = _OwingDrafter({"r0": 2.0, "r1": float("inf")}, score=-0.01)
+    for _ in range(8):
+        drafter.shown = False
+        planner.draft(
+            drafter, *_requests(planner, [None] * 3),
+            show_committed=lambda: setattr(drafter, "shown", True),
+        )  # fmt: skip
+    assert drafter.asked and all(depths[1] == 0 for depths in drafter.asked)
+    assert any(depths[0] and depths[2] for depths in drafter.asked)
+    assert "r0" in drafter.paid and "r1" not in drafter.paid
+    assert planner.stats.plain_steps == {"no_context": 8}
+    assert not any(drafter.is_off)
+
+
+def test_a_request_that_fixed_its_budget_has_no_draft_without_a_context_either() -> None:
+    planner = _planner()
+    drafter = _OwingDrafter({"r0": float("inf")}, score=-0.01)
+    drafter.shown = True
+    planner.draft(drafter, *_requests(planner, [{"specplug_tree_budget": 4}, None]))
+    assert drafter.asked and drafter.asked[0][0] == 0
+
+
+def test_drafters_are_told_when_no_drafts_are_expected() -> None:
+    planner = _planner(draft_ms=60.0)
+    drafter = _OwingDrafter({})
+    drafter.shown = True
+    for _ in range(60):
+        planner.draft(drafter, *_requests(planner, [None] * 3))
+    assert drafter.is_off[-1]

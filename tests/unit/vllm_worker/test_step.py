@@ -54,3 +54,27 @@ def test_linear_requests_need_no_tree_path() -> None:
     assert branching.context_len == 9
     # Recomputed tokens before the root shift it.
     assert StepRequest(2, 5, 8, 9, _tree([-1, -1])).context_len == 12
+
+
+def test_whose_each_committed_token_is() -> None:
+    prompt = StepRequest(0, 4, 5, num_computed=0, tree=DraftTree.empty())
+    branching = StepRequest(5, 5, 10, num_computed=20, tree=_tree([-1, -1, 1, 2]))
+    branching.accepted_path = [1, 2]
+    step = TreeStep([prompt, branching])
+    assert step.owners().tolist() == [0] * 5 + [1] * 3
+    assert len(step.owners()) == len(step.committed_rows()[0])
+
+
+def test_a_step_without_drafts_is_its_rows() -> None:
+    step = TreeStep.without_drafts([0, 5, 6], [7, 20])
+    chunk = StepRequest(0, 4, 5, num_computed=7, tree=DraftTree.empty())
+    decoding = StepRequest(5, 5, 6, num_computed=20, tree=DraftTree.empty())
+    expected = TreeStep([chunk, decoding])
+    assert not step.has_drafts and not step.has_trees
+    for own, theirs in zip(step.requests, expected.requests, strict=True):
+        assert (own.first_row, own.root_row, own.end_row) == (
+            theirs.first_row, theirs.root_row, theirs.end_row,
+        )  # fmt: skip
+        assert own.num_computed == theirs.num_computed and own.decodes == theirs.decodes
+    for own, theirs in zip(step.committed_rows(), expected.committed_rows(), strict=True):
+        assert own.tolist() == theirs.tolist()

@@ -15,17 +15,16 @@ from typing import cast
 
 import torch
 
-from vllm_specplug.drafting.context_backlog import ContextBacklog
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
     DeviceCache,
     DraftCacheSpec,
-    Drafter,
     DraftRequests,
     TargetWeights,
     device_tensor,
 )
+from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.kernels import build_best_first, can_build_best_first, top_candidates
 from vllm_specplug.methods.block.checkpoint import BlockHeadExtras, load_block_head
@@ -37,7 +36,7 @@ from vllm_specplug.tree import DraftTree, build_tree
 _MOST_LOGITS = 1 << 25
 
 
-class BlockHeadDrafter(Drafter):
+class BlockHeadDrafter(LateContextDrafter):
     """Block head of the JetSpec and DFlash family; causal or bidirectional by its config."""
 
     @torch.inference_mode()
@@ -59,7 +58,7 @@ class BlockHeadDrafter(Drafter):
         self.vocab_size = len(self.embed_tokens if self.target_ids is None else self.target_ids)
         self.head = FusedBlockHead(head, self.options.max_model_len, target.make_linear)
         self.ngrams = ngram_branches(self.options)
-        self.backlog = ContextBacklog.on(target.device, self._write_context)
+        self.begin_backlog(target.device, self._write_context)
 
     def load_head(self, target: TargetWeights) -> tuple[BlockHead, BlockHeadExtras]:
         """Reads the checkpoint and checks it against its target."""
@@ -76,9 +75,10 @@ class BlockHeadDrafter(Drafter):
         ]
 
     def observe(self, committed: CommittedTokens) -> None:
-        rows = committed.rows
-        aux = torch.cat([hidden[rows] for hidden in committed.aux_hidden_states], dim=-1)
-        self.backlog.add(aux, committed.positions, committed.slots)
+        self.backlog.add(
+            committed.layer_states(), committed.positions, committed.slots,
+            req_ids=committed.req_ids, owners=committed.owners,
+        )  # fmt: skip
 
     def _write_context(
         self, aux: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
@@ -87,18 +87,18 @@ class BlockHeadDrafter(Drafter):
         keys, values = self.head.context_kv(self.head.context_features(aux), positions)
         self.cache.write(keys, values, slots)
 
-    def catch_up(self) -> None:
-        self.backlog.flush()
-
     def forget(self, req_ids: Iterable[str]) -> None:
-        # Their pages may go to others in this very step.
-        self.backlog.flush()
+        super().forget(req_ids)
         if self.ngrams is not None:
             self.ngrams.forget(req_ids)
 
     @property
     def forward_depth(self) -> int:
         return min(self.config.num_draft_tokens, self.options.tree_depth)
+
+    @property
+    def looks_up(self) -> bool:
+        return self.ngrams is not None
 
     def look_up(self, requests: DraftRequests) -> list[DraftTree]:
         if self.ngrams is None:
@@ -186,7 +186,10 @@ class BlockHeadDrafter(Drafter):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`candidates` by their ids in the draft vocabulary, and the final normed states of the
         slots that drafted them [R, depth, H]."""
-        self.backlog.flush()
+        if isinstance(requests, DeviceRequests):
+            self.backlog.flush()
+        else:
+            self.backlog.write(requests.req_ids)
         num_reqs = len(requests)
         # A bidirectional block was trained whole; a causal one may stop at the last depth read.
         first = self.config.first_slot

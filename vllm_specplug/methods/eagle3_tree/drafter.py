@@ -9,14 +9,13 @@ and takes its parent's state: every branch is what the head would draft as a cha
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.context_backlog import ContextBacklog
 from vllm_specplug.drafting.device_levels import (
     DeviceFrontier,
     LevelRows,
@@ -37,6 +36,7 @@ from vllm_specplug.drafting.drafter import (
     device_tensor,
 )
 from vllm_specplug.drafting.head_drafter import HeadDrafter
+from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
@@ -45,7 +45,7 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import BranchRows, Expand, Frontier, draft_level_by_level
 
 
-class StateDrafter(HeadDrafter):
+class StateDrafter(LateContextDrafter, HeadDrafter):
     """A layer over a token's embedding and the state before it.
 
     Subclasses set the attributes below in `load`, and end it with `begin_context`.
@@ -58,20 +58,21 @@ class StateDrafter(HeadDrafter):
     # [V'] target id of each draft id, where the draft vocabulary is reduced
     target_ids: torch.Tensor | None
     draft_vocab_size: int
-    _backlog: ContextBacklog
     # [B, H] states of each request's last committed position, in batch order
     _roots: torch.Tensor
     # [B] where the rows of those positions lie among the tokens that wait, from the end; None when
     # `_roots` is up to date
     _root_places: torch.Tensor | None
+    # [B, C] what `_roots` are to be made of, where tokens were put off; None when they are
+    _root_outputs: torch.Tensor | None
     is_device_cache = False
     """Whether the cache is a `DeviceCache`: levels are then drafted without the host."""
 
     def begin_context(self, hidden_size: int) -> None:
         """Sets up what is kept of committed tokens; `hidden_size` is that of their states."""
-        self._backlog = ContextBacklog.on(self.embed_tokens.device, self._write_context)
+        self.begin_backlog(self.embed_tokens.device, self._write_context)
         self._roots = self.embed_tokens.new_zeros(0, hidden_size)
-        self._root_places = None
+        self._root_places = self._root_outputs = None
 
     @abstractmethod
     def target_outputs(self, committed: CommittedTokens) -> torch.Tensor:
@@ -90,20 +91,21 @@ class StateDrafter(HeadDrafter):
             return
         if following is None:
             following = torch.zeros_like(rows)
+        outputs = self.target_outputs(committed)
         if committed.last_rows is not None:
             last = committed.last_rows.to(rows.device)
             # Of a device rows are in no order; those that were not accepted repeat their root's.
-            self._root_places = (rows == last[:, None]).int().argmax(1) - len(rows)
-        outputs = self.target_outputs(committed)
-        self._backlog.add(outputs, following, committed.positions, committed.slots)
-
-    def catch_up(self) -> None:
-        self._backlog.flush()
-
-    def forget(self, req_ids: Iterable[str]) -> None:
-        # Their pages may go to others in this very step.
-        self._backlog.flush()
-        super().forget(req_ids)
+            places = (rows == last[:, None]).int().argmax(1) - len(rows)
+            self._root_places = self._root_outputs = None
+            if self.backlog.puts_off:
+                # Other tokens may be written before these, or instead of them.
+                self._root_outputs = outputs[places]
+            else:
+                self._root_places = places
+        self.backlog.add(
+            outputs, following, committed.positions, committed.slots,
+            req_ids=committed.req_ids, owners=committed.owners,
+        )  # fmt: skip
 
     def _write_context(
         self,
@@ -124,7 +126,7 @@ class StateDrafter(HeadDrafter):
         self.is_device_cache = hasattr(cache, "tree_attention")
 
     def draft(self, requests: DraftRequests) -> list[DraftTree]:
-        self._backlog.flush()
+        self.backlog.write(requests.req_ids)
         depths = [min(depth, self.options.tree_depth) for depth in requests.depths]
         if self.is_device_cache:
             self.levels_run = max(depths)
@@ -155,11 +157,13 @@ class StateDrafter(HeadDrafter):
 
     @property
     def request_states(self) -> torch.Tensor:
+        if self._root_outputs is not None:
+            self._roots, self._root_outputs = self.target_states(self._root_outputs), None
         return self._roots
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
-        self._backlog.flush()
-        roots, levels = self._roots, self.options.tree_depth
+        self.backlog.flush()
+        roots, levels = self.request_states, self.options.tree_depth
         if requests.states is not None:
             roots = requests.states
         if len(roots) and requests.rows is not None:
@@ -231,9 +235,10 @@ class StateDrafter(HeadDrafter):
 
     def _root_states(self, requests: DraftRequests) -> torch.Tensor:
         """[R, H]; zeros in drafts that no step came before."""
-        if max(requests.req_indices) >= len(self._roots):
+        roots = self.request_states
+        if max(requests.req_indices) >= len(roots):
             return self.embed_tokens.new_zeros(len(requests), self.embed_tokens.shape[1])
-        return self._roots[device_tensor(requests.req_indices, self._roots.device)]
+        return roots[device_tensor(requests.req_indices, roots.device)]
 
     def _expander(self, requests: DraftRequests) -> Expand:
         device = self.embed_tokens.device
@@ -373,7 +378,7 @@ class Eagle3Drafter(StateDrafter):
         self.begin_context(self.config.hidden_size)
 
     def target_outputs(self, committed: CommittedTokens) -> torch.Tensor:
-        return torch.cat([hidden[committed.rows] for hidden in committed.aux_hidden_states], dim=-1)
+        return committed.layer_states()
 
     def target_states(self, outputs: torch.Tensor) -> torch.Tensor:
         return self.head.features(outputs)

@@ -166,7 +166,7 @@ def test_what_no_draft_needs_waits_and_leaves_the_drafts_as_they_are(tmp_path: P
 def test_roots_are_those_of_the_last_step_also_where_it_was_written_at_once(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.commit_all()
-    world.drafter._backlog._max_tokens = 1
+    world.drafter.backlog._max_tokens = 1
     world.commit([(r, n - 2, n - 1) for r, n in enumerate(LENGTHS)])
     for r, tree in enumerate(world.drafter.propose(world.requests([16] * 4, [8] * 4))):
         world.check(r, tree)

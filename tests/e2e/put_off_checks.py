@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads whose context is put off while drafts do not pay: what they draft later is what they would
+have drafted, and where the context is gone they draft nothing. See test_put_off.py.
+
+The gate opens and closes by a script, so that nothing depends on how busy the machine is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.e2e.budget_checks import FLAT, freeze_costs
+from tests.e2e.option_checks import greedy
+from tests.e2e.pair import (
+    Pair,
+    core_of,
+    generate,
+    make_engine,
+    pair,
+    sequences_of,
+    watch_preemptions,
+    watch_prefix_hits,
+)
+from vllm_specplug.budget.draft_gate import DraftGate, GateDecision
+from vllm_specplug.tree import DraftTree
+
+AUTO = {"tree_budget": "auto", "num_speculative_tokens": 4}
+# One branch: the order of a tree's nodes follows rounding where their scores are close.
+CHAIN = {**AUTO, "tree_width": 1, "ngram_topk": 0}
+PROMPTS = [[3 + (5 * i * i + k) % 60 for i in range(8 + 9 * k)] for k in range(4)]
+LONG = [3 + (7 * i * i + 3 * i) % 60 for i in range(101)]
+OTHER = [3 + (11 * i * i + 5 * i) % 60 for i in range(101)]
+AGAIN = [*LONG[:96], 62, 3]
+SHUT = 5
+MANY = greedy(max_tokens=40, ignore_eos=True)
+
+
+class ScriptedGate(DraftGate):
+    """Shut for the first `shut` decisions, each of which holds for some steps; with `probes` every
+    other one is a probe."""
+
+    def __init__(self, deepest: int, shut: int, probes: bool = True) -> None:
+        super().__init__(deepest)
+        self.shut, self.probes = shut, probes
+        self.steps = 0
+
+    def decide(self, slots: Any, limits: Any, *args: Any, **kwargs: Any) -> GateDecision:
+        place, self.steps = self.steps, self.steps + 1
+        self.is_on = place >= self.shut
+        if self.is_on:
+            return GateDecision(np.array(limits), 2.0)
+        depths = np.zeros_like(limits)
+        allowed = np.flatnonzero(limits)
+        if self.probes and place % 2 and len(allowed):
+            depths[allowed[0]] = limits[allowed[0]]
+        return GateDecision(depths, 1.0, is_probe=True)
+
+
+class Watched:
+    """An engine with a scripted gate, what its head drafts by the tokens before it, and what was
+    put off."""
+
+    def __init__(self, llm: Any, shut: int) -> None:
+        self.llm = llm
+        self.runner = core_of(llm).model_executor.driver_worker.worker.model_runner
+        owner = getattr(self.runner, "speculator", None)
+        proposer = self.runner.drafter if owner is None else owner.proposer
+        self.drafter = proposer.drafter
+        freeze_costs(Pair(None, llm), FLAT)
+        self.restart(shut)
+        self.backlog = self.drafter.backlog
+        self.seen: dict[tuple[int, ...], DraftTree] = {}
+        self.most_waiting = 0
+        name = "_build" if hasattr(self.drafter, "_build") else "draft"
+        draft = getattr(self.drafter, name)
+
+        def noted(requests: Any, *args: Any) -> Any:
+            waiting = self.backlog._waiting.num_tokens
+            self.most_waiting = max(self.most_waiting, waiting)
+            trees = draft(requests, *args)
+            for tokens, tree in zip(requests.token_ids, trees, strict=True):
+                self.seen[tuple(tokens.tolist())] = tree
+            return trees
+
+        setattr(self.drafter, name, noted)
+
+    def generate(self, prompts: list[list[int]], params: Any = MANY) -> list[list[int]]:
+        return sequences_of(generate(self.llm, prompts, params))
+
+    def restart(self, shut: int, probes: bool = True) -> None:
+        """The script from its beginning; nothing was decided before."""
+        gate = ScriptedGate(self.drafter.forward_depth, shut, probes)
+        self.runner.planner.adaptive.gate = gate
+        self.drafter.put_off(shut > 0)
+
+
+def _engine(method: str, shut: int, **engine: Any) -> Watched:
+    engine = {"max_num_batched_tokens": 40, "enable_prefix_caching": True, **engine}
+    return Watched(make_engine(method, speculative=CHAIN, **engine), shut)
+
+
+def _differences(ours: Watched, always: Watched, least: int) -> list[int]:
+    """Lengths of the contexts after which two engines drafted otherwise, of `least` at least."""
+    common = set(ours.seen) & set(always.seen)
+    assert len(common) > least, (len(common), len(ours.seen), len(always.seen))
+    found = []
+    for known in common:
+        trees = ours.seen[known], always.seen[known]
+        # Near the end of a request fewer are drafted.
+        count = min(tree.num_nodes for tree in trees)
+        assert count > 0
+        a, b = (tree.prefix(count) for tree in trees)
+        same = a.token_ids.tolist() == b.token_ids.tolist()
+        if not (same and np.allclose(a.scores, b.scores, atol=1e-4)):
+            found.append(len(known))
+    return found
+
+
+def compare_drafts(method: str, **engine: Any) -> None:
+    """Through chunks, preemption, prefix hits and the gate's opening and closing."""
+    always = _engine(method, 0, **engine)
+    ours = _engine(method, SHUT, num_gpu_blocks_override=9, **engine)
+    preempted, hits = watch_preemptions(ours.llm), watch_prefix_hits(ours.llm)
+    batches = ([LONG, *PROMPTS], [LONG], [AGAIN])
+
+    def serve() -> None:
+        # The last two alone, so that what they share is still there.
+        for prompts in batches:
+            assert always.generate(prompts) == ours.generate(prompts)
+            ours.restart(SHUT)
+
+    serve()
+    assert preempted and any(hits.values()), (preempted, hits)
+    assert ours.most_waiting > 60, ours.most_waiting
+    assert _differences(ours, always, 12) == []
+    # Were what waits not written, drafts would differ.
+    ours.seen.clear()
+    ours.backlog._write_rows = lambda rows: None
+    serve()
+    assert _differences(ours, always, 12)
+
+
+def compare_dropped_prefixes(method: str, **engine: Any) -> None:
+    """Blocks whose target states are in the prefix cache, and whose draft context is not."""
+    always = _engine(method, 0, **engine)
+    always.generate([LONG]), always.generate([AGAIN])
+    found = []
+    for checks in (True, False):
+        ours = _engine(method, 1000, **engine)
+        ours.restart(1000, probes=False)
+        waiting = ours.backlog._waiting
+        assert waiting is not None
+        ours.generate([PROMPTS[0]], greedy(max_tokens=2))
+        # Room for one of the next two.
+        waiting._most_bytes = 150 * sum(buffer[0].nbytes for buffer in waiting._buffers)
+        if not checks:
+            ours.backlog.is_incomplete = lambda req_id: False
+        ours.generate([LONG], greedy(max_tokens=2, ignore_eos=True))
+        ours.generate([OTHER], greedy(max_tokens=2, ignore_eos=True))
+        hits = watch_prefix_hits(ours.llm)
+        ours.restart(0)
+        assert not ours.seen
+        reasons = _reasons(ours)
+        assert ours.generate([AGAIN]) == always.generate([AGAIN])
+        assert max(hits.values()) >= 64, hits
+        found.append((len(ours.seen), reasons.count("no_context")))
+        if not checks:
+            assert _differences(ours, always, 5), "the dropped context made no difference"
+    (drafted, counted_steps), (drafted_stale, _) = found
+    assert drafted == 0 and counted_steps > 20, found
+    assert drafted_stale > 5, found
+
+
+def _reasons(ours: Watched) -> list[str]:
+    """Why single requests decode steps plainly; grows."""
+    reasons: list[str] = []
+    stats = ours.runner.tree_metrics.stats
+    counted = stats.observe_plain
+
+    def noted(reason: str, count: int = 1) -> None:
+        reasons.extend([reason] * count)
+        counted(reason, count)
+
+    stats.observe_plain = noted
+    return reasons
+
+
+def compare_outputs(method: str, **engine: Any) -> None:
+    """Lookups, the head and a gate that opens and closes, with default trees."""
+    engines = pair(method, speculative=AUTO, enable_prefix_caching=True, **engine)
+    ours = Watched(engines.tree, SHUT)
+    repeated = [[*p, *([5, 6, 7, 8] * 12)] for p in PROMPTS]
+    for prompts in (repeated, [*PROMPTS, repeated[0]], [LONG]):
+        engines.compare(prompts, MANY, branching=False)
+        ours.restart(SHUT)
+    assert ours.seen and ours.most_waiting > 20
+
+
+def check_jetspec_drafts_what_it_would_have_drafted() -> None:
+    compare_drafts("jetspec")
+
+
+def check_eagle3_drafts_what_it_would_have_drafted() -> None:
+    compare_drafts("eagle3_tree")
+
+
+def check_jetspec_does_not_draft_from_a_context_that_is_gone() -> None:
+    compare_dropped_prefixes("jetspec")
+
+
+def check_eagle3_does_not_draft_from_a_context_that_is_gone() -> None:
+    compare_dropped_prefixes("eagle3_tree")
+
+
+def check_outputs_are_plain_ones() -> None:
+    compare_outputs("jetspec")

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drafter is shown of the tokens that steps commit, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_specplug.drafting.drafter import Drafter
+
+# Steps whose hidden states are held at most.
+_MOST_STEPS = 8
+
+
+@dataclass(frozen=True)
+class CommittedTokens:
+    """Tokens whose target forward is final after this step, of all requests, flat."""
+
+    # One [T, Ht] per auxiliary layer; T rows of the target forward
+    aux_hidden_states: list[torch.Tensor]
+    # [M] int64, row of the target forward each token was computed in
+    rows: torch.Tensor
+    # [M] int64
+    positions: torch.Tensor
+    # [M] int64, slot of the paged cache each token owns
+    slots: torch.Tensor
+    # [B] int64, row of each request's last committed token, in batch order
+    last_rows: torch.Tensor | None = None
+    # [M] int64, the token after each, the anchor after a request's last; of drafters that need it
+    next_token_ids: torch.Tensor | None = None
+    # [T, H], what the target's forward returned; of drafters that need it
+    output_states: torch.Tensor | None = None
+    req_ids: Sequence[str] = ()
+    """[B] requests of the step; in tokens of several steps one after the other, those of each."""
+    owners: np.ndarray | None = None
+    """int64 [M], which of `req_ids` each token is of; None where the host does not know."""
+    in_order: bool = False
+    """Whether it is known that the tokens are those of the first M rows, in their order."""
+
+    def layer_states(self) -> torch.Tensor:
+        """[M, L*Ht], what the auxiliary layers put out for each token, side by side; a copy."""
+        import torch
+
+        layers, count = self.aux_hidden_states, len(self.rows)
+        if self.in_order:
+            return torch.cat([hidden[:count] for hidden in layers], dim=-1)
+        return torch.cat([hidden[self.rows] for hidden in layers], dim=-1)
+
+    @classmethod
+    def joined(cls, steps: Sequence[CommittedTokens]) -> CommittedTokens:
+        """Tokens of consecutive steps as if they were of one; `last_rows` are those of the last."""
+        if len(steps) == 1:
+            return steps[0]
+        import torch
+
+        starts, first_ids = [0], [0]
+        for step in steps:
+            forward = step.aux_hidden_states[0] if step.aux_hidden_states else step.output_states
+            assert forward is not None
+            starts.append(starts[-1] + len(forward))
+            first_ids.append(first_ids[-1] + len(step.req_ids))
+        last = steps[-1]
+
+        def column(name: str) -> torch.Tensor | None:
+            if getattr(last, name) is None:
+                return None
+            return torch.cat([getattr(step, name) for step in steps])
+
+        layers = zip(*(step.aux_hidden_states for step in steps), strict=True)
+        in_order = all(
+            step.in_order and end - start == len(step.rows)
+            for step, start, end in zip(steps, starts, starts[1:], strict=False)
+        )
+        owners = None
+        if last.owners is not None:
+            owners = np.concatenate(
+                [s.owners + first for s, first in zip(steps, first_ids, strict=False)]  # type: ignore[operator]
+            )
+        return cls(
+            aux_hidden_states=[torch.cat(layer) for layer in layers],
+            rows=torch.cat([s.rows + start for s, start in zip(steps, starts, strict=False)]),
+            positions=torch.cat([step.positions for step in steps]),
+            slots=torch.cat([step.slots for step in steps]),
+            last_rows=None if last.last_rows is None else last.last_rows + starts[-2],
+            next_token_ids=column("next_token_ids"),
+            output_states=column("output_states"),
+            req_ids=[req_id for step in steps for req_id in step.req_ids],
+            owners=owners,
+            in_order=in_order,
+        )
+
+
+class CommittedSteps:
+    """Shows a drafter what steps committed: those of several at once where it may see them late.
+
+    While nothing is drafted, a step then only keeps what it computed.
+
+    Args:
+        drafter: whose `observe` is called.
+        keeps: whether hidden states stay as they are once their step is over.
+    """
+
+    def __init__(self, drafter: Drafter, keeps: bool) -> None:
+        self._drafter = drafter
+        self.is_late = keeps and drafter.observes_late
+        """Whether what a step is made of is read after the step."""
+        self._steps: list[Callable[[], CommittedTokens]] = []
+
+    def add(self, make: Callable[[], CommittedTokens]) -> None:
+        """A step's tokens, made when they are shown."""
+        self._steps.append(make)
+        if not self.is_late or len(self._steps) >= _MOST_STEPS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Shows all that the drafter has not seen: call it before a draft forward, and before
+        requests begin or lose their pages."""
+        if self._steps:
+            steps, self._steps = self._steps, []
+            self._drafter.observe(CommittedTokens.joined([make() for make in steps]))

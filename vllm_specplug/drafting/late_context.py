@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafters share whose context is computed from committed tokens, at once or later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, cast
+
+import torch
+
+from vllm_specplug.drafting.context_backlog import ContextBacklog, WriteContext
+from vllm_specplug.drafting.drafter import DraftCache, Drafter, DraftRequests, HostCache
+
+
+class LateContextDrafter(Drafter):
+    """A drafter with a context cache that may be behind the target's.
+
+    Subclasses call `begin_backlog` in `load`, add committed tokens to `backlog`, and have what they
+    draft for written first: `backlog.write`.
+    """
+
+    observes_late: ClassVar[bool] = True
+
+    def begin_backlog(self, device: torch.device, write: WriteContext) -> None:
+        """Sets up what is kept of committed tokens; `write` stores them."""
+        self._backlog_of = device, write
+        self.backlog = ContextBacklog.on(device, write)
+
+    def bind_cache(self, cache: DraftCache) -> None:
+        super().bind_cache(cache)
+        # Slots of another cache say nothing of this one's. Kernels of a device that a CPU runs have
+        # that device's cache.
+        self.backlog = ContextBacklog.on(*self._backlog_of, knows_slots=hasattr(cache, "slots"))
+
+    def begin(self, req_id: str, req_index: int, num_cached: int) -> None:
+        if self.backlog.knows_slots:
+            slots = cast(HostCache, self.cache).slots(req_index, num_cached)
+            self.backlog.begin(req_id, slots)
+
+    def put_off(self, puts_off: bool) -> None:
+        self.backlog.put_off(puts_off)
+
+    def context_debt(self, req_ids: Sequence[str]) -> list[float]:
+        backlog = self.backlog
+        return [
+            math.inf if backlog.is_incomplete(req_id) else count * backlog.token_ms
+            for req_id, count in zip(req_ids, backlog.num_waiting(req_ids), strict=True)
+        ]
+
+    def pay_debts(self, requests: DraftRequests) -> None:
+        self.backlog.write(requests.for_forward()[1].req_ids)
+
+    def catch_up(self) -> None:
+        self.backlog.flush()
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        gone = list(req_ids)
+        self.backlog.forget(gone)
+        super().forget(gone)
