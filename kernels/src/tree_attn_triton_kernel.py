@@ -66,11 +66,11 @@ def _depths(word_at, present, rows):
 
 @triton.jit
 def _slot_scales(
-    key_scale, value_scale, pages, places, head_kv, mask,
+    key_scale, value_scale, pages, in_page, head_kv, mask,
     BLOCK: tl.constexpr, TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr, VALUE_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """float32 [N] each: what keys and values of slots `places` [N] of `pages` are multiplied by."""
-    at = pages * BLOCK + places * TOKEN
+    """float32 [N] each: what keys and values of `in_page` [N] of `pages` are multiplied by."""
+    at = pages * BLOCK + in_page * TOKEN
     key_at = key_scale + head_kv * KEY_HEAD + at
     value_at = value_scale + head_kv * VALUE_HEAD + at
     if mask is None:
@@ -312,7 +312,7 @@ def _tree_attn_kernel(
     for start in range(begin, whole, BLOCK_N):
         if PAGE % BLOCK_N == 0:
             pages = tl.load(table + start // PAGE).to(tl.int64)
-            places = start % PAGE + columns
+            in_page = start % PAGE + columns
         else:
             position = start + columns
             if WINDOW:
@@ -320,9 +320,9 @@ def _tree_attn_kernel(
                 pages = pages.to(tl.int64)
             else:
                 pages = tl.load(table + position // PAGE).to(tl.int64)
-            places = position % PAGE
-        key_at = key_base + pages * key_block + places * key_token
-        value_at = value_base + pages * value_block + places * value_token
+            in_page = position % PAGE
+        key_at = key_base + pages * key_block + in_page * key_token
+        value_at = value_base + pages * value_block + in_page * value_token
         if WINDOW:
             kept = start + columns >= lowest
         else:
@@ -348,7 +348,7 @@ def _tree_attn_kernel(
             )
         if SCALE_TOKEN:
             key_scales, value_scales = _slot_scales(
-                key_scale, value_scale, pages, places, head_kv, kept,
+                key_scale, value_scale, pages, in_page, head_kv, kept,
                 SCALE_BLOCK, SCALE_TOKEN, KEY_SCALE_HEAD, VALUE_SCALE_HEAD,
             )  # fmt: skip
         else:
@@ -372,9 +372,9 @@ def _tree_attn_kernel(
         if WINDOW:
             present = present & (position >= lowest)
         pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
-        places = position % PAGE
-        key_at = key_base + pages * key_block + places * key_token
-        value_at = value_base + pages * value_block + places * value_token
+        in_page = position % PAGE
+        key_at = key_base + pages * key_block + in_page * key_token
+        value_at = value_base + pages * value_block + in_page * value_token
         # Slots past the context may hold anything, NaN too: they are not read.
         k = tl.load(
             key_at[None, :] + dims[:, None] * key_dim,
@@ -388,7 +388,7 @@ def _tree_attn_kernel(
         )
         if SCALE_TOKEN:
             key_scales, value_scales = _slot_scales(
-                key_scale, value_scale, pages, places, head_kv, present,
+                key_scale, value_scale, pages, in_page, head_kv, present,
                 SCALE_BLOCK, SCALE_TOKEN, KEY_SCALE_HEAD, VALUE_SCALE_HEAD,
             )  # fmt: skip
         else:
@@ -424,9 +424,9 @@ def _tree_attn_kernel(
             else:
                 position = context + column
                 pages = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
-                places = position % PAGE
-                key_at = key_base + pages * key_block + places * key_token
-                value_at = value_base + pages * value_block + places * value_token
+                in_page = position % PAGE
+                key_at = key_base + pages * key_block + in_page * key_token
+                value_at = value_base + pages * value_block + in_page * value_token
                 key_step = key_dim
                 value_step = value_dim
             k = tl.load(
@@ -441,7 +441,7 @@ def _tree_attn_kernel(
             )
             if SCALE_TOKEN and not DENSE_TAIL:
                 key_scales, value_scales = _slot_scales(
-                    key_scale, value_scale, pages, places, head_kv, present,
+                    key_scale, value_scale, pages, in_page, head_kv, present,
                     SCALE_BLOCK, SCALE_TOKEN, KEY_SCALE_HEAD, VALUE_SCALE_HEAD,
                 )  # fmt: skip
             else:

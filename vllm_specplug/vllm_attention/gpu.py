@@ -28,7 +28,9 @@ from vllm_specplug.kernels.cuda_contract import (
     E4M3_CACHES,
     FULL_GRAPHS_VARIABLE,
     TOKEN_SCALE_CACHES,
+    numbers_and_scales,
 )
+from vllm_specplug.kernels.features import AttnFeatures
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 
 # What the Triton kernel reproduces; the others leave such layers to it, or do not serve.
@@ -49,6 +51,42 @@ def gpu_cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         kv_cache = kv_cache.view(torch.float8_e4m3fn)
     key_cache, value_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
     return key_cache, value_cache
+
+
+def without_scales(
+    # as `gpu_cache_views` gives them
+    views: tuple[torch.Tensor, torch.Tensor],
+    cache_dtype: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers of keys and values [num_blocks, block_size, Hkv, Dh] of a cache of vLLM's name
+    `cache_dtype`."""
+    if cache_dtype not in TOKEN_SCALE_CACHES:
+        return views
+    (keys, _), (values, _) = map(numbers_and_scales, views)
+    return keys, values
+
+
+def warm_up_store(
+    # [num_blocks, block_size, Hkv, Dh]
+    values: torch.Tensor,
+    dtype: torch.dtype,
+    features: AttnFeatures,
+) -> None:
+    """Compiles what a layer launches when it stores keys and values of `dtype`; stores nothing."""
+    from vllm_specplug.kernels.finite_values_triton import (
+        contain_nonfinite_triton,
+        contain_token_scales_triton,
+    )
+
+    if not features.token_scales:
+        stored = torch.zeros(2, 1, *values.shape[2:], dtype=dtype, device=values.device)
+        contain_nonfinite_triton(*stored)
+        return
+    assert features.key_scales is not None and features.value_scales is not None
+    no_slot = torch.full((1,), -1, dtype=torch.int64, device=values.device)
+    contain_token_scales_triton(
+        values, features.key_scales, features.value_scales, no_slot, floats=not features.int8_cache
+    )
 
 
 class _DeviceAttentionMixin(TreeAttentionMixin):

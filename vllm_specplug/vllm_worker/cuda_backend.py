@@ -36,7 +36,6 @@ from vllm_specplug.kernels.cuda_contract import (
     MAX_TREE_ROWS,
     PLAN_ROWS,
     TOKEN_SCALE_CACHES,
-    numbers_and_scales,
 )
 from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
@@ -48,7 +47,12 @@ from vllm_specplug.kernels.cuda_dispatch import (
 from vllm_specplug.kernels.features import PLAIN, AttnFeatures, FeatureKind
 from vllm_specplug.kernels.metadata import plan_columns
 from vllm_specplug.seams import ATTENTION_BACKENDS
-from vllm_specplug.vllm_attention.gpu import gpu_cache_views, wants_full_graphs
+from vllm_specplug.vllm_attention.gpu import (
+    gpu_cache_views,
+    wants_full_graphs,
+    warm_up_store,
+    without_scales,
+)
 from vllm_specplug.vllm_attention.tree_rows import CacheViews
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer
@@ -201,16 +205,6 @@ def _place(kv_cache: torch.Tensor) -> tuple[int, torch.Size]:
     return kv_cache.data_ptr(), kv_cache.shape[1:]
 
 
-def _numbers(
-    group: CacheGroup, views: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The views without scales that lie among the numbers."""
-    if group.cache_dtype not in TOKEN_SCALE_CACHES:
-        return views
-    (keys, _), (values, _) = map(numbers_and_scales, views)
-    return keys, values
-
-
 @dataclass(frozen=True)
 class LayerSample:
     """One attention layer of each kind that the target has."""
@@ -295,7 +289,9 @@ class CudaKernels:
         # Made once: a view costs as much as a launch. Layers of two groups may share memory, in
         # pages of as many bytes but not of as many tokens.
         table = {
-            _place(c): _numbers(group, view(c)) for group in groups for c in group.caches.values()
+            _place(c): without_scales(view(c), group.cache_dtype)
+            for group in groups
+            for c in group.caches.values()
         }
         self.views: CacheViews = lambda kv_cache: table[_place(kv_cache)]
         # Whole, as scales that lie behind a token's numbers move with them.
@@ -351,10 +347,6 @@ class CudaKernels:
 
     def run_every_variant(self, synchronize: Callable[[], None]) -> None:
         """Runs each Triton kernel of a step in each of its variants, over the empty cache."""
-        from vllm_specplug.kernels.finite_values_triton import (
-            contain_nonfinite_triton,
-            contain_token_scales_triton,
-        )
         from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton
         from vllm_specplug.kernels.tree_builder_triton import warm_up_builder
 
@@ -368,19 +360,7 @@ class CudaKernels:
         warm_up_builder(self.limits.tree_rows - 1, self.device)
         # By those that make a variant: of each shape, those that quantise as they are stored apart.
         for sample in {(s.shape, s.features.token_scales): s for s in self.samples}.values():
-            features = sample.features
-            if features.token_scales:
-                assert features.key_scales is not None and features.value_scales is not None
-                # No slot.
-                none = torch.full((1,), -1, dtype=torch.int64, device=self.device)
-                contain_token_scales_triton(
-                    sample.values, features.key_scales, features.value_scales, none,
-                    floats=not features.int8_cache,
-                )  # fmt: skip
-                continue
-            num_kv_heads, head_dim = sample.keys.shape[2:]
-            stored = torch.zeros(2, 1, num_kv_heads, head_dim, dtype=self.dtype, device=self.device)
-            contain_nonfinite_triton(*stored)
+            warm_up_store(sample.values, self.dtype, sample.features)
         if not self.kernel.reads_words:
             return
         for sample, rows in ((s, rows) for s in self.samples for rows in self._warm_up_rows(s)):

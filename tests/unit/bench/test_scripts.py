@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "bench" / "results"
+WITHOUT_VLLM = ("acceptance", "equal_training", "longspec_heads", "packed_products")
 SCRIPTS = sorted(
     path.stem
     for path in (ROOT / "bench").glob("*.py")
@@ -44,7 +45,7 @@ def test_every_script_describes_its_flags(
     shown = capsys.readouterr().out
     assert stopped.value.code == 0
     assert "--out" in shown and "--allow-changes" in shown
-    assert ("--eager" in shown) == (name not in ("acceptance", "equal_training", "longspec_heads"))
+    assert ("--eager" in shown) == (name not in WITHOUT_VLLM)
 
 
 @pytest.mark.parametrize(("name", "page"), [("lookups", "lookups")])
