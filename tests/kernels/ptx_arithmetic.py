@@ -278,23 +278,23 @@ class Arithmetic:
 
     def _setp(self, group, suffix, operands, mask) -> None:
         test, kind = suffix[0], suffix[-1]
+        if kind.startswith("bf16"):
+            # A predicate for each half.
+            for half, name in enumerate(operands[0].split("|")):
+                a, b = (self._bf16(group, o, kind, half) for o in operands[1:3])
+                self._write(group, name, _compared(test, a, b), mask)
+            return
         if kind[0] == "f":
             a, b = (self._float(group, o, kind) for o in operands[1:3])
         else:
             read = self._signed if kind[0] == "s" else self._read
             a, b = (read(group, o, int(kind[1:])) for o in operands[1:3])
-        unordered = test in ("ltu", "leu", "gtu", "geu", "equ", "neu")
-        base = test[:-1] if unordered else test
-        base = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(base, base)
-        result = {
-            "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-            "eq": np.equal, "ne": np.not_equal,
-            "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
-        }[base](a, b)  # fmt: skip
-        if kind[0] == "f":
-            nan = np.isnan(a) | np.isnan(b)
-            result = (result | nan) if unordered else (result & ~nan)
-        self._write(group, operands[0], result, mask)
+        self._write(group, operands[0], _compared(test, a, b), mask)
+
+    def _bf16(self, group, operand: str, kind: str, half: int) -> np.ndarray:
+        """float32 of a bf16 operand, or of a half of a bf16x2 one."""
+        raw = self._read(group, operand, 32 if kind == "bf16x2" else 16).astype(np.uint32)
+        return (raw >> np.uint32(16 * half) << np.uint32(16)).view(np.float32)
 
     def _selp(self, group, suffix, operands, mask) -> None:
         bits = int(suffix[-1][1:])
@@ -367,6 +367,10 @@ class Arithmetic:
         self._write(group, operands[0], count, mask)
 
     def _abs(self, group, suffix, operands, mask) -> None:
+        if suffix[-1] in ("bf16x2", "f16x2"):
+            both = self._read(group, operands[1], 32) & np.uint32(0x7FFF7FFF)
+            self._write(group, operands[0], both, mask)
+            return
         assert suffix[-1] == "f32"
         self._write(group, operands[0], np.abs(self._float(group, operands[1])), mask)
 
@@ -430,3 +434,20 @@ def _e4m3(raw: np.ndarray) -> np.ndarray:
     size = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
     size = np.where(bits & 0x7F == 0x7F, np.nan, size)
     return np.where(bits >> 7 == 1, -size, size).astype(np.float32)
+
+
+def _compared(test: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """What setp finds; among floats, one that is not a number makes ordered tests false and
+    unordered ones true."""
+    unordered = test in ("ltu", "leu", "gtu", "geu", "equ", "neu")
+    base = test[:-1] if unordered else test
+    base = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(base, base)
+    result = {
+        "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+        "eq": np.equal, "ne": np.not_equal,
+        "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    }[base](a, b)  # fmt: skip
+    if a.dtype.kind == "f":
+        nan = np.isnan(a) | np.isnan(b)
+        result = (result | nan) if unordered else (result & ~nan)
+    return result

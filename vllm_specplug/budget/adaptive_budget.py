@@ -326,7 +326,7 @@ class AdaptiveBudget:
         gone = set(req_ids)
         self.acceptance.forget(gone)
         if not gone.isdisjoint(self._rest_ids):
-            self._rest_steps, self._rest_ids = 0, []
+            self._rest_steps, self._rest_ids, self._resting = 0, [], None
 
     def _slots_of(self, req_ids: Sequence[str]) -> Ints:
         slots = np.empty(len(req_ids), np.int64)

@@ -19,7 +19,9 @@ class _Stock:
 
 class _Runner(TreeRunnerMixin, _Stock):
     def __init__(self, blocks: dict[str, int]) -> None:
-        forget = SimpleNamespace(forget=lambda names: None)
+        forget = SimpleNamespace(forget=lambda names: None, observes_late=False)
+        self.device = torch.device("cpu")
+        self.begun: set[str] = set()
         self.drafter: Any = SimpleNamespace(drafter=forget)
         self.planner: Any = forget
         self.proposed_trees: Any = {}
