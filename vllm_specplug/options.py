@@ -71,8 +71,8 @@ class TreeOptions:
     dtype. "auto" is "int8" on such a CPU where the target is in bfloat16 or float16."""
     target_products: TargetProductsName = "auto"
     """Products of the target's unquantized bfloat16 weights on a CPU. "packed" are the package's
-    own, for AVX-512 BF16: a dozen rows take about as long as one, where vLLM's take nearly twice
-    as long. "vllm" leaves them to vLLM. "auto" is "packed" where the CPU has AVX-512 BF16 and no
+    own, for AVX-512 BF16: a dozen rows take about as long as one, where vLLM's take half as
+    long again. "vllm" leaves them to vLLM. "auto" is "packed" where the CPU has AVX-512 BF16 and no
     AMX."""
     tree_kernel: KernelName = "auto"
     """Tree attention kernel. On CPU, "cpp" requires the compiled one. On CUDA, "cute"
