@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of a CPU whose cost is reading the weight, up to a dozen rows.
 
-oneDNN's products of few rows reach half of what such a CPU computes: with AVX-512 BF16 on one core, 12
-rows through the layers of a model of 135M parameters take 12.3 ms there and 7.6 here,
-where one row takes 8.2 and 7.9. A verified tree is such a product.
+oneDNN's products of few rows reach half of what such a CPU computes: with AVX-512 BF16 on one core,
+12 rows through the layers of a model of 135M parameters take 12.3 ms there and 7.6 here, where one
+row takes 8.2 and 7.9. A verified tree is such a product.
 """
 
 from __future__ import annotations
