@@ -10,7 +10,9 @@ working ahead uses time in which another thread computes.
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +78,39 @@ def measured_batches(
     answer(measure)
 
 
-def start_side(side: str, data: Path | None, eager: bool) -> Side:
-    flags = ["--measure", side, *(["--eager"] if eager else [])]
-    flags += [] if data is None else ["--data", str(data)]
-    return Side(__file__, flags, {"VLLM_USE_V2_MODEL_RUNNER": SIDES[side][0]})
+def compare_batches(
+    benchmark: Benchmark,
+    sides: Sequence[str],
+    rounds: int,
+    uses_v2: Callable[[str], str],
+    serve: Callable[[str, Path | None, bool], None],
+    page: Callable[[list[Round], dict[str, Any]], ResultPage],
+) -> None:
+    """The command line of a comparison of sides by batch size: measures in turns and publishes, or
+    is the process of one side.
+
+    Args:
+        rounds: unless the command line says otherwise.
+        uses_v2: a side's VLLM_USE_V2_MODEL_RUNNER.
+        serve: calls `measured_batches` for a side, its prompts and whether it is eager.
+    """
+    benchmark.parser.add_argument("--rounds", type=int, default=rounds)
+    # Not required: there are prompts here.
+    benchmark.parser.add_argument("--data", type=Path, default=Path(), help="prompts (JSONL)")
+    benchmark.parser.add_argument("--measure", metavar="SIDE", help="internal: one side")
+    args = benchmark.parse()
+    data = None if args.data == Path() else args.data
+    if args.measure:
+        serve(args.measure, data, args.eager)
+        return
+    flags = [*(["--eager"] if args.eager else []), *([] if data is None else ["--data", str(data)])]
+
+    def start(side: str) -> Side:
+        env = {"VLLM_USE_V2_MODEL_RUNNER": uses_v2(side)}
+        return Side(sys.argv[0], ["--measure", side, *flags], env)
+
+    measured = in_turns(start, list(sides), BATCHES, args.rounds)
+    benchmark.publish(args, page(measured, benchmark.provenance(args)))
 
 
 def page(rounds: list[Round], record: dict[str, Any]) -> ResultPage:
@@ -98,22 +129,13 @@ def page(rounds: list[Round], record: dict[str, Any]) -> ResultPage:
     )
 
 
+def serve(side: str, data: Path | None, eager: bool) -> None:
+    measured_batches(JETSPEC, data, eager, async_scheduling=SIDES[side][1])
+
+
 def main() -> None:
     benchmark = Benchmark("model_runners", __doc__)
-    benchmark.parser.add_argument("--rounds", type=int, default=6)
-    # Not required: there are prompts here.
-    benchmark.parser.add_argument("--data", type=Path, default=Path(), help="prompts (JSONL)")
-    benchmark.parser.add_argument("--measure", metavar="SIDE", help="internal: one side")
-    args = benchmark.parse()
-    data = None if args.data == Path() else args.data
-    if args.measure:
-        ahead = SIDES[args.measure][1]
-        measured_batches(JETSPEC, data, args.eager, async_scheduling=ahead)
-        return
-    rounds = in_turns(
-        lambda side: start_side(side, data, args.eager), list(SIDES), BATCHES, args.rounds
-    )
-    benchmark.publish(args, page(rounds, benchmark.provenance(args)))
+    compare_batches(benchmark, list(SIDES), 6, lambda side: SIDES[side][0], serve, page)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import Benchmark
-from model_runners import BATCHES, JETSPEC, measured_batches
-from sides import Round, Side, in_turns, table
+from model_runners import BATCHES, JETSPEC, compare_batches, measured_batches
+from sides import Round, table
 
 from vllm_specplug.bench.result_page import ResultPage, Section
 
@@ -25,12 +25,6 @@ SIDES: dict[str, dict[str, Any] | None] = {
     "trees, vLLM's products": {**JETSPEC, "target_products": "vllm"},
     "trees, packed": {**JETSPEC, "target_products": "packed"},
 }
-
-
-def start_side(side: str, data: Path | None, eager: bool) -> Side:
-    flags = ["--measure", side, *(["--eager"] if eager else [])]
-    flags += [] if data is None else ["--data", str(data)]
-    return Side(__file__, flags, {"VLLM_USE_V2_MODEL_RUNNER": "0"})
 
 
 def page(rounds: list[Round], record: dict[str, Any]) -> ResultPage:
@@ -50,21 +44,14 @@ def page(rounds: list[Round], record: dict[str, Any]) -> ResultPage:
     )
 
 
+def serve(side: str, data: Path | None, eager: bool) -> None:
+    measured_batches(SIDES[side], data, eager, async_scheduling=False)
+
+
 def main() -> None:
-    benchmark = Benchmark("target_products", __doc__)
-    benchmark.parser.add_argument("--rounds", type=int, default=5)
-    # Not required: there are prompts in the other script.
-    benchmark.parser.add_argument("--data", type=Path, default=Path(), help="prompts (JSONL)")
-    benchmark.parser.add_argument("--measure", metavar="SIDE", help="internal: one side")
-    args = benchmark.parse()
-    data = None if args.data == Path() else args.data
-    if args.measure:
-        measured_batches(SIDES[args.measure], data, args.eager, async_scheduling=False)
-        return
-    rounds = in_turns(
-        lambda side: start_side(side, data, args.eager), list(SIDES), BATCHES, args.rounds
+    compare_batches(
+        Benchmark("target_products", __doc__), list(SIDES), 5, lambda side: "0", serve, page
     )
-    benchmark.publish(args, page(rounds, benchmark.provenance(args)))
 
 
 if __name__ == "__main__":

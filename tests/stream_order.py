@@ -183,7 +183,7 @@ class StreamOrder:
         """Memory is made on a stream: any that was freed there."""
         for access, place in self._freed.pop(owner.number, ()):
             if not owner.knows(access):
-                second = f"freed at {place} and made anew at {here()}"
+                second = f"freed at {place} and allocated again at {here()}"
                 self._report("device memory freed early", access, second)
 
     def _report(self, kind: str, first: Access, second: object) -> None:

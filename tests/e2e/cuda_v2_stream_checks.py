@@ -61,7 +61,7 @@ def races() -> Iterator[list[Race]]:
 
 @contextmanager
 def ordered() -> Iterator[None]:
-    """Nothing run here races, of ours or of vLLM's."""
+    """No access races, neither the package's nor vLLM's."""
     before = device.order.accesses
     with races() as found:
         yield

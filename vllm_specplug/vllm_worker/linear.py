@@ -74,9 +74,6 @@ def int8_linear(
     if weight.dtype == torch.bfloat16 and has_packed_products():
         packed = pack_int8(rounded, scales)
         return lambda x: packed_int8_linear(x, packed, bias)
-    if weight.dtype == torch.bfloat16 and has_packed_products():
-        packed = pack_int8(rounded, scales)
-        return lambda x: packed_int8_linear(x, packed, bias)
     product = ops.create_onednn_scaled_mm(
         rounded.t(), scales, weight.dtype, True, False, _KEPT_SHAPES
     )

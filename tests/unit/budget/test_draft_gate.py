@@ -210,7 +210,7 @@ def test_where_all_owe_the_cheapest_is_probed_and_its_debt_is_part_of_the_share(
     debts = [40.0, 25.0, 60.0, 50.0]
     spent, steps, paid = 0.0, 20000, set()
     for step in range(steps):
-        # Requests of a service end, and others owe anew.
+        # In a service requests end, and those that take their place have debts of their own.
         owed = [debt * (i not in paid) for i, debt in enumerate(debts)]
         depths = _decide(gate, draft_ms=0.5, debts=owed)
         for i in np.flatnonzero(depths).tolist():
