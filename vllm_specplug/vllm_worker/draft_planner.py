@@ -436,7 +436,9 @@ class DraftPlanner:
             self.stats.observe_ms("verify", milliseconds)
         if self.adaptive is not None and step.is_warm and step.shape is not None:
             rows, context = step.shape
-            self.adaptive.costs.observe_verify(rows, rows, context, milliseconds)
+            self.adaptive.costs.observe_verify(
+                rows, rows, context, milliseconds, has_trees=step.has_trees
+            )
         self._learn_rest(step)
 
     def _learn_draft(
@@ -465,7 +467,8 @@ class DraftPlanner:
             return
         if step.goes_on and not step.is_learnt:
             step.is_learnt = True
-            self.adaptive.costs.observe_rest(whole - verify - step.draft_ms)
+            rest = whole - verify - step.draft_ms
+            self.adaptive.costs.observe_rest(rest, has_trees=step.has_trees)
 
 
 def best_nodes(tree: DraftTree, most: int) -> DraftTree:

@@ -320,9 +320,9 @@ def test_times_of_real_steps_reach_the_cost_model(monkeypatch: pytest.MonkeyPatc
         planner.observe(TreeStep([_verified(100, tree, [0, 1])]), ["a"], now[0])
         now[0] += 0.006
     # 200 ms of verification and 6 ms of everything else a step.
-    assert float(costs.verify_ms(5, 5, 500)) > 3 * before
-    assert float(costs.verify_ms(5, 5, 500)) == pytest.approx(200, rel=0.1)
-    assert costs.rest_ms == pytest.approx(6.0, rel=0.1)
+    assert float(costs.verify_ms(5, 5, 500, has_trees=True)) > 3 * before
+    assert float(costs.verify_ms(5, 5, 500, has_trees=True)) == pytest.approx(200, rel=0.1)
+    assert costs.rest_ms + costs.tree_rest_ms == pytest.approx(6.0, rel=0.1)
     assert planner.stats.predicted_actual == 320
     assert planner.stats.predicted_accepted == pytest.approx(320, rel=0.25)
 
