@@ -13,6 +13,7 @@ from vllm_specplug.kernels import (
     AttnFeatures,
     CpuKvLayout,
     TreeAttnMetadata,
+    TreeLayer,
     contain_nonfinite,
     tree_attn,
 )
@@ -84,6 +85,20 @@ class CpuTreeRows:
         tree_attn(
             query, *layout.views(kv_cache), output, metadata, scale, layout, features=features
         )
+
+    def layer(self, kv_cache: torch.Tensor, scale: float, features: AttnFeatures) -> TreeLayer:
+        """A layer whose features stay, for `attend_layer` of this step and all later ones."""
+        return TreeLayer(kv_cache, self.layouts[layout_key(kv_cache)], scale, features)
+
+    def attend_layer(
+        self,
+        layer: TreeLayer,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> None:
+        """`attend` in a layer made by `layer`."""
+        layer.attend(query, output, self.metadata, block_table)
 
 
 @dataclass(frozen=True)
@@ -211,15 +226,20 @@ class TreeAttentionMixin:
                 output_block_scale,
             )
         if rows is not None:
-            rows.attend(
-                query,
-                kv_cache,
-                output,
-                self.scale,
-                self.tree_features(layer),
-                attn_metadata.block_table,
-            )
+            self.attend_rows(layer, rows, query, kv_cache, output, attn_metadata.block_table)
         return output
+
+    def attend_rows(
+        self,
+        layer: Any,
+        rows: TreeRows,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> None:
+        """Attention of a step's tree rows in this layer; see `TreeRows.attend`."""
+        rows.attend(query, kv_cache, output, self.scale, self.tree_features(layer), block_table)
 
 
 def attach_tree_rows(attn_metadata: Any, rows: Any) -> None:
