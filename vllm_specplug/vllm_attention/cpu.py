@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from vllm_specplug.vllm_attention.tree_rows import (
     CpuTreeRows,
     TreeAttentionMixin,
     TreeRows,
+    layout_key,
 )
 
 
@@ -73,9 +75,9 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
     cache_dtypes = frozenset(FP8_CACHES)
 
     # What follows from a layer's cache is found when it first comes: between a step's products
-    # every line that runs once per layer is felt.
-    _stored: tuple[torch.Tensor, CpuKvLayout | None] | None = None
-    _tree_layer: TreeLayer | None = None
+    # every line that runs once per layer is felt. The cache's memory is not kept: vLLM takes it
+    # from its layers before they end.
+    _stored: tuple[weakref.ref[torch.Tensor], CpuKvLayout | None] | None = None
 
     def cache_scales(self, layer: Any) -> dict[str, Any]:
         return {"key_scale": layer._k_scale_float, "value_scale": layer._v_scale_float}
@@ -94,8 +96,8 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        if self._stored is None or self._stored[0] is not kv_cache:
-            self._stored = kv_cache, self._stored_layout(key, kv_cache)
+        if self._stored is None or self._stored[0]() is not kv_cache:
+            self._stored = weakref.ref(kv_cache), self._stored_layout(key, kv_cache)
         layout = self._stored[1]
         if layout is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
@@ -116,12 +118,15 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
         output: torch.Tensor,
         block_table: torch.Tensor,
     ) -> None:
-        known = self._tree_layer
+        if not isinstance(rows, CpuTreeRows):
+            super().attend_rows(layer, rows, query, kv_cache, output, block_table)
+            return
+        known = rows.layers.get(self)
         if known is None or known.kv_cache is not kv_cache:
-            if not isinstance(rows, CpuTreeRows) or not TreeLayer.serves(query, kv_cache):
+            if not TreeLayer.serves(query, kv_cache):
                 super().attend_rows(layer, rows, query, kv_cache, output, block_table)
                 return
-            known = rows.layer(kv_cache, self.scale, self.tree_features(layer))
-            self._tree_layer = known
-        assert isinstance(rows, CpuTreeRows)
-        rows.attend_layer(known, query, output, block_table)
+            layout = rows.layouts[layout_key(kv_cache)]
+            known = TreeLayer(kv_cache, layout, self.scale, self.tree_features(layer))
+            rows.layers[self] = known
+        known.attend(query, output, rows.metadata, block_table)

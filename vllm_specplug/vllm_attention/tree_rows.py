@@ -70,6 +70,9 @@ class CpuTreeRows:
     layouts: Mapping[LayoutKey, CpuKvLayout]
     """Layouts of the target's caches."""
     covers_batch: bool
+    layers: dict[Any, TreeLayer] = field(default_factory=dict)
+    """Of all steps, by attention implementation. Of whoever has the caches: an implementation may
+    outlive them."""
 
     def attend(
         self,
@@ -85,20 +88,6 @@ class CpuTreeRows:
         tree_attn(
             query, *layout.views(kv_cache), output, metadata, scale, layout, features=features
         )
-
-    def layer(self, kv_cache: torch.Tensor, scale: float, features: AttnFeatures) -> TreeLayer:
-        """A layer whose features stay, for `attend_layer` of this step and all later ones."""
-        return TreeLayer(kv_cache, self.layouts[layout_key(kv_cache)], scale, features)
-
-    def attend_layer(
-        self,
-        layer: TreeLayer,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        block_table: torch.Tensor,
-    ) -> None:
-        """`attend` in a layer made by `layer`."""
-        layer.attend(query, output, self.metadata, block_table)
 
 
 @dataclass(frozen=True)
