@@ -152,8 +152,8 @@ class BlockHeadDrafter(LateContextDrafter):
         compiled = can_build_best_first(token_ids.device) and min(widths) == max(widths)
         if options.tree_builder == "best_first" and compiled:
             built = build_best_first(
-                token_ids, log_probs, torch.tensor(budgets).int(), torch.tensor(depths).int(),
-                widths[0],
+                token_ids, log_probs, torch.tensor(budgets, dtype=torch.int32),
+                torch.tensor(depths, dtype=torch.int32), widths[0],
             )  # fmt: skip
             return DraftTree.split(*(array.numpy() for array in built))
         ids, logps = token_ids.cpu().numpy(), log_probs.cpu().numpy()
@@ -216,6 +216,8 @@ class BlockHeadDrafter(LateContextDrafter):
         # A piece at a time: logits of all requests would be the largest tensor of a step.
         pieces = hidden.flatten(0, 1).split(max(1, _MOST_LOGITS // self.vocab_size))
         found = [top_candidates(self.lm_head(piece), width) for piece in pieces]
-        ids, log_probs = (torch.cat(part) for part in zip(*found, strict=True))
+        ids, log_probs = (
+            found[0] if len(found) == 1 else (torch.cat(part) for part in zip(*found, strict=True))
+        )
         shape = (num_reqs, depth)
         return ids.unflatten(0, shape), log_probs.unflatten(0, shape), hidden
