@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -197,8 +198,33 @@ void multiply_panels(const Product& p, int64_t first, int64_t last, int64_t row_
   }
 }
 
+// A block reads as many lines at once as it has rows. Where these lie a multiple of half a page
+// apart, as with a depth that is a power of two, they share one or two sets of 8 ways, and every
+// read misses the first cache.
+constexpr int64_t kSharedSets = 2048;
+constexpr int64_t kRowsThatShare = 4;
+
+// The least distance of rows of `bytes` at which they start in different sets.
+int64_t spread_stride(int64_t bytes) { return ((bytes + kLine - 1) / kLine | 1) * kLine; }
+
+// Copies rows that share sets to where they do not; null where none need it.
+std::unique_ptr<char[]> spread_rows(Product& p) {
+  const bool shares = p.x_stride % kSharedSets == 0;
+  if (!shares || p.rows <= kRowsThatShare || p.rows >= kManyRows) return nullptr;
+  const int64_t bytes = p.groups * kGroup, stride = spread_stride(bytes);
+  std::unique_ptr<char[]> held(new char[p.rows * stride]);
+  torch::stable::parallel_for(0, p.rows, 16, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r)
+      std::memcpy(held.get() + r * stride, p.x + r * p.x_stride, static_cast<size_t>(bytes));
+  });
+  p.x = held.get();
+  p.x_stride = stride;
+  return held;
+}
+
 template <class Kind>
-void multiply(const Product& p) {
+void multiply(Product p) {
+  const std::unique_ptr<char[]> held = spread_rows(p);
   const int64_t panels = (p.columns + kPanel - 1) / kPanel;
   for (int64_t row = 0; row < p.rows; row += kChunkRows) {
     const int64_t end = std::min(row + kChunkRows, p.rows);
@@ -239,7 +265,8 @@ float round_row(const uint16_t* row, int64_t size, uint8_t* out, int64_t padded)
 struct Bf16 {};
 struct Int8 {};
 template <class Kind>
-void multiply(const Product&) {}
+void multiply(Product) {}
+int64_t spread_stride(int64_t bytes) { return bytes; }
 float round_row(const uint16_t*, int64_t, uint8_t*, int64_t) { return 0.0f; }
 #endif
 
@@ -341,28 +368,29 @@ void packed_int8_linear(const Tensor& x, const Tensor& packed, const Tensor& col
                         Tensor& out) {
   check_product(x, packed, bias, out, ScalarType::Char, kGroup);
   const int64_t rows = x.size(0), columns = out.size(1), padded = packed.size(1) * kGroup;
+  const int64_t stride = spread_stride(padded);
   const auto is_of_columns = [&](const Tensor& t, ScalarType dtype) {
     return t.dim() == 1 && t.is_contiguous() && t.scalar_type() == dtype && t.size(0) == columns;
   };
   STD_TORCH_CHECK(is_of_columns(column_sums, ScalarType::Int) &&
                       is_of_columns(column_scales, ScalarType::Float),
                   "packed_int8_linear: column_sums must be int32 and column_scales float32 [N]");
-  std::vector<uint8_t> rounded(static_cast<size_t>(rows * padded));
+  std::unique_ptr<uint8_t[]> rounded(new uint8_t[rows * stride]);
   std::vector<float> row_scales(static_cast<size_t>(rows));
   const uint16_t* in = static_cast<const uint16_t*>(x.data_ptr());
   torch::stable::parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
       row_scales[r] =
-          round_row(in + r * x.stride(0), x.size(1), rounded.data() + r * padded, padded);
+          round_row(in + r * x.stride(0), x.size(1), rounded.get() + r * stride, padded);
   });
-  Product product{reinterpret_cast<const char*>(rounded.data()),
+  Product product{reinterpret_cast<const char*>(rounded.get()),
                   static_cast<const char*>(packed.data_ptr()),
                   data_of(bias),
                   static_cast<uint16_t*>(out.data_ptr()),
                   rows,
                   columns,
                   packed.size(1),
-                  padded};
+                  stride};
   product.row_scales = row_scales.data();
   product.column_scales = static_cast<const float*>(column_scales.data_ptr());
   product.column_sums = static_cast<const int32_t*>(column_sums.data_ptr());
