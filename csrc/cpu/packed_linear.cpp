@@ -207,8 +207,33 @@ void multiply_panels(const Product& p, int64_t first, int64_t last, int64_t row_
   }
 }
 
+// A block reads as many lines at once as it has rows. Where these lie a multiple of half a page
+// apart, as with a depth that is a power of two, they share one or two sets of 8 ways, and every
+// read misses the first cache.
+constexpr int64_t kSharedSets = 2048;
+constexpr int64_t kRowsThatShare = 4;
+
+// The least distance of rows of `bytes` at which they start in different sets.
+int64_t spread_stride(int64_t bytes) { return ((bytes + kLine - 1) / kLine | 1) * kLine; }
+
+// Copies rows that share sets to where they do not; null where none need it.
+std::unique_ptr<char[]> spread_rows(Product& p) {
+  const bool shares = p.x_stride % kSharedSets == 0;
+  if (!shares || p.rows <= kRowsThatShare || p.rows >= kManyRows) return nullptr;
+  const int64_t bytes = p.groups * kGroupBytes, stride = spread_stride(bytes);
+  std::unique_ptr<char[]> held(new char[p.rows * stride]);
+  torch::stable::parallel_for(0, p.rows, 16, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r)
+      std::memcpy(held.get() + r * stride, p.x + r * p.x_stride, static_cast<size_t>(bytes));
+  });
+  p.x = held.get();
+  p.x_stride = stride;
+  return held;
+}
+
 template <class Kind>
-void multiply(const Product& p) {
+void multiply(Product p) {
+  const std::unique_ptr<char[]> held = spread_rows(p);
   const int64_t panels = (p.columns + kPanel - 1) / kPanel;
   for (int64_t row = 0; row < p.rows; row += kChunkRows) {
     const int64_t end = std::min(row + kChunkRows, p.rows);
@@ -249,7 +274,8 @@ float round_row(const uint16_t* row, int64_t size, uint8_t* out, int64_t padded)
 struct Bf16 {};
 struct Int8 {};
 template <class Kind>
-void multiply(const Product&) {}
+void multiply(Product) {}
+int64_t spread_stride(int64_t bytes) { return bytes; }
 float round_row(const uint16_t*, int64_t, uint8_t*, int64_t) { return 0.0f; }
 #endif
 
@@ -390,13 +416,13 @@ Int8Product int8_product(const Tensor& packed, const Tensor& column_sums,
 void multiply_int8(const Int8Product& product, const uint16_t* x, int64_t rows, int64_t x_stride,
                    uint16_t* out) {
   const int64_t groups = (product.depth + kGroupBytes - 1) / kGroupBytes,
-                padded = groups * kGroupBytes;
-  const std::unique_ptr<uint8_t[]> rounded(new uint8_t[static_cast<size_t>(rows * padded)]);
+                padded = groups * kGroupBytes, stride = spread_stride(padded);
+  const std::unique_ptr<uint8_t[]> rounded(new uint8_t[static_cast<size_t>(rows * stride)]);
   const std::unique_ptr<float[]> row_scales(new float[static_cast<size_t>(rows)]);
   torch::stable::parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
       row_scales[r] =
-          round_row(x + r * x_stride, product.depth, rounded.get() + r * padded, padded);
+          round_row(x + r * x_stride, product.depth, rounded.get() + r * stride, padded);
   });
   Product p{reinterpret_cast<const char*>(rounded.get()),
             product.weight,
@@ -405,7 +431,7 @@ void multiply_int8(const Int8Product& product, const uint16_t* x, int64_t rows, 
             rows,
             product.columns,
             groups,
-            padded};
+            stride};
   p.row_scales = row_scales.get();
   p.column_scales = product.column_scales;
   p.column_sums = product.column_sums;
