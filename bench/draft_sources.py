@@ -47,6 +47,8 @@ RECYCLING: dict[str, dict[str, bool]] = {
     "head + n-grams + recycling": {"ngrams": True},
     "head + n-grams + recycling of the request": {"ngrams": True, "is_shared": False},
 }
+_ANCHORS = 24
+"""Anchors of a forward."""
 _LOWEST = math.log(1 / 256)
 
 Recycled = dict[int, dict[int, float]]
@@ -248,39 +250,73 @@ def _tree_of(fused: FusedTrees, request: int) -> DraftTree:
 def verified_rows(
     model: Any, sequences: Sequence[DraftedSequence], trees: Trees
 ) -> Iterator[list[Verified]]:
-    """What the target says at all rows of the tree at every anchor: one forward a sequence, each
-    row seeing the text before its anchor and its own path."""
+    """What the target says at all rows of the tree at every anchor of each sequence, some anchors a
+    forward: each row sees the text before its anchor and its own path."""
     for sequence, drafted in zip(sequences, trees, strict=True):
         text = sequence.tokens[None]
         cache = model(input_ids=text, use_cache=True, logits_to_keep=1).past_key_values
-        counts = [1 + tree.num_nodes for tree in drafted]
-        starts = np.cumsum([0, *counts])
-        length, rows = text.shape[1], int(starts[-1])
-        tokens = torch.empty(1, rows, dtype=torch.int64)
-        positions = torch.empty(1, rows, dtype=torch.int64)
-        sees = torch.zeros(rows, length + rows, dtype=torch.bool)
-        for anchor, tree in enumerate(drafted):
-            root, at = int(starts[anchor]), sequence.prompt_len + anchor
-            tokens[0, root], positions[0, root] = sequence.tokens[at], at
-            sees[root, :at] = True
-            sees[root, length + root] = True
-            for node in range(tree.num_nodes):
-                row, parent = root + 1 + node, root + 1 + int(tree.parent_indices[node])
-                tokens[0, row] = int(tree.token_ids[node])
-                positions[0, row] = at + int(tree.depths[node])
-                sees[row] = sees[parent]
-                sees[row, length + row] = True
-        mask = torch.zeros(1, 1, rows, length + rows, dtype=torch.bfloat16)
-        mask.masked_fill_(~sees, torch.finfo(torch.bfloat16).min)
-        hidden = model.model(
-            input_ids=tokens, position_ids=positions, past_key_values=cache, attention_mask=mask
-        ).last_hidden_state[0]
-        tops = [model.lm_head(part).float().softmax(-1).topk(KEPT) for part in hidden.split(256)]
-        ids = torch.cat([top.indices for top in tops]).tolist()
-        shares = torch.cat([top.values for top in tops]).tolist()
-        said = [dict(zip(i, p, strict=True)) for i, p in zip(ids, shares, strict=True)]
-        listed = tokens[0].tolist()
-        yield [Verified(listed[a:b], said[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
+        found = []
+        for first in range(0, len(drafted), _ANCHORS):
+            some = drafted[first : first + _ANCHORS]
+            tokens, positions, sees = _rows_of(sequence, first, some)
+            mask = torch.zeros(sees.shape, dtype=torch.bfloat16)
+            mask.masked_fill_(~sees, torch.finfo(torch.bfloat16).min)
+            hidden = model.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                past_key_values=cache,
+                attention_mask=mask[None, None],
+            ).last_hidden_state[0]
+            cache.crop(text.shape[1])
+            top = model.lm_head(hidden).float().softmax(-1).topk(KEPT)
+            said = [
+                dict(zip(ids, shares, strict=True))
+                for ids, shares in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            ]
+            starts = np.cumsum([0, *(1 + tree.num_nodes for tree in some)])
+            found += [
+                Verified(tokens[a:b].tolist(), said[a:b])
+                for a, b in zip(starts, starts[1:], strict=False)
+            ]
+        yield found
+
+
+def _rows_of(
+    sequence: DraftedSequence, first: int, trees: Sequence[DraftTree]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens [N] and positions [N] of roots and nodes at the anchors from `first` on, and what each
+    sees of the text and of the rows, bool [N, S + N]."""
+    length, rows = len(sequence.tokens), sum(1 + tree.num_nodes for tree in trees)
+    tokens, positions = torch.empty(2, rows, dtype=torch.int64)
+    sees = torch.zeros(rows, length + rows, dtype=torch.bool)
+    root = 0
+    for anchor, tree in enumerate(trees, first):
+        at = sequence.prompt_len + anchor
+        tokens[root], positions[root] = sequence.tokens[at], at
+        sees[root, :at] = True
+        sees[root, length + root] = True
+        end = root + 1 + tree.num_nodes
+        tokens[root + 1 : end] = torch.from_numpy(tree.token_ids)
+        positions[root + 1 : end] = at + torch.from_numpy(tree.depths)
+        for row, parent in enumerate(tree.parent_indices.tolist(), root + 1):
+            sees[row] = sees[root + 1 + parent]
+            sees[row, length + row] = True
+        root = end
+    return tokens, positions, sees
+
+
+def known_rows(args: Any, made: Evaluation) -> list[list[Verified]]:
+    """`verified_rows` of the head's trees, kept in a file where one is named."""
+    from vllm_specplug.train.target import load_target
+
+    if args.rows is not None and args.rows.is_file():
+        kept = torch.load(args.rows, weights_only=True)
+        return [[Verified(tokens, said) for tokens, said in anchors] for anchors in kept]
+    model = load_target(args.target, torch.bfloat16)
+    rows = list(verified_rows(model, made.drafted, head_trees(made, ROWS_BUDGET)))
+    if args.rows is not None:
+        torch.save([[(v.tokens, v.following) for v in anchors] for anchors in rows], args.rows)
+    return rows
 
 
 def warmed(rows: Sequence[Sequence[Verified]], chosen: Sequence[int]) -> Recycled:
@@ -323,11 +359,8 @@ class Study:
 
 
 def measure(args: Any) -> dict[str, Any]:
-    from vllm_specplug.train.target import load_target
-
     made = Evaluation(args.target, args.head, args.features)
-    model = load_target(Path(args.target), torch.bfloat16)
-    rows = list(verified_rows(model, made.drafted, head_trees(made, ROWS_BUDGET)))
+    rows = known_rows(args, made)
     # The tree rows of the true path say what the answer's own rows said, but for rounding.
     same = [
         max(rows[r][a].following[0], key=rows[r][a].following[0].__getitem__)  # type: ignore[arg-type]
@@ -335,6 +368,7 @@ def measure(args: Any) -> dict[str, Any]:
         for r, s in enumerate(made.drafted)
         for a in range(s.num_anchors)
     ]
+    print(f"rows as the answers: {np.mean(same):.3f}", flush=True)
     assert np.mean(same) > 0.97, np.mean(same)
     study = Study(made, rows)
     locals_ = {name: (Path(path), weights) for name, path, weights in args.local}
@@ -406,6 +440,7 @@ def main() -> None:
     add("--target", type=Path, required=True)
     add("--features", type=Path, required=True, help="features of greedy answers")
     add("--head", type=Path, default=HEADS / "smollm2-135m-jetspec")
+    add("--rows", type=Path, help="file for what the target says at rejected nodes, to continue")
     add("--local", type=_local, action="append", default=[],
         help="NAME=FOLDER=ALPHA=BETA of a local head")  # fmt: skip
     args = benchmark.parse()
