@@ -32,11 +32,11 @@ from vllm_specplug.kernels.ngram_index import NgramIndexReference
 from vllm_specplug.methods.block.train.evaluate_run import Evaluation
 from vllm_specplug.methods.dels.train.evaluate import FusedTrees, Fusion
 from vllm_specplug.train.walk import DraftedSequence, rounds_at
-from vllm_specplug.tree import DraftTree, build_tree
+from vllm_specplug.tree import DraftTree, build_tree, merge_trees
 
 BUDGETS = (8, 16, 32)
 WIDTH, NGRAMS = 8, 3
-ROWS_BUDGET = 16
+ROWS_BUDGET = 8
 """Nodes of the trees whose rejected rows are recycled."""
 KEPT = 8
 """Tokens that are kept after each."""
@@ -72,12 +72,16 @@ class Mixer:
         recycled: the table to begin with; None for no recycling.
         weights: of recycled probabilities, below the root and deeper.
         is_shared: whether all requests share the table.
+        merge: how n-grams join a head's tree: at every node, where a token that both propose counts
+            the "sum" of what they give it or the "higher" of both, or as branches from the "anchor"
+            alone.
     """
 
     ngrams: bool
     recycled: Recycled | None = None
     weights: tuple[float, float] = (0.0, 0.0)
     is_shared: bool = True
+    merge: str = "sum"
     branches: NgramBranches = field(init=False)
     index: NgramIndexReference = field(init=False)
     table: Recycled = field(init=False)
@@ -101,9 +105,11 @@ class Mixer:
         shares = np.zeros(MAX_SUFFIX + 1, np.float32)
         if self.ngrams:
             self.index.look_up(committed, 0, 0)
-            self.branches.branches(request, committed, budget)
+            branches = self.branches.branches(request, committed, budget)
+            if self.merge == "anchor":
+                return merge_trees([drafted, *branches], budget)
             shares = self.branches.statistics.shares(MAX_SUFFIX)
-            if self.recycled is None:
+            if self.recycled is None and self.merge == "sum":
                 columns = (drafted.token_ids, drafted.parent_indices, drafted.depths,
                            drafted.scores)  # fmt: skip
                 grafted = self.index.graft(committed, columns, shares, NGRAMS, budget, budget)
@@ -138,7 +144,7 @@ class Mixer:
                 size, times = self.index._after(path, 1 << 31)
                 weight, seen = float(shares[size]) if size else 0.0, times.total()
                 said = {token: count / seen for token, count in times.most_common(NGRAMS)}
-                odds = _mixture(odds, said, weight)
+                odds = _mixture(odds, said, weight, self.merge == "sum")
             said = self.table.get(path[-1] if path else anchor, {})
             odds = _mixture(odds, said, self.weights[min(len(path), 1)] if said else 0.0)
             for token, p in odds.items():
@@ -162,11 +168,12 @@ class Mixer:
 
 
 def _mixture(
-    some: Mapping[int, float], others: Mapping[int, float], weight: float
+    some: Mapping[int, float], others: Mapping[int, float], weight: float, adds: bool = True
 ) -> dict[int, float]:
     mixed = {token: (1.0 - weight) * p for token, p in some.items()}
     for token, p in others.items() if weight else ():
-        mixed[token] = mixed.get(token, 0.0) + weight * p
+        first, second = mixed.get(token, 0.0), weight * p
+        mixed[token] = first + second if adds else max(first, second)
     return mixed
 
 
@@ -267,7 +274,7 @@ def verified_rows(
                 past_key_values=cache,
                 attention_mask=mask[None, None],
             ).last_hidden_state[0]
-            cache.crop(text.shape[1])
+            cache.crop(-len(tokens))
             top = model.lm_head(hidden).float().softmax(-1).topk(KEPT)
             said = [
                 dict(zip(ids, shares, strict=True))
@@ -378,6 +385,12 @@ def measure(args: Any) -> dict[str, Any]:
         policies: dict[str, PromptCounts] = {
             "head": study.counts(trees, budget, ngrams=False),
             "head + n-grams": study.counts(trees, budget, ngrams=True),
+            "head + n-grams, the higher of both": study.counts(
+                trees, budget, ngrams=True, merge="higher"
+            ),
+            "head + n-grams, from the anchor alone": study.counts(
+                trees, budget, ngrams=True, merge="anchor"
+            ),
         }
         weights = {}
         for name, policy in RECYCLING.items():
