@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ import torch
 from harness import HEADS, Benchmark
 from prompt_resampling import PromptCounts
 
+from vllm_specplug.bench.cells import CellStore, digest
+from vllm_specplug.bench.provenance import code_fingerprint
 from vllm_specplug.bench.result_page import ResultPage, Section
 from vllm_specplug.drafting.ngram import MAX_SUFFIX, NgramBranches
 from vllm_specplug.kernels.ngram_index import NgramIndexReference
@@ -52,7 +55,7 @@ _ANCHORS = 24
 _LOWEST = math.log(1 / 256)
 
 Recycled = dict[int, dict[int, float]]
-Trees = list[list[DraftTree]]
+Trees = Sequence[Sequence[DraftTree]]
 
 
 @dataclass(frozen=True)
@@ -237,20 +240,22 @@ def fused_trees(made: Evaluation, local: Path, budget: int, weights: tuple[float
     for sequence in made.drafted:
         rounds = rounds_at(sequence, torch.arange(sequence.num_anchors))
         fused = FusedTrees(tables, fusion, rounds, budget, WIDTH)
-        found.append([_tree_of(fused, request) for request in range(sequence.num_anchors)])
+        found.append(_trees_of(fused))
     return found
 
 
-def _tree_of(fused: FusedTrees, request: int) -> DraftTree:
-    rows = torch.nonzero(fused.kept & (fused.request == request)).flatten().tolist()
-    rows.sort(key=lambda row: (-float(fused.score[row]), row))
-    place = {row: i for i, row in enumerate(rows)} | {-1: -1}
-    return DraftTree(
-        fused.token[rows].numpy(),
-        np.array([place[int(fused.parent[row])] for row in rows], np.int32),
-        fused.depth[rows].int().numpy(),
-        fused.score[rows].numpy(),
-    )
+def _trees_of(fused: FusedTrees) -> list[DraftTree]:
+    """The tree of every request, nodes by falling score."""
+    rows = torch.nonzero(fused.kept).flatten()
+    rows = rows[torch.argsort(fused.score[rows], descending=True, stable=True)]
+    rows = rows[torch.argsort(fused.request[rows], stable=True)]
+    trees = []
+    for own in rows.split(torch.bincount(fused.request[rows]).tolist()):
+        place = {row: i for i, row in enumerate(own.tolist())} | {-1: -1}
+        parents = np.array([place[parent] for parent in fused.parent[own].tolist()], np.int32)
+        depths, scores = fused.depth[own].int().numpy(), fused.score[own].numpy()
+        trees.append(DraftTree(fused.token[own].numpy(), parents, depths, scores))
+    return trees
 
 
 @torch.inference_mode()
@@ -365,7 +370,7 @@ class Study:
         return max(tried, key=lambda pair: pair[1].rate().value)
 
 
-def measure(args: Any) -> dict[str, Any]:
+def measure(args: Any, store: CellStore) -> dict[str, Any]:
     made = Evaluation(args.target, args.head, args.features)
     rows = known_rows(args, made)
     # The tree rows of the true path say what the answer's own rows said, but for rounding.
@@ -378,39 +383,66 @@ def measure(args: Any) -> dict[str, Any]:
     print(f"rows as the answers: {np.mean(same):.3f}", flush=True)
     assert np.mean(same) > 0.97, np.mean(same)
     study = Study(made, rows)
-    locals_ = {name: (Path(path), weights) for name, path, weights in args.local}
+    name = digest([code_fingerprint(args.head), [s.tokens.tolist() for s in made.drafted]])
     found: dict[str, Any] = {"prompts": len(made.drafted), "budgets": {}}
     for budget in BUDGETS:
-        trees = head_trees(made, budget)
-        policies: dict[str, PromptCounts] = {
-            "head": study.counts(trees, budget, ngrams=False),
-            "head + n-grams": study.counts(trees, budget, ngrams=True),
-            "head + n-grams, the higher of both": study.counts(
-                trees, budget, ngrams=True, merge="higher"
-            ),
-            "head + n-grams, from the anchor alone": study.counts(
-                trees, budget, ngrams=True, merge="anchor"
-            ),
-        }
-        weights = {}
-        for name, policy in RECYCLING.items():
-            weights[name], policies[name] = study.recycling(trees, budget, **policy)
-        for name, (folder, fusion) in locals_.items():
-            fused = fused_trees(made, folder, budget, fusion)
-            policies[f"head + {name}"] = study.counts(fused, budget, ngrams=False)
-            policies[f"head + {name} + n-grams"] = study.counts(fused, budget, ngrams=True)
+        policies: dict[str, PromptCounts] = {}
+        weights: dict[str, Any] = {}
+        for policy, work in policies_of(study, args.local, budget).items():
+            cell = store.get(name, [budget, policy])
+            if cell is None:
+                chosen, counts = work()
+                cell = {"weights": chosen, "tokens": counts.tokens.tolist(),
+                        "steps": counts.steps.tolist()}  # fmt: skip
+                store.add(name, [budget, policy], cell)
+            policies[policy] = PromptCounts(np.array(cell["tokens"]), np.array(cell["steps"]))
+            if cell["weights"]:
+                weights[policy] = list(cell["weights"])
+            print(budget, policy, policies[policy].rate(), flush=True)
         found["budgets"][budget] = {
-            name: {
+            policy: {
                 "tokens_per_step": counts.rate().to_json(),
                 "over_head": counts.over(policies["head"]).to_json(),
                 "over_head_and_ngrams": counts.over(policies["head + n-grams"]).to_json(),
-                **({"weights": weights[name]} if name in weights else {}),
+                **({"weights": weights[policy]} if policy in weights else {}),
             }
-            for name, counts in policies.items()
+            for policy, counts in policies.items()
         }
-        for name, values in found["budgets"][budget].items():
-            print(budget, name, values, flush=True)
     return found
+
+
+Work = Callable[[], tuple[Any, PromptCounts]]
+
+
+def policies_of(study: Study, local: Any, budget: int) -> dict[str, Work]:
+    """What measures each policy, with the weights that it found best, if any."""
+
+    @cache
+    def head() -> Trees:
+        return head_trees(study.made, budget)
+
+    def counts(trees: Callable[[], Trees], **policy: Any) -> Work:
+        return lambda: (None, study.counts(trees(), budget, **policy))
+
+    found = {
+        "head": counts(head, ngrams=False),
+        "head + n-grams": counts(head, ngrams=True),
+        "head + n-grams, the higher of both": counts(head, ngrams=True, merge="higher"),
+        "head + n-grams, from the anchor alone": counts(head, ngrams=True, merge="anchor"),
+    }
+    for name, policy in RECYCLING.items():
+        found[name] = partial(_recycled, study, head, budget, policy)
+    for name, folder, weights in local:
+        fused = cache(partial(fused_trees, study.made, Path(folder), budget, weights))
+        found[f"head + {name}"] = counts(fused, ngrams=False)
+        found[f"head + {name} + n-grams"] = counts(fused, ngrams=True)
+    return found
+
+
+def _recycled(
+    study: Study, head: Callable[[], Trees], budget: int, policy: Mapping[str, Any]
+) -> tuple[Any, PromptCounts]:
+    return study.recycling(head(), budget, **policy)
 
 
 def make_page(found: dict[str, Any], record: Mapping[str, Any]) -> ResultPage:
@@ -461,7 +493,7 @@ def main() -> None:
         ("GRU", str(HEADS / "smollm2-135m-dels-gru"), (0.5, 0.3)),
         ("Markov head", str(HEADS / "smollm2-135m-dels-markov"), (0.5, 0.3)),
     ]
-    found = measure(args)
+    found = measure(args, CellStore(args.out / f"{benchmark.name}_cells.jsonl"))
     benchmark.publish(args, make_page(found, benchmark.provenance(args)))
 
 
