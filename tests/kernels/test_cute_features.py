@@ -60,6 +60,13 @@ def test_each_matches_branches_run_as_chains(name):
 
 
 @variant(64)
+def test_a_soft_cap_of_scores_whose_exponential_overflows():
+    trees = problem(FEATURES["soft cap"], [(39, 9), (70, 3)])
+    trees.query *= 300
+    trees.check()
+
+
+@variant(64)
 @pytest.mark.parametrize("name", names(("all",)))
 def test_splits_count_a_sink_once(name):
     problem(FEATURES[name], [(300, 5), (3, 2), (0, 3)]).check(splits=2, timing=EARLY)

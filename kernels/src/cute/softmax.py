@@ -11,7 +11,7 @@ Sums are kept in base two: weights are exp2((score - max) * scale * log2(e)).
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint64
+from cutlass import Float32, Int32, Uint32, Uint64
 
 ROWS = 2  # rows of one thread
 # In powers of two: sums of weights stay far inside float32, weights inside float16.
@@ -52,14 +52,13 @@ def scale_scores(scores: cute.Tensor, scale_log2: Float32):
 def cap_scores(scores: cute.Tensor, cap_in: Float32, cap_out: Float32):
     """Scores s in base two become cap * tanh(s / cap); see `launch_params` for the two numbers.
 
-    tanh is taken by an exponential that cannot overflow.
+    tanh x is 2 / (1 + exp(-2 x)) - 1, which takes one register a score, and there are no others: an
+    exponential that overflows has the reciprocal 0, and -1 is right.
     """
+    twice = cap_out * 2.0
     for i in cutlass.range_constexpr(cute.size(scores)):
-        score = scores[i]
-        size = cute.arch.fmax(score, -score)
-        small = cute.math.exp2(size * cap_in, fastmath=True)
-        capped = (1.0 - small) * cute.arch.rcp_approx(1.0 + small) * cap_out
-        scores[i] = capped if score > 0.0 else -capped
+        beside = cute.math.exp2(scores[i] * cap_in, fastmath=True)
+        scores[i] = cute.arch.rcp_approx(1.0 + beside) * twice - cap_out
 
 
 @cute.jit
@@ -86,10 +85,17 @@ def slant_tail(
 ):
     """Scores of a thread's row r of a masked tile; columns out of sight may get anything."""
     own = bits >> Uint64(2 * (lane % 4))
+    # Halves: shifts of 64 bits take twice the registers, of which there are none to spare.
+    low, high = Uint32(own & Uint64(0xFFFFFFFF)), Uint32(own >> Uint64(32))
+    behind = after - 1
+    behind_low = behind + Int32(cute.arch.popc(high))
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
             index = cutlass.const_expr(c + 2 * r + 4 * j)
-            distance = after + Int32(cute.arch.popc(own >> Uint64(8 * j + c))) - 1
+            if cutlass.const_expr(8 * j < 32):
+                distance = behind_low + Int32(cute.arch.popc(low >> Uint32(8 * j + c)))
+            else:
+                distance = behind + Int32(cute.arch.popc(high >> Uint32(8 * j + c - 32)))
             scores[index] = scores[index] - slope * Float32(distance)
 
 
