@@ -35,6 +35,8 @@ JETSPEC = {
     "model": str(HEADS / "smollm2-135m-jetspec"),
     "num_speculative_tokens": 32,
 }
+# On the JetSpec head, with the weights that did best on held-out answers.
+LOCAL = {**JETSPEC, "method": "dels", "alpha": 0.5, "beta": 0.3, "anchor_input": True}
 SYSTEMS: dict[str, dict[str, Any] | None] = {
     BASELINE: None,
     # What is no difference: engines of one process differ by where their memory lies.
@@ -43,6 +45,8 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "ngram_tree": {"method": "ngram_tree"},
     "head": {**JETSPEC, "ngram_topk": 0},
     "head + n-grams": JETSPEC,
+    "head + GRU + n-grams": {**LOCAL, "local_head": str(HEADS / "smollm2-135m-dels-gru")},
+    "head + Markov + n-grams": {**LOCAL, "local_head": str(HEADS / "smollm2-135m-dels-markov")},
 }
 
 

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "lanes.h"
+#include "row_ops.h"
 
 namespace specplug {
 
@@ -135,6 +136,50 @@ CLONED void gate_bf16(const uint16_t* x, int64_t n, uint16_t* out) { gate_row(x,
 
 CLONED void gate_float(const float* x, int64_t n, float* out) { gate_row(x, n, out); }
 
+// A head, normed and turned with one rounding; x may be out.
+CLONED void turn_normed(const uint16_t* x, const uint16_t* weight, float eps, const uint16_t* cos,
+                        const uint16_t* sin, int64_t dim, int64_t turned, uint16_t* out) {
+  float head[kMostHeadSize];
+  Lanes squares = {};
+  for (int64_t i = 0; i < dim; i += kLanes) {
+    Lanes v;
+    load_lanes(v, x + i);
+    squares += v * v;
+  }
+  const float scale = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(dim) + eps);
+  for (int64_t i = 0; i < dim; i += kLanes) {
+    Lanes v, w;
+    load_lanes(v, x + i);
+    load_lanes(w, weight + i);
+    store_lanes(head + i, v * scale * w);
+  }
+  const int64_t half = turned / 2;
+  for (int64_t i = 0; i < turned; i += kLanes) {
+    Lanes a, b, c, s;
+    load_lanes(a, head + i);
+    load_lanes(b, head + (i < half ? i + half : i - half));
+    load_lanes(c, cos + i);
+    load_lanes(s, sin + i);
+    store_lanes(out + i, a * c + b * s);
+  }
+  for (int64_t i = turned; i < dim; i += kLanes) {
+    Lanes v;
+    load_lanes(v, head + i);
+    store_lanes(out + i, v);
+  }
+}
+
+CLONED void add_bf16(const uint16_t* x, int64_t n, uint16_t* out) {
+  const int64_t whole = n / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    Lanes a, b;
+    load_lanes(a, x + i);
+    load_lanes(b, out + i);
+    store_lanes(out + i, a + b);
+  }
+  for (int64_t i = whole; i < n; ++i) store_one(out + i, float_of(x[i]) + float_of(out[i]));
+}
+
 bool is_bf16(const Tensor& x, const char* what) {
   const ScalarType dtype = x.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Float, what,
@@ -242,6 +287,20 @@ void gated_silu(const Tensor& x, Tensor& out) {
 }
 
 }  // namespace
+
+void norm_row_bf16(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
+                   float eps, uint16_t* sum, uint16_t* out) {
+  norm_bf16(x, delta, weight, n, eps, sum, out);
+}
+
+void gate_row_bf16(const uint16_t* x, int64_t n, uint16_t* out) { gate_bf16(x, n, out); }
+
+void add_row_bf16(const uint16_t* x, int64_t n, uint16_t* out) { add_bf16(x, n, out); }
+
+void norm_and_turn_head(const uint16_t* x, const uint16_t* weight, float eps, const uint16_t* cos,
+                        const uint16_t* sin, int64_t dim, int64_t turned, uint16_t* out) {
+  turn_normed(x, weight, eps, cos, sin, dim, turned, out);
+}
 
 STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
   m.def(

@@ -21,4 +21,5 @@ def pinned(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Ten
 def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Values of the host on `device`, without waiting for it; on the host's own device the very
     same memory."""
-    return pinned(values, device).to(device, non_blocking=True)
+    tensor = pinned(values, device)
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)

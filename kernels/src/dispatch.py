@@ -84,6 +84,54 @@ def tree_attn(
     )  # fmt: skip
 
 
+class TreeLayer:
+    """`tree_attn` in one layer whose features stay, without what is the same in every step.
+
+    Needs the compiled kernels and a query of the cache's dtype.
+
+    Args:
+        kv_cache: [num_blocks, Hkv, block_size, 2 * Dh], kept alive.
+    """
+
+    def __init__(
+        self, kv_cache: torch.Tensor, layout: CpuKvLayout, scale: float, features: AttnFeatures
+    ) -> None:
+        assert features.key_scale == features.value_scale == 1.0, "scales of a cache may change"
+        self.kv_cache = kv_cache
+        self._views = layout.views(kv_cache)
+        self._constants = scale, layout.kind_id, layout.block_size, layout.tables
+        self._features = features
+        self._shapes_scores = not features.is_plain
+
+    @staticmethod
+    def serves(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
+        """Whether the compiled kernels take them."""
+        is_compiled = query.dtype in _COMPILED_DTYPES and query.dtype == kv_cache.dtype
+        return is_compiled and has_cpu_extension()
+
+    def attend(
+        self,
+        # [T, Hq, Dh]
+        query: torch.Tensor,
+        # [T, Hq, Dh], written in place
+        output: torch.Tensor,
+        meta: TreeAttnMetadata,
+        # int32 [B, max_blocks], instead of that of `meta`
+        block_table: torch.Tensor,
+    ) -> None:
+        """Attention of the tree rows; see `tree_attn`."""
+        more: tuple[Any, ...] = ()
+        if self._shapes_scores:
+            f = self._features
+            # A weight may be loaded again: of another dtype, it is read anew.
+            sinks = None if f.sinks is None else f.sinks.float()
+            more = False, None, f.window, f.soft_cap, f.alibi_slopes, sinks
+        torch.ops.specplug.tree_attn.default(
+            query, *self._views, output, meta.plan, meta.mask_words, block_table,
+            *self._constants, None, None, *more,
+        )  # fmt: skip
+
+
 def prefix_attn(
     # [T, Hq, Dh]
     query: torch.Tensor,

@@ -7,6 +7,7 @@ B requests in the block table.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -163,6 +164,13 @@ def block_metadata(
     """
     num_blocks = len(req_indices)
     counts = [rows] * num_blocks
-    words = (causal_words if causal else full_words)(counts)
+    words = _block_words(num_blocks, rows, causal)
     starts = range(0, rows * num_blocks, rows)
     return TreeAttnMetadata.build(req_indices, starts, counts, context_lens, words, block_table)
+
+
+# Few are alive: blocks of a head have one size, and batches of a server a few.
+@functools.lru_cache(maxsize=32)
+def _block_words(num_blocks: int, rows: int, causal: bool) -> torch.Tensor:
+    """int64 [num_blocks * rows, W], never written to."""
+    return (causal_words if causal else full_words)([rows] * num_blocks)

@@ -123,6 +123,20 @@ def packed_int8_linear(
     return out.reshape(*x.shape[:-1], columns)
 
 
+class PackedInt8Linear:
+    """x [..., K] -> [..., N], bfloat16, for a weight [N, K] packed as int8 and bias [N] or None."""
+
+    def __init__(self, packed: PackedInt8, bias: torch.Tensor | None) -> None:
+        self.packed, self.bias = packed, bias
+        # What kernels that are made of several products take of each.
+        self.parts = [packed.weight, packed.sums, packed.scales]
+        if bias is not None:
+            self.parts.append(bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return packed_int8_linear(x, self.packed, self.bias)
+
+
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

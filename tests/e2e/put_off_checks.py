@@ -68,8 +68,9 @@ class Watched:
         owner = getattr(self.runner, "speculator", None)
         proposer = self.runner.drafter if owner is None else owner.proposer
         self.drafter = proposer.drafter
-        freeze_costs(Pair(None, llm), FLAT)
-        self.restart(shut)
+        if self.runner.planner.is_adaptive:
+            freeze_costs(Pair(None, llm), FLAT)
+            self.restart(shut)
         self.backlog = self.drafter.backlog
         self.seen: dict[tuple[int, ...], DraftTree] = {}
         self.most_waiting = 0
@@ -96,9 +97,9 @@ class Watched:
         self.drafter.put_off(shut > 0)
 
 
-def _engine(method: str, shut: int, **engine: Any) -> Watched:
+def _engine(method: str, shut: int, speculative: dict[str, Any] = CHAIN, **engine: Any) -> Watched:
     engine = {"max_num_batched_tokens": 40, "enable_prefix_caching": True, **engine}
-    return Watched(make_engine(method, speculative=CHAIN, **engine), shut)
+    return Watched(make_engine(method, speculative=speculative, **engine), shut)
 
 
 def _differences(ours: Watched, always: Watched, least: int) -> list[int]:
@@ -187,6 +188,31 @@ def _reasons(ours: Watched) -> list[str]:
     return reasons
 
 
+def compare_requests_that_ask(method: str, **engine: Any) -> None:
+    """With no drafts unless a request asks, contexts wait; who asks gets what it would have got."""
+    # With lookups: of random heads nothing is accepted.
+    always = _engine(method, 0, {**AUTO, "tree_budget": 4}, **engine)
+    ours = _engine(method, 0, {**AUTO, "tree_budget": 0, "max_request_budget": 4}, **engine)
+    assert always.generate(PROMPTS) == ours.generate(PROMPTS)
+    assert always.generate([LONG]) == ours.generate([LONG])
+    assert always.seen and not ours.seen
+    assert ours.backlog._waiting.num_tokens > 200, ours.backlog._waiting.num_tokens
+    hits = watch_prefix_hits(ours.llm)
+    asks = greedy(max_tokens=40, ignore_eos=True, extra_args={"specplug_tree_budget": 4})
+    verified = Pair(None, ours.llm)
+    verified.watch()
+    repeated = [[*p, *([5, 6, 7, 8] * 12)] for p in PROMPTS]
+    for prompts in ([AGAIN], PROMPTS, repeated):
+        assert always.generate(prompts) == ours.generate(prompts, asks)
+    assert max(hits.values()) >= 64, hits
+    assert _differences(ours, always, 12) == []
+    assert verified.counts.accepted > 5, verified.counts
+    # Were what waits not written, drafts would differ.
+    ours.backlog._write_rows = lambda rows: None
+    assert always.generate([OTHER]) == ours.generate([OTHER], asks)
+    assert _differences(ours, always, 12)
+
+
 def compare_outputs(method: str, **engine: Any) -> None:
     """Lookups, the head and a gate that opens and closes, with default trees."""
     engines = pair(method, speculative=AUTO, enable_prefix_caching=True, **engine)
@@ -212,6 +238,14 @@ def check_jetspec_does_not_draft_from_a_context_that_is_gone() -> None:
 
 def check_eagle3_does_not_draft_from_a_context_that_is_gone() -> None:
     compare_dropped_prefixes("eagle3_tree")
+
+
+def check_jetspec_drafts_for_whom_asks() -> None:
+    compare_requests_that_ask("jetspec")
+
+
+def check_eagle3_drafts_for_whom_asks() -> None:
+    compare_requests_that_ask("eagle3_tree")
 
 
 def check_outputs_are_plain_ones() -> None:

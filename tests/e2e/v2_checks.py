@@ -149,9 +149,9 @@ def calls(owner: Any, name: str) -> Iterator[list[tuple[Any, ...]]]:
     """Arguments of the calls of an object's method."""
     method, seen = getattr(owner, name), []
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
         seen.append(args)
-        return method(*args)
+        return method(*args, **kwargs)
 
     setattr(owner, name, noted)
     try:

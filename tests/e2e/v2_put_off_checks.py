@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import os
 
-from tests.e2e.put_off_checks import compare_drafts, compare_dropped_prefixes, compare_outputs
+from tests.e2e.put_off_checks import (
+    compare_drafts,
+    compare_dropped_prefixes,
+    compare_outputs,
+    compare_requests_that_ask,
+)
 from tests.e2e.v2_setup import use_v2
 
 use_v2()
@@ -20,6 +25,10 @@ def check_jetspec_drafts_what_it_would_have_drafted() -> None:
 
 def check_jetspec_does_not_draft_from_a_context_that_is_gone() -> None:
     compare_dropped_prefixes("jetspec", **CACHE)
+
+
+def check_jetspec_drafts_for_whom_asks() -> None:
+    compare_requests_that_ask("jetspec", **CACHE)
 
 
 def check_outputs_are_plain_ones() -> None:

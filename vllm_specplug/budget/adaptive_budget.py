@@ -351,7 +351,7 @@ class AdaptiveBudget:
         attention is not included."""
         context = step.root_context + step.other_context
         rows = step.num_roots + forced
-        ms = self.costs.decode_ms(rows, step.other_rows, num_nodes, context) + self.costs.rest_ms
+        ms = self.costs.decode_ms(step.num_roots, forced, step.other_rows, num_nodes, context)
         most = self.row_budget.rows(step.num_roots)
         ms[1 + max(0, most - rows - step.other_rows) :] = IMPOSSIBLE_MS
         return ms
@@ -384,7 +384,9 @@ class AdaptiveBudget:
         loss = 1.0 - 1.0 / self._gain
         rows, curve = step.num_roots + step.other_rows, self.costs.forward
         is_again = curve.is_surprising(rows)
-        is_due = curve.age(rows) >= (_STALE_STEPS_IF_SURPRISING if is_again else _STALE_STEPS)
+        is_due = curve.age(rows, plain=True) >= (
+            _STALE_STEPS_IF_SURPRISING if is_again else _STALE_STEPS
+        )
         if loss == 0.0 or not is_due or loss > self._plain_credit + _MAX_DEBT * is_again:
             return False
         self._plain_credit -= loss

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.budget.cost_curve import CostCurve, Floats
+from vllm_specplug.budget.cost_curve import TREE_FADING, CostCurve, Floats
 
 _REST_LEARNING_RATE = 0.05
 _FIRST_REST_MS = 1.0
@@ -93,23 +93,47 @@ class StepCostModel:
         self.draft = CostCurve(calibration.draft_rows, calibration.draft_ms)
         self.attention_ms = calibration.attention_ms
         self.rest_ms = _FIRST_REST_MS
-        """Scheduling, lookups, bookkeeping and transport of a step."""
+        """Scheduling, lookups, bookkeeping and transport of a plain step."""
+        self.tree_rest_ms = 0.0
+        """What a step with trees takes for these beyond `rest_ms`."""
 
-    def verify_ms(self, rows: npt.ArrayLike, sampled: npt.ArrayLike, context: float) -> Floats:
+    def verify_ms(
+        self,
+        rows: npt.ArrayLike,
+        sampled: npt.ArrayLike,
+        context: float,
+        *,
+        has_trees: bool = False,
+    ) -> Floats:
         """Target forward and walk.
 
         Args:
             rows: rows of the forward.
             sampled: those of them that need logits.
             context: tokens attended, summed over rows.
+            has_trees: whether there are nodes among the rows.
         """
-        return self.forward(rows) + self.logits(sampled) + self.attention_ms * context
+        plain = self.forward(rows) + self.logits(sampled) + self.attention_ms * context
+        return plain * self.forward.tree_factor if has_trees else plain
 
-    def decode_ms(self, roots: int, other_rows: int, num_nodes: int, context: float) -> Floats:
-        """[num_nodes + 1] ms of a step with 0, 1, ... nodes beside `roots` rows that are sampled
-        and `other_rows` that are not; `context` is what these attend."""
-        sampled = roots + np.arange(num_nodes + 1)
-        return self.verify_ms(sampled + other_rows, sampled, context)
+    def decode_ms(
+        self, roots: int, nodes: int, other_rows: int, num_nodes: int, context: float
+    ) -> Floats:
+        """[num_nodes + 1] ms of a step, drafting left out, with 0, 1, ... nodes more.
+
+        Args:
+            roots: rows that are sampled whatever is drafted.
+            nodes: nodes that are verified in any case.
+            other_rows: rows that are not sampled.
+            context: tokens attended by all these.
+        """
+        sampled = roots + nodes + np.arange(num_nodes + 1)
+        plain = self.verify_ms(sampled + other_rows, sampled, context) + self.rest_ms
+        with_trees = plain + (self.forward.tree_factor - 1.0) * (plain - self.rest_ms)
+        with_trees += self.tree_rest_ms
+        if not nodes:
+            with_trees[0] = plain[0]
+        return with_trees
 
     def draft_ms(self, requests: npt.ArrayLike, depth: npt.ArrayLike) -> Floats:
         """A draft forward; arguments as in the function `draft_rows`."""
@@ -119,12 +143,27 @@ class StepCostModel:
         """A real draft forward took this long."""
         self.draft.observe(float(draft_rows(requests, depth, self.by_level)), milliseconds)
 
-    def observe_verify(self, rows: int, sampled: int, context: float, milliseconds: float) -> None:
+    def observe_verify(
+        self,
+        rows: int,
+        sampled: int,
+        context: float,
+        milliseconds: float,
+        *,
+        has_trees: bool = False,
+    ) -> None:
         """A real step of this shape took this long."""
-        expected = float(self.verify_ms(rows, sampled, context))
-        self.forward.observe(rows, milliseconds, expected)
+        expected = float(self.verify_ms(rows, sampled, context, has_trees=has_trees))
+        self.forward.observe(rows, milliseconds, expected, has_trees=has_trees)
 
-    def observe_rest(self, milliseconds: float) -> None:
+    def observe_rest(self, milliseconds: float, *, has_trees: bool = False) -> None:
         """Time of a step outside forward, walk and drafting, while the engine was busy."""
-        limit = 4.0 * self.rest_ms + 1.0
-        self.rest_ms += _REST_LEARNING_RATE * (min(max(milliseconds, 0.0), limit) - self.rest_ms)
+        expected = self.rest_ms + (self.tree_rest_ms if has_trees else 0.0)
+        error = _REST_LEARNING_RATE * (min(max(milliseconds, 0.0), 4.0 * expected + 1.0) - expected)
+        if not has_trees:
+            self.rest_ms += error
+            self.tree_rest_ms *= 1.0 - TREE_FADING
+            return
+        # Half of it may be the whole machine's: plain steps may be long ago.
+        self.rest_ms = max(0.0, self.rest_ms + 0.5 * error)
+        self.tree_rest_ms = max(0.0, self.tree_rest_ms + 0.5 * error)

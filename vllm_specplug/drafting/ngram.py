@@ -108,8 +108,8 @@ class BranchStatistics:
     def shares(self, longest: int) -> np.ndarray:
         """How often the first token after a suffix of 0, 1, .. `longest` tokens is right, float32
         [longest + 1]; never certain, so that a head's nodes keep some probability."""
-        firsts = [self.scores(size, 0, 1)[0] for size in range(1, longest + 1)]
-        return np.minimum(np.exp(np.array([-math.inf, *firsts])), 0.999).astype(np.float32)
+        firsts = (math.exp(self._counts_of(size)[2][0]) for size in range(1, longest + 1))
+        return np.array([0.0, *(min(first, 0.999) for first in firsts)], np.float32)
 
     def table(self, longest: int, length: int) -> np.ndarray:
         """`scores` of every suffix length up to `longest` and of every rank that is told apart,

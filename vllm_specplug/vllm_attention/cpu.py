@@ -3,19 +3,31 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backend import AttentionType, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     _get_attn_isa,
 )
 
-from vllm_specplug.kernels import CpuKvLayout, probe_cpu_layout
+from vllm_specplug.kernels import (
+    CpuKvLayout,
+    TreeLayer,
+    can_store_kv,
+    probe_cpu_layout,
+    store_kv,
+)
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
-from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
+from vllm_specplug.vllm_attention.tree_rows import (
+    CpuTreeRows,
+    TreeAttentionMixin,
+    TreeRows,
+    layout_key,
+)
 
 
 def cpu_kv_layout(
@@ -62,6 +74,11 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
 
     cache_dtypes = frozenset(FP8_CACHES)
 
+    # What follows from a layer's cache is found when it first comes: between a step's products
+    # every line that runs once per layer is felt. The cache's memory is not kept: vLLM takes it
+    # from its layers before they end.
+    _stored: tuple[weakref.ref[torch.Tensor], CpuKvLayout | None] | None = None
+
     def cache_scales(self, layer: Any) -> dict[str, Any]:
         return {"key_scale": layer._k_scale_float, "value_scale": layer._v_scale_float}
 
@@ -70,3 +87,46 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
         if self.kv_cache_dtype in self.cache_dtypes:
             return key, value
         return super().storable(key, value)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        if self._stored is None or self._stored[0]() is not kv_cache:
+            self._stored = weakref.ref(kv_cache), self._stored_layout(key, kv_cache)
+        layout = self._stored[1]
+        if layout is None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        else:
+            store_kv(key, value, kv_cache, slot_mapping, layout)
+
+    def _stored_layout(self, key: torch.Tensor, kv_cache: torch.Tensor) -> CpuKvLayout | None:
+        """Where vLLM's operator would write in `kv_cache`; None where it has to do it itself."""
+        is_own = self.attn_type == AttentionType.DECODER and key.dtype == kv_cache.dtype
+        return cpu_kv_layout(kv_cache) if is_own and can_store_kv(kv_cache) else None
+
+    def attend_rows(
+        self,
+        layer: Any,
+        rows: TreeRows,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> None:
+        if not isinstance(rows, CpuTreeRows):
+            super().attend_rows(layer, rows, query, kv_cache, output, block_table)
+            return
+        known = rows.layers.get(self)
+        if known is None or known.kv_cache is not kv_cache:
+            if not TreeLayer.serves(query, kv_cache):
+                super().attend_rows(layer, rows, query, kv_cache, output, block_table)
+                return
+            layout = rows.layouts[layout_key(kv_cache)]
+            known = TreeLayer(kv_cache, layout, self.scale, self.tree_features(layer))
+            rows.layers[self] = known
+        known.attend(query, output, rows.metadata, block_table)

@@ -13,6 +13,7 @@ from vllm_specplug.kernels import (
     AttnFeatures,
     CpuKvLayout,
     TreeAttnMetadata,
+    TreeLayer,
     contain_nonfinite,
     tree_attn,
 )
@@ -69,6 +70,9 @@ class CpuTreeRows:
     layouts: Mapping[LayoutKey, CpuKvLayout]
     """Layouts of the target's caches."""
     covers_batch: bool
+    layers: dict[Any, TreeLayer] = field(default_factory=dict)
+    """Of all steps, by attention implementation. Of whoever has the caches: an implementation may
+    outlive them."""
 
     def attend(
         self,
@@ -211,15 +215,20 @@ class TreeAttentionMixin:
                 output_block_scale,
             )
         if rows is not None:
-            rows.attend(
-                query,
-                kv_cache,
-                output,
-                self.scale,
-                self.tree_features(layer),
-                attn_metadata.block_table,
-            )
+            self.attend_rows(layer, rows, query, kv_cache, output, attn_metadata.block_table)
         return output
+
+    def attend_rows(
+        self,
+        layer: Any,
+        rows: TreeRows,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> None:
+        """Attention of a step's tree rows in this layer; see `TreeRows.attend`."""
+        rows.attend(query, kv_cache, output, self.scale, self.tree_features(layer), block_table)
 
 
 def attach_tree_rows(attn_metadata: Any, rows: Any) -> None:

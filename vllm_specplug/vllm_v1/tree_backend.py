@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_specplug.drafting.drafter import DraftCache
-from vllm_specplug.kernels import compact_kv, to_device, tree_metadata
+from vllm_specplug.kernels import TreeLayer, compact_kv, to_device, tree_metadata
 from vllm_specplug.kvcache import path_moves
 from vllm_specplug.vllm_attention.tree_rows import (
     CpuTreeRows,
@@ -125,6 +125,7 @@ class CpuTreeBackend(HostMemory, TreeBackend):
     def bind(self, groups: list[CacheGroup]) -> None:
         self.groups = [(g.index, g.own_caches) for g in groups if g.own_caches]
         self.layouts = target_layouts(groups)
+        self.layers: dict[Any, TreeLayer] = {}
 
     def tree_rows(
         self, members: Sequence[tuple[int, StepRequest]], covers_batch: bool, common: Any
@@ -136,7 +137,7 @@ class CpuTreeBackend(HostMemory, TreeBackend):
             parents=[r.tree.parent_indices for _, r in members if r.tree is not None],
             block_table=common.block_table_tensor,
         )
-        return CpuTreeRows(metadata, self.layouts, covers_batch)
+        return CpuTreeRows(metadata, self.layouts, covers_batch, self.layers)
 
     def compact(self, step: TreeStep, state: RunnerState) -> None:
         moved = [(i, r) for i, r in enumerate(step.requests) if r.accepted_path and not r.is_linear]

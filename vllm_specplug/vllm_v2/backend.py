@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vllm_specplug.drafting.drafter import DraftCache
-from vllm_specplug.kernels import TreeAttnMetadata, compact_kv
+from vllm_specplug.kernels import TreeAttnMetadata, TreeLayer, compact_kv
 from vllm_specplug.vllm_attention.state_rows import StateStep
 from vllm_specplug.vllm_attention.tree_rows import (
     CpuTreeRows,
@@ -119,6 +119,7 @@ class CpuTreeBackend(HostMemory, TreeBackend):
     def bind(self, groups: list[CacheGroup]) -> None:
         self.groups = [(g.index, g.own_caches) for g in groups if g.own_caches]
         self.layouts = target_layouts(groups)
+        self.layers: dict[Any, TreeLayer] = {}
 
     def tree_rows(self, trees: StepTrees, block_tables: Sequence[torch.Tensor]) -> TreeRows:
         # Each layer brings its own table.
@@ -129,7 +130,7 @@ class CpuTreeBackend(HostMemory, TreeBackend):
             max_context=trees.rows.max_context,
             mask_words=ancestor_words(trees),
         )
-        return CpuTreeRows(metadata, self.layouts, trees.rows.covers_batch)
+        return CpuTreeRows(metadata, self.layouts, trees.rows.covers_batch, self.layers)
 
     def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
         for index, caches in self.groups:

@@ -238,8 +238,7 @@ class DraftPlanner:
         budget = self.adaptive
         forward = (0, 0.0)
         if budget is None or not len(requests):
-            show_committed()
-            trees = self._valid(drafter.propose(requests)) if len(requests) else []
+            trees = self._draft_fixed(drafter, requests, show_committed)
             self.wanted = []
         else:
             trees, forward, start = self._draft_adaptively(
@@ -268,6 +267,34 @@ class DraftPlanner:
         the device."""
         drafted = partial(self._learn_draft, self._now, forward)
         self.clock.measure(start, self.clock.mark(), drafted)
+
+    def _draft_fixed(
+        self, drafter: Drafter, requests: DraftRequests, show_committed: Callable[[], None]
+    ) -> list[DraftTree]:
+        """The trees of fixed budgets; there may be no requests."""
+        if self.options.tree_budget == 0:
+            # Only who asks is drafted for, and pays for its context then.
+            drafter.put_off(True)
+            if not len(requests):
+                return []
+        show_committed()
+        if not len(requests):
+            return []
+        has_context = [debt < math.inf for debt in drafter.context_debt(requests.req_ids)]
+        if all(has_context):
+            return self._valid(drafter.propose(requests))
+        requests.forward_depths[:] = [
+            depth if is_known else 0
+            for depth, is_known in zip(requests.depths, has_context, strict=True)
+        ]
+        draft = drafter.propose if any(has_context) else drafter.look_up
+        trees = self._valid(draft(requests))
+        lost = sum(
+            not (is_known or tree.num_nodes or r in self._dropped)
+            for r, (is_known, tree) in enumerate(zip(has_context, trees, strict=True))
+        )
+        self.stats.observe_plain("no_context", lost)
+        return trees
 
     def _draft_adaptively(
         self,
@@ -436,7 +463,9 @@ class DraftPlanner:
             self.stats.observe_ms("verify", milliseconds)
         if self.adaptive is not None and step.is_warm and step.shape is not None:
             rows, context = step.shape
-            self.adaptive.costs.observe_verify(rows, rows, context, milliseconds)
+            self.adaptive.costs.observe_verify(
+                rows, rows, context, milliseconds, has_trees=step.has_trees
+            )
         self._learn_rest(step)
 
     def _learn_draft(
@@ -465,7 +494,8 @@ class DraftPlanner:
             return
         if step.goes_on and not step.is_learnt:
             step.is_learnt = True
-            self.adaptive.costs.observe_rest(whole - verify - step.draft_ms)
+            rest = whole - verify - step.draft_ms
+            self.adaptive.costs.observe_rest(rest, has_trees=step.has_trees)
 
 
 def best_nodes(tree: DraftTree, most: int) -> DraftTree:

@@ -15,11 +15,11 @@ from vllm.platforms import current_platform
 
 from vllm_specplug.drafting.drafter import LinearFactory
 from vllm_specplug.kernels.packed_linear import (
+    PackedInt8Linear,
     can_pack,
     has_packed_products,
     pack_int8,
     pack_linear,
-    packed_int8_linear,
     packs_target,
 )
 from vllm_specplug.kernels.packed_linear import packed_linear as multiply_packed
@@ -72,8 +72,7 @@ def int8_linear(
         scales[part] = (exact.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
         rounded[part] = (exact / scales[part, None]).round_().clamp_(-127, 127).to(torch.int8)
     if weight.dtype == torch.bfloat16 and has_packed_products():
-        packed = pack_int8(rounded, scales)
-        return lambda x: packed_int8_linear(x, packed, bias)
+        return PackedInt8Linear(pack_int8(rounded, scales), bias)
     product = ops.create_onednn_scaled_mm(
         rounded.t(), scales, weight.dtype, True, False, _KEPT_SHAPES
     )

@@ -96,3 +96,30 @@ def test_never_falls_and_stays_positive(steps: list[tuple[int, float]]) -> None:
         curve.observe(rows, milliseconds)
     values = curve(np.arange(0, 200))
     assert (values > 0).all() and (np.diff(values) >= 0).all()
+
+
+def test_what_trees_take_is_told_apart_from_what_rows_take() -> None:
+    """Trees of 8 nodes beside 16 requests, a fifth dearer than plain steps of as many rows: plain
+    steps, which nobody makes while trees seem to pay, stay as cheap as they were."""
+    curve = CostCurve((16, 32), (26.0, 42.0))
+    for step in range(400):
+        if step % 20:
+            curve.observe(24, 1.2 * 34.0, has_trees=True)
+        else:
+            curve.observe(16, 26.0)
+    assert float(curve(16)) == pytest.approx(26.0, rel=0.03)
+    assert float(curve(24)) * curve.tree_factor == pytest.approx(1.2 * 34.0, rel=0.03)
+    assert curve.tree_factor == pytest.approx(1.2, rel=0.05)
+    assert curve.age(16, plain=True) > curve.age(16) == 0
+
+
+def test_trees_that_seemed_dear_are_tried_again() -> None:
+    """While every step is plain, nothing shows what trees take: the old answer fades."""
+    curve = CostCurve((16, 32), (26.0, 42.0))
+    for _ in range(50):
+        curve.observe(16, 26.0)
+        curve.observe(24, 1.5 * 34.0, has_trees=True)
+    assert curve.tree_factor > 1.3
+    for _ in range(1000):
+        curve.observe(16, 26.0)
+    assert curve.tree_factor < 1.1

@@ -320,9 +320,9 @@ def test_times_of_real_steps_reach_the_cost_model(monkeypatch: pytest.MonkeyPatc
         planner.observe(TreeStep([_verified(100, tree, [0, 1])]), ["a"], now[0])
         now[0] += 0.006
     # 200 ms of verification and 6 ms of everything else a step.
-    assert float(costs.verify_ms(5, 5, 500)) > 3 * before
-    assert float(costs.verify_ms(5, 5, 500)) == pytest.approx(200, rel=0.1)
-    assert costs.rest_ms == pytest.approx(6.0, rel=0.1)
+    assert float(costs.verify_ms(5, 5, 500, has_trees=True)) > 3 * before
+    assert float(costs.verify_ms(5, 5, 500, has_trees=True)) == pytest.approx(200, rel=0.1)
+    assert costs.rest_ms + costs.tree_rest_ms == pytest.approx(6.0, rel=0.1)
     assert planner.stats.predicted_actual == 320
     assert planner.stats.predicted_accepted == pytest.approx(320, rel=0.25)
 
@@ -536,3 +536,26 @@ def test_drafters_are_told_when_no_drafts_are_expected() -> None:
     for _ in range(60):
         planner.draft(drafter, *_requests(planner, [None] * 3))
     assert drafter.is_off[-1]
+
+
+@pytest.mark.parametrize("tree_budget", [0, 4])
+def test_where_only_who_asks_is_drafted_for_contexts_wait(tree_budget: int) -> None:
+    planner = _planner(tree_budget=tree_budget, max_request_budget=4)
+    drafter = _OwingDrafter({"r0": float("inf")})
+    shown: list[int] = []
+
+    def step(extras: list[dict | None]) -> list[DraftTree]:
+        requests, batch = _requests(planner, extras)
+        return planner.draft(drafter, requests, batch, show_committed=lambda: shown.append(1))
+
+    asks = {"specplug_tree_budget": 4}
+    assert len(step([{"specplug_tree_budget": 0}] * 2)) == 0
+    assert drafter.is_off == ([True] if tree_budget == 0 else [])
+    assert len(shown) == (tree_budget > 0), "a step that keeps nothing for drafts showed it"
+    planner.forget(["r0", "r1"])
+    lost, drafted = step([asks, asks])
+    assert shown and (lost.num_nodes, drafted.num_nodes) == (0, 4)
+    assert planner.stats.plain_steps == {"no_context": 1}
+    planner.forget(["r1"])
+    assert [tree.num_nodes for tree in step([asks])] == [0]
+    assert len(drafter.asked) == 1, "nobody had a context, and the head ran"

@@ -27,6 +27,7 @@ from vllm_specplug.drafting.drafter import (
 from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.kernels import build_best_first, can_build_best_first, top_candidates
+from vllm_specplug.kernels.draft_rows import block_inputs
 from vllm_specplug.methods.block.checkpoint import BlockHeadExtras, load_block_head
 from vllm_specplug.methods.block.fused_head import FusedBlockHead
 from vllm_specplug.methods.block.head import BlockHead
@@ -84,7 +85,7 @@ class BlockHeadDrafter(LateContextDrafter):
         self, aux: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
         """aux [M, L*Ht], positions and slots int64 [M]."""
-        keys, values = self.head.context_kv(self.head.context_features(aux), positions)
+        keys, values = self.head.context_heads(aux, positions)
         self.cache.write(keys, values, slots)
 
     def forget(self, req_ids: Iterable[str]) -> None:
@@ -151,8 +152,8 @@ class BlockHeadDrafter(LateContextDrafter):
         compiled = can_build_best_first(token_ids.device) and min(widths) == max(widths)
         if options.tree_builder == "best_first" and compiled:
             built = build_best_first(
-                token_ids, log_probs, torch.tensor(budgets).int(), torch.tensor(depths).int(),
-                widths[0],
+                token_ids, log_probs, torch.tensor(budgets, dtype=torch.int32),
+                torch.tensor(depths, dtype=torch.int32), widths[0],
             )  # fmt: skip
             return DraftTree.split(*(array.numpy() for array in built))
         ids, logps = token_ids.cpu().numpy(), log_probs.cpu().numpy()
@@ -200,20 +201,23 @@ class BlockHeadDrafter(LateContextDrafter):
             anchors, starts = requests.anchors, requests.context_lens
         else:
             anchors, starts = device_tensor([requests.anchors, requests.context_lens], device)
-        block = self.head.block_embeds(self.embed_tokens[anchors], rows)
-        positions = starts[:, None] + torch.arange(rows, device=device)
         # Slots past the model's last position are never used: depths are capped before.
-        positions = positions.clamp_(max=self.options.max_model_len - 1)
+        block, positions = block_inputs(
+            self.embed_tokens, self.head.mask_embedding, anchors, starts, rows,
+            self.options.max_model_len - 1,
+        )  # fmt: skip
 
         # Requests are on the device where the cache is.
         attend = cast(DeviceCache, self.cache).block_attention(
             requests, rows, causal[0] if len(set(causal)) == 1 else causal
         )
-        hidden = self.head(block.flatten(0, 1), positions.flatten(), attend)
+        hidden = self.head(block, positions, attend)
         hidden = hidden.unflatten(0, (num_reqs, rows))[:, first : first + depth]
         # A piece at a time: logits of all requests would be the largest tensor of a step.
         pieces = hidden.flatten(0, 1).split(max(1, _MOST_LOGITS // self.vocab_size))
         found = [top_candidates(self.lm_head(piece), width) for piece in pieces]
-        ids, log_probs = (torch.cat(part) for part in zip(*found, strict=True))
+        ids, log_probs = (
+            found[0] if len(found) == 1 else (torch.cat(part) for part in zip(*found, strict=True))
+        )
         shape = (num_reqs, depth)
         return ids.unflatten(0, shape), log_probs.unflatten(0, shape), hidden

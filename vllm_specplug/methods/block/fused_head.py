@@ -3,8 +3,9 @@
 
 Drafting one block is bound by launches and weight bytes, not by arithmetic. Projections that
 read the same input are joined (q, k, v; gate, up; the context keys and values of all layers),
-and rotary tables are computed once. `methods.block.head.BlockHead` is the readable version and
-the oracle.
+and rotary tables are computed once. With packed int8 products everything between two of them
+joins them (`kernels.draft_rows`). `methods.block.head.BlockHead` is the readable version and the
+oracle.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ import torch
 import torch.nn.functional as F
 
 from vllm_specplug.drafting.drafter import LinearFactory
+from vllm_specplug.kernels.draft_rows import (
+    RotaryTables,
+    can_join_rows,
+    context_heads,
+    finish_layer,
+    project_heads,
+)
+from vllm_specplug.kernels.row_ops import rms_norm
 from vllm_specplug.methods.block.head import Attend, BlockHead, BlockLayer, rotary_cos_sin
 
 
@@ -35,6 +44,7 @@ class _FusedLayer:
         self.output = make_linear(attn.o_proj.weight, attn.o_proj.bias)
         self.gate_up = make_linear(*_joined((mlp.gate_proj, mlp.up_proj)))
         self.down = make_linear(mlp.down_proj.weight, None)
+        self.products = (self.qkv, self.output, self.gate_up, self.down)
         # [Hq + Hkv, Dh]: queries and keys are normed and rotated in one go
         self.qk_norm = torch.cat(
             (
@@ -71,8 +81,9 @@ class FusedBlockHead:
         self.context = make_linear(
             *_joined([a.k_proj for a in attentions] + [a.v_proj for a in attentions])
         )
-        # [num_layers, 1, 1, Dh]
-        self.context_k_norm = torch.stack([a.k_norm.weight for a in attentions])[:, None, None]
+        # [num_layers, Dh], and [num_layers, 1, 1, Dh]
+        self.key_norms = torch.stack([a.k_norm.weight for a in attentions])
+        self.context_k_norm = self.key_norms[:, None, None]
         self.layers = [_FusedLayer(layer, make_linear) for layer in head.layers]
         cos, sin = rotary_cos_sin(torch.arange(max_positions), config.rotary)
         dtype, device = head.norm.weight.dtype, head.norm.weight.device
@@ -81,6 +92,21 @@ class FusedBlockHead:
         # [max_positions, 1, rotated]: both halves, so that rotating is two products and a sum
         self.cos = torch.cat((cos, cos), -1)[:, None].to(device, dtype)
         self.sin = torch.cat((-sin, sin), -1)[:, None].to(device, dtype)
+        products = [self.fc, self.context, *(p for layer in self.layers for p in layer.products)]
+        self.joins_rows = can_join_rows(products, self.head_dim, self.rotated, dtype)
+        """Whether norms, rotations and sums are one with the products next to them."""
+        self.rotary = RotaryTables(self.cos[:, 0], self.sin[:, 0])
+
+    def context_heads(
+        self, aux: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`context_kv` of the `context_features` of aux [T, L*Ht]."""
+        if not self.joins_rows:
+            return self.context_kv(self.context_features(aux), positions)
+        return context_heads(
+            aux, self.fc, self.hidden_norm, self.context, self.key_norms, self.rotary, positions,
+            self.eps, self.num_kv_heads,
+        )  # fmt: skip
 
     def context_features(self, aux: torch.Tensor) -> torch.Tensor:
         """[T, L*Ht] -> [T, H]."""
@@ -105,6 +131,8 @@ class FusedBlockHead:
         self, input_embeds: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """[T, H], [T] -> final normed hidden states [T, H]."""
+        if self.joins_rows:
+            return self._forward_joined(input_embeds, positions, attend)
         x = input_embeds
         num_qk = self.num_heads + self.num_kv_heads
         for index, layer in enumerate(self.layers):
@@ -119,6 +147,25 @@ class FusedBlockHead:
         return self._rms_norm(x, self.norm)
 
     __call__ = forward
+
+    def _forward_joined(
+        self, input_embeds: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """`forward`, for `kernels.draft_rows`."""
+        x = input_embeds.clone()
+        num_qk = self.num_heads + self.num_kv_heads
+        qkv = x.new_empty(len(x), num_qk + self.num_kv_heads, self.head_dim)
+        query, key, value = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        for index, layer in enumerate(self.layers):
+            project_heads(
+                x, layer.input_norm, layer.qkv, layer.qk_norm, self.rotary, positions, self.eps, qkv
+            )
+            mixed = attend(index, query, key, value).flatten(-2)
+            finish_layer(
+                x, mixed, layer.output, layer.post_norm, layer.gate_up, layer.down,
+                self.config.intermediate_size, self.eps,
+            )  # fmt: skip
+        return rms_norm(x, self.norm, self.eps)
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a block head around its attention, each as one call on a CPU.
+
+Between two forwards of the target the caches hold its weights: a small operator then takes several
+times as long as it does by itself, and a draft layer composed of torch's has thirty of them. Norms,
+rotations and residual sums are here one with the products they stand next to. The products are
+packed int8 ones; `methods.block.fused_head` has the same in torch for all others.
+
+Letters: T rows, M committed tokens, R blocks, L layers, H hidden size, Dh head size, I MLP width,
+P positions of the rotary tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .extension import has_cpu_extension
+from .packed_linear import PackedInt8Linear
+
+# Numbers of a vector, of which heads and what is turned of their halves must be multiples.
+_LANES = 16
+_MOST_HEAD_SIZE = 1024
+
+
+class RotaryTables(NamedTuple):
+    """Angles by position: cos and sin [P, turned] of both halves of what is turned of a head, sin
+    negative in the first half."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def can_join_rows(products: list[Any], head_dim: int, turned: int, dtype: torch.dtype) -> bool:
+    """Whether layers of these products, as a `LinearFactory` made them, can be computed here.
+
+    Args:
+        turned: leading dimensions of a head that are rotated.
+        dtype: of the norms' weights and of the rows.
+    """
+    return (
+        dtype == torch.bfloat16
+        and all(isinstance(product, PackedInt8Linear) for product in products)
+        and 0 < head_dim <= _MOST_HEAD_SIZE
+        and head_dim % _LANES == 0
+        and turned % (2 * _LANES) == 0
+    )
+
+
+def block_inputs(
+    # [V, H]
+    embeddings: torch.Tensor,
+    # [H]
+    mask: torch.Tensor,
+    # int64 [R]
+    anchors: torch.Tensor,
+    starts: torch.Tensor,
+    rows: int,
+    last: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs of R draft blocks: each anchor's embedding and masks behind it.
+
+    Args:
+        starts: positions of the anchors.
+        last: what positions are cut to.
+
+    Returns:
+        Embeddings [R * rows, H], and positions int64 [R * rows].
+    """
+    num_blocks, hidden = len(anchors), embeddings.shape[1]
+    if (
+        embeddings.device.type == "cpu"
+        and embeddings.dtype == torch.bfloat16
+        and embeddings.is_contiguous()
+        and has_cpu_extension()
+    ):
+        block = torch.empty((num_blocks, rows, hidden), dtype=embeddings.dtype)
+        positions = torch.empty((num_blocks, rows), dtype=torch.int64)
+        torch.ops.specplug.block_inputs.default(
+            embeddings, mask, anchors, starts, last, block, positions
+        )
+    else:
+        block = mask.expand(num_blocks, rows, -1).clone()
+        block[:, 0] = embeddings[anchors]
+        # Positions past the last are of slots that are never used.
+        positions = starts[:, None] + torch.arange(rows, device=starts.device)
+        positions = positions.clamp_(max=last)
+    return block.flatten(0, 1), positions.flatten()
+
+
+def project_heads(
+    # [T, H]
+    x: torch.Tensor,
+    # [H]
+    norm: torch.Tensor,
+    product: PackedInt8Linear,
+    # [normed, Dh]
+    head_norms: torch.Tensor,
+    rotary: RotaryTables,
+    # int64 [T]
+    positions: torch.Tensor,
+    eps: float,
+    # [T, heads, Dh], written in place
+    out: torch.Tensor,
+) -> None:
+    """The product of x's norm, as heads; those that have a norm in `head_norms`, the first ones,
+    are normed and rotated.
+
+    Raises:
+        RuntimeError: where shapes or dtypes do not fit, or a position is outside the tables.
+    """
+    torch.ops.specplug.project_heads.default(
+        x, norm, product.parts, head_norms, rotary.cos, rotary.sin, positions, eps, out
+    )
+
+
+def finish_layer(
+    # [T, H], changed in place
+    x: torch.Tensor,
+    # [T, W], what the attention gave
+    mixed: torch.Tensor,
+    output: PackedInt8Linear,
+    # [H]
+    norm: torch.Tensor,
+    gate_up: PackedInt8Linear,
+    down: PackedInt8Linear,
+    intermediate: int,
+    eps: float,
+) -> None:
+    """Adds to x the output product of `mixed`, and to that the gated MLP of its norm.
+
+    Raises:
+        RuntimeError: where shapes or dtypes do not fit.
+    """
+    torch.ops.specplug.finish_layer.default(
+        x, mixed, output.parts, norm, gate_up.parts, down.parts, intermediate, eps
+    )
+
+
+def context_heads(
+    # [M, F]
+    aux: torch.Tensor,
+    join: PackedInt8Linear,
+    # [H]
+    norm: torch.Tensor,
+    product: PackedInt8Linear,
+    # [L, Dh]
+    key_norms: torch.Tensor,
+    rotary: RotaryTables,
+    # int64 [M]
+    positions: torch.Tensor,
+    eps: float,
+    num_kv_heads: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys, normed and rotated, and values of all layers, [L, M, Hkv, Dh], from the target's states
+    of committed tokens: `product` gives the keys of all layers, then the values.
+
+    Raises:
+        RuntimeError: where shapes or dtypes do not fit, or a position is outside the tables.
+    """
+    shape = (len(key_norms), len(aux), num_kv_heads, key_norms.shape[1])
+    keys, values = aux.new_empty(shape), aux.new_empty(shape)
+    torch.ops.specplug.context_heads.default(
+        aux.contiguous(), join.parts, norm, product.parts, key_norms, rotary.cos, rotary.sin,
+        positions, eps, keys, values,
+    )  # fmt: skip
+    return keys, values
