@@ -9,9 +9,11 @@ CPUs; which rows are whose, and the weights, take the ways of CUDA.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,12 +21,18 @@ from unittest.mock import patch
 from tests.e2e import cuda_v2_stream_checks as streams  # isort: skip
 
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as gated_delta
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
 from tests.e2e import adapter_checks, cuda_v2_hybrid_checks, cuda_v2_vision_checks
 from tests.e2e.cuda_v2_checks import PROMPTS, engines
+from tests.e2e.tiny import make_head
 from tests.pretended_device import Stream
 from vllm_specplug.vllm_attention import device_states
+
+# Kernels on CUDA; here of operations that look at numbers.
+for _name in ("causal_conv1d_fn", "fla_chunk_gated_delta_rule"):
+    setattr(gated_delta, _name, streams.device.one_kernel(getattr(gated_delta, _name)))
 
 
 def is_noticed(control: Any, told: tuple[str, ...], run: Callable[[], object]) -> None:
@@ -48,13 +56,19 @@ def aside(owner: Any, name: str) -> Any:
 
 
 def check_recurrent_states() -> None:
-    """Rows, parents and blocks of a step go over from pinned memory, once a step."""
-    with streams.ordered():
-        made = cuda_v2_hybrid_checks.engines(ahead=True)
-        counts = cuda_v2_hybrid_checks.compared(made, least_accepted=10)
-    assert counts.skipping > 1 and counts.stale > 0, counts
-    again = patch.object(device_states, "to_device", streams.kept_pinned())
-    is_noticed(again, ("pinned", "device_states.py"), lambda: cuda_v2_hybrid_checks.compared(made))
+    """Rows of a step go over from the host, which waits for no step."""
+    with tempfile.TemporaryDirectory() as folder, streams.knowing():
+        head = make_head(Path(folder) / "jetspec", cuda_v2_hybrid_checks.VOCAB, hidden=64)
+        with streams.ordered():
+            made = cuda_v2_hybrid_checks.engines(
+                method="jetspec", ahead=True, nodes=10, budget=10, head={"model": str(head)}
+            )
+            counts = cuda_v2_hybrid_checks.compared(made, least_accepted=10)
+        assert counts.skipping > 1 and counts.stale > 0, counts
+        again = patch.object(device_states, "to_device", streams.kept_pinned())
+        is_noticed(
+            again, ("pinned", "device_states.py"), lambda: cuda_v2_hybrid_checks.compared(made)
+        )
 
 
 def check_images() -> None:
