@@ -8,8 +8,8 @@ Tokens per step on the same greedy answers, with 95 % intervals over prompts, by
 Heads that are trained alike, and differ in the mask within the block alone, are trained by
 
     specplug train jetspec --target MODEL --features TRAIN --heldout HELD --seed 1 --out causal
-    specplug train jetspec --target MODEL --features TRAIN --heldout HELD --seed 1 --out whole \\
-        --no-causal
+    specplug train dflash --loss forward_kl --target MODEL --features TRAIN --heldout HELD \\
+        --seed 1 --out whole
 
 with all other flags equal, and are then in causal/head and whole/head. The page says where the
 training of the heads that it compares differs.

@@ -44,7 +44,8 @@ PACKED = (9.1, 9.1, 9.1, 9.3, 10.3, 11.4, 16.4, 21.1, 30.8, 39.8, 75.2, 147.2)
 DEAR = (10.0, 10.4, 12.9, 15.4, 16.9, 17.9, 22.7, 27.8, 36.5, 45.1, 81.2, 151.7)
 MACHINE = Machine(
     rows=ROWS, times=PACKED, draft_ms=3.2, draft_row_ms=0.1, rest_ms=4.6, rest_request_ms=1.0,
-    prompt_ms=0.0, context_ms=0.02, context_call_ms=0.4, noise=0.03,
+    prompt_ms=0.0, context_ms=0.02, context_call_ms=0.4, tree_share=0.08, tree_rest_ms=1.5,
+    noise=0.03,
 )  # fmt: skip
 DEAR_MACHINE = replace(MACHINE, times=DEAR)
 BUSY = (1.3, 1.2, 1.2, 1.1, 1.05, 1.05, 1.1, 1.2, 1.0, 1.0, 1.0, 1.0)
@@ -64,13 +65,15 @@ class Scenario:
     """What is served.
 
     `error` is that of the calibration, `uneven` the standard deviation, over requests, of the
-    logarithm of how much too sure or too modest their drafts' scores are. `only` names the parts to
-    do without, where those are not all.
+    logarithm of how much too sure or too modest their drafts' scores are, `lookups` the share of
+    steps in which a request's text recurs. `only` names the parts to do without, where those are
+    not all.
     """
 
     phases: tuple[Phase, ...]
     error: tuple[float, ...] = ()
     uneven: float = 0.0
+    lookups: float = 0.3
     only: tuple[str, ...] = ()
 
 
@@ -83,15 +86,24 @@ SCENARIOS = {
         (Phase(DEAR_MACHINE, -6), Phase(MACHINE)),
         tuple(1.6 if rows <= 16 else 1.0 for rows in ROWS),
         uneven=0.5,
+    ),
+    "long prompts": Scenario(
+        (Phase(replace(MACHINE, prompt_tokens=3000)),),
+        only=("gate: some of the requests", "contexts that wait", "contexts: debts"),
+    ),
+    "useless at first": Scenario(
+        (Phase(MACHINE, -9), Phase(MACHINE, 2)),
+        lookups=0.0,
+        only=("acceptance: table", "gate: factors of requests", "gate: probes"),
+    ),
+    "interrupted": Scenario(
+        (Phase(MACHINE),),
+        tuple(1.6 if rows > 8 else 1.0 for rows in ROWS),
         only=(
             "costs: learnt while serving",
-            "costs: plain steps to measure",
             "costs: other sizes to measure",
-            "acceptance: table",
-            "acceptance: table that forgets",
-            "acceptance: offsets of requests",
-            "gate: factors of requests",
-            "gate: probes",
+            "costs: changes measured again soon",
+            "gate: lookups apart",
         ),
     ),
 }
@@ -153,6 +165,21 @@ def _observe_population(self: DraftGate, *arguments: Any) -> None:
     self._found[:] = self._expected[:] = draft_gate._REQUEST_PRIOR
 
 
+_observe_verify, _observe_rest = StepCostModel.observe_verify, StepCostModel.observe_rest
+
+
+def _observe_all_verify(self: StepCostModel, *times: Any, has_trees: bool = False) -> None:
+    _observe_verify(self, *times)
+
+
+def _observe_all_rest(self: StepCostModel, milliseconds: float, *, has_trees: bool = False) -> None:
+    _observe_rest(self, milliseconds)
+
+
+def _no_hints(owners: np.ndarray, num_reqs: int) -> np.ndarray:
+    return np.zeros(num_reqs, np.int64)
+
+
 def _largest(values: set[int]) -> list[int]:
     return [max(values)]
 
@@ -167,26 +194,27 @@ def _same_score(scores: Any, depths: Any) -> Any:
 
 
 _position = acceptance._position
-_gate, _accept = "vllm_specplug.budget.draft_gate", "vllm_specplug.budget.acceptance"
 
 PARTS = {
     "costs: learnt while serving": Part(((CostCurve, "observe", _nothing),)),
+    "costs: trees apart from rows": Part(
+        (
+            (StepCostModel, "observe_verify", _observe_all_verify),
+            (StepCostModel, "observe_rest", _observe_all_rest),
+        )
+    ),
     "costs: plain steps to measure": Part(((AdaptiveBudget, "_may_try_plain", lambda *_: False),)),
     "costs: other sizes to measure": Part(
         ((AdaptiveBudget, "_trial", lambda self, rows, best, *_: best),)
     ),
+    "costs: changes measured again soon": Part(((CostCurve, "is_surprising", lambda *_: False),)),
     "acceptance: table": Part(((AcceptanceModel, "_refresh", _prior_table),)),
     "acceptance: table by depth": Part(((acceptance, "_position", _same_score),)),
-    "acceptance: neighbours in the table": Part(
-        (
-            (acceptance, "_NEAR_COLUMNS", np.eye(acceptance._COLUMNS)),
-            (acceptance, "_NEAR_ROWS", np.eye(acceptance._ROWS)),
-        )
-    ),
     "acceptance: table that forgets": Part(((acceptance, "_TABLE_DECAY", 1.0),)),
     "acceptance: offsets of requests": Part(((AcceptanceModel, "_observe_offsets", _nothing),)),
     "gate": Part(((DraftGate, "decide", _all_in_full),)),
     "gate: histogram": Part(((DraftGate, "observe", _nothing),)),
+    "gate: lookups apart": Part(((draft_gate, "_hints", _no_hints),)),
     "gate: factors of requests": Part(((DraftGate, "observe", _observe_population),)),
     "gate: some of the requests": Part(((draft_gate, "sorted", _largest),)),
     "gate: depths": Part(prepare=_only_deepest),
@@ -226,7 +254,7 @@ def served(scenario: str, load: int, seed: int, part: Part | None) -> dict[str, 
         if part.prepare is not None:
             part.prepare(budget)
     kind = UnevenServer if chosen.uneven else Server
-    server = kind(budget, first, answer=96, seed=seed, lookups=0.3, **options)
+    server = kind(budget, first, answer=96, seed=seed, lookups=chosen.lookups, **options)
     if isinstance(server, UnevenServer):
         server.uneven = chosen.uneven
     with without(part):
@@ -308,6 +336,10 @@ def make_page(args: Any, store: CellStore, name: str, record: Mapping[str, Any])
         "products take and texts are much harder to draft, then both are as in the first table. "
         "Requests' scores are too sure or too modest, each by a factor of its own "
         "(standard deviation 0.5 of its logarithm).",
+        "long prompts": "Prompts have 3000 tokens, else 200, which a head has to read.",
+        "useless at first": "Hardly any draft is right, and then more than in the first table. "
+        "No text recurs.",
+        "interrupted": "Sizes of more than 8 rows were measured 1.6 x too slow.",
     }  # fmt: skip
     header = ["without", *(f"{load} at once" for load in LOADS)]
     for scenario in SCENARIOS:

@@ -59,7 +59,8 @@ struct Problem {
   Element cache_element;  // of the cache
   float value_scale;      // of the cache's values
   LayoutKind layout;
-  bool direct;  // panels can be read from the cache without packing
+  bool direct;       // panels can be read from the cache without packing
+  bool interleaved;  // words are made of the cache's rows on their way to the registers
   int head_size, block_size, num_kv_heads, group_size;
   int padded_words;  // words of a query row, a multiple of an AMX tile row
   float scale_log2;
@@ -386,6 +387,16 @@ class Worker {
       if (valid < kGroup) copy_vec_values(valid, index, group);
       return;
     }
+    if (p_.interleaved) {
+      const int first = slot % p_.block_size;
+      group.k = cache_at(p_.key_cache, p_.k_block, p_.k_head, item, slot) + first * 2;
+      group.k_row = int64_t{p_.block_size} * 2;
+      group.v = cache_at(p_.value_cache, p_.v_block, p_.v_head, item, slot) +
+                static_cast<int64_t>(first) * p_.head_size * 2;
+      group.v_row = int64_t{p_.head_size} * 2;
+      group.valid = valid;
+      return;
+    }
     packed_group(index, group);
     const int below = first_used(item) - slot;  // slots that are behind the window
     for (int half = 0; half < 2; ++half) {
@@ -554,6 +565,8 @@ class Worker {
       masked[i] = columns[i] != kNoMask || (g + i) * kGroup < item.last_start;
     }
     const AttnVariant& v = *p_.variant;
+    const auto scores = p_.interleaved ? v.vec_scores : v.scores;
+    const auto values = p_.interleaved ? v.vec_values : v.values;
     for (int r = 0; r < item.rows; r += kRowBlock) {
       const int rows = std::min(kRowBlock, item.rows - r);
       const int64_t at = static_cast<int64_t>(r) * p_.head_size;
@@ -567,8 +580,8 @@ class Worker {
         if (first) clear_state(rows, m + r, l + r, o + at);
         continue;
       }
-      v.scores(b_.q + static_cast<int64_t>(r) * p_.padded_words, p_.padded_words, rows,
-               p_.padded_words, groups, used, b_.s, kPackedLd);
+      scores(b_.q + static_cast<int64_t>(r) * p_.padded_words, p_.padded_words, rows,
+             p_.padded_words, groups, used, b_.s, kPackedLd);
       if (p_.reshaped) {
         v.reshape(b_.s, kPackedLd, rows, used * kGroup, p_.scale, p_.soft_cap);
         if (p_.alibi_slopes != nullptr)
@@ -581,7 +594,7 @@ class Worker {
       }
       v.softmax(b_.s, kPackedLd, rows, used * kGroup, p_.scale_log2, first, m + r, l + r, o + at,
                 p_.head_size, b_.p, kPackedLd);
-      v.values(b_.p, kPackedLd, rows, groups, used, p_.head_size, first, o + at);
+      values(b_.p, kPackedLd, rows, groups, used, p_.head_size, first, o + at);
     }
   }
 
@@ -843,6 +856,10 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
                   "tree_attn: context_only leaves no use for a dense tail");
   p.context_only = context_only;
   p.separate_tail = context_only || tail_key.has_value();
+  // Of slots behind a window nothing may be read; a dense tail has to be packed.
+  p.interleaved = p.variant->vec_scores != nullptr && p.layout == LayoutKind::kVec &&
+                  block_size % kGroup == 0 && p.head_size % kGroup == 0 && !p.separate_tail &&
+                  window == 0;
   if (lse.has_value()) {
     check(*lse, "lse", ScalarType::Float, 2);
     STD_TORCH_CHECK(lse->size(0) == query.size(0) && lse->size(1) == num_heads,

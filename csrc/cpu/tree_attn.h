@@ -30,6 +30,7 @@ struct KvGroup {
   const char* v;    // panel 0: words of token 0, 16 head dims
   int64_t v_panel;  // to the next 16 head dims
   int64_t v_row;    // to the next word of tokens
+  int valid;        // slots that exist; read by `vec_values` alone
 };
 
 // 16 slots to be copied into a packed group.
@@ -83,6 +84,13 @@ struct AttnVariant {
   // o[rows, head_size] (+)= p . V
   void (*values)(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
                  int head_size, bool first, float* o);
+  // The same products over bf16 as vLLM's vec layout has it, K [dims][tokens] and V [tokens][dims]:
+  // k_row is from dim to dim, v_row from token to token, and there are no panels. Null where words
+  // have to be packed first.
+  void (*vec_scores)(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
+                     int num_groups, float* s, int64_t ld_s);
+  void (*vec_values)(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups,
+                     int num_groups, int head_size, bool first, float* o);
   // Packs 16 slots as half `half` of a group.
   void (*pack)(const PackSource& src, Element element, int half, int head_size, int padded_words,
                void* k_dst, void* v_dst);

@@ -5,6 +5,7 @@
 //   MAX_ROWS   rows of the register block
 //   MAX_PANELS panels of 16 columns of the register block (1 or 2)
 //   BF16_DOT   1 if words are bf16 pairs and DOT(acc, a, b) is defined by the includer
+//   VEC_ROWS   1 for products over bf16 that is not packed; needs BF16_DOT and 16 lanes
 // Everything here has internal linkage: the same names exist in every variant.
 
 namespace {
@@ -225,6 +226,115 @@ INLINE void for_row_blocks(int rows, const F& f) {
                              o + m * head_size + panel * kPanel, head_size);
   });
 }
+
+#if VEC_ROWS
+// ---- products over rows that are not packed --------------------------------
+
+// Unpacking two rows of 32 leaves columns 8i to 8i + 3 in lane i of the low half and the next four
+// in that of the high half: where each half's words are in 32 columns, and the other way round.
+struct Interleaved {
+  __m512i first, second, low, high;
+
+  INLINE Interleaved get() {
+    alignas(64) int32_t at[4][16];
+    for (int i = 0; i < 16; ++i) {
+      const int in_half = 4 * (i / 8) + i % 4 + (i % 8 < 4 ? 0 : 16);
+      at[0][i] = in_half;
+      at[1][i] = in_half + 8;
+      at[2][i] = 8 * (i / 4) + i % 4;
+      at[3][i] = at[2][i] + 4;
+    }
+    return {_mm512_load_si512(at[0]), _mm512_load_si512(at[1]), _mm512_load_si512(at[2]),
+            _mm512_load_si512(at[3])};
+  }
+};
+
+INLINE __m512 pick(VecF low, __m512i at, VecF high) {
+  return _mm512_permutex2var_ps(reinterpret_cast<__m512>(low), at,
+                                reinterpret_cast<__m512>(high));
+}
+
+// acc += a[m] . (row `one` and the row after it); two vectors of words in interleaved order.
+template <int ROWS>
+INLINE void multiply_rows(VecF (&low)[ROWS], VecF (&high)[ROWS], const uint32_t* a, int64_t ld_a,
+                          __m512i one, __m512i other) {
+  const VecU first = reinterpret_cast<VecU>(_mm512_unpacklo_epi16(one, other));
+  const VecU second = reinterpret_cast<VecU>(_mm512_unpackhi_epi16(one, other));
+  UNROLL for (int m = 0; m < ROWS; ++m) {
+    low[m] = DOT(low[m], a[m * ld_a], first);
+    high[m] = DOT(high[m], a[m * ld_a], second);
+  }
+}
+
+template <int ROWS>
+void vec_scores_block(const uint32_t* q, int64_t ld_q, int words, const KvGroup* groups,
+                      int num_groups, float* s, int64_t ld_s) {
+  const Interleaved order = Interleaved::get();
+  for (int g = 0; g < num_groups; ++g) {
+    VecF low[ROWS] = {}, high[ROWS] = {};
+    const char* k = groups[g].k;
+    const int64_t k_row = groups[g].k_row;
+    for (int w = 0; w < words; ++w, k += 2 * k_row)
+      multiply_rows<ROWS>(low, high, q + w, ld_q, _mm512_loadu_si512(k),
+                          _mm512_loadu_si512(k + k_row));
+    UNROLL for (int m = 0; m < ROWS; ++m) {
+      _mm512_storeu_ps(s + m * ld_s + g * kGroup, pick(low[m], order.first, high[m]));
+      _mm512_storeu_ps(s + m * ld_s + g * kGroup + kPanel, pick(low[m], order.second, high[m]));
+    }
+  }
+}
+
+// 32 head dims from `dim` on.
+template <int ROWS>
+void vec_values_block(const uint32_t* p, int64_t ld_p, const KvGroup* groups, int num_groups,
+                      int dim, bool first, float* o, int64_t ld_o) {
+  const Interleaved order = Interleaved::get();
+  VecF low[ROWS] = {}, high[ROWS] = {};
+  if (!first)
+    UNROLL for (int m = 0; m < ROWS; ++m) {
+      const VecF x = load_f(o + m * ld_o), y = load_f(o + m * ld_o + kPanel);
+      low[m] = reinterpret_cast<VecF>(pick(x, order.low, y));
+      high[m] = reinterpret_cast<VecF>(pick(x, order.high, y));
+    }
+  for (int g = 0; g < num_groups; ++g) {
+    const char* v = groups[g].v + dim * 2;
+    const int64_t v_row = groups[g].v_row;
+    const uint32_t* weights = p + g * kGroupWords;
+    const int pairs = groups[g].valid / 2;
+    for (int i = 0; i < pairs; ++i, v += 2 * v_row)
+      multiply_rows<ROWS>(low, high, weights + i, ld_p, _mm512_loadu_si512(v),
+                          _mm512_loadu_si512(v + v_row));
+    // The slot after the last may hold NaN, and 0 x NaN is NaN.
+    if (groups[g].valid % 2)
+      multiply_rows<ROWS>(low, high, weights + pairs, ld_p, _mm512_loadu_si512(v),
+                          _mm512_setzero_si512());
+  }
+  UNROLL for (int m = 0; m < ROWS; ++m) {
+    _mm512_storeu_ps(o + m * ld_o, pick(low[m], order.first, high[m]));
+    _mm512_storeu_ps(o + m * ld_o + kPanel, pick(low[m], order.second, high[m]));
+  }
+}
+
+void vec_scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
+                int num_groups, float* s, int64_t ld_s) {
+  for_row_blocks(rows, [&](auto height, int m) {
+    vec_scores_block<decltype(height)::value>(q + m * ld_q, ld_q, words, groups, num_groups,
+                                              s + m * ld_s, ld_s);
+  });
+}
+
+void vec_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
+                int head_size, bool first, float* o) {
+  for_row_blocks(rows, [&](auto height, int m) {
+    for (int dim = 0; dim < head_size; dim += kGroup)
+      vec_values_block<decltype(height)::value>(p + m * ld_p, ld_p, groups, num_groups, dim, first,
+                                                o + m * head_size + dim, head_size);
+  });
+}
+#else
+constexpr decltype(AttnVariant::vec_scores) vec_scores = nullptr;
+constexpr decltype(AttnVariant::vec_values) vec_values = nullptr;
+#endif
 
 // ---- softmax ---------------------------------------------------------------
 

@@ -15,6 +15,7 @@
 #define VEC_WORDS 16
 #define MAX_ROWS 12
 #define MAX_PANELS 2
+#define VEC_ROWS 0
 #define BF16_DOT 1
 #define DOT(acc, a, b)                                                                     \
   reinterpret_cast<VecF>(                                                                  \
@@ -243,8 +244,9 @@ void tile_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* group
 }  // namespace
 
 const AttnVariant* variant_amx() {
-  static const AttnVariant variant = {"amx", true,    begin_tiles, end_tiles, tile_scores, reshape,
-                                      mask,  softmax, tile_values, pack,      write,       combine};
+  static const AttnVariant variant = {"amx",      true, begin_tiles, end_tiles,   tile_scores,
+                                      reshape,    mask, softmax,     tile_values, vec_scores,
+                                      vec_values, pack, write,       combine};
   return &variant;
 }
 }  // namespace specplug

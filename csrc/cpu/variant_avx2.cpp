@@ -9,14 +9,16 @@
 #define VEC_WORDS 8
 #define MAX_ROWS 6
 #define MAX_PANELS 1
+#define VEC_ROWS 0
 #define BF16_DOT 0
 
 namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_avx2() {
-  static const AttnVariant variant = {"avx2", false,   no_state, no_state, scores, reshape,
-                                      mask,   softmax, values,   pack,     write,  combine};
+  static const AttnVariant variant = {"avx2",     false, no_state, no_state, scores,
+                                      reshape,    mask,  softmax,  values,   vec_scores,
+                                      vec_values, pack,  write,    combine};
   return &variant;
 }
 }  // namespace specplug

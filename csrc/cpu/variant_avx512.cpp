@@ -13,14 +13,16 @@
 #define VEC_WORDS 16
 #define MAX_ROWS 12
 #define MAX_PANELS 2
+#define VEC_ROWS 0
 #define BF16_DOT 0
 
 namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_avx512() {
-  static const AttnVariant variant = {"avx512", false,   no_state, no_state, scores, reshape,
-                                      mask,     softmax, values,   pack,     write,  combine};
+  static const AttnVariant variant = {"avx512",   false, no_state, no_state, scores,
+                                      reshape,    mask,  softmax,  values,   vec_scores,
+                                      vec_values, pack,  write,    combine};
   return &variant;
 }
 }  // namespace specplug

@@ -14,6 +14,7 @@
 #define VEC_WORDS 16
 #define MAX_ROWS 12
 #define MAX_PANELS 2
+#define VEC_ROWS 1
 #define BF16_DOT 1
 #define DOT(acc, a, b)                                                                     \
   reinterpret_cast<VecF>(                                                                  \
@@ -28,8 +29,9 @@ namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_avx512_bf16() {
-  static const AttnVariant variant = {"avx512_bf16", true,    no_state, no_state, scores, reshape,
-                                      mask,          softmax, values,   pack,     write,  combine};
+  static const AttnVariant variant = {"avx512_bf16", true, no_state, no_state, scores,
+                                      reshape,       mask, softmax,  values,   vec_scores,
+                                      vec_values,    pack, write,    combine};
   return &variant;
 }
 }  // namespace specplug

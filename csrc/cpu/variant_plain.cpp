@@ -7,14 +7,16 @@
 #define VEC_WORDS 4
 #define MAX_ROWS 3
 #define MAX_PANELS 1
+#define VEC_ROWS 0
 #define BF16_DOT 0
 
 namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_plain() {
-  static const AttnVariant variant = {"plain", false,   no_state, no_state, scores, reshape,
-                                      mask,    softmax, values,   pack,     write,  combine};
+  static const AttnVariant variant = {"plain",    false, no_state, no_state, scores,
+                                      reshape,    mask,  softmax,  values,   vec_scores,
+                                      vec_values, pack,  write,    combine};
   return &variant;
 }
 }  // namespace specplug

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.paged import PagedTrees, layout_of, random_parents, write_slots
 from vllm_specplug.kernels import (
+    AttnFeatures,
     ancestor_words,
     causal_words,
     full_words,
@@ -125,6 +126,27 @@ def test_query_slices_of_a_fused_projection(compiled):
     fused[:, :9] = problem.query
     problem.query = fused[:, :9]
     check(problem)
+
+
+def _outputs(problem: PagedTrees, **more) -> torch.Tensor:
+    output = torch.zeros_like(problem.query)
+    words = ancestor_words([parents for _, parents in problem.trees])
+    views = problem.layout.views(problem.cache)
+    meta = problem.metadata(words)
+    tree_attn(problem.query, *views, output, meta, problem.scale, problem.layout, **more)
+    return output
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 96, 128])
+@pytest.mark.parametrize("group_size", [1, 3, 8])
+def test_rows_that_are_not_packed_give_the_same_numbers(compiled, group_size, head_size):
+    """Words made on the way to the registers are summed in the order of packed ones. Windows wider
+    than any context change nothing but that the cache is packed."""
+    specs = [(0, 0), (0, 1), (31, 0), (33, 1), (300, 2), (257, 40), (64, 130)]
+    problem = PagedTrees(layout_of("vec", BF16, 64, head_size), 2, group_size, trees_of(specs))
+    packed = _outputs(problem, features=AttnFeatures(window=1 << 20))
+    assert packed.isfinite().all() and packed.abs().sum() > 0
+    assert torch.equal(_outputs(problem), packed)
 
 
 def test_scores_that_grow_along_the_context(compiled):

@@ -31,10 +31,6 @@ _COLUMNS = len(_KNOTS)
 _ROW_OF_DEPTH = np.array([0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 6])
 _ROWS = int(_ROW_OF_DEPTH[-1]) + 1
 
-_NEAR_COLUMNS = np.exp(-np.abs(np.subtract.outer(np.arange(_COLUMNS), np.arange(_COLUMNS))) / 1.5)
-_NEAR_ROWS = np.exp(-np.abs(np.subtract.outer(np.arange(_ROWS), np.arange(_ROWS))) / 1.0)
-"""How much entries of the table say about their neighbours."""
-
 _PRIOR_WEIGHT = 6.0
 """Observations that the prior of one entry of the table is worth."""
 _TABLE_DECAY = 0.998
@@ -150,14 +146,7 @@ class AcceptanceModel:
         return low + (high - low) * weight
 
     def _refresh(self) -> None:
-        # What the neighbourhood says of the prior, as an odds ratio; it is the prior of the entry.
-        trials = _NEAR_ROWS @ self._trials @ _NEAR_COLUMNS + _PRIOR_WEIGHT
-        weight = _PRIOR_WEIGHT * _PRIOR
-        hits = _NEAR_ROWS @ self._hits @ _NEAR_COLUMNS + weight
-        expected = _NEAR_ROWS @ (self._trials * _PRIOR) @ _NEAR_COLUMNS + weight
-        odds = _PRIOR / (1.0 - _PRIOR) * (hits / expected) * (trials - expected) / (trials - hits)
-        prior = odds / (1.0 + odds)
-        table = (self._hits + _PRIOR_WEIGHT * prior) / (self._trials + _PRIOR_WEIGHT)
+        table = (self._hits + _PRIOR_WEIGHT * _PRIOR) / (self._trials + _PRIOR_WEIGHT)
         # Never falling with the score and never rising with depth: so no child exceeds its parent.
         # By score halfway between the two nearest such tables, so that noise favours neither; by
         # depth the lower one, since deep entries may still be mere prior.

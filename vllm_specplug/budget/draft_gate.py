@@ -56,6 +56,12 @@ class GateDecision:
     is_probe: bool = False
 
 
+def _hints(owners: Ints, num_reqs: int) -> Ints:
+    """[num_reqs] 1 for requests that own a node of lookups, else 0."""
+    hints: Ints = np.minimum(np.bincount(owners, minlength=num_reqs), 1)
+    return hints
+
+
 class DraftGate:
     """Decides on draft forwards.
 
@@ -123,7 +129,7 @@ class DraftGate:
         if not allowed.any():
             return none
         self._grow(int(slots.max()))
-        hints = np.minimum(np.bincount(owners, minlength=num_reqs), 1)
+        hints = _hints(owners, num_reqs)
         weights = np.ones(num_reqs) if weights is None else weights
         scale = self._found[slots] / self._expected[slots]
         debts = np.zeros(num_reqs) if debts is None else debts
@@ -131,7 +137,7 @@ class DraftGate:
         order = np.lexsort((debts, np.where(allowed, -scale * weights, np.inf)))
         order = order[: int(allowed.sum())]
         most = len(order)
-        sizes = np.array(sorted({1, -(-most // 4), -(-most // 2), most}))
+        sizes = np.array(sorted({-(-most // 4), -(-most // 2), most}))
 
         # [2, deepest, bins] average additions of one forward by depth reached, best bins first
         if self._averages is None:
@@ -218,7 +224,7 @@ class DraftGate:
         if not num_reqs:
             return
         self._grow(int(slots.max()))
-        hints = np.minimum(np.bincount(found[2], minlength=num_reqs), 1)
+        hints = _hints(found[2], num_reqs)
         new_counts = np.zeros(self._counts.size)
         new_sums = np.zeros(self._counts.size)
         for sign, (probabilities, depths, owners) in ((1.0, nodes), (-1.0, found)):

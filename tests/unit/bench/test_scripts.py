@@ -14,11 +14,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "bench" / "results"
-WITHOUT_VLLM = ("acceptance", "equal_training", "longspec_heads", "packed_products")
+WITHOUT_VLLM = (
+    "acceptance", "block_trees", "budget_parts", "draft_sources", "equal_training",
+    "longspec_heads", "packed_products",
+)  # fmt: skip
 SCRIPTS = sorted(
     path.stem
     for path in (ROOT / "bench").glob("*.py")
-    if path.stem not in ("harness", "interleave", "sides", "speeds")
+    if path.stem not in ("harness", "interleave", "prompt_resampling", "sides", "speeds")
 )
 
 

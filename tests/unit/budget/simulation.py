@@ -40,17 +40,22 @@ class Machine:
     """A head reading one more token of context."""
     context_call_ms: float = 0.0
     """A head reading any, in steps without a draft; a draft's time has it in it."""
+    tree_share: float = 0.0
+    """What verifying takes longer, as a share, where there are trees among the rows."""
+    tree_rest_ms: float = 0.0
+    """What the rest of a step takes longer where there are trees."""
     noise: float = 0.02
     """Standard deviation of the log of a step's time."""
 
-    def verify_ms(self, rows: int) -> float:
-        return float(np.interp(rows, self.rows, self.times))
+    def verify_ms(self, rows: int, *, has_trees: bool = False) -> float:
+        plain = float(np.interp(rows, self.rows, self.times))
+        return plain * (1.0 + self.tree_share * has_trees)
 
     def drafting_ms(self, rows: int) -> float:
         return self.draft_ms + self.draft_row_ms * rows if rows else 0.0
 
-    def all_rest_ms(self, requests: int) -> float:
-        return self.rest_ms + self.rest_request_ms * requests
+    def all_rest_ms(self, requests: int, *, has_trees: bool = False) -> float:
+        return self.rest_ms + self.rest_request_ms * requests + self.tree_rest_ms * has_trees
 
     def plain_ms(self, requests: int) -> float:
         """A step of plain decoding."""
@@ -226,7 +231,6 @@ class Server:
                 for request, (_, truth) in zip(running, full, strict=True)
             ]
         names = [request.name for request in running]
-        rest_ms = machine.all_rest_ms(len(running))
         if isinstance(budget, AdaptiveBudget):
             reach = [max(0, min(DEPTH, request.remaining)) for request in running]
             debts = [machine.context_ms * request.waiting for request in running]
@@ -252,7 +256,9 @@ class Server:
             depths = [min(DEPTH, max(0, r.remaining)) if budget else 0 for r in running]
         paths = [accepted_path(t, truth) for t, (_, truth) in zip(trees, full, strict=True)]
         rows = len(running) + sum(tree.num_nodes for tree in trees)
-        verify_ms = machine.verify_ms(rows) * float(
+        has_trees = rows > len(running)
+        rest_ms = machine.all_rest_ms(len(running), has_trees=has_trees)
+        verify_ms = machine.verify_ms(rows, has_trees=has_trees) * float(
             np.exp(machine.noise * self._noise.standard_normal())
         )
         draft_rows = sum(depth + 1 for depth in depths if depth)
@@ -261,8 +267,8 @@ class Server:
         if isinstance(budget, AdaptiveBudget):
             if draft_rows:
                 budget.costs.draft.observe(draft_rows, draft_ms)
-            budget.costs.observe_rest(rest_ms)
-            budget.costs.observe_verify(rows, rows, 0, verify_ms)
+            budget.costs.observe_verify(rows, rows, 0, verify_ms, has_trees=has_trees)
+            budget.costs.observe_rest(rest_ms, has_trees=has_trees)
             seen = [x for x in zip(names, trees, paths, strict=True) if x[1].num_nodes]
             if seen:
                 budget.observe(*zip(*seen, strict=True))
