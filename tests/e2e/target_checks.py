@@ -105,13 +105,18 @@ def num_groups(made: Pair) -> int:
 def tree_attention(change: Callable[..., Any]) -> Iterator[None]:
     """Tree rows attend by `change(stock, *args, features)` in the place of the kernel."""
     from vllm_specplug.vllm_attention import tree_rows
+    from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackendImpl
 
     stock = tree_rows.tree_attn
+    in_layers = TreeCPUAttentionBackendImpl.attend_rows
     tree_rows.tree_attn = lambda *args, features: change(stock, *args, features)
+    # Layers prepared once hold their features and call the kernel themselves.
+    TreeCPUAttentionBackendImpl.attend_rows = tree_rows.TreeAttentionMixin.attend_rows
     try:
         yield
     finally:
         tree_rows.tree_attn = stock
+        TreeCPUAttentionBackendImpl.attend_rows = in_layers
 
 
 def without(**neutral: Any) -> Any:
