@@ -120,5 +120,5 @@ class DeviceFunctions:
         order.launch(actor)
         device.touch(actor, tensor, writes=False)
         if actor is not order.host:
-            order.host_learns(actor.clock)
+            device.host_read(actor.clock)
         return _Tensor.tolist(tensor)

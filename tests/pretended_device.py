@@ -146,6 +146,8 @@ class PretendedDevice:
         self.recorded = 0
         self.is_paused = False
         self.is_entered = False
+        # What is read is read by a kernel, not by the host.
+        self.is_one_kernel = False
         # On their way to the host: stream, its time, where to, and what.
         self._coming: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
         self._watched: dict[int, weakref.ref[Any]] = {}
@@ -315,8 +317,24 @@ class PretendedDevice:
         for tensor in (*writes, *(made if packet not in _UNWRITTEN else ())):
             self.touch(actor, tensor, writes=True)
         if on_device and reads_host:
-            self.order.host_learns(actor.clock)
+            self.host_read(actor.clock)
         return result
+
+    def host_read(self, clock: Clock) -> None:
+        """The host has waited for values of a device, which knew of `clock`."""
+        if not self.is_one_kernel:
+            self.order.host_learns(clock)
+
+    def one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A stand-in for a kernel, of several operations: values that it reads with `item` or
+        `tolist` are nothing that the host waits for."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with patch.object(self, "is_one_kernel", True):
+                return function(*args, **kwargs)
+
+        return call
 
     def _crosses(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         return self.is_on_device(one) != self.is_on_device(other)

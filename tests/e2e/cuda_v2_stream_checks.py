@@ -198,15 +198,16 @@ class Unwaited(HostCopy):
         return self._copy
 
 
-def _kept_pinned() -> Any:
+def kept_pinned() -> Any:
     """`to_device` through pinned buffers of its own, which nothing waits for."""
     kept: dict[Any, torch.Tensor] = {}
 
     def to_device(values: Any, where: torch.device) -> torch.Tensor:
-        key = values.shape, values.dtype
+        tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+        key = tensor.shape, tensor.dtype
         if key not in kept:
-            kept[key] = torch.from_numpy(values).pin_memory()
-        kept[key].numpy()[:] = values
+            kept[key] = tensor.pin_memory()
+        kept[key].copy_(tensor)
         return kept[key].to(where, non_blocking=True)
 
     return to_device
@@ -216,7 +217,7 @@ def check_what_orders_nothing_is_noticed() -> None:
     """The controls. No check of the same engine comes after it: the last one may break it."""
     controls = {
         "a pinned buffer that is used again": (
-            patch.object(device_speculator, "to_device", _kept_pinned()),
+            patch.object(device_speculator, "to_device", kept_pinned()),
             ("pinned", "device_speculator.py"),
         ),
         "an output stream that does not wait": (

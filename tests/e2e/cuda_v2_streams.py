@@ -71,6 +71,8 @@ def on_device() -> Iterator[None]:
             (buffer_utils, "get_accelerator_view_from_cpu_tensor", device.mapped),
             (torch_utils, "is_pin_memory_available", lambda: True),
             (structured_outputs, "PIN_MEMORY", True),
+            # Where vLLM's platform looks for it.
+            (torch.cpu, "current_device", lambda: DEVICE),
         ):
             stack.enter_context(patch.object(owner, name, new))
         stack.enter_context(device.entered())

@@ -25,6 +25,7 @@ CHECKS = [
         "cuda_v2_hybrid_checks",
         "cuda_v2_self_checks",
         "cuda_v2_stream_checks",
+        "cuda_v2_stream_target_checks",
         "cuda_v2_token_scale_checks",
         "cuda_v2_vision_checks",
         "cuda_v2_window_checks",

@@ -145,6 +145,17 @@ def test_what_the_host_waits_for_it_knows(
     assert found(device) == []
 
 
+@pytest.mark.parametrize("read", [lambda t: t[0].item(), lambda t: t.tolist()])
+def test_what_a_stand_in_for_a_kernel_reads_the_host_does_not_learn(
+    device: PretendedDevice, read: Callable[[torch.Tensor], object]
+) -> None:
+    for reading in (read, device.one_kernel(read)):
+        host = torch.zeros(ROOM, pin_memory=True)
+        reading(host.to(DEVICE, non_blocking=True))
+        host.fill_(1)
+        assert bool(found(device)) == (reading is not read)
+
+
 def test_an_event_that_has_passed_was_waited_for(device: PretendedDevice) -> None:
     host = torch.zeros(ROOM).pin_memory()
     host.to(DEVICE, non_blocking=True)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets with recurrent states, images and adapters on a device that keeps the order of streams
+alone; see `cuda_v2_streams`.
+
+Each check compares with plain vLLM and fails on any race; then it takes something away that orders
+the same engine's work, and fails unless that is noticed. LoRA's kernels are those that vLLM has for
+CPUs; which rows are whose, and the weights, take the ways of CUDA.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+# First: it puts the interpreter and the device in place.
+from tests.e2e import cuda_v2_stream_checks as streams  # isort: skip
+
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as gated_delta
+from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+
+from tests.e2e import adapter_checks, cuda_v2_hybrid_checks, cuda_v2_vision_checks
+from tests.e2e.cuda_v2_checks import PROMPTS, engines
+from tests.e2e.tiny import make_head
+from tests.pretended_device import Stream
+from vllm_specplug.vllm_attention import device_states
+
+# Kernels on CUDA; here of operations that look at numbers.
+for _name in ("causal_conv1d_fn", "fla_chunk_gated_delta_rule"):
+    setattr(gated_delta, _name, streams.device.one_kernel(getattr(gated_delta, _name)))
+
+
+def is_noticed(control: Any, told: tuple[str, ...], run: Callable[[], object]) -> None:
+    """A race is told of, with all of `told` in its text, once `control` is in place."""
+    with streams.races() as found, control, suppress(Exception):
+        run()
+    texts = [str(race) for race in found]
+    assert any(all(part in text for part in told) for text in texts), texts[:3]
+
+
+def aside(owner: Any, name: str) -> Any:
+    """A method's work, put on a stream of its own that nobody waits for."""
+    stock = getattr(owner, name)
+
+    @wraps(stock)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        with Stream():
+            return stock(*args, **kwargs)
+
+    return patch.object(owner, name, instead)
+
+
+def check_recurrent_states() -> None:
+    """Rows of a step go over from the host, which waits for no step."""
+    with tempfile.TemporaryDirectory() as folder, streams.knowing():
+        head = make_head(Path(folder) / "jetspec", cuda_v2_hybrid_checks.VOCAB, hidden=64)
+        with streams.ordered():
+            made = cuda_v2_hybrid_checks.engines(
+                method="jetspec", ahead=True, nodes=10, budget=10, head={"model": str(head)}
+            )
+            counts = cuda_v2_hybrid_checks.compared(made, least_accepted=10)
+        assert counts.skipping > 1 and counts.stale > 0, counts
+        again = patch.object(device_states, "to_device", streams.kept_pinned())
+        is_noticed(
+            again, ("pinned", "device_states.py"), lambda: cuda_v2_hybrid_checks.compared(made)
+        )
+
+
+def check_images() -> None:
+    """A tower's outputs, and positions on three axes, which the host stages."""
+    with streams.ordered():
+        made = cuda_v2_vision_checks.engines(ahead=True)
+        inputs = cuda_v2_vision_checks.prompts()
+        cuda_v2_vision_checks.compare(made, inputs, True)
+    made.tree.llm_engine.reset_encoder_cache()
+    is_noticed(
+        aside(EncoderRunner, "execute_mm_encoder"),
+        ("device memory",),
+        lambda: cuda_v2_vision_checks.compare(made, inputs, True),
+    )
+
+
+def check_adapters() -> None:
+    """Three adapters and the bare target in one batch; more than run at once."""
+    each = adapter_checks.adapters()
+    batch = adapter_checks.batch(PROMPTS[:2], each, max_tokens=10)
+    with streams.ordered():
+        made = engines(ahead=True, target=adapter_checks.LORA)
+        expected, counts = made.compare(**batch, least_accepted=10)
+    assert counts.stale > 0, counts
+    answers = {tuple(output.outputs[0].token_ids) for output in expected[: len(each)]}
+    assert len(answers) == len(each), "an adapter changes nothing"
+    made.runner.lora_manager.remove_all_adapters()
+    is_noticed(
+        aside(BaseLinearLayerWithLoRA, "set_lora"),
+        ("device memory", "base_linear.py"),
+        lambda: made.compare(**batch),
+    )
