@@ -279,7 +279,8 @@ class Worker {
     const int end = plan_.thread_begin[thread + 1];
     if (begin == end) return;
     p_.variant->begin();
-    for (int i = begin; i < end; ++i) run_piece(plan_.pieces[i]);
+    for (int i = begin; i < end; ++i)
+      run_piece(plan_.pieces[i], i + 1 < end ? &plan_.pieces[i + 1] : nullptr);
     p_.variant->end();
   }
 
@@ -487,7 +488,8 @@ class Worker {
     return slot + kGroup <= context ? kNoMask : slot - context;
   }
 
-  void run_piece(const Piece& piece) {
+  // `following` is what this thread does next; null at its end.
+  void run_piece(const Piece& piece, const Piece* following) {
     Item& item = plan_.items[piece.item];
     reserve(item.rows);
     load_query(item);
@@ -503,6 +505,7 @@ class Worker {
     int g = piece.begin;
     for (int tile = 0; tile < tiles; ++tile) {
       const int n = (piece.end - g + tiles - tile - 1) / (tiles - tile);
+      find_next_keys(piece, g + n, following);
       const bool starts = tile == 0;
       const bool has_sinks = starts && p_.sinks != nullptr && piece.begin == item.first_group;
       if (has_sinks) start_with_sinks(item, m, l, o);
@@ -556,6 +559,18 @@ class Worker {
     }
   }
 
+  // Where the keys after those of groups [.., g) of `piece` are: its own, or those that the
+  // following piece begins with.
+  void find_next_keys(const Piece& piece, int g, const Piece* following) {
+    num_next_ = 0;
+    if (!p_.interleaved) return;
+    const Piece* next = g < piece.end ? &piece : following;
+    if (next == nullptr) return;
+    const Item& item = plan_.items[next->item];
+    for (int at = next == &piece ? g : next->begin; at < next->end && num_next_ < kTileGroups; ++at)
+      cache_group(item, at * kGroup, kGroup, num_next_, next_[num_next_]), ++num_next_;
+  }
+
   void run_tile(const Item& item, int g, int n, bool first, float* m, float* l, float* o) {
     KvGroup groups[kTileGroups];
     int columns[kTileGroups];
@@ -565,8 +580,6 @@ class Worker {
       masked[i] = columns[i] != kNoMask || (g + i) * kGroup < item.last_start;
     }
     const AttnVariant& v = *p_.variant;
-    const auto scores = p_.interleaved ? v.vec_scores : v.scores;
-    const auto values = p_.interleaved ? v.vec_values : v.values;
     for (int r = 0; r < item.rows; r += kRowBlock) {
       const int rows = std::min(kRowBlock, item.rows - r);
       const int64_t at = static_cast<int64_t>(r) * p_.head_size;
@@ -580,8 +593,12 @@ class Worker {
         if (first) clear_state(rows, m + r, l + r, o + at);
         continue;
       }
-      scores(b_.q + static_cast<int64_t>(r) * p_.padded_words, p_.padded_words, rows,
-             p_.padded_words, groups, used, b_.s, kPackedLd);
+      const uint32_t* q = b_.q + static_cast<int64_t>(r) * p_.padded_words;
+      if (p_.interleaved)
+        v.vec_scores(q, p_.padded_words, rows, p_.padded_words, groups, used, b_.s, kPackedLd,
+                     r == 0);
+      else
+        v.scores(q, p_.padded_words, rows, p_.padded_words, groups, used, b_.s, kPackedLd);
       if (p_.reshaped) {
         v.reshape(b_.s, kPackedLd, rows, used * kGroup, p_.scale, p_.soft_cap);
         if (p_.alibi_slopes != nullptr)
@@ -594,7 +611,11 @@ class Worker {
       }
       v.softmax(b_.s, kPackedLd, rows, used * kGroup, p_.scale_log2, first, m + r, l + r, o + at,
                 p_.head_size, b_.p, kPackedLd);
-      values(b_.p, kPackedLd, rows, groups, used, p_.head_size, first, o + at);
+      if (p_.interleaved)
+        v.vec_values(b_.p, kPackedLd, rows, groups, used, p_.head_size, first, o + at, next_,
+                     r == 0 ? num_next_ : 0);
+      else
+        v.values(b_.p, kPackedLd, rows, groups, used, p_.head_size, first, o + at);
     }
   }
 
@@ -676,6 +697,8 @@ class Worker {
   const Problem& p_;
   Plan& plan_;
   Buffers b_;
+  KvGroup next_[kTileGroups];
+  int num_next_ = 0;
 };
 
 // Rows of a call that attend nothing at all: zero, of weight -inf.

@@ -87,10 +87,13 @@ struct AttnVariant {
   // The same products over bf16 as vLLM's vec layout has it, K [dims][tokens] and V [tokens][dims]:
   // k_row is from dim to dim, v_row from token to token, and there are no panels. Null where words
   // have to be packed first.
+  // Memory is asked for ahead of use: the groups' values where `asks`, and the keys of `next`, of
+  // which `k` and `k_row` alone are read.
   void (*vec_scores)(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
-                     int num_groups, float* s, int64_t ld_s);
+                     int num_groups, float* s, int64_t ld_s, bool asks);
   void (*vec_values)(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups,
-                     int num_groups, int head_size, bool first, float* o);
+                     int num_groups, int head_size, bool first, float* o, const KvGroup* next,
+                     int num_next);
   // Packs 16 slots as half `half` of a group.
   void (*pack)(const PackSource& src, Element element, int half, int head_size, int padded_words,
                void* k_dst, void* v_dst);

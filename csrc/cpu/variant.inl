@@ -266,7 +266,13 @@ INLINE void multiply_rows(VecF (&low)[ROWS], VecF (&high)[ROWS], const uint32_t*
   }
 }
 
-template <int ROWS>
+INLINE void ask_for(const char* line) { _mm_prefetch(line, _MM_HINT_T1); }
+
+// A few rows are multiplied in less time than memory takes to answer, and hardware follows neither
+// the strides of keys nor the order of blocks. So while keys are multiplied, the values of the same
+// slots are asked for, which begin at the group's `v` and lie without gaps: 2 lines of 64 bytes for
+// each word of the head dimension.
+template <int ROWS, bool ASKS>
 void vec_scores_block(const uint32_t* q, int64_t ld_q, int words, const KvGroup* groups,
                       int num_groups, float* s, int64_t ld_s) {
   const Interleaved order = Interleaved::get();
@@ -274,9 +280,14 @@ void vec_scores_block(const uint32_t* q, int64_t ld_q, int words, const KvGroup*
     VecF low[ROWS] = {}, high[ROWS] = {};
     const char* k = groups[g].k;
     const int64_t k_row = groups[g].k_row;
-    for (int w = 0; w < words; ++w, k += 2 * k_row)
+    for (int w = 0; w < words; ++w, k += 2 * k_row) {
+      if constexpr (ASKS) {
+        ask_for(groups[g].v + w * 128);
+        ask_for(groups[g].v + w * 128 + 64);
+      }
       multiply_rows<ROWS>(low, high, q + w, ld_q, _mm512_loadu_si512(k),
                           _mm512_loadu_si512(k + k_row));
+    }
     UNROLL for (int m = 0; m < ROWS; ++m) {
       _mm512_storeu_ps(s + m * ld_s + g * kGroup, pick(low[m], order.first, high[m]));
       _mm512_storeu_ps(s + m * ld_s + g * kGroup + kPanel, pick(low[m], order.second, high[m]));
@@ -284,10 +295,11 @@ void vec_scores_block(const uint32_t* q, int64_t ld_q, int words, const KvGroup*
   }
 }
 
-// 32 head dims from `dim` on.
-template <int ROWS>
+// 32 head dims from `dim` on. Meanwhile keys of `next` are asked for: a share of the head's dims.
+template <int ROWS, bool ASKS>
 void vec_values_block(const uint32_t* p, int64_t ld_p, const KvGroup* groups, int num_groups,
-                      int dim, bool first, float* o, int64_t ld_o) {
+                      int dim, bool first, float* o, int64_t ld_o, const KvGroup* next,
+                      int num_next) {
   const Interleaved order = Interleaved::get();
   VecF low[ROWS] = {}, high[ROWS] = {};
   if (!first)
@@ -301,9 +313,21 @@ void vec_values_block(const uint32_t* p, int64_t ld_p, const KvGroup* groups, in
     const int64_t v_row = groups[g].v_row;
     const uint32_t* weights = p + g * kGroupWords;
     const int pairs = groups[g].valid / 2;
-    for (int i = 0; i < pairs; ++i, v += 2 * v_row)
-      multiply_rows<ROWS>(low, high, weights + i, ld_p, _mm512_loadu_si512(v),
-                          _mm512_loadu_si512(v + v_row));
+    if (ASKS && g < num_next) {
+      // The group's 32 dims of keys, 2 for each pair of slots.
+      const char* k = next[g].k + dim * next[g].k_row;
+      const int64_t k_row = next[g].k_row;
+      for (int i = 0; i < pairs; ++i, v += 2 * v_row, k += 2 * k_row) {
+        ask_for(k);
+        ask_for(k + k_row);
+        multiply_rows<ROWS>(low, high, weights + i, ld_p, _mm512_loadu_si512(v),
+                            _mm512_loadu_si512(v + v_row));
+      }
+    } else {
+      for (int i = 0; i < pairs; ++i, v += 2 * v_row)
+        multiply_rows<ROWS>(low, high, weights + i, ld_p, _mm512_loadu_si512(v),
+                            _mm512_loadu_si512(v + v_row));
+    }
     // The slot after the last may hold NaN, and 0 x NaN is NaN.
     if (groups[g].valid % 2)
       multiply_rows<ROWS>(low, high, weights + pairs, ld_p, _mm512_loadu_si512(v),
@@ -316,19 +340,23 @@ void vec_values_block(const uint32_t* p, int64_t ld_p, const KvGroup* groups, in
 }
 
 void vec_scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
-                int num_groups, float* s, int64_t ld_s) {
+                int num_groups, float* s, int64_t ld_s, bool asks) {
   for_row_blocks(rows, [&](auto height, int m) {
-    vec_scores_block<decltype(height)::value>(q + m * ld_q, ld_q, words, groups, num_groups,
-                                              s + m * ld_s, ld_s);
+    constexpr int kRows = decltype(height)::value;
+    const auto block = asks && m == 0 ? vec_scores_block<kRows, true> : vec_scores_block<kRows, false>;
+    block(q + m * ld_q, ld_q, words, groups, num_groups, s + m * ld_s, ld_s);
   });
 }
 
 void vec_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
-                int head_size, bool first, float* o) {
+                int head_size, bool first, float* o, const KvGroup* next, int num_next) {
   for_row_blocks(rows, [&](auto height, int m) {
+    constexpr int kRows = decltype(height)::value;
+    const auto block =
+        num_next > 0 && m == 0 ? vec_values_block<kRows, true> : vec_values_block<kRows, false>;
     for (int dim = 0; dim < head_size; dim += kGroup)
-      vec_values_block<decltype(height)::value>(p + m * ld_p, ld_p, groups, num_groups, dim, first,
-                                                o + m * head_size + dim, head_size);
+      block(p + m * ld_p, ld_p, groups, num_groups, dim, first, o + m * head_size + dim, head_size,
+            next, num_next);
   });
 }
 #else

@@ -84,6 +84,10 @@ def tree_attn(
     )  # fmt: skip
 
 
+# Slots and dims that the compiled kernels take at a time.
+_GROUP = 32
+
+
 class TreeLayer:
     """`tree_attn` in one layer whose features stay, without what is the same in every step.
 
@@ -102,6 +106,15 @@ class TreeLayer:
         self._constants = scale, layout.kind_id, layout.block_size, layout.tables
         self._features = features
         self._shapes_scores = not features.is_plain
+        head_size = kv_cache.shape[3] // 2
+        self.reads_in_place = (
+            layout.kind == "vec"
+            and kv_cache.dtype == torch.bfloat16
+            and layout.block_size % _GROUP == head_size % _GROUP == 0
+            and not features.window
+        )
+        """Whether AVX-512 BF16 reads the cache as it lies, asking for memory ahead of use.
+        Elsewhere a single row costs no less than in vLLM's kernel."""
 
     @staticmethod
     def serves(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:

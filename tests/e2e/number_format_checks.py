@@ -24,7 +24,9 @@ from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair, generate, pair, sequences_of
 from tests.e2e.target_checks import WINDOW_PROMPTS, around_windows, diverges, engine_of, num_groups
 from tests.e2e.tiny import make_head, make_target
+from vllm_specplug.kernels import TreeLayer
 from vllm_specplug.kernels.packed_linear import packs_target
+from vllm_specplug.options import REQUEST_BUDGET_ARG
 
 VOCAB = 300
 # Of a logprob, an eighth of what bfloat16 is given: float16 has three bits more.
@@ -122,6 +124,52 @@ def check_bfloat16_products_are_packed_where_the_cpu_has_them() -> None:
     OracleDrafter.sequences = sequences_of(generate(made.plain, WINDOW_PROMPTS, params))
     counts = made.compare_up_to_ties(WINDOW_PROMPTS, 40, BFLOAT16_MARGIN)
     assert counts.accepted > 40, counts
+
+
+@contextmanager
+def attending(scale: float = 1.0) -> Iterator[list[int]]:
+    """Rows of each attention of the tree kernel, whose results are multiplied by `scale`."""
+    rows: list[int] = []
+    stock = TreeLayer.attend
+
+    def attend(self: Any, query: Any, output: Any, meta: Any, block_table: Any) -> None:
+        rows.append(int(meta.plan[2].sum()))
+        stock(self, query, output, meta, block_table)
+        output.mul_(scale)
+
+    TreeLayer.attend = attend  # type: ignore[method-assign]
+    try:
+        yield rows
+    finally:
+        TreeLayer.attend = stock  # type: ignore[method-assign]
+
+
+def check_rows_without_drafts_are_attended_as_those_of_trees() -> None:
+    """So that a text in bfloat16 does not depend on what is drafted for it."""
+    made = engines_of(None, dtype="bfloat16")
+    params = greedy(max_tokens=40, detokenize=False, ignore_eos=True)
+    plain = greedy(
+        max_tokens=40, detokenize=False, ignore_eos=True, extra_args={REQUEST_BUDGET_ARG: 0}
+    )
+    OracleDrafter.sequences = sequences_of(generate(made.plain, WINDOW_PROMPTS, params))
+    counts = made.compare_up_to_ties(WINDOW_PROMPTS, 40, BFLOAT16_MARGIN)
+    assert counts.accepted > 40, counts
+    with attending() as rows:
+        texts = sequences_of(generate(made.tree, WINDOW_PROMPTS, plain))
+    assert made.take_counts().nodes == 0
+    if not packs_target("auto"):
+        assert not rows
+        return
+    # All but the first token of each text, in every layer.
+    layers = made.plain.llm_engine.model_config.hf_config.num_hidden_layers
+    assert sum(rows) == 39 * layers * len(WINDOW_PROMPTS), sum(rows)
+    for prompt, text in zip(WINDOW_PROMPTS, texts, strict=True):
+        OracleDrafter.sequences = [text]
+        with_drafts = generate(made.tree, [prompt], params)
+        assert sequences_of(with_drafts) == [text]
+    assert made.take_counts().accepted > 40
+    with attending(0.5):
+        assert sequences_of(generate(made.tree, WINDOW_PROMPTS, plain)) != texts
 
 
 def check_packed_products_would_show_columns_in_the_wrong_place() -> None:

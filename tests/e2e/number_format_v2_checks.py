@@ -13,6 +13,7 @@ from tests.e2e.number_format_checks import (  # noqa: E402
     check_float16_would_show_missing_compaction,
     check_fp8_caches_in_groups,
     check_fp8_caches_with_scales,
+    check_rows_without_drafts_are_attended_as_those_of_trees,
 )
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "check_float16_would_show_missing_compaction",
     "check_fp8_caches_in_groups",
     "check_fp8_caches_with_scales",
+    "check_rows_without_drafts_are_attended_as_those_of_trees",
 ]

@@ -27,6 +27,7 @@ from vllm_specplug.vllm_attention.tree_rows import (
     TreeAttentionMixin,
     TreeRows,
     layout_key,
+    tree_rows_of,
 )
 
 
@@ -118,15 +119,32 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
         output: torch.Tensor,
         block_table: torch.Tensor,
     ) -> None:
-        if not isinstance(rows, CpuTreeRows):
-            super().attend_rows(layer, rows, query, kv_cache, output, block_table)
-            return
+        if isinstance(rows, CpuTreeRows):
+            known = self._tree_layer(layer, rows, query, kv_cache)
+            if known is not None:
+                known.attend(query, output, rows.metadata, block_table)
+                return
+        super().attend_rows(layer, rows, query, kv_cache, output, block_table)
+
+    def own_rows(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any
+    ) -> TreeRows | None:
+        rows = tree_rows_of(attn_metadata)
+        if isinstance(rows, CpuTreeRows) and not rows.has_trees:
+            known = self._tree_layer(layer, rows, query, kv_cache)
+            if known is None or not known.reads_in_place:
+                return None
+        return rows
+
+    def _tree_layer(
+        self, layer: Any, rows: CpuTreeRows, query: torch.Tensor, kv_cache: torch.Tensor
+    ) -> TreeLayer | None:
+        """The layer's, made once for its cache; None where the compiled kernels do not serve it."""
         known = rows.layers.get(self)
         if known is None or known.kv_cache is not kv_cache:
             if not TreeLayer.serves(query, kv_cache):
-                super().attend_rows(layer, rows, query, kv_cache, output, block_table)
-                return
+                return None
             layout = rows.layouts[layout_key(kv_cache)]
             known = TreeLayer(kv_cache, layout, self.scale, self.tree_features(layer))
             rows.layers[self] = known
-        known.attend(query, output, rows.metadata, block_table)
+        return known

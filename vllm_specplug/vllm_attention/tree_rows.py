@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 
 from vllm_specplug.kernels import (
@@ -16,6 +17,7 @@ from vllm_specplug.kernels import (
     TreeLayer,
     contain_nonfinite,
     tree_attn,
+    tree_metadata,
 )
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention
@@ -73,6 +75,8 @@ class CpuTreeRows:
     layers: dict[Any, TreeLayer] = field(default_factory=dict)
     """Of all steps, by attention implementation. Of whoever has the caches: an implementation may
     outlive them."""
+    has_trees: bool = True
+    """Otherwise every request has one row, or rows in line, which vLLM's kernel could attend."""
 
     def attend(
         self,
@@ -201,7 +205,7 @@ class TreeAttentionMixin:
         if isinstance(attn_metadata, DraftAttention):
             attn_metadata.attend(layer, query, key, value, output)
             return output
-        rows = tree_rows_of(attn_metadata)
+        rows = self.own_rows(layer, query, kv_cache, attn_metadata)
         if rows is None or not rows.covers_batch:
             super().forward(  # type: ignore[misc]
                 layer,
@@ -217,6 +221,12 @@ class TreeAttentionMixin:
         if rows is not None:
             self.attend_rows(layer, rows, query, kv_cache, output, attn_metadata.block_table)
         return output
+
+    def own_rows(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any
+    ) -> TreeRows | None:
+        """The rows of a step that the tree kernel attends in this layer; None if there are none."""
+        return tree_rows_of(attn_metadata)
 
     def attend_rows(
         self,
@@ -237,6 +247,32 @@ def attach_tree_rows(attn_metadata: Any, rows: Any) -> None:
     setattr(attn_metadata, TREE_ROWS_ATTRIBUTE, rows)
 
 
+def put_rows(attn_metadata: Any, rows: TreeRows) -> None:
+    """Attaches `rows` once to each distinct metadata object of a step."""
+    for metadata in {id(m): m for m in attn_metadata.values()}.values():
+        attach_tree_rows(metadata, rows)
+
+
 def tree_rows_of(attn_metadata: Any) -> TreeRows | None:
     """The tree rows on `attn_metadata`; None for steps without trees and for warm-up."""
     return getattr(attn_metadata, TREE_ROWS_ATTRIBUTE, None)
+
+
+def rehearsed_rows(
+    num_rows: int, tree_rows: int, longest: int, block_table: torch.Tensor
+) -> TreeAttnMetadata:
+    """The rows of a forward of dummies as chains of `tree_rows` rows.
+
+    Args:
+        longest: tokens of the longest dummy, those of its rows included.
+        block_table: int32 [R, blocks] of the dummies.
+    """
+    starts = range(0, num_rows, min(tree_rows, longest))
+    counts = [min(starts.step, num_rows - start) for start in starts]
+    return tree_metadata(
+        req_indices=[i % len(block_table) for i in range(len(starts))],
+        row_starts=starts,
+        context_lens=[longest - count for count in counts],
+        parents=[np.arange(-1, count - 2, dtype=np.int32) for count in counts],
+        block_table=block_table,
+    )

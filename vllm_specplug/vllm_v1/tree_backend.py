@@ -19,8 +19,9 @@ from vllm_specplug.kvcache import path_moves
 from vllm_specplug.vllm_attention.tree_rows import (
     CpuTreeRows,
     TreeRows,
-    attach_tree_rows,
     layout_key,
+    put_rows,
+    rehearsed_rows,
 )
 from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
@@ -111,21 +112,46 @@ class TreeBackend(ABC):
             positions[..., index] += depths.to(positions.dtype)
 
 
-def put_rows(attn_metadata: Any, rows: TreeRows) -> None:
-    """Attaches `rows` once to each distinct metadata object of a step."""
-    for metadata in {id(m): m for m in attn_metadata.values()}.values():
-        attach_tree_rows(metadata, rows)
-
-
 class CpuTreeBackend(HostMemory, TreeBackend):
-    """The compiled CPU kernels over vLLM's CPU cache."""
+    """The compiled CPU kernels over vLLM's CPU cache.
+
+    Args:
+        plain_rows: whether rows without drafts are attended by them too.
+    """
 
     reads_fp8 = True
+
+    def __init__(self, plain_rows: bool = False) -> None:
+        self.plain_rows = plain_rows
 
     def bind(self, groups: list[CacheGroup]) -> None:
         self.groups = [(g.index, g.own_caches) for g in groups if g.own_caches]
         self.layouts = target_layouts(groups)
         self.layers: dict[Any, TreeLayer] = {}
+
+    def attach(
+        self,
+        attn_metadata: Any,
+        step: TreeStep,
+        common: Any,
+        *,
+        for_capture: bool = False,
+        padded_requests: int | None = None,
+    ) -> None:
+        """As the others; rows of dummies where a forward rehearses trees, and plain rows."""
+        if self.rehearsed_rows:
+            longest = int(common.seq_lens.max())
+            metadata = rehearsed_rows(
+                common.num_actual_tokens, self.rehearsed_rows, longest, common.block_table_tensor
+            )
+            put_rows(attn_metadata, CpuTreeRows(metadata, self.layouts, True, self.layers))
+        elif not self.plain_rows:
+            super().attach(attn_metadata, step, common, for_capture=for_capture)
+        else:
+            members = [(i, r) for i, r in enumerate(step.requests) if r.decodes or not r.is_linear]
+            if members:
+                covers = all(r.decodes for r in step.requests)
+                put_rows(attn_metadata, self.tree_rows(members, covers, common))
 
     def tree_rows(
         self, members: Sequence[tuple[int, StepRequest]], covers_batch: bool, common: Any
@@ -137,7 +163,8 @@ class CpuTreeBackend(HostMemory, TreeBackend):
             parents=[r.tree.parent_indices for _, r in members if r.tree is not None],
             block_table=common.block_table_tensor,
         )
-        return CpuTreeRows(metadata, self.layouts, covers_batch, self.layers)
+        has_trees = any(not r.is_linear for _, r in members)
+        return CpuTreeRows(metadata, self.layouts, covers_batch, self.layers, has_trees)
 
     def compact(self, step: TreeStep, state: RunnerState) -> None:
         moved = [(i, r) for i, r in enumerate(step.requests) if r.accepted_path and not r.is_linear]

@@ -15,9 +15,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specplug.options import check_v2_feature
 from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
-from vllm_specplug.vllm_v1.tree_backend import TreeBackend
+from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
-from vllm_specplug.vllm_worker.linear import target_products
+from vllm_specplug.vllm_worker.linear import takes_plain_rows, target_products
 from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams, use_latent_seams
 
 logger = init_logger("vllm.specplug.worker")
@@ -34,7 +34,8 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]
 
             return LatentTreeBackend()
         if self.tree_spec.tree_kernel != "triton":
-            return super().make_tree_backend()
+            products = self.tree_spec.target_products
+            return CpuTreeBackend(takes_plain_rows(products, self.dtype))
         from vllm_specplug.vllm_v1.interpreted_backend import InterpretedTreeBackend
         from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 

@@ -10,22 +10,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_specplug.drafting.drafter import DraftCache
-from vllm_specplug.kernels import TreeAttnMetadata, TreeLayer, compact_kv
+from vllm_specplug.kernels import TreeAttnMetadata, TreeLayer, compact_kv, tree_metadata
 from vllm_specplug.vllm_attention.state_rows import StateStep
 from vllm_specplug.vllm_attention.tree_rows import (
     CpuTreeRows,
     TreeRows,
-    attach_tree_rows,
     layout_key,
+    put_rows,
+    rehearsed_rows,
 )
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, path_moves
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
 from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer, PagedDraftCache
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 from vllm_specplug.vllm_worker.window_cache import HostMemory
+
+_NO_NODES = np.empty(0, np.int32)
 
 
 class TreeBackend(ABC):
@@ -78,9 +82,7 @@ class TreeBackend(ABC):
         """Puts the step's rows on vLLM's attention metadata; `trees` None in a step without
         drafts and for dummies."""
         if trees is not None:
-            rows = self.tree_rows(trees, block_tables)
-            for metadata in {id(m): m for m in attn_metadata.values()}.values():
-                attach_tree_rows(metadata, rows)
+            put_rows(attn_metadata, self.tree_rows(trees, block_tables))
 
     @abstractmethod
     def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
@@ -109,9 +111,16 @@ def step_plan(trees: StepTrees) -> torch.Tensor:
 
 
 class CpuTreeBackend(HostMemory, TreeBackend):
-    """The compiled CPU kernels over vLLM's CPU cache."""
+    """The compiled CPU kernels over vLLM's CPU cache.
+
+    Args:
+        plain_rows: whether rows without drafts are attended by them too.
+    """
 
     is_host = True
+
+    def __init__(self, plain_rows: bool = False) -> None:
+        self.plain_rows = plain_rows
 
     def step_clock(self) -> StepClock:
         return HostClock()
@@ -130,7 +139,48 @@ class CpuTreeBackend(HostMemory, TreeBackend):
             max_context=trees.rows.max_context,
             mask_words=ancestor_words(trees),
         )
-        return CpuTreeRows(metadata, self.layouts, trees.rows.covers_batch, self.layers)
+        return CpuTreeRows(
+            metadata, self.layouts, trees.rows.covers_batch, self.layers
+        )  # fmt: skip
+
+    def attach(
+        self,
+        attn_metadata: dict[str, Any],
+        input_batch: Any,
+        trees: StepTrees | None,
+        block_tables: Sequence[torch.Tensor],
+    ) -> None:
+        """As the others; rows of dummies where a forward rehearses trees, and plain rows."""
+        rows: TreeRows | None = None
+        if trees is not None:
+            rows = self.tree_rows(trees, block_tables)
+        elif self.rehearsed_rows:
+            longest = int(input_batch.seq_lens.max())
+            metadata = rehearsed_rows(
+                input_batch.num_tokens, self.rehearsed_rows, longest, block_tables[0]
+            )
+            rows = CpuTreeRows(metadata, self.layouts, True, self.layers)
+        elif self.plain_rows:
+            rows = self._single_rows(input_batch, block_tables[0])
+        if rows is not None:
+            put_rows(attn_metadata, rows)
+
+    def _single_rows(self, input_batch: Any, block_table: torch.Tensor) -> TreeRows | None:
+        """Requests of one row in a step without drafts."""
+        starts = input_batch.query_start_loc_np[: input_batch.num_reqs + 1]
+        single = np.flatnonzero(np.diff(starts) == 1)
+        if not len(single):
+            return None
+        contexts = input_batch.seq_lens[: input_batch.num_reqs].numpy()[single] - 1
+        metadata = tree_metadata(
+            req_indices=single.tolist(),
+            row_starts=starts[single].tolist(),
+            context_lens=contexts.tolist(),
+            parents=[_NO_NODES] * len(single),
+            block_table=block_table,
+        )
+        covers = len(single) == input_batch.num_reqs
+        return CpuTreeRows(metadata, self.layouts, covers, self.layers, has_trees=False)
 
     def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
         for index, caches in self.groups:

@@ -25,7 +25,7 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_attention.state_rows import StateStep, attach_state_step
-from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows
+from vllm_specplug.vllm_attention.tree_rows import put_rows
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.device_trees import (
     Committed,
@@ -173,8 +173,7 @@ class TreeRunnerV2Mixin(_Runner):
             if rows is None:
                 self.tree_backend.attach(metadata, input_batch, self.tree_step, block_tables)
             else:
-                for one in {id(m): m for m in metadata.values()}.values():
-                    attach_tree_rows(one, rows)
+                put_rows(metadata, rows)
             if self.tree_step is not None and self.drafter.state_layers.names:
                 self.tree_states = state_step(
                     input_batch, self.tree_step, self.tree_backend.state_step

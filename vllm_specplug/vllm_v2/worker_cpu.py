@@ -19,10 +19,10 @@ from vllm_specplug.seams import (
     V2_CPU_KERNELS,
     V2_CPU_WORKER,
 )
-from vllm_specplug.vllm_v2.backend import TreeBackend
+from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
-from vllm_specplug.vllm_worker.linear import target_products
+from vllm_specplug.vllm_worker.linear import takes_plain_rows, target_products
 from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams, use_latent_seams
 
 
@@ -31,7 +31,8 @@ class TreeCPUModelRunnerV2(TreeRunnerV2Mixin, CPUModelRunner):  # type: ignore[m
 
     def make_tree_backend(self) -> TreeBackend:
         if not self.model_config.use_mla:
-            return super().make_tree_backend()
+            products = self.tree_spec.target_products
+            return CpuTreeBackend(takes_plain_rows(products, self.dtype))
         from vllm_specplug.vllm_v2.latent_backend import LatentTreeBackend
 
         return LatentTreeBackend()

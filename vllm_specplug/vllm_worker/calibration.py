@@ -50,6 +50,8 @@ _MAX_NOISE = 1.3
 _ROWS = (1, 32, 8, 64, 16, 4, 128, 24, 48, 12, 2, 96, 256)
 _SHORT_CONTEXT = 64
 _CONTEXT_ROWS = 8
+# Whether rows are timed as those of trees, whose context is read once.
+_TREES_ATTEND = True
 _MIN_ATTENTION_SPAN = 256
 
 
@@ -327,6 +329,7 @@ def _digest(state: RunnerView) -> str:
         spec.tree_kernel,
         spec.draft_weights,
         state.device.type == "cpu" and packs_target(spec.target_products),
+        _TREES_ATTEND,
         repr(state.drafter_options),
         len(state.state_layers.names),
         state.drafter.forward_depth,

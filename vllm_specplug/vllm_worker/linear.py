@@ -123,6 +123,13 @@ def target_products(products: TargetProductsName) -> AbstractContextManager[None
     return CPU_PRODUCTS.applied()
 
 
+def takes_plain_rows(products: TargetProductsName, dtype: object) -> bool:
+    """Whether rows without drafts are attended by the tree kernel too: where a target's products
+    are the package's (option `target_products`). A row's result is then the same in steps with
+    drafts and without."""
+    return dtype == torch.bfloat16 and packs_target(products)
+
+
 def packing_dispatch(stock: Callable[..., None]) -> Callable[..., None]:
     """Packs a layer's weight for the package's products, or leaves it to vLLM. Seam: cpu_products.
 

@@ -110,19 +110,22 @@ class RunnerView(ABC):
         """A forward of `rows` rows that attend `context` tokens; hidden states [>= rows, H]."""
 
     def tree_forward(self, rows: int, context: int) -> torch.Tensor:
-        """`dummy_forward` whose rows are trees to layers with a state, the accepted paths applied,
-        and to those with latent attention.
+        """`dummy_forward` whose rows are trees to attention on a CPU, and to layers with a state,
+        the accepted paths applied.
 
-        Such layers take rows of other kinds elsewhere, at other costs. One row is a decoding one.
+        Rows of other kinds are taken elsewhere, at other costs. One row is a decoding one.
         """
-        if rows > 1 and self.runner.model_config.use_mla:
-            backend = self.runner.tree_backend
-            backend.rehearsed_rows = self.drafter_options.num_nodes + 1
-            try:
-                return self.dummy_forward(rows, context)
-            finally:
-                backend.rehearsed_rows = 0
-        if rows == 1 or not self.state_layers.names:
+        if rows == 1:
+            return self.dummy_forward(rows, context)
+        backend = self.runner.tree_backend
+        backend.rehearsed_rows = self.drafter_options.num_nodes + 1
+        try:
+            return self._state_forward(rows, context)
+        finally:
+            backend.rehearsed_rows = 0
+
+    def _state_forward(self, rows: int, context: int) -> torch.Tensor:
+        if not self.state_layers.names:
             return self.dummy_forward(rows, context)
         most = self.drafter_options.num_nodes + 1
         step = rehearsed_step(rows, self.max_requests, most, self.state_step)

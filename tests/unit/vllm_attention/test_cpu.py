@@ -19,7 +19,11 @@ from vllm_specplug.vllm_attention.tree_rows import (  # noqa: E402
     CpuTreeRows,
     attach_tree_rows,
     layout_key,
+    rehearsed_rows,
+    tree_rows_of,
 )
+from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend  # noqa: E402
+from vllm_specplug.vllm_worker.step import TreeStep  # noqa: E402
 
 HEADS, DIM, BLOCK = 2, 32, 32
 
@@ -71,3 +75,57 @@ def test_a_cache_ends_before_its_layer(impl: Any) -> None:
     del cache
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "tree_rows", "longest", "counts", "contexts"),
+    [
+        (7, 3, 10, [3, 3, 1], [7, 7, 9]),
+        (2, 33, 64, [2], [62]),
+        # No tree is longer than the dummies that its block table has room for.
+        (5, 33, 4, [4, 1], [0, 3]),
+    ],
+)
+def test_rows_of_dummies_are_chains_behind_their_context(
+    num_rows: int, tree_rows: int, longest: int, counts: list[int], contexts: list[int]
+) -> None:
+    made = rehearsed_rows(num_rows, tree_rows, longest, torch.zeros(2, 4, dtype=torch.int32))
+    requests, starts, rows, before, _ = made.plan.tolist()
+    assert (rows, before) == (counts, contexts)
+    assert requests == [i % 2 for i in range(len(counts))]
+    assert starts == [sum(counts[:i]) for i in range(len(counts))]
+    assert made.mask_words is not None
+    places = [i for count in counts for i in range(count)]
+    assert made.mask_words[:, 0].tolist() == [2 ** (place + 1) - 1 for place in places]
+
+
+def prompt_and_decoding() -> TreeStep:
+    """A prompt of three rows, and two requests of one row."""
+    return TreeStep.without_drafts([0, 3, 4, 5], [0, 7, 8])
+
+
+@pytest.mark.parametrize("has_prompt", [False, True])
+def test_plain_rows_are_attended_where_the_backend_takes_them(has_prompt: bool) -> None:
+    step = prompt_and_decoding()
+    if not has_prompt:
+        step = TreeStep(step.requests[1:])
+    table = torch.zeros(3, 1, dtype=torch.int32)
+    for takes in (False, True):
+        backend = CpuTreeBackend(takes)
+        backend.layouts, backend.layers = {}, {}
+        metadata = {"layer": SimpleNamespace()}
+        backend.attach(metadata, step, SimpleNamespace(block_table_tensor=table))
+        rows = tree_rows_of(metadata["layer"])
+        if not takes:
+            assert rows is None
+            continue
+        assert isinstance(rows, CpuTreeRows)
+        assert not rows.has_trees and rows.covers_batch == (not has_prompt)
+        first = int(has_prompt)
+        assert rows.metadata.plan[:4].tolist() == [[first, first + 1], [3, 4], [1, 1], [7, 8]]
+
+
+def test_no_rows_are_taken_of_a_step_without_requests() -> None:
+    metadata = {"layer": SimpleNamespace()}
+    CpuTreeBackend(True).attach(metadata, TreeStep([]), SimpleNamespace())
+    assert tree_rows_of(metadata["layer"]) is None

@@ -48,6 +48,7 @@ class SleepingRunner:
         self.row_ms = row_ms
         self.rows: list[int] = []
         self.state = RunnerState(self)
+        self.tree_backend = SimpleNamespace(rehearsed_rows=0)
         self.model = SimpleNamespace(compute_logits=lambda hidden: time.sleep(1e-4))
         self.drafter = SimpleNamespace(
             drafter=SleepingDrafter(),
