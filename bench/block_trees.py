@@ -53,6 +53,8 @@ def counted(args: Any, head: Path) -> tuple[list[str], dict[str, PromptCounts]]:
 def training(head: Path) -> dict[str, Any]:
     """What tells the training of two heads apart, apart from the mask."""
     facts = json.loads((head / "provenance.json").read_text())
+    # Of a head its identity; else what layers of the target it began from.
+    began = facts.get("init_from")
     shape = {k: v for k, v in facts["shape"].items() if "causal" not in k}
     recipes = [
         {k: v for k, v in recipe.items() if k != "short_block_share"}
@@ -62,7 +64,7 @@ def training(head: Path) -> dict[str, Any]:
         "shape": shape,
         "progress": {k: v for k, v in facts["progress"].items() if k != "training_minutes"},
         "data": facts["data"],
-        "the head they began from": (facts.get("init_from") or {}).get("sha256"),
+        "the head they began from": began["sha256"] if isinstance(began, dict) else began,
         "recipes": recipes,
     }
 

@@ -72,8 +72,8 @@ class TreeOptions:
     target_products: TargetProductsName = "auto"
     """Products of the target's unquantized bfloat16 weights on a CPU. "packed" are the package's
     own, for AVX-512 BF16: a dozen rows take about as long as one, where vLLM's take half as
-    long again. "vllm" leaves them to vLLM. "auto" is "packed" where the CPU has AVX-512 BF16 and no
-    AMX."""
+    long again. Rows without drafts are then attended by the tree kernel, too. "vllm" leaves both
+    to vLLM. "auto" is "packed" where the CPU has AVX-512 BF16 and no AMX."""
     tree_kernel: KernelName = "auto"
     """Tree attention kernel. On CPU, "cpp" requires the compiled one. On CUDA, "cute"
     and "cute_ws" (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are

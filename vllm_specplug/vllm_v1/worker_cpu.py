@@ -35,7 +35,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]
             return LatentTreeBackend()
         if self.tree_spec.tree_kernel != "triton":
             products = self.tree_spec.target_products
-            return CpuTreeBackend(takes_plain_rows(products, self.dtype))
+            return CpuTreeBackend(takes_plain_rows(products, self.model_config))
         from vllm_specplug.vllm_v1.interpreted_backend import InterpretedTreeBackend
         from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
+from vllm.config import ModelConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
@@ -123,11 +124,12 @@ def target_products(products: TargetProductsName) -> AbstractContextManager[None
     return CPU_PRODUCTS.applied()
 
 
-def takes_plain_rows(products: TargetProductsName, dtype: object) -> bool:
+def takes_plain_rows(products: TargetProductsName, model: ModelConfig) -> bool:
     """Whether rows without drafts are attended by the tree kernel too: where a target's products
     are the package's (option `target_products`). A row's result is then the same in steps with
     drafts and without."""
-    return dtype == torch.bfloat16 and packs_target(products)
+    is_packed = model.dtype == torch.bfloat16 and model.quantization is None
+    return is_packed and packs_target(products)
 
 
 def packing_dispatch(stock: Callable[..., None]) -> Callable[..., None]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -253,3 +254,11 @@ def test_heads_that_were_trained_are_served(tmp_path: Path) -> None:
     assert list(systems) == ["plain", "jetspec", "dels"]
     assert systems["dels"]["model"] == str(tmp_path / "dels-backbone" / "head")
     assert systems["dels"]["local_head"] == str(tmp_path / "dels" / "head")
+
+
+@pytest.mark.parametrize("began", [{"sha256": "abc"}, "target layers", None])
+def test_trainings_are_told_apart_by_what_they_began_from(began: Any, tmp_path: Path) -> None:
+    facts = {"shape": {}, "progress": {}, "data": {}, "init_from": began}
+    (tmp_path / "provenance.json").write_text(json.dumps(facts))
+    found = script("block_trees").training(tmp_path)["the head they began from"]
+    assert found == ("abc" if isinstance(began, dict) else began)

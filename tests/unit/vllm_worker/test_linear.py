@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from vllm_specplug.vllm_worker.linear import (
     draft_linear,
     int8_linear,
     packed_linear,
+    takes_plain_rows,
     target_products,
 )
 
@@ -155,3 +158,25 @@ def test_packed_products_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("auto", "vllm"):
         check_target_products(name, "cuda")
     check_target_products("packed", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("products", "dtype", "quantization", "takes"),
+    [
+        ("packed", torch.bfloat16, None, True),
+        ("vllm", torch.bfloat16, None, False),
+        # What is exact to plain vLLM stays so.
+        ("packed", torch.float32, None, False),
+        ("packed", torch.bfloat16, "awq", False),
+    ],
+)
+def test_plain_rows_are_attended_where_products_are_packed(
+    monkeypatch: pytest.MonkeyPatch,
+    products: Any,
+    dtype: torch.dtype,
+    quantization: str | None,
+    takes: bool,
+) -> None:
+    monkeypatch.setattr(linear, "packs_target", lambda products: products == "packed")
+    model: Any = SimpleNamespace(dtype=dtype, quantization=quantization)
+    assert takes_plain_rows(products, model) == takes
