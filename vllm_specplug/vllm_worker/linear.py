@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
-from vllm.config import ModelConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
@@ -124,7 +123,7 @@ def target_products(products: TargetProductsName) -> AbstractContextManager[None
     return CPU_PRODUCTS.applied()
 
 
-def takes_plain_rows(products: TargetProductsName, model: ModelConfig) -> bool:
+def takes_plain_rows(products: TargetProductsName, model: Any) -> bool:
     """Whether rows without drafts are attended by the tree kernel too: where a target's products
     are the package's (option `target_products`). A row's result is then the same in steps with
     drafts and without."""
