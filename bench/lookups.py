@@ -69,7 +69,8 @@ def make_loads(args: Any, target: str) -> list[Load]:
         for place, concurrency in enumerate(args.concurrency):
             first = 37 * (number * len(args.concurrency) + place)
             # A few more than are measured: the last ones run in smaller company.
-            chosen = prompts[first : first + args.prompts + 4 * concurrency]
+            places = range(first, first + args.prompts + 4 * concurrency)
+            chosen = [prompts[place % len(prompts)] for place in places]
             loads.append(Load(f"{concurrency} at once", number, chosen, concurrency))
     return loads
 
