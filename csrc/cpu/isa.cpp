@@ -60,14 +60,17 @@ bool isa_supported(int isa) {
 
 void set_isa_limit(int isa) { limit.store(isa, std::memory_order_relaxed); }
 
+bool isa_allowed(int isa) {
+  return limit.load(std::memory_order_relaxed) >= isa && isa_supported(isa);
+}
+
 const AttnVariant* select_variant(bool bf16) {
-  const int top = limit.load(std::memory_order_relaxed);
   if (bf16) {
-    if (top >= kAmx && isa_supported(kAmx)) return variant_amx();
-    if (top >= kAvx512Bf16 && isa_supported(kAvx512Bf16)) return variant_avx512_bf16();
+    if (isa_allowed(kAmx)) return variant_amx();
+    if (isa_allowed(kAvx512Bf16)) return variant_avx512_bf16();
   }
-  if (top >= kAvx512 && isa_supported(kAvx512)) return variant_avx512();
-  if (top >= kAvx2 && isa_supported(kAvx2)) return variant_avx2();
+  if (isa_allowed(kAvx512)) return variant_avx512();
+  if (isa_allowed(kAvx2)) return variant_avx2();
   return variant_plain();
 }
 

@@ -11,5 +11,7 @@ const char* isa_name(int isa);
 bool isa_supported(int isa);
 // Variants above `isa` are not used.
 void set_isa_limit(int isa);
+// Supported and within the limit.
+bool isa_allowed(int isa);
 
 }  // namespace specplug

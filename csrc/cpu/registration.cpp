@@ -8,13 +8,19 @@
 
 namespace specplug {
 
-// Bit i is set when instruction set i (plain, avx2, avx512, avx512_bf16, amx) can run here.
-int64_t cpu_isas() {
+template <class F>
+int64_t mask_of(const F& holds) {
   int64_t mask = 0;
   for (int isa = 0; isa < kNumIsas; ++isa)
-    if (isa_supported(isa)) mask |= int64_t{1} << isa;
+    if (holds(isa)) mask |= int64_t{1} << isa;
   return mask;
 }
+
+// Bit i is set when instruction set i (plain, avx2, avx512, avx512_bf16, amx) can run here.
+int64_t cpu_isas() { return mask_of(isa_supported); }
+
+// The same, within what `set_cpu_isa` allows.
+int64_t allowed_cpu_isas() { return mask_of(isa_allowed); }
 
 void set_cpu_isa(int64_t isa) {
   STD_TORCH_CHECK(isa >= 0 && isa < kNumIsas && isa_supported(static_cast<int>(isa)),
@@ -52,6 +58,7 @@ STABLE_TORCH_LIBRARY(specplug, m) {
       "Tensor(a!) out_tokens, Tensor(b!) out_parents, Tensor(c!) out_depths, "
       "Tensor(d!) out_scores) -> int");
   m.def("cpu_isas() -> int");
+  m.def("allowed_cpu_isas() -> int");
   m.def("set_cpu_isa(int isa) -> ()");
   m.def("cpu_variant(bool bf16) -> str");
 }
@@ -68,6 +75,7 @@ STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CompositeExplicitAutograd, m) {
   m.impl("cpu_isas", TORCH_BOX(&cpu_isas));
+  m.impl("allowed_cpu_isas", TORCH_BOX(&allowed_cpu_isas));
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
   m.impl("cpu_variant", TORCH_BOX(&cpu_variant));
 }

@@ -72,5 +72,13 @@ def supported_isas() -> tuple[str, ...]:
     """Instruction sets this machine can run; empty without the extension."""
     if not has_cpu_extension():
         return ()
-    mask = torch.ops.specplug.cpu_isas()
+    return _names(torch.ops.specplug.cpu_isas())
+
+
+def allowed_isas() -> tuple[str, ...]:
+    """The same, within the limit that is set."""
+    return _names(torch.ops.specplug.allowed_cpu_isas()) if has_cpu_extension() else ()
+
+
+def _names(mask: int) -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(ISAS) if mask >> i & 1)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of a CPU whose cost is reading the weight, up to a dozen rows.
 
-oneDNN's products of few rows reach half of what such a CPU computes: with AVX-512 BF16 on one core,
-12 rows through the layers of a model of 135M parameters take 12.3 ms there and 7.6 here, where one
-row takes 8.2 and 7.9. A verified tree is such a product.
+oneDNN's products of few rows reach half of what a CPU with AVX-512 BF16 computes: on one core, 12
+rows through the layers of a model of 135M parameters take 12.3 ms there and 7.6 here, where one row
+takes 8.2 and 7.9. A CPU without AVX-512 has no bfloat16 products in oneDNN, and vLLM takes torch's,
+which take as long for each row as for one. A verified tree is such a product.
 """
 
 from __future__ import annotations
@@ -13,31 +14,42 @@ from typing import NamedTuple
 
 import torch
 
-from .extension import has_cpu_extension, requested_isa, supported_isas
+from .extension import ISAS, allowed_isas, has_cpu_extension
 
-_ISA = "avx512_bf16"
+_INT8_ISA = "avx512_bf16"
 # Narrower weights (the gate of a mixture of experts) are not worth a panel.
 _FEWEST_COLUMNS = 32
 
 
 def packs_target(products: str) -> bool:
     """Whether the weights of a target are packed here, by option `target_products`. "auto" packs
-    them where there is AVX-512 BF16 and no AMX, whose tiles do more in oneDNN's products, and no
-    library of AMD's in vLLM, which has products of its own."""
+    them where packed products are the fastest that are known, and where vLLM has no library of
+    AMD's, which has products of its own."""
     if products == "auto":
         is_left = hasattr(torch.ops.zentorch, "zentorch_linear_unary")
         return has_packed_products() and not is_left
-    return products == "packed" and _ISA in supported_isas() and _can_multiply()
+    return products == "packed" and packed_isa() is not None
+
+
+def packed_isa() -> str | None:
+    """The instruction set of packed bfloat16 products here, "avx512_bf16" or "avx2"; None where
+    there are none."""
+    if not has_cpu_extension():
+        return None
+    isa = torch.ops.specplug.packed_isa()
+    return None if isa < 0 else ISAS[isa]
 
 
 def has_packed_products() -> bool:
-    """Whether packed products are the fastest that are known for this CPU."""
-    highest = supported_isas()[-1:] == (_ISA,)
-    return requested_isa() in (None, _ISA) and highest and _can_multiply()
+    """Whether packed bfloat16 products are the fastest that are known for this CPU: with AVX-512
+    BF16 and no AMX, whose tiles do more in oneDNN's products, or without AVX-512."""
+    isa = packed_isa()
+    return isa is not None and allowed_isas()[-1] == isa
 
 
-def _can_multiply() -> bool:
-    return bool(torch.ops.specplug.has_packed_products())
+def has_packed_int8_products() -> bool:
+    """The same of packed int8 products: with AVX-512 BF16, VNNI and no AMX."""
+    return packed_isa() == _INT8_ISA and has_packed_products()
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -74,7 +86,7 @@ def packed_linear(
         columns: N.
 
     Raises:
-        RuntimeError: on a CPU without AVX-512 BF16, or where shapes or dtypes do not fit.
+        RuntimeError: on a CPU without AVX2, or where shapes or dtypes do not fit.
     """
     rows = _as_rows(x)
     out = torch.empty((rows.shape[0], columns), dtype=x.dtype)

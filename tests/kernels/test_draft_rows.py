@@ -11,8 +11,7 @@ import torch
 from tests.kernels.paged import num_threads
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.draft_rows import block_inputs, can_join_rows
-from vllm_specplug.kernels.extension import supported_isas
-from vllm_specplug.kernels.packed_linear import has_packed_products
+from vllm_specplug.kernels.packed_linear import has_packed_int8_products
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.fused_head import FusedBlockHead, plain_linear
 from vllm_specplug.methods.block.head import BlockHead
@@ -20,8 +19,7 @@ from vllm_specplug.vllm_worker.linear import int8_linear
 
 HIDDEN, POSITIONS = 96, 64
 needs_packed = pytest.mark.skipif(
-    "avx512_bf16" not in supported_isas() or not has_packed_products(),
-    reason="this CPU has no packed products",
+    not has_packed_int8_products(), reason="this CPU has no packed int8 products"
 )
 
 
@@ -167,7 +165,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @torch.inference_mode()
 def test_only_what_is_covered_is_joined() -> None:
     packed = [int8_linear(torch.randn(64, 64).bfloat16(), None)]
-    assert can_join_rows(packed, 64, 64, torch.bfloat16) == has_packed_products()
+    assert can_join_rows(packed, 64, 64, torch.bfloat16) == has_packed_int8_products()
     assert not can_join_rows(packed, 64, 64, torch.float32)
     assert not can_join_rows(packed, 40, 32, torch.bfloat16)
     assert not can_join_rows(packed, 64, 48, torch.bfloat16)

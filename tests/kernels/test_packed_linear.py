@@ -3,28 +3,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_specplug.kernels.extension import supported_isas
+from tests.conftest import use_isa
+from vllm_specplug.kernels.extension import ISAS, allowed_isas, supported_isas
 from vllm_specplug.kernels.packed_linear import (
     PackedInt8,
     can_pack,
+    has_packed_int8_products,
     pack_int8,
     pack_linear,
     packed_int8_linear,
+    packed_isa,
     packed_linear,
     packs_target,
 )
 
-pytestmark = pytest.mark.skipif(
-    "avx512_bf16" not in supported_isas(), reason="this CPU has no AVX-512 BF16"
-)
 
-# Blocks of rows change at 14 and at 96, the cache's part of them ends at 512.
-ROWS = (1, 2, 13, 14, 15, 28, 29, 95, 96, 97, 511, 513)
+def _skip_below(isa: str) -> None:
+    if isa not in allowed_isas():
+        pytest.skip(f"this CPU has no {isa}")
+
+
+@pytest.fixture(params=["avx2", "avx512_bf16"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The instruction set of bfloat16 products."""
+    _skip_below(request.param)
+    use_isa(request.param)
+    assert packed_isa() == request.param
+    yield request.param
+    use_isa(None)
+
+
+@pytest.fixture
+def int8_products() -> None:
+    _skip_below("avx512_bf16")
+
+
+# Blocks of rows change at 3, 6, 14 and 96, the cache's part of them ends at 126 or 512.
+ROWS = (1, 2, 3, 4, 5, 6, 7, 13, 14, 15, 16, 28, 29, 95, 96, 97, 125, 126, 127, 128, 511, 513)
 
 
 def _case(columns: int, depth: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -41,7 +63,7 @@ def _assert_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("columns", [32, 33, 48, 63, 64, 96, 130, 576])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_equals_exact_products_rounded_once(columns: int, has_bias: bool) -> None:
+def test_equals_exact_products_rounded_once(isa: str, columns: int, has_bias: bool) -> None:
     for depth in (2, 4, 6, 10, 64, 150):
         for rows in ROWS:
             weight, x, bias = _case(columns, depth, rows)
@@ -50,6 +72,7 @@ def test_equals_exact_products_rounded_once(columns: int, has_bias: bool) -> Non
             _assert_rounded_once(found, exact)
 
 
+@pytest.mark.parametrize("name", ["avx2", "avx512_bf16"])
 @given(
     columns=st.integers(32, 200),
     pairs=st.integers(1, 90),
@@ -58,17 +81,20 @@ def test_equals_exact_products_rounded_once(columns: int, has_bias: bool) -> Non
 )
 @settings(max_examples=60, deadline=None)
 def test_a_row_is_the_same_in_any_company(
-    columns: int, pairs: int, rows: int, data: st.DataObject
+    name: str, columns: int, pairs: int, rows: int, data: st.DataObject
 ) -> None:
+    _skip_below(name)
+    use_isa(name)
     weight, x, _ = _case(columns, 2 * pairs, rows)
     packed = pack_linear(weight)
     together = packed_linear(x, packed, columns)
     first = data.draw(st.integers(0, rows - 1))
     last = data.draw(st.integers(first + 1, rows))
     assert torch.equal(packed_linear(x[first:last], packed, columns), together[first:last])
+    use_isa(None)
 
 
-def test_threads_change_nothing() -> None:
+def test_threads_change_nothing(isa: str) -> None:
     weight, x, _ = _case(400, 96, 40)
     packed, threads = pack_linear(weight), torch.get_num_threads()
     try:
@@ -81,7 +107,7 @@ def test_threads_change_nothing() -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_infinities_and_nan_stay_in_their_row() -> None:
+def test_infinities_and_nan_stay_in_their_row(isa: str) -> None:
     weight, x, _ = _case(64, 32, 20)
     packed = pack_linear(weight)
     clean = packed_linear(x, packed, 64)
@@ -111,7 +137,9 @@ def _int8_case(
 
 @pytest.mark.parametrize("columns", [1, 31, 32, 33, 64, 130])
 @pytest.mark.parametrize("depth", [1, 3, 4, 15, 16, 17, 64, 576])
-def test_int8_products_are_exact_but_for_one_rounding(columns: int, depth: int) -> None:
+def test_int8_products_are_exact_but_for_one_rounding(
+    int8_products: None, columns: int, depth: int
+) -> None:
     for rows in ROWS:
         packed, x, exact = _int8_case(columns, depth, rows)
         found = packed_int8_linear(x, packed)
@@ -129,7 +157,7 @@ def test_int8_products_are_exact_but_for_one_rounding(columns: int, depth: int) 
         )
 
 
-def test_int8_extremes_do_not_saturate() -> None:
+def test_int8_extremes_do_not_saturate(int8_products: None) -> None:
     """All products of one sign, over more than 16 bits of them."""
     for value in (-127, 127):
         packed = pack_int8(torch.full((40, 4096), value, dtype=torch.int8), torch.ones(40))
@@ -142,7 +170,7 @@ def test_int8_extremes_do_not_saturate() -> None:
         )
 
 
-def test_an_int8_row_is_the_same_in_any_company() -> None:
+def test_an_int8_row_is_the_same_in_any_company(int8_products: None) -> None:
     packed, x, _ = _int8_case(200, 66, 120)
     together = packed_int8_linear(x, packed)
     for first, last in ((0, 1), (3, 17), (50, 120), (119, 120)):
@@ -151,7 +179,7 @@ def test_an_int8_row_is_the_same_in_any_company() -> None:
     assert torch.equal(packed_int8_linear(x.T.contiguous().T, packed), together)
 
 
-def test_shapes_of_rows() -> None:
+def test_shapes_of_rows(isa: str) -> None:
     weight, x, _ = _case(40, 16, 12)
     packed = pack_linear(weight)
     flat = packed_linear(x, packed, 40)
@@ -165,7 +193,7 @@ def test_shapes_of_rows() -> None:
     assert torch.equal(packed_linear(x, pack_linear(weight.T.contiguous().T), 40), flat)
 
 
-def test_compiled_as_eager() -> None:
+def test_compiled_as_eager(isa: str) -> None:
     weight, x, bias = _case(96, 64, 9)
     packed = pack_linear(weight)
 
@@ -177,7 +205,7 @@ def test_compiled_as_eager() -> None:
         assert torch.equal(compiled(x[:rows], packed), layer(x[:rows], packed))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused(isa: str) -> None:
     weight, x, bias = _case(64, 32, 4)
     packed = pack_linear(weight)
     with pytest.raises(RuntimeError, match="x must be bfloat16"):
@@ -196,23 +224,30 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "vllm_specplug.kernels.packed_linear."
-    for isas, automatic, asked in (
-        ((), False, False),
-        (("plain", "avx2", "avx512"), False, False),
-        (("plain", "avx2", "avx512", "avx512_bf16"), True, True),
-        (("plain", "avx2", "avx512", "avx512_bf16", "amx"), False, True),
+    for allowed, packed, automatic, asked in (
+        (("plain",), None, False, False),
+        # oneDNN has no bfloat16 products without AVX-512, and with it ones that nothing here beats.
+        (("plain", "avx2"), "avx2", True, True),
+        (("plain", "avx2", "avx512"), "avx2", False, True),
+        (("plain", "avx2", "avx512", "avx512_bf16"), "avx512_bf16", True, True),
+        (("plain", "avx2", "avx512", "avx512_bf16", "amx"), "avx512_bf16", False, True),
+        # A virtual machine that hides VNNI.
+        (("plain", "avx2", "avx512", "avx512_bf16"), "avx2", False, True),
     ):
-        monkeypatch.setattr(module + "supported_isas", lambda isas=isas: isas)
-        monkeypatch.setattr(module + "requested_isa", lambda: None)
-        monkeypatch.setattr(module + "_can_multiply", lambda: True)
+        monkeypatch.setattr(module + "allowed_isas", lambda allowed=allowed: allowed)
+        monkeypatch.setattr(module + "packed_isa", lambda packed=packed: packed)
         assert packs_target("auto") is automatic
         assert packs_target("packed") is asked
         assert packs_target("vllm") is False
-    monkeypatch.setattr(module + "supported_isas", lambda: ("avx512", "avx512_bf16"))
-    assert packs_target("auto") is True
-    # A virtual machine that hides an instruction.
-    monkeypatch.setattr(module + "_can_multiply", lambda: False)
-    assert packs_target("auto") is packs_target("packed") is False
-    monkeypatch.setattr(module + "_can_multiply", lambda: True)
-    monkeypatch.setattr(module + "requested_isa", lambda: "avx2")
-    assert packs_target("auto") is False
+        assert has_packed_int8_products() is (automatic and packed == "avx512_bf16")
+
+
+def test_the_limit_of_instruction_sets_holds_for_products() -> None:
+    try:
+        for name in supported_isas():
+            use_isa(name)
+            expected = {"plain": None, "avx2": "avx2", "avx512": "avx2"}.get(name, "avx512_bf16")
+            assert packed_isa() == expected
+            assert allowed_isas() == ISAS[: ISAS.index(name) + 1]
+    finally:
+        use_isa(None)

@@ -17,7 +17,7 @@ from vllm_specplug.drafting.drafter import LinearFactory
 from vllm_specplug.kernels.packed_linear import (
     PackedInt8Linear,
     can_pack,
-    has_packed_products,
+    has_packed_int8_products,
     pack_int8,
     pack_linear,
     packs_target,
@@ -42,9 +42,13 @@ def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory
     if weights == "full" or not current_platform.is_cpu():
         return packed_linear
     is_built = hasattr(torch.ops._C, "create_onednn_scaled_mm_handler")
-    if weights == "int8" and not is_built:
+    # Without VNNI, oneDNN adds pairs of products in 16 bits, where they overflow.
+    if weights == "int8" and not (is_built and torch.cpu._is_vnni_supported()):
         raise option_error(
-            "draft_weights", weights, "this vLLM has no int8 products for its CPU", 'Use "auto"'
+            "draft_weights",
+            weights,
+            "int8 products need a CPU with VNNI and a vLLM that is built for it",
+            'Use "auto"',
         )
     is_faster = dtype != torch.float32 and torch.cpu._is_vnni_supported()
     if weights == "auto" and not (is_built and is_faster):
@@ -71,7 +75,7 @@ def int8_linear(
         exact = weight[part].float()
         scales[part] = (exact.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
         rounded[part] = (exact / scales[part, None]).round_().clamp_(-127, 127).to(torch.int8)
-    if weight.dtype == torch.bfloat16 and has_packed_products():
+    if weight.dtype == torch.bfloat16 and has_packed_int8_products():
         return PackedInt8Linear(pack_int8(rounded, scales), bias)
     product = ops.create_onednn_scaled_mm(
         rounded.t(), scales, weight.dtype, True, False, _KEPT_SHAPES
@@ -115,7 +119,7 @@ def target_products(products: TargetProductsName) -> AbstractContextManager[None
             raise option_error(
                 "target_products",
                 products,
-                "packed products need a CPU with AVX-512 BF16 and the compiled kernels",
+                "packed products need a CPU with AVX2 and the compiled kernels",
                 'Use "auto"',
             )
         return nullcontext()
