@@ -23,6 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.fork_server import ENVIRONMENT, run_forked
 
 TIMEOUT_S = 900
@@ -384,12 +386,16 @@ def written_checks(module: str) -> list[str]:
     return re.findall(r"^def (check_\w+)", source, re.MULTILINE)
 
 
+# What a check's entry among the failures begins with if this machine cannot do what it needs.
+_SKIPPED = "skipped: "
+
+
 @cache
 def run_checks(module: str, timeout_s: float = TIMEOUT_S) -> dict[str, str | None]:
     """Runs the checks of `module` in a process of their own.
 
     Returns:
-        The failure of each check by name, None where it passed.
+        The failure of each check by name, or why it was skipped; None where it passed.
     """
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
@@ -403,7 +409,10 @@ def assert_check(module: str, name: str, timeout_s: float = TIMEOUT_S) -> None:
     """Fails with the message of a check that failed."""
     failures = run_checks(module, timeout_s)
     assert name in failures, f"{name} did not run: {failures}"
-    assert failures[name] is None, failures[name]
+    failure = failures[name]
+    if failure is not None and failure.startswith(_SKIPPED):
+        pytest.skip(failure.removeprefix(_SKIPPED))
+    assert failure is None, failure
 
 
 def main(module: str, result: str, *only: str) -> None:
@@ -419,6 +428,8 @@ def main(module: str, result: str, *only: str) -> None:
             failures[name] = None
         except (KeyboardInterrupt, SystemExit):
             raise
+        except pytest.skip.Exception as reason:
+            failures[name] = f"{_SKIPPED}{reason}"
         except BaseException:  # what pytest.raises fails with is no Exception
             failures[name] = traceback.format_exc()[-6000:]
         seconds = time.perf_counter() - start
