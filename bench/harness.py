@@ -12,6 +12,7 @@ from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from interleave import Load, Serving, confine_process, serve_alone, serve_side_by_side
@@ -106,6 +107,7 @@ class Benchmark:
         *,
         engine: Mapping[str, Any],
         sampling: Mapping[str, Any],
+        engine_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         observe: Callable[[Serving], dict[str, Any]] = lambda serving: {},
         prepare: Callable[[str], str] = lambda target: target,
     ) -> None:
@@ -119,6 +121,7 @@ class Benchmark:
             loads: makes the loads, from the target's path.
             engine: arguments of vLLM's `LLM` beside those of `make_engine`.
             sampling: arguments of `SamplingParams`.
+            engine_of: what `engine` is for some systems alone, by name.
             observe: what a cell says beyond `Serving.result`; called after warming up too, so that
                 it can reset what it reads.
             prepare: the folder to serve, from the target's path.
@@ -133,11 +136,12 @@ class Benchmark:
         target = prepare(target)
         store = self._store(args)
         record = self.provenance(args)
+        own = {system: dict(engine_of[system]) for system in systems if system in engine_of}
         name = digest(
             [
                 execution(args),
                 _settings(args),
-                tidy(json.dumps([systems, engine, sampling])),
+                tidy(json.dumps([systems, engine, sampling, *([own] if own else [])])),
                 sorted({code_fingerprint((s or {}).get("model")) for s in systems.values()}),
             ]
         )
@@ -160,7 +164,9 @@ class Benchmark:
             made = {}
             for system in order:
                 progress.status(f"starting {system}")
-                made[system] = make_engine(target, systems[system], eager=args.eager, **engine)
+                made[system] = make_engine(
+                    target, systems[system], eager=args.eager, **{**engine, **own.get(system, {})}
+                )
             engines = {system: made[system] for system in systems}
             for system, llm in engines.items():
                 progress.status(f"warming up {system}")

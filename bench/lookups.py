@@ -39,6 +39,8 @@ JETSPEC = {
 LOCAL = {**JETSPEC, "method": "dels", "alpha": 0.5, "beta": 0.3, "anchor_input": True}
 SYSTEMS: dict[str, dict[str, Any] | None] = {
     BASELINE: None,
+    # What vLLM is best served with where a CPU has no bfloat16 products.
+    "plain float32": None,
     # What is no difference: engines of one process differ by where their memory lies.
     "plain again": None,
     "ngram": VLLM_CONFIGS["ngram"],
@@ -48,7 +50,8 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "head + GRU + n-grams": {**LOCAL, "local_head": str(HEADS / "smollm2-135m-dels-gru")},
     "head + Markov + n-grams": {**LOCAL, "local_head": str(HEADS / "smollm2-135m-dels-markov")},
 }
-
+# Engines that differ from the others.
+ENGINES = {"plain float32": {"dtype": "float32"}}
 
 PACE = (
     " In a closed loop a faster system takes in more prompts during each of its answers, which "
@@ -153,7 +156,7 @@ def main() -> None:
     add = benchmark.parser.add_argument
     add("--concurrency", type=int, nargs="+", default=(1, 4, 8))
     add("--prompts", type=int, default=4, help="per round, and 4 for each request at once")
-    add("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS), metavar="SYSTEM",
+    add("--systems", nargs="+", default=[name for name in SYSTEMS if name not in ENGINES], choices=list(SYSTEMS), metavar="SYSTEM",
         help=f"of {', '.join(SYSTEMS)}; `{BASELINE}` always")  # fmt: skip
     args = benchmark.parse()
     systems = {name: s for name, s in SYSTEMS.items() if name in (BASELINE, *args.systems)}
@@ -161,7 +164,7 @@ def main() -> None:
         benchmark.compare(
             args, systems, lambda target: make_loads(args, target),
             engine={"max_num_seqs": max(args.concurrency), "max_num_batched_tokens": 2048},
-            sampling={"max_tokens": args.tokens},
+            sampling={"max_tokens": args.tokens}, engine_of=ENGINES,
         )  # fmt: skip
     benchmark.publish(args, page(benchmark.cells(args)))
 
