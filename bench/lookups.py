@@ -156,7 +156,8 @@ def main() -> None:
     add = benchmark.parser.add_argument
     add("--concurrency", type=int, nargs="+", default=(1, 4, 8))
     add("--prompts", type=int, default=4, help="per round, and 4 for each request at once")
-    add("--systems", nargs="+", default=[name for name in SYSTEMS if name not in ENGINES], choices=list(SYSTEMS), metavar="SYSTEM",
+    usual = [name for name in SYSTEMS if name not in ENGINES]
+    add("--systems", nargs="+", default=usual, choices=list(SYSTEMS), metavar="SYSTEM",
         help=f"of {', '.join(SYSTEMS)}; `{BASELINE}` always")  # fmt: skip
     args = benchmark.parse()
     systems = {name: s for name, s in SYSTEMS.items() if name in (BASELINE, *args.systems)}
