@@ -58,6 +58,11 @@ class Benchmark:
         self.parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
         add = self.parser.add_argument
         add("--out", type=Path, default=RESULTS, help="folder of the results")
+        add(
+            "--name",
+            default=name,
+            help="of their files, for a machine of its own (default: %(default)s)",
+        )
         add("--allow-changes", action="store_true",
             help="measure uncommitted code; the results are marked")  # fmt: skip
         if runs_vllm:
@@ -79,6 +84,7 @@ class Benchmark:
     def parse(self) -> argparse.Namespace:
         """The flags; refuses uncommitted code unless told to measure it."""
         args = self.parser.parse_args()
+        self.name = args.name
         if not getattr(args, "report_only", False):
             if getattr(args, "data", self) is None:
                 self.parser.error("--data is missing: name a JSONL file of prompts or a folder")
@@ -212,10 +218,12 @@ class Benchmark:
 
     def publish(self, args: argparse.Namespace, page: ResultPage) -> None:
         """Writes the page and prints its text."""
-        print(page.write(args.out))
+        # A benchmark of several pages has their names in its own.
+        name = page.name.replace(self.parser.get_default("name"), self.name, 1)
+        print(replace(page, name=name).write(args.out))
 
 
-_NOT_IN_DIGEST = {"out", "minutes", "rounds", "report_only", "allow_changes", "eager"}
+_NOT_IN_DIGEST = {"out", "name", "minutes", "rounds", "report_only", "allow_changes", "eager"}
 
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:
