@@ -881,6 +881,7 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
   p.separate_tail = context_only || tail_key.has_value();
   // Of slots behind a window nothing may be read; a dense tail has to be packed.
   p.interleaved = p.variant->vec_scores != nullptr && p.layout == LayoutKind::kVec &&
+                  p.cache_element == Element::kBfloat16 &&
                   block_size % kGroup == 0 && p.head_size % kGroup == 0 && !p.separate_tail &&
                   window == 0;
   if (lse.has_value()) {

@@ -5,7 +5,7 @@
 //   MAX_ROWS   rows of the register block
 //   MAX_PANELS panels of 16 columns of the register block (1 or 2)
 //   BF16_DOT   1 if words are bf16 pairs and DOT(acc, a, b) is defined by the includer
-//   VEC_ROWS   1 for products over bf16 that is not packed; needs BF16_DOT and 16 lanes
+//   VEC_ROWS   1 for products over bf16 that is not packed; needs 16 lanes with BF16_DOT
 // Everything here has internal linkage: the same names exist in every variant.
 
 namespace {
@@ -229,7 +229,16 @@ INLINE void for_row_blocks(int rows, const F& f) {
 
 #if VEC_ROWS
 // ---- products over rows that are not packed --------------------------------
+//
+// A few rows are multiplied in less time than memory takes to answer, and hardware follows neither
+// the strides of keys nor the order of blocks. So while keys are multiplied, the values of the same
+// slots are asked for, which begin at the group's `v` and lie without gaps, and while values are
+// multiplied the keys that come next.
 
+INLINE void ask_for(const char* line) { _mm_prefetch(line, _MM_HINT_T1); }
+#endif
+
+#if VEC_ROWS && BF16_DOT
 // Unpacking two rows of 32 leaves columns 8i to 8i + 3 in lane i of the low half and the next four
 // in that of the high half: where each half's words are in 32 columns, and the other way round.
 struct Interleaved {
@@ -266,12 +275,7 @@ INLINE void multiply_rows(VecF (&low)[ROWS], VecF (&high)[ROWS], const uint32_t*
   }
 }
 
-INLINE void ask_for(const char* line) { _mm_prefetch(line, _MM_HINT_T1); }
-
-// A few rows are multiplied in less time than memory takes to answer, and hardware follows neither
-// the strides of keys nor the order of blocks. So while keys are multiplied, the values of the same
-// slots are asked for, which begin at the group's `v` and lie without gaps: 2 lines of 64 bytes for
-// each word of the head dimension.
+// Of values, 2 lines of 64 bytes for each word of the head dimension.
 template <int ROWS, bool ASKS>
 void vec_scores_block(const uint32_t* q, int64_t ld_q, int words, const KvGroup* groups,
                       int num_groups, float* s, int64_t ld_s) {
@@ -339,6 +343,70 @@ void vec_values_block(const uint32_t* p, int64_t ld_p, const KvGroup* groups, in
   }
 }
 
+#elif VEC_ROWS
+typedef uint16_t VecHu __attribute__((vector_size(VEC_WORDS * 2), aligned(2)));
+
+INLINE VecF load_bf16(const char* p) {
+  return reinterpret_cast<VecF>(
+      __builtin_convertvector(*reinterpret_cast<const VecHu*>(p), VecU) << 16);
+}
+
+// acc += a[m] * 16 numbers of bf16.
+template <int ROWS>
+INLINE void multiply_row(VecF (&acc)[ROWS][kVecs], const uint32_t* a, int64_t ld_a,
+                         const char* row) {
+  VecF numbers[kVecs];
+  UNROLL for (int j = 0; j < kVecs; ++j) numbers[j] = load_bf16(row + j * VEC_WORDS * 2);
+  UNROLL for (int m = 0; m < ROWS; ++m) {
+    float x;
+    __builtin_memcpy(&x, a + m * ld_a, 4);
+    UNROLL for (int j = 0; j < kVecs; ++j) acc[m][j] += x * numbers[j];
+  }
+}
+
+// 16 slots at a time. Of values, a line of 64 bytes for each head dim.
+template <int ROWS, bool ASKS>
+void vec_scores_block(const uint32_t* q, int64_t ld_q, int words, const KvGroup* groups,
+                      int num_groups, float* s, int64_t ld_s) {
+  for (int g = 0; g < num_groups; ++g)
+    for (int panel = 0; panel < kGroup / kPanel; ++panel) {
+      VecF acc[ROWS][kVecs];
+      zero_block<ROWS, 1>(acc);
+      const char* k = groups[g].k + panel * kPanel * 2;
+      for (int w = 0; w < words; ++w, k += groups[g].k_row) {
+        if (ASKS && panel == 0) ask_for(groups[g].v + w * 64);
+        multiply_row<ROWS>(acc, q + w, ld_q, k);
+      }
+      store_block<ROWS, 1>(acc, s + g * kGroup + panel * kPanel, ld_s);
+    }
+}
+
+// 16 head dims from `dim` on. Meanwhile their keys of `next` are asked for.
+template <int ROWS, bool ASKS>
+void vec_values_block(const uint32_t* p, int64_t ld_p, const KvGroup* groups, int num_groups,
+                      int dim, bool first, float* o, int64_t ld_o, const KvGroup* next,
+                      int num_next) {
+  VecF acc[ROWS][kVecs];
+  if (first)
+    zero_block<ROWS, 1>(acc);
+  else
+    load_block<ROWS, 1>(acc, o, ld_o);
+  for (int g = 0; g < num_groups; ++g) {
+    if (ASKS && g < num_next)
+      for (int d = dim; d < dim + kPanel; ++d) ask_for(next[g].k + d * next[g].k_row);
+    // Of slots after the last nothing is read: they may hold NaN, and 0 x NaN is NaN.
+    const char* v = groups[g].v + dim * 2;
+    for (int i = 0; i < groups[g].valid; ++i, v += groups[g].v_row)
+      multiply_row<ROWS>(acc, p + g * kGroupWords + i, ld_p, v);
+  }
+  store_block<ROWS, 1>(acc, o, ld_o);
+}
+#endif
+
+#if VEC_ROWS
+// Numbers of a head that are summed at once.
+constexpr int kValueDims = BF16_DOT ? kGroup : kPanel;
+
 void vec_scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
                 int num_groups, float* s, int64_t ld_s, bool asks) {
   for_row_blocks(rows, [&](auto height, int m) {
@@ -354,7 +422,7 @@ void vec_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups
     constexpr int kRows = decltype(height)::value;
     const auto block =
         num_next > 0 && m == 0 ? vec_values_block<kRows, true> : vec_values_block<kRows, false>;
-    for (int dim = 0; dim < head_size; dim += kGroup)
+    for (int dim = 0; dim < head_size; dim += kValueDims)
       block(p + m * ld_p, ld_p, groups, num_groups, dim, first, o + m * head_size + dim, head_size,
             next, num_next);
   });

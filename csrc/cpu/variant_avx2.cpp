@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <type_traits>
 
@@ -9,7 +13,7 @@
 #define VEC_WORDS 8
 #define MAX_ROWS 6
 #define MAX_PANELS 1
-#define VEC_ROWS 0
+#define VEC_ROWS 1
 #define BF16_DOT 0
 
 namespace specplug {
