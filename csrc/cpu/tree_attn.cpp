@@ -881,9 +881,8 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
   p.separate_tail = context_only || tail_key.has_value();
   // Of slots behind a window nothing may be read; a dense tail has to be packed.
   p.interleaved = p.variant->vec_scores != nullptr && p.layout == LayoutKind::kVec &&
-                  p.cache_element == Element::kBfloat16 &&
-                  block_size % kGroup == 0 && p.head_size % kGroup == 0 && !p.separate_tail &&
-                  window == 0;
+                  p.cache_element == Element::kBfloat16 && block_size % kGroup == 0 &&
+                  p.head_size % kGroup == 0 && !p.separate_tail && window == 0;
   if (lse.has_value()) {
     check(*lse, "lse", ScalarType::Float, 2);
     STD_TORCH_CHECK(lse->size(0) == query.size(0) && lse->size(1) == num_heads,
