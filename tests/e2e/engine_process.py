@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import psutil
 
 
 def _adapters(adapters: list[Any] | None) -> list[Any] | None:
@@ -222,5 +225,7 @@ def main(job_path: str, result_path: str) -> None:
         )
     Path(result_path).write_text(json.dumps({"calls": results, "counters": _counters(llm)}))
     if job["own_processes"]:
-        # This process may end without running exit handlers.
-        llm.llm_engine.engine_core.shutdown()
+        # This process may end without running exit handlers. vLLM looks at processes that it is
+        # about to kill, and on a busy machine they are gone by then.
+        with suppress(psutil.NoSuchProcess):
+            llm.llm_engine.engine_core.shutdown()
