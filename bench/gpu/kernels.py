@@ -28,7 +28,8 @@ sys.path[:0] = [str(ROOT / "scripts" / "gpu"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
 from baselines import BASELINES, Unavailable  # noqa: E402
-from problems import Problem, ProblemSpec  # noqa: E402
+from predictions import TREE_KERNELS  # noqa: E402
+from problems import Problem, ProblemSpec, unsupported  # noqa: E402
 from report import Report  # noqa: E402
 from timing import copy_bandwidth, time_us  # noqa: E402
 
@@ -106,6 +107,12 @@ def measure(args, report: Report, device: torch.device) -> None:
             torch.cuda.empty_cache()
             continue
         for name in args.kernels.split(","):
+            reason = unsupported(name, base, device)
+            if reason is not None:
+                if name not in missing:
+                    missing[name] = reason
+                    report.row(kernel=name, missing=reason)
+                continue
             for kind, cell in (("tree", tree), ("chain", chain)):
                 label = f"{name} {kind}"
                 if label in missing:
@@ -163,8 +170,16 @@ def check_baselines(report: Report, device: torch.device) -> None:
         report.row(baseline=name, relative_error=float(error))
 
 
+def sweep_options(name: str) -> list[dict[str, int]]:
+    """Arguments of kernel `name` that its own choice is to be near the best of."""
+    splits = "context_splits" if name == "flash" else "splits"
+    options = [{splits: n} for n in (1, 2, 4, 8, 16, 32)]
+    stages = {"cute": (2, 3, 4, 6), "cute_ws": (4, 5)}.get(name, ())
+    return options + [{"stages": n} for n in stages]
+
+
 def sweeps(args, report: Report, device: torch.device) -> None:
-    """Splits of both kernels and stages of CuTe's: whether what they choose is near the best."""
+    """Splits of all kernels and stages of CuTe's: whether what they choose is near the best."""
     on_gpu = device.type == "cuda"
     for context, batch in ((4096, 1), (32768, 1), (4096, 8)) if on_gpu else ((40, 1),):
         spec = ProblemSpec(((context, 64),) * batch, page=args.page, adjacent=True)
@@ -172,9 +187,9 @@ def sweeps(args, report: Report, device: torch.device) -> None:
             spec = spec.replace(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
         cell = Cell(spec, device)
         for name in args.kernels.split(","):
-            options: list[dict[str, int]] = [{"splits": n} for n in (1, 2, 4, 8, 16, 32)]
-            if name in ("cute", "cute_ws"):
-                options += [{"stages": n} for n in ((2, 3, 4, 6) if name == "cute" else (4, 5))]
+            if unsupported(name, spec, device) is not None:
+                continue
+            options = sweep_options(name)
             for option in options if on_gpu else options[:1]:
                 if report.is_out_of_time:
                     return
@@ -247,7 +262,7 @@ def summarise(report: Report) -> None:
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for key in sorted(times):
         at = times[key]
-        for name in ("cute", "cute_ws", "triton"):
+        for name in TREE_KERNELS:
             tree, chain = at.get(f"{name} tree"), at.get(f"{name} chain")
             if tree is None:
                 continue
@@ -298,7 +313,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/gpu-bench"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--kernels", default="cute,cute_ws,triton")
+    parser.add_argument("--kernels", default=",".join(TREE_KERNELS))
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=480)
     args = parser.parse_args()

@@ -28,7 +28,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 sys.path[:0] = [str(FOLDER)]
 
-from predictions import PREDICTIONS  # noqa: E402
+from predictions import PREDICTIONS, TREE_KERNELS  # noqa: E402
 from report import commit, environment  # noqa: E402
 
 _LOG_CHARACTERS = 4000
@@ -47,9 +47,9 @@ class Step:
 
 def steps(args: argparse.Namespace) -> list[Step]:
     """What is run, most telling first: at most 15 minutes."""
-    python, on_gpu = sys.executable, args.device == "cuda"
+    python = sys.executable
     device = ["--out", str(args.out), "--device", args.device]
-    kernels = ["--kernels", "triton,flash,cute,cute_ws" if on_gpu else "triton"]
+    kernels = ["--kernels", ",".join(TREE_KERNELS)]
     bench = ROOT / "bench" / "gpu"
 
     def engines(name: str, parts: str, limit_s: float, *more: str) -> Step:

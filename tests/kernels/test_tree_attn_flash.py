@@ -31,17 +31,19 @@ class Attention:
     def __init__(self, empty: str = "FA2") -> None:
         self.empty = EMPTY[empty]
         self.calls = 0
+        self.splits: set[int] = set()
 
     def __call__(
         self, *, q: Any, k: Any, v: Any, max_seqlen_q: int, cu_seqlens_q: Any, seqused_k: Any,
         max_seqlen_k: int, softmax_scale: float, causal: bool, block_table: Any,
-        return_softmax_lse: bool, softcap: float = 0.0,
+        return_softmax_lse: bool, softcap: float = 0.0, num_splits: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         assert return_softmax_lse and not causal
         assert cu_seqlens_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
         assert len(seqused_k) == len(block_table) == len(cu_seqlens_q) - 1
         assert seqused_k.is_contiguous() and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         self.calls += 1
+        self.splits.add(num_splits)
         out = torch.full(q.shape, self.empty[0], dtype=q.dtype)
         lse = torch.full((q.shape[1], q.shape[0]), self.empty[1])
         group, page = q.shape[1] // k.shape[2], k.shape[1]
