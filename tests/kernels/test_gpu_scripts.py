@@ -20,7 +20,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.kernels.test_tree_attn_flash import Attention
+from tests.kernels.flash_attention import Attention
 from tests.unit.scripts import load_script
 from vllm_specplug.kernels import tree_attn_flash
 from vllm_specplug.kernels.cuda_dispatch import CUDA_KERNELS, load_kernel
