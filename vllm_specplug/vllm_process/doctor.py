@@ -101,6 +101,7 @@ def target_shape(target: str, num_ranks: int = 1) -> KernelShape:
     Raises:
         ValueError: when the target cannot be read.
     """
+    import torch
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_specplug.kernels.cuda_dispatch import KernelShape
@@ -111,6 +112,7 @@ def target_shape(target: str, num_ranks: int = 1) -> KernelShape:
     except Exception as error:
         raise ValueError(f"target {target!r} cannot be read: {first_message(error)}") from error
     model = engine.model_config
+    assert isinstance(model.dtype, torch.dtype), model.dtype
     heads = model.get_num_attention_heads(engine.parallel_config)
     kv_heads = model.get_total_num_kv_heads()
     if heads % num_ranks:
