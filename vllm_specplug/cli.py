@@ -44,17 +44,33 @@ def _say(message: str) -> None:
 
 @app.command()
 def doctor(
+    target: Annotated[
+        str | None,
+        typer.Option(help="Model whose CUDA kernels are compared; without one an 8B model's."),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Ranks that share the target.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check versions, device, kernels and compatibility, and run a short self-test."""
+    # vLLM logs to stdout, which carries the answer alone.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from vllm_specplug.vllm_process.doctor import collect
 
     _say("checking; this takes up to 30 seconds")
-    report = collect()
+    try:
+        report = collect(target=target, num_ranks=tensor_parallel_size)
+    except ValueError as error:
+        _fail(str(error), 2)
     if as_json:
         typer.echo(json.dumps(report, indent=2, default=str))
     else:
+        kernel = report.get("kernel", {})
+        kernels = kernel.pop("kernels", None)
         _print_report(report)
+        if kernels is not None:
+            _print_kernels(kernels, kernel["kernel"], kernel["shape"])
     if report.get("ok") is False:
         raise typer.Exit(1)
 
@@ -67,6 +83,21 @@ def _print_report(report: dict[str, Any]) -> None:
     table.add_column(overflow="fold")
     for key, value in _flatten(report):
         table.add_row(key, value)
+    Console(highlight=False).print(table)
+
+
+def _print_kernels(kernels: dict[str, dict[str, Any]], chosen: str, shape: str) -> None:
+    """The CUDA kernels as a table, with a mark at the one that would serve."""
+    from rich.table import Table
+
+    table = Table(title=f"Tree attention for {shape}", title_justify="left")
+    for title in ("kernel", "serves", "µs per call"):
+        table.add_column(title, justify="right" if title.startswith("µs") else "left")
+    table.add_column("why not", overflow="fold")
+    for name, found in kernels.items():
+        time = "-" if found["us"] is None else f"{found['us']:.0f}"
+        mark = " (chosen)" if name == chosen else ""
+        table.add_row(f"{name}{mark}", _plain_words(found["serves"]), time, found["why_not"] or "")
     Console(highlight=False).print(table)
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step times of a real size and a real model on a device: `make gpu-e2e`.
 
-    python bench/gpu/e2e.py --out OUT [--parts smoke,smollm,ar,verify] [--seconds 560]
+    python bench/gpu/e2e.py --out OUT [--parts smoke,smollm,ar,verify,stock] [--seconds 560]
 
 `ar` and `verify` run a Qwen3-8B-shaped target with dummy weights and a random JetSpec head of the
 published shape (5 layers, block 16): a plain decode step, a step that verifies 16-256 nodes, the
-draft in it, and the speed-up that these times give with the published acceptance lengths. `smollm`
+draft in it, and the speed-up that these times give with the published acceptance lengths. `stock`
+is a step of vLLM's own EAGLE-3 chain over the same target. `smollm`
 runs SmolLM2-135M with the heads of this repository, plainly and with trees, on real prompts, and
 compares outputs; `model` does so with `--model` and its `--head`. `--device cpu` is a dry run of
 everything with a tiny model.
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,10 @@ QWEN3_8B = {
 }  # fmt: skip
 
 
+class OutOfTime(Exception):
+    """Another engine would not start in what is left."""
+
+
 class Bench:
     """The parts, over one folder of models."""
 
@@ -60,6 +66,7 @@ class Bench:
         self.args, self.report, self.folder = args, report, folder
         self.on_gpu = args.device == "cuda"
         self.ar_ms: dict[tuple[int, int], float] = {}
+        self.longest_start_s = 0.0
 
     # -- models -------------------------------------------------------------------------------
 
@@ -107,6 +114,26 @@ class Bench:
         save_block_head(path, head.cpu())
         return path
 
+    def stock_head(self) -> Path:
+        """A config of an EAGLE-3 head for the target; its weights are made up at load."""
+        path = self.folder / "eagle3-head"
+        if not path.exists():
+            if not self.on_gpu:
+                from tests.e2e.tiny import make_eagle3_head
+
+                return make_eagle3_head(path, 64)
+            from vllm_specplug.methods.eagle3_tree.config import Eagle3Config, default_target_layers
+
+            config = Eagle3Config(
+                hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
+                num_key_value_heads=8, head_dim=128, vocab_size=151936, draft_vocab_size=32000,
+                target_hidden_size=4096, target_layer_ids=default_target_layers(36),
+                max_position_embeddings=40960, rope_theta=1e6,
+            )  # fmt: skip
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(config.to_dict()))
+        return path
+
     def engine_args(self, model: Path, **changes: Any) -> dict[str, Any]:
         engine: dict[str, Any] = {
             "model": str(model), "skip_tokenizer_init": True, "max_model_len": 4096,
@@ -128,13 +155,30 @@ class Bench:
 
     # -- running ------------------------------------------------------------------------------
 
+    def check_time(self) -> None:
+        """An engine is not started to be cut short: what is left must do for the slowest start so
+        far and half of it again for calls.
+
+        Raises:
+            OutOfTime: when it does not.
+        """
+        needed, left = 1.5 * self.longest_start_s, self.report.seconds_left
+        if left < needed:
+            raise OutOfTime(
+                f"{left:.0f} s are left, and an engine took {self.longest_start_s:.0f} s to start"
+            )
+
     def run(
-        self, engine: dict, calls: list[dict], speculative: dict | None = None, limit_s: float = 240
-    ) -> dict[str, Any]:
-        """One engine in a process of its own; what it had finished counts if it dies."""
+        self, engine: dict, calls: list[dict], speculative: dict | None = None,
+        limit_s: float = 240, stock: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """One engine in a process of its own; what it had finished counts if it dies. `stock` for a
+        method of vLLM's, which takes none of our options."""
+        self.check_time()
+        started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             job, result, log = (Path(folder) / n for n in ("job.json", "result.json", "log"))
-            if speculative is not None and self.on_gpu:
+            if speculative is not None and self.on_gpu and not stock:
                 speculative = {**speculative, "tree_kernel": self.args.tree_kernel}
             job.write_text(
                 json.dumps({"engine": engine, "calls": calls, "speculative": speculative})
@@ -162,6 +206,10 @@ class Bench:
                 self.report.row(problem=problem, log=text[-1500:])
                 if not data["calls"]:
                     raise RuntimeError(f"{problem}: {text[-800:]}")
+            # With the imports of its process and the loading of a model.
+            calls_s = sum(c["seconds"] + c["first_token_seconds"] for c in data["calls"])
+            taken = time.monotonic() - started - calls_s
+            self.longest_start_s = max(self.longest_start_s, taken)
             data["kernel"] = kernel[:2]
             return data
 
@@ -231,34 +279,66 @@ class Bench:
                     row[f"speedup {task} (published length {length})"] = length * plain / ms
             self.report.row(**row)
 
+    def stock(self, record: dict) -> None:
+        """A step of vLLM's own chain of 3 over the same target."""
+        tokens = 48 if self.on_gpu else 8
+        nodes = 3
+        calls = [
+            {"batch": b, "context": c, "tokens": tokens, "nodes": nodes} for b, c in self.cells()
+        ]
+        chain = {
+            "method": "eagle3", "model": str(self.stock_head()), "num_speculative_tokens": nodes,
+        }  # fmt: skip
+        engine = self.engine_args(self.dummy_target()) | {"load_format": "dummy"}
+        data = self.run(engine, calls, chain, stock=True)
+        record["start_seconds"] = data["start_seconds"]
+        for call in data["calls"]:
+            steps = max(1.0, call["drafts"] / call["batch"])
+            ms = 1e3 * (call["seconds"] - call["first_token_seconds"]) / steps
+            self.report.row(
+                part="stock", batch=call["batch"], context=call["context"], nodes=nodes, step_ms=ms
+            )
+
     def compare(
         self, part: str, record: dict, target: Path | str, prompts: list[list[int]],
-        options: list[dict[str, Any]], dtype: str,
+        speculative: dict[str, Any], budgets: Sequence[int], dtype: str, eager: bool = False,
     ) -> None:  # fmt: skip
-        """A model plainly and with trees: tokens per second, and whether outputs are equal."""
+        """A model plainly and with trees of each budget, all in one engine: tokens per second, and
+        whether outputs are equal."""
         tokens = 256 if self.on_gpu else 8
-        # Warm-up first: the first call of a shape compiles.
         call = {"prompts": prompts, "batch": len(prompts), "context": 0, "tokens": tokens,
                 "ignore_eos": not self.on_gpu, "keep_tokens": True}  # fmt: skip
-        calls = [call, call, *({**call, "prompts": [p], "batch": 1} for p in prompts[:2])]
+        calls = [call, *({**call, "prompts": [p], "batch": 1} for p in prompts[:2])]
         engine = self.engine_args(target, max_model_len=2048, dtype=dtype)
+        if eager:
+            engine["enforce_eager"] = True
         if not self.on_gpu:
             engine |= {"max_model_len": 256, "dtype": "float32"}
-        plain = self.run(engine, calls, limit_s=150)
-        for speculative in options:
-            tree = self.run(engine, calls, speculative, limit_s=150)
-            nodes = speculative["num_speculative_tokens"]
-            for a, b in list(zip(plain["calls"], tree["calls"], strict=False))[1:]:
-                same = a["token_ids"] == b["token_ids"]
-                self.report.row(
-                    part=part, dtype=dtype, nodes=nodes, batch=a["batch"], same_output=same,
-                    plain_tok_s=a["generated"] / a["seconds"],
-                    tree_tok_s=b["generated"] / b["seconds"],
-                    speedup=(b["generated"] / b["seconds"]) / (a["generated"] / a["seconds"]),
-                    mean_acceptance_length=1 + b["accepted"] / max(1.0, b["drafts"]),
-                    kernel=tree["kernel"][:1],
-                )  # fmt: skip
-                record.setdefault("same_output", {})[f"{dtype} {nodes} B{a['batch']}"] = same
+        # Warm-up first: the first call of a shape compiles.
+        plain = self.run(engine, [call, *calls])["calls"][1:]
+        of_budgets = [
+            {**c, "nodes": nodes, "extra_args": {"specplug_tree_budget": nodes}}
+            for nodes in budgets
+            for c in calls
+        ]
+        tree = self.run(engine, [of_budgets[0], *of_budgets], speculative)
+        for number, b in enumerate(tree["calls"][1:]):
+            if number % len(calls) >= len(plain):
+                continue
+            a, nodes = plain[number % len(calls)], b["nodes"]
+            same = a["token_ids"] == b["token_ids"]
+            self.report.row(
+                part=part, dtype=dtype, nodes=nodes, batch=a["batch"], same_output=same,
+                plain_tok_s=a["generated"] / a["seconds"],
+                tree_tok_s=b["generated"] / b["seconds"],
+                speedup=(b["generated"] / b["seconds"]) / (a["generated"] / a["seconds"]),
+                mean_acceptance_length=1 + b["accepted"] / max(1.0, b["drafts"]),
+                kernel=tree["kernel"][:1],
+            )  # fmt: skip
+            # Two prompts are asked one by one.
+            key = f"{dtype} {nodes} B{a['batch']}"
+            outputs = record.setdefault("same_output", {})
+            outputs[key] = outputs.get(key, True) and same
 
     def model(self, record: dict) -> None:
         """The model that was asked for, in its own dtype, with its users' defaults."""
@@ -272,7 +352,8 @@ class Bench:
         speculative: dict[str, Any] = {"method": "ngram_tree", "num_speculative_tokens": 16}
         if self.args.head:
             speculative = {"method": "tree", "model": self.args.head, "num_speculative_tokens": 64}
-        self.compare("model", record, target, prompts, [speculative], "auto")
+        budgets = [speculative["num_speculative_tokens"]]
+        self.compare("model", record, target, prompts, speculative, budgets, "auto")
 
     def smollm(self, record: dict) -> None:
         """SmolLM2-135M and the heads of this repository: tokens per second and equal outputs."""
@@ -293,18 +374,21 @@ class Bench:
             head = str(ROOT / "heads" / "smollm2-135m-jetspec")
         else:
             target, prompts, head = self.dummy_target(), [[3, 7, 5], [9, 4]], str(self.dummy_head())
-        options = [
-            {"method": "jetspec", "model": head, "num_speculative_tokens": nodes,
-             "tree_budget": nodes, "max_step_rows": 1024}
-            for nodes in ((16, 64) if self.on_gpu else (6,))
-        ]  # fmt: skip
-        # float32 keeps greedy ties apart; in bfloat16 a near tie can round differently.
-        for dtype in ("float32", "bfloat16") if self.on_gpu else ("float32",):
-            self.compare("smollm", record, target, prompts, options, dtype)
-        if self.on_gpu:
-            wrong = [
-                k for k, v in record["same_output"].items() if k.startswith("float32") and not v
-            ]
+        budgets = (16, 64) if self.on_gpu else (3, 6)
+        most = max(budgets)
+        speculative = {"method": "jetspec", "model": head, "num_speculative_tokens": most,
+                       "tree_budget": most, "max_step_rows": 1024}  # fmt: skip
+        try:
+            # float32 keeps greedy ties apart; in bfloat16 a near tie can round differently. It is
+            # for outputs alone, so that nothing is compiled for it.
+            for dtype in ("float32", "bfloat16") if self.on_gpu else ("float32",):
+                self.compare(
+                    "smollm", record, target, prompts, speculative, budgets, dtype,
+                    eager=dtype == "float32",
+                )  # fmt: skip
+        finally:
+            outputs = record.get("same_output", {})
+            wrong = [k for k, same in outputs.items() if k.startswith("float32") and not same]
             assert not wrong, f"outputs differ in float32: {wrong}"
 
 
@@ -312,7 +396,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/gpu-e2e"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--parts", default="smoke,smollm,ar,verify")
+    parser.add_argument("--parts", default="smoke,smollm,ar,verify,stock")
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--attention", help="vLLM's attention backend, e.g. TRITON_ATTN")
     parser.add_argument("--tree-kernel", default="auto")
@@ -328,10 +412,13 @@ def main() -> int:
     bench = Bench(args, report, models)
     for name in args.parts.split(","):
         if report.is_out_of_time:
-            report.data["parts"][name] = {"status": "skipped"}
+            report.data["parts"][name] = {"status": "skipped", "reason": "no time was left"}
             continue
         with report.part(name) as record:
-            getattr(bench, name)(record)
+            try:
+                getattr(bench, name)(record)
+            except OutOfTime as reason:
+                record.update(status="skipped", reason=str(reason))
     return report.finish()
 
 

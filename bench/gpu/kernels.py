@@ -28,9 +28,11 @@ sys.path[:0] = [str(ROOT / "scripts" / "gpu"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
 from baselines import BASELINES, Unavailable  # noqa: E402
-from problems import Problem, ProblemSpec  # noqa: E402
+from bounds import CONTEXTS, NODES  # noqa: E402
+from predictions import TREE_KERNELS  # noqa: E402
+from problems import Problem, ProblemSpec, unsupported  # noqa: E402
 from report import Report  # noqa: E402
-from timing import copy_bandwidth, time_us  # noqa: E402
+from timing import copy_bandwidth, product_rate, time_us  # noqa: E402
 
 from vllm_specplug.kernels import cuda_dispatch  # noqa: E402
 
@@ -39,15 +41,30 @@ WORKING_SET = 256 * 2**20
 MAX_COPIES = 24
 
 
-def grid(quick: bool) -> list[tuple[int, int, int]]:
-    """(context, batch, nodes), most telling first."""
-    if quick:
-        return [(40, 2, 5)]
+# (context, batch, nodes)
+Point = tuple[int, int, int]
+
+
+def compared() -> list[Point]:
+    """Where trees are compared with chains and with the baselines."""
     cells = [(c, b, n) for n in (64, 16, 256) for b in (1, 8, 4, 32) for c in (1024, 4096, 16384)]
     cells += [(32768, b, n) for n in (64, 256) for b in (1, 4, 8)]
     cells += [(32768, 1, n) for n in (15, 31, 63)]
-    # Issue order: the targets are stated for 64 nodes, batch 1 to 8, and for 32k of context.
-    return sorted(cells, key=lambda cell: (cell[2] not in (63, 64), cell[1] > 8, cell[0] != 32768))
+    return [*cells, (32768, 4, 15), (32768, 4, 31)]
+
+
+def grid(quick: bool) -> list[Point]:
+    """All points, most telling first."""
+    if quick:
+        return [(40, 2, 5)]
+    predicted = [(c, 1, n) for c in CONTEXTS for n in NODES]
+
+    def order(cell: Point) -> tuple[bool, bool, bool]:
+        """The targets are stated for 64 nodes, batch 1 to 8, and for 32k of context."""
+        context, batch, nodes = cell
+        return nodes not in (63, 64) or batch > 8, cell not in predicted, context != 32768
+
+    return sorted(dict.fromkeys([*compared(), *predicted]), key=order)
 
 
 class Cell:
@@ -87,16 +104,21 @@ class Cell:
 def measure(args, report: Report, device: torch.device) -> None:
     bandwidth = copy_bandwidth(device)
     report.data["copy_bandwidth"] = bandwidth
-    print(f"   copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
+    report.data["product_rate"] = product_rate(device)
+    print(f"   copy: {bandwidth / 1e12:.2f} TB/s, "
+          f"product: {report.data['product_rate'] / 1e12:.0f} TFLOP/s", flush=True)  # fmt: skip
     missing: dict[str, str] = {}
     report.data["missing"] = missing
-    for context, batch, nodes in grid(args.device == "cpu"):
+    quick = device.type == "cpu"
+    for context, batch, nodes in grid(quick):
+        # Elsewhere trees alone, against their predicted time.
+        compares = quick or (context, batch, nodes) in compared()
         if report.is_out_of_time:
             report.data["cut_short"] = True
             print("   no time left")
             break
         base = ProblemSpec(((context, nodes),) * batch, page=args.page, adjacent=True)
-        if args.device == "cpu":
+        if quick:
             base = base.replace(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
         point = {"context": context, "batch": batch, "nodes": nodes, "page": args.page}
         try:
@@ -106,7 +128,13 @@ def measure(args, report: Report, device: torch.device) -> None:
             torch.cuda.empty_cache()
             continue
         for name in args.kernels.split(","):
-            for kind, cell in (("tree", tree), ("chain", chain)):
+            reason = unsupported(name, base, device)
+            if reason is not None:
+                if name not in missing:
+                    missing[name] = reason
+                    report.row(kernel=name, missing=reason)
+                continue
+            for kind, cell in (("tree", tree), ("chain", chain))[: 1 + compares]:
                 label = f"{name} {kind}"
                 if label in missing:
                     continue
@@ -121,7 +149,7 @@ def measure(args, report: Report, device: torch.device) -> None:
                     **point, kernel=label, us=us, gb_per_s=rate / 1e9, of_copy=rate / bandwidth
                 )
         for name, make in BASELINES.items():
-            if name in missing or args.device == "cpu":
+            if name in missing or quick or not compares:
                 continue
             try:
                 us = (chain if "chain" in name else tree).time_baseline(make)
@@ -163,8 +191,16 @@ def check_baselines(report: Report, device: torch.device) -> None:
         report.row(baseline=name, relative_error=float(error))
 
 
+def sweep_options(name: str) -> list[dict[str, int]]:
+    """Arguments of kernel `name` that its own choice is to be near the best of."""
+    splits = "context_splits" if name == "flash" else "splits"
+    options = [{splits: n} for n in (1, 2, 4, 8, 16, 32)]
+    stages = {"cute": (2, 3, 4, 6), "cute_ws": (4, 5)}.get(name, ())
+    return options + [{"stages": n} for n in stages]
+
+
 def sweeps(args, report: Report, device: torch.device) -> None:
-    """Splits of both kernels and stages of CuTe's: whether what they choose is near the best."""
+    """Splits of all kernels and stages of CuTe's: whether what they choose is near the best."""
     on_gpu = device.type == "cuda"
     for context, batch in ((4096, 1), (32768, 1), (4096, 8)) if on_gpu else ((40, 1),):
         spec = ProblemSpec(((context, 64),) * batch, page=args.page, adjacent=True)
@@ -172,9 +208,9 @@ def sweeps(args, report: Report, device: torch.device) -> None:
             spec = spec.replace(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
         cell = Cell(spec, device)
         for name in args.kernels.split(","):
-            options: list[dict[str, int]] = [{"splits": n} for n in (1, 2, 4, 8, 16, 32)]
-            if name in ("cute", "cute_ws"):
-                options += [{"stages": n} for n in ((2, 3, 4, 6) if name == "cute" else (4, 5))]
+            if unsupported(name, spec, device) is not None:
+                continue
+            options = sweep_options(name)
             for option in options if on_gpu else options[:1]:
                 if report.is_out_of_time:
                     return
@@ -247,7 +283,7 @@ def summarise(report: Report) -> None:
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for key in sorted(times):
         at = times[key]
-        for name in ("cute", "cute_ws", "triton"):
+        for name in TREE_KERNELS:
             tree, chain = at.get(f"{name} tree"), at.get(f"{name} chain")
             if tree is None:
                 continue
@@ -298,7 +334,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/gpu-bench"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--kernels", default="cute,cute_ws,triton")
+    parser.add_argument("--kernels", default=",".join(TREE_KERNELS))
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=480)
     args = parser.parse_args()

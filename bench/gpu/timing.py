@@ -52,3 +52,12 @@ def copy_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     us = time_us([lambda: target.copy_(source)], device, budget_s=0.5)
     return 2 * size / (us * 1e-6)
+
+
+def product_rate(device: torch.device) -> float:
+    """Operations a second of a large product on the device, in bfloat16."""
+    size = 8192 if device.type == "cuda" else 128
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    output = torch.empty_like(a)
+    us = time_us([lambda: torch.mm(a, b, out=output)], device, budget_s=0.5)
+    return 2 * size**3 / (us * 1e-6)

@@ -206,6 +206,8 @@ def choose_cuda_kernel(
     device: torch.device,
     capability: tuple[int, int],
     for_drafts: bool = False,
+    # float64 [n] to [n]
+    largest: Callable[[list[float]], list[float]] = list,
 ) -> ChosenKernel:
     """The fastest kernel that serves here, for "auto"; else the first one from `requested` on. One
     warning for those passed over.
@@ -213,6 +215,9 @@ def choose_cuda_kernel(
     Args:
         for_drafts: whether it serves blocks of a draft, whose keys and values are not in the cache
             and whose requests leave gaps; else trees of the target.
+        largest: of each value the largest over all ranks that share a layer, and choose together.
+            They take one kernel: one that is right on all of them, the fastest on the slowest rank,
+            for which the others wait in every layer.
 
     Raises:
         ValueError: for a name that is none of `CUDA_KERNELS` or "auto", and when no kernel but the
@@ -231,6 +236,9 @@ def choose_cuda_kernel(
         if name == "flash" and for_drafts:
             continue
         problem = unsupported_by(name, shape, capability) or self_test_failure(name, shape, device)
+        (is_wrong,) = largest([float(problem is not None)])
+        if is_wrong and problem is None:
+            problem = "another rank cannot run it, or it is wrong there"
         if problem is None:
             good.append(name)
             if requested != "auto":
@@ -247,7 +255,9 @@ def choose_cuda_kernel(
     chosen, reason = good[0], "requested" if requested == good[0] else "the first that is right"
     if len(good) > 1:
         times = kernel_times(good, KernelUse(shape, for_drafts), device)
-        # Those that time ran out for are not in it.
+        slowest = largest([times.get(name, float("inf")) for name in good])
+        # Without those that time ran out for.
+        times = {name: us for name, us in zip(good, slowest, strict=True) if us < float("inf")}
         if times:
             chosen = min(times, key=lambda name: times[name])
             reason = "fastest of " + ", ".join(f"{name} {us:.0f} us" for name, us in times.items())
@@ -366,63 +376,6 @@ def self_test_failure(name: str, shape: KernelShape, device: torch.device) -> st
     if not error <= limit:
         return f"it differs from the reference by {error:.2g} (limit {limit:.2g})"
     return None
-
-
-# What the doctor asks for: the attention of an 8B model in vLLM's default pages.
-_USUAL_SHAPE = KernelShape(128, torch.bfloat16, 16, num_heads=32, num_kv_heads=8)
-
-
-def describe_cuda(device: torch.device | None = None) -> dict[str, Any]:
-    """Which tree attention would serve a usual model on this device, and why.
-
-    Returns:
-        kernel, isa (e.g. "sm_90"), supported_isas (the kernels that run and agree here), reason,
-        kernels (of each, its time or why it does not serve).
-    """
-    device = device or torch.device("cuda", torch.cuda.current_device())
-    capability = torch.cuda.get_device_capability(device)
-    shape = _USUAL_SHAPE
-    problems = {
-        name: unsupported_by(name, shape, capability) or self_test_failure(name, shape, device)
-        for name in CUDA_KERNELS
-    }
-    good = [name for name, problem in problems.items() if problem is None]
-    try:
-        chosen = choose_cuda_kernel("auto", shape, device, capability)
-        kernel, reason = chosen.name, chosen.reason
-    except ValueError as error:
-        kernel, reason = "none", str(error)
-    # Those that "auto" chose by.
-    raced = [name for name in good if name != "reference"]
-    times = kernel_times(raced, KernelUse(shape, for_drafts=False), device) if raced[1:] else {}
-    return {
-        "kernel": kernel,
-        "isa": f"sm_{capability[0]}{capability[1]}",
-        "supported_isas": good,
-        "reason": reason,
-        "kernels": {
-            name: problem or (f"right, {times[name]:.0f} us" if name in times else "right")
-            for name, problem in problems.items()
-        },
-    }
-
-
-def self_test_cuda(device: torch.device | None = None) -> str:
-    """One line: how far the kernel that would serve is from the reference on this device.
-
-    Raises:
-        RuntimeError: if it disagrees, or none would serve.
-    """
-    device = device or torch.device("cuda", torch.cuda.current_device())
-    capability = torch.cuda.get_device_capability(device)
-    try:
-        chosen = choose_cuda_kernel("auto", _USUAL_SHAPE, device, capability)
-    except ValueError as error:
-        raise RuntimeError(str(error)) from error
-    error, limit = self_test_error(chosen.run, _USUAL_SHAPE, device)
-    if not error <= limit:
-        raise RuntimeError(f"{chosen.name} differs from the reference by {error:.2g}")
-    return f"tree_attn ({chosen.name}) agrees with the torch reference (bfloat16 {error:.1e})"
 
 
 # Trees (context length, nodes) of each call: no context, around a tile, a context that is split.

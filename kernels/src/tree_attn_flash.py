@@ -88,13 +88,18 @@ def tree_attn_flash(
     tail_value: torch.Tensor | None = None,
     *,
     features: AttnFeatures = PLAIN,
+    context_splits: int = 0,
 ) -> None:
     """Tree attention as `cuda_contract` states it; trees that lie apart (beside chunks of
-    prompts, and draft blocks) go to the Triton kernel whole."""
+    prompts, and draft blocks) go to the Triton kernel whole. `context_splits` overrides what
+    FlashAttention chooses, for measurements; FA2 takes 1 alone."""
     prefix = None
     if meta.query_starts is not None and meta.max_rows > 0 and reads_context(features.kind):
-        cap = {"softcap": features.soft_cap} if features.soft_cap else {}
-        prefix = context_attention(query.shape[2], bool(cap))(
+        capped = bool(features.soft_cap)
+        more: dict[str, Any] = {"softcap": features.soft_cap} if capped else {}
+        if context_splits:
+            more["num_splits"] = context_splits
+        prefix = context_attention(query.shape[2], capped)(
             q=query,
             k=key_cache,
             v=value_cache,
@@ -108,7 +113,7 @@ def tree_attn_flash(
             causal=False,
             block_table=meta.block_table[: meta.num_trees],
             return_softmax_lse=True,
-            **cap,
+            **more,
         )
     tree_attn_triton(
         query, key_cache, value_cache, output, meta, scale, tail_key, tail_value,

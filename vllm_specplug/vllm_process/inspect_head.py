@@ -97,7 +97,7 @@ def _served(target: str, config: dict[str, Any], method: Method) -> dict[str, An
         # A copy: vLLM writes into what it is given.
         engine = EngineArgs(model=target, speculative_config=dict(config)).create_engine_config()
     except Exception as error:
-        return {"served": False, "reason": _first_message(error)}
+        return {"served": False, "reason": first_message(error)}
     spec = tree_config(engine)
     assert spec is not None and spec.plan is not None
     return {
@@ -109,7 +109,7 @@ def _served(target: str, config: dict[str, Any], method: Method) -> dict[str, An
     }
 
 
-def _first_message(error: Exception) -> str:
+def first_message(error: Exception) -> str:
     """What was raised in the config's own words, without pydantic's frame."""
     errors = getattr(error, "errors", None)
     if callable(errors):

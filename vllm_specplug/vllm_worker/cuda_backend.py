@@ -56,6 +56,7 @@ from vllm_specplug.vllm_attention.gpu import (
 from vllm_specplug.vllm_attention.tree_rows import CacheViews
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer
+from vllm_specplug.vllm_worker.ranks import slowest_rank_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 if TYPE_CHECKING:
@@ -334,8 +335,10 @@ class CudaKernels:
         return "reference" not in self.kernel.names
 
     def choose(self, shape: KernelShape, for_drafts: bool = False) -> ChosenKernel:
-        """The kernel for one shape of attention."""
-        return choose_cuda_kernel(self.requested, shape, self.device, self.capability(), for_drafts)
+        """The kernel for one shape of attention, the same on all tensor parallel ranks."""
+        return choose_cuda_kernel(
+            self.requested, shape, self.device, self.capability(), for_drafts, slowest_rank_values
+        )
 
     def warm_up(self) -> None:
         """Compiles the Triton variants that steps of this model take: a first tree must not wait.

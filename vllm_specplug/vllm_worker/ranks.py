@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values broadcast from rank 0: its trees and its clock are used by all ranks.
+"""Values that all ranks share: the trees and the clock of rank 0, the slowest one's kernel times.
 
 Tensor parallel ranks compute the same hidden states in different orders of summation, so their
 values differ in the last bits, and a near tie between two candidates is enough for two different
@@ -37,6 +37,20 @@ def first_worker_values(values: list[float]) -> list[float]:
     """The values of the first worker of all, on every worker: replicas of a mixture-of-experts
     target run their forwards together, so they must run the same number of them."""
     return _first_values(values, get_world_group())
+
+
+def slowest_rank_values(values: list[float]) -> list[float]:
+    """Of each value the largest over all tensor parallel ranks, on every rank: they wait for the
+    slowest in every layer. A process that is no rank keeps its own."""
+    if not torch.distributed.is_initialized():
+        return list(values)
+    group = get_tp_group()
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if group.world_size > 1:
+        torch.distributed.all_reduce(
+            tensor, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group
+        )
+    return tensor.tolist()
 
 
 def _first_values(values: list[float], group: Any) -> list[float]:

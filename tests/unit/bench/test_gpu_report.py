@@ -56,14 +56,14 @@ def test_steps_run_and_the_report_says_what_came_of_them(tmp_path: Path) -> None
     assert status == {"doctor": "ok", "times": "ok", "broken": "failed", "slow": "out of time"}
     assert report["steps"]["doctor"]["result"] == {"kernel": "triton"}
     assert "no device" in report["steps"]["broken"]["log"]
-    outcomes = {line["what"].split(",")[0]: line for line in report["predictions"]}
-    beside_chain = outcomes["a tree beside a causal chain of as many rows"]
+    outcomes = {line["what"].removesuffix(", batch 1"): line for line in report["predictions"]}
+    beside_chain = outcomes["a tree beside a causal chain of as many rows, by time"]
     assert beside_chain["worst"] == pytest.approx(1.2) and beside_chain["holds"] is False
-    assert outcomes["bytes per second of a copy"]["holds"] is True
+    of_copy = outcomes["bytes per second of a copy, up to 31 nodes over 32k tokens"]
+    assert of_copy["holds"] is True and len(of_copy["values"]) == of_copy["count"] == 1
     assert outcomes["outputs of plain decoding in float32 (1: identical)"]["holds"] is True
-    assert (
-        outcomes["a step that verifies 64 nodes beside a plain step of an 8B model"]["count"] == 0
-    )
+    of_64 = "a step that verifies 64 nodes and drafts beside a plain step of an 8B model"
+    assert outcomes[of_64]["count"] == 0
     page = (tmp_path / "gpu_report.html").read_text()
     assert "&lt;GPU &amp; co&gt;" in page and "<GPU" not in page
     assert "no device" in page and "not measured" in page and "32768 tokens" in page
@@ -76,7 +76,7 @@ def test_the_two_schemes_of_the_hopper_kernel_are_compared(tmp_path: Path) -> No
                 {**point, "kernel": "cute_ws tree", "us": us}]  # fmt: skip
         record = {"status": "ok", "result": {"name": "gpu_kernels_page16", "rows": rows}}
         report = full_report.report_of(KEY, {"times": record})
-        (line,) = (p for p in report["predictions"] if p["what"].startswith("cute_ws"))
+        (line,) = (p for p in report["predictions"] if p["what"].startswith("cute_ws (a producer)"))
         return line
 
     assert (outcome(89.0, 63)["holds"], outcome(95.0, 63)["holds"]) == (True, False)

@@ -370,6 +370,25 @@ def test_full_graphs_need_a_kernel_that_can_be_captured(backend, monkeypatch, na
         backend.bind(groups)
 
 
+def test_the_server_logs_which_kernel_serves_and_why(backend, monkeypatch):
+    lines = []
+    monkeypatch.setattr(cuda_backend.logger, "info", lambda text, *more: lines.append(text % more))
+    reasons = iter(["fastest of flash 9 us, triton 12 us", "the only one that runs"])
+    monkeypatch.setattr(
+        backend, "choose", lambda shape: ChosenKernel("flash", print, next(reasons))
+    )
+    backend.bind([CacheGroup(0, {"layer": torch.zeros(2, 1, 16, 8)})])
+    assert lines == ["Tree attention: flash kernel (fastest of flash 9 us, triton 12 us)"]
+    # Layers of two shapes: which of them has which.
+    reasons = iter(["requested", "the only one that runs"])
+    narrow, wide = torch.zeros(2, 1, 16, 8), torch.zeros(2, 1, 16, 16)
+    backend.bind([CacheGroup(0, {"narrow": narrow}), CacheGroup(1, {"wide": wide})])
+    assert lines[1] == (
+        "Tree attention: flash kernel (2 heads over 1 of 4: flash, requested; "
+        "2 heads over 1 of 8: flash, the only one that runs)"
+    )
+
+
 def test_layers_attend_by_the_block_table_of_their_group(backend, monkeypatch):
     """Groups share memory, in pages of as many bytes; a step's trees are the same in all."""
     pytest.importorskip("triton")

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `specplug doctor` says of the kernels on a CUDA device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .cuda_dispatch import (
+    CUDA_KERNELS,
+    KernelShape,
+    KernelUse,
+    choose_cuda_kernel,
+    kernel_times,
+    self_test_error,
+    self_test_failure,
+    unsupported_by,
+)
+
+# What the doctor asks for where no target is named: the attention of an 8B model in vLLM's default
+# pages.
+USUAL_SHAPE = KernelShape(128, torch.bfloat16, 16, num_heads=32, num_kv_heads=8)
+
+
+def shape_text(shape: KernelShape) -> str:
+    dtype = str(shape.dtype).removeprefix("torch.")
+    return (
+        f"{shape.num_heads} query heads over {shape.num_kv_heads} KV heads of {shape.head_dim}, "
+        f"{dtype}, pages of {shape.block_size} tokens"
+    )
+
+
+def describe_cuda(
+    device: torch.device | None = None, shape: KernelShape = USUAL_SHAPE
+) -> dict[str, Any]:
+    """Which tree attention would serve layers of `shape` on this device, and why.
+
+    Returns:
+        kernel, isa (e.g. "sm_90"), supported_isas (the kernels that run and agree here), reason,
+        shape (in words), kernels (of each: whether it serves, microseconds of a call where it was
+        timed, and why it does not serve).
+    """
+    device = device or torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    problems = {
+        name: unsupported_by(name, shape, capability) or self_test_failure(name, shape, device)
+        for name in CUDA_KERNELS
+    }
+    good = [name for name, problem in problems.items() if problem is None]
+    try:
+        chosen = choose_cuda_kernel("auto", shape, device, capability)
+        kernel, reason = chosen.name, chosen.reason
+    except ValueError as error:
+        kernel, reason = "none", str(error)
+    # Those that "auto" chose by.
+    raced = [name for name in good if name != "reference"]
+    times = kernel_times(raced, KernelUse(shape, for_drafts=False), device) if raced[1:] else {}
+    return {
+        "kernel": kernel,
+        "isa": f"sm_{capability[0]}{capability[1]}",
+        "supported_isas": good,
+        "reason": reason,
+        "shape": shape_text(shape),
+        "kernels": {
+            name: {"serves": problem is None, "us": times.get(name), "why_not": problem}
+            for name, problem in problems.items()
+        },
+    }
+
+
+def self_test_cuda(device: torch.device | None = None, shape: KernelShape = USUAL_SHAPE) -> str:
+    """One line: how far the kernel that would serve is from the reference on this device.
+
+    Raises:
+        RuntimeError: if it disagrees, or none would serve.
+    """
+    device = device or torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    try:
+        chosen = choose_cuda_kernel("auto", shape, device, capability)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+    error, limit = self_test_error(chosen.run, shape, device)
+    if not error <= limit:
+        raise RuntimeError(f"{chosen.name} differs from the reference by {error:.2g}")
+    dtype = str(shape.dtype).removeprefix("torch.")
+    return f"tree_attn ({chosen.name}) agrees with the torch reference ({dtype} {error:.1e})"
