@@ -265,7 +265,7 @@ class Asynchronous(Arithmetic):
     def _touch(group, names: frozenset[str], name: str, operands: list[str]) -> None:
         """Warps are about to read or write registers that products take part in."""
         registers, waited = group.product_registers, group.products_waited
-        if name == "mov" and operands[0][0] == "%" and registers.pending(operands[1], waited):
+        if name == "mov" and registers.in_flight(operands[1], group.products_closed, waited):
             registers.copy(operands[0], operands[1], waited)
         else:
             registers.touch(names, waited)

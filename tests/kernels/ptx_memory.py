@@ -93,6 +93,9 @@ class Order:
         """The lanes of each of these warps meet, at a barrier of the warp or a larger one."""
         for warp in warps:
             self.met[0][warp], self.met[1][warp] = self.known[warp], self.fenced[warp]
+        # What lanes do from now on comes after.
+        self.now[warps] += 1
+        self._learn_own()
 
     def release(self, warps, *, alone: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """What these know and have fenced, or of it what some lanes alone may tell; what they do
@@ -182,10 +185,16 @@ class SharedMemory:
         self._writer[at], self._wrote_at[at], self._plain[at] = clock, time, plain
 
     def _check_read(self, at: np.ndarray, warp: int) -> None:
-        known = self.order.known[warp, self._writer[at]]
-        assert (self._wrote_at[at] <= known).all(), (
-            "a warp reads what another wrote, without a barrier"
-        )
+        unknown = self._wrote_at[at] > self.order.known[warp, self._writer[at]]
+        if unknown.any():
+            writer = self._writer[at][unknown][0]
+            if self.order.copies(0) <= writer < self.order.products(0):
+                missing = "a warp reads what a copy brings, without a wait and a barrier"
+            elif writer >= self.order.warps:
+                missing = "a warp reads what a box brings, without a wait for its mbarrier"
+            else:
+                missing = "a warp reads what another wrote, without a barrier"
+            raise AssertionError(missing)
 
     def _check_fence(self, at: np.ndarray, warp: int) -> None:
         fenced = self.order.fenced[warp, self._writer[at]]
@@ -194,10 +203,18 @@ class SharedMemory:
         )
 
     def _check_write(self, at: np.ndarray, warp: int) -> None:
-        known = self.order.known[warp]
-        unknown = self._wrote_at[at] > known[self._writer[at]]
-        unknown |= (self._read_at[:, at] > known[self._readers, None]).any(axis=0)
-        assert not unknown.any(), "a warp overwrites what another reads or wrote, without a barrier"
+        known, writer = self.order.known[warp], self._writer[at]
+        read = self._read_at[:, at] > known[self._readers, None]
+        assert not read[self.order.warps :].any(), (
+            "a warp overwrites what a product reads, without a wait and a barrier"
+        )
+        unknown = self._wrote_at[at] > known[writer]
+        assert not (unknown & (writer >= self.order.warps)).any(), (
+            "a warp overwrites what a copy or a box brings, without a wait and a barrier"
+        )
+        assert not read.any() and not unknown.any(), (
+            "a warp overwrites what another reads or wrote, without a barrier"
+        )
 
 
 @dataclass

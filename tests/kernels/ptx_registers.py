@@ -42,6 +42,10 @@ class ProductRegisters:
         use = self.uses.get(name)
         return use is not None and use.group > waited
 
+    def in_flight(self, name: str, closed: int, waited: int) -> bool:
+        """Whether it is a product's that the next wait may bring."""
+        return self.pending(name, waited) and self.uses[name].group <= closed
+
     def touch(self, names: frozenset[str], waited: int) -> None:
         """The warps read or write these; the first `waited` groups were waited for."""
         for name in names:
