@@ -111,8 +111,8 @@ class Flow:
         return rule is not None and rule(indices[place.number])
 
     def _barrier(self, at: int) -> bool:
-        """Nothing that others must not miss happens between the barrier before, of the same threads,
-        and this one, or else nothing between this one and the next that could miss it.
+        """Between the barrier before, of the same threads, and this one nothing happens that others
+        must not miss, or else nothing between this one and the next that could miss it.
 
         Words of mbarriers are no data. A warp fences what it wrote itself, so that a fence behind
         the barrier is as good without it, if all warps pass it.

@@ -74,8 +74,6 @@ class ProductRegisters:
         )
         use = self.uses.get(name)
         assert (
-            use is None
-            or use.kind == kind
-            or (use.group <= waited and use.fences < self.fences)
+            use is None or use.kind == kind or (use.group <= waited and use.fences < self.fences)
         ), "products of two kinds meet in a register, without a wait and a wgmma.fence"
         self.uses[name] = Use(kind, group, self.fences)

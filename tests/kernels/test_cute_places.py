@@ -93,8 +93,8 @@ ROWS = [
 
 @cache
 def problems(window: int) -> list[tuple[MachineTrees, int]]:
-    """And in how many parts: a ring that turns; blocks that look for their parts, the first of which
-    have no masked tile."""
+    """And in how many parts: a ring that turns; blocks that look for their parts, the first of
+    which have no masked tile."""
     features = AttnFeatures(window=window) if window else AttnFeatures()
     return [
         (
