@@ -38,7 +38,15 @@ KINDS_OF = {
     90: [kind for kind in KINDS if "mbarrier" not in kind and kind != "bar.warp.sync"],
 }  # fmt: skip
 # (arch, kind, number) of places that are not missed, and why not; of Triton READ_FOR.
-LISTED: dict[tuple[int, str, int], str] = {}
+# A tree has a row at least, so that the part over the tree's own columns is always reached.
+LISTED = {
+    (90, "bar.sync", 4): "what is stored next lies, thread by thread, where the same thread's copies "
+    "lay, which it has waited for; products that read it were waited for before the loop's barrier",
+    (90, "bar.sync", 11): "since the last barrier, behind the tree's columns, nobody read or wrote",
+    (90, "wgmma.commit_group", 3): "the group joins that of the tree's first product",
+    (90, "wgmma.wait_group", 3): "the tree's first product is waited for together with this one; "
+    "until then nobody touches its sums, or overwrites its values, which lie in the second stage",
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +86,10 @@ def test_each_place_alone(
         places = [place for place in places_of(intact) if place.kind == kind]
         assert places
         for place in places:
+            if flow.redundant(place):
+                continue
             said = _without(machine, place, problem)
-            if flow.redundant(place) or (arch, kind, place.number) in LISTED:
+            if (arch, kind, place.number) in LISTED:
                 assert said is None
             else:
                 assert said is not None, f"{place} is not missed"
