@@ -73,7 +73,6 @@ SCHEMES = [
     # loop, so that the loop never comes to the arrival for it. Masks are always built here: until
     # the first barrier of that, only the warp that set mbarriers up uses them.
     Scheme(window=64 * 9 + 30, listed=frozenset({("mbarrier.arrive", 1), ("bar.sync", 1)})),
-    Scheme(specialised=True, window=64 * 9 + 30),
 ]
 # In the default tier.
 SAMPLE = {
