@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.kernels.ptx_memory import SHARED_BASE
+from tests.kernels.ptx_registers import ProductRegisters
 
 WARPGROUP = 128
 
@@ -30,6 +31,7 @@ class Warpgroup:
     copies_waited: int = 0
     products_closed: int = 0
     products_waited: int = 0
+    product_registers: ProductRegisters = field(default_factory=ProductRegisters)
     polling: bool = False
     executed: int = 0
 
@@ -126,7 +128,7 @@ class Arithmetic:
                     group, name, (value >> value.dtype.type(i * part)).astype(element), mask
                 )
             return
-        if group.product_groups and self._pending(group, operands[1]):
+        if group.product_registers.pending(operands[1], group.products_waited):
             # LLVM names sums anew just before the wait for them. The assembler gives both names one
             # register, so the copy holds what the wait brings.
             group.late_moves.append((operands[0], operands[1]))

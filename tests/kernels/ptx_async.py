@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.kernels.ptx_arithmetic import WARPGROUP, Arithmetic, as_float
 from tests.kernels.ptx_memory import Barrier
+from tests.kernels.ptx_registers import FACTOR
 
 
 class Asynchronous(Arithmetic):
@@ -36,7 +37,9 @@ class Asynchronous(Arithmetic):
                     self.shared.bytes[index] = data
                 group.copies_waited += 1
             for warp in group.warps:
-                self.order.waited(warp, self.order.copies(warp), group.copies_waited)
+                self.order.waited(
+                    warp, self.order.copies(warp), group.copies_waited, together=False
+                )
         elif kind.startswith("async.bulk.tensor"):
             self._copy_box(group, operands, mask)
         else:
@@ -69,7 +72,8 @@ class Asynchronous(Arithmetic):
         descriptor = self.maps[int(self._read(group, name, 64)[lane])]
         at = [int(self._signed(group, c.strip(), 32)[lane]) for c in coordinates.split(",")]
         counted_by = int(self._address(group, operands[2], 32)[lane])
-        barrier = self.barriers[counted_by]
+        barrier, warp = self._barrier(counted_by), (group.first_thread + int(lane)) // 32
+        barrier.check_fence(warp)
         assert target % 1024 == 0 and len(at) == len(descriptor.extents)
         steps = [np.arange(size) + start for size, start in zip(descriptor.box, at, strict=True)]
         inside = np.ones((), bool)
@@ -88,7 +92,7 @@ class Asynchronous(Arithmetic):
         assert descriptor.box[0] * 2 == descriptor.swizzle_bytes
         shared, index = self._locate("shared", linear ^ ((linear >> 3) & row_mask), 2)
         data = memory[where]
-        self.shared.write_by_box(index, (group.first_thread + int(lane)) // 32, counted_by)
+        self.shared.write_by_box(index, warp, counted_by)
         barrier.bytes_due -= data.size
         if self.timing.eager_copies:
             shared[index] = data
@@ -100,29 +104,33 @@ class Asynchronous(Arithmetic):
     def _mbarrier(self, group, suffix, operands, mask) -> None:
         kind = suffix[0]
         if kind == "init":
-            for address in self._address(group, operands[0], 32)[mask]:
-                count = self._read(group, operands[1], 32)[mask][0]
-                place = int(address)
-                self._use_barriers(group, np.array([place]), mask, set_up=True)
-                self.barriers[place] = Barrier(int(count), self.order, self.order.boxes(place))
+            (lane,) = np.flatnonzero(mask)  # one thread
+            place = int(self._address(group, operands[0], 32)[lane])
+            count = int(self._read(group, operands[1], 32)[lane])
+            self._use_barriers(group, np.array([place]), mask, set_up=True)
+            self.barriers[place] = Barrier(
+                count, self.order, self.order.boxes(place), maker=group.first_thread + int(lane)
+            )
         elif kind == "arrive":
             addresses = self._address(group, operands[1], 32)
             amounts = self._read(group, operands[2], 32)
             self._use_barriers(group, addresses[mask], mask)
+            alone = ~mask.reshape(-1, 32).all(axis=1)
             for lane in np.flatnonzero(mask):
-                barrier = self.barriers[int(addresses[lane])]
+                barrier = self._barrier(int(addresses[lane]))
                 if suffix[1] == "expect_tx":
                     barrier.bytes_due += int(amounts[lane])
                 count = 1 if suffix[1] == "expect_tx" else int(amounts[lane])
-                barrier.arrive((group.first_thread + int(lane)) // 32, count)
+                barrier.arrive(
+                    (group.first_thread + int(lane)) // 32, count, alone=bool(alone[lane // 32])
+                )
                 barrier.settle()
         elif kind == "try_wait":
             addresses = np.unique(self._address(group, operands[1], 32)[mask])
             parities = np.unique(self._read(group, operands[2], 32)[mask])
             assert len(addresses) == len(parities) == 1, "threads wait for different phases"
-            assert int(addresses[0]) in self.barriers, "a wait before the barrier is initialised"
             self._use_barriers(group, np.repeat(addresses, mask.sum()), mask)
-            barrier = self.barriers[int(addresses[0])]
+            barrier = self._barrier(int(addresses[0]))
             ready = barrier.phase != int(parities[0])
             if not ready:
                 group.polling = True
@@ -131,10 +139,17 @@ class Asynchronous(Arithmetic):
                 shared[index] = data
             barrier.late.clear()
             if barrier.told is not None:
-                self.order.learn(np.unique(self._warps(group, mask)), barrier.told)
+                whole = mask.reshape(-1, 32).all(axis=1)
+                for warp in np.unique(self._warps(group, mask)):
+                    every_lane = bool(whole[warp - group.first_thread // 32])
+                    self.order.learn([warp], barrier.told, every_lane=every_lane)
             self._write(group, operands[0], np.full(group.lanes, True), mask)
         else:
             raise NotImplementedError(kind)
+
+    def _barrier(self, address: int) -> Barrier:
+        assert address in self.barriers, "an mbarrier is used that nobody has set up"
+        return self.barriers[address]
 
     def _use_barriers(self, group, addresses: np.ndarray, mask, *, set_up: bool = False) -> None:
         """Where mbarriers lie, those who use them must know that they were set up."""
@@ -152,6 +167,11 @@ class Asynchronous(Arithmetic):
             self.order.fence(np.unique(self._warps(group, mask)))
         else:
             assert ".".join(suffix) == "mbarrier_init.release.cluster"
+        # Either shows the copy engine the mbarriers that these threads have set up.
+        threads = set((group.first_thread + np.flatnonzero(mask)).tolist())
+        for barrier in self.barriers.values():
+            if barrier.maker in threads:
+                barrier.fence()
 
     # -- matrix products
 
@@ -159,21 +179,26 @@ class Asynchronous(Arithmetic):
         assert mask.all() and group.lanes == WARPGROUP, "a warpgroup is split at wgmma"
         kind = suffix[0]
         if kind == "fence":
-            return
-        if kind == "commit_group":
+            group.product_registers.fence()
+        elif kind == "commit_group":
             group.product_groups.append(group.open_products)
             group.open_products = []
             group.products_closed += 1
         elif kind == "wait_group":
             keep = int(operands[0])
             while len(group.product_groups) > keep:
-                for _, product in group.product_groups.pop(0):
+                for product in group.product_groups.pop(0):
                     product()
                 group.products_waited += 1
             for warp in group.warps:
-                self.order.waited(warp, self.order.products(warp), group.products_waited)
+                self.order.waited(
+                    warp, self.order.products(warp), group.products_waited, together=True
+                )
             for copy, source in group.late_moves:
-                assert not self._pending(group, source), "a copy of a sum that is not waited for"
+                waited = group.products_waited
+                assert not group.product_registers.pending(source, waited), (
+                    "a copy of a sum that is not waited for"
+                )
                 self._write(group, copy, self._read(group, source, 32), mask)
             group.late_moves.clear()
         else:
@@ -199,6 +224,13 @@ class Asynchronous(Arithmetic):
         descriptor_b = int(self._read(group, operands[2], 64)[0])
         use_old = bool(self._read(group, accumulate, 1)[0])
 
+        factors = self._vector(operands[1]) if from_registers else []
+        for names, kind in ((targets, suffix[3]), (factors, FACTOR)):
+            for name in names:
+                group.product_registers.multiply(
+                    name, kind, group.products_closed + 1, group.products_waited
+                )
+
         # Read from now until the group is waited for, whenever the product takes effect here.
         for index in (
             None if from_registers else self._places(descriptor_a, 64, k_major=True),
@@ -210,7 +242,7 @@ class Asynchronous(Arithmetic):
 
         def run() -> None:
             if from_registers:
-                a = self._a_fragment(group, self._vector(operands[1]), element)
+                a = self._a_fragment(group, factors, element)
             else:
                 a = self._operand(descriptor_a, 64, element, k_major=True)
             b = self._operand(descriptor_b, columns, element, k_major=transposed_b == "0")
@@ -226,17 +258,17 @@ class Asynchronous(Arithmetic):
 
         if self.timing.eager_products:
             run()
-        else:
-            group.open_products.append((frozenset(targets), run))
+        # What is not waited for shows in any timing.
+        group.open_products.append((lambda: None) if self.timing.eager_products else run)
 
     @staticmethod
-    def _pending(group, name: str) -> bool:
-        """Whether a product that nobody has waited for will write this register."""
-        return any(
-            name in targets
-            for products in (group.open_products, *group.product_groups)
-            for targets, _ in products
-        )
+    def _touch(group, names: frozenset[str], name: str, operands: list[str]) -> None:
+        """Warps are about to read or write registers that products take part in."""
+        registers, waited = group.product_registers, group.products_waited
+        if name == "mov" and registers.in_flight(operands[1], group.products_closed, waited):
+            registers.copy(operands[0], operands[1], waited)
+        else:
+            registers.touch(names, waited)
 
     def _a_fragment(self, group, names: list[str], element: str) -> np.ndarray:
         a = np.zeros((64, 16), np.float32)

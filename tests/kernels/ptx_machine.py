@@ -143,7 +143,8 @@ class _Block(Asynchronous):
                 if all_there
             ]
             assert 32 * len(warps) == arrived, "a warp is split at a barrier"
-            self.order.learn(warps, self.order.release(warps))
+            self.order.learn(warps, self.order.release(warps), every_lane=True)
+            self.order.meet(warps)
             for group, there in zip(self.groups, waiting, strict=True):
                 group.pc[there] += 1
                 group.at_barrier[there] = -1
@@ -197,6 +198,8 @@ class _Block(Asynchronous):
         if handler is None:
             raise NotImplementedError(f"{opcode} {operands}")
         if taken.any():
+            if shared := self.program.shared_registers[at]:
+                self._touch(group, shared, name, operands)
             handler(group, suffix, operands, taken)
         elif name == "ld":
             for register in self._vector(operands[0]):
@@ -303,6 +306,7 @@ class _Block(Asynchronous):
     def _bar(self, group, suffix, operands, mask) -> None:
         assert suffix == ["warp", "sync"] and operands == ["-1"], (suffix, operands)
         self._whole_warps(mask)
+        self.order.meet(np.unique(self._warps(group, mask)))
 
     @staticmethod
     def _whole_warps(mask: np.ndarray) -> None:

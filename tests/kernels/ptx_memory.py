@@ -58,7 +58,8 @@ class Order:
     mbarrier counts. A warp knows of its own accesses, of copies and products that it has waited
     for, and through a barrier of what those knew that arrived there. What it knows when it fences
     is `fenced`: products and boxes go by another proxy than other accesses, and see of those what
-    was known at a fence before.
+    was known at a fence before. A lane waits for its own copies and fences what it knows itself:
+    what of that a single lane may tell is what the warp knew when its lanes met last, `met`.
     """
 
     BOXES = 64
@@ -66,7 +67,8 @@ class Order:
     def __init__(self, warps: int) -> None:
         self.warps = warps
         clocks = 3 * warps + self.BOXES
-        self.known, self.fenced = np.zeros((2, warps, clocks), np.int32)
+        self.known, self.fenced, *met = np.zeros((4, warps, clocks), np.int32)
+        self.met = tuple(met)
         # of the next access of each
         self.now = np.ones(clocks, np.int32)
         self._boxes: dict[int, int] = {}
@@ -87,22 +89,37 @@ class Order:
         own = np.arange(self.warps)
         self.known[own, own] = self.now[own]
 
-    def release(self, warps) -> tuple[np.ndarray, np.ndarray]:
-        """What these know and have fenced; what they do from now on comes after."""
+    def meet(self, warps) -> None:
+        """The lanes of each of these warps meet, at a barrier of the warp or a larger one."""
+        for warp in warps:
+            self.met[0][warp], self.met[1][warp] = self.known[warp], self.fenced[warp]
+        # What lanes do from now on comes after.
+        self.now[warps] += 1
+        self._learn_own()
+
+    def release(self, warps, *, alone: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """What these know and have fenced, or of it what some lanes alone may tell; what they do
+        from now on comes after."""
         warps = np.asarray(warps)
-        told = self.known[warps].max(axis=0), self.fenced[warps].max(axis=0)
+        known, fenced = self.met if alone else (self.known, self.fenced)
+        told = known[warps].max(axis=0), fenced[warps].max(axis=0)
         self.now[warps] += 1
         self._learn_own()
         return told
 
-    def learn(self, warps, told: tuple[np.ndarray, np.ndarray]) -> None:
+    def learn(self, warps, told: tuple[np.ndarray, np.ndarray], *, every_lane: bool) -> None:
         for warp in warps:
-            np.maximum(self.known[warp], told[0], out=self.known[warp])
-            np.maximum(self.fenced[warp], told[1], out=self.fenced[warp])
+            for known, new in zip((self.known, self.fenced), told, strict=True):
+                np.maximum(known[warp], new, out=known[warp])
+            if every_lane:
+                for known, new in zip(self.met, told, strict=True):
+                    np.maximum(known[warp], new, out=known[warp])
 
-    def waited(self, warp: int, clock: int, groups: int) -> None:
-        """The warp has waited for the first `groups` groups of its copies or products."""
-        self.known[warp, clock] = max(self.known[warp, clock], groups)
+    def waited(self, warp: int, clock: int, groups: int, *, together: bool) -> None:
+        """The warp has waited for the first `groups` groups of its copies, a lane for its own, or
+        of its products, all lanes together."""
+        for known in (self.known, self.met[0]) if together else (self.known,):
+            known[warp, clock] = max(known[warp, clock], groups)
 
     def fence(self, warps) -> None:
         for warp in warps:
@@ -168,10 +185,16 @@ class SharedMemory:
         self._writer[at], self._wrote_at[at], self._plain[at] = clock, time, plain
 
     def _check_read(self, at: np.ndarray, warp: int) -> None:
-        known = self.order.known[warp, self._writer[at]]
-        assert (self._wrote_at[at] <= known).all(), (
-            "a warp reads what another wrote, without a barrier"
-        )
+        unknown = self._wrote_at[at] > self.order.known[warp, self._writer[at]]
+        if unknown.any():
+            writer = self._writer[at][unknown][0]
+            if self.order.copies(0) <= writer < self.order.products(0):
+                missing = "a warp reads what a copy brings, without a wait and a barrier"
+            elif writer >= self.order.warps:
+                missing = "a warp reads what a box brings, without a wait for its mbarrier"
+            else:
+                missing = "a warp reads what another wrote, without a barrier"
+            raise AssertionError(missing)
 
     def _check_fence(self, at: np.ndarray, warp: int) -> None:
         fenced = self.order.fenced[warp, self._writer[at]]
@@ -180,10 +203,18 @@ class SharedMemory:
         )
 
     def _check_write(self, at: np.ndarray, warp: int) -> None:
-        known = self.order.known[warp]
-        unknown = self._wrote_at[at] > known[self._writer[at]]
-        unknown |= (self._read_at[:, at] > known[self._readers, None]).any(axis=0)
-        assert not unknown.any(), "a warp overwrites what another reads or wrote, without a barrier"
+        known, writer = self.order.known[warp], self._writer[at]
+        read = self._read_at[:, at] > known[self._readers, None]
+        assert not read[self.order.warps :].any(), (
+            "a warp overwrites what a product reads, without a wait and a barrier"
+        )
+        unknown = self._wrote_at[at] > known[writer]
+        assert not (unknown & (writer >= self.order.warps)).any(), (
+            "a warp overwrites what a copy or a box brings, without a wait and a barrier"
+        )
+        assert not read.any() and not unknown.any(), (
+            "a warp overwrites what another reads or wrote, without a barrier"
+        )
 
 
 @dataclass
@@ -194,6 +225,8 @@ class Barrier:
     order: Order
     # of the boxes that it counts
     clock: int
+    # the thread that set it up
+    maker: int
     arrivals: int = 0
     bytes_due: int = 0
     phase: int = 0
@@ -202,11 +235,26 @@ class Barrier:
     # what those knew that arrived in this phase, and in the one that completed last
     arriving: list = field(default_factory=list)
     told: tuple[np.ndarray, np.ndarray] | None = None
+    # on its maker's warp's clock, when it was fenced
+    fenced_at: int | None = None
 
-    def arrive(self, warp: int, count: int) -> None:
+    def fence(self) -> None:
+        """Its maker shows it to the copy engine."""
+        if self.fenced_at is None:
+            self.fenced_at = int(self.order.now[self.maker // 32])
+
+    def check_fence(self, warp: int) -> None:
+        """A warp starts a box that it counts."""
+        known = self.order.known[warp, self.maker // 32]
+        assert self.fenced_at is not None and self.fenced_at <= known, (
+            "a box is counted by an mbarrier whose set-up was not fenced"
+        )
+
+    def arrive(self, warp: int, count: int, *, alone: bool) -> None:
+        """`alone`: other lanes of the warp do not arrive with it."""
         self.arrivals += count
         assert self.arrivals <= self.expected, "a phase got too many arrivals"
-        self.arriving.append(self.order.release([warp]))
+        self.arriving.append(self.order.release([warp], alone=alone))
 
     def settle(self) -> None:
         if self.arrivals == self.expected and self.bytes_due == 0:

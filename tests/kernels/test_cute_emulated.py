@@ -8,15 +8,11 @@ small: a tile costs some tens of milliseconds.
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
-
 import pytest
 import torch
 
 pytest.importorskip("cutlass")
 
-from tests.kernels import cute_machine
 from tests.kernels.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
 from tests.kernels.spoilt_rows import check_device, device_trees
 from vllm_specplug.kernels import contain_nonfinite
@@ -131,32 +127,6 @@ def test_the_check_notices_a_wrong_mask():
     trees.parent_rows = lambda: torch.arange(-1, 8).int()
     with pytest.raises(AssertionError, match="off by"):
         trees.check()
-
-
-# (what is taken out of the kernel, timing that shows it, page)
-DAMAGE = [
-    pytest.param(r"cp\.async\.wait_group\s+\d+;", LATE, 16, id="no wait for copies"),
-    pytest.param(r"mbarrier\.try_wait[^}]*LAB_WAIT;", LATE, 64, id="no wait for a box"),
-    pytest.param(r"wgmma\.wait_group\.sync\.aligned\s+0;", EARLY, 16, id="no wait for products"),
-    pytest.param(r"bar\.sync\s+0;", EARLY, 16, id="no barrier"),
-]
-
-
-@variant(64)
-@pytest.mark.parametrize(("pattern", "timing", "page"), DAMAGE)
-def test_the_machine_notices_missing_synchronisation(pattern, timing, page, monkeypatch):
-    def damaged(config):
-        kernel = intact(config)
-        ptx, count = re.subn(pattern, "", kernel.ptx)
-        assert count, "the kernel has no such instruction"
-        return replace(kernel, ptx=ptx)
-
-    intact = cute_machine.compiled
-    trees = MachineTrees([(500, 8)], dtype=BF16, head_dim=64, group=10, page=page)
-    trees.check(timing=timing)
-    monkeypatch.setattr(cute_machine, "compiled", damaged)
-    with pytest.raises((AssertionError, RuntimeError)):
-        trees.check(timing=timing)
 
 
 @variant(64)

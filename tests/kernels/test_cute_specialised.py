@@ -4,15 +4,11 @@ warpgroups that run apart as far as the barriers of the stages let them."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
-
 import pytest
 import torch
 
 pytest.importorskip("cutlass")
 
-from tests.kernels import cute_machine
 from tests.kernels.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
 from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.cute.config import LAG, ForwardConfig
@@ -144,57 +140,3 @@ def test_small_trees_are_served_as_ever():
 def test_too_few_stages_are_refused():
     with pytest.raises(AssertionError):
         ForwardConfig(64, "bfloat16", 2, 16, LAG + 1, specialised=True)
-
-
-def nth(pattern: str, number: int):
-    """Takes one of an instruction's places out, counted from the first."""
-
-    def damage(ptx: str) -> str:
-        places = list(re.finditer(pattern, ptx))
-        assert len(places) > number, f"{pattern} is there {len(places)} times"
-        at = places[number]
-        return ptx[: at.start()] + ptx[at.end() :]
-
-    return damage
-
-
-WAIT = r"mbarrier\.try_wait[^}]*LAB_WAIT;"
-ORDER = "without a barrier"
-# (what is taken out, timing, what is said); places in the order of the code: the producer's first.
-DAMAGE = [
-    pytest.param(nth(WAIT, 0), EARLY, ORDER, id="the producer waits for no release"),
-    pytest.param(nth(WAIT, 0), LATE, ORDER, id="nor late"),
-    pytest.param(nth(WAIT, 1), LATE, ORDER, id="no wait for the first tile"),
-    pytest.param(nth(WAIT, 2), LATE, ORDER, id="no wait for a tile"),
-    pytest.param(nth(r"fence\.proxy\.async[^;]*;", 0), LATE, "fence", id="masked tile unfenced"),
-    pytest.param(nth(r"fence\.proxy\.async[^;]*;", 1), LATE, "fence", id="query unfenced"),
-    pytest.param(nth(r"cp\.async\.wait_group\s+2;", 0), LATE, ORDER, id="masked tile not awaited"),
-    pytest.param(nth(r"cp\.async\.wait_group\s+0;", 0), LATE, ORDER, id="query not awaited"),
-    pytest.param(nth(r"bar\.sync\s+1, 256;", 2), LATE, ORDER, id="query not shown to others"),
-    pytest.param(nth(r"bar\.sync\s+1, 256;", 0), LATE, ORDER, id="parents not shown to others"),
-    pytest.param(
-        nth(r"wgmma\.wait_group\.sync\.aligned\s+0;", 1), EARLY, ORDER, id="released too early"
-    ),
-    pytest.param(
-        nth(r"wgmma\.wait_group\.sync\.aligned\s+1;", 0), EARLY, "off by|nan|NaN|slot",
-        id="scores not awaited",
-    ),
-    pytest.param(
-        nth(r"mbarrier\.arrive\.shared\.b64[^;]*;", 1), EARLY, "deadlock", id="never released"
-    ),
-]  # fmt: skip
-
-
-@variant(64)
-@pytest.mark.parametrize(("damage", "timing", "said"), DAMAGE)
-def test_missing_synchronisation_is_found(damage, timing, said, monkeypatch):
-    def damaged(config):
-        kernel = intact(config)
-        return replace(kernel, ptx=damage(kernel.ptx))
-
-    intact = cute_machine.compiled
-    trees = MachineTrees([(64 * 11 + 5, 40)], dtype=BF16, head_dim=64, group=4)
-    trees.check(timing=timing, specialised=True)
-    monkeypatch.setattr(cute_machine, "compiled", damaged)
-    with pytest.raises((AssertionError, RuntimeError), match=said):
-        trees.check(timing=timing, specialised=True)

@@ -328,7 +328,9 @@ _HANDOVER = """mov.b32 %base, global_smem;
     {heard}
     ld.shared.b32 %o0, [%s];
     END:"""
-_ARRIVE = "@%first mbarrier.arrive.shared.b64 %state, [%m], 1;"
+_ARRIVE_ALONE = "@%first mbarrier.arrive.shared.b64 %state, [%m], 1;"
+# One lane tells what all lanes of its warp have done.
+_ARRIVE = f"bar.warp.sync -1;\n{_ARRIVE_ALONE}"
 _WAIT = """{
     LAB_WAIT:
     mbarrier.try_wait.parity.shared.b64 P1, [%m], 0, 10000000;
@@ -351,6 +353,8 @@ def test_some_warps_meet_at_barriers_of_their_own(told: str, heard: str) -> None
         run(_HANDOVER.format(told=_ARRIVE, heard=""), given, 1, threads=160)
     with pytest.raises(RuntimeError, match="deadlock"):
         run(_HANDOVER.format(told="", heard=heard), given, 1, threads=160)
+    with pytest.raises(AssertionError, match="reads what another wrote"):
+        run(_HANDOVER.format(told=_ARRIVE_ALONE, heard=_WAIT), given, 1, threads=160)
 
 
 def test_an_mbarrier_is_used_by_those_who_know_it_is_there() -> None:
@@ -376,8 +380,74 @@ def test_a_small_copy_is_known_to_others_once_it_was_waited_for() -> None:
             body.format(told=wait + "\n" + meet, heard=meet), given, 1, threads=160, timing=timing
         )
         assert (found[128:] == given[:32]).all()
-        with pytest.raises(AssertionError, match="reads what another wrote"):
+        with pytest.raises(AssertionError, match="reads what a copy brings"):
             run(
                 body.format(told=meet + "\n" + wait, heard=meet), given, 1, threads=160,
                 timing=timing,
             )  # fmt: skip
+
+
+# A warpgroup multiplies zeros: sums of 8 columns in %o0 to %o3, that begin as 1.
+_SUMS = "{%o0, %o1, %o2, %o3}"
+_MULTIPLY = f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {_SUMS}, %d, %d, 1, 1, 1, 0, 0;"
+_OF_REGISTERS = _MULTIPLY.replace("%d, %d", "{%f0, %f1, %f2, %f3}, %d").replace("0, 0;", "0;")
+_ONES = "\n".join(f"mov.b32 %o{i}, 0f3F800000;\nmov.b32 %f{i}, 0;" for i in range(4))
+_FENCE, _COMMIT = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"
+_AWAIT = "wgmma.wait_group.sync.aligned 0;"
+
+
+def _multiply(steps: list[str], timing: Timing) -> np.ndarray:
+    # Descriptors of K-major rows of 32 bytes, 256 to a group of eight, from the first byte on.
+    place = (1024 >> 4) | (1 << 16) | (16 << 32) | (3 << 62)
+    zero = """shl.b32 %s, %t, 4;
+    mov.b32 %base, global_smem;
+    add.s32 %s, %s, %base;
+    st.shared.v4.b32 [%s], {0, 0, 0, 0};
+    fence.proxy.async.shared::cta;
+    bar.sync 0;"""
+    body = "\n".join([zero, _ONES, f"mov.b64 %d, {place};", *steps])
+    found = run(body, words(1, threads=128), 4, threads=128, timing=timing)
+    return np.ascontiguousarray(found).view(np.float32)
+
+
+@pytest.mark.parametrize("timing", [LATE, EARLY])
+def test_products_and_warps_share_registers_in_turns(timing: Timing) -> None:
+    for multiply in (_MULTIPLY, _OF_REGISTERS):
+        once = [_FENCE, multiply, multiply, _COMMIT, _AWAIT]
+        again = ["add.f32 %o1, %o1, %o1;", _FENCE, multiply, _COMMIT, _AWAIT]
+        assert (_multiply(once + again, timing) == [1, 2, 1, 1]).all()
+        with pytest.raises(AssertionError, match=r"first product.*without a wgmma\.fence"):
+            _multiply(once[1:], timing)
+        # Whether the warps write a register or read it.
+        for touch in ("add.f32 %o1, %o1, %o1;", "mov.b32 %x, %o2;"):
+            with pytest.raises(AssertionError, match=r"touched, without a wgmma\.fence"):
+                _multiply([*once, touch, *again[2:]], timing)
+            # Before the wait, or with one that is of no group.
+            for late in ([*once[:-1], touch, _AWAIT], [*once[:3], _AWAIT, touch, _COMMIT, _AWAIT]):
+                if touch.startswith("mov") and late[-3] == _COMMIT:
+                    # The new name of a sum is as little to be read.
+                    late.insert(-1, "add.f32 %x, %x, %x;")
+                with pytest.raises(AssertionError, match="has not waited for"):
+                    _multiply(late, timing)
+
+
+@pytest.mark.parametrize("timing", [LATE, EARLY])
+def test_a_factor_is_kept_until_its_product_is_waited_for(timing: Timing) -> None:
+    steps = [_FENCE, _OF_REGISTERS, _COMMIT, "mov.b32 %f2, 7;", _AWAIT]
+    with pytest.raises(AssertionError, match="has not waited for"):
+        _multiply(steps, timing)
+    steps[3:] = [_AWAIT, "mov.b32 %f2, 7;", _OF_REGISTERS, _COMMIT, _AWAIT]
+    with pytest.raises(AssertionError, match=r"touched, without a wgmma\.fence"):
+        _multiply(steps, timing)
+
+
+@pytest.mark.parametrize("timing", [LATE, EARLY])
+def test_a_sum_becomes_a_factor_after_a_wait_and_a_fence(timing: Timing) -> None:
+    other = _OF_REGISTERS.replace(_SUMS, "{%g0, %g1, %g2, %g3}")
+    other = other.replace("{%f0, %f1, %f2, %f3}", _SUMS)
+    given = "\n".join(f"mov.b32 %g{i}, 0;" for i in range(4))
+    steps = [given, _FENCE, _MULTIPLY, _COMMIT, _AWAIT, _FENCE, other, _COMMIT, _AWAIT]
+    assert (_multiply(steps, timing) == 1).all()
+    for left_out in (4, 5):
+        with pytest.raises(AssertionError, match="two kinds"):
+            _multiply([*steps[:left_out], *steps[left_out + 1 :]], timing)
