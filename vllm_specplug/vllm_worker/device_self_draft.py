@@ -298,13 +298,7 @@ class DevicePartialAttention(DraftAttention):
         self.rows, self.pool, self.pool_views = rows, pool, pool_views
         self.layer_index, self.contexts = layer_index, contexts
         self.block_table = rows.block_table()
-        self.partial = [
-            r
-            for r, (least, drafted) in enumerate(
-                zip(contexts.least, contexts.is_drafted, strict=True)
-            )
-            if drafted and least > pool.budget
-        ]
+        self.partial = partial_of(contexts, pool.budget)
         self.moves = pool.advance(contexts, self.partial, self.block_table)
         self.regions, self.due = self.moves.regions, self.moves.due
         count, device = len(contexts.req_ids), contexts.lens.device
@@ -324,12 +318,12 @@ class DevicePartialAttention(DraftAttention):
         self.whole: TreeAttnMetadata | None = None
         if len(self.partial) < count:
             columns = (tables, every, whole, lens, every)
-            self.whole = _single_rows(columns, self.block_table, max(most, default=0))
+            self.whole = single_rows(columns, self.block_table, max(most, default=0))
         self.part: TreeAttnMetadata | None = None
         if self.partial:
             budget = torch.full_like(lens, pool.budget)
             columns = (regions, every, is_partial, budget, every)
-            self.part = _single_rows(columns, pool.block_table, pool.budget)
+            self.part = single_rows(columns, pool.block_table, pool.budget)
 
     def attend(
         self,
@@ -351,7 +345,14 @@ class DevicePartialAttention(DraftAttention):
                 kernel.run(query, *views, output, metadata, layer.impl.scale, key, value)
 
 
-def _single_rows(
+def partial_of(contexts: Contexts, budget: int) -> list[int]:
+    """Requests that read partial caches: those that are drafted for whose contexts are certain not
+    to fit in the budget."""
+    bounds = zip(contexts.least, contexts.is_drafted, strict=True)
+    return [r for r, (least, drafted) in enumerate(bounds) if drafted and least > budget]
+
+
+def single_rows(
     # of `TreeAttnMetadata.plan`, int32 [R] each
     columns: Sequence[torch.Tensor],
     block_table: torch.Tensor,
@@ -377,6 +378,9 @@ class DeviceSelfDraft:
     """
 
     def __init__(self, state: RunnerView, spec: PartialCacheSpec, backend: CudaKernels) -> None:
+        # Which needs what is above.
+        from vllm_specplug.vllm_worker.graph_self_draft import GraphSelfDraft
+
         self.state, self.spec = state, spec
         caches = state.target_caches()
         self.layer_index = {name: i for i, name in enumerate(caches)}
@@ -391,6 +395,7 @@ class DeviceSelfDraft:
         )
         views = backend.views_of(self.pool.caches[0])
         self.pool_views = [views(cache) for cache in self.pool.caches]
+        self.graphs = GraphSelfDraft(self)
         logger.info(
             "Partial caches: %d requests with %d tokens each, %.1f MiB",
             self.pool.max_requests,
@@ -418,22 +423,39 @@ class DeviceSelfDraft:
         """Drops partial caches of requests that ended or were preempted."""
         self.pool.forget(req_ids)
 
+    @property
+    def captures(self) -> bool:
+        """See the protocol."""
+        return self.graphs.is_possible
+
+    def prepare(self, requests: DeviceRequests) -> bool:
+        """See the protocol."""
+        return self.graphs.prepare(requests)
+
     def __call__(
         self, requests: DraftRequests | DeviceRequests
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs each request's anchor; see the protocol."""
-        count = len(requests)
+        if isinstance(requests, DeviceRequests) and requests.history is None:
+            return self.graphs(requests)
         contexts = Contexts.of(requests, self.state.device)
         attention = DevicePartialAttention(
             self.rows, self.pool, self.pool_views, self.layer_index, contexts
         )
+        return self.run(attention, contexts.anchors, contexts.lens, contexts.rows)
+
+    def run(
+        self,
+        attention: DraftAttention,
+        # [R] each
+        anchors: torch.Tensor,
+        lens: torch.Tensor,
+        rows: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's forward of anchors behind contexts of `lens` tokens."""
         # Of requests that get no draft both may be anything.
-        anchors = contexts.anchors.clamp(0, self.state.vocab_size - 1)
-        positions = contexts.lens.clamp(0, self.state.max_model_len - 1)
-        hidden, aux = self.state.forward(
-            anchors.to(torch.int32),
-            positions,
-            dict.fromkeys(self.layer_index, attention),
-            list(contexts.rows),
-        )
-        return hidden[:count], aux[0][:count]
+        ids = anchors.clamp(0, self.state.vocab_size - 1).to(torch.int32)
+        positions = lens.clamp(0, self.state.max_model_len - 1)
+        layers = dict.fromkeys(self.layer_index, attention)
+        hidden, aux = self.state.forward(ids, positions, layers, list(rows))
+        return hidden[: len(ids)], aux[0][: len(ids)]
