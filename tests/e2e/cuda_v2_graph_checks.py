@@ -205,7 +205,5 @@ def check_the_target_drafts_for_itself_from_graphs() -> None:
         drafter.steps_from.clear()
         with draft_replays() as replayed:
             made.compare([[5, 6, 7, 8, 5, 6, 7], LONG[0]], greedy(max_tokens=14))
-    # Alone and side by side.
-    assert len({desc.num_tokens for desc in replayed}) > 1, replayed
     assert len(replayed) > 4 and seen.chosen and seen.far < 1e-4, (replayed, seen)
     assert drafter.steps_from["self"] > len(replayed)

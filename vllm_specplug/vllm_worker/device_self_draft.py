@@ -187,7 +187,8 @@ class DevicePartialCache:
         # int32 [B, max_blocks]
         block_table: torch.Tensor,
     ) -> Moves:
-        """Takes in what was committed since the last draft, or what `choose` does, is counted."""
+        """Takes in what was committed since the last draft. Where a choice is due, its tokens are
+        counted alone: `choose` makes it, layer by layer."""
         regions, due = [], []
         # Columns of `partial_cache`, and the bound of the context of each that is chosen for.
         chosen: list[tuple[int, ...]] = []
