@@ -18,6 +18,8 @@ from vllm.config.compilation import CUDAGraphMode
 
 from tests.e2e.budget_checks import FLAT, freeze_costs
 from tests.e2e.cuda_v2_checks import compare, engines
+from tests.e2e.cuda_v2_self_checks import LONG, SELF, watching
+from tests.e2e.option_checks import greedy
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair
 from tests.pretended_graph import PretendedGraph, pretended_graphs
@@ -193,3 +195,15 @@ def check_block_heads_under_an_adaptive_budget_from_graphs() -> None:
         with draft_replays() as replayed:
             assert compare(made, True).skipping > 1
     assert len(replayed) > 4, replayed
+
+
+def check_the_target_drafts_for_itself_from_graphs() -> None:
+    """Between two selections, which are launched."""
+    with full_graphs(), watching() as seen:
+        made = engines("tokenswift", ahead=True, ngram_topk=0, nodes=6, head=SELF)
+        drafter = made.runner.drafter.drafter
+        drafter.steps_from.clear()
+        with draft_replays() as replayed:
+            made.compare([[5, 6, 7, 8, 5, 6, 7], LONG[0]], greedy(max_tokens=14))
+    assert len(replayed) > 4 and seen.chosen and seen.far < 1e-4, (replayed, seen)
+    assert drafter.steps_from["self"] > len(replayed)

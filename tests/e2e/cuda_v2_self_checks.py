@@ -101,7 +101,7 @@ def _chosen(query: torch.Tensor, context: torch.Tensor, pool: DevicePartialCache
     groups = query.unflatten(0, (keys.shape[1], -1))
     scores = torch.einsum("hgd,thd->ht", groups, keys)
     scores[:, : pool.sink] = float("-inf")
-    scores[:, -32:] = float("inf")
+    scores[:, -32:] = torch.arange(1e30, 33e30, 1e30)
     best = scores.topk(pool.budget - pool.sink).indices
     return torch.cat((torch.arange(pool.sink).expand(len(best), -1), best), dim=1)
 

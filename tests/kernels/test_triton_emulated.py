@@ -28,6 +28,9 @@ from tests.kernels import (
     test_ngram_lookup_triton as ngrams,
 )
 from tests.kernels import (
+    test_partial_cache_triton as partial_caches,
+)
+from tests.kernels import (
     test_token_scales as tokens,
 )
 from tests.kernels import (
@@ -259,6 +262,18 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
     "scales of tokens that are not finite": (
         lambda patch: tokens.test_what_stays_of_a_token_that_is_not_finite(FP8),
         {"_contain_token_scales_kernel"},
+    ),
+    "scores of keys": (
+        lambda patch: partial_caches.test_scores_are_those_of_torch(partial_caches.HALF),
+        {"_score_keys_kernel"},
+    ),
+    "chosen tokens": (
+        lambda patch: partial_caches.test_chosen_tokens_arrive(BF16),
+        {"_gather_chosen_kernel"},
+    ),
+    "tokens taken in": (
+        lambda patch: partial_caches.test_new_tokens_are_taken_in(BF16),
+        {"_take_in_kernel", "_count_tokens_kernel"},
     ),
     "the convolution": (
         lambda patch: delta.test_convolution_follows_ancestors(BF16, 37, 4, True),

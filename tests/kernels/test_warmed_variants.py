@@ -47,6 +47,7 @@ from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams
 from vllm_specplug.vllm_worker import rehearsal
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+from vllm_specplug.vllm_worker.device_self_draft import Contexts, DevicePartialCache
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -59,6 +60,9 @@ TOKEN_SCALES = {
     for name in ("key_scales", "value_scales")
 }
 ATTENTION = {"_tree_attn_kernel", "_merge_parts_kernel", "_tree_words_kernel"}
+PARTIAL_CACHE_KERNELS = {
+    "_score_keys_kernel", "_gather_chosen_kernel", "_take_in_kernel", "_count_tokens_kernel"
+}  # fmt: skip
 LOOKUP_KERNELS = {"_scan_kernel", "_branches_kernel", "_merge_kernel"}
 STEP_KERNELS = {
     *ATTENTION, "_contain_nonfinite_kernel", "_compact_paths_kernel", "_build_best_first_kernel"
@@ -319,6 +323,41 @@ def test_lookups_launch_what_was_warmed_up(launches: Launches) -> None:
         ngrams.merged(part, found, requests, alone=True)
         launched = launches.taken()
         assert launched == warmed, _difference(launched - warmed, warmed)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (3, 1, 40)])
+def test_partial_caches_launch_what_was_warmed_up(
+    launches: Launches, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    caches = [
+        torch.zeros(4, kv_heads, PAGE, 2 * head_dim, dtype=torch.bfloat16) for _ in range(LAYERS)
+    ]
+    pool = DevicePartialCache(caches, 40, 4, 30, REQUESTS)
+    pool.warm_up(heads, torch.bfloat16)
+    warmed = launches.taken()
+    assert {name for name, *_ in warmed} == PARTIAL_CACHE_KERNELS
+    rng = np.random.default_rng(2)
+    seen = set()
+    for step in range(20):
+        count = int(rng.integers(1, REQUESTS))
+        # Some requests are chosen for, others have grown, and one may read all of its context.
+        lens = [50 + 3 * step + int(rng.integers(30)) for _ in range(count + 1)]
+        contexts = Contexts(
+            [str(r) for r in range(count + 1)], [n - 1 for n in lens], lens, [True] * len(lens),
+            range(len(lens)), torch.zeros(len(lens)), torch.tensor([0, *lens])[1:],
+        )  # fmt: skip
+        table = torch.zeros(REQUESTS, 1 + step, dtype=torch.int32)
+        partial = range(step % 2, count + step % 2)
+        moves = pool.advance(contexts, partial, table)
+        # A part of the joint projection, as in vLLM's models.
+        joint = torch.zeros(len(lens), (heads + 2 * kv_heads) * head_dim, dtype=torch.bfloat16)
+        query = joint[:, : heads * head_dim].view(len(lens), heads, head_dim)
+        for layer in range(LAYERS):
+            pool.choose(layer, moves, query, contexts.lens, table)
+        launched = launches.taken()
+        seen |= launched
+        assert not launched - warmed, _difference(launched - warmed, warmed)
+    assert seen == warmed
 
 
 def _difference(missing: set[tuple[Any, ...]], warmed: set[tuple[Any, ...]]) -> str:

@@ -353,6 +353,74 @@ def small_kernels(arch: int) -> list[Compiled]:
     ]  # fmt: skip
 
 
+def partial_cache_kernels(arch: int) -> list[Compiled]:
+    """Partial caches of `KV_HEADS` heads of 128 in pages of 16, four query heads to each."""
+    import triton.language as tl
+
+    from vllm_specplug.kernels import partial_cache_triton as kernels
+
+    pages = ("page_block", "page_token", "page_head")
+    pool = ("pool_block", "pool_token", "pool_head")
+    types = {
+        **dict.fromkeys(("query", "pages"), "*bf16"),
+        **dict.fromkeys(("columns", "block_table"), "*i32"),
+        **dict.fromkeys(("lens", "positions", "covered", "tails", "addresses"), "*i64"),
+        "scores": "*fp32",
+        **dict.fromkeys(
+            (*pages, *pool, "query_row", "query_head", "columns_stride", "table_stride", "width",
+             "num_heads", "num_layers", "budget", "sink", "blocks", "recent", "count"), "i32",
+        ),
+    }  # fmt: skip
+    bits = dict.fromkeys(("pages", "pool"), "*i16")
+    cases: list[tuple[str, Any, dict[str, Any], dict[str, str], int]] = [
+        (
+            "score_keys",
+            kernels._score_keys_kernel,
+            {
+                "GROUP": 4,
+                "HEAD_DIM": 128,
+                "PADDED_DIM": 128,
+                "PAGE": 16,
+                "TOKENS": kernels._SCORED,
+                "NEWEST": kernels.NEWEST,
+                "OLDER": kernels.OLDER,
+            },
+            {},
+            4,
+        ),
+        (
+            "gather_chosen",
+            kernels._gather_chosen_kernel,
+            {"WIDTH": 256, "PADDED_WIDTH": 256, "PAGE": 16, "ENTRIES": kernels._GATHERED},
+            bits,
+            4,
+        ),
+        (
+            "take_in",
+            kernels._take_in_kernel,
+            {"WIDTH": 256, "PAGE": 16, "BLOCK": 1024, "ELEMENT": tl.int16},
+            {},
+            4,
+        ),
+        (
+            "count_tokens",
+            kernels._count_tokens_kernel,
+            {"REGIONS": kernels._COUNTED},
+            {},
+            2,
+        ),
+    ]
+    strides = (*pages, *pool, "query_head", "pages", "pool", "scores", "positions")
+    return [
+        compile_kernel(
+            name, kernel, arch,
+            {n: (types | more)[n] for n in kernel.arg_names if n not in constants}, constants,
+            aligned=tuple(n for n in kernel.arg_names if n in strides), num_warps=warps,
+        )
+        for name, kernel, constants, more, warps in cases
+    ]  # fmt: skip
+
+
 def state_kernels(arch: int) -> list[Compiled]:
     """Gated DeltaNet layers of 16 key and 32 value heads of 128, over states in bfloat16 as vLLM
     lays them out on CUDA."""
@@ -427,7 +495,7 @@ def state_kernels(arch: int) -> list[Compiled]:
 
 def main(arch: int, all_shapes: bool) -> None:
     kernels = [tree_attention(arch, 64 * 4), tree_attention(arch, 16 * 4, dense=True)]
-    kernels += small_kernels(arch) + state_kernels(arch)
+    kernels += small_kernels(arch) + partial_cache_kernels(arch) + state_kernels(arch)
     kernels += [tree_attention(arch, 4, dense=True)]
     kernels += [tree_attention(arch, 64 * 4, prefix=True)]
     kernels += [tree_attention(arch, 64 * 4, head_dim=256, dense=d) for d in (False, True)]

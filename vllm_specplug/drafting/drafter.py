@@ -386,6 +386,14 @@ class TargetForward(Protocol):
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops partial caches of requests that ended or were preempted."""
 
+    @property
+    def captures(self) -> bool:
+        """Whether graphs may hold a call for requests without a history."""
+
+    def prepare(self, requests: DeviceRequests) -> bool:
+        """Does what a graph does not hold of a call for `requests`, which have a history. False
+        where they need a call without one; then nothing was done."""
+
 
 class Drafter(ABC):
     """One drafting method.
@@ -549,6 +557,17 @@ class Drafter(ABC):
         depends on the number of requests and `deepest` alone, and what it reads beside its
         arguments and `request_states` stays where it is."""
         return False
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a drafter that `drafts_from_graphs` has all that it needs for it. Not before
+        caches are bound, where graphs are captured to measure their memory."""
+        return True
+
+    def enter_graph(self, requests: DeviceRequests) -> bool:
+        """Does what a graph does not hold of a draft for `requests`, all of a batch. False where
+        they are to be given to `propose_on_device` instead. Called before every replay."""
+        return True
 
     @property
     def request_states(self) -> torch.Tensor | None:

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specplug.kernels import CpuKvLayout, gather_kv, key_scores
+from vllm_specplug.kernels.partial_cache import NEWEST, OLDER
 
-# The newest tokens are always chosen, whatever their score: text depends on them most.
+# The newest tokens are always chosen, whatever their score, the newest as the most important one:
+# text depends on them most.
 RECENT = 32
 
 
@@ -149,7 +151,8 @@ class PartialCache:
         scores = key_scores(query, self.target_views[layer][0], blocks, self.layout)
         scores = scores[:, sink:length]
         recent = min(RECENT, self.budget - sink)
-        scores[:, scores.shape[1] - recent :] = float("inf")
+        ages = torch.arange(recent - 1, -1, -1)
+        scores[:, scores.shape[1] - recent :] = NEWEST - OLDER * ages
         chosen = scores.topk(self.budget - sink, dim=-1).indices + sink
         positions = torch.cat((torch.arange(sink).expand(len(chosen), -1), chosen), dim=1)
         gather_kv(

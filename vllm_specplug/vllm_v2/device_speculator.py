@@ -133,13 +133,16 @@ class DeviceSpeculator(TreeSpeculator):
         # Where the scheduler waits for an adaptive budget's trees, the host makes them.
         is_late = self.schedules_ahead or not self.planner.is_adaptive
         if drafter.drafts_from_graphs and is_late:
+            # Where there is no forward depth, drafts are always as deep as they may be.
+            deepest = drafter.forward_depth or drafter.rehearsed_depth
+            has_depths = self.planner.is_adaptive and drafter.forward_depth > 0
             self.draft_graphs = DraftGraphs(
                 self.vllm_config,
                 self.device,
                 drafter,
                 self.proposer.options.tree_width,
                 self.store.num_nodes,
-                graph_depths(drafter.forward_depth, self.planner.is_adaptive),
+                graph_depths(deepest, has_depths),
             )
 
     def capture(self) -> None:

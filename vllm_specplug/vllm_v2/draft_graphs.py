@@ -97,7 +97,10 @@ class DraftGraphs(CudaGraphManager):
         )
 
     def capture_drafts(self) -> None:
-        """Captures a draft for every number of requests and every depth."""
+        """Captures a draft for every number of requests and every depth; none where the drafter
+        cannot be captured."""
+        if not self._drafter.can_be_captured:
+            return
         # What waits would be written by every replay.
         self._drafter.catch_up()
 
@@ -131,7 +134,7 @@ class DraftGraphs(CudaGraphManager):
         desc = self.dispatch(
             count, count, uniform_token_count=1, num_active_loras=0, max_query_len=deepest
         )
-        if desc.cg_mode != CUDAGraphMode.FULL:
+        if desc.cg_mode != CUDAGraphMode.FULL or not self._drafter.enter_graph(requests):
             return None
         self._drafter.catch_up()
         self._fill(requests, chosen, desc.num_tokens)

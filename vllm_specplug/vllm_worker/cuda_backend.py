@@ -436,7 +436,10 @@ class CudaKernels:
         """The target as its own draft."""
         from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft
 
-        return DeviceSelfDraft(state, spec, self)
+        draft = DeviceSelfDraft(state, spec, self)
+        if self.device.type == "cuda":
+            draft.pool.warm_up(self.num_heads, self.dtype)
+        return draft
 
 
 def table_rows(requests: DraftRequests | DeviceRequests, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import DraftRequests, PartialCacheSpec, device_tensor
-from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.kernels import TreeAttnMetadata, to_device
 from vllm_specplug.kvcache.partial_cache import RECENT
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention
 from vllm_specplug.vllm_worker.cuda_backend import CudaDraftRows, CudaKernels
@@ -29,8 +29,8 @@ from vllm_specplug.vllm_worker.self_draft import regions_of
 
 logger = init_logger("vllm.specplug.self_draft")
 
-# Tokens whose keys are scored at once: their keys are copied, in float32.
-_SCORED_TOKENS = 4096
+# Scores that exist at once, unless one request has more: in float32, 32 MiB.
+_MOST_SCORES = 1 << 23
 
 
 @dataclass
@@ -82,6 +82,19 @@ class Contexts:
         )
 
 
+@dataclass(frozen=True)
+class Moves:
+    """What partial caches take in before a draft forward, and in its layers."""
+
+    # [n] of the requests with a partial cache
+    regions: list[Region]
+    # [n] whether each is chosen for, layer by layer
+    due: list[bool]
+    # int32 [4, C] of those that are, in parts that are scored at once, and the bound of the
+    # contexts of each part
+    chosen: list[tuple[torch.Tensor, int]]
+
+
 class DevicePartialCache:
     """`kvcache.partial_cache.PartialCache` on a device.
 
@@ -94,24 +107,30 @@ class DevicePartialCache:
         self, target_caches: list[torch.Tensor], budget: int, sink: int, refresh: int,
         max_requests: int,
     ) -> None:  # fmt: skip
+        from vllm_specplug.kernels.kv_compact_triton import LayerCaches
+
         self.budget, self.sink, self.refresh = budget, sink, refresh
         self.max_requests = max_requests
         # [num_blocks, block_size, Hkv, 2 * Dh]
         self.target_pages = [cache.transpose(1, 2) for cache in target_caches]
         self.block_size = self.target_pages[0].shape[1]
-        blocks = -(-budget // self.block_size)
-        self.stride = blocks * self.block_size
-        # The last page takes what is to be written nowhere.
-        self.pages = [
-            pages.new_zeros((max_requests * blocks + 1, *pages.shape[1:]))
-            for pages in self.target_pages
-        ]
+        # Pages of a region.
+        self.blocks = -(-budget // self.block_size)
+        # Even for no request, as there is no kernel for a cache without pages.
+        shape = max_requests * self.blocks + 1
+        self.pages = [pages.new_zeros((shape, *pages.shape[1:])) for pages in self.target_pages]
         self.caches = [pages.transpose(1, 2) for pages in self.pages]
+        # Of one shape and stride, which one launch takes.
+        alike: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for pages, pool in zip(self.target_pages, self.pages, strict=True):
+            kind = pages.shape, pages.stride(), pages.dtype
+            alike.setdefault(kind, []).append((pages, pool))
+        self.layers = [LayerCaches.of(pairs) for pairs in alike.values()]
         device = target_caches[0].device
         # int32 [max_requests, blocks]: the pages of each region
         self.block_table = torch.arange(
-            max_requests * blocks, dtype=torch.int32, device=device
-        ).view(max_requests, blocks)
+            max_requests * self.blocks, dtype=torch.int32, device=device
+        ).view(max_requests, self.blocks)
         # [max_requests] int64: context tokens that a region has taken in, and the entry that the
         # next one replaces
         self.covered = torch.zeros(max_requests, dtype=torch.int64, device=device)
@@ -125,12 +144,40 @@ class DevicePartialCache:
         """Memory of the pool; it never grows."""
         return sum(pages.numel() * pages.element_size() for pages in self.pages)
 
+    def warm_up(self, num_heads: int, dtype: torch.dtype) -> None:
+        """Compiles what drafts launch. Call before there are requests: writes the first region.
+
+        Args:
+            num_heads: query heads of the target on this rank.
+        """
+        if not self.max_requests:
+            return
+        device = self.covered.device
+        # Kernels have no variant for a number of requests, nor for a place in memory.
+        columns = torch.zeros((4, 1), dtype=torch.int32, device=device)
+        lens = torch.zeros(1, dtype=torch.int64, device=device)
+        table = torch.zeros((1, 1), dtype=torch.int32, device=device)
+        self._take_in(columns, lens, table)
+        self._count(columns, lens)
+        moves = Moves([], [], [(columns, self.budget)])
+        for layer, pages in enumerate(self.target_pages):
+            shape = 1, num_heads, pages.shape[3] // 2
+            query = torch.zeros(shape, dtype=dtype, device=device)
+            self.choose(layer, moves, query, lens + 1, table)
+
     def forget(self, req_ids: Iterable[str]) -> None:
         """Frees the regions of requests that ended or were preempted."""
         for req_id in req_ids:
             region = self.regions.pop(req_id, None)
             if region is not None:
                 self.free.append(region.index)
+
+    def is_due(self, contexts: Contexts, r: int) -> bool:
+        """Whether a request's partial cache is to be chosen before its next draft."""
+        region = self.regions.get(contexts.req_ids[r])
+        if region is None or not region.chosen:
+            return True
+        return contexts.most[r] - region.chosen > self.refresh
 
     def advance(
         self,
@@ -139,36 +186,39 @@ class DevicePartialCache:
         partial: Sequence[int],
         # int32 [B, max_blocks]
         block_table: torch.Tensor,
-    ) -> tuple[list[Region], list[bool]]:
-        """Takes in what was committed since the last draft.
-
-        Returns:
-            The region of each of the `partial`, and whether it is to be chosen by `choose`, layer
-            by layer.
-        """
+    ) -> Moves:
+        """Takes in what was committed since the last draft. Where a choice is due, its tokens are
+        counted alone: `choose` makes it, layer by layer."""
         regions, due = [], []
-        # Region, request and how many tokens may be new.
-        grown: list[tuple[int, int, int]] = []
+        # Columns of `partial_cache`, and the bound of the context of each that is chosen for.
+        chosen: list[tuple[int, ...]] = []
+        grown: list[tuple[int, ...]] = []
+        most: list[int] = []
         for r in partial:
+            is_due = self.is_due(contexts, r)
             region = self._region(contexts.req_ids[r])
-            is_due = not region.chosen or contexts.most[r] - region.chosen > self.refresh
+            column = r, contexts.rows[r], region.index, int(is_due)
             if is_due:
                 region.chosen = contexts.least[r]
+                chosen.append(column)
+                most.append(contexts.most[r])
             elif contexts.most[r] > region.covered:
-                grown.append((region.index, r, contexts.most[r] - region.covered))
+                grown.append(column)
             region.covered = contexts.least[r]
             regions.append(region)
             due.append(is_due)
-        if grown:
-            self._take_in(contexts, grown, block_table)
-        chosen = [
-            (region.index, r) for region, r, d in zip(regions, partial, due, strict=True) if d
-        ]
-        if chosen:
-            index, rows = device_tensor(np.array(chosen).T, self.covered.device)
-            self.covered[index] = contexts.lens[rows]
-            self.tails.index_fill_(0, index, self.budget - 1)
-        return regions, due
+        parts: list[tuple[torch.Tensor, int]] = []
+        if chosen or grown:
+            device = self.covered.device
+            moved = to_device(np.array([*chosen, *grown], np.int32).T.copy(), device)
+            if grown:
+                self._take_in(moved[:, len(chosen) :], contexts.lens, block_table)
+            self._count(moved, contexts.lens)
+            parts = [
+                (moved[:, first:last], max(most[first:last]))
+                for first, last in _parts(most, self.target_pages[0].shape[2])
+            ]
+        return Moves(regions, due, parts)
 
     def _region(self, req_id: str) -> Region:
         region = self.regions.pop(req_id, None)
@@ -180,74 +230,59 @@ class DevicePartialCache:
         return region
 
     def _take_in(
-        self, contexts: Contexts, grown: list[tuple[int, int, int]], block_table: torch.Tensor
+        self, columns: torch.Tensor, lens: torch.Tensor, block_table: torch.Tensor
     ) -> None:
-        device = self.covered.device
-        columns = [(index, r, contexts.rows[r]) for index, r, _ in grown]
-        index, requests, rows = device_tensor(np.array(columns).T, device)
-        width = max(count for _, _, count in grown)
-        ends, before = contexts.lens[requests], self.covered[index]
-        back = torch.arange(width, device=device)
-        # [n, width]
-        positions = before[:, None] + back
-        slots = index[:, None] * self.stride + self.tails[index][:, None] - back
-        nowhere = len(self.block_table) * self.stride
-        slots = torch.where(positions < ends[:, None], slots, nowhere)
-        blocks, places = self._places(positions, block_table[rows])
-        for source, target in zip(self.target_pages, self.pages, strict=True):
-            target.flatten(0, 1)[slots.flatten()] = source[blocks.flatten(), places.flatten()]
-        self.covered[index] = ends
-        self.tails[index] = self.tails[index] - (ends - before)
+        from vllm_specplug.kernels.partial_cache_triton import take_in_triton
+
+        for layers in self.layers:
+            take_in_triton(
+                layers, columns, lens, self.covered, self.tails, block_table, blocks=self.blocks
+            )
+
+    def _count(self, columns: torch.Tensor, lens: torch.Tensor) -> None:
+        from vllm_specplug.kernels.partial_cache_triton import count_tokens_triton
+
+        count_tokens_triton(columns, lens, self.covered, self.tails, budget=self.budget)
 
     def choose(
         self,
         layer: int,
-        region: Region,
-        # [Hq, Dh], rotated, of the token that follows the context
+        moves: Moves,
+        # [R, Hq, Dh], rotated, of the tokens that follow the contexts
         query: torch.Tensor,
-        # [] int64 tokens of the context, and their bound
-        length: torch.Tensor,
-        most: int,
-        # int32 [max_blocks], the request's row of the target's block table
-        block_row: torch.Tensor,
-    ) -> torch.Tensor:
-        """Fills one layer's entries with the sink and the most important positions.
-
-        Returns:
-            The positions, int64 [Hkv, budget]: the sink, then by falling importance.
-        """
-        pages, size, device = self.target_pages[layer], self.block_size, query.device
-        heads, dim = pages.shape[2], pages.shape[3] // 2
-        blocks = block_row[: -(-most // size)].clamp(0, len(pages) - 1).long()
-        # A sum of products with one key is the product of the sum.
-        summed = query.float().unflatten(0, (heads, -1)).sum(1)
-        scores = torch.cat(
-            [
-                torch.einsum("nshd,hd->hns", pages[part][..., :dim].float(), summed).flatten(1)
-                for part in blocks.split(max(1, _SCORED_TOKENS // size))
-            ],
-            dim=1,
+        # [R] int64 tokens of the contexts
+        lens: torch.Tensor,
+        # int32 [B, max_blocks]
+        block_table: torch.Tensor,
+    ) -> None:
+        """Fills one layer's entries of the requests that are due with the sink and then with the
+        most important positions, by falling importance."""
+        from vllm_specplug.kernels.partial_cache_triton import (
+            gather_chosen_triton,
+            score_keys_triton,
         )
-        at = torch.arange(scores.shape[1], device=device)
-        recent = min(RECENT, self.budget - self.sink)
-        scores = scores.masked_fill(at >= length - recent, float("inf"))
-        scores = scores.masked_fill((at < self.sink) | (at >= length), float("-inf"))
-        chosen = scores.topk(self.budget - self.sink, dim=-1).indices
-        sink = torch.arange(self.sink, device=device).expand(heads, -1)
-        positions = torch.cat((sink, chosen), dim=1)
-        every = torch.arange(heads, device=device)[:, None]
-        found = pages[blocks[positions // size], positions % size, every]
-        first = region.index * self.stride
-        self.pages[layer].flatten(0, 1)[first : first + self.budget] = found.transpose(0, 1)
-        return positions
 
-    def _places(
-        self, positions: torch.Tensor, tables: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks and places in them of positions [n, w] by tables [n, blocks]."""
-        columns = (positions // self.block_size).clamp_max(tables.shape[1] - 1)
-        blocks = tables.gather(1, columns).clamp(0, len(self.target_pages[0]) - 1)
-        return blocks.long(), positions % self.block_size
+        pages, pool, kept = self.target_pages[layer], self.pages[layer], self.budget - self.sink
+        for columns, most in moves.chosen:
+            scores = score_keys_triton(
+                query, pages, columns, lens, block_table,
+                sink=self.sink, recent=min(RECENT, kept), most=most,
+            )  # fmt: skip
+            gather_chosen_triton(
+                scores.topk(kept, dim=-1).indices, pages, pool, columns, lens, block_table,
+                sink=self.sink, blocks=self.blocks,
+            )  # fmt: skip
+
+
+def _parts(most: Sequence[int], heads: int) -> list[tuple[int, int]]:
+    """First and last of requests, of contexts up to `most` [C], that are scored at once."""
+    parts, first = [], 0
+    for last in range(1, len(most) + 1):
+        longest = max(most[first : last + 1])
+        if last == len(most) or (last + 1 - first) * heads * longest > _MOST_SCORES:
+            parts.append((first, last))
+            first = last
+    return parts
 
 
 class DevicePartialAttention(DraftAttention):
@@ -264,14 +299,9 @@ class DevicePartialAttention(DraftAttention):
         self.rows, self.pool, self.pool_views = rows, pool, pool_views
         self.layer_index, self.contexts = layer_index, contexts
         self.block_table = rows.block_table()
-        self.partial = [
-            r
-            for r, (least, drafted) in enumerate(
-                zip(contexts.least, contexts.is_drafted, strict=True)
-            )
-            if drafted and least > pool.budget
-        ]
-        self.regions, self.due = pool.advance(contexts, self.partial, self.block_table)
+        self.partial = partial_of(contexts, pool.budget)
+        self.moves = pool.advance(contexts, self.partial, self.block_table)
+        self.regions, self.due = self.moves.regions, self.moves.due
         count, device = len(contexts.req_ids), contexts.lens.device
         plan = np.zeros((5, count), np.int64)
         # Whoever gets no draft attends itself alone.
@@ -289,12 +319,12 @@ class DevicePartialAttention(DraftAttention):
         self.whole: TreeAttnMetadata | None = None
         if len(self.partial) < count:
             columns = (tables, every, whole, lens, every)
-            self.whole = _single_rows(columns, self.block_table, max(most, default=0))
+            self.whole = single_rows(columns, self.block_table, max(most, default=0))
         self.part: TreeAttnMetadata | None = None
         if self.partial:
             budget = torch.full_like(lens, pool.budget)
             columns = (regions, every, is_partial, budget, every)
-            self.part = _single_rows(columns, pool.block_table, pool.budget)
+            self.part = single_rows(columns, pool.block_table, pool.budget)
 
     def attend(
         self,
@@ -305,12 +335,8 @@ class DevicePartialAttention(DraftAttention):
         output: torch.Tensor,
     ) -> None:
         index, contexts = self.layer_index[layer.layer_name], self.contexts
-        for r, region, is_due in zip(self.partial, self.regions, self.due, strict=True):
-            if is_due:
-                self.pool.choose(
-                    index, region, query[r], contexts.lens[r], contexts.most[r],
-                    self.block_table[contexts.rows[r]],
-                )  # fmt: skip
+        if self.moves.chosen:
+            self.pool.choose(index, self.moves, query, contexts.lens, self.block_table)
         kernel = self.rows.kernel_for(query, key)
         for metadata, views in (
             (self.whole, self.rows.views[index]),
@@ -320,7 +346,14 @@ class DevicePartialAttention(DraftAttention):
                 kernel.run(query, *views, output, metadata, layer.impl.scale, key, value)
 
 
-def _single_rows(
+def partial_of(contexts: Contexts, budget: int) -> list[int]:
+    """Requests that read partial caches: those that are drafted for whose contexts are certain not
+    to fit in the budget."""
+    bounds = zip(contexts.least, contexts.is_drafted, strict=True)
+    return [r for r, (least, drafted) in enumerate(bounds) if drafted and least > budget]
+
+
+def single_rows(
     # of `TreeAttnMetadata.plan`, int32 [R] each
     columns: Sequence[torch.Tensor],
     block_table: torch.Tensor,
@@ -346,6 +379,9 @@ class DeviceSelfDraft:
     """
 
     def __init__(self, state: RunnerView, spec: PartialCacheSpec, backend: CudaKernels) -> None:
+        # Which needs what is above.
+        from vllm_specplug.vllm_worker.graph_self_draft import GraphSelfDraft
+
         self.state, self.spec = state, spec
         caches = state.target_caches()
         self.layer_index = {name: i for i, name in enumerate(caches)}
@@ -360,6 +396,7 @@ class DeviceSelfDraft:
         )
         views = backend.views_of(self.pool.caches[0])
         self.pool_views = [views(cache) for cache in self.pool.caches]
+        self.graphs = GraphSelfDraft(self)
         logger.info(
             "Partial caches: %d requests with %d tokens each, %.1f MiB",
             self.pool.max_requests,
@@ -387,22 +424,39 @@ class DeviceSelfDraft:
         """Drops partial caches of requests that ended or were preempted."""
         self.pool.forget(req_ids)
 
+    @property
+    def captures(self) -> bool:
+        """See the protocol."""
+        return self.graphs.is_possible
+
+    def prepare(self, requests: DeviceRequests) -> bool:
+        """See the protocol."""
+        return self.graphs.prepare(requests)
+
     def __call__(
         self, requests: DraftRequests | DeviceRequests
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs each request's anchor; see the protocol."""
-        count = len(requests)
+        if isinstance(requests, DeviceRequests) and requests.history is None:
+            return self.graphs(requests)
         contexts = Contexts.of(requests, self.state.device)
         attention = DevicePartialAttention(
             self.rows, self.pool, self.pool_views, self.layer_index, contexts
         )
+        return self.run(attention, contexts.anchors, contexts.lens, contexts.rows)
+
+    def run(
+        self,
+        attention: DraftAttention,
+        # [R] each
+        anchors: torch.Tensor,
+        lens: torch.Tensor,
+        rows: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's forward of anchors behind contexts of `lens` tokens."""
         # Of requests that get no draft both may be anything.
-        anchors = contexts.anchors.clamp(0, self.state.vocab_size - 1)
-        positions = contexts.lens.clamp(0, self.state.max_model_len - 1)
-        hidden, aux = self.state.forward(
-            anchors.to(torch.int32),
-            positions,
-            dict.fromkeys(self.layer_index, attention),
-            list(contexts.rows),
-        )
-        return hidden[:count], aux[0][:count]
+        ids = anchors.clamp(0, self.state.vocab_size - 1).to(torch.int32)
+        positions = lens.clamp(0, self.state.max_model_len - 1)
+        layers = dict.fromkeys(self.layer_index, attention)
+        hidden, aux = self.state.forward(ids, positions, layers, list(rows))
+        return hidden[: len(ids)], aux[0][: len(ids)]

@@ -144,6 +144,12 @@ class SelfDraft:
         """Drops partial caches of requests that ended or were preempted."""
         self.pool.forget(req_ids)
 
+    captures = False
+
+    def prepare(self, requests: DeviceRequests) -> bool:
+        """Nothing here is captured."""
+        return False
+
     def __call__(
         self, requests: DraftRequests | DeviceRequests
     ) -> tuple[torch.Tensor, torch.Tensor]:

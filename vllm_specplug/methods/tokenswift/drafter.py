@@ -72,6 +72,8 @@ class TokenSwiftDrafter(Drafter):
         # Accepted tokens by where they were drafted: "heads", "ngrams" or "both".
         self.accepted_from: Counter[str] = Counter()
         self.steps_from: Counter[str] = Counter()
+        # Of the draft to come, where it was asked for before a graph that does not hold it.
+        self._chosen: str | None = None
         # [T, H] last layer's outputs of the step, and [B] each request's last committed row
         self._hidden: torch.Tensor | None = None
         self._last_rows: torch.Tensor | None = None
@@ -159,14 +161,12 @@ class TokenSwiftDrafter(Drafter):
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees | None:
         """See `Drafter`. Sources are chosen on the host, by steps that it has heard of."""
-        available = self._available(requests)
-        source = self.chooser.choose(available) if available else NGRAMS
-        if len(self.chooser.sources) > 1:
-            # What ranks have heard of differs, and all of them run the target or none does.
-            (chosen,) = self.share([float(_SOURCES.index(source))])
-            source = _SOURCES[int(chosen)]
-        self.steps_from[source] += 1
-        self.source = source
+        if requests.history is None:
+            # Of a graph: what it stands for is counted where it is replayed.
+            source = SELF
+        else:
+            source, self._chosen = self._chosen or self._choose_source(requests), None
+            self._count(source)
         if source == NGRAMS:
             return None
         first = 0 if source == SELF else 1
@@ -190,6 +190,44 @@ class TokenSwiftDrafter(Drafter):
             requests.num_nodes,
         )  # fmt: skip
         return DeviceTrees(*built)
+
+    @property
+    def drafts_from_graphs(self) -> bool:
+        # Heads read the step's own rows, and are few launches.
+        return self.drafts_on_device and SELF in self.chooser.sources
+
+    @property
+    def can_be_captured(self) -> bool:
+        return self.target_forward is not None and self.target_forward.captures
+
+    def enter_graph(self, requests: DeviceRequests) -> bool:
+        history = requests.history
+        if history is None:
+            # A draft that no step came before.
+            return False
+        self._chosen = self._choose_source(requests)
+        # Penalties are made anew in every step, for as many tokens as the widest window has.
+        if self._chosen != SELF or history.penalties is not None:
+            return False
+        assert self.target_forward is not None
+        if not self.target_forward.prepare(requests):
+            return False
+        self._chosen = None
+        self._count(SELF)
+        return True
+
+    def _choose_source(self, requests: DeviceRequests) -> str:
+        available = self._available(requests)
+        source = self.chooser.choose(available) if available else NGRAMS
+        if len(self.chooser.sources) > 1:
+            # What ranks have heard of differs, and all of them run the target or none does.
+            (chosen,) = self.share([float(_SOURCES.index(source))])
+            source = _SOURCES[int(chosen)]
+        return source
+
+    def _count(self, source: str) -> None:
+        self.steps_from[source] += 1
+        self.source = source
 
     def learn(self, source: str, tokens: float, milliseconds: float) -> None:
         if len(self.chooser.sources) > 1:
