@@ -3,6 +3,7 @@
 
 The loop is read from machine code: the first innermost one with matrix products, which is the one
 over full tiles of the context, on the path with the fewest instructions that runs all its products.
+Products of float32 are no matrix instructions but multiplications with additions of every lane.
 Each of the four schedulers of a multiprocessor issues one instruction a cycle, and a pipe takes a
 warp's instruction over several cycles (CUDA programming guide, arithmetic instructions: results a
 cycle and multiprocessor). Latencies, memory and stalls are not in it: no kernel is faster, ours
@@ -57,6 +58,11 @@ class Instruction(NamedTuple):
             return 16 * 8 * 16
         return 0
 
+    @property
+    def lane_products(self) -> int:
+        """Multiplications with additions in float32 that a warp's lanes make."""
+        return WARP * (self.name == "FFMA")
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -69,6 +75,8 @@ class Loop:
     memory: int
     """Instructions; what they cost depends on the data."""
     tensor_cycles: int
+    products: int
+    """Multiplications with additions that a warp makes, of matrices or, without any, of lanes."""
 
     @property
     def cycles(self) -> int:
@@ -77,7 +85,7 @@ class Loop:
 
     def row(self, rows: int, columns: int, head_dim: int, warps: int) -> list[str]:
         """Cells of the table, for a block of `warps` whose tile has `rows` rows and `columns`."""
-        made = self.tensor_cycles * TENSOR * warps
+        made = self.products * warps
         needed = 2 * rows * columns * head_dim
         assert needed <= made <= 2 * needed, "not one tile an iteration"
         of_scheduler = warps // SCHEDULERS
@@ -104,10 +112,15 @@ TITLES = (
 )
 
 
-def inner_loop(cubin: bytes) -> Loop:
-    """Of the first loop with products in machine code for sm_90."""
-    code, labels = _listing(cubin)
-    return _count(_shortest(code, labels, *_first_loop(code, labels)))
+def inner_loop(cubin: bytes, float32: bool = False) -> Loop:
+    """Of the first loop with products in machine code for sm_90; in `float32`, with products of
+    lanes."""
+    return _inner_loop(*_listing(cubin), float32)
+
+
+def _inner_loop(code: list[Instruction], labels: dict[str, int], float32: bool) -> Loop:
+    work = _lane_products if float32 else _products
+    return _count(_shortest(code, labels, *_first_loop(code, labels, work), work), work)
 
 
 def producer_slots(cubin: bytes) -> int:
@@ -149,6 +162,10 @@ def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
 
 def _products(instruction: Instruction) -> int:
     return instruction.products
+
+
+def _lane_products(instruction: Instruction) -> int:
+    return instruction.lane_products
 
 
 def _boxes(instruction: Instruction) -> int:
@@ -211,13 +228,13 @@ def _shortest(
     return path
 
 
-def _count(path: list[Instruction]) -> Loop:
+def _count(path: list[Instruction], work: Callable[[Instruction], int] = _products) -> Loop:
     counts = Counter(instruction.name for instruction in path)
 
     def of(names: set[str]) -> int:
         return sum(counts[name] for name in names)
 
-    products = sum(instruction.products for instruction in path)
+    products = sum(map(work, path))
     assert products, "no products in the loop"
     multiplied = of(_MULTIPLY)
     return Loop(
@@ -227,7 +244,8 @@ def _count(path: list[Instruction]) -> Loop:
         alu_cycles=2 * of(_ALU),
         special_cycles=8 * of(_SPECIAL),
         memory=of(_MEMORY),
-        tensor_cycles=products // TENSOR,
+        tensor_cycles=sum(map(_products, path)) // TENSOR,
+        products=products,
     )
 
 

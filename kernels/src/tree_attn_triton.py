@@ -63,12 +63,14 @@ class TreeAttnConfig:
         """Tiles for `packed_rows` rows x heads of the largest tree on a device of compute
         capability `major` whose blocks may take `shared_memory` bytes; with `dense` tails, for a
         layer of `kind`."""
+        if itemsize == 4:
+            return cls._of_float32(packed_rows, head_dim)
         if head_dim > 256:
             # Sixteen rows of outputs are what registers hold; more rows, or a single stage, spill.
-            return cls(16, 16, 8, 2 if itemsize < 4 else 1)
+            return cls(16, 16, 8, 2)
         # Few sizes: each is a compilation.
-        block_m = 16 if packed_rows <= 16 else 64 if packed_rows <= 64 or itemsize == 4 else 128
-        block_n = 64 if itemsize < 4 else 32
+        block_m = 16 if packed_rows <= 16 else 64 if packed_rows <= 64 else 128
+        block_n = 64
         if head_dim > 128 or major < 9:
             # Ampere's tiles of a wide head: more rows spill even with eight warps.
             block_m, block_n = min(block_m, 32 if head_dim > 128 and major < 9 else 64), 32
@@ -93,6 +95,23 @@ class TreeAttnConfig:
         if dense and kind.quantised_cache and major >= 10:
             deepest = 1
         return cls(block_m, block_n, 8 if wide else 4, int(max(1, min(deepest, stages))))
+
+    @classmethod
+    def _of_float32(cls, packed_rows: int, head_dim: int) -> TreeAttnConfig:
+        """Tiles whose products lanes make: tensor cores would round factors of 32 bits.
+
+        A lane holds a head's numbers of every query row and every key that it multiplies, so few
+        of them. Heads wider than 128 spill all the same. Two stages take the memory of one, at
+        most 99,520 bytes, and a single one spills.
+        """
+        padded = max(16, triton.next_power_of_2(head_dim))
+        if padded <= 32:
+            block_m, block_n = 16 if packed_rows <= 16 else 64, 32
+        elif padded == 64:
+            block_m, block_n = (16, 32) if packed_rows <= 16 else (32, 16)
+        else:
+            block_m, block_n = 16, 16
+        return cls(block_m, block_n, 4 if padded == 16 else 8, 2)
 
 
 def config_for(

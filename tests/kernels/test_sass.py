@@ -41,17 +41,17 @@ LISTING = """
 )
 
 
-def loop(listing: str) -> sass.Loop:
-    code, labels = sass.parse(listing)
-    return sass._count(sass._shortest(code, labels, *sass._first_loop(code, labels)))
+def loop(listing: str, float32: bool = False) -> sass.Loop:
+    return sass._inner_loop(*sass.parse(listing), float32)
 
 
 def test_the_shortest_way_that_makes_all_products() -> None:
     found = loop(LISTING)
     # the wait and three branches, eight products, four others, two branches at the end
     assert found == sass.Loop(
-        issued=18, float_cycles=2, alu_cycles=2, special_cycles=8, memory=1, tensor_cycles=256
-    )
+        issued=18, float_cycles=2, alu_cycles=2, special_cycles=8, memory=1, tensor_cycles=256,
+        products=131072,
+    )  # fmt: skip
     cells = found.row(64, 64, 64, 4)
     assert cells == ["64 x 64", "18 / 2 / 2 / 8 / 1", "18", "256", "4.0", "4.0"]
     assert found.row(192, 64, 64, 12)[2:] == ["54", "768", "12.0", "4.0"]
@@ -62,6 +62,32 @@ def test_the_shortest_way_that_makes_all_products() -> None:
 def test_no_loop_of_products_is_an_error() -> None:
     with pytest.raises(AssertionError, match="no loop"):
         loop(LISTING.replace("HGMMA", "FFMA"))
+
+
+# One tile of 8 x 8 and head size 16 by eight warps: eight products of a lane.
+OF_LANES = LISTING.replace(
+    """        /*0110*/                   FFMA R6, R6, R7, R8 ;
+""",
+    "",
+).replace("HGMMA", "FFMA")
+
+
+def test_products_of_lanes() -> None:
+    found = loop(OF_LANES, float32=True)
+    assert found == sass.Loop(
+        issued=17, float_cycles=9, alu_cycles=2, special_cycles=8, memory=1, tensor_cycles=0,
+        products=256,
+    )  # fmt: skip
+    assert found.row(8, 8, 16, 8) == ["8 x 8", "17 / 9 / 2 / 8 / 1", "34", "0", "4.2", "34.0"]
+    for columns in (2, 16):
+        with pytest.raises(AssertionError, match="one tile"):
+            found.row(8, columns, 16, 8)
+
+
+def test_lanes_are_not_counted_beside_matrices_and_the_other_way_round() -> None:
+    assert loop(LISTING, float32=True).products == sass.WARP
+    with pytest.raises(AssertionError, match="no loop"):
+        loop(LISTING.replace("FFMA", "FADD"), float32=True)
 
 
 def test_what_a_table_says_is_read_again() -> None:

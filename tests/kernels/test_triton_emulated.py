@@ -22,6 +22,9 @@ from tests.kernels import (
     test_delta_tree_triton as delta,
 )
 from tests.kernels import (
+    test_finite_values_triton as finite,
+)
+from tests.kernels import (
     test_gru_step_triton as gru,
 )
 from tests.kernels import (
@@ -39,7 +42,7 @@ from tests.kernels import (
 from tests.kernels import (
     test_triton_step as step,
 )
-from tests.kernels.device_trees import FP8, FP16, DeviceTrees, other_scales
+from tests.kernels.device_trees import FP8, FP16, FP32, DeviceTrees, other_scales
 from tests.kernels.ptx_machine import Timing
 from tests.kernels.triton_compiler import Compiler
 from tests.kernels.triton_machine import Stepped, stepped
@@ -104,6 +107,22 @@ def test_copies_early_and_products_late(machine: Stepped) -> None:
 def test_dense_tails(machine: Stepped) -> None:
     half([(40, 20), (0, 3)], dense=True).check(splits=1)
     half([(40, 20), (0, 3)], dense=True, mask="full").check(splits=1)
+
+
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.full)])
+def test_products_of_float32(machine: Stepped, head_dim: int) -> None:
+    """By lanes, exactly: factors rounded as tensor cores do are off."""
+    problem = half([(37, 9), (3, 0)], dtype=FP32, head_dim=head_dim)
+    problem.check(splits=1)
+    assert not ran(machine, "mma") and ran(machine, "cp.async.c")
+    keys = problem.key_cache.clone()
+    problem.key_cache.view(torch.int32).bitwise_and_(-(1 << 13))
+    with pytest.raises(AssertionError, match="off by"):
+        problem.check(splits=1)
+    problem.key_cache.copy_(keys)
+    machine.damage = lambda ptx: re.sub(r"cp\.async\.wait_group\s+\d+;", "", ptx)
+    with pytest.raises(AssertionError, match=r"off by|unused slot|another|outside"):
+        problem.check(splits=1)
 
 
 def test_wide_heads(machine: Stepped) -> None:
@@ -275,6 +294,16 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
         lambda patch: partial_caches.test_new_tokens_are_taken_in(BF16),
         {"_take_in_kernel", "_count_tokens_kernel"},
     ),
+    "values that are not finite": (
+        lambda patch: finite.test_the_devices_kernel_stores_what_the_hosts_does(FP16, float("nan")),
+        {"_contain_nonfinite_kernel"},
+    ),
+    "values that are infinite": (
+        lambda patch: finite.test_the_devices_kernel_stores_what_the_hosts_does(
+            BF16, float("-inf")
+        ),
+        {"_contain_nonfinite_kernel"},
+    ),
     "the convolution": (
         lambda patch: delta.test_convolution_follows_ancestors(BF16, 37, 4, True),
         {"_tree_conv_kernel"},
@@ -292,6 +321,29 @@ def test_the_rest_of_a_step(machine: Stepped, monkeypatch: pytest.MonkeyPatch, n
     check, kernels = STEPS[name]
     check(monkeypatch)
     assert set(machine.kernels) == kernels
+
+
+@pytest.mark.parametrize(
+    ("pattern", "instead"),
+    [
+        (r"shfl\.sync\.bfly\.b32\s+(%r\d+), (%r\d+),[^;]*;", r"mov.b32 \1, \2;"),
+        (r", 31743;", ", 31744;"),
+        (r"@%p\d+ (st\.global)", r"\1"),
+    ],
+    ids=["a lane sees its own numbers alone", "infinity is finite", "every row is stored"],
+)
+def test_values_that_are_not_contained_are_noticed(
+    machine: Stepped, pattern: str, instead: str
+) -> None:
+    def damaged(ptx: str) -> str:
+        other, count = re.subn(pattern, instead, ptx)
+        # Not by an AssertionError, which is waited for.
+        return other if count else pytest.fail("the kernel has no such instruction")
+
+    machine.damage = damaged
+    with pytest.raises(AssertionError):
+        finite.test_the_devices_kernel_stores_what_the_hosts_does(FP16, float("-inf"))
+    assert machine.kernels["_contain_nonfinite_kernel"] == 1
 
 
 @pytest.mark.full

@@ -108,6 +108,11 @@ def test_configurations_fit_their_device():
                 stage = 2 * config.block_n * dim * 2
                 assert config.num_stages * stage + config.block_m * dim * 2 <= shared
                 assert 64 % config.block_n == 0
+                config = TreeAttnConfig.choose(rows, dim, 4, shared)
+                # Of two stages the compiler keeps one beside the tile in use.
+                assert config.num_stages == 2
+                assert (2 * config.block_n + config.block_m) * dim * 4 + 1024 <= shared
+                assert 64 % config.block_n == 0
 
 
 @pytest.mark.parametrize("longest", [100, 512, 2000, 40_000])

@@ -92,7 +92,8 @@ def compile_kernel(
     ]
     loop = None
     if tile is not None and arch == 90:
-        loop = sass.inner_loop(compiled.asm["cubin"]).row(*tile, num_warps)
+        float32 = constants["PRECISION"] == "ieee"
+        loop = sass.inner_loop(compiled.asm["cubin"], float32).row(*tile, num_warps)
     return Compiled(name, compiled.metadata.shared, registers, spilled, counts, specialised, loop)
 
 
@@ -518,9 +519,22 @@ def main(arch: int, all_shapes: bool) -> None:
         # Roots alone, large pages, another head size.
         kernels.append(tree_attention(arch, 4, page=128))
         kernels.append(tree_attention(arch, 64 * 4, head_dim=96, page=64))
+    # float32 is what outputs are compared in first, on small models with heads of 64.
+    kernels += [tree_attention(arch, 64 * 4, dtype="fp16")]
+    kernels += [tree_attention(arch, 16 * 4, dtype="fp16", dense=True)]
+    kernels += [
+        tree_attention(arch, 64 * 4, head_dim=dim, dtype="fp32", dense=dense)
+        for dim in (64, 128)
+        for dense in (False, True)
+    ]
+    kernels += [tree_attention(arch, 4, head_dim=64, dtype="fp32", dense=d) for d in (False, True)]
     if all_shapes:
         kernels += [tree_attention(arch, rows, head_dim=64, page=32) for rows in (4, 64, 256)]
-        kernels += [tree_attention(arch, 64, dtype=dtype) for dtype in ("fp16", "fp32")]
+        kernels += [
+            tree_attention(arch, 64 * 4, head_dim=dim, dtype="fp32", features=("window", feature))
+            for dim, feature in ((64, "sinks"), (128, "soft cap"), (128, "alibi"))
+        ]
+        kernels += [tree_attention(arch, 64 * 4, head_dim=d, dtype="fp32") for d in (16, 32, 96)]
     for kernel in kernels:
         print(json.dumps(asdict(kernel)), flush=True)
 
