@@ -22,6 +22,9 @@ from tests.kernels import (
     test_delta_tree_triton as delta,
 )
 from tests.kernels import (
+    test_finite_values_triton as finite,
+)
+from tests.kernels import (
     test_gru_step_triton as gru,
 )
 from tests.kernels import (
@@ -232,6 +235,12 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
     "a local head's step": (
         lambda patch: gru.test_new_states_equal_the_readable_step(None, 70, 5, FP16),
         {"_gru_step_kernel"},
+    ),
+    "values that are not finite": (
+        lambda patch: finite.test_the_devices_kernel_stores_what_the_hosts_does(
+            FP16, float("-inf")
+        ),
+        {"_contain_nonfinite_kernel"},
     ),
     "the delta rule": (
         lambda patch: delta.test_every_branch_is_decoded_as_alone("bush", (1, 2)),
