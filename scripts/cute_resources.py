@@ -2,17 +2,23 @@
 """The tables of what compiled CuTe kernels take, in docs/kernels_gpu.md: resources, and the issue
 cycles of their inner loops.
 
-python -m scripts.cute_resources [--write]
+python -m scripts.cute_resources [--write] [--jobs N]
+
+With the tables goes a digest of the sources, so that a test which compiles nothing notices tables
+that were not written again. Minutes; what was compiled is kept under $SPECPLUG_CACHE, so that an
+interrupted run goes on.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
+import hashlib
 import re
 import subprocess
-import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +26,10 @@ from typing import NamedTuple
 
 from scripts import sass
 from vllm_specplug.kernels.cute.config import (
+    BOXES,
     DTYPES,
+    HEAD_DIMS,
+    SCHEMES,
     SHARED_RESERVED,
     SHARED_TOTAL,
     TILE_N,
@@ -28,14 +37,60 @@ from vllm_specplug.kernels.cute.config import (
     ForwardConfig,
     all_configs,
 )
+from vllm_specplug.kernels.cute.store import (
+    StoredKernel,
+    as_stored,
+    cache_root,
+    read,
+    sources,
+    write,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels_gpu.md"
 _START, _END = "<!-- cute resources -->", "<!-- /cute resources -->"
 LOOPS = "cute loops"
 PRODUCERS = "cute producers"
+ON_DEMAND = "cute on demand"
+TAKEN = "registers / shared / stack / blocks"
 # Of a multiprocessor of compute capability 9.0: registers, threads, and what a thread's registers
 # are given out in.
 REGISTERS, THREADS, REGISTER_UNIT = 65536, 2048, 8
+
+
+def on_demand_configs() -> list[ForwardConfig]:
+    """Variants that are compiled where they are asked for, as far as they are recorded: with boxes
+    of the smallest page, at the head size with the fewest registers to spare, elsewhere all
+    features at once."""
+    every = {"window": True, "soft_cap": True, "alibi": True}
+    some = ({"soft_cap": True}, {"alibi": True}, {"window": True, "soft_cap": True})
+    return [
+        ForwardConfig(
+            head_dim, DTYPES[0], warpgroups, BOXES[0], specialised=specialised, **features
+        )
+        for head_dim in HEAD_DIMS
+        for features in ((*some, every) if head_dim == HEAD_DIMS[-1] else (every,))
+        for warpgroups, specialised in SCHEMES
+    ]
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """Of what sources say to the compiler: neither comments nor docstrings count, and of a module
+    outside the kernel's folder its constants alone."""
+    found = hashlib.sha256()
+    for path in paths:
+        tree = ast.parse(path.read_text())
+        if path.parent.name != "cute":
+            tree.body = [
+                node
+                for node in tree.body
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            ]
+        for node in ast.walk(tree):
+            documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+            if isinstance(node, documented) and ast.get_docstring(node) is not None:
+                node.body[0] = ast.Pass()
+        found.update(f"{path.name}\0{ast.unparse(tree)}\0".encode())
+    return found.hexdigest()[:16]
 
 
 class Resources(NamedTuple):
@@ -81,16 +136,16 @@ def producer(cubin: bytes, config: ForwardConfig) -> list[str]:
 
 
 def recorded_producer(page: str, config: ForwardConfig) -> list[str] | None:
-    return _of_config(sass.recorded(page, PRODUCERS), config)
+    return of_config(sass.recorded(page, PRODUCERS), config)
 
 
-def _of_config(found: dict[str, list[str]], config: ForwardConfig) -> list[str] | None:
+def of_config(found: dict[str, list[str]], config: ForwardConfig) -> list[str] | None:
     return found.get(config.name) or found.get(config.name.replace(config.dtype, "*"))
 
 
 def recorded_loop(page: str, config: ForwardConfig) -> list[str] | None:
     """What the table in `page` says; one line serves all dtypes where they are equal."""
-    return _of_config(sass.recorded(page, LOOPS), config)
+    return of_config(sass.recorded(page, LOOPS), config)
 
 
 def loop_table(found: dict[str, list[str]], titles: Sequence[str] = sass.TITLES) -> str:
@@ -105,7 +160,8 @@ def loop_table(found: dict[str, list[str]], titles: Sequence[str] = sass.TITLES)
 def table(found: dict[str, Resources]) -> str:
     """Rows of variants, columns of dtypes: registers / shared memory / stack / blocks."""
     rows = [
-        f"Compiled by nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}:",
+        f"Compiled by nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')} from sources of digest "
+        f"`{digest(sources())}`:",
         "",
         f"| Kernel | {' | '.join(DTYPES)} |",
         "|---|" + "---|" * len(DTYPES),
@@ -113,8 +169,8 @@ def table(found: dict[str, Resources]) -> str:
     for name in found:
         if DTYPES[0] in name:
             cells = [found[name.replace(DTYPES[0], dtype)] for dtype in DTYPES]
-            shown = " | ".join(" / ".join(map(str, cell)) for cell in cells)
-            rows.append(f"| {name.replace(DTYPES[0], '*')} | {shown} |")
+            row = " | ".join(map(shown, cells))
+            rows.append(f"| {name.replace(DTYPES[0], '*')} | {row} |")
     return "\n".join(rows)
 
 
@@ -122,7 +178,7 @@ def recorded(page: str) -> tuple[str, dict[str, Resources]]:
     """The compiler's version and what the table in `page` says."""
     block = re.search(f"{_START}(.*){_END}", page, re.DOTALL)
     assert block, "no table of resources"
-    release = re.search(r"dsl ([\w.+]+):", block[1])
+    release = re.search(r"dsl ([\w.+]+) from", block[1])
     assert release, "no version above the table of resources"
     found = {}
     for line in block[1].splitlines():
@@ -132,6 +188,24 @@ def recorded(page: str) -> tuple[str, dict[str, Resources]]:
                 numbers = Resources(*map(int, cell.split("/")))
                 found[name.replace("*", dtype)] = numbers
     return release[1], found
+
+
+def recorded_on_demand(page: str) -> dict[str, tuple[Resources, list[str]]]:
+    """What is taken, and the cells of the inner loop."""
+    return {
+        name: (Resources(*map(int, cells[0].split("/"))), cells[1:])
+        for name, cells in sass.recorded(page, ON_DEMAND).items()
+    }
+
+
+def recorded_digest(page: str) -> str:
+    """Of the sources that the tables in `page` were made from."""
+    (found,) = re.findall(r"from sources of digest `(\w+)`:", page)
+    return found
+
+
+def shown(taken: Resources) -> str:
+    return " / ".join(map(str, taken))
 
 
 def difference(now: Resources, then: Resources, *, same_compiler: bool) -> str | None:
@@ -151,37 +225,60 @@ class _Measured(NamedTuple):
     producer: list[str]
 
 
-def _measure(config: ForwardConfig | CombineConfig) -> _Measured:
+def cubin(config: ForwardConfig | CombineConfig) -> bytes:
+    """Of this compiler; the store's own cache may hold another's."""
     from vllm_specplug.kernels.cute.compile import compile_config
 
+    root = cache_root() or Path(tempfile.gettempdir())
+    folder = root / "resources" / version("nvidia-cutlass-dsl")
+    kept = read(folder, config.name)
+    if not isinstance(kept, StoredKernel):
+        kept = as_stored(compile_config(config))
+        write(folder, kept)
+    return kept.cubin
+
+
+def _measure(config: ForwardConfig | CombineConfig) -> _Measured:
     warnings.simplefilter("ignore")
-    cubin = compile_config(config).cubin
+    made = cubin(config)
     attends = isinstance(config, ForwardConfig)
     return _Measured(
-        resources(cubin, config),
-        loop(cubin, config) if attends else [],
-        producer(cubin, config) if attends and config.specialised else [],
+        resources(made, config),
+        loop(made, config) if attends else [],
+        producer(made, config) if attends and config.specialised else [],
     )
 
 
 def main() -> None:
-    configs = all_configs()
-    with ProcessPoolExecutor(2) as pool:
-        measured = list(pool.map(_measure, configs))
-    found = {config.name: each for config, each in zip(configs, measured, strict=True)}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="into docs/kernels_gpu.md")
+    parser.add_argument("--jobs", type=int, default=2, help="variants that are compiled at once")
+    arguments = parser.parse_args()
+    configs, asked = all_configs(), on_demand_configs()
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        measured = list(pool.map(_measure, [*configs, *asked]))
+    found = {config.name: each for config, each in zip(configs, measured, strict=False)}
     text = table({name: each.taken for name, each in found.items()})
     loops = loop_table({name: each.loop for name, each in found.items() if each.loop})
     producers = loop_table(
         {name: each.producer for name, each in found.items() if each.producer},
         ("boxes of K", "issued"),
     )
-    if "--write" not in sys.argv[1:]:
-        print(text, loops, producers, sep="\n\n")
+    on_demand = sass.table(
+        {
+            config.name: [shown(each.taken), *each.loop]
+            for config, each in zip(asked, measured[len(configs) :], strict=True)
+        },
+        (TAKEN, *sass.TITLES),
+    )
+    if not arguments.write:
+        print(text, loops, producers, on_demand, sep="\n\n")
         return
     block = f"{_START}\n{text}\n{_END}"
     page = re.sub(f"{_START}.*{_END}", lambda _: block, PAGE.read_text(), flags=re.DOTALL)
-    page = sass.replaced(page, LOOPS, loops)
-    PAGE.write_text(sass.replaced(page, PRODUCERS, producers))
+    for mark, rows in ((LOOPS, loops), (PRODUCERS, producers), (ON_DEMAND, on_demand)):
+        page = sass.replaced(page, mark, rows)
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

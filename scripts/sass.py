@@ -123,6 +123,33 @@ def _inner_loop(code: list[Instruction], labels: dict[str, int], float32: bool) 
     return _count(_shortest(code, labels, *_first_loop(code, labels, work), work), work)
 
 
+class Waits(NamedTuple):
+    """Instructions of an iteration at which a warp waits. A tile of the copy engine is waited for
+    besides, at its mbarrier, which not every iteration has."""
+
+    products: int
+    """For its own warpgroup's."""
+    copies: int
+    """For small copies of its own thread."""
+    block: int
+    """For all threads of the block."""
+
+
+def waits(cubin: bytes) -> Waits:
+    """On the path of `inner_loop`."""
+    code, labels = _listing(cubin)
+    return _waits(_shortest(code, labels, *_first_loop(code, labels)))
+
+
+def _waits(path: list[Instruction]) -> Waits:
+    names = [instruction.opcode for instruction in path]
+    return Waits(
+        sum(name.startswith("WARPGROUP.DEPBAR") for name in names),
+        sum(name.startswith("DEPBAR") for name in names),
+        sum(name.startswith(("BAR.SYNC", "BAR.RED")) for name in names),
+    )
+
+
 def producer_slots(cubin: bytes) -> int:
     """Instructions that a warp which only loads issues for a tile, by the copy engine alone."""
     code, labels = _listing(cubin)

@@ -59,6 +59,30 @@ def test_the_shortest_way_that_makes_all_products() -> None:
         found.row(64, 128, 64, 4)
 
 
+def waits(listing: str) -> sass.Waits:
+    code, labels = sass.parse(listing)
+    return sass._waits(sass._shortest(code, labels, *sass._first_loop(code, labels)))
+
+
+def test_where_an_iteration_waits() -> None:
+    assert waits(LISTING) == sass.Waits(products=0, copies=0, block=0)
+    more = """
+        /*0131*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0132*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0133*/                   LDGDEPBAR ;
+        /*0134*/                   DEPBAR.LE SB0, 0x1 ;
+        /*0135*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0136*/              @!P3 BRA `(.L_x_5) ;
+        /*0137*/                   DEPBAR.LE SB0, 0x0 ;
+.L_x_5:
+        /*0138*/                   FMNMX R6, R6, R7, !PT ;
+"""
+    place = "        /*0130*/                   FMNMX R6, R6, R7, !PT ;\n"
+    assert place in LISTING
+    # What a branch may leave out does not count.
+    assert waits(LISTING.replace(place, more[1:])) == sass.Waits(2, 1, 1)
+
+
 def test_no_loop_of_products_is_an_error() -> None:
     with pytest.raises(AssertionError, match="no loop"):
         loop(LISTING.replace("HGMMA", "FFMA"))

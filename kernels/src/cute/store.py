@@ -44,14 +44,19 @@ class StoredKernel:
         return self.cubin, self.ptx
 
 
+def sources() -> list[Path]:
+    """Every source that a cubin is made from."""
+    folder = Path(__file__).parent
+    paths = sorted([*folder.glob("*.py"), folder.parent / "cuda_contract.py"])
+    return [path for path in paths if path.name not in _HOST_ONLY]
+
+
 @cache
 def sources_digest() -> str:
-    """Digest of every source that a cubin is made from."""
-    folder = Path(__file__).parent
+    """Digest of all `sources`, to the byte."""
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.py"), folder.parent / "cuda_contract.py"]):
-        if path.name not in _HOST_ONLY:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sources():
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
