@@ -27,6 +27,7 @@ sys.path[:0] = [str(Path(__file__).parent)]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from partial_caches import check_partial_caches  # noqa: E402
 from predictions import TREE_KERNELS  # noqa: E402
 from problems import Problem, ProblemSpec, unsupported  # noqa: E402
 from report import Report  # noqa: E402
@@ -392,6 +393,8 @@ def main() -> int:
                 checks.graph(record)
     with report.part("words, builder, walk, compaction") as record:
         check_step_kernels(record, device)
+    with report.part("partial caches") as record:
+        check_partial_caches(record, device)
     # Last, as they are slow: what time is left, they share.
     for number, (name, checks) in enumerate(checked.items() if on_gpu else ()):
         with report.part(f"{name}: sanitizer") as record:
