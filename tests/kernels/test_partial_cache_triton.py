@@ -130,7 +130,7 @@ def test_chosen_tokens_arrive(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_new_tokens_are_taken_in(dtype: torch.dtype) -> None:
     made = Pages([70, 64, 90], layers=3, dtype=dtype, heads=3)
-    blocks, budget = 3, 37
+    blocks = 3
     columns = columns_of((2, 2, 1, 0), (0, 0, 3, 0), (1, 1, 0, 0))
     # Two regions take in some, across the edge of a page, and one nothing.
     covered, tails = torch.tensor([64, 81, 0, 69]), torch.tensor([9, 36, 0, 20])
@@ -148,12 +148,16 @@ def test_new_tokens_are_taken_in(dtype: torch.dtype) -> None:
         same = [torch.equal(*pair) for pair in zip(*pools, strict=True)]
         assert same == [True, True, layers == 3]
     assert not (pools[1][0] == 7).all() and (pools[1][0][:blocks] == 7).all()
+
+
+def test_tokens_that_are_taken_in_are_counted() -> None:
+    made = Pages([70, 64, 90])
+    columns = columns_of((2, 2, 1, 0), (0, 0, 3, 1), (1, 1, 0, 0))
+    covered, tails = torch.tensor([64, 81, 0, 69]), torch.tensor([9, 36, 0, 20])
     counts = []
     for module, name in ((partial_cache, ""), (partial_cache_triton, "_triton")):
         kept = covered.clone(), tails.clone()
-        chosen = columns.clone()
-        chosen[3, 1] = 1
-        getattr(module, f"count_tokens{name}")(chosen, made.lens, *kept, budget=budget)
+        getattr(module, f"count_tokens{name}")(columns, made.lens, *kept, budget=37)
         counts.append(torch.stack(kept))
     assert torch.equal(*counts)
     assert counts[1].tolist() == [[64, 90, 0, 70], [9, 27, 0, 36]]

@@ -292,7 +292,11 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
     ),
     "tokens taken in": (
         lambda patch: partial_caches.test_new_tokens_are_taken_in(BF16),
-        {"_take_in_kernel", "_count_tokens_kernel"},
+        {"_take_in_kernel"},
+    ),
+    "tokens counted": (
+        lambda patch: partial_caches.test_tokens_that_are_taken_in_are_counted(),
+        {"_count_tokens_kernel"},
     ),
     "values that are not finite": (
         lambda patch: finite.test_the_devices_kernel_stores_what_the_hosts_does(FP16, float("nan")),
