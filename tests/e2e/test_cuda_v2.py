@@ -13,11 +13,11 @@ import pytest
 from tests.e2e.fork_server import run_fresh
 from tests.e2e.pair import written_checks
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full]
+pytestmark = pytest.mark.e2e
 
 # Importing the modules would put Triton's interpreter in place here.
 CHECKS = [
-    pytest.param(module, name, marks=pytest.mark.xdist_group(module))
+    pytest.param(module, name, marks=[pytest.mark.full, pytest.mark.xdist_group(module)])
     for module in (
         "cuda_v2_checks",
         "cuda_v2_draft_checks",
@@ -32,12 +32,15 @@ CHECKS = [
     )
     for name in written_checks(module)
 ]
+# In every run: what a user of CUDA gets by default, and that a wrong mask would show.
+DEFAULTS = ("check_defaults_of_a_causal_block_head", "check_trees_without_their_mask_diverge")
 
 
 @cache
-def failures(module: str, folder: Path) -> dict[str, str | None]:
+def failures(module: str, folder: Path, *only: str) -> dict[str, str | None]:
     result, log = folder / f"{module}.json", folder / f"{module}.log"
-    arguments = [f"tests.e2e.{module}", str(result)]
+    folder.mkdir(exist_ok=True)
+    arguments = [f"tests.e2e.{module}", str(result), *only]
     environment = {"SPECPLUG_INTERPRETED_V2": "1"}
     run_fresh("tests.e2e.pair", arguments, log, env=environment, timeout_s=1800)
     assert result.is_file(), log.read_text()[-6000:]
@@ -54,4 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_cuda_v2(module: str, name: str, folder: Path) -> None:
     found = failures(module, folder)
     assert name in found, found
+    assert found[name] is None, found[name]
+
+
+@pytest.mark.xdist_group("cuda_v2_defaults")
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults(name: str, folder: Path) -> None:
+    found = failures("cuda_v2_checks", folder / "defaults", *DEFAULTS)
     assert found[name] is None, found[name]
