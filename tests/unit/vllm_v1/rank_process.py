@@ -36,11 +36,24 @@ from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 NUM_REQUESTS, NODES, DEPTH, HIDDEN, VOCAB = 8, 12, 4, 64, 32
 
 
-def reduced_hidden(rank: int) -> torch.Tensor:
-    """[DEPTH * NUM_REQUESTS, HIDDEN]: the ranks' parts of a row-parallel product, summed."""
+def part_of(rank: int) -> torch.Tensor:
+    """[DEPTH * NUM_REQUESTS, HIDDEN]: a rank's part of a row-parallel product."""
     generator = torch.Generator().manual_seed(rank)
-    part = torch.randn(DEPTH * NUM_REQUESTS, HIDDEN, generator=generator)
-    return tensor_model_parallel_all_reduce(part)
+    return torch.randn(DEPTH * NUM_REQUESTS, HIDDEN, generator=generator)
+
+
+def reduced_hidden(rank: int, world_size: int) -> torch.Tensor:
+    """The sum of the ranks' parts."""
+    reduced = tensor_model_parallel_all_reduce(part_of(rank))
+    if hasattr(torch.ops._C, "init_shm_manager"):
+        return reduced
+    # vLLM's build for a CPU without AVX-512 sums by gloo, on all ranks alike: the order of its
+    # shared-memory all-reduce is that of the ranks from one's own on.
+    ordered = part_of(rank)
+    for step in range(1, world_size):
+        ordered = ordered + part_of((rank + step) % world_size)
+    torch.testing.assert_close(ordered, reduced)
+    return ordered
 
 
 class HeadDrafter(Drafter):
@@ -122,7 +135,7 @@ def main(rank: int, size: int, folder: str) -> None:
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(size, rank, f"file://{folder}/store", rank, "gloo")
         initialize_model_parallel(size)
-        hidden = reduced_hidden(rank)
+        hidden = reduced_hidden(rank, size)
         drafter = HeadDrafter(hidden)
         runner = Runner(drafter)
         drafts = runner.propose_draft_token_ids(
