@@ -94,7 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def leave_out(recorder: Recorder) -> None:
-    """From here on launches of ours are noted instead of run."""
+    """From here on launches of the package's kernels are noted instead of run."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from tests.kernels import device_trees, triton_machine

@@ -72,7 +72,7 @@ class TreeOptions:
     target_products: TargetProductsName = "auto"
     """Products of the target's unquantized bfloat16 weights on a CPU. "packed" are the package's
     own: with AVX-512 BF16 a dozen rows take about as long as one, where vLLM's take half as long
-    again, and without AVX-512 a sixth to a tenth of the time of vLLM's, which then multiplies row
+    again, and without AVX-512 a fifth to an eighth of the time of vLLM's, which then multiplies row
     by row. Rows without drafts are then attended by the tree kernel, too. "vllm" leaves both to
     vLLM. "auto" is "packed" where the CPU has AVX-512 BF16 and no AMX, or AVX2 and no AVX-512."""
     tree_kernel: KernelName = "auto"

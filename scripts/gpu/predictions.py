@@ -24,7 +24,7 @@ from bounds import (
 
 # Result files of a run by name, as `report.Report` writes them.
 Results = Mapping[str, dict[str, Any]]
-# Those of ours, in the order in which a run with little time takes them.
+# The package's own, in the order in which a run with little time takes them.
 TREE_KERNELS = ("triton", "flash", "cute", "cute_ws")
 # What was measured, and its value.
 Measured = tuple[str, float]

@@ -10,7 +10,7 @@ CPU_PRODUCTS = Wrap(
     "cpu_products",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     "vLLM's products of a dozen bfloat16 rows take half as long again as those of one row on a "
-    "CPU with AVX-512 BF16, and twelve times as long without AVX-512; in place while a worker "
+    "CPU with AVX-512 BF16, and nine times as long without AVX-512; in place while a worker "
     "loads its weights",
     "vLLM's take as long for a tree as for one row",
     make="vllm_specplug.vllm_worker.linear:packing_dispatch",

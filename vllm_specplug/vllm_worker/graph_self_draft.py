@@ -3,7 +3,7 @@
 
 A graph holds the forward of requests whose partial caches, if they have one, are chosen already.
 Before a replay new tokens are taken in, and which request reads which region goes where the graph
-looks. A forward in which something is chosen anew is launched: scores and their top-k in every
+looks. A forward that chooses for a region is launched: scores and their top-k in every
 layer, of as many requests as there can be and of the longest context, would be part of every
 replay.
 """

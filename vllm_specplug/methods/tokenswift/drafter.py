@@ -206,7 +206,7 @@ class TokenSwiftDrafter(Drafter):
             # A draft that no step came before.
             return False
         self._chosen = self._choose_source(requests)
-        # Penalties are made anew in every step, for as many tokens as the widest window has.
+        # Penalties are rebuilt in every step, for as many tokens as the widest window has.
         if self._chosen != SELF or history.penalties is not None:
             return False
         assert self.target_forward is not None
