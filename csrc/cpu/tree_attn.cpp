@@ -28,6 +28,10 @@ namespace {
 
 // Rows (query rows x query heads of a KV head) that share one pass over the context.
 constexpr int kMaxItemRows = 512;
+// Groups whose softmax begins anew; their shares are merged in order. Threads take whole units, so
+// a row's result is the same for any number of threads.
+constexpr int kUnitGroups = 32;
+static_assert(kUnitGroups % kTileGroups == 0, "tiles lie in one unit");
 // Below this much work (rows x groups, in units of 16 rows) waking other threads costs more.
 constexpr int64_t kParallelCost = 24;
 constexpr float kLog2E = 1.4426950408889634f;
@@ -81,11 +85,14 @@ struct Problem {
   bool separate_tail;         // the context ends at context_len: the tail is dense or there is none
   const int32_t* first_slot;  // [M] first context slot of a row, or null: rows attend from slot 0
   const int32_t* depth;       // [M] position of a row behind its root; null where nobody reads it
-  const float* alibi_slopes;  // [Hq] or null
-  const float* sinks;         // [Hq] or null
-  float scale, soft_cap;      // read where scores are reshaped before the softmax
-  bool reshaped;              // there is a soft cap, or ALiBi
-  float* lse;                 // [T, Hq] natural log of the sum of exp(scores), or null
+  const char* branches;       // [R] whether rows attend others than those before them
+  const int32_t* ancestor_start;  // [M] first of a row's `ancestors`, where a tree branches
+  const int32_t* ancestors;       // tree rows that a row attends, in the order of their positions
+  const float* alibi_slopes;      // [Hq] or null
+  const float* sinks;             // [Hq] or null
+  float scale, soft_cap;          // read where scores are reshaped before the softmax
+  bool reshaped;                  // there is a soft cap, or ALiBi
+  float* lse;                     // [T, Hq] natural log of the sum of exp(scores), or null
   int64_t lse_row, lse_head;
   int bytes;        // of an element
   int cache_bytes;  // of an element of the cache
@@ -102,7 +109,7 @@ struct Item {
 // Groups [begin, end) of one item, done by one thread.
 struct Piece {
   int item, begin, end;
-  int64_t partial;  // offset of its share in the workspace (floats); -1: whole item
+  int64_t partial;  // offset of its first unit's share in the workspace (floats); -1: whole item
 };
 
 struct Plan {
@@ -118,10 +125,23 @@ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 int64_t group_cost(const Item& item) { return (item.rows + 15) / 16 + 1; }
 
-int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) {
-  plan.items.clear();
-  plan.pieces.clear();
-  plan.thread_begin.clear();
+int unit_of(int group) { return group / kUnitGroups; }
+
+int64_t partial_floats(int rows, int head_size) {
+  return (int64_t{ceil_div(rows, 16)} * 16 * (head_size + 2) + 15) / 16 * 16;
+}
+
+// Where a thread ends that has room for groups [begin, wanted): the nearest end of a unit.
+int unit_end(int begin, int64_t wanted, int groups) {
+  if (wanted >= groups) return groups;
+  const int low = std::max(begin, static_cast<int>(wanted) / kUnitGroups * kUnitGroups);
+  const int high = std::min(groups, (static_cast<int>(wanted) / kUnitGroups + 1) * kUnitGroups);
+  return wanted - low < high - wanted ? low : high;
+}
+
+// Items of at most `max_rows` rows; returns their cost.
+int64_t make_items(const Problem& p, int num_reqs, int max_rows, std::vector<Item>& items) {
+  items.clear();
   int64_t total = 0;
   for (int r = 0; r < num_reqs; ++r) {
     const int rows = p.row_count[r] * p.group_size;
@@ -131,7 +151,7 @@ int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) 
                        : p.separate_tail ? context_groups + ceil_div(p.row_count[r], kGroup)
                                          : ceil_div(p.context_len[r] + p.row_count[r], kGroup);
     if (groups == 0) continue;  // see write_empty
-    const int chunks = ceil_div(rows, kMaxItemRows);
+    const int chunks = ceil_div(rows, max_rows);
     const int per_chunk = ceil_div(ceil_div(rows, chunks), kRowBlock) * kRowBlock;
     for (int h = 0; h < p.num_kv_heads; ++h)
       for (int first = 0; first < rows; first += per_chunk) {
@@ -145,12 +165,24 @@ int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) 
           item.first_group = std::min(*low / kGroup, groups - 1);
           item.last_start = *high;
         }
-        plan.items.push_back(item);
+        items.push_back(item);
         total += group_cost(item) * (groups - item.first_group);
       }
   }
+  return total;
+}
+
+int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) {
+  plan.pieces.clear();
+  plan.thread_begin.clear();
+  int64_t total = make_items(p, num_reqs, kMaxItemRows, plan.items);
   const int64_t threads =
       std::max<int64_t>(1, std::min<int64_t>(max_threads, total / kParallelCost));
+  int64_t units = 0;
+  for (const Item& item : plan.items)
+    units += unit_of(item.groups - 1) - unit_of(item.first_group) + 1;
+  // Short contexts have fewer units than threads: their rows are shared out instead.
+  if (threads > 1 && units < 2 * threads) total = make_items(p, num_reqs, kRowBlock, plan.items);
 
   // Threads take equal consecutive stretches of all groups of all items.
   int64_t done = 0;
@@ -166,14 +198,14 @@ int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) 
     while (g < item.groups) {
       int end = item.groups;
       if (thread + 1 < threads) {
-        const int64_t room = (limit - done + cost / 2) / cost;
-        if (room <= 0) {
+        const int64_t room = std::max<int64_t>(0, (limit - done + cost / 2) / cost);
+        end = unit_end(g, g + room, item.groups);
+        if (end <= g) {
           ++thread;
           plan.thread_begin.push_back(static_cast<int>(plan.pieces.size()));
           limit = total * (thread + 1) / threads;
           continue;
         }
-        end = static_cast<int>(std::min<int64_t>(item.groups, g + room));
       }
       plan.pieces.push_back({i, g, end, -1});
       done += cost * (end - g);
@@ -181,11 +213,11 @@ int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) 
     }
     item.num_pieces = static_cast<int>(plan.pieces.size()) - item.first_piece;
     if (item.num_pieces > 1)
-      for (int k = 0; k < item.num_pieces; ++k) {
-        plan.pieces[item.first_piece + k].partial = partial;
-        const int64_t padded = ceil_div(item.rows, 16) * 16;
-        partial += padded * (p.head_size + 2);
-        partial = (partial + 15) / 16 * 16;
+      for (int k = item.first_piece; k < item.first_piece + item.num_pieces; ++k) {
+        Piece& piece = plan.pieces[k];
+        piece.partial = partial;
+        partial += (unit_of(piece.end - 1) - unit_of(piece.begin) + 1) *
+                   partial_floats(item.rows, p.head_size);
       }
   }
   while (static_cast<int64_t>(plan.thread_begin.size()) <= threads)
@@ -215,8 +247,9 @@ void cut_to_window(int64_t* words, int64_t words_per_row, int window) {
 
 // What follows from the positions of rows.
 struct RowPositions {
-  std::vector<int32_t> depth, first_slot;
+  std::vector<int32_t> depth, first_slot, ancestors, ancestor_start;
   std::vector<int64_t> words;
+  std::vector<char> branches;
 };
 
 void fill_depths(Problem& p, int64_t num_rows, RowPositions& rows) {
@@ -247,6 +280,33 @@ void apply_window(Problem& p, int num_reqs, int64_t num_rows, int window, RowPos
   p.words = rows.words.data();
 }
 
+// Lists the rows that each row attends, of trees that branch.
+void list_ancestors(Problem& p, int num_reqs, int64_t num_rows, RowPositions& rows) {
+  rows.branches.assign(static_cast<size_t>(num_reqs), 0);
+  rows.ancestor_start.resize(static_cast<size_t>(num_rows));
+  rows.ancestors.clear();
+  for (int r = 0; r < num_reqs; ++r) {
+    const size_t begin = rows.ancestors.size();
+    for (int i = 0; i < p.row_count[r]; ++i) {
+      const int64_t row = p.mask_start[r] + i;
+      const int32_t first = static_cast<int32_t>(rows.ancestors.size());
+      rows.ancestor_start[row] = first;
+      for (int64_t w = 0; w < p.words_per_row; ++w)
+        for (uint64_t bits = p.words[row * p.words_per_row + w]; bits != 0; bits &= bits - 1) {
+          const int64_t at = w * 64 + __builtin_ctzll(bits);
+          if (at < p.row_count[r]) rows.ancestors.push_back(static_cast<int32_t>(at));
+        }
+      const int32_t count = static_cast<int32_t>(rows.ancestors.size()) - first;
+      if (count != i + 1) rows.branches[r] = 1;
+      rows.depth[row] = count - 1;
+    }
+    if (rows.branches[r] == 0) rows.ancestors.resize(begin);
+  }
+  p.branches = rows.branches.data();
+  p.ancestors = rows.ancestors.data();
+  p.ancestor_start = rows.ancestor_start.data();
+}
+
 // 32 mask bits of one row starting at tail column j0 (negative: context, always attended).
 uint32_t mask_bits(const int64_t* words, int64_t words_per_row, int j0) {
   if (j0 <= -kGroup) return 0xffffffffu;
@@ -267,6 +327,8 @@ uint32_t mask_bits(const int64_t* words, int64_t words_per_row, int j0) {
 struct Buffers {
   uint32_t *q, *p;
   float *s, *o, *m, *l;
+  Partial later;  // of units after the first
+  float* tail;    // scores of all rows, where a tree branches
   char* packed;
 };
 
@@ -290,7 +352,8 @@ class Worker {
   int64_t packed_k_bytes() const { return int64_t{kGroup} * p_.padded_words * 4; }
   int64_t packed_v_bytes() const { return int64_t{kGroup} * p_.head_size * 4; }
 
-  void reserve(int rows) {
+  // `tail`: columns of the tail's scores.
+  void reserve(int rows, int tail) {
     static thread_local Scratch scratch;
     const int64_t padded = ceil_div(rows, kRowBlock) * kRowBlock;
     const auto up = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
@@ -298,15 +361,20 @@ class Worker {
     const int64_t o = up(padded * p_.head_size * 4);
     const int64_t state = up(padded * 4);
     const int64_t s = up(kRowBlock * kPackedLd * 4);
+    const int64_t tails = up(int64_t{rows} * tail * 4);
     const int64_t packed = kTileGroups * (packed_k_bytes() + packed_v_bytes());
-    char* at = scratch.get(q + o + 2 * state + 2 * s + packed);
+    char* at = scratch.get(q + 2 * (o + 2 * state) + 2 * s + tails + packed);
     b_.q = reinterpret_cast<uint32_t*>(at);
     b_.o = reinterpret_cast<float*>(at += q);
     b_.m = reinterpret_cast<float*>(at += o);
     b_.l = reinterpret_cast<float*>(at += state);
+    b_.later.o = reinterpret_cast<float*>(at += state);
+    b_.later.m = reinterpret_cast<float*>(at += o);
+    b_.later.l = reinterpret_cast<float*>(at += state);
     b_.s = reinterpret_cast<float*>(at += state);
     b_.p = reinterpret_cast<uint32_t*>(at += s);
-    b_.packed = at += s;
+    b_.tail = reinterpret_cast<float*>(at += s);
+    b_.packed = at += tails;
   }
 
   void load_query(const Item& item) {
@@ -490,28 +558,55 @@ class Worker {
 
   // `following` is what this thread does next; null at its end.
   void run_piece(const Piece& piece, const Piece* following) {
-    Item& item = plan_.items[piece.item];
-    reserve(item.rows);
+    const Item& item = plan_.items[piece.item];
+    const bool ordered = in_order_of_positions(item);
+    tail_columns_ = ordered ? tail_groups(item) * kGroup : 0;
+    reserve(item.rows, tail_columns_);
     load_query(item);
-    const int padded = ceil_div(item.rows, 16) * 16;
-    float *o = b_.o, *m = b_.m, *l = b_.l;
-    if (piece.partial >= 0) {
-      m = reinterpret_cast<float*>(plan_.partials.get(0)) + piece.partial;
-      l = m + padded;
-      o = l + padded;
+    if (ordered) score_tail(item);
+    const bool is_whole = piece.partial < 0;
+    const Partial own = {b_.m, b_.l, b_.o};
+    int unit = 0;
+    for (int g = piece.begin; g < piece.end; ++unit) {
+      const int end = std::min(piece.end, (unit_of(g) + 1) * kUnitGroups);
+      const Partial to = !is_whole ? share(piece, unit) : unit == 0 ? own : b_.later;
+      const bool has_sinks = p_.sinks != nullptr && g == item.first_group;
+      if (has_sinks) start_with_sinks(item, to);
+      for (bool first = !has_sinks; g < end; first = false) {
+        // Tiles begin at multiples of their size, wherever a tree ends.
+        const int n = std::min(end, (g / kTileGroups + 1) * kTileGroups) - g;
+        find_next_keys(piece, g + n, following);
+        if (ordered)
+          run_ordered_tile(item, g, n, first, to);
+        else
+          run_tile(item, g, n, first, to);
+        g += n;
+      }
+      if (is_whole && unit > 0) p_.variant->merge(own, to, item.rows, p_.head_size);
     }
-    const int total = piece.end - piece.begin;
-    const int tiles = ceil_div(total, kTileGroups);
-    int g = piece.begin;
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int n = (piece.end - g + tiles - tile - 1) / (tiles - tile);
-      find_next_keys(piece, g + n, following);
-      const bool starts = tile == 0;
-      const bool has_sinks = starts && p_.sinks != nullptr && piece.begin == item.first_group;
-      if (has_sinks) start_with_sinks(item, m, l, o);
-      run_tile(item, g, n, starts && !has_sinks, m, l, o);
-      g += n;
+    if (is_whole) return finish(item, own);
+    // Whoever finishes an item last merges its shares, in their order.
+    if (plan_.pending[piece.item].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    const Partial all = share(plan_.pieces[item.first_piece], 0);
+    for (int k = 0; k < item.num_pieces; ++k) {
+      const Piece& part = plan_.pieces[item.first_piece + k];
+      const int units = unit_of(part.end - 1) - unit_of(part.begin) + 1;
+      for (int i = k == 0 ? 1 : 0; i < units; ++i)
+        p_.variant->merge(all, share(part, i), item.rows, p_.head_size);
     }
+    finish(item, all);
+  }
+
+  // Where unit `unit` of a piece that is not a whole item leaves its share.
+  Partial share(const Piece& piece, int unit) const {
+    const int rows = plan_.items[piece.item].rows;
+    const int64_t padded = ceil_div(rows, 16) * 16;
+    float* m = reinterpret_cast<float*>(plan_.partials.get(0)) + piece.partial +
+               unit * partial_floats(rows, p_.head_size);
+    return {m, m + padded, m + 2 * padded};
+  }
+
+  void finish(const Item& item, const Partial& whole) const {
     RowTarget target;
     target.base =
         p_.output +
@@ -521,41 +616,20 @@ class Worker {
     target.group_size = p_.group_size;
     target.element = p_.element;
     target.factor = p_.value_scale;
-    if (piece.partial < 0) {
-      p_.variant->write(o, l, item.rows, p_.head_size, target, item.first_row);
-      const Partial whole = {m, l, o};
-      write_lse(item, &whole, 1);
-      return;
-    }
-    // Whoever finishes an item last merges its shares, in their order.
-    if (plan_.pending[piece.item].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    const float* base = reinterpret_cast<const float*>(plan_.partials.get(0));
-    std::vector<Partial> parts(item.num_pieces);
-    for (int k = 0; k < item.num_pieces; ++k) {
-      const float* at = base + plan_.pieces[item.first_piece + k].partial;
-      parts[k] = {at, at + padded, at + 2 * padded};
-    }
-    p_.variant->combine(parts.data(), item.num_pieces, item.rows, p_.head_size, target,
-                        item.first_row);
-    write_lse(item, parts.data(), item.num_pieces);
+    p_.variant->write(whole.o, whole.l, item.rows, p_.head_size, target, item.first_row);
+    write_lse(item, whole);
   }
 
-  // Log of the softmax's denominator of every row, over all shares.
-  void write_lse(const Item& item, const Partial* parts, int num_parts) const {
+  // Log of the softmax's denominator of every row.
+  void write_lse(const Item& item, const Partial& whole) const {
     if (p_.lse == nullptr) return;
     for (int i = 0; i < item.rows; ++i) {
       const int packed = item.first_row + i;
-      float top = kNoScore;
-      for (int k = 0; k < num_parts; ++k)
-        if (parts[k].l[i] > 0.0f) top = std::max(top, parts[k].m[i]);
-      float sum = 0.0f;
-      for (int k = 0; k < num_parts; ++k)
-        if (parts[k].l[i] > 0.0f) sum += std::exp2(parts[k].m[i] - top) * parts[k].l[i];
       const int64_t row = p_.row_start[item.req] + packed / p_.group_size;
       const int64_t head = item.head * p_.group_size + packed % p_.group_size;
       p_.lse[row * p_.lse_row + head * p_.lse_head] =
-          sum > 0.0f ? (top + std::log2(sum)) * 0.6931471805599453f
-                     : -std::numeric_limits<float>::infinity();
+          whole.l[i] > 0.0f ? (whole.m[i] + std::log2(whole.l[i])) * 0.6931471805599453f
+                            : -std::numeric_limits<float>::infinity();
     }
   }
 
@@ -571,7 +645,7 @@ class Worker {
       cache_group(item, at * kGroup, kGroup, num_next_, next_[num_next_]), ++num_next_;
   }
 
-  void run_tile(const Item& item, int g, int n, bool first, float* m, float* l, float* o) {
+  void run_tile(const Item& item, int g, int n, bool first, const Partial& to) {
     KvGroup groups[kTileGroups];
     int columns[kTileGroups];
     bool masked[kTileGroups];
@@ -582,7 +656,6 @@ class Worker {
     const AttnVariant& v = *p_.variant;
     for (int r = 0; r < item.rows; r += kRowBlock) {
       const int rows = std::min(kRowBlock, item.rows - r);
-      const int64_t at = static_cast<int64_t>(r) * p_.head_size;
       // Descendants come after their ancestors, so early rows attend nothing in late groups.
       uint32_t bits[kTileGroups][kRowBlock];
       int used = n;
@@ -590,7 +663,7 @@ class Worker {
              !row_bits(item, g + used - 1, columns[used - 1], r, rows, bits[used - 1]))
         --used;
       if (used == 0) {
-        if (first) clear_state(rows, m + r, l + r, o + at);
+        if (first) clear_state(rows, rows_from(to, r));
         continue;
       }
       const uint32_t* q = b_.q + static_cast<int64_t>(r) * p_.padded_words;
@@ -609,23 +682,156 @@ class Worker {
         if (i < used - 1) row_bits(item, g + i, columns[i], r, rows, bits[i]);
         v.mask(b_.s + i * kGroup, kPackedLd, rows, bits[i]);
       }
-      v.softmax(b_.s, kPackedLd, rows, used * kGroup, p_.scale_log2, first, m + r, l + r, o + at,
+      const Partial at = rows_from(to, r);
+      v.softmax(b_.s, kPackedLd, rows, used * kGroup, p_.scale_log2, first, at.m, at.l, at.o,
                 p_.head_size, b_.p, kPackedLd);
       if (p_.interleaved)
-        v.vec_values(b_.p, kPackedLd, rows, groups, used, p_.head_size, first, o + at, next_,
+        v.vec_values(b_.p, kPackedLd, rows, groups, used, p_.head_size, first, at.o, next_,
                      r == 0 ? num_next_ : 0);
       else
-        v.values(b_.p, kPackedLd, rows, groups, used, p_.head_size, first, o + at);
+        v.values(b_.p, kPackedLd, rows, groups, used, p_.head_size, first, at.o);
     }
   }
 
-  // A share in which these rows attend nothing.
-  void clear_state(int rows, float* m, float* l, float* o) const {
-    for (int i = 0; i < rows; ++i) {
-      m[i] = kNoScore;
-      l[i] = 0.0f;
+  // ---- rows whose sums are in the order of positions --------------------------
+  //
+  // A node's ancestors lie in slots of their own, with other branches between them; once accepted
+  // they lie in a line. So that a row is the same number by number in a tree and without one, the
+  // scores of its ancestors are moved to the columns of their positions, and their values are taken
+  // in that order. The context before the tree is still read once for all rows.
+
+  bool in_order_of_positions(const Item& item) const {
+    return p_.branches != nullptr && p_.branches[item.req] != 0;
+  }
+
+  // Groups from that of the root on.
+  int tail_groups(const Item& item) const {
+    return item.groups - p_.context_len[item.req] / kGroup;
+  }
+
+  void score_tail(const Item& item) {
+    KvGroup groups[kTileGroups];
+    const int first = p_.context_len[item.req] / kGroup;
+    const int64_t ld = tail_columns_;
+    for (int g = first; g < item.groups; g += kTileGroups) {
+      const int n = std::min(kTileGroups, item.groups - g);
+      for (int i = 0; i < n; ++i) cache_group(item, (g + i) * kGroup, kGroup, i, groups[i]);
+      p_.variant->vec_scores(b_.q, p_.padded_words, item.rows, p_.padded_words, groups, n,
+                             b_.tail + (g - first) * kGroup, ld, false);
     }
-    std::memset(o, 0, static_cast<size_t>(rows) * p_.head_size * 4);
+    if (p_.reshaped)
+      p_.variant->reshape(b_.tail, ld, item.rows, tail_columns_, p_.scale, p_.soft_cap);
+  }
+
+  void run_ordered_tile(const Item& item, int g, int n, bool first, const Partial& to) {
+    const AttnVariant& v = *p_.variant;
+    const int context = p_.context_len[item.req];
+    // Groups of the context alone, then of the last one the pairs of slots before the root's.
+    const int whole = std::max(0, std::min(n, context / kGroup - g));
+    const int pairs = whole < n && g + whole == context / kGroup ? context % kGroup / 2 : 0;
+    KvGroup groups[kTileGroups];
+    for (int i = 0; i < whole; ++i) cache_group(item, (g + i) * kGroup, kGroup, i, groups[i]);
+    if (pairs > 0) cache_group(item, (g + whole) * kGroup, 2 * pairs, whole, groups[whole]);
+    const int own_first = std::max(g * kGroup, context / 2 * 2);
+    const int tile_end = (g + n) * kGroup;
+    for (int r = 0; r < item.rows; r += kRowBlock) {
+      const int rows = std::min(kRowBlock, item.rows - r);
+      const Partial at = rows_from(to, r);
+      int used = whole;
+      for (int i = 0; i < rows; ++i)
+        used = std::max(used, std::min(n, ceil_div(row_end(item, r + i), kGroup) - g));
+      if (used == 0) {
+        if (first) clear_state(rows, at);
+        continue;
+      }
+      if (whole > 0) {
+        v.vec_scores(b_.q + static_cast<int64_t>(r) * p_.padded_words, p_.padded_words, rows,
+                     p_.padded_words, groups, whole, b_.s, kPackedLd, r == 0);
+        if (p_.reshaped) v.reshape(b_.s, kPackedLd, rows, whole * kGroup, p_.scale, p_.soft_cap);
+      }
+      for (int i = 0; i < rows; ++i)
+        move_scores(item, r + i, (g + whole) * kGroup, (g + used) * kGroup,
+                    b_.s + i * kPackedLd + whole * kGroup);
+      if (p_.alibi_slopes != nullptr)
+        for (int i = 0; i < used; ++i)
+          add_slopes(item, (g + i) * kGroup, r, rows, b_.s + i * kGroup);
+      v.softmax(b_.s, kPackedLd, rows, used * kGroup, p_.scale_log2, first, at.m, at.l, at.o,
+                p_.head_size, b_.p, kPackedLd);
+      const int shared = whole + (pairs > 0 && used > whole ? 1 : 0);
+      if (shared > 0)
+        v.vec_values(b_.p, kPackedLd, rows, groups, shared, p_.head_size, first, at.o, next_,
+                     r == 0 ? num_next_ : 0);
+      else if (first)
+        std::memset(at.o, 0, static_cast<size_t>(rows) * p_.head_size * 4);
+      const int words = p_.variant->bf16_dot ? 2 : 1;
+      for (int i = 0; i < rows; ++i) {
+        const int end = std::min(tile_end, row_end(item, r + i));
+        if (end <= own_first) continue;
+        const char* values[kTileGroups * kGroup];
+        for (int x = own_first; x < end; ++x)
+          values[x - own_first] = value_at(item, slot_of(item, r + i, x));
+        v.vec_row_values(b_.p + i * kPackedLd + (own_first - g * kGroup) / words, values,
+                         end - own_first, p_.head_size, at.o + int64_t{i} * p_.head_size);
+      }
+    }
+  }
+
+  int64_t tree_row(const Item& item, int row) const {
+    return p_.mask_start[item.req] + (item.first_row + row) / p_.group_size;
+  }
+
+  // Position behind the last one that a packed row attends.
+  int row_end(const Item& item, int row) const {
+    return p_.context_len[item.req] + p_.depth[tree_row(item, row)] + 1;
+  }
+
+  // Slot of a packed row's key and value at a position.
+  int slot_of(const Item& item, int row, int position) const {
+    const int behind = position - p_.context_len[item.req];
+    if (behind < 0) return position;
+    return p_.context_len[item.req] + p_.ancestors[p_.ancestor_start[tree_row(item, row)] + behind];
+  }
+
+  const char* value_at(const Item& item, int slot) const {
+    return cache_at(p_.value_cache, p_.v_block, p_.v_head, item, slot) +
+           static_cast<int64_t>(slot % p_.block_size) * p_.head_size * 2;
+  }
+
+  // The scores of a packed row at positions [begin, end), which are the tail's.
+  void move_scores(const Item& item, int row, int begin, int end, float* s) const {
+    const float* tail = b_.tail + static_cast<int64_t>(row) * tail_columns_;
+    const int first = p_.context_len[item.req] / kGroup * kGroup;
+    const int seen = std::min(end, row_end(item, row));
+    int x = begin;
+    for (; x < seen; ++x) *s++ = tail[slot_of(item, row, x) - first];
+    for (; x < end; ++x) *s++ = -std::numeric_limits<float>::infinity();
+  }
+
+  // Adds slope x (position of the key - position of the row); columns are positions from `first`
+  // on.
+  void add_slopes(const Item& item, int first, int block, int rows, float* s) const {
+    for (int i = 0; i < rows; ++i) {
+      const int head = (item.first_row + block + i) % p_.group_size;
+      const float slope = p_.alibi_slopes[item.head * p_.group_size + head];
+      const float own = static_cast<float>(row_end(item, block + i) - 1);
+      for (int j = 0; j < kGroup; ++j)
+        s[i * kPackedLd + j] += slope * (static_cast<float>(first + j) - own);
+    }
+  }
+
+  // ---- masks and states --------------------------------------------------------
+
+  Partial rows_from(const Partial& state, int row) const {
+    return {state.m + row, state.l + row, state.o + static_cast<int64_t>(row) * p_.head_size};
+  }
+
+  // A share in which these rows attend nothing.
+  void clear_state(int rows, const Partial& state) const {
+    for (int i = 0; i < rows; ++i) {
+      state.m[i] = kNoScore;
+      state.l[i] = 0.0f;
+    }
+    std::memset(state.o, 0, static_cast<size_t>(rows) * p_.head_size * 4);
   }
 
   // Mask bits of a group for some packed rows; false when none is set.
@@ -657,12 +863,12 @@ class Worker {
   }
 
   // The softmax begins with the sink: a score without a value.
-  void start_with_sinks(const Item& item, float* m, float* l, float* o) const {
-    clear_state(item.rows, m, l, o);
+  void start_with_sinks(const Item& item, const Partial& state) const {
+    clear_state(item.rows, state);
     for (int i = 0; i < item.rows; ++i) {
       const int head = item.head * p_.group_size + (item.first_row + i) % p_.group_size;
-      m[i] = std::max(p_.sinks[head] * kLog2E, kNoScore);
-      l[i] = 1.0f;
+      state.m[i] = std::max(p_.sinks[head] * kLog2E, kNoScore);
+      state.l[i] = 1.0f;
     }
   }
 
@@ -699,6 +905,7 @@ class Worker {
   Buffers b_;
   KvGroup next_[kTileGroups];
   int num_next_ = 0;
+  int tail_columns_ = 0;
 };
 
 // Rows of a call that attend nothing at all: zero, of weight -inf.
@@ -911,7 +1118,9 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
         ", context ", p.context_len[r], ", block table row ", p.req_index[r]);
   }
   static thread_local RowPositions positions;
-  if (window > 0 || p.alibi_slopes != nullptr) fill_depths(p, mask_words.size(0), positions);
+  if (window > 0 || p.alibi_slopes != nullptr || p.interleaved)
+    fill_depths(p, mask_words.size(0), positions);
+  if (p.interleaved) list_ancestors(p, num_reqs, mask_words.size(0), positions);
   if (window > 0)
     apply_window(p, num_reqs, mask_words.size(0),
                  static_cast<int>(std::min<int64_t>(window, std::numeric_limits<int>::max())),
@@ -931,11 +1140,11 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
       if (p.context_len[r] == 0) write_empty(p, r, static_cast<int>(num_heads));
 
   static thread_local Plan plan;
-  const int64_t partial_floats =
+  const int64_t workspace =
       build_plan(p, num_reqs, static_cast<int>(torch::stable::get_num_threads()), plan);
   if (plan.items.empty()) return;
-  if (partial_floats > 0) {
-    plan.partials.get(static_cast<size_t>(partial_floats) * 4);
+  if (workspace > 0) {
+    plan.partials.get(static_cast<size_t>(workspace) * 4);
     if (plan.pending_size < plan.items.size()) {
       plan.pending_size = plan.items.size() * 2;
       plan.pending.reset(new std::atomic<int>[plan.pending_size]);

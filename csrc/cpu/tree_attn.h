@@ -47,11 +47,11 @@ struct PackSource {
   const int32_t* v_table;
 };
 
-// One share of an item whose context was split: an unnormalised output with its softmax state.
+// What rows have of a share of their slots: an unnormalised output with its softmax state.
 struct Partial {
-  const float* m;  // [rows] reference exponent (log2 domain)
-  const float* l;  // [rows] sum of weights
-  const float* o;  // [rows, head_size]
+  float* m;  // [rows] reference exponent (log2 domain)
+  float* l;  // [rows] sum of weights; 0 where nothing was attended
+  float* o;  // [rows, head_size]
 };
 
 struct RowTarget {
@@ -94,15 +94,18 @@ struct AttnVariant {
   void (*vec_values)(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups,
                      int num_groups, int head_size, bool first, float* o, const KvGroup* next,
                      int num_next);
+  // o[head_size] += p . V of one row whose values lie anywhere: `count` slots from an even column
+  // on, of which p is the first word. Summed in the order of `vec_values`.
+  void (*vec_row_values)(const uint32_t* p, const char* const* v, int count, int head_size,
+                         float* o);
   // Packs 16 slots as half `half` of a group.
   void (*pack)(const PackSource& src, Element element, int half, int head_size, int padded_words,
                void* k_dst, void* v_dst);
   // Normalises and writes rows to the output.
   void (*write)(const float* o, const float* l, int rows, int head_size, const RowTarget& target,
                 int first_row);
-  // Merges shares and writes them.
-  void (*combine)(const Partial* parts, int num_parts, int rows, int head_size,
-                  const RowTarget& target, int first_row);
+  // Takes the share of the slots behind those of `to` into it.
+  void (*merge)(const Partial& to, const Partial& from, int rows, int head_size);
 };
 
 const AttnVariant* variant_plain();

@@ -343,6 +343,22 @@ void vec_values_block(const uint32_t* p, int64_t ld_p, const KvGroup* groups, in
   }
 }
 
+// The slots of one row, `count` of them from an even column on, wherever their values are.
+void vec_row_values(const uint32_t* p, const char* const* v, int count, int head_size, float* o) {
+  const Interleaved order = Interleaved::get();
+  for (int dim = 0; dim < head_size; dim += kGroup) {
+    const VecF x = load_f(o + dim), y = load_f(o + dim + kPanel);
+    VecF low[1] = {reinterpret_cast<VecF>(pick(x, order.low, y))};
+    VecF high[1] = {reinterpret_cast<VecF>(pick(x, order.high, y))};
+    for (int i = 0; i < count; i += 2)
+      multiply_rows<1>(low, high, p + i / 2, 1, _mm512_loadu_si512(v[i] + dim * 2),
+                       i + 1 < count ? _mm512_loadu_si512(v[i + 1] + dim * 2)
+                                     : _mm512_setzero_si512());
+    _mm512_storeu_ps(o + dim, pick(low[0], order.first, high[0]));
+    _mm512_storeu_ps(o + dim + kPanel, pick(low[0], order.second, high[0]));
+  }
+}
+
 #elif VEC_ROWS
 typedef uint16_t VecHu __attribute__((vector_size(VEC_WORDS * 2), aligned(2)));
 
@@ -401,6 +417,16 @@ void vec_values_block(const uint32_t* p, int64_t ld_p, const KvGroup* groups, in
   }
   store_block<ROWS, 1>(acc, o, ld_o);
 }
+
+// The slots of one row, `count` of them, wherever their values are.
+void vec_row_values(const uint32_t* p, const char* const* v, int count, int head_size, float* o) {
+  for (int dim = 0; dim < head_size; dim += kPanel) {
+    VecF acc[1][kVecs];
+    load_block<1, 1>(acc, o + dim, 0);
+    for (int i = 0; i < count; ++i) multiply_row<1>(acc, p + i, 0, v[i] + dim * 2);
+    store_block<1, 1>(acc, o + dim, 0);
+  }
+}
 #endif
 
 #if VEC_ROWS
@@ -430,6 +456,7 @@ void vec_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups
 #else
 constexpr decltype(AttnVariant::vec_scores) vec_scores = nullptr;
 constexpr decltype(AttnVariant::vec_values) vec_values = nullptr;
+constexpr decltype(AttnVariant::vec_row_values) vec_row_values = nullptr;
 #endif
 
 // ---- softmax ---------------------------------------------------------------
@@ -674,24 +701,28 @@ void write(const float* o, const float* l, int rows, int head_size, const RowTar
               OutputCursor::next(cursor));
 }
 
-void combine(const Partial* parts, int num_parts, int rows, int head_size,
-             const RowTarget& target, int first_row) {
-  float sum[kMaxHeadSize];
-  OutputCursor cursor = OutputCursor::at_row(target, first_row);
+// 2^(of - top), exactly 1 where they are one reference.
+INLINE float reference_weight(float of, float top) {
+  return of == top ? 1.0f : exp2_vec<false>(VecF{} + (of - top))[0];
+}
+
+void merge(const Partial& to, const Partial& from, int rows, int head_size) {
   for (int r = 0; r < rows; ++r) {
-    float m = parts[0].m[r];
-    for (int i = 1; i < num_parts; ++i) m = parts[i].m[r] > m ? parts[i].m[r] : m;
-    float l = 0.0f;
-    for (int d = 0; d < head_size; ++d) sum[d] = 0.0f;
-    for (int i = 0; i < num_parts; ++i) {
-      const float weight = exp2_scalar(parts[i].m[r] - m);
-      // A sum of NaN is a row's that attends NaN: it counts, whatever its reference.
-      if (weight == 0.0f && parts[i].l[r] == parts[i].l[r]) continue;
-      l += weight * parts[i].l[r];
-      const float* o = parts[i].o + static_cast<int64_t>(r) * head_size;
-      for (int d = 0; d < head_size; ++d) sum[d] += weight * o[d];
+    // Nothing was attended; a sum of NaN is a row's that attends NaN and counts.
+    if (from.l[r] == 0.0f) continue;
+    float* o = to.o + static_cast<int64_t>(r) * head_size;
+    const float* more = from.o + static_cast<int64_t>(r) * head_size;
+    if (to.l[r] == 0.0f) {
+      to.m[r] = from.m[r];
+      to.l[r] = from.l[r];
+      __builtin_memcpy(o, more, static_cast<size_t>(head_size) * 4);
+      continue;
     }
-    write_row(sum, target.factor / l, head_size, target, OutputCursor::next(cursor));
+    const float top = to.m[r] > from.m[r] ? to.m[r] : from.m[r];
+    const float own = reference_weight(to.m[r], top), other = reference_weight(from.m[r], top);
+    to.m[r] = top;
+    to.l[r] = own * to.l[r] + other * from.l[r];
+    for (int d = 0; d < head_size; ++d) o[d] = own * o[d] + other * more[d];
   }
 }
 

@@ -244,9 +244,9 @@ void tile_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* group
 }  // namespace
 
 const AttnVariant* variant_amx() {
-  static const AttnVariant variant = {"amx",      true, begin_tiles, end_tiles,   tile_scores,
-                                      reshape,    mask, softmax,     tile_values, vec_scores,
-                                      vec_values, pack, write,       combine};
+  static const AttnVariant variant = {
+      "amx",       true,       begin_tiles, end_tiles,      tile_scores, reshape, mask, softmax,
+      tile_values, vec_scores, vec_values,  vec_row_values, pack,        write,   merge};
   return &variant;
 }
 }  // namespace specplug

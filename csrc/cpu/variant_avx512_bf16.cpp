@@ -29,9 +29,9 @@ namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_avx512_bf16() {
-  static const AttnVariant variant = {"avx512_bf16", true, no_state, no_state, scores,
-                                      reshape,       mask, softmax,  values,   vec_scores,
-                                      vec_values,    pack, write,    combine};
+  static const AttnVariant variant = {"avx512_bf16", true,           no_state, no_state, scores,
+                                      reshape,       mask,           softmax,  values,   vec_scores,
+                                      vec_values,    vec_row_values, pack,     write,    merge};
   return &variant;
 }
 }  // namespace specplug

@@ -30,11 +30,14 @@ def layout_of(kind: str, dtype: torch.dtype, block_size: int, head_size: int) ->
 
 def write_slots(layout: CpuKvLayout, cache: torch.Tensor, slots, key, value) -> None:
     """Puts key and value [L, Hkv, Dh] at the slots of a cache [blocks, Hkv, block, 2 * Dh]."""
+    slots = torch.as_tensor(slots)
     flat = cache.view(cache.shape[0], cache.shape[1], 2, -1)
-    for i, slot in enumerate(torch.as_tensor(slots).tolist()):
-        block, offset = divmod(slot, layout.block_size)
-        flat[block, :, 0, layout.tables[0, offset].long()] = key[i]
-        flat[block, :, 1, layout.tables[1, offset].long()] = value[i]
+    # [L, 1, 1] and [1, Hkv, 1] beside the places [L, 1, Dh] of a slot's numbers.
+    blocks = (slots // layout.block_size)[:, None, None]
+    heads = torch.arange(cache.shape[1])[None, :, None]
+    for part, numbers in enumerate((key, value)):
+        places = layout.tables[part].long()[slots % layout.block_size][:, None]
+        flat[blocks, heads, part, places] = numbers.to(cache.dtype)
 
 
 @contextmanager

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.paged import PagedTrees, layout_of, random_parents, write_slots
+from tests.kernels.paged import (
+    PagedTrees,
+    layout_of,
+    num_threads,
+    path_of,
+    random_parents,
+    write_slots,
+)
 from vllm_specplug.kernels import (
     AttnFeatures,
     ancestor_words,
@@ -143,10 +150,80 @@ def test_rows_that_are_not_packed_give_the_same_numbers(compiled, group_size, he
     """Words made on the way to the registers are summed in the order of packed ones. Windows wider
     than any context change nothing but that the cache is packed."""
     specs = [(0, 0), (0, 1), (31, 0), (33, 1), (300, 2), (257, 40), (64, 130)]
-    problem = PagedTrees(layout_of("vec", BF16, 64, head_size), 2, group_size, trees_of(specs))
+    chains = [(context, np.arange(-1, nodes - 1, dtype=np.int32)) for context, nodes in specs]
+    problem = PagedTrees(layout_of("vec", BF16, 64, head_size), 2, group_size, chains)
     packed = _outputs(problem, features=AttnFeatures(window=1 << 20))
     assert packed.isfinite().all() and packed.abs().sum() > 0
     assert torch.equal(_outputs(problem), packed)
+
+
+def _alone(problem: PagedTrees, r: int) -> PagedTrees:
+    """Every row of a tree as a request of one row, its ancestors in the cache in a line."""
+    context, parents = problem.trees[r]
+    paths = [path_of(parents, row) for row in range(len(parents) + 1)]
+    made = PagedTrees(
+        problem.layout, problem.num_kv_heads, problem.group_size,
+        [(context + len(path) - 1, np.empty(0, np.int32)) for path in paths],
+        features=problem.features,
+    )  # fmt: skip
+    for row, path in enumerate(paths):
+        chain = [*range(context), *(context + j for j in path)]
+        key, value = problem.keys[r][chain], problem.values[r][chain]
+        write_slots(made.layout, made.cache, made.slots(row, len(chain)), key, value)
+        made.query[made.row_start[row]] = problem.query[problem.row_start[r] + row]
+    return made
+
+
+IN_ORDER = ("avx2", "avx512_bf16")
+"""Instruction sets whose kernels read a bfloat16 cache in place."""
+
+
+@pytest.mark.parametrize("kind", ["plain", "soft cap", "slopes", "sinks"])
+@pytest.mark.parametrize("spec", [(0, 9), (1, 30), (33, 16), (250, 40), (511, 12), (1015, 70)])
+def test_a_row_is_the_same_number_by_number_in_a_tree_and_alone(isa, spec, kind):
+    """A bfloat16 text does not depend on what is drafted for it. Contexts end before a group, a
+    tile and a unit, which trees go beyond."""
+    if isa not in IN_ORDER:
+        pytest.skip(f"{isa} packs its words")
+    features = {
+        "plain": AttnFeatures(),
+        "soft cap": AttnFeatures(soft_cap=3.0),
+        "slopes": AttnFeatures(alibi_slopes=torch.linspace(0.01, 0.3, 6)),
+        "sinks": AttnFeatures(sinks=torch.linspace(-1, 2, 6)),
+    }[kind]
+    layout = layout_of("vec", BF16, 32, 64)
+    problem = PagedTrees(layout, 2, 3, trees_of([spec, (90, 7)], seed=2), features=features)
+    alone = _alone(problem, 0)
+    first, count = problem.row_start[0], problem.rows[0]
+    expected = _outputs(alone, features=features)[alone.row_start]
+    outputs = []
+    for threads in (1, 2, 5):
+        with num_threads(threads):
+            outputs.append(_outputs(problem, features=features))
+    assert torch.equal(outputs[0][first : first + count], expected)
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+def test_in_the_order_of_slots_a_row_is_another_one(isa):
+    """Otherwise the test above would show nothing."""
+    if isa not in IN_ORDER:
+        pytest.skip(f"{isa} packs its words")
+    layout = layout_of("vec", BF16, 32, 64)
+    problem = PagedTrees(layout, 2, 3, trees_of([(249, 60)]))
+    alone = _alone(problem, 0)
+    # Windows wider than any context change nothing but that the cache is packed.
+    packed = _outputs(problem, features=AttnFeatures(window=1 << 20))
+    assert not torch.equal(problem.tree_rows(packed), _outputs(alone)[alone.row_start])
+    assert torch.equal(problem.tree_rows(_outputs(problem)), _outputs(alone)[alone.row_start])
+
+
+@pytest.mark.parametrize(("dtype", "kind"), CACHES)
+def test_threads_do_not_change_a_number(compiled, dtype, kind):
+    problem = PagedTrees(layout_of(kind, dtype, 32, 64), 3, 2, trees_of([(2300, 20), (700, 0)]))
+    alone = _outputs(problem)
+    for threads in (2, 3, 8):
+        with num_threads(threads):
+            assert torch.equal(_outputs(problem), alone)
 
 
 def test_scores_that_grow_along_the_context(compiled):
