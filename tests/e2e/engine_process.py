@@ -12,6 +12,7 @@ import json
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,15 @@ def _sabotage(name: str) -> None:
             return walk_trees(trees, root_rows, draw, *rest)
 
         target_sampler.walk_trees = per_path
+    elif name == "order":
+        from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackendImpl as Implementation
+
+        # A window wider than any context: what a row attends is summed in the order of slots, and
+        # rows without drafts are vLLM's.
+        features = Implementation.tree_features
+        Implementation.tree_features = lambda self, layer=None: replace(
+            features(self, layer), window=1 << 20
+        )
     elif name == "clock":
         import vllm_specplug.vllm_worker.calibration as calibration
         import vllm_specplug.vllm_worker.draft_planner as draft_planner
