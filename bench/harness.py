@@ -126,7 +126,7 @@ class Benchmark:
             systems: with `BASELINE` among them.
             loads: makes the loads, from the target's path.
             engine: arguments of vLLM's `LLM` beside those of `make_engine`.
-            sampling: arguments of `SamplingParams`.
+            sampling: arguments of `SamplingParams`; greedy without a temperature.
             engine_of: what `engine` is for some systems alone, by name.
             observe: what a cell says beyond `Serving.result`; called after warming up too, so that
                 it can reset what it reads.
@@ -160,9 +160,9 @@ class Benchmark:
             return
         from vllm import SamplingParams
 
-        greedy = {**sampling, "temperature": 0.0, "detokenize": False}
-        params = SamplingParams(**greedy)
-        warm_params = SamplingParams(**{**greedy, "max_tokens": 24, "ignore_eos": True})
+        wanted = {"temperature": 0.0, **sampling, "detokenize": False}
+        params = SamplingParams(**wanted)
+        warm_params = SamplingParams(**{**wanted, "max_tokens": 24, "ignore_eos": True})
         # vLLM's ngram last: it imports numba, and with that no further engine starts on a CPU.
         order = sorted(systems, key=lambda s: (systems[s] or {}).get("method") == "ngram")
         console = Console()
@@ -193,8 +193,8 @@ class Benchmark:
                     same = sum(plain.answers[n] == ids for n, ids in serving.answers.items())
                     values = {
                         "system": system, "load": load.name, "round": load.round,
-                        **serving.result(), "same_as_plain": same, **observe(serving),
-                        "provenance": record,
+                        "temperature": params.temperature, **serving.result(),
+                        "same_as_plain": same, **observe(serving), "provenance": record,
                     }  # fmt: skip
                     store.add(name, (system, load.name, load.round), values)
                     speed_up = plain.seconds / serving.seconds

@@ -2,8 +2,8 @@
 """N-gram trees beside plain decoding and vLLM's ngram, alone and on top of a head.
 
 All systems serve the same prompts side by side (interleave.py). What counts are the steps in which
-as many requests as the load has at once are decoded and no prompt is taken in. Greedy, answers end
-where they end.
+as many requests as the load has at once are decoded and no prompt is taken in. Greedy, or sampled
+at `--temperature`; answers end where they end.
 
     python bench/lookups.py --data PROMPTS [--minutes 8] [--rounds 3] [--systems head --out FOLDER]
 """
@@ -57,6 +57,7 @@ PACE = (
     " In a closed loop a faster system takes in more prompts during each of its answers, which "
     "TPOT counts; pace is an answer's time per token over the steps of the first ratio alone."
 )
+TIES = " They differ from plain decoding's where bfloat16 logits tie within rounding."
 AGAIN = (
     " `plain again` is a second engine like the first: what differs there is no difference of "
     "systems."
@@ -108,12 +109,13 @@ def summarise(cells: Cells) -> list[dict[str, Any]]:
 def page(cells: Cells) -> ResultPage:
     rows = summarise(cells)
     # Earlier cells have none.
+    temperature = cells[0].get("temperature", 0.0)
     paces = ("pace_gain", "pace_p99_gain") if "pace_gain" in rows[0] else ()
     header = ("load", "system", "tokens/s", "over plain", "over `ngram`",
               "median TPOT better by", "p99 TPOT better by",
               *(("median pace better by", "p99 pace better by") if paces else ()),
-              "tokens per step",
-              "tokens measured", "answers as plain's")  # fmt: skip
+              "tokens per step", "tokens measured",
+              *(() if temperature else ("answers as plain's",)))  # fmt: skip
     table = [
         [
             r["load"],
@@ -126,22 +128,24 @@ def page(cells: Cells) -> ResultPage:
             *(format_number(r[name], 2) for name in paces),
             f"{r['tokens_per_step']:.2f}",
             f"{r['tokens']}",
-            f"{r['same_as_plain']} of {r['prompts']}",
+            *(() if temperature else (f"{r['same_as_plain']} of {r['prompts']}",)),
         ]
         for r in rows
     ]
     return ResultPage(
         name="lookups",
         title="Lookups beside plain decoding and vLLM's ngram",
-        about="SmolLM2-135M-Instruct in bfloat16, greedy; chat, code and maths prompts in turn, "
+        about="SmolLM2-135M-Instruct in bfloat16, "
+        + (f"sampled at temperature {temperature:g}" if temperature else "greedy")
+        + "; chat, code and maths prompts in turn, "
         "served by all systems side by side in one process, in turns of a second. Output tokens "
         "per CPU second of one thread, over the steps in which that many requests were decoded and "
         "no prompt was taken in. Ratios are medians of the rounds' ratios, in brackets the lowest "
         "and the highest. The head is the shipped JetSpec head under the adaptive budget, at most "
         "32 nodes; `ngram_tree` has its defaults; vLLM's `ngram` drafts 6 tokens after matches of "
         "2 to 4. TPOT is a whole answer's, other requests' prompts and the last answers in smaller "
-        "company included; answers have half to all of the most tokens. They differ from plain "
-        "decoding's where bfloat16 logits tie within rounding."
+        "company included; answers have half to all of the most tokens."
+        + ("" if temperature else TIES)
         + (PACE if paces else "")
         + (AGAIN if any(r["system"] == "plain again" for r in rows) else ""),
         sections=[Section(header, table)],
@@ -156,6 +160,7 @@ def main() -> None:
     add = benchmark.parser.add_argument
     add("--concurrency", type=int, nargs="+", default=(1, 4, 8))
     add("--prompts", type=int, default=4, help="per round, and 4 for each request at once")
+    add("--temperature", type=float, default=0.0, help="of all requests (default: greedy)")
     usual = [name for name in SYSTEMS if name not in ENGINES]
     add("--systems", nargs="+", default=usual, choices=list(SYSTEMS), metavar="SYSTEM",
         help=f"of {', '.join(SYSTEMS)}; `{BASELINE}` always")  # fmt: skip
@@ -165,7 +170,8 @@ def main() -> None:
         benchmark.compare(
             args, systems, lambda target: make_loads(args, target),
             engine={"max_num_seqs": max(args.concurrency), "max_num_batched_tokens": 2048},
-            sampling={"max_tokens": args.tokens}, engine_of=ENGINES,
+            sampling={"max_tokens": args.tokens, "temperature": args.temperature},
+            engine_of=ENGINES,
         )  # fmt: skip
     benchmark.publish(args, page(benchmark.cells(args)))
 

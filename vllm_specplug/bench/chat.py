@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 
@@ -70,7 +71,9 @@ class LoadResult:
         return cls(answers, sum(part.wall_s for part in parts))
 
 
-async def _stream(client: Any, model: str, prompt: str, max_tokens: int) -> ChatAnswer:
+async def _stream(
+    client: Any, model: str, prompt: str, max_tokens: int, own: Mapping[str, Any]
+) -> ChatAnswer:
     start = time.perf_counter()
     first: float | None = None
     pieces: list[str] = []
@@ -84,7 +87,7 @@ async def _stream(client: Any, model: str, prompt: str, max_tokens: int) -> Chat
         temperature=0.0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"return_token_ids": True},
+        extra_body={"return_token_ids": True, **own},
     )
     async for chunk in stream:
         if chunk.usage is not None:
@@ -110,6 +113,7 @@ async def _run(
     concurrency: int,
     max_tokens: int,
     on_answer: Callable[[], None],
+    own: Mapping[str, Any],
 ) -> LoadResult:
     from openai import AsyncOpenAI
 
@@ -120,7 +124,7 @@ async def _run(
 
         async def one(prompt: str) -> ChatAnswer:
             async with gate:
-                answer = await _stream(client, model, prompt, max_tokens)
+                answer = await _stream(client, model, prompt, max_tokens, own)
             on_answer()
             return answer
 
@@ -137,6 +141,7 @@ def run_chats(
     concurrency: int,
     max_tokens: int,
     on_answer: Callable[[], None] = lambda: None,
+    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadResult:
     """Sends every prompt as a chat of its own, greedy, at most `concurrency` at once.
 
@@ -144,8 +149,9 @@ def run_chats(
         base_url: root of the server, without "/v1".
         model: the name the server serves the model under.
         on_answer: called after each finished answer.
+        own: fields of vLLM's in every request, beyond those of OpenAI.
 
     Raises:
         openai.OpenAIError: when the server refuses or drops a request.
     """
-    return asyncio.run(_run(base_url, model, prompts, concurrency, max_tokens, on_answer))
+    return asyncio.run(_run(base_url, model, prompts, concurrency, max_tokens, on_answer, own))

@@ -17,6 +17,7 @@ from vllm_specplug.bench.near_ties import Parting, partings
 from vllm_specplug.bench.plan import VLLM_CONFIGS
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 from vllm_specplug.bench.tables import Row, console_table, same_answers
+from vllm_specplug.options import REQUEST_BUDGET_ARG
 
 # Chat prompts of the kinds people send: facts, arithmetic, code, rewriting, lists, a letter.
 PROMPTS = (
@@ -79,8 +80,14 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
         _wait_all(servers, console)
         single = _measure(servers, options, console, concurrency=1)
         several = _measure(servers, options, console, concurrency=options.concurrency)
-        found = None
+        found, undrafted = None, None
         if options.speculative_config is not None:
+            with _status(console, f"{options.method}, without drafts"):
+                undrafted = run_chats(
+                    servers[1].base_url, options.model, options.prompts, concurrency=1,
+                    max_tokens=options.max_tokens,
+                    own={"vllm_xargs": {REQUEST_BUDGET_ARG: 0}},
+                )  # fmt: skip
             plain, other = (single[s.spec.name].load.answers for s in servers)
             found = partings(servers[0].base_url, options.model, zip(plain, other, strict=True))
     loads = {"1 at a time": single, f"{options.concurrency} at a time": several}
@@ -102,8 +109,8 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
         style="dim",
         soft_wrap=True,
     )
-    if found is not None:
-        _print_comparison(options, single, several["plain"], found, console)
+    if found is not None and undrafted is not None:
+        _print_comparison(options, single, several["plain"], undrafted, found, console)
     for server in servers:
         console.print(f"\n{server.spec.name}:", style="bold")
         console.print(server.spec.display(server.port), soft_wrap=True, highlight=False)
@@ -193,26 +200,30 @@ def _print_comparison(
     options: DemoOptions,
     single: dict[str, _Measured],
     several_plain: _Measured,
+    undrafted: LoadResult,
     found: Sequence[Parting],
     console: Console,
 ) -> None:
     """How many answers are plain vLLM's, and whether rounding explains the others."""
 
-    def texts(measured: _Measured) -> list[str]:
-        return [answer.text for answer in measured.load.answers]
+    def texts(load: LoadResult) -> list[str]:
+        return [answer.text for answer in load.answers]
 
-    plain, count = texts(single["plain"]), len(options.prompts)
-    equal, first = same_answers(plain, texts(single[options.method]))
+    plain, count = texts(single["plain"].load), len(options.prompts)
+    drafted = texts(single[options.method].load)
+    equal, first = same_answers(plain, drafted)
     console.print(f"identical answers, one at a time: {equal} of {count}")
     if first is None:
         return
+    itself, _ = same_answers(drafted, texts(undrafted))
+    console.print(f"{options.method} with drafts and without: {itself} of {count}")
     if options.dtype == "float32":
         console.print(
             f"NOT LOSSLESS: the answers to {options.prompts[first]!r} differ in float32. {_REPORT}",
             style="bold red",
         )
         return
-    itself, _ = same_answers(plain, texts(several_plain))
+    itself, _ = same_answers(plain, texts(several_plain.load))
     console.print(
         f"plain vLLM and itself, 1 and {options.concurrency} at a time: {itself} of {count}"
     )
