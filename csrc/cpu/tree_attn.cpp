@@ -709,6 +709,7 @@ class Worker {
     return item.groups - p_.context_len[item.req] / kGroup;
   }
 
+  // Scores of all rows, and where the values are, of slots from the root's group on.
   void score_tail(const Item& item) {
     KvGroup groups[kTileGroups];
     const int first = p_.context_len[item.req] / kGroup;
@@ -721,6 +722,12 @@ class Worker {
     }
     if (p_.reshaped)
       p_.variant->reshape(b_.tail, ld, item.rows, tail_columns_, p_.scale, p_.soft_cap);
+    // From the pair of slots that the root is in.
+    const int context = p_.context_len[item.req];
+    tail_values_.clear();
+    for (int slot = context / 2 * 2; slot < context + p_.row_count[item.req]; ++slot)
+      tail_values_.push_back(cache_at(p_.value_cache, p_.v_block, p_.v_head, item, slot) +
+                             int64_t{slot % p_.block_size} * p_.head_size * 2);
   }
 
   void run_ordered_tile(const Item& item, int g, int n, bool first, const Partial& to) {
@@ -732,14 +739,15 @@ class Worker {
     KvGroup groups[kTileGroups];
     for (int i = 0; i < whole; ++i) cache_group(item, (g + i) * kGroup, kGroup, i, groups[i]);
     if (pairs > 0) cache_group(item, (g + whole) * kGroup, 2 * pairs, whole, groups[whole]);
-    const int own_first = std::max(g * kGroup, context / 2 * 2);
     const int tile_end = (g + n) * kGroup;
     for (int r = 0; r < item.rows; r += kRowBlock) {
       const int rows = std::min(kRowBlock, item.rows - r);
       const Partial at = rows_from(to, r);
       int used = whole;
-      for (int i = 0; i < rows; ++i)
-        used = std::max(used, std::min(n, ceil_div(row_end(item, r + i), kGroup) - g));
+      if (whole < n)
+        for_tree_rows(item, r, rows, [&](int64_t row, int, int) {
+          used = std::max(used, std::min(n, ceil_div(row_end(item, row), kGroup) - g));
+        });
       if (used == 0) {
         if (first) clear_state(rows, at);
         continue;
@@ -749,9 +757,13 @@ class Worker {
                      p_.padded_words, groups, whole, b_.s, kPackedLd, r == 0);
         if (p_.reshaped) v.reshape(b_.s, kPackedLd, rows, whole * kGroup, p_.scale, p_.soft_cap);
       }
-      for (int i = 0; i < rows; ++i)
-        move_scores(item, r + i, (g + whole) * kGroup, (g + used) * kGroup,
-                    b_.s + i * kPackedLd + whole * kGroup);
+      if (used > whole)
+        for_tree_rows(item, r, rows, [&](int64_t row, int i, int heads) {
+          for (int h = i; h < i + heads; ++h)
+            move_scores(item, row, b_.tail + static_cast<int64_t>(r + h) * tail_columns_,
+                        (g + whole) * kGroup, (g + used) * kGroup,
+                        b_.s + h * kPackedLd + whole * kGroup);
+        });
       if (p_.alibi_slopes != nullptr)
         for (int i = 0; i < used; ++i)
           add_slopes(item, (g + i) * kGroup, r, rows, b_.s + i * kGroup);
@@ -763,43 +775,50 @@ class Worker {
                      r == 0 ? num_next_ : 0);
       else if (first)
         std::memset(at.o, 0, static_cast<size_t>(rows) * p_.head_size * 4);
-      const int words = p_.variant->bf16_dot ? 2 : 1;
-      for (int i = 0; i < rows; ++i) {
-        const int end = std::min(tile_end, row_end(item, r + i));
-        if (end <= own_first) continue;
+      if (used == whole) continue;
+      const int begin = std::max(g * kGroup, context / 2 * 2);
+      const int64_t column = (begin - g * kGroup) / (v.bf16_dot ? 2 : 1);
+      for_tree_rows(item, r, rows, [&](int64_t row, int i, int heads) {
+        const int end = std::min(tile_end, row_end(item, row));
+        if (end <= begin) return;
         const char* values[kTileGroups * kGroup];
-        for (int x = own_first; x < end; ++x)
-          values[x - own_first] = value_at(item, slot_of(item, r + i, x));
-        v.vec_row_values(b_.p + i * kPackedLd + (own_first - g * kGroup) / words, values,
-                         end - own_first, p_.head_size, at.o + int64_t{i} * p_.head_size);
-      }
+        for (int x = begin; x < end; ++x)
+          values[x - begin] = tail_values_[slot_of(item, row, x) - context / 2 * 2];
+        for (int h = i; h < i + heads; ++h)
+          v.vec_row_values(b_.p + h * kPackedLd + column, values, end - begin, p_.head_size,
+                           at.o + int64_t{h} * p_.head_size);
+      });
     }
   }
 
-  int64_t tree_row(const Item& item, int row) const {
-    return p_.mask_start[item.req] + (item.first_row + row) / p_.group_size;
+  // Calls f(row of the masks, first packed row, number of packed rows) for the tree rows that
+  // packed rows [r, r + rows) are heads of.
+  template <class F>
+  void for_tree_rows(const Item& item, int r, int rows, const F& f) const {
+    int64_t row = p_.mask_start[item.req] + (item.first_row + r) / p_.group_size;
+    int head = (item.first_row + r) % p_.group_size;
+    for (int i = 0; i < rows; ++row, head = 0) {
+      const int heads = std::min(p_.group_size - head, rows - i);
+      f(row, i, heads);
+      i += heads;
+    }
   }
 
-  // Position behind the last one that a packed row attends.
-  int row_end(const Item& item, int row) const {
-    return p_.context_len[item.req] + p_.depth[tree_row(item, row)] + 1;
+  // Position behind the last one that a row attends.
+  int row_end(const Item& item, int64_t row) const {
+    return p_.context_len[item.req] + p_.depth[row] + 1;
   }
 
-  // Slot of a packed row's key and value at a position.
-  int slot_of(const Item& item, int row, int position) const {
-    const int behind = position - p_.context_len[item.req];
-    if (behind < 0) return position;
-    return p_.context_len[item.req] + p_.ancestors[p_.ancestor_start[tree_row(item, row)] + behind];
+  // Slot of a row's key and value at a position.
+  int slot_of(const Item& item, int64_t row, int position) const {
+    const int context = p_.context_len[item.req];
+    if (position < context) return position;
+    return context + p_.ancestors[p_.ancestor_start[row] + position - context];
   }
 
-  const char* value_at(const Item& item, int slot) const {
-    return cache_at(p_.value_cache, p_.v_block, p_.v_head, item, slot) +
-           static_cast<int64_t>(slot % p_.block_size) * p_.head_size * 2;
-  }
-
-  // The scores of a packed row at positions [begin, end), which are the tail's.
-  void move_scores(const Item& item, int row, int begin, int end, float* s) const {
-    const float* tail = b_.tail + static_cast<int64_t>(row) * tail_columns_;
+  // The scores `tail` of a row at positions [begin, end), none of them in a group of the context.
+  void move_scores(const Item& item, int64_t row, const float* tail, int begin, int end,
+                   float* s) const {
     const int first = p_.context_len[item.req] / kGroup * kGroup;
     const int seen = std::min(end, row_end(item, row));
     int x = begin;
@@ -810,13 +829,15 @@ class Worker {
   // Adds slope x (position of the key - position of the row); columns are positions from `first`
   // on.
   void add_slopes(const Item& item, int first, int block, int rows, float* s) const {
-    for (int i = 0; i < rows; ++i) {
-      const int head = (item.first_row + block + i) % p_.group_size;
-      const float slope = p_.alibi_slopes[item.head * p_.group_size + head];
-      const float own = static_cast<float>(row_end(item, block + i) - 1);
-      for (int j = 0; j < kGroup; ++j)
-        s[i * kPackedLd + j] += slope * (static_cast<float>(first + j) - own);
-    }
+    for_tree_rows(item, block, rows, [&](int64_t row, int i, int heads) {
+      const float own = static_cast<float>(row_end(item, row) - 1);
+      for (int h = i; h < i + heads; ++h) {
+        const int head = (item.first_row + block + h) % p_.group_size;
+        const float slope = p_.alibi_slopes[item.head * p_.group_size + head];
+        for (int j = 0; j < kGroup; ++j)
+          s[h * kPackedLd + j] += slope * (static_cast<float>(first + j) - own);
+      }
+    });
   }
 
   // ---- masks and states --------------------------------------------------------
@@ -906,6 +927,7 @@ class Worker {
   KvGroup next_[kTileGroups];
   int num_next_ = 0;
   int tail_columns_ = 0;
+  std::vector<const char*> tail_values_;
 };
 
 // Rows of a call that attend nothing at all: zero, of weight -inf.
