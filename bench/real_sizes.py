@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from harness import Benchmark, Cells, execution, make_engine, worker_of
-from sides import Side, answer, in_turns, spread
+from sides import Side, answer, in_turns
 
 from vllm_specplug.bench.cells import CellStore, digest
 from vllm_specplug.bench.result_page import ResultPage, Section
@@ -270,6 +270,7 @@ def _request(
 
 Times = dict[str, dict[str, float]]
 """Milliseconds by nodes and part of a step."""
+MEDIANS = "medians"
 
 
 def whole(times: dict[int, float], layers: int) -> float:
@@ -280,29 +281,43 @@ def whole(times: dict[int, float], layers: int) -> float:
     return times[high] + (layers - high) * (times[high] - times[low]) / (high - low)
 
 
-def whole_times(cells: Cells, name: str) -> dict[str, dict[int, Times]]:
-    """Of a model: times at its whole depth, by side and round."""
+def at_whole_depth(by_layers: dict[int, Times], layers: int) -> Times:
+    """Times of the whole target, from those of the measured depths."""
+    deepest = by_layers[max(by_layers)]
+    return {
+        nodes: {
+            "verify": whole({n: ms[nodes]["verify"] for n, ms in by_layers.items()}, layers),
+            # A head does not grow with its target; the deepest one reads all its layers.
+            "draft": deepest[nodes]["draft"],
+        }
+        for nodes in deepest
+    }
+
+
+def medians(rounds: Sequence[Times]) -> Times:
+    """Of each time over the rounds."""
+    return {
+        nodes: {part: median(ms[nodes][part] for ms in rounds) for part in parts}
+        for nodes, parts in rounds[0].items()
+    }
+
+
+def whole_times(cells: Cells, name: str) -> dict[str, dict[str, Times]]:
+    """Of a model: times at its whole depth, by side and round. The round `MEDIANS` is continued
+    from the medians at each depth: continuing multiplies what disturbs a single round."""
     depth = MODELS[name].config["num_hidden_layers"]
-    found: dict[str, dict[int, Times]] = {}
+    found: dict[str, dict[str, Times]] = {}
     for side in SIDES:
-        rounds: dict[int, dict[int, Times]] = defaultdict(dict)
+        rounds: dict[str, dict[int, Times]] = defaultdict(dict)
         for cell in cells:
             if (cell["model"], cell["side"]) == (name, side):
-                rounds[cell["round"]][cell["layers"]] = cell["ms"]
-        by_round = {
-            number: {
-                nodes: {
-                    "verify": whole({n: ms[nodes]["verify"] for n, ms in own.items()}, depth),
-                    # A head does not grow with its target; the deepest one reads all its layers.
-                    "draft": own[max(own)][nodes]["draft"],
-                }
-                for nodes in own[max(own)]
-            }
-            for number, own in sorted(rounds.items())
-            if len(own) > 1 or depth in own
-        }
-        if by_round:
-            found[side] = by_round
+                rounds[str(cell["round"])][cell["layers"]] = cell["ms"]
+        rounds = {n: own for n, own in sorted(rounds.items()) if len(own) > 1 or depth in own}
+        if not rounds:
+            continue
+        layers = set.intersection(*map(set, rounds.values()))
+        rounds[MEDIANS] = {n: medians([own[n] for own in rounds.values()]) for n in layers}
+        found[side] = {n: at_whole_depth(own, depth) for n, own in rounds.items()}
     return found
 
 
@@ -314,39 +329,46 @@ def weights(config: dict[str, Any]) -> tuple[int, int]:
     return config["num_hidden_layers"] * layer, hidden * config["vocab_size"]
 
 
-def sections_of(name: str, times: dict[str, dict[int, Times]]) -> list[Section]:
+def spread(values: dict[str, float], digits: int, unit: str = "") -> str:
+    """The value of the medians, in brackets the lowest and the highest of the rounds."""
+    rounds = [value for number, value in values.items() if number != MEDIANS]
+    low, high = min(rounds), max(rounds)
+    return f"{values[MEDIANS]:.{digits}f}{unit} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def sections_of(name: str, times: dict[str, dict[str, Times]]) -> list[Section]:
     """Tables of a model: plain steps, what limits them, predicted speeds."""
     model, lines, limits, predicted = MODELS[name], [], [], []
     in_layers, in_head = weights(model.config)
     few, many = NODES[-2:]
     for side, rounds in times.items():
         units = times.get(UNITS[side], {})
-        shared = [
-            (own, units[number]["0"]["verify"]) for number, own in rounds.items() if number in units
-        ]
+        shared = {n: (own, units[n]["0"]["verify"]) for n, own in rounds.items() if n in units}
         if not shared:
             continue
 
-        def steps(nodes: int, *parts: str, shared: Any = shared) -> list[float]:
-            return [sum(own[str(nodes)][part] for part in parts) / unit for own, unit in shared]
+        def steps(nodes: int, *parts: str, shared: Any = shared) -> dict[str, float]:
+            return {
+                number: sum(own[str(nodes)][part] for part in parts) / unit
+                for number, (own, unit) in shared.items()
+            }
 
-        plain = [own["0"]["verify"] for own, _ in shared]
+        plain = {n: own["0"]["verify"] for n, (own, _) in shared.items()}
+        usual = rounds[MEDIANS]
+        more = usual[str(many)]["verify"] - usual[str(few)]["verify"]
+        verify = [spread(steps(n, "verify"), 2) for n in (0, *NODES)]
+        drafts = [spread(steps(n, "draft"), 2) for n in NODES]
         lines += [
-            [
-                side,
-                "step",
-                spread(plain, 0, " ms"),
-                *(spread(steps(n, "verify"), 2) for n in (0, *NODES)),
-            ],
-            [side, "drafts", "", "", *(spread(steps(n, "draft"), 2) for n in NODES)],
+            [side, "step", spread(plain, 0, " ms"), *verify],
+            [side, "drafts", "", "", *drafts],
         ]
         size = in_layers * (1 if SIDES[side].int8 else 2) + in_head * 2
-        reading = [size / ms / 1e6 for ms in plain]
-        more = [own[str(many)]["verify"] - own[str(few)]["verify"] for own, _ in shared]
-        multiplying = [2 * (many - few) * (in_layers + in_head) / ms / 1e6 for ms in more]
-        limits.append([side, f"{size / 1e9:.2f}", spread(reading, 1), spread(multiplying, 0)])
+        flops = 2 * (many - few) * (in_layers + in_head)
+        reading = spread({n: size / ms / 1e6 for n, ms in plain.items()}, 1)
+        multiplying = f"{flops / more / 1e6:.0f}"
+        limits.append([side, f"{size / 1e9:.2f}", reading, multiplying])
         for nodes, published in model.published.items():
-            cost = median(steps(nodes, "verify", "draft"))
+            cost = steps(nodes, "verify", "draft")[MEDIANS]
             gains = [f"{tokens:.2f}: {tokens / cost:.2f} x" for tokens in published.values()]
             predicted.append([side, str(nodes), f"{cost:.2f}", *gains])
     prompts = list(next(iter(model.published.values())))
@@ -362,7 +384,7 @@ def sections_of(name: str, times: dict[str, dict[int, Times]]) -> list[Section]:
             title=f"{model.title}: reading and multiplying",
             notes=[
                 "GB/s: the weights over the step without drafts. GFLOP/s: the products of "
-                f"{many - few} rows over what {many} nodes take longer than {few}."
+                f"{many - few} rows over what {many} nodes take longer than {few}, by the medians."
             ],
         ),
         Section(
@@ -392,11 +414,12 @@ def page(cells: Cells, threads: int, how: str) -> ResultPage:
         about=f"One request with {CONTEXT} tokens of context on {threads} thread(s), {how}. "
         "Weights are random, shapes are the published ones, embedding and LM head included. CPU "
         f"times were measured with few layers ({'; '.join(depths)}) and continued linearly to the "
-        "whole depth. The unit is the step without drafts of the same round, with vLLM's products "
-        "and the same weights; engines of one depth measured in turns. Medians over the rounds, in "
-        "brackets the lowest and the highest. `step` is everything but drafting; `drafts` includes "
-        "what the head reads of committed tokens, with int8 weights as is the default here. int8 "
-        "products are vLLM's W8A8; the LM head stays in bfloat16 there.",
+        "whole depth, from the medians over the rounds; in brackets, continued from single rounds, "
+        "the lowest and the highest. The unit is the step without drafts of the same rounds, with "
+        "vLLM's products and the same weights; engines of one depth measured in turns. `step` is "
+        "everything but drafting; `drafts` includes what the head reads of committed tokens, with "
+        "int8 weights as is the default here. int8 products are vLLM's W8A8; the LM head stays in "
+        "bfloat16 there.",
         sections=sections,
         data=data,
         made_by=[cell["provenance"] for cell in cells],

@@ -89,17 +89,15 @@ def in_turns(
     return found[1:]
 
 
-def spread(values: Sequence[float], digits: int, unit: str = "") -> str:
-    """The median, in brackets the lowest and the highest."""
-    low, high = min(values), max(values)
-    return f"{median(values):.{digits}f}{unit} ({low:.{digits}f} to {high:.{digits}f})"
-
-
 def table(
     rounds: Sequence[Round], sides: Sequence[str], batches: Iterable[int], digits: int
 ) -> list[list[str]]:
     """One line for each batch size: medians over the rounds, and the medians of the rounds' ratios
     to the first side; in brackets the lowest and the highest."""
+
+    def cell(values: Sequence[float], digits: int, unit: str = "") -> str:
+        low, high = min(values), max(values)
+        return f"{median(values):.{digits}f}{unit} ({low:.{digits}f} to {high:.{digits}f})"
 
     lines = []
     for batch in map(str, batches):
@@ -109,10 +107,6 @@ def table(
             [value / base for value, base in zip(own, first, strict=True)] for own in of_sides[1:]
         ]
         lines.append(
-            [
-                batch,
-                *(spread(own, digits) for own in of_sides),
-                *(spread(r, 2, " x") for r in ratios),
-            ]
+            [batch, *(cell(own, digits) for own in of_sides), *(cell(r, 2, " x") for r in ratios)]
         )
     return lines
