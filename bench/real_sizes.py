@@ -3,32 +3,31 @@
 
     python bench/real_sizes.py [--model qwen3-4b llama-3.1-8b] [--layers 5] [--threads 1]
 
-Targets and heads have the published shapes and random weights; nothing is downloaded. Of a target
-so many layers are served, and in every other request all but the first of them are left out: step
-times are continued linearly from these two depths to the whole one. Layers are alike, and a single
-one is larger than the caches. With the target's own depth in `--layers` the whole model is
-measured. Each engine has a process of its own; what is measured is kept, and a run that is started
-again goes on from there. Nothing is compiled, as layers that are left out could not be.
+Targets and heads have the published shapes and random weights; nothing is downloaded. A target is
+served with so many layers and with a single one, and step times are continued linearly from these
+two depths to the whole one: layers are alike, and a single one is larger than the caches. With the
+target's own depth in `--layers` the whole model is measured. Each engine has a process of its own;
+those of one depth whose times are divided by each other measure in turns. What is measured is kept,
+and a run that is started again goes on from there.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import Benchmark, Cells, make_engine, worker_of
+from harness import Benchmark, Cells, execution, make_engine, worker_of
+from sides import Side, answer, in_turns
 
 from vllm_specplug.bench.cells import CellStore, digest
 from vllm_specplug.bench.result_page import ResultPage, Section
@@ -37,7 +36,6 @@ NODES = (8, 16, 32, 64, 128)
 CONTEXT = 512
 BLOCK = 16
 DRAFT_VOCAB = 32000
-_MARK = "measured: "
 
 
 @dataclass(frozen=True)
@@ -99,17 +97,18 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Side:
+class Products:
     """How the target's products are made."""
 
-    products: str
+    option: str
+    """Value of `target_products`."""
     int8: bool = False
 
 
 SIDES = {
-    "bf16, vLLM": Side("vllm"),
-    "bf16, packed": Side("packed"),
-    "int8, vLLM": Side("vllm", int8=True),
+    "bf16, vLLM": Products("vllm"),
+    "bf16, packed": Products("packed"),
+    "int8, vLLM": Products("vllm", int8=True),
 }
 # Whose step without drafts is the unit.
 UNITS = {"bf16, vLLM": "bf16, vLLM", "bf16, packed": "bf16, vLLM", "int8, vLLM": "int8, vLLM"}
@@ -128,10 +127,10 @@ INT8 = {
 # An engine's process
 
 
-def write_target(model: Model, side: Side, layers: int, folder: Path) -> dict[str, Any]:
+def write_target(model: Model, products: Products, layers: int, folder: Path) -> dict[str, Any]:
     """Writes the config of a target of so many layers; returns it."""
     config = {**model.config, "num_hidden_layers": layers}
-    if side.int8:
+    if products.int8:
         config["quantization_config"] = INT8
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -189,20 +188,19 @@ def write_head(model: Model, target: dict[str, Any], folder: Path) -> None:
     torch.set_default_dtype(torch.float32)
 
 
-def measure(model: Model, side: Side, layers: int, args: Any) -> dict[str, Any]:
-    """Median milliseconds of a step beside drafting ("verify"), and of drafting ("draft"), by depth
-    and by the nodes that the step verifies; "0" is a plain step. They are of the main thread's CPU
-    time, which waits for the others busily: other processes delay it less than the clock."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-
+def serve(model: Model, products: Products, layers: int, args: Any) -> None:
+    """An engine's process: median milliseconds of a step beside drafting ("verify"), and of
+    drafting ("draft"), for the nodes that are asked for; none is a plain step. They are of the main
+    thread's CPU time, which waits for the others busily: other processes delay it less than the
+    clock."""
     folder = Path(tempfile.mkdtemp())
-    config = write_target(model, side, layers, folder / "target")
+    config = write_target(model, products, layers, folder / "target")
     write_head(model, config, folder / "head")
     import torch
 
     torch.set_num_threads(args.threads)
     speculative = {
-        "method": model.method, "model": str(folder / "head"), "target_products": side.products,
+        "method": model.method, "model": str(folder / "head"), "target_products": products.option,
         "num_speculative_tokens": max(NODES), "max_request_budget": max(NODES), "tree_budget": 0,
         "ngram_topk": 0,
     }  # fmt: skip
@@ -214,6 +212,7 @@ def measure(model: Model, side: Side, layers: int, args: Any) -> dict[str, Any]:
     )  # fmt: skip
     for file in sorted(folder.rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
+    folder.rmdir()
     runner = worker_of(llm).model_runner
     propose = runner.propose_draft_token_ids
     drafted: list[tuple[float, int]] = []
@@ -227,37 +226,14 @@ def measure(model: Model, side: Side, layers: int, args: Any) -> dict[str, Any]:
     runner.propose_draft_token_ids = timed_propose
     rng = random.Random(0)
     prompt = {"prompt_token_ids": [rng.randrange(1000, 30000) for _ in range(CONTEXT)]}
-    depths = [layers] if layers == model.config["num_hidden_layers"] else [layers, 1]
-    times: dict[Any, Any] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    # The first round computes the prompt and compiles products for these rows.
-    for number in range(1 + args.rounds):
-        for depth in depths:
-            for nodes in (0, *NODES):
-                with _first_layers(runner.model.model.layers, depth):
-                    steps = args.steps if number else 0
-                    found = _request(llm, prompt, nodes, steps, drafted)
-                for verify, draft in found:
-                    times[str(depth)][str(nodes)]["verify"].append(verify)
-                    times[str(depth)][str(nodes)]["draft"].append(draft)
-    return {
-        depth: {
-            nodes: {part: median(values) for part, values in parts.items()}
-            for nodes, parts in by_nodes.items()
-        }
-        for depth, by_nodes in times.items()
-    }
 
+    def measure(nodes: int) -> dict[str, float]:
+        # All others are divided by plain steps.
+        steps = args.steps if nodes else 4 * args.steps
+        verify, draft = zip(*_request(llm, prompt, nodes, steps, drafted), strict=True)
+        return {"verify": median(verify), "draft": median(draft)}
 
-@contextmanager
-def _first_layers(layers: Any, depth: int) -> Iterator[None]:
-    """While entered, a forward passes through the first `depth` layers alone."""
-    for layer in layers[depth:]:
-        layer.forward = lambda positions, hidden_states, residual, **_: (hidden_states, residual)
-    try:
-        yield
-    finally:
-        for layer in layers[depth:]:
-            del layer.forward
+    answer(measure)
 
 
 def _request(
@@ -292,6 +268,10 @@ def _request(
 
 # The comparison
 
+Times = dict[str, dict[str, float]]
+"""Milliseconds by nodes and part of a step."""
+MEDIANS = "medians"
+
 
 def whole(times: dict[int, float], layers: int) -> float:
     """Milliseconds at a depth: on the line through the least and the largest measured one."""
@@ -301,52 +281,111 @@ def whole(times: dict[int, float], layers: int) -> float:
     return times[high] + (layers - high) * (times[high] - times[low]) / (high - low)
 
 
-def whole_times(cells: Cells, name: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Of a model: milliseconds at its whole depth, by side, nodes and part."""
+def at_whole_depth(by_layers: dict[int, Times], layers: int) -> Times:
+    """Times of the whole target, from those of the measured depths."""
+    deepest = by_layers[max(by_layers)]
+    return {
+        nodes: {
+            "verify": whole({n: ms[nodes]["verify"] for n, ms in by_layers.items()}, layers),
+            # A head does not grow with its target; the deepest one reads all its layers.
+            "draft": deepest[nodes]["draft"],
+        }
+        for nodes in deepest
+    }
+
+
+def medians(rounds: Sequence[Times]) -> Times:
+    """Of each time over the rounds."""
+    return {
+        nodes: {part: median(ms[nodes][part] for ms in rounds) for part in parts}
+        for nodes, parts in rounds[0].items()
+    }
+
+
+def whole_times(cells: Cells, name: str) -> dict[str, dict[str, Times]]:
+    """Of a model: times at its whole depth, by side and round. The round `MEDIANS` is continued
+    from the medians at each depth: continuing multiplies what disturbs a single round."""
     depth = MODELS[name].config["num_hidden_layers"]
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found: dict[str, dict[str, Times]] = {}
     for side in SIDES:
-        own = {
-            int(layers): ms
-            for cell in cells
-            if (cell["model"], cell["side"]) == (name, side)
-            for layers, ms in cell["ms"].items()
-        }
-        if not own:
+        rounds: dict[str, dict[int, Times]] = defaultdict(dict)
+        for cell in cells:
+            if (cell["model"], cell["side"]) == (name, side):
+                rounds[str(cell["round"])][cell["layers"]] = cell["ms"]
+        rounds = {n: own for n, own in sorted(rounds.items()) if len(own) > 1 or depth in own}
+        if not rounds:
             continue
-        deepest = own[max(own)]
-        found[side] = {
-            nodes: {
-                "verify": whole({n: ms[nodes]["verify"] for n, ms in own.items()}, depth),
-                # A head does not grow with its target, and the deepest one reads all its layers.
-                "draft": deepest[nodes]["draft"],
-            }
-            for nodes in deepest
-        }
+        layers = set.intersection(*map(set, rounds.values()))
+        rounds[MEDIANS] = {n: medians([own[n] for own in rounds.values()]) for n in layers}
+        found[side] = {n: at_whole_depth(own, depth) for n, own in rounds.items()}
     return found
 
 
-def sections_of(name: str, times: dict[str, dict[str, dict[str, float]]]) -> list[Section]:
-    """Tables of a model: milliseconds, plain steps, predicted speeds."""
-    model, lines, predicted = MODELS[name], [], []
-    for side, by_nodes in times.items():
-        if UNITS[side] not in times:
+def weights(config: dict[str, Any]) -> tuple[int, int]:
+    """Numbers in the matrices that a step multiplies: all layers', the LM head's."""
+    hidden, heads = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * heads, config["num_key_value_heads"] * heads
+    layer = hidden * (2 * queries + 2 * keys + 3 * config["intermediate_size"])
+    return config["num_hidden_layers"] * layer, hidden * config["vocab_size"]
+
+
+def spread(values: dict[str, float], digits: int, unit: str = "") -> str:
+    """The value of the medians, in brackets the lowest and the highest of the rounds."""
+    rounds = [value for number, value in values.items() if number != MEDIANS]
+    low, high = min(rounds), max(rounds)
+    return f"{values[MEDIANS]:.{digits}f}{unit} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def sections_of(name: str, times: dict[str, dict[str, Times]]) -> list[Section]:
+    """Tables of a model: plain steps, what limits them, predicted speeds."""
+    model, lines, limits, predicted = MODELS[name], [], [], []
+    in_layers, in_head = weights(model.config)
+    few, many = NODES[-2:]
+    for side, rounds in times.items():
+        units = times.get(UNITS[side], {})
+        shared = {n: (own, units[n]["0"]["verify"]) for n, own in rounds.items() if n in units}
+        if not shared:
             continue
-        unit = times[UNITS[side]]["0"]["verify"]
-        plain = f"{by_nodes['0']['verify']:.0f} ms, {by_nodes['0']['verify'] / unit:.2f}"
-        verify = [f"{by_nodes[str(n)]['verify'] / unit:.2f}" for n in NODES]
-        drafts = [f"{by_nodes[str(n)]['draft'] / unit:.2f}" for n in NODES]
-        lines += [[side, "step", plain, *verify], [side, "drafts", "", *drafts]]
+
+        def steps(nodes: int, *parts: str, shared: Any = shared) -> dict[str, float]:
+            return {
+                number: sum(own[str(nodes)][part] for part in parts) / unit
+                for number, (own, unit) in shared.items()
+            }
+
+        plain = {n: own["0"]["verify"] for n, (own, _) in shared.items()}
+        usual = rounds[MEDIANS]
+        more = usual[str(many)]["verify"] - usual[str(few)]["verify"]
+        verify = [spread(steps(n, "verify"), 2) for n in (0, *NODES)]
+        drafts = [spread(steps(n, "draft"), 2) for n in NODES]
+        lines += [
+            [side, "step", spread(plain, 0, " ms"), *verify],
+            [side, "drafts", "", "", *drafts],
+        ]
+        size = in_layers * (1 if SIDES[side].int8 else 2) + in_head * 2
+        flops = 2 * (many - few) * (in_layers + in_head)
+        reading = spread({n: size / ms / 1e6 for n, ms in plain.items()}, 1)
+        multiplying = f"{flops / more / 1e6:.0f}"
+        limits.append([side, f"{size / 1e9:.2f}", reading, multiplying])
         for nodes, published in model.published.items():
-            cost = sum(by_nodes[str(nodes)].values()) / unit
-            cells = [f"{tokens:.2f}: {tokens / cost:.2f} x" for tokens in published.values()]
-            predicted.append([side, str(nodes), f"{cost:.2f}", *cells])
+            cost = steps(nodes, "verify", "draft")[MEDIANS]
+            gains = [f"{tokens:.2f}: {tokens / cost:.2f} x" for tokens in published.values()]
+            predicted.append([side, str(nodes), f"{cost:.2f}", *gains])
     prompts = list(next(iter(model.published.values())))
     return [
         Section(
-            ("products", "in plain steps", "no drafts", *(f"{n} nodes" for n in NODES)),
+            ("products", "in plain steps", "plain", "no drafts", *(f"{n} nodes" for n in NODES)),
             lines,
             title=model.title,
+        ),
+        Section(
+            ("products", "GB of weights", "GB/s", "GFLOP/s"),
+            limits,
+            title=f"{model.title}: reading and multiplying",
+            notes=[
+                "GB/s: the weights over the step without drafts. GFLOP/s: the products of "
+                f"{many - few} rows over what {many} nodes take longer than {few}, by the medians."
+            ],
         ),
         Section(
             ("products", "nodes", "plain steps a round", *prompts),
@@ -357,97 +396,95 @@ def sections_of(name: str, times: dict[str, dict[str, dict[str, float]]]) -> lis
     ]
 
 
-def page(cells: Cells, threads: int) -> ResultPage:
-    """The page of what was measured."""
-    sections, data = [], []
+def page(cells: Cells, threads: int, how: str) -> ResultPage:
+    """The page of what was measured; `how` the models ran."""
+    sections, data, depths = [], [], []
     for name, model in MODELS.items():
         times = whole_times(cells, name)
         if not times:
             continue
         sections += sections_of(name, times)
-        data.append({"model": name, "layers": model.config["num_hidden_layers"], "ms": times})
-    measured = {
-        name: sorted({n for c in cells if c["model"] == name for n in c["ms"]}) for name in MODELS
-    }
-    depths = "; ".join(
-        f"{name} {' and '.join(layers)} of {MODELS[name].config['num_hidden_layers']}"
-        for name, layers in measured.items()
-        if layers
-    )
+        layers = model.config["num_hidden_layers"]
+        data.append({"model": name, "layers": layers, "ms": times})
+        measured = sorted({cell["layers"] for cell in cells if cell["model"] == name})
+        depths.append(f"{name}: {' and '.join(map(str, measured))} of {layers}")
     return ResultPage(
         name="real_sizes",
         title="Steps at the sizes of served models",
-        about=f"One request with {CONTEXT} tokens of context on {threads} thread(s), not compiled. "
+        about=f"One request with {CONTEXT} tokens of context on {threads} thread(s), {how}. "
         "Weights are random, shapes are the published ones, embedding and LM head included. CPU "
-        f"times were measured with the first layers ({depths}) and continued linearly to the whole "
-        "depth. The unit is the step without drafts with vLLM's products and the same weights. "
-        "`step` is everything but drafting; `drafts` includes what the head reads of committed "
-        "tokens, with int8 weights as is the default here. int8 products are vLLM's W8A8.",
+        f"times were measured with few layers ({'; '.join(depths)}) and continued linearly to the "
+        "whole depth, from the medians over the rounds; in brackets, continued from single rounds, "
+        "the lowest and the highest. The unit is the step without drafts of the same rounds, with "
+        "vLLM's products and the same weights; engines of one depth measured in turns. `step` is "
+        "everything but drafting; `drafts` includes what the head reads of committed tokens, with "
+        "int8 weights as is the default here. int8 products are vLLM's W8A8; the LM head stays in "
+        "bfloat16 there.",
         sections=sections,
-        data={"whole": data, "measured": cells},
+        data=data,
         made_by=[cell["provenance"] for cell in cells],
     )
 
 
 def main() -> None:
     benchmark = Benchmark("real_sizes", __doc__)
-    benchmark.parser.set_defaults(eager=True)
     add = benchmark.parser.add_argument
     add("--model", choices=list(MODELS), nargs="+", default=list(MODELS))
     add("--side", choices=list(SIDES), nargs="+", default=list(SIDES))
     add("--layers", type=int, help="of a target that are served; default: by model")
     add("--threads", type=int, default=1)
-    add("--steps", type=int, default=3, help="of each request")
-    add("--rounds", type=int, default=1)
+    add("--steps", type=int, default=2, help="of each request, 4 times as many plain ones")
+    add("--rounds", type=int, default=5)
     add("--minutes", type=float, default=60.0, help="start no engine after this long")
     add("--report-only", action="store_true", help="make the page of what was measured")
     add("--measure", nargs=3, metavar=("MODEL", "SIDE", "LAYERS"), help="internal: one engine")
     args = benchmark.parse()
     if args.measure:
         name, side, layers = args.measure
-        found = measure(MODELS[name], SIDES[side], int(layers), args)
-        print(_MARK + json.dumps(found), flush=True)
+        serve(MODELS[name], SIDES[side], int(layers), args)
         return
-    store = CellStore(args.out / "real_sizes_cells.jsonl")
+    store = CellStore(args.out / f"{args.name}_cells.jsonl")
     record = benchmark.provenance(args)
-    key = digest([args.threads, args.steps, args.rounds])
+    key = digest([execution(args), args.threads, args.steps])
     deadline = time.monotonic() + 60 * args.minutes
     places = [
-        (name, side, layers)
-        for side in args.side
+        (name, [side for side in args.side if UNITS[side] == unit], layers)
         for name in args.model
-        for layers in [args.layers or MODELS[name].layers]
+        for unit in dict.fromkeys(UNITS[side] for side in args.side)
+        for layers in depths_of(MODELS[name], args.layers)
     ]
-    for place in places if not args.report_only else ():
-        if store.get(key, place) is not None or time.monotonic() > deadline:
+    for name, sides, layers in places if not args.report_only else ():
+        missing = [
+            number
+            for number in range(args.rounds)
+            if any(store.get(key, (name, side, layers, number)) is None for side in sides)
+        ]
+        if not missing or time.monotonic() > deadline:
             continue
-        name, side, layers = place
-        print(f"{name}, {side}, {layers} layers", file=sys.stderr)
-        values = {"model": name, "side": side, "layers": layers, "provenance": record}
-        times = _in_child(args, place)
-        if times is not None:
-            store.add(key, place, {**values, "ms": times})
+        print(f"{name}, {layers} layers: {'; '.join(sides)}", file=sys.stderr)
+        rounds = in_turns(partial(_start, args, name, layers), sides, (0, *NODES), len(missing))
+        for number, by_side in zip(missing, rounds, strict=True):
+            for side, ms in by_side.items():
+                values = {"model": name, "side": side, "layers": layers, "round": number, "ms": ms}
+                place = (name, side, layers, number)
+                store.add(key, place, {**values, "provenance": record})
     cells = store.rows(key)
     if not cells:
         benchmark.parser.exit(1, f"{store.path} holds no results of these settings\n")
-    benchmark.publish(args, page(cells, args.threads))
+    benchmark.publish(args, page(cells, args.threads, execution(args)))
 
 
-def _in_child(args: Any, place: tuple[str, str, int]) -> dict[str, Any] | None:
-    """What an engine of its own process measures; None, with its error shown, where it ended."""
-    flags = [f"--{flag}={getattr(args, flag)}" for flag in ("threads", "steps", "rounds")]
-    done = subprocess.run(
-        [sys.executable, __file__, "--allow-changes", *flags, "--measure", *map(str, place)],
-        env={**os.environ, "OMP_NUM_THREADS": str(args.threads)},
-        capture_output=True,
-        text=True,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith(_MARK):
-            found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-            return found
-    print(f"the engine ended:\n{done.stderr[-4000:]}", file=sys.stderr)
-    return None
+def depths_of(model: Model, layers: int | None) -> Sequence[int]:
+    """The depths to measure: so many layers and one, or the whole target."""
+    layers = layers or model.layers
+    return [layers] if layers == model.config["num_hidden_layers"] else [layers, 1]
+
+
+def _start(args: Any, name: str, layers: int, side: str) -> Side:
+    flags = [f"--threads={args.threads}", f"--steps={args.steps}"]
+    flags += ["--eager"] if args.eager else []
+    place = ["--measure", name, side, str(layers)]
+    return Side(__file__, [*flags, *place], {"OMP_NUM_THREADS": str(args.threads)})
 
 
 if __name__ == "__main__":

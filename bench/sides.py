@@ -7,16 +7,18 @@ machine does for longer affects all.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 _MARK = "measured: "
 
-Round = dict[str, dict[str, float]]
+Round = dict[str, dict[str, Any]]
 """Values by side and batch size."""
 
 
@@ -40,14 +42,14 @@ class Side:
             text=True,
         )
 
-    def measure(self, batch: int) -> float:
-        """What the process measures for `batch` requests at once."""
+    def measure(self, batch: int) -> Any:
+        """What the process measures for a batch of this size."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{batch}\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith(_MARK):
-                return float(line.removeprefix(_MARK))
+                return json.loads(line.removeprefix(_MARK))
         self._errors.seek(0)
         raise SystemExit(f"a side ended:\n{self._errors.read()[-4000:]}")
 
@@ -56,10 +58,11 @@ class Side:
         self._process.wait()
 
 
-def answer(measure: Callable[[int], float]) -> None:
-    """The part of a side's process: measures batch sizes as they are asked for."""
+def answer(measure: Callable[[int], Any]) -> None:
+    """The part of a side's process: measures batch sizes as they are asked for. What it measures
+    is a number, or several by name."""
     for line in sys.stdin:
-        print(f"{_MARK}{measure(int(line))}", flush=True)
+        print(_MARK + json.dumps(measure(int(line))), flush=True)
 
 
 def in_turns(

@@ -139,6 +139,51 @@ def test_sides_answer_in_turns_and_one_that_ends_says_why(tmp_path: Path) -> Non
         sides.in_turns(start, ["2"], (9,), 1)
 
 
+def test_real_sizes_measure_what_is_missing_and_continue_each_round_to_the_whole_depth(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = script("real_sizes")
+    both = ["bf16, vLLM", "bf16, packed"]
+    asked: list[Any] = []
+
+    def in_turns(start: Any, sides: list[str], nodes: Any, rounds: int) -> list[Any]:
+        name, layers = start.args[1:]
+        asked.append((name, layers, sides, rounds))
+        # Of a layer and of what is beside all layers; a row costs a tenth of it.
+        layer = {"bf16, vLLM": 10.0, "bf16, packed": 8.0}
+        return [
+            {
+                side: {
+                    str(n): {"verify": (102 - number) * (layers * layer[side] + 5) * (1 + n / 10),
+                             "draft": 7.0}
+                    for n in nodes
+                }
+                for side in sides
+            }
+            for number in range(rounds)
+        ]  # fmt: skip
+
+    def run(rounds: int) -> list[Any]:
+        asked.clear()
+        command = ["real_sizes.py", "--allow-changes", "--out", str(tmp_path), f"--rounds={rounds}",
+                   "--model", "qwen3-4b", "--side", *both]  # fmt: skip
+        monkeypatch.setattr(sys, "argv", command)
+        sizes.main()
+        return list(asked)
+
+    monkeypatch.setattr(sizes, "in_turns", in_turns)
+    assert run(2) == [("qwen3-4b", 5, both, 2), ("qwen3-4b", 1, both, 2)]
+    assert run(2) == []
+    assert run(3) == [("qwen3-4b", 5, both, 1), ("qwen3-4b", 1, both, 1)]
+    (found,) = json.loads((tmp_path / "real_sizes.json").read_text())["data"]
+    for number, factor in (("0", 102), ("1", 101), ("2", 102), ("medians", 102)):
+        by_nodes = found["ms"]["bf16, vLLM"][number]
+        assert by_nodes["0"]["verify"] == pytest.approx(factor * 365)
+        assert by_nodes["0"]["draft"] == 7.0
+    packed = f"{293 / 365 * 1.8:.2f}"
+    assert f"| {packed} ({packed} to {packed}) |" in (tmp_path / "real_sizes.md").read_text()
+
+
 def test_heads_of_equal_training_have_equal_size(
     target_with_tokenizer: Path, feature_folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
