@@ -12,8 +12,6 @@ interrupted run goes on.
 from __future__ import annotations
 
 import argparse
-import ast
-import hashlib
 import re
 import subprocess
 import tempfile
@@ -24,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts import sass
+from scripts import sass, source_digest
 from vllm_specplug.kernels.cute.config import (
     BOXES,
     DTYPES,
@@ -74,23 +72,8 @@ def on_demand_configs() -> list[ForwardConfig]:
 
 
 def digest(paths: Iterable[Path]) -> str:
-    """Of what sources say to the compiler: neither comments nor docstrings count, and of a module
-    outside the kernel's folder its constants alone."""
-    found = hashlib.sha256()
-    for path in paths:
-        tree = ast.parse(path.read_text())
-        if path.parent.name != "cute":
-            tree.body = [
-                node
-                for node in tree.body
-                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-            ]
-        for node in ast.walk(tree):
-            documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-            if isinstance(node, documented) and ast.get_docstring(node) is not None:
-                node.body[0] = ast.Pass()
-        found.update(f"{path.name}\0{ast.unparse(tree)}\0".encode())
-    return found.hexdigest()[:16]
+    """Of a module outside the kernel's folder constants alone count."""
+    return source_digest.digest(paths, constants_alone=lambda path: path.parent.name != "cute")
 
 
 class Resources(NamedTuple):
@@ -160,8 +143,8 @@ def loop_table(found: dict[str, list[str]], titles: Sequence[str] = sass.TITLES)
 def table(found: dict[str, Resources]) -> str:
     """Rows of variants, columns of dtypes: registers / shared memory / stack / blocks."""
     rows = [
-        f"Compiled by nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')} from sources of digest "
-        f"`{digest(sources())}`:",
+        f"Compiled by nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')} "
+        + source_digest.stamp(digest(sources())),
         "",
         f"| Kernel | {' | '.join(DTYPES)} |",
         "|---|" + "---|" * len(DTYPES),
@@ -196,12 +179,6 @@ def recorded_on_demand(page: str) -> dict[str, tuple[Resources, list[str]]]:
         name: (Resources(*map(int, cells[0].split("/"))), cells[1:])
         for name, cells in sass.recorded(page, ON_DEMAND).items()
     }
-
-
-def recorded_digest(page: str) -> str:
-    """Of the sources that the tables in `page` were made from."""
-    (found,) = re.findall(r"from sources of digest `(\w+)`:", page)
-    return found
 
 
 def shown(taken: Resources) -> str:

@@ -3,6 +3,8 @@
 issue cycles of the attention's inner loops on sm_90.
 
 python -m scripts.resource_table [--write]
+
+With the table goes a digest of the sources, as not every test run compiles for every architecture.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scripts import sass
+from scripts import sass, source_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "kernels_triton.md"
@@ -47,6 +49,16 @@ def compiled(arch: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
+def sources() -> list[Path]:
+    """Of the kernels, and of what is compiled of them."""
+    kernels = sorted((ROOT / "kernels" / "src").glob("*_triton*.py"))
+    return [*kernels, ROOT / "tests" / "kernels" / "triton_aot.py"]
+
+
+def digest() -> str:
+    return source_digest.digest(sources(), constants_alone=lambda path: False)
+
+
 def resources(kernels: list[dict[str, Any]]) -> Resources:
     found = {k["name"]: (k["registers"], k["shared_memory"], k["spilled_bytes"]) for k in kernels}
     assert len(found) == len(kernels), "two kernels have one name"
@@ -62,7 +74,7 @@ def table(by_arch: dict[int, Resources]) -> str:
     """Rows of kernels: registers / shared memory / spills for each architecture."""
     names = list(dict.fromkeys(name for found in by_arch.values() for name in found))
     rows = [
-        f"Compiled by Triton {version('triton')}:",
+        f"Compiled by Triton {version('triton')} " + source_digest.stamp(digest()),
         "",
         f"| Kernel | {' | '.join(f'sm_{arch}' for arch in by_arch)} |",
         "|---|" + "---|" * len(by_arch),
@@ -78,7 +90,7 @@ def recorded(page: str) -> tuple[str, dict[int, Resources]]:
     """Triton's version and what the table in `page` says."""
     block = re.search(f"{_START}(.*){_END}", page, re.DOTALL)
     assert block, "no table of resources"
-    release = re.search(r"Triton ([\w.+]+):", block[1])
+    release = re.search(r"Triton ([\w.+]+) from", block[1])
     assert release, "no version above the table of resources"
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")]

@@ -28,9 +28,12 @@ namespace {
 
 // Rows (query rows x query heads of a KV head) that share one pass over the context.
 constexpr int kMaxItemRows = 512;
-// Groups whose softmax begins anew; their shares are merged in order. Threads take whole units, so
-// a row's result is the same for any number of threads.
-constexpr int kUnitGroups = 32;
+// A unit is a stretch of groups for which the softmax begins anew; shares of units are merged in
+// order. Threads take whole units, so a row's result is the same for any number of threads. A long
+// context has longer ones from some slot on, as every unit of a split item keeps its share.
+constexpr int kUnitGroups = 16;
+constexpr int kLongUnitGroups = 128;
+constexpr int kShortUnits = 16;
 static_assert(kUnitGroups % kTileGroups == 0, "tiles lie in one unit");
 // Below this much work (rows x groups, in units of 16 rows) waking other threads costs more.
 constexpr int64_t kParallelCost = 24;
@@ -125,7 +128,17 @@ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 int64_t group_cost(const Item& item) { return (item.rows + 15) / 16 + 1; }
 
-int unit_of(int group) { return group / kUnitGroups; }
+int unit_of(int group) {
+  const int beyond = group - kShortUnits * kUnitGroups;
+  return beyond < 0 ? group / kUnitGroups : kShortUnits + beyond / kLongUnitGroups;
+}
+
+int unit_begin(int unit) {
+  const int beyond = unit - kShortUnits;
+  return beyond < 0 ? unit * kUnitGroups : kShortUnits * kUnitGroups + beyond * kLongUnitGroups;
+}
+
+int units_of(const Piece& piece) { return unit_of(piece.end - 1) - unit_of(piece.begin) + 1; }
 
 int64_t partial_floats(int rows, int head_size) {
   return (int64_t{ceil_div(rows, 16)} * 16 * (head_size + 2) + 15) / 16 * 16;
@@ -134,8 +147,9 @@ int64_t partial_floats(int rows, int head_size) {
 // Where a thread ends that has room for groups [begin, wanted): the nearest end of a unit.
 int unit_end(int begin, int64_t wanted, int groups) {
   if (wanted >= groups) return groups;
-  const int low = std::max(begin, static_cast<int>(wanted) / kUnitGroups * kUnitGroups);
-  const int high = std::min(groups, (static_cast<int>(wanted) / kUnitGroups + 1) * kUnitGroups);
+  const int unit = unit_of(static_cast<int>(wanted));
+  const int low = std::max(begin, unit_begin(unit));
+  const int high = std::min(groups, unit_begin(unit + 1));
   return wanted - low < high - wanted ? low : high;
 }
 
@@ -179,8 +193,7 @@ int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) 
   const int64_t threads =
       std::max<int64_t>(1, std::min<int64_t>(max_threads, total / kParallelCost));
   int64_t units = 0;
-  for (const Item& item : plan.items)
-    units += unit_of(item.groups - 1) - unit_of(item.first_group) + 1;
+  for (const Item& item : plan.items) units += units_of({0, item.first_group, item.groups, -1});
   // Short contexts have fewer units than threads: their rows are shared out instead.
   if (threads > 1 && units < 2 * threads) total = make_items(p, num_reqs, kRowBlock, plan.items);
 
@@ -216,8 +229,8 @@ int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) 
       for (int k = item.first_piece; k < item.first_piece + item.num_pieces; ++k) {
         Piece& piece = plan.pieces[k];
         piece.partial = partial;
-        partial += (unit_of(piece.end - 1) - unit_of(piece.begin) + 1) *
-                   partial_floats(item.rows, p.head_size);
+        partial +=
+            (k == item.first_piece ? 1 : units_of(piece)) * partial_floats(item.rows, p.head_size);
       }
   }
   while (static_cast<int64_t>(plan.thread_begin.size()) <= threads)
@@ -286,7 +299,11 @@ void list_ancestors(Problem& p, int num_reqs, int64_t num_rows, RowPositions& ro
   rows.ancestor_start.resize(static_cast<size_t>(num_rows));
   rows.ancestors.clear();
   for (int r = 0; r < num_reqs; ++r) {
-    const size_t begin = rows.ancestors.size();
+    // Each row of a chain attends all rows before it.
+    bool is_chain = true;
+    for (int i = 0; i < p.row_count[r]; ++i) is_chain &= p.depth[p.mask_start[r] + i] == i;
+    if (is_chain) continue;
+    rows.branches[r] = 1;
     for (int i = 0; i < p.row_count[r]; ++i) {
       const int64_t row = p.mask_start[r] + i;
       const int32_t first = static_cast<int32_t>(rows.ancestors.size());
@@ -296,11 +313,8 @@ void list_ancestors(Problem& p, int num_reqs, int64_t num_rows, RowPositions& ro
           const int64_t at = w * 64 + __builtin_ctzll(bits);
           if (at < p.row_count[r]) rows.ancestors.push_back(static_cast<int32_t>(at));
         }
-      const int32_t count = static_cast<int32_t>(rows.ancestors.size()) - first;
-      if (count != i + 1) rows.branches[r] = 1;
-      rows.depth[row] = count - 1;
+      rows.depth[row] = static_cast<int32_t>(rows.ancestors.size()) - first - 1;
     }
-    if (rows.branches[r] == 0) rows.ancestors.resize(begin);
   }
   p.branches = rows.branches.data();
   p.ancestors = rows.ancestors.data();
@@ -560,19 +574,20 @@ class Worker {
   void run_piece(const Piece& piece, const Piece* following) {
     const Item& item = plan_.items[piece.item];
     const bool ordered = in_order_of_positions(item);
-    tail_columns_ = ordered ? tail_groups(item) * kGroup : 0;
+    const bool has_tail = ordered && piece.end > p_.context_len[item.req] / kGroup;
+    tail_columns_ = has_tail ? tail_groups(item) * kGroup : 0;
     reserve(item.rows, tail_columns_);
     load_query(item);
-    if (ordered) score_tail(item);
+    if (has_tail) score_tail(item);
+    // The first piece of an item merges its units at once; others leave them to whoever merges all.
     const bool is_whole = piece.partial < 0;
-    const Partial own = {b_.m, b_.l, b_.o};
+    const bool merges = piece.begin == item.first_group;
+    const Partial own = is_whole ? Partial{b_.m, b_.l, b_.o} : share(piece, 0);
     int unit = 0;
     for (int g = piece.begin; g < piece.end; ++unit) {
-      const int end = std::min(piece.end, (unit_of(g) + 1) * kUnitGroups);
-      const Partial to = !is_whole ? share(piece, unit) : unit == 0 ? own : b_.later;
-      const bool has_sinks = p_.sinks != nullptr && g == item.first_group;
-      if (has_sinks) start_with_sinks(item, to);
-      for (bool first = !has_sinks; g < end; first = false) {
+      const int end = std::min(piece.end, unit_begin(unit_of(g) + 1));
+      const Partial to = unit == 0 ? own : merges ? b_.later : share(piece, unit);
+      for (bool first = true; g < end; first = false) {
         // Tiles begin at multiples of their size, wherever a tree ends.
         const int n = std::min(end, (g / kTileGroups + 1) * kTileGroups) - g;
         find_next_keys(piece, g + n, following);
@@ -582,16 +597,15 @@ class Worker {
           run_tile(item, g, n, first, to);
         g += n;
       }
-      if (is_whole && unit > 0) p_.variant->merge(own, to, item.rows, p_.head_size);
+      if (merges && unit > 0) p_.variant->merge(own, to, item.rows, p_.head_size);
     }
     if (is_whole) return finish(item, own);
     // Whoever finishes an item last merges its shares, in their order.
     if (plan_.pending[piece.item].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     const Partial all = share(plan_.pieces[item.first_piece], 0);
-    for (int k = 0; k < item.num_pieces; ++k) {
+    for (int k = 1; k < item.num_pieces; ++k) {
       const Piece& part = plan_.pieces[item.first_piece + k];
-      const int units = unit_of(part.end - 1) - unit_of(part.begin) + 1;
-      for (int i = k == 0 ? 1 : 0; i < units; ++i)
+      for (int i = 0; i < units_of(part); ++i)
         p_.variant->merge(all, share(part, i), item.rows, p_.head_size);
     }
     finish(item, all);
@@ -606,7 +620,11 @@ class Worker {
     return {m, m + padded, m + 2 * padded};
   }
 
-  void finish(const Item& item, const Partial& whole) const {
+  void finish(const Item& item, const Partial& whole) {
+    if (p_.sinks != nullptr) {
+      set_sinks(item, b_.later);
+      p_.variant->merge(whole, b_.later, item.rows, p_.head_size);
+    }
     RowTarget target;
     target.base =
         p_.output +
@@ -883,8 +901,8 @@ class Worker {
     return any != 0;
   }
 
-  // The softmax begins with the sink: a score without a value.
-  void start_with_sinks(const Item& item, const Partial& state) const {
+  // The share of a sink: a score without a value.
+  void set_sinks(const Item& item, const Partial& state) const {
     clear_state(item.rows, state);
     for (int i = 0; i < item.rows; ++i) {
       const int head = item.head * p_.group_size + (item.first_row + i) % p_.group_size;

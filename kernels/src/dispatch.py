@@ -86,6 +86,8 @@ def tree_attn(
 
 # Slots and dims that the compiled kernels take at a time.
 _GROUP = 32
+# Instruction sets whose kernels read a bfloat16 cache of vLLM's "vec" layout as it lies.
+_READ_IN_PLACE = ("avx2", "avx512_bf16")
 
 
 class TreeLayer:
@@ -108,13 +110,14 @@ class TreeLayer:
         self._shapes_scores = not features.is_plain
         head_size = kv_cache.shape[3] // 2
         self.reads_in_place = (
-            layout.kind == "vec"
+            torch.ops.specplug.cpu_variant(True) in _READ_IN_PLACE
+            and layout.kind == "vec"
             and kv_cache.dtype == torch.bfloat16
             and layout.block_size % _GROUP == head_size % _GROUP == 0
             and not features.window
         )
-        """Whether AVX-512 BF16 reads the cache as it lies, asking for memory ahead of use.
-        Elsewhere a single row costs no less than in vLLM's kernel."""
+        """Whether the kernel reads the cache as it lies, asking for memory ahead of use, and sums
+        in the order of positions. Elsewhere a single row costs no less than in vLLM's kernel."""
 
     @staticmethod
     def serves(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import cute_before_after, cute_resources, sass
+from scripts import cute_before_after, cute_resources, sass, source_digest
 from vllm_specplug.kernels.cute.config import ForwardConfig, all_configs
 from vllm_specplug.kernels.cute.store import sources
 
@@ -18,7 +18,7 @@ AGAIN = "run: python -m scripts.cute_resources --write"
 
 
 def test_the_tables_were_written_for_these_sources() -> None:
-    assert cute_resources.recorded_digest(PAGE) == cute_resources.digest(sources()), AGAIN
+    assert source_digest.recorded(PAGE) == cute_resources.digest(sources()), AGAIN
 
 
 def test_the_tables_were_written_by_the_compiler_that_is_required() -> None:

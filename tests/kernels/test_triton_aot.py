@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from scripts import resource_table, sass
+from scripts import resource_table, sass, source_digest
 
 pytest.importorskip("triton")
 
@@ -31,8 +31,18 @@ LARGE_TILES = re.compile(r"rows (256|64) dim 128 page 16 (bf|fp)16( dense)?$")
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma", 100: "tcgen05.mma"}
 
 
+def test_the_table_was_made_from_these_sources() -> None:
+    made = source_digest.recorded(resource_table.PAGE.read_text())
+    assert made == resource_table.digest(), "run: python -m scripts.resource_table --write"
+    names = {path.name for path in resource_table.sources()}
+    assert {"tree_attn_triton_kernel.py", "delta_tree_triton.py", "triton_aot.py"} <= names
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", MATRIX_INSTRUCTION)
+@pytest.mark.parametrize(
+    "arch",
+    [90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (80, 100))],
+)
 def test_kernels_compile_without_spills(arch: int) -> None:
     kernels = resource_table.compiled(arch)
     assert len(kernels) == {80: 43, 90: 48, 100: 46}[arch]

@@ -29,6 +29,8 @@ from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer, Page
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 from vllm_specplug.vllm_worker.window_cache import HostMemory
 
+_NO_NODES = np.empty(0, dtype=np.int32)
+
 
 class TreeBackend(ABC):
     """One device's way of verifying trees."""
@@ -148,7 +150,12 @@ class CpuTreeBackend(HostMemory, TreeBackend):
         elif not self.plain_rows:
             super().attach(attn_metadata, step, common, for_capture=for_capture)
         else:
-            members = [(i, r) for i, r in enumerate(step.requests) if r.decodes or not r.is_linear]
+            # Where drafts are not ours the root alone; what follows it is vLLM's.
+            members = [
+                (i, r)
+                for i, r in enumerate(step.requests)
+                if r.first_row == r.root_row or not r.is_linear
+            ]
             if members:
                 covers = all(r.decodes for r in step.requests)
                 put_rows(attn_metadata, self.tree_rows(members, covers, common))
@@ -160,7 +167,7 @@ class CpuTreeBackend(HostMemory, TreeBackend):
             req_indices=[i for i, _ in members],
             row_starts=[r.root_row for _, r in members],
             context_lens=[r.context_len for _, r in members],
-            parents=[r.tree.parent_indices for _, r in members if r.tree is not None],
+            parents=[_NO_NODES if r.tree is None else r.tree.parent_indices for _, r in members],
             block_table=common.block_table_tensor,
         )
         has_trees = any(not r.is_linear for _, r in members)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ class CpuTreeBackend(HostMemory, TreeBackend):
         """As the others; rows of dummies where a forward rehearses trees, and plain rows."""
         rows: TreeRows | None = None
         if trees is not None:
-            rows = self.tree_rows(trees, block_tables)
+            rows = self._without_prompts(self.tree_rows(trees, block_tables), input_batch)
         elif self.rehearsed_rows:
             longest = int(input_batch.seq_lens.max())
             metadata = rehearsed_rows(
@@ -164,6 +165,16 @@ class CpuTreeBackend(HostMemory, TreeBackend):
             rows = self._single_rows(input_batch, block_tables[0])
         if rows is not None:
             put_rows(attn_metadata, rows)
+
+    def _without_prompts(self, rows: TreeRows, input_batch: Any) -> TreeRows:
+        """Prompts are vLLM's to attend, their last row too, as in steps without drafts."""
+        assert isinstance(rows, CpuTreeRows)
+        starts = input_batch.query_start_loc_np[: input_batch.num_reqs + 1]
+        plan = rows.metadata.plan
+        kept = torch.from_numpy(np.diff(starts) == 1) | (plan[2] > 1)
+        if bool(kept.all()):
+            return rows
+        return replace(rows, metadata=replace(rows.metadata, plan=plan[:, kept].contiguous()))
 
     def _single_rows(self, input_batch: Any, block_table: torch.Tensor) -> TreeRows | None:
         """Requests of one row in a step without drafts."""
