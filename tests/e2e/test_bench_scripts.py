@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.tiny import make_target
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.full]
 
 ROOT = Path(__file__).resolve().parents[2]
 # A script like those of bench/, on a random target.

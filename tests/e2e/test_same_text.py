@@ -20,7 +20,7 @@ pytestmark = [
     ),
 ]
 
-COUNT = 6
+COUNT = 4
 NODES = 16
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
 CALL_NAMES = ("without drafts", "with full trees", "by default")
@@ -49,15 +49,15 @@ def test_a_text_is_one_text() -> None:
     result = run_engine(engine, calls, speculative=DEFAULTS["jetspec"])
     assert_drafted(result)
     assert result.call_counter(COUNT, DRAFTED) == 0
-    assert result.call_counter(COUNT + 1, DRAFTED) > 1000
+    assert result.call_counter(COUNT + 1, DRAFTED) > 800
     alone = [result.token_ids(i)[0] for i in range(COUNT)]
     for call in range(COUNT, COUNT + 3):
         assert result.token_ids(call) == alone, CALL_NAMES[call - COUNT]
 
 
 def test_ancestors_in_the_order_of_slots_would_show() -> None:
-    calls = [_call(0, 2 * COUNT, budget) for budget in (0, NODES)]
-    engine = _engine(2 * COUNT)
+    calls = [_call(0, 12, budget) for budget in (0, NODES)]
+    engine = _engine(12)
     result = run_engine(engine, calls, speculative=DEFAULTS["jetspec"], sabotage=("order",))
     assert_drafted(result)
     assert result.token_ids(0) != result.token_ids(1)

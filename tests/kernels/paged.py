@@ -30,7 +30,7 @@ def layout_of(kind: str, dtype: torch.dtype, block_size: int, head_size: int) ->
 
 def write_slots(layout: CpuKvLayout, cache: torch.Tensor, slots, key, value) -> None:
     """Puts key and value [L, Hkv, Dh] at the slots of a cache [blocks, Hkv, block, 2 * Dh]."""
-    slots = torch.as_tensor(slots)
+    slots = torch.as_tensor(slots, dtype=torch.int64)
     flat = cache.view(cache.shape[0], cache.shape[1], 2, -1)
     # [L, 1, 1] and [1, Hkv, 1] beside the places [L, 1, Dh] of a slot's numbers.
     blocks = (slots // layout.block_size)[:, None, None]
