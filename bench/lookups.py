@@ -108,8 +108,8 @@ def summarise(cells: Cells) -> list[dict[str, Any]]:
 
 def page(cells: Cells) -> ResultPage:
     rows = summarise(cells)
-    # Earlier cells have none.
     temperature = cells[0].get("temperature", 0.0)
+    # Earlier cells have none.
     paces = ("pace_gain", "pace_p99_gain") if "pace_gain" in rows[0] else ()
     header = ("load", "system", "tokens/s", "over plain", "over `ngram`",
               "median TPOT better by", "p99 TPOT better by",

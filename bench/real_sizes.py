@@ -4,7 +4,7 @@
     python bench/real_sizes.py [--model qwen3-4b llama-3.1-8b] [--layers 5] [--threads 1]
 
 Targets and heads have the published shapes and random weights; nothing is downloaded. A target is
-served with so many layers and with a single one, and step times are continued linearly from these
+served with a few layers and with a single one, and step times are continued linearly from these
 two depths to the whole one: layers are alike, and a single one is larger than the caches. With the
 target's own depth in `--layers` the whole model is measured. Each engine has a process of its own;
 those of one depth whose times are divided by each other measure in turns. What is measured is kept,
@@ -475,7 +475,7 @@ def main() -> None:
 
 
 def depths_of(model: Model, layers: int | None) -> Sequence[int]:
-    """The depths to measure: so many layers and one, or the whole target."""
+    """The depths to measure: a few layers and one, or the whole target."""
     layers = layers or model.layers
     return [layers] if layers == model.config["num_hidden_layers"] else [layers, 1]
 

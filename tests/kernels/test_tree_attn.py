@@ -179,7 +179,9 @@ IN_ORDER = ("avx2", "avx512_bf16")
 
 
 @pytest.mark.parametrize("kind", ["plain", "soft cap", "slopes", "sinks"])
-@pytest.mark.parametrize("spec", [(0, 9), (1, 30), (33, 16), (250, 40), (511, 12), (1015, 70)])
+@pytest.mark.parametrize(
+    "spec", [(0, 9), (1, 30), (33, 16), (250, 40), (511, 12), (1015, 70), (8187, 9)]
+)
 def test_a_row_is_the_same_number_by_number_in_a_tree_and_alone(isa, spec, kind):
     """A bfloat16 text does not depend on what is drafted for it. Contexts end before a group, a
     tile and a unit, which trees go beyond."""
@@ -219,7 +221,7 @@ def test_in_the_order_of_slots_a_row_is_another_one(isa):
 
 @pytest.mark.parametrize(("dtype", "kind"), CACHES)
 def test_threads_do_not_change_a_number(compiled, dtype, kind):
-    problem = PagedTrees(layout_of(kind, dtype, 32, 64), 3, 2, trees_of([(2300, 20), (700, 0)]))
+    problem = PagedTrees(layout_of(kind, dtype, 32, 64), 3, 2, trees_of([(13_000, 20), (700, 0)]))
     alone = _outputs(problem)
     for threads in (2, 3, 8):
         with num_threads(threads):

@@ -18,6 +18,7 @@ from vllm_specplug.bench.plan import VLLM_CONFIGS
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 from vllm_specplug.bench.tables import Row, console_table, same_answers
 from vllm_specplug.options import REQUEST_BUDGET_ARG
+from vllm_specplug.registry import legal_method_names
 
 # Chat prompts of the kinds people send: facts, arithmetic, code, rewriting, lists, a letter.
 PROMPTS = (
@@ -82,14 +83,16 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
         several = _measure(servers, options, console, concurrency=options.concurrency)
         found, undrafted = None, None
         if options.speculative_config is not None:
-            with _status(console, f"{options.method}, without drafts"):
-                undrafted = run_chats(
-                    servers[1].base_url, options.model, options.prompts, concurrency=1,
-                    max_tokens=options.max_tokens,
-                    own={"vllm_xargs": {REQUEST_BUDGET_ARG: 0}},
-                )  # fmt: skip
             plain, other = (single[s.spec.name].load.answers for s in servers)
             found = partings(servers[0].base_url, options.model, zip(plain, other, strict=True))
+            # vLLM's own methods draft whatever a request says.
+            if found and options.speculative_config["method"] in legal_method_names():
+                with _status(console, f"{options.method}, without drafts"):
+                    undrafted = run_chats(
+                        servers[1].base_url, options.model, options.prompts, concurrency=1,
+                        max_tokens=options.max_tokens,
+                        own={"vllm_xargs": {REQUEST_BUDGET_ARG: 0}},
+                    )  # fmt: skip
     loads = {"1 at a time": single, f"{options.concurrency} at a time": several}
     rows = [row for load, measured in loads.items() for row in _rows(load, measured)]
     console.print()
@@ -109,7 +112,7 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
         style="dim",
         soft_wrap=True,
     )
-    if found is not None and undrafted is not None:
+    if found is not None:
         _print_comparison(options, single, several["plain"], undrafted, found, console)
     for server in servers:
         console.print(f"\n{server.spec.name}:", style="bold")
@@ -200,7 +203,7 @@ def _print_comparison(
     options: DemoOptions,
     single: dict[str, _Measured],
     several_plain: _Measured,
-    undrafted: LoadResult,
+    undrafted: LoadResult | None,
     found: Sequence[Parting],
     console: Console,
 ) -> None:
@@ -215,8 +218,9 @@ def _print_comparison(
     console.print(f"identical answers, one at a time: {equal} of {count}")
     if first is None:
         return
-    itself, _ = same_answers(drafted, texts(undrafted))
-    console.print(f"{options.method} with drafts and without: {itself} of {count}")
+    if undrafted is not None:
+        itself, _ = same_answers(drafted, texts(undrafted))
+        console.print(f"{options.method} with drafts and without: {itself} of {count}")
     if options.dtype == "float32":
         console.print(
             f"NOT LOSSLESS: the answers to {options.prompts[first]!r} differ in float32. {_REPORT}",
