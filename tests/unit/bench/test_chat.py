@@ -47,9 +47,10 @@ class Streamer(BaseHTTPRequestHandler):
             threading.Event().wait(0.02)
         usage = {"prompt_tokens": 1, "completion_tokens": len(words), "total_tokens": 9}
         self._send({"choices": [], "usage": usage})
-        self.wfile.write(b"data: [DONE]\n\n")
+        # Before the client can know that it is served, and ask for the next.
         with self.lock:
             Streamer.inside -= 1
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def _send_scores(self, body: dict[str, Any]) -> None:
         """Token 2 leads, token 3 follows at a distance of as many tenths as there are tokens."""
