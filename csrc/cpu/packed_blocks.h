@@ -42,7 +42,6 @@ struct Blocks {
 };
 
 // Null on other machines than x86-64.
-const Blocks* bf16_blocks_avx512();  // needs AVX-512 BF16
 const Blocks* int8_blocks_avx512();  // rows of uint8; needs VNNI
 const Blocks* bf16_blocks_avx2();
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packed products with AVX-512: bfloat16 by AVX-512 BF16, int8 by VNNI. An instruction multiplies 4
-// bytes of a row, two bfloat16 or four int8 numbers, with as many of each of 16 columns.
+// Packed int8 products with AVX-512 VNNI: an instruction multiplies four numbers of a row with as
+// many of each of 16 columns.
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -19,54 +19,27 @@
 #pragma GCC push_options
 #pragma GCC target( \
     "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,bmi2,prefer-vector-width=512")
+#include "packed_columns.inl"
+
 namespace specplug {
 
 namespace {
 
-struct Bf16 {
-  using Sums = __m512;
-  static constexpr int kRowsFromL2 = 0;
-  static inline __attribute__((always_inline)) Sums add(Sums sums, __m512i row, __m512i columns) {
-    return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(row),
-                            reinterpret_cast<__m512bh>(columns));
-  }
-  static inline __attribute__((always_inline)) __m512 value(const Product&, Sums sums, int64_t,
-                                                            int64_t, __mmask16) {
-    return sums;
-  }
-};
-
-// Up to 8 rows are done with a line before the next one comes: the few lines that the first cache
+// So few rows are done with a line before the next one comes: the few lines that the first cache
 // can wait for at once then hold the panel up, and what is asked for goes to the second. (Zen
-// 4: 9.4 MB by 7 rows take 0.40 ms in place of 0.70; bfloat16, twice as long per number, gains
-// nothing.)
-struct Int8 {
-  using Sums = __m512i;
-  static constexpr int kRowsFromL2 = 8;
-  static inline __attribute__((always_inline)) Sums add(Sums sums, __m512i row, __m512i columns) {
-    return _mm512_dpbusd_epi32(sums, row, columns);
-  }
-  static inline __attribute__((always_inline)) __m512 value(const Product& p, Sums sums,
-                                                            int64_t row, int64_t column,
-                                                            __mmask16 held) {
-    const __m512i excess =
-        _mm512_slli_epi32(_mm512_maskz_loadu_epi32(held, p.column_sums + column), 7);
-    const __m512 scale = _mm512_mul_ps(_mm512_maskz_loadu_ps(held, p.column_scales + column),
-                                       _mm512_set1_ps(p.row_scales[row]));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums, excess)), scale);
-  }
-};
+// 4: 9.4 MB by 7 rows take 0.40 ms in place of 0.70.)
+constexpr int kRowsFromL2 = 8;
 
 // R rows by P panels.
-template <class Kind, int R, int P>
+template <int R, int P>
 void block(const Product& p, int64_t row, int64_t panel, const char* ahead, int64_t lines) {
   constexpr int V = 2 * P;
   const int64_t groups = p.groups, panel_size = groups * kPanelColumns * kGroupBytes;
   const char* weight = p.weight + panel * panel_size;
   const char* x = p.x + row * p.x_stride;
-  typename Kind::Sums sums[R][V];
+  __m512i sums[R][V];
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) sums[r][v] = typename Kind::Sums{};
+    for (int v = 0; v < V; ++v) sums[r][v] = _mm512_setzero_si512();
   const auto add_group = [&](int64_t k) __attribute__((always_inline)) {
     __m512i columns[V];
     for (int v = 0; v < V; ++v)
@@ -74,10 +47,8 @@ void block(const Product& p, int64_t row, int64_t panel, const char* ahead, int6
                                       (k * kPanelColumns + (v % 2) * 16) * kGroupBytes);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      int32_t group;
-      std::memcpy(&group, x + r * p.x_stride + k * kGroupBytes, sizeof(group));
-      const __m512i all = _mm512_set1_epi32(group);
-      for (int v = 0; v < V; ++v) sums[r][v] = Kind::add(sums[r][v], all, columns[v]);
+      const __m512i all = broadcast(x + r * p.x_stride + k * kGroupBytes);
+      for (int v = 0; v < V; ++v) sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], all, columns[v]);
     }
   };
   constexpr int64_t kUnrolled = 4;
@@ -86,7 +57,7 @@ void block(const Product& p, int64_t row, int64_t panel, const char* ahead, int6
   const char* const end = ahead + lines * kLine;
   for (int64_t i = 0; i < rounds; ++i) {
     for (int64_t j = 0; j < lines_per_round && ahead < end; ++j, ahead += kLine)
-      if constexpr (R <= Kind::kRowsFromL2)
+      if constexpr (R <= kRowsFromL2)
         _mm_prefetch(ahead, _MM_HINT_T1);
       else
         _mm_prefetch(ahead, _MM_HINT_T0);
@@ -97,44 +68,24 @@ void block(const Product& p, int64_t row, int64_t panel, const char* ahead, int6
   for (int v = 0; v < V; ++v) {
     const int64_t column = panel * kPanelColumns + v * 16;
     if (column >= p.columns) break;
-    const int64_t width = std::min<int64_t>(16, p.columns - column);
-    const __mmask16 held = static_cast<__mmask16>((1u << width) - 1u);
-    float offsets[16] = {};
-    for (int64_t i = 0; p.bias != nullptr && i < width; ++i) {
-      const uint32_t word = static_cast<uint32_t>(p.bias[column + i]) << 16;
-      std::memcpy(offsets + i, &word, sizeof(word));
-    }
-    const __m512 bias = _mm512_loadu_ps(offsets);
+    const __mmask16 held = held_columns(column, p.columns);
+    const __m512i excess =
+        _mm512_slli_epi32(_mm512_maskz_loadu_epi32(held, p.column_sums + column), 7);
+    const __m512 scales = _mm512_maskz_loadu_ps(held, p.column_scales + column);
     for (int r = 0; r < R; ++r)
-      _mm256_mask_storeu_epi16(p.out + (row + r) * p.columns + column, held,
-                               reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_add_ps(
-                                   Kind::value(p, sums[r][v], row + r, column, held), bias))));
+      store(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][v], excess)),
+                          _mm512_mul_ps(scales, _mm512_set1_ps(p.row_scales[row + r]))),
+            p.bias, p.out, p.columns, row + r, column);
   }
 }
 // By rows; their sums, the columns and one broadcast fill the 32 registers.
-template <class Kind>
-constexpr Block kNarrow[] = {nullptr,
-                             block<Kind, 1, 1>,
-                             block<Kind, 2, 1>,
-                             block<Kind, 3, 1>,
-                             block<Kind, 4, 1>,
-                             block<Kind, 5, 1>,
-                             block<Kind, 6, 1>,
-                             block<Kind, 7, 1>,
-                             block<Kind, 8, 1>,
-                             block<Kind, 9, 1>,
-                             block<Kind, 10, 1>,
-                             block<Kind, 11, 1>,
-                             block<Kind, 12, 1>,
-                             block<Kind, 13, 1>,
-                             block<Kind, 14, 1>};
-template <class Kind>
-constexpr Block kWide[] = {nullptr,           block<Kind, 1, 2>, block<Kind, 2, 2>,
-                           block<Kind, 3, 2>, block<Kind, 4, 2>, block<Kind, 5, 2>,
-                           block<Kind, 6, 2>};
+constexpr Block kNarrow[] = {nullptr,      block<1, 1>,  block<2, 1>,  block<3, 1>,  block<4, 1>,
+                             block<5, 1>,  block<6, 1>,  block<7, 1>,  block<8, 1>,  block<9, 1>,
+                             block<10, 1>, block<11, 1>, block<12, 1>, block<13, 1>, block<14, 1>};
+constexpr Block kWide[] = {nullptr,     block<1, 2>, block<2, 2>, block<3, 2>,
+                           block<4, 2>, block<5, 2>, block<6, 2>};
 // From 96 rows on arithmetic decides, and a wider block loads less for each product.
-template <class Kind>
-constexpr Blocks kBlocks = {kNarrow<Kind>, 14, 14, kWide<Kind>, 6, 96, 512, false};
+constexpr Blocks kBlocks = {kNarrow, 14, 14, kWide, 6, 96, 512, false};
 
 static inline __attribute__((always_inline)) __m512 load_16(const uint16_t* row, int64_t k,
                                                             int64_t size) {
@@ -161,15 +112,13 @@ float round_row(const uint16_t* row, int64_t size, uint8_t* out, int64_t padded)
   }
   return scale;
 }
-const Blocks* bf16_blocks_avx512() { return &kBlocks<Bf16>; }
-const Blocks* int8_blocks_avx512() { return &kBlocks<Int8>; }
+const Blocks* int8_blocks_avx512() { return &kBlocks; }
 
 }  // namespace specplug
 #pragma GCC pop_options
 #pragma GCC diagnostic pop
 #else
 namespace specplug {
-const Blocks* bf16_blocks_avx512() { return nullptr; }
 const Blocks* int8_blocks_avx512() { return nullptr; }
 float round_row(const uint16_t*, int64_t, uint8_t*, int64_t) { return 0.0f; }
 }  // namespace specplug

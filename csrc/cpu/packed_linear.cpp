@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of bfloat16 rows with a packed weight, in bfloat16 (AVX-512 BF16 or AVX2) or int8
-// (VNNI), for the row counts of decoding.
+// Products of bfloat16 rows with a packed weight, in bfloat16 (AVX-512 BF16, where the weight is
+// compressed, or AVX2) or int8 (VNNI), for the row counts of decoding.
 //
 // A step of decoding reads every weight once, and its few rows should cost nothing beside that
 // read: a panel of the weight streams through once while the sums of some rows stay in registers,
@@ -17,6 +17,7 @@
 #include <memory>
 #include <optional>
 
+#include "compressed_panels.h"
 #include "isa.h"
 #include "packed_blocks.h"
 #include "packed_linear.h"
@@ -32,6 +33,8 @@ namespace {
 constexpr int64_t kAhead = 16384;
 // Rows that a thread converts at least.
 constexpr int64_t kFewestRows = 16;
+
+int64_t panels_of(int64_t columns) { return (columns + kPanelColumns - 1) / kPanelColumns; }
 
 // All rows by the panels [first, last).
 void multiply_panels(const Product& p, const Blocks& kind, bool wide, int64_t first, int64_t last) {
@@ -56,27 +59,32 @@ void multiply_panels(const Product& p, const Blocks& kind, bool wide, int64_t fi
   }
 }
 
-// A block reads as many lines at once as it has rows. Where these lie a multiple of half a page
-// apart, as with a depth that is a power of two, they share one or two sets of 8 ways, and every
-// read misses the first cache.
-constexpr int64_t kSharedSets = 2048;
-constexpr int64_t kRowsThatShare = 4, kRowsThatStay = 96;
+// A block reads as many lines at once as it has rows. Where these lie a multiple of 512 bytes
+// apart, as with a depth that is a power of two, they share eight sets of 8 ways or fewer, and
+// reads miss the first cache.
+constexpr int64_t kSharedSets = 512;
+constexpr int64_t kRowsThatShare = 4;
 
 // The least distance of rows of `bytes` at which they start in different sets.
 int64_t spread_stride(int64_t bytes) { return ((bytes + kLine - 1) / kLine | 1) * kLine; }
 
-// Copies rows that share sets to where they do not; null where none need it.
-std::unique_ptr<char[]> spread_rows(Product& p) {
-  const bool shares = p.x_stride % kSharedSets == 0;
-  if (!shares || p.rows <= kRowsThatShare || p.rows >= kRowsThatStay) return nullptr;
-  const int64_t bytes = p.groups * kGroupBytes, stride = spread_stride(bytes);
-  std::unique_ptr<char[]> held(new char[p.rows * stride]);
-  torch::stable::parallel_for(0, p.rows, kFewestRows, [&](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; ++r)
-      std::memcpy(held.get() + r * stride, p.x + r * p.x_stride, static_cast<size_t>(bytes));
+// Copies rows of `bytes` that share sets, or are shorter than `padded`, to where they are not;
+// null where none need it.
+std::unique_ptr<char[]> spread_rows(const char*& x, int64_t& x_stride, int64_t rows, int64_t bytes,
+                                    int64_t padded) {
+  const bool shares = x_stride % kSharedSets == 0 && rows > kRowsThatShare;
+  if (!shares && bytes == padded) return nullptr;
+  const int64_t stride = spread_stride(padded);
+  std::unique_ptr<char[]> held(new char[static_cast<size_t>(rows * stride)]);
+  torch::stable::parallel_for(0, rows, kFewestRows, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      char* const to = held.get() + r * stride;
+      std::memcpy(to, x + r * x_stride, static_cast<size_t>(bytes));
+      std::memset(to + bytes, 0, static_cast<size_t>(padded - bytes));
+    }
   });
-  p.x = held.get();
-  p.x_stride = stride;
+  x = held.get();
+  x_stride = stride;
   return held;
 }
 
@@ -98,9 +106,8 @@ void multiply_chunk(Product p, const Blocks& kind) {
   const int64_t most = wide ? kind.wide_rows : kind.narrow_rows;
   const int64_t blocks = (p.rows + most - 1) / most;
   p.tile_rows = (p.rows + blocks - 1) / blocks;
-  const std::unique_ptr<char[]> held = kind.takes_tiles ? tiles_of_rows(p) : spread_rows(p);
-  const int64_t panels = (p.columns + kPanelColumns - 1) / kPanelColumns;
-  torch::stable::parallel_for(0, panels, 2, [&](int64_t first, int64_t last) {
+  const std::unique_ptr<char[]> held = kind.takes_tiles ? tiles_of_rows(p) : nullptr;
+  torch::stable::parallel_for(0, panels_of(p.columns), 2, [&](int64_t first, int64_t last) {
     multiply_panels(p, kind, wide, first, last);
   });
 }
@@ -113,6 +120,25 @@ void multiply(const Product& all, const Blocks& kind) {
     p.rows = std::min(kind.chunk_rows, all.rows - row);
     if (all.row_scales != nullptr) p.row_scales += row;
     multiply_chunk(p, kind);
+  }
+}
+
+// Rows that stay in the cache while all panels of a compressed weight pass.
+constexpr int64_t kChunkRows = 512;
+
+// Rows have `row_bytes` of x.
+void multiply_all_compressed(CompressedProduct p, int64_t row_bytes) {
+  const CompressedProduct all = p;
+  const int64_t padded = p.units * kUnitDepth * 2;
+  for (int64_t row = 0; row < all.rows; row += kChunkRows) {
+    p.x = all.x + row * all.x_stride;
+    p.x_stride = all.x_stride;
+    p.out = all.out + row * all.columns;
+    p.rows = std::min(kChunkRows, all.rows - row);
+    const std::unique_ptr<char[]> held = spread_rows(p.x, p.x_stride, p.rows, row_bytes, padded);
+    torch::stable::parallel_for(0, panels_of(p.columns), 2, [&](int64_t first, int64_t last) {
+      multiply_compressed(p, first, last);
+    });
   }
 }
 
@@ -139,8 +165,7 @@ bool is_rows_of(const Tensor& t, ScalarType dtype) {
 
 // The rows of a weight of `depth` bytes in panels; zeros beyond its columns and its depth.
 void pack(const char* from, int64_t columns, int64_t depth, char* to) {
-  const int64_t panels = (columns + kPanelColumns - 1) / kPanelColumns,
-                groups = (depth + kGroupBytes - 1) / kGroupBytes;
+  const int64_t panels = panels_of(columns), groups = (depth + kGroupBytes - 1) / kGroupBytes;
   torch::stable::parallel_for(0, panels, 8, [&](int64_t first, int64_t last) {
     for (int64_t column = first * kPanelColumns; column < last * kPanelColumns; ++column) {
       char* at = to + ((column / kPanelColumns) * groups * kPanelColumns + column % kPanelColumns) *
@@ -155,12 +180,59 @@ void pack(const char* from, int64_t columns, int64_t depth, char* to) {
   });
 }
 
+// A compressed weight begins with its columns, its depth and where its pieces begin.
+constexpr int64_t kShapeWords = 2;
+
+struct Pieces {
+  int64_t columns, depth;
+  int64_t panels = panels_of(columns), units = (depth + kUnitDepth - 1) / kUnitDepth;
+  int64_t of_panel = (units + kPieceUnits - 1) / kPieceUnits;
+
+  int64_t count() const { return panels * of_panel; }
+  int64_t header_bytes() const {
+    return ((kShapeWords + count() + 1) * 8 + kLine - 1) / kLine * kLine;
+  }
+  // Calls `take(piece, panel, first unit, last unit)` for every piece.
+  template <class Take>
+  void for_each(const Take& take) const {
+    torch::stable::parallel_for(0, panels, 8, [&](int64_t first, int64_t last) {
+      for (int64_t i = first * of_panel; i < last * of_panel; ++i) {
+        const int64_t unit = i % of_panel * kPieceUnits;
+        take(i, i / of_panel, unit, std::min(unit + kPieceUnits, units));
+      }
+    });
+  }
+};
+
+Tensor compress(const Tensor& weight) {
+  const Pieces pieces{weight.size(0), weight.size(1)};
+  const int64_t columns = pieces.columns, depth = pieces.depth, count = pieces.count();
+  const uint16_t* from = static_cast<const uint16_t*>(weight.data_ptr());
+  const std::unique_ptr<int64_t[]> starts(new int64_t[static_cast<size_t>(count) + 1]);
+  starts[0] = pieces.header_bytes();
+  pieces.for_each([&](int64_t piece, int64_t panel, int64_t first, int64_t last) {
+    starts[piece + 1] = compressed_bytes(from, columns, depth, panel, first, last);
+  });
+  for (int64_t piece = 0; piece < count; ++piece) starts[piece + 1] += starts[piece];
+  Tensor packed = torch::stable::new_empty(weight, {starts[count]}, ScalarType::Byte);
+  char* to = static_cast<char*>(packed.data_ptr());
+  std::memset(to, 0, static_cast<size_t>(starts[0]));
+  const int64_t shape[kShapeWords] = {columns, depth};
+  std::memcpy(to, shape, sizeof(shape));
+  std::memcpy(to + sizeof(shape), starts.get(), static_cast<size_t>(count + 1) * 8);
+  pieces.for_each([&](int64_t piece, int64_t panel, int64_t first, int64_t last) {
+    compress_units(from, columns, depth, panel, first, last, to + starts[piece]);
+  });
+  return packed;
+}
+
 Tensor pack_linear(const Tensor& weight) {
   STD_TORCH_CHECK(is_rows_of(weight, ScalarType::BFloat16) && weight.size(1) % 2 == 0,
                   "pack_linear: weight must be contiguous bfloat16 [N, K] with an even K");
+  if (packed_isa() == kAvx512Bf16) return compress(weight);
   const int64_t columns = weight.size(0), depth = weight.size(1);
-  const int64_t panels = (columns + kPanelColumns - 1) / kPanelColumns;
-  Tensor packed = torch::stable::new_empty(weight, {panels, depth / 2, kPanelColumns * 2});
+  Tensor packed =
+      torch::stable::new_empty(weight, {panels_of(columns), depth / 2, kPanelColumns * 2});
   pack(static_cast<const char*>(weight.data_ptr()), columns, depth * 2,
        static_cast<char*>(packed.data_ptr()));
   return packed;
@@ -174,9 +246,9 @@ Tensor pack_int8(const Tensor& weight, Tensor& column_sums) {
                       column_sums.scalar_type() == ScalarType::Int &&
                       column_sums.size(0) == columns,
                   "pack_int8: column_sums must be contiguous int32 [N]");
-  const int64_t panels = (columns + kPanelColumns - 1) / kPanelColumns,
-                groups = (depth + kGroupBytes - 1) / kGroupBytes;
-  Tensor packed = torch::stable::new_empty(weight, {panels, groups, kPanelColumns * kGroupBytes});
+  const int64_t groups = (depth + kGroupBytes - 1) / kGroupBytes;
+  Tensor packed =
+      torch::stable::new_empty(weight, {panels_of(columns), groups, kPanelColumns * kGroupBytes});
   const int8_t* from = static_cast<const int8_t*>(weight.data_ptr());
   pack(reinterpret_cast<const char*>(from), columns, depth, static_cast<char*>(packed.data_ptr()));
   int32_t* sums = static_cast<int32_t*>(column_sums.data_ptr());
@@ -190,11 +262,21 @@ Tensor pack_int8(const Tensor& weight, Tensor& column_sums) {
 void check_packed(const Tensor& packed, ScalarType dtype, int64_t depth_of_group, int64_t columns,
                   int64_t depth) {
   STD_TORCH_CHECK(packed.dim() == 3 && packed.scalar_type() == dtype && packed.is_contiguous() &&
-                      packed.size(0) == (columns + kPanelColumns - 1) / kPanelColumns &&
+                      packed.size(0) == panels_of(columns) &&
                       packed.size(1) == (depth + depth_of_group - 1) / depth_of_group &&
                       packed.size(2) == kPanelColumns * depth_of_group,
                   "packed products: packed must be what was made of a weight [", columns, ", ",
                   depth, "]");
+}
+
+void check_compressed(const Tensor& packed, const Pieces& pieces) {
+  const auto* const words = static_cast<const int64_t*>(packed.data_ptr());
+  STD_TORCH_CHECK(packed.dim() == 1 && packed.scalar_type() == ScalarType::Byte &&
+                      packed.is_contiguous() && packed.size(0) >= pieces.header_bytes() &&
+                      words[0] == pieces.columns && words[1] == pieces.depth &&
+                      words[kShapeWords + pieces.count()] == packed.size(0),
+                  "packed products: packed must be what was made of a weight [", pieces.columns,
+                  ", ", pieces.depth, "]");
 }
 
 void check_bias(const std::optional<Tensor>& bias, int64_t columns) {
@@ -215,17 +297,23 @@ void packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Te
                       is_rows_of(out, ScalarType::BFloat16) && out.size(0) == x.size(0),
                   "packed_linear: x must be bfloat16 [M, K] with contiguous rows, out contiguous "
                   "bfloat16 [M, N]");
-  check_packed(packed, ScalarType::BFloat16, 2, out.size(1), x.size(1));
-  check_bias(bias, out.size(1));
-  const Product p{static_cast<const char*>(x.data_ptr()),
-                  static_cast<const char*>(packed.data_ptr()),
-                  data_of(bias),
-                  static_cast<uint16_t*>(out.data_ptr()),
-                  x.size(0),
-                  out.size(1),
-                  x.size(1) / 2,
-                  x.stride(0) * 2};
-  multiply(p, isa == kAvx512Bf16 ? *bf16_blocks_avx512() : *bf16_blocks_avx2());
+  const int64_t columns = out.size(1), depth = x.size(1);
+  check_bias(bias, columns);
+  const char *const rows = static_cast<const char*>(x.data_ptr()), *const weight =
+                                                                       static_cast<const char*>(
+                                                                           packed.data_ptr());
+  uint16_t* const to = static_cast<uint16_t*>(out.data_ptr());
+  if (isa == kAvx512Bf16) {
+    const Pieces pieces{columns, depth};
+    check_compressed(packed, pieces);
+    multiply_all_compressed({rows, weight, reinterpret_cast<const int64_t*>(weight) + kShapeWords,
+                             data_of(bias), to, x.size(0), columns, pieces.units, x.stride(0) * 2},
+                            depth * 2);
+    return;
+  }
+  check_packed(packed, ScalarType::BFloat16, 2, columns, depth);
+  multiply({rows, weight, data_of(bias), to, x.size(0), columns, depth / 2, x.stride(0) * 2},
+           *bf16_blocks_avx2());
 }
 
 void packed_int8_linear(const Tensor& x, const Tensor& packed, const Tensor& column_sums,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .extension import ISAS, allowed_isas, has_cpu_extension
+from .huge_pages import in_huge_pages
 
 _INT8_ISA = "avx512_bf16"
 # Narrower weights (the gate of a mixture of experts) are not worth a panel.
@@ -64,14 +65,16 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """The weight [N, K], bfloat16, in the order in which `packed_linear` reads it: bfloat16
-    [ceil(N / 32), K / 2, 64], zeros beyond N.
+    """The weight [N, K], bfloat16, in the order in which `packed_linear` reads it, in huge pages.
+
+    With AVX-512 BF16 compressed, bit for bit: uint8, about three quarters of the weight's bytes.
+    With AVX2 bfloat16 [ceil(N / 32), K / 2, 64], zeros beyond N.
 
     Raises:
         RuntimeError: without the compiled kernels, or for a weight that `can_pack` declines.
     """
     _register_shapes()
-    return torch.ops.specplug.pack_linear.default(weight.contiguous())
+    return in_huge_pages(torch.ops.specplug.pack_linear.default(weight.contiguous()))
 
 
 def packed_linear(
@@ -115,7 +118,7 @@ def pack_int8(rounded: torch.Tensor, scales: torch.Tensor) -> PackedInt8:
         raise RuntimeError("pack_int8 needs the compiled CPU kernels")
     sums = torch.empty(len(rounded), dtype=torch.int32)
     packed = torch.ops.specplug.pack_int8.default(rounded.contiguous(), sums)
-    return PackedInt8(packed, scales, sums)
+    return PackedInt8(in_huge_pages(packed), scales, sums)
 
 
 def packed_int8_linear(
