@@ -72,6 +72,66 @@ def test_equals_exact_products_rounded_once(isa: str, columns: int, has_bias: bo
             _assert_rounded_once(found, exact)
 
 
+@pytest.mark.parametrize("depth", [768, 770, 1536, 2308])
+def test_rows_longer_than_a_piece(isa: str, depth: int) -> None:
+    for rows in (1, 2, 3, 8, 14, 15, 28, 33, 64, 65, 96, 513):
+        weight, x, bias = _case(80, depth, rows)
+        packed = pack_linear(weight)
+        found = packed_linear(x, packed, 80, bias)
+        _assert_rounded_once(found, x.double() @ weight.double().T + bias.double())
+        last = max(1, rows // 3)
+        assert torch.equal(packed_linear(x[:last], packed, 80, bias), found[:last])
+        # Rows a multiple of a page apart.
+        apart = torch.zeros(rows, -(-depth // 2048) * 2048, dtype=torch.bfloat16)
+        apart[:, :depth] = x
+        assert torch.equal(packed_linear(apart[:, :depth], packed, 80, bias), found)
+
+
+@pytest.mark.parametrize("name", ["avx2", "avx512_bf16"])
+@given(
+    columns=st.integers(32, 100),
+    pairs=st.integers(1, 450),
+    exponents=st.sampled_from((1, 15, 16, 17, 40, 250)),
+    seed=st.integers(0, 1 << 16),
+)
+@settings(max_examples=60, deadline=None)
+def test_weights_are_kept_bit_for_bit(
+    name: str, columns: int, pairs: int, exponents: int, seed: int
+) -> None:
+    """Blocks with few exponents, which are compressed, and with many, which are not."""
+    _skip_below(name)
+    use_isa(name)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (columns, 2 * pairs)
+    # Exponents of their own for every 100 columns of depth.
+    bases = torch.randint(1, 255 - exponents, (-(-2 * pairs // 100),), generator=generator)
+    exponent = bases.repeat_interleave(100)[: 2 * pairs] + torch.randint(
+        0, exponents, shape, generator=generator
+    )
+    sign, mantissa = (torch.randint(0, n, shape, generator=generator) for n in (2, 128))
+    bits = sign << 15 | exponent << 7 | mantissa
+    bits[torch.rand(shape, generator=generator) < 0.01] = 0
+    weight = (bits - (bits >> 15 << 16)).to(torch.int16).view(torch.bfloat16)
+    packed = pack_linear(weight)
+    # A row with a single 1 finds a column of the weight.
+    ones = torch.eye(2 * pairs, dtype=torch.bfloat16)
+    assert torch.equal(packed_linear(ones, packed, columns), weight.T)
+    use_isa(None)
+
+
+def test_weights_of_models_take_three_quarters() -> None:
+    """And those without a common exponent what they took."""
+    _skip_below("avx512_bf16")
+    use_isa("avx512_bf16")
+    try:
+        weight = (torch.randn(640, 1536) * 0.04).bfloat16()
+        assert 0.75 < pack_linear(weight).nbytes / weight.nbytes < 0.77
+        bits = torch.randint(-(1 << 15), 1 << 15, (640, 1536), dtype=torch.int16)
+        assert 1.0 < pack_linear(bits.view(torch.bfloat16)).nbytes / weight.nbytes < 1.02
+    finally:
+        use_isa(None)
+
+
 @pytest.mark.parametrize("name", ["avx2", "avx512_bf16"])
 @given(
     columns=st.integers(32, 200),
