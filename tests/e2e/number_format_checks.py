@@ -24,8 +24,9 @@ from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair, generate, pair, sequences_of
 from tests.e2e.target_checks import WINDOW_PROMPTS, around_windows, diverges, engine_of, num_groups
 from tests.e2e.tiny import make_head, make_target
+from tests.packed_weights import is_packed
 from vllm_specplug.kernels import TreeLayer
-from vllm_specplug.kernels.packed_linear import packs_target
+from vllm_specplug.kernels.packed_linear import pack_linear, packs_target
 from vllm_specplug.options import REQUEST_BUDGET_ARG
 
 VOCAB = 300
@@ -112,7 +113,16 @@ def check_float16_would_show_missing_compaction() -> None:
 
 def num_packed(made: Pair) -> int:
     """Weights of the tree engine's target that are packed."""
-    return sum(weight.dim() == 3 for weight in made.runner.model.parameters())
+    return len(packed_layers(made))
+
+
+def packed_layers(made: Pair) -> list[Any]:
+    """The layers that they are of."""
+    return [
+        module
+        for module in made.runner.model.modules()
+        if hasattr(module, "cpu_linear") and is_packed(module.weight)
+    ]
 
 
 def check_bfloat16_products_are_packed_where_the_cpu_has_them() -> None:
@@ -176,9 +186,10 @@ def check_packed_products_would_show_columns_in_the_wrong_place() -> None:
     made = engines_of(None, dtype="bfloat16")
     if num_packed(made) == 0:
         return
-    for weight in made.runner.model.parameters():
-        if weight.dim() == 3:
-            weight.data = weight.data.roll(2, dims=-1)
+    for layer in packed_layers(made):
+        ones = torch.eye(layer.input_size_per_partition, dtype=torch.bfloat16)
+        weight = layer.cpu_linear(ones, layer.weight, None).T
+        layer.weight.data = pack_linear(weight.roll(1, dims=0))
     with pytest.raises(AssertionError, match="behind the best"):
         made.compare_up_to_ties(WINDOW_PROMPTS, 40, BFLOAT16_MARGIN)
 

@@ -13,6 +13,7 @@ from vllm_specplug.budget.acceptance import AcceptanceModel, chosen_nodes
 from vllm_specplug.budget.allocation import Allocation, allocate
 from vllm_specplug.budget.cost_curve import Floats
 from vllm_specplug.budget.draft_gate import IMPOSSIBLE_MS, DraftGate
+from vllm_specplug.budget.lookup_gate import LookupGate
 from vllm_specplug.budget.pace import Pace
 from vllm_specplug.budget.row_budget import RowBudget
 from vllm_specplug.budget.step_cost import StepCostModel
@@ -140,6 +141,7 @@ class AdaptiveBudget:
         self.row_budget = row_budget
         self.acceptance = AcceptanceModel()
         self.gate = DraftGate(deepest_forward) if deepest_forward else None
+        self.lookups = LookupGate()
         self.pace = Pace()
         self.planned: Plan | None = None
         """What `plan` decided last, until its trees are trimmed."""
@@ -155,6 +157,9 @@ class AdaptiveBudget:
         self._plain_credit = self._size_credit = 0.0
         # What the last step with drafts was expected to yield over a plain one, per millisecond.
         self._gain = 1.0
+        self.saved_ms: float | None = 0.0
+        """Milliseconds of plain steps that the trees trimmed last are expected to save; None for
+        a step that only measures."""
 
     def plan(self, step: NextStep, found: Sequence[DraftTree]) -> list[int]:
         """[R] depth of the draft forward for each request, 0 for none.
@@ -266,6 +271,7 @@ class AdaptiveBudget:
         nodes = self._nodes(trees, plan.slots)
         if self.gate is not None and plan.depths.any():
             self._observe_forwards(self.gate, plan, nodes)
+        self.saved_ms = None if plan.is_plain_trial else 0.0
         if plan.is_plain_trial or not (len(nodes.probabilities) or plan.depths.any()):
             self.pace.step(plan.slots, step.num_roots, 1.0)
             return [_EMPTY] * len(trees)
@@ -289,6 +295,7 @@ class AdaptiveBudget:
         allocation = allocate(probabilities[free], step_ms, base_tokens, own_ms)
         plain_ms = float(self._step_ms(step, 0, 0)[0])
         self._gain = max(1.0, allocation.rate * plain_ms / step.num_roots)
+        self.saved_ms = plain_ms * (self._gain - 1.0)
         if not any(step.fixed):
             rows = step.num_roots + step.other_rows
             allocation = self._trial(

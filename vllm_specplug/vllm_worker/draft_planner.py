@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -310,7 +311,13 @@ class DraftPlanner:
         mark since which it ran; `start` where there was none."""
         deepest = drafter.forward_depth
         fixed = [self.has_own_budget(req_id) for req_id in requests.req_ids]
-        found = self._valid(drafter.look_up(requests))
+        began = time.perf_counter()
+        # What drafts without a forward is as cheap, and as uncertain, as a lookup.
+        may_rest = (drafter.looks_up or not deepest) and not any(fixed)
+        rests = may_rest and budget.lookups.rests()
+        found = [DraftTree.empty()] * len(requests)
+        if not rests:
+            found = self._valid(drafter.look_up(requests))
         debts = drafter.context_debt(requests.req_ids)
         depths = budget.plan(
             NextStep(
@@ -351,12 +358,14 @@ class DraftPlanner:
         elif not deepest:
             show_committed()
         self._has_forward = count > 0
-        if count or not deepest:
+        if count or not (deepest or rests):
             drafted = self._valid(drafter.propose(requests))
         depth = sum(depths) / max(count, 1)
         if count and drafter.levels_run is not None:
             depth = float(drafter.levels_run)
         trees = budget.trim(drafted)
+        if may_rest and not (rests or count) and budget.saved_ms is not None:
+            budget.lookups.observe(budget.saved_ms, (time.perf_counter() - began) * 1e3)
         self.wanted = [
             most if is_fixed else min(tree.num_nodes, most)
             for tree, most, is_fixed in zip(trees, requests.budgets, fixed, strict=True)

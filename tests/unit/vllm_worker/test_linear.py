@@ -11,7 +11,8 @@ import pytest
 import torch
 from vllm.model_executor.layers import utils
 
-from vllm_specplug.kernels.packed_linear import packs_target
+from tests.packed_weights import is_packed
+from vllm_specplug.kernels.packed_linear import pack_linear, packs_target
 from vllm_specplug.options import check_draft_weights, check_target_products
 from vllm_specplug.vllm_worker import linear
 from vllm_specplug.vllm_worker.linear import (
@@ -135,11 +136,11 @@ def test_targets_are_packed_while_they_are_loaded() -> None:
         # Not a product that pays, and not the package's number format: vLLM's own.
         gate, exact_layer = _loaded(weight[:8]), _loaded(weight.float())
     assert utils.dispatch_cpu_unquantized_gemm is stock
-    assert layer.weight.shape == (3, 32, 64) and gate.weight.dim() < 3
+    assert torch.equal(layer.weight, pack_linear(weight)) and not is_packed(gate.weight)
     # An embedding still reads its rows.
     assert torch.equal(tied.weight, weight)
     of_vllm, of_gate = _loaded(weight), _loaded(weight[:8])
-    assert of_vllm.weight.dim() < 3
+    assert not is_packed(of_vllm.weight)
     for found in (
         layer.cpu_linear(x, layer.weight, None),
         tied.cpu_linear(x, tied.weight, None),
@@ -156,7 +157,7 @@ def test_targets_are_packed_while_they_are_loaded() -> None:
 
 def test_products_left_to_vllm() -> None:
     with target_products("vllm"):
-        assert _loaded(torch.randn(64, 64).bfloat16()).weight.dim() < 3
+        assert not is_packed(_loaded(torch.randn(64, 64).bfloat16()).weight)
 
 
 def test_packed_products_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
