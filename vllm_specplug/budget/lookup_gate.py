@@ -8,7 +8,7 @@ _REST_STEPS = 8
 """Steps without lookups after which they are tried again."""
 _FIRST_STEPS = 16
 """Steps with lookups before they may rest."""
-_LEARNING_RATE = 0.1
+_LEARNING_RATE = 0.03
 _SUDDEN = 0.5
 """Share of a single step's worth that counts at once: a text that begins to repeat itself is to be
 looked up in the next step."""

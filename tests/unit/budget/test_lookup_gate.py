@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookups rest where they do not pay, and are tried again."""
+
+from __future__ import annotations
+
+from vllm_specplug.budget.lookup_gate import LookupGate
+
+
+def _looked_up(gate: LookupGate, steps: int, worth_ms: float, cost_ms: float = 1.0) -> int:
+    """In how many of these steps was looked up."""
+    count = 0
+    for _ in range(steps):
+        if not gate.rests():
+            count += 1
+            gate.observe(worth_ms, cost_ms)
+    return count
+
+
+def test_what_pays_never_rests() -> None:
+    assert _looked_up(LookupGate(), 500, worth_ms=1.2) == 500
+
+
+def test_what_does_not_pay_is_tried_every_ninth_step() -> None:
+    gate = LookupGate()
+    assert _looked_up(gate, 16, worth_ms=0.8) == 16
+    assert _looked_up(gate, 900, worth_ms=0.8) == 100
+
+
+def test_rare_finds_pay_together() -> None:
+    """One step in eight saves ten times what a lookup takes."""
+    gate = LookupGate()
+    looked = 0
+    for step in range(800):
+        if not gate.rests():
+            looked += 1
+            gate.observe(10.0 if step % 8 == 0 else 0.0, 1.0)
+    assert looked > 300
+
+
+def test_a_text_that_begins_to_repeat_itself_is_looked_up_at_once() -> None:
+    gate = LookupGate()
+    _looked_up(gate, 300, worth_ms=0.0)
+    while gate.rests():
+        pass
+    gate.observe(2.5, 1.0)
+    assert _looked_up(gate, 100, worth_ms=2.5) == 100
