@@ -222,8 +222,7 @@ void multiply_compressed(const CompressedProduct& p, int64_t first, int64_t last
   const int64_t group =
       fits ? 1
            : std::max<int64_t>(1, kSumBytes / (panel_sums * static_cast<int64_t>(sizeof(float))));
-  const std::unique_ptr<float[]> sums(
-      pieces > 1 ? new float[static_cast<size_t>(group * panel_sums)] : nullptr);
+  const std::unique_ptr<float[]> sums(new float[static_cast<size_t>(group * panel_sums)]);
   const auto start = [&](const Order& at) {
     return p.weight + p.starts[at.panel * pieces + at.piece];
   };
