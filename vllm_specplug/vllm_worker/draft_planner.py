@@ -374,7 +374,7 @@ class DraftPlanner:
             trees = [best_nodes(tree, most) for tree, most in zip(drafted, room, strict=True)]
         for r, (had, tree) in enumerate(zip(drafted, trees, strict=True)):
             if not tree.num_nodes and r not in self._dropped:
-                reason = "budget" if had.num_nodes or deepest else "no_draft"
+                reason = "budget" if had.num_nodes or deepest or rests else "no_draft"
                 self.stats.observe_plain("no_context" if debts[r] == math.inf else reason)
         return trees, (count, depth), start
 
