@@ -238,6 +238,7 @@ class AdaptiveBudget:
         assert self.gate is not None and plan is not None
         self._rested = 0
         self.gate.rest(steps)
+        self.lookups.pass_by(steps)
         self.pace.step(plan.slots, plan.step.num_roots, 1.0, steps)
         self._plain_credit = min(self._plain_credit + steps * _PLAIN_TRIALS, 1.0)
         self._size_credit = min(self._size_credit + steps * _SIZE_TRIALS, 1.0)

@@ -29,6 +29,15 @@ class LookupGate:
         self._rest_steps -= 1
         return True
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether steps to come go without lookups."""
+        return self._rest_steps > 0
+
+    def pass_by(self, steps: int) -> None:
+        """So many steps went by in which nobody asked."""
+        self._rest_steps = max(0, self._rest_steps - steps)
+
     def observe(self, worth_ms: float, cost_ms: float) -> None:
         """In a step without a draft forward, lookups and choosing among what they found took
         `cost_ms`, and what was chosen is expected to save `worth_ms`."""

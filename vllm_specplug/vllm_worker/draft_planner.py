@@ -254,7 +254,8 @@ class DraftPlanner:
             self.clock.measure(start, self.clock.mark(), drafted)
             largest = max(tree.num_nodes for tree in trees)
             self.stats.tree_budget = max(requests.budgets) if budget is None else largest
-            if batch.req_ids and budget is not None and budget.is_resting and not drafter.looks_up:
+            looks_up = drafter.looks_up and not (budget and budget.lookups.is_resting)
+            if batch.req_ids and budget is not None and budget.is_resting and not looks_up:
                 self._resting = list(batch.req_ids)
                 self._plain = {
                     reason: count - self._plain_before.get(reason, 0)

@@ -44,3 +44,14 @@ def test_a_text_that_begins_to_repeat_itself_is_looked_up_at_once() -> None:
         pass
     gate.observe(2.5, 1.0)
     assert _looked_up(gate, 100, worth_ms=2.5) == 100
+
+
+def test_steps_that_nobody_asked_about_count() -> None:
+    gate = LookupGate()
+    _looked_up(gate, 16, worth_ms=0.0)
+    assert gate.is_resting and gate.rests()
+    gate.pass_by(6)
+    assert gate.is_resting and gate.rests()
+    assert not gate.is_resting and not gate.rests()
+    gate.pass_by(3)
+    assert not gate.rests()

@@ -42,7 +42,7 @@ class _FindingDrafter(_Drafter):
     ],
 )
 def test_lookups_rest_where_they_do_not_pay(
-    has_forward: bool, score: float, extra: dict | None, looked: int
+    has_forward: bool, score: float, extra: dict[str, int] | None, looked: int
 ) -> None:
     planner = _planner(draft_ms=60.0)
     drafter = _FindingDrafter(score, has_forward)
