@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.unit.budget.calibrations import calibration
-from vllm_specplug.budget import AdaptiveBudget, RowBudget, StepCostModel
-from vllm_specplug.drafting.drafter import Drafter, DraftRequests
-from vllm_specplug.metrics import StepStats
+from tests.unit.vllm_worker.planning import (
+    MAX_NODES,
+    ChainDrafter,
+    options_of,
+    planner_of,
+    requests_of,
+)
+from vllm_specplug.drafting.drafter import DraftRequests
 from vllm_specplug.options import (
     check_request_limit,
     parse_request_budget,
@@ -23,83 +26,16 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner, best_nodes
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
-MAX_NODES = 8
-
-
-def _options(**changes: Any) -> SimpleNamespace:
-    defaults = {
-        "num_speculative_tokens": MAX_NODES, "tree_budget": "auto", "max_draft_context": None,
-        "max_request_budget": None,
-    }  # fmt: skip
-    return SimpleNamespace(**{**defaults, **changes})
-
-
-def _planner(
-    rows: int = 512,
-    draft_ms: float = 0.3,
-    scheduler_rows: int | None = None,
-    max_requests: int = 1,
-    **changes: Any,
-) -> DraftPlanner:
-    options = _options(**changes)
-    nodes = MAX_NODES if options.tree_budget == "auto" else options.tree_budget
-    row_budget = RowBudget(nodes, rows, scheduler_rows, max_requests)
-    planner = DraftPlanner(options, row_budget, StepStats(), 1000)
-    if planner.is_adaptive:
-        planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=draft_ms)), row_budget, 4)
-    return planner
-
-
-class _Drafter(Drafter):
-    """Chains of the asked depth; remembers what it was asked."""
-
-    forward_depth = 4
-
-    def __init__(self, score: float = -0.2) -> None:
-        self.score = score
-        self.asked: list[list[int]] = []
-
-    def load(self, target: Any) -> None: ...
-
-    def cache_specs(self) -> list:
-        return []
-
-    def observe(self, committed: Any) -> None: ...
-
-    def propose(self, requests: DraftRequests) -> list[DraftTree]:
-        depths = requests.forward_depths or [min(d, self.forward_depth) for d in requests.depths]
-        self.asked.append(list(depths))
-        return [
-            DraftTree.chain(range(depth), self.score * np.arange(1, depth + 1)) for depth in depths
-        ]
-
-
-def _requests(planner: DraftPlanner, extras: list[dict | None]) -> tuple[DraftRequests, Batch]:
-    requests, batch = DraftRequests(), Batch()
-    for i, extra in enumerate(extras):
-        batch.num_roots += 1
-        batch.root_context += 100
-        nodes, _ = planner.nodes_for(f"r{i}", extra, 100, len(extras))
-        if nodes:
-            requests.req_ids.append(f"r{i}")
-            requests.token_ids.append(np.arange(100))
-            requests.context_lens.append(99)
-            requests.req_indices.append(i)
-            requests.budgets.append(nodes)
-            requests.widths.append(4)
-            requests.depths.append(nodes)
-    return requests, batch
-
 
 def test_each_request_gets_what_it_asks_for() -> None:
-    planner = _planner()
+    planner = planner_of()
     ask = [None, {"specplug_tree_budget": 0}, {"specplug_tree_budget": 2}]
     got = [planner.nodes_for(str(i), extra, 50, 3) for i, extra in enumerate(ask)]
     assert got == [(MAX_NODES, "budget"), (0, "opted_out"), (2, "batch")]
 
 
 def test_fixed_budgets_share_the_rows_and_requests_may_differ() -> None:
-    planner = _planner(rows=20, tree_budget=6)
+    planner = planner_of(rows=20, tree_budget=6)
     assert planner.nodes_for("a", None, 50, 2) == (6, "batch")
     assert planner.nodes_for("a", None, 50, 5) == (3, "batch")
     assert planner.nodes_for("a", None, 50, 12) == (0, "batch")
@@ -110,7 +46,7 @@ def test_fixed_budgets_share_the_rows_and_requests_may_differ() -> None:
 
 
 def test_contexts_past_the_limit_decode_plainly() -> None:
-    planner = _planner(max_draft_context=60)
+    planner = planner_of(max_draft_context=60)
     own = {"specplug_max_draft_context": 200}
     assert planner.nodes_for("a", None, 60, 1)[0] == MAX_NODES
     assert planner.nodes_for("a", None, 61, 1) == (0, "context")
@@ -119,7 +55,7 @@ def test_contexts_past_the_limit_decode_plainly() -> None:
 
 
 def test_a_request_that_ended_may_come_back_with_another_wish() -> None:
-    planner = _planner()
+    planner = planner_of()
     assert planner.nodes_for("a", {"specplug_tree_budget": 0}, 5, 1)[0] == 0
     planner.forget(["a"])
     assert planner.nodes_for("a", None, 5, 1)[0] == MAX_NODES
@@ -134,8 +70,8 @@ HOSTILE = [
 
 def test_a_worker_takes_nothing_that_it_cannot_use() -> None:
     for planner, own in (
-        (_planner(), (MAX_NODES, "budget")),
-        (_planner(tree_budget=6), (6, "batch")),
+        (planner_of(), (MAX_NODES, "budget")),
+        (planner_of(tree_budget=6), (6, "batch")),
     ):
         for i, value in enumerate(HOSTILE):
             for name in ("specplug_tree_budget", "specplug_max_draft_context"):
@@ -146,7 +82,7 @@ def test_a_worker_takes_nothing_that_it_cannot_use() -> None:
 
 def test_the_operator_limits_what_requests_may_ask_for() -> None:
     def most(**changes: Any) -> int:
-        options = _options(num_speculative_tokens=256, **changes)
+        options = options_of(num_speculative_tokens=256, **changes)
         limit = request_budget_limit(options)
         legal = parse_request_budget({"specplug_tree_budget": limit}, options)
         with pytest.raises(ValueError, match=rf" to \w+={limit}\."):
@@ -165,22 +101,22 @@ def test_the_operator_limits_what_requests_may_ask_for() -> None:
 @pytest.mark.parametrize("value", [-1, MAX_NODES + 1, "many", 2.5, True, None, [1]])
 def test_senseless_budgets_are_refused_by_name(value: object) -> None:
     with pytest.raises(ValueError, match="specplug_tree_budget=.*0 .*num_speculative_tokens=8"):
-        parse_request_budget({"specplug_tree_budget": value}, _options())
+        parse_request_budget({"specplug_tree_budget": value}, options_of())
 
 
 @pytest.mark.parametrize("value", [-1, "long", 0.5, False, 2**31, 2**64, 10**400])
 def test_senseless_context_limits_are_refused_by_name(value: object) -> None:
     with pytest.raises(ValueError, match="specplug_max_draft_context="):
-        parse_request_budget({"specplug_max_draft_context": value}, _options())
+        parse_request_budget({"specplug_max_draft_context": value}, options_of())
 
 
 def test_drafts_where_it_pays_and_not_where_it_does_not() -> None:
-    cheap, dear = _Drafter(), _Drafter()
-    planner = _planner()
-    trees = planner.draft(cheap, *_requests(planner, [None] * 3))
+    cheap, dear = ChainDrafter(), ChainDrafter()
+    planner = planner_of()
+    trees = planner.draft(cheap, *requests_of(planner, [None] * 3))
     assert cheap.asked and all(tree.num_nodes for tree in trees)
-    planner = _planner(draft_ms=60.0)
-    trees = planner.draft(dear, *_requests(planner, [None] * 3))
+    planner = planner_of(draft_ms=60.0)
+    trees = planner.draft(dear, *requests_of(planner, [None] * 3))
     assert not dear.asked and not any(tree.num_nodes for tree in trees)
     assert planner.stats.plain_steps == {"budget": 3}
     assert planner.stats.tree_budget == 0
@@ -189,16 +125,16 @@ def test_drafts_where_it_pays_and_not_where_it_does_not() -> None:
 @pytest.mark.parametrize("max_requests", [4, 8])
 def test_trees_leave_room_for_a_waiting_request(max_requests: int) -> None:
     """Where the scheduler's rows are few: it serves running requests first."""
-    planner = _planner(rows=12, scheduler_rows=12, max_requests=max_requests)
-    trees = planner.draft(_Drafter(score=-0.01), *_requests(planner, [None] * 4))
+    planner = planner_of(rows=12, scheduler_rows=12, max_requests=max_requests)
+    trees = planner.draft(ChainDrafter(score=-0.01), *requests_of(planner, [None] * 4))
     rows = sum(1 + tree.num_nodes for tree in trees)
     assert 4 < rows <= 12 - 12 // 5 if max_requests > 4 else rows == 12
 
 
 def test_a_fixed_request_among_adaptive_ones_always_drafts() -> None:
-    drafter = _Drafter(score=-4.0)
-    planner = _planner(draft_ms=5.0)
-    requests = _requests(planner, [{"specplug_tree_budget": 3}, None])
+    drafter = ChainDrafter(score=-4.0)
+    planner = planner_of(draft_ms=5.0)
+    requests = requests_of(planner, [{"specplug_tree_budget": 3}, None])
     trees = planner.draft(drafter, *requests)
     assert drafter.asked == [[3, 0]]
     assert [tree.num_nodes for tree in trees] == [3, 0]
@@ -208,23 +144,23 @@ def test_rows_reserved_ahead_are_filled_and_the_decision_holds_for_the_step_afte
     """Whatever was reserved: what would pay does not depend on it, or it could never grow."""
     wanted = []
     for room in ([0, 0, 0], [1, 2, 8], [8, 8, 8]):
-        planner = _planner()
-        requests, batch = _requests(planner, [None] * 3)
-        drafter = _Drafter()
+        planner = planner_of()
+        requests, batch = requests_of(planner, [None] * 3)
+        drafter = ChainDrafter()
         trees = planner.draft(drafter, requests, batch, room)
         expected = [min(depth, most) for depth, most in zip(drafter.asked[0], room, strict=True)]
         assert [tree.num_nodes for tree in trees] == expected
         wanted.append(planner.wanted)
-    planner = _planner()
-    trees = planner.draft(_Drafter(), *_requests(planner, [None] * 3))
+    planner = planner_of()
+    trees = planner.draft(ChainDrafter(), *requests_of(planner, [None] * 3))
     assert wanted == [planner.wanted] * 3 == [[tree.num_nodes for tree in trees]] * 3
     assert sum(planner.wanted) > 0
 
 
 def test_nothing_is_reserved_where_drafts_do_not_pay_but_for_whom_fixed_it() -> None:
-    planner = _planner(draft_ms=60.0)
-    requests, batch = _requests(planner, [None, {"specplug_tree_budget": 3}, None])
-    planner.draft(_Drafter(), requests, batch, [8, 0, 8])
+    planner = planner_of(draft_ms=60.0)
+    requests, batch = requests_of(planner, [None, {"specplug_tree_budget": 3}, None])
+    planner.draft(ChainDrafter(), requests, batch, [8, 0, 8])
     assert planner.wanted == [0, 3, 0]
 
 
@@ -238,7 +174,7 @@ def test_the_best_nodes_of_a_tree_are_one() -> None:
     assert best_nodes(tree, 5) is tree
 
 
-class _LateDrafter(_Drafter):
+class _LateDrafter(ChainDrafter):
     """Puts work off, and takes its time for it."""
 
     def __init__(self, clock: list[float], **options: Any) -> None:
@@ -257,14 +193,14 @@ class _LateDrafter(_Drafter):
 def test_work_of_steps_without_drafts_is_not_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: 1e-3 * clock[0])
-    planner = _planner()
+    planner = planner_of()
     drafter = _LateDrafter(clock, score=-0.01)
     learnt = []
     assert planner.adaptive is not None
     planner.adaptive.costs.observe_draft = lambda *args: learnt.append(args)  # type: ignore
     for _ in range(8):
         planner.begin_step()
-        planner.draft(drafter, *_requests(planner, [None] * 2))
+        planner.draft(drafter, *requests_of(planner, [None] * 2))
         assert planner._now is not None
         planner._now.is_warm = True
     assert drafter.asked and drafter.caught_up == 1
@@ -278,27 +214,27 @@ def _learnt_drafts(planner: DraftPlanner, drafter: Any) -> list[tuple[Any, ...]]
     planner.adaptive.costs.observe_draft = lambda *args: learnt.append(args)  # type: ignore
     for _ in range(8):
         planner.begin_step()
-        planner.draft(drafter, *_requests(planner, [None] * 2))
+        planner.draft(drafter, *requests_of(planner, [None] * 2))
     return learnt
 
 
 def test_drafts_are_timed_before_their_steps_are_looked_at() -> None:
-    assert len(_learnt_drafts(_planner(), _Drafter(score=-0.01))) > 3
+    assert len(_learnt_drafts(planner_of(), ChainDrafter(score=-0.01))) > 3
 
 
 def test_a_draft_costs_the_levels_that_it_ran() -> None:
-    drafter = _Drafter(score=-0.01)
-    planned = {depth for _, depth, _ in _learnt_drafts(_planner(), drafter)}
+    drafter = ChainDrafter(score=-0.01)
+    planned = {depth for _, depth, _ in _learnt_drafts(planner_of(), drafter)}
     drafter.levels_run = 1
-    ran = {depth for _, depth, _ in _learnt_drafts(_planner(), drafter)}
+    ran = {depth for _, depth, _ in _learnt_drafts(planner_of(), drafter)}
     assert ran == {1.0} and max(planned) > 1
 
 
 def test_nobody_to_draft_for_is_no_work() -> None:
-    drafter = _Drafter()
-    planner = _planner()
+    drafter = ChainDrafter()
+    planner = planner_of()
     assert planner.draft(drafter, DraftRequests(), Batch()) == []
-    assert planner.draft(drafter, *_requests(planner, [{"specplug_tree_budget": 0}])) == []
+    assert planner.draft(drafter, *requests_of(planner, [{"specplug_tree_budget": 0}])) == []
     assert not drafter.asked
 
 
@@ -309,7 +245,7 @@ def _verified(num_computed: int, tree: DraftTree, path: list[int], first: int = 
 def test_times_of_real_steps_reach_the_cost_model(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    planner = _planner()
+    planner = planner_of()
     assert planner.adaptive is not None
     costs = planner.adaptive.costs
     before = float(costs.verify_ms(5, 5, 0))
@@ -330,7 +266,7 @@ def test_times_of_real_steps_reach_the_cost_model(monkeypatch: pytest.MonkeyPatc
 def test_idle_time_and_prompt_chunks_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    planner = _planner()
+    planner = planner_of()
     assert planner.adaptive is not None
     costs = planner.adaptive.costs
     verify, rest = float(costs.verify_ms(5, 5, 0)), costs.rest_ms
@@ -362,7 +298,7 @@ BROKEN = {
 }
 
 
-class _BrokenDrafter(_Drafter):
+class _BrokenDrafter(ChainDrafter):
     """A sound tree for the first request, a broken one for the second."""
 
     def __init__(self, broken: DraftTree, in_lookups: bool) -> None:
@@ -393,10 +329,10 @@ def test_an_invalid_tree_is_dropped_counted_and_told_once(
     monkeypatch.setattr(log, "handlers", [caplog.handler])
     monkeypatch.setattr(log, "disabled", False)
     caplog.set_level(logging.WARNING, logger=log.name)
-    planner = _planner(tree_budget=tree_budget)
+    planner = planner_of(tree_budget=tree_budget)
     drafter = _BrokenDrafter(BROKEN[name], in_lookups)
     for step in (1, 2):
-        requests, batch = _requests(planner, [None, None])
+        requests, batch = requests_of(planner, [None, None])
         trees = planner.draft(drafter, requests, batch)
         assert [tree.num_nodes for tree in trees] == [1, 0]
         assert planner.stats.plain_steps == {"invalid_tree": step}
@@ -404,7 +340,7 @@ def test_an_invalid_tree_is_dropped_counted_and_told_once(
     assert len(warnings) == 1 and "DraftTree:" in warnings[0]
 
 
-class _GreedyDrafter(_Drafter):
+class _GreedyDrafter(ChainDrafter):
     """Three nodes more than anybody asked for."""
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
@@ -414,8 +350,8 @@ class _GreedyDrafter(_Drafter):
 
 @pytest.mark.parametrize("tree_budget", ["auto", 6])
 def test_no_tree_outgrows_its_budget(tree_budget: Any) -> None:
-    planner = _planner(tree_budget=tree_budget)
-    requests, batch = _requests(planner, [None, {"specplug_tree_budget": 2}])
+    planner = planner_of(tree_budget=tree_budget)
+    requests, batch = requests_of(planner, [None, {"specplug_tree_budget": 2}])
     trees = planner.draft(_GreedyDrafter(score=-0.01), requests, batch)
     assert trees[1].num_nodes == 2
     assert all(t.num_nodes <= b for t, b in zip(trees, requests.budgets, strict=True))
@@ -427,7 +363,7 @@ def test_no_tree_outgrows_its_budget(tree_budget: Any) -> None:
 def _at_rest(planner: DraftPlanner, drafter: Any, count: int = 3) -> list[str]:
     """Ids of a batch for which it was decided to draft nothing for a while."""
     for _ in range(60):
-        requests, batch = _requests(planner, [None] * count)
+        requests, batch = requests_of(planner, [None] * count)
         batch.req_ids = list(requests.req_ids)
         assert not planner.rests(batch.req_ids)
         planner.begin_step()
@@ -439,8 +375,8 @@ def _at_rest(planner: DraftPlanner, drafter: Any, count: int = 3) -> list[str]:
 
 
 def test_a_batch_at_rest_is_not_asked_about_again_and_counted_all_the_same() -> None:
-    planner = _planner(draft_ms=60.0)
-    drafter = _Drafter()
+    planner = planner_of(draft_ms=60.0)
+    drafter = ChainDrafter()
     ids = _at_rest(planner, drafter)
     assert planner.stats.plain_steps == {"budget": 3}
     planner.stats.drain()
@@ -455,12 +391,12 @@ def test_a_batch_at_rest_is_not_asked_about_again_and_counted_all_the_same() -> 
 
 @pytest.mark.parametrize("change", ["joined", "left", "ended", "looks_up"])
 def test_another_batch_ends_the_rest(change: str) -> None:
-    planner = _planner(draft_ms=60.0)
-    drafter = _Drafter()
+    planner = planner_of(draft_ms=60.0)
+    drafter = ChainDrafter()
     ids = _at_rest(planner, drafter)
     if change == "looks_up":
         # With lookups every step may find something, until they rest themselves.
-        planner = _planner(draft_ms=60.0)
+        planner = planner_of(draft_ms=60.0)
         _at_rest(planner, _LookingDrafter())
         assert planner.adaptive is not None and planner.adaptive.lookups.is_resting
         return
@@ -473,14 +409,14 @@ def test_another_batch_ends_the_rest(change: str) -> None:
     assert planner.stats.plain_steps["budget"] == 3 + 3
 
 
-class _LookingDrafter(_Drafter):
+class _LookingDrafter(ChainDrafter):
     """Looks things up, and finds nothing."""
 
     def look_up(self, requests: DraftRequests) -> list[DraftTree]:
         return [DraftTree.empty()] * len(requests)
 
 
-class _OwingDrafter(_Drafter):
+class _OwingDrafter(ChainDrafter):
     """Owes work for some requests; others can have no draft at all."""
 
     def __init__(self, debts: dict[str, float], **options: Any) -> None:
@@ -505,12 +441,12 @@ class _OwingDrafter(_Drafter):
 
 
 def test_who_has_no_context_is_not_drafted_for_and_counted() -> None:
-    planner = _planner()
+    planner = planner_of()
     drafter = _OwingDrafter({"r0": 2.0, "r1": float("inf")}, score=-0.01)
     for _ in range(8):
         drafter.shown = False
         planner.draft(
-            drafter, *_requests(planner, [None] * 3),
+            drafter, *requests_of(planner, [None] * 3),
             show_committed=lambda: setattr(drafter, "shown", True),
         )  # fmt: skip
     assert drafter.asked and all(depths[1] == 0 for depths in drafter.asked)
@@ -521,30 +457,30 @@ def test_who_has_no_context_is_not_drafted_for_and_counted() -> None:
 
 
 def test_a_request_that_fixed_its_budget_has_no_draft_without_a_context_either() -> None:
-    planner = _planner()
+    planner = planner_of()
     drafter = _OwingDrafter({"r0": float("inf")}, score=-0.01)
     drafter.shown = True
-    planner.draft(drafter, *_requests(planner, [{"specplug_tree_budget": 4}, None]))
+    planner.draft(drafter, *requests_of(planner, [{"specplug_tree_budget": 4}, None]))
     assert drafter.asked and drafter.asked[0][0] == 0
 
 
 def test_drafters_are_told_when_no_drafts_are_expected() -> None:
-    planner = _planner(draft_ms=60.0)
+    planner = planner_of(draft_ms=60.0)
     drafter = _OwingDrafter({})
     drafter.shown = True
     for _ in range(60):
-        planner.draft(drafter, *_requests(planner, [None] * 3))
+        planner.draft(drafter, *requests_of(planner, [None] * 3))
     assert drafter.is_off[-1]
 
 
 @pytest.mark.parametrize("tree_budget", [0, 4])
 def test_where_only_who_asks_is_drafted_for_contexts_wait(tree_budget: int) -> None:
-    planner = _planner(tree_budget=tree_budget, max_request_budget=4)
+    planner = planner_of(tree_budget=tree_budget, max_request_budget=4)
     drafter = _OwingDrafter({"r0": float("inf")})
     shown: list[int] = []
 
     def step(extras: list[dict | None]) -> list[DraftTree]:
-        requests, batch = _requests(planner, extras)
+        requests, batch = requests_of(planner, extras)
         return planner.draft(drafter, requests, batch, show_committed=lambda: shown.append(1))
 
     asks = {"specplug_tree_budget": 4}

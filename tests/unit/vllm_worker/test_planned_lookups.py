@@ -6,12 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.vllm_worker.test_draft_planner import _Drafter, _planner, _requests
+from tests.unit.vllm_worker.planning import ChainDrafter, planner_of, requests_of
 from vllm_specplug.drafting.drafter import DraftRequests
 from vllm_specplug.tree import DraftTree
 
 
-class _FindingDrafter(_Drafter):
+class _FindingDrafter(ChainDrafter):
     """Finds chains of some score by looking up, before a forward or in place of one."""
 
     def __init__(self, score: float, has_forward: bool) -> None:
@@ -44,10 +44,10 @@ class _FindingDrafter(_Drafter):
 def test_lookups_rest_where_they_do_not_pay(
     has_forward: bool, score: float, extra: dict[str, int] | None, looked: int
 ) -> None:
-    planner = _planner(draft_ms=60.0)
+    planner = planner_of(draft_ms=60.0)
     drafter = _FindingDrafter(score, has_forward)
     for _ in range(106):
-        trees = planner.draft(drafter, *_requests(planner, [extra, None]))
+        trees = planner.draft(drafter, *requests_of(planner, [extra, None]))
     assert drafter.looked == looked
     if score > -1.0:
         assert all(tree.num_nodes for tree in trees)

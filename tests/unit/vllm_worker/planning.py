@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planners, drafters and batches for tests of what a planner decides."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.unit.budget.calibrations import calibration
+from vllm_specplug.budget import AdaptiveBudget, RowBudget, StepCostModel
+from vllm_specplug.drafting.drafter import Drafter, DraftRequests
+from vllm_specplug.metrics import StepStats
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner
+
+MAX_NODES = 8
+
+
+def options_of(**changes: Any) -> SimpleNamespace:
+    defaults = {
+        "num_speculative_tokens": MAX_NODES, "tree_budget": "auto", "max_draft_context": None,
+        "max_request_budget": None,
+    }  # fmt: skip
+    return SimpleNamespace(**{**defaults, **changes})
+
+
+def planner_of(
+    rows: int = 512,
+    draft_ms: float = 0.3,
+    scheduler_rows: int | None = None,
+    max_requests: int = 1,
+    **changes: Any,
+) -> DraftPlanner:
+    options = options_of(**changes)
+    nodes = MAX_NODES if options.tree_budget == "auto" else options.tree_budget
+    row_budget = RowBudget(nodes, rows, scheduler_rows, max_requests)
+    planner = DraftPlanner(options, row_budget, StepStats(), 1000)
+    if planner.is_adaptive:
+        planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=draft_ms)), row_budget, 4)
+    return planner
+
+
+class ChainDrafter(Drafter):
+    """Chains of the asked depth; remembers what it was asked."""
+
+    forward_depth = 4
+
+    def __init__(self, score: float = -0.2) -> None:
+        self.score = score
+        self.asked: list[list[int]] = []
+
+    def load(self, target: Any) -> None: ...
+
+    def cache_specs(self) -> list:
+        return []
+
+    def observe(self, committed: Any) -> None: ...
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        depths = requests.forward_depths or [min(d, self.forward_depth) for d in requests.depths]
+        self.asked.append(list(depths))
+        return [
+            DraftTree.chain(range(depth), self.score * np.arange(1, depth + 1)) for depth in depths
+        ]
+
+
+def requests_of(planner: DraftPlanner, extras: list[dict | None]) -> tuple[DraftRequests, Batch]:
+    requests, batch = DraftRequests(), Batch()
+    for i, extra in enumerate(extras):
+        batch.num_roots += 1
+        batch.root_context += 100
+        nodes, _ = planner.nodes_for(f"r{i}", extra, 100, len(extras))
+        if nodes:
+            requests.req_ids.append(f"r{i}")
+            requests.token_ids.append(np.arange(100))
+            requests.context_lens.append(99)
+            requests.req_indices.append(i)
+            requests.budgets.append(nodes)
+            requests.widths.append(4)
+            requests.depths.append(nodes)
+    return requests, batch
