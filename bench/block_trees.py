@@ -112,7 +112,7 @@ def measure(args: Any) -> dict[str, Any]:
     }
 
 
-def make_page(name: str, found: dict[str, Any], record: Mapping[str, Any]) -> ResultPage:
+def make_page(found: dict[str, Any], record: Mapping[str, Any]) -> ResultPage:
     sections = []
     for kind, by_policy in found["by_kind"].items():
         rows = [
@@ -129,7 +129,7 @@ def make_page(name: str, found: dict[str, Any], record: Mapping[str, Any]) -> Re
         else "Both heads were trained alike."
     )
     return ResultPage(
-        name=name,
+        name="block_trees",
         title="Trees of causal and of bidirectional block heads",
         about="Tokens per step of best-first trees, estimated on greedy answers; in brackets 95 % "
         f"intervals over prompts, of the ratio on the same prompts. {training_text}",
@@ -148,7 +148,7 @@ def main() -> None:
     add("--dflash", type=Path, default=HEADS / "smollm2-135m-dflash", help="a bidirectional head")
     args = benchmark.parse()
     found = measure(args)
-    benchmark.publish(args, make_page(args.name, found, benchmark.provenance(args)))
+    benchmark.publish(args, make_page(found, benchmark.provenance(args)))
 
 
 if __name__ == "__main__":
