@@ -8,6 +8,7 @@ address first: on one core of Zen 4, products with 159 MB of weights take 17 ms 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 from collections.abc import Callable
@@ -45,7 +46,9 @@ def _map_bytes(size: int) -> torch.Tensor:
     """uint8, of at least `size` bytes, from the start of a huge page on."""
     # Shared memory has huge pages of its own setting, which is off by default.
     region = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    region.madvise(mmap.MADV_HUGEPAGE)
+    # A kernel may be built without huge pages.
+    with contextlib.suppress(OSError):
+        region.madvise(mmap.MADV_HUGEPAGE)
     held = torch.frombuffer(region, dtype=torch.uint8)
     first = -held.data_ptr() % _PAGE
     return held[first : first + size]

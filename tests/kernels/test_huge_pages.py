@@ -78,3 +78,13 @@ def test_without_huge_pages_tensors_stay_where_they_are(monkeypatch: pytest.Monk
     monkeypatch.setattr(huge_pages, "huge_pages", lambda: None)
     tensor = torch.ones(5)
     assert in_huge_pages(tensor) is tensor
+
+
+def test_a_kernel_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Region(mmap.mmap):
+        def madvise(self, *args: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(huge_pages.mmap, "mmap", Region)
+    tensor = torch.randn(100)
+    assert torch.equal(HugePages(huge_pages._map_bytes).copy(tensor), tensor)
