@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether looking up is worth its time: with many requests it takes milliseconds a step, and most
-of what it finds does not pay for its row."""
+"""Whether lookups pay: with many requests they take more than a millisecond per step, and most of
+what they find is not worth its row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ class LookupGate:
     """Lets lookups rest while what they find is worth less than the time they take."""
 
     def __init__(self) -> None:
-        self._seen = 0
-        self._worth_ms = self._cost_ms = 0.0
+        self.is_on = True
+        """False where ranks draft together: their clocks differ, and their decisions may not."""
+        # Steps, worth and cost by number of requests, doubling: another load, another answer.
+        self._averages: dict[int, tuple[int, float, float]] = {}
+        self._load = 0
         self._rest_steps = 0
 
-    def rests(self) -> bool:
+    def rests(self, num_requests: int) -> bool:
         """Whether the step that begins goes without lookups. Call once a step."""
+        load = num_requests.bit_length()
+        if load != self._load:
+            self._load, self._rest_steps = load, 0
         if not self._rest_steps:
             return False
         self._rest_steps -= 1
@@ -41,10 +47,12 @@ class LookupGate:
     def observe(self, worth_ms: float, cost_ms: float) -> None:
         """In a step without a draft forward, lookups and choosing among what they found took
         `cost_ms`, and what was chosen is expected to save `worth_ms`."""
-        self._seen += 1
-        rate = max(_LEARNING_RATE, 1.0 / self._seen)
-        self._worth_ms += rate * (worth_ms - self._worth_ms)
-        self._cost_ms += rate * (cost_ms - self._cost_ms)
-        worth = max(self._worth_ms, _SUDDEN * worth_ms)
-        if self._seen >= _FIRST_STEPS and worth < self._cost_ms:
+        if not self.is_on:
+            return
+        seen, worth, cost = self._averages.get(self._load, (0, 0.0, 0.0))
+        rate = max(_LEARNING_RATE, 1.0 / (seen + 1))
+        worth += rate * (worth_ms - worth)
+        cost += rate * (cost_ms - cost)
+        self._averages[self._load] = seen + 1, worth, cost
+        if seen + 1 >= _FIRST_STEPS and max(worth, _SUDDEN * worth_ms) < cost:
             self._rest_steps = _REST_STEPS

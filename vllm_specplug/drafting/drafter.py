@@ -507,7 +507,7 @@ class Drafter(ABC):
     @property
     def forward_depth(self) -> int:
         """Deepest node a draft forward gives. 0: there is no forward, or `propose` does not heed
-        `forward_depths`; it is then always called."""
+        `forward_depths`; it is then called in every step, but where lookups rest."""
         return 0
 
     @property

@@ -291,6 +291,7 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
         planner.row_budget,
         state.drafter.forward_depth,
     )
+    planner.adaptive.lookups.is_on = get_world_group().world_size == 1
 
 
 def _digest(state: RunnerView) -> str:

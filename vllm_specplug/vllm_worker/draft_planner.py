@@ -315,7 +315,7 @@ class DraftPlanner:
         began = time.perf_counter()
         # What drafts without a forward is as cheap, and as uncertain, as a lookup.
         may_rest = (drafter.looks_up or not deepest) and not any(fixed)
-        rests = may_rest and budget.lookups.rests()
+        rests = may_rest and budget.lookups.rests(len(requests))
         found = [DraftTree.empty()] * len(requests)
         if not rests:
             found = self._valid(drafter.look_up(requests))
