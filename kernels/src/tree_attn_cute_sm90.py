@@ -184,16 +184,17 @@ _retired: list[torch.Tensor] = []
 def _workspace(
     device: torch.device, stream: int, parts: int, rows: int, heads: int, head_dim: int, trees: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    sums = parts * rows * heads * (head_dim + 1)
-    size = sums + 2 * trees
+    # Where each tree's parts lie comes first: it is written by 8 bytes, and the number of sums can
+    # be odd.
+    outputs = 2 * trees + parts * rows * heads * head_dim
+    size = outputs + parts * rows * heads
     held = _workspaces.get((device.index, stream))
     if held is None or held.numel() < size:
         if held is not None:
             _retired.append(held)
         held = torch.empty(size, dtype=torch.float32, device=device)
         _workspaces[device.index, stream] = held
-    outputs = parts * rows * heads * head_dim
-    return held[:outputs], held[outputs:sums], held[sums:size].view(torch.int32)
+    return held[2 * trees : outputs], held[outputs:size], held[: 2 * trees].view(torch.int32)
 
 
 def _multiprocessors_of(device: torch.device) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import subprocess
 import sys
@@ -39,6 +40,19 @@ def no_workspace(*_):
 def some_workspace(splits: int, rows: int, heads: int, head_dim: int, trees: int):
     sums = torch.empty(splits, rows, heads)
     return torch.empty(*sums.shape, head_dim), sums, torch.empty(trees, 2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7, 64, 1), (3, 5, 3, 96, 9), (1, 1, 1, 128, 2)])
+def test_records_and_partial_outputs_are_written_by_eight_bytes(shape, monkeypatch):
+    """An odd number of log-sums must not move what follows them."""
+    monkeypatch.setattr(tree_attn_cute_sm90, "_workspaces", {})
+    parts, rows, heads, head_dim, trees = shape
+    outputs, sums, records = tree_attn_cute_sm90._workspace(torch.device("cpu", 0), 0, *shape)
+    assert outputs.numel() == parts * rows * heads * head_dim
+    assert sums.numel() == parts * rows * heads and records.numel() == 2 * trees
+    assert outputs.data_ptr() % 8 == 0 and records.data_ptr() % 8 == 0
+    spans = sorted((t.data_ptr(), t.data_ptr() + 4 * t.numel()) for t in (outputs, sums, records))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def plan(trees: DeviceTrees, splits: int | None = 1, workspace=no_workspace, places: int = 0):
