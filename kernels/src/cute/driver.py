@@ -8,9 +8,12 @@ in the thread, which torch makes current before it hands out a CUDA tensor.
 from __future__ import annotations
 
 import ctypes
+import logging
 from functools import cache, lru_cache
 
 from .launch import TensorMapSpec
+
+logger = logging.getLogger(__name__)
 
 # cuda.h
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
@@ -80,7 +83,7 @@ class Kernel:
 
 
 def load_first(images: tuple[bytes, ...], entry: str, threads: int, shared_bytes: int) -> Kernel:
-    """The first image that the driver takes: a cubin, or PTX that it compiles.
+    """The first image that the driver takes: a cubin, or PTX that it compiles, with a warning.
 
     Raises:
         DriverError: with the reason for each.
@@ -88,9 +91,13 @@ def load_first(images: tuple[bytes, ...], entry: str, threads: int, shared_bytes
     reasons = []
     for image in images:
         try:
-            return Kernel(image, entry, threads, shared_bytes)
+            kernel = Kernel(image, entry, threads, shared_bytes)
         except DriverError as error:
             reasons.append(str(error))
+            continue
+        if reasons:
+            logger.warning("%s is compiled by the driver: %s", entry, "; then ".join(reasons))
+        return kernel
     raise DriverError("; then ".join(reasons))
 
 
