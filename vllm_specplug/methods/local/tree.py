@@ -176,7 +176,7 @@ class LocalTreeBuilder:
         Trees of a device are read in one copy. Without `compiled` kernels (none for this CPU, or
         not wanted) one request at a time; that is the oracle of both.
         """
-        if ids.device.type != "cpu":
+        if compiled and ids.device.type != "cpu":
             return read_trees(
                 self._build_for_host(ids, log_probs, anchors, budgets, depths, widths, slots=slots)
             )
