@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees on V2 as on CUDA, against plain V2, in Triton's interpreter; see test_cuda_v2.py.
+"""Trees on V2 as on CUDA, against plain V2, in Triton's interpreter; see test_cuda_v2.py. On a GPU,
+see cuda_v2_on_gpu.py.
 
-To be run with SPECPLUG_INTERPRETED_V2=1, set before vLLM is imported.
+To be run with SPECPLUG_INTERPRETED_V2=1 or SPECPLUG_CHECKS_ON_GPU=1, set before vLLM is imported.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
-    from tests.e2e import interpreted_v2
-
-    interpreted_v2.install()
+# Before vLLM: it puts Triton's interpreter in place.
+from tests.e2e import cuda_v2_device  # isort: skip
 
 import pytest
 import torch
 
-from tests.e2e import cuda_v2_worker, number_format_checks
+from tests.e2e import number_format_checks
 from tests.e2e.budget_checks import FLAT, freeze_costs
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.oracle import OracleDrafter
@@ -34,9 +33,8 @@ from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows
 from vllm_specplug.vllm_v2 import cuda_trees, host_step, worker_gpu
 from vllm_specplug.vllm_v2.host_step import HostCopy
 
-cuda_v2_worker.use_cuda_worker()
+cuda_v2_device.use_worker()
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-CACHE = {"kv_cache_memory_bytes": 1 << 24}
 # One is longer than a step, so that its pieces come beside requests that decode.
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], list(range(20, 60)), [9, 9, 9]]
 
@@ -56,21 +54,22 @@ def engines(
         "num_speculative_tokens": nodes,
         "tree_budget": nodes if budget is None else budget,
         "ngram_topk": ngram_topk,
+        **cuda_v2_device.tree_options(),
         **(head or {}),
     }
     made = pair(
         method,
         speculative=options,
-        tree={"async_scheduling": ahead, **tree},
+        tree={"async_scheduling": ahead, **cuda_v2_device.tree_arguments(), **tree},
         max_num_batched_tokens=32,
         max_num_seqs=4,
-        **CACHE,
+        **cuda_v2_device.engine_arguments(),
         **(target or {}),
     )
     core = core_of(made.tree)
     assert type(core.scheduler).__name__ == ("AsyncScheduler" if ahead else "Scheduler")
-    assert isinstance(made.runner, cuda_v2_worker.InterpretedRunner)
-    assert made.runner.tree_backend.kernel.name == "triton"
+    assert isinstance(made.runner, cuda_v2_device.runner_class())
+    assert cuda_v2_device.KERNEL in ("auto", made.runner.tree_backend.kernel.name)
     return made
 
 
@@ -91,24 +90,13 @@ def profiles() -> Iterator[list[int]]:
     profile counts of a drafter's own memory, in bytes."""
     counted: list[int] = []
     memory = worker_gpu.drafter_memory
-    worker: Any = cuda_v2_worker.InterpretedWorker
-    available = worker.determine_available_memory
 
     def drafter_memory(state: Any) -> torch.Tensor:
         made = memory(state)
         counted.append(made.nbytes)
         return made
 
-    def determine_available_memory(self: Any) -> int:
-        self.model_runner.profile_run()
-        return available(self)
-
-    with (
-        patch.object(worker_gpu, "drafter_memory", drafter_memory),
-        # vLLM's kernel for many rows is not one that the interpreter takes.
-        patch.object(worker_gpu, "apply_top_k_top_p", lambda *args: None),
-        patch.object(worker, "determine_available_memory", determine_available_memory),
-    ):
+    with patch.object(worker_gpu, "drafter_memory", drafter_memory), cuda_v2_device.profiled():
         yield counted
 
 
@@ -144,6 +132,7 @@ def _changing(**changes: Any) -> Any:
 # vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
 def check_windows_and_sinks_in_groups() -> None:
     """gpt-oss: windows of 16 and full attention in KV cache groups of their own, and sinks."""
+    cuda_v2_device.need_experts()
     made = engines(ahead=True, target=engine_of("GptOss"))
     assert len(made.runner.kv_cache_config.kv_cache_groups) == 2
     backend = made.runner.tree_backend
@@ -245,7 +234,7 @@ def knowing_candidates() -> Iterator[list[int]]:
                 # The answer is the best of them and the second best in turns.
                 ids[r, d] = torch.tensor(tokens if d % 2 else [tokens[1], tokens[0], *tokens[2:]])
         # The third falls far behind: a local head is to choose among the first two.
-        falling = torch.arange(1, ids.shape[2] + 1).mul(-0.4)
+        falling = torch.arange(1, ids.shape[2] + 1, device=ids.device).mul(-0.4)
         falling[2:] -= 6.0
         return ids, falling.expand(log_probs.shape).contiguous(), hidden
 
@@ -400,6 +389,7 @@ def check_fp8_caches_with_scales() -> None:
 def check_fp8_caches_in_groups() -> None:
     """gpt-oss over such a cache: windows of 16 and full attention in KV cache groups of their
     own."""
+    cuda_v2_device.need_experts()
     made = engines(ahead=False, target={**engine_of("GptOss"), "kv_cache_dtype": "fp8"})
     assert len(made.runner.kv_cache_config.kv_cache_groups) == 2
     assert {c.dtype for c in made.runner.state.target_caches().values()} == {torch.uint8}

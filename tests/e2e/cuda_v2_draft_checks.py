@@ -23,6 +23,7 @@ from tests.e2e.cuda_v2_checks import (
     engines,
     known_tokens,
 )
+from tests.e2e.cuda_v2_device import SCORES_WITHIN
 from tests.e2e.pair import target
 from tests.e2e.tiny import make_dspark_head
 from vllm_specplug.drafting.device_levels import read_trees
@@ -129,7 +130,7 @@ def knowing(levels: Any, drafter: Any, host_trees: HostTrees) -> Iterator[LevelD
                 if depth % 2 == 0:
                     tokens[:2] = tokens[1::-1]
                 ids[r, place, : len(tokens)] = torch.tensor(tokens)
-        falling = torch.arange(1, ids.shape[2] + 1).mul(-0.4)
+        falling = torch.arange(1, ids.shape[2] + 1, device=ids.device).mul(-0.4)
         falling[2:] -= 6.0
         return ids, falling.expand(log_probs.shape).contiguous()
 
@@ -140,7 +141,7 @@ def knowing(levels: Any, drafter: Any, host_trees: HostTrees) -> Iterator[LevelD
             oracle = host_trees(self, requests, drafted)
             kept = DeviceTrees(*(part[drafted] for part in vars(made).values()))
             try:
-                seen.nodes += assert_same_trees(kept, dict(enumerate(oracle)), 1e-5)
+                seen.nodes += assert_same_trees(kept, dict(enumerate(oracle)), SCORES_WITHIN)
             except AssertionError as error:
                 seen.differing.append(error)
         asked.append(requests)

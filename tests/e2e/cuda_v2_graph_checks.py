@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of whole forwards and of drafts on V2 as on CUDA, pretended; see `cuda_v2_checks`."""
+"""Graphs of whole forwards and of drafts on V2 as on CUDA, pretended where there is no GPU; see
+`cuda_v2_checks`."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from tests.e2e import cuda_v2_device
 from tests.e2e.budget_checks import FLAT, freeze_costs
 from tests.e2e.cuda_v2_checks import compare, engines
 from tests.e2e.cuda_v2_self_checks import LONG, SELF, watching
 from tests.e2e.option_checks import greedy
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair
-from tests.pretended_graph import PretendedGraph, pretended_graphs
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
@@ -34,8 +35,8 @@ from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 
 @contextmanager
 def full_graphs() -> Iterator[None]:
-    """Engines built and run here capture and replay pretended graphs."""
-    with pretended_graphs(), patch.dict(os.environ, {FULL_GRAPHS_VARIABLE: "1"}):
+    """Engines built and run here capture and replay graphs."""
+    with cuda_v2_device.graphs(), patch.dict(os.environ, {FULL_GRAPHS_VARIABLE: "1"}):
         yield
 
 
@@ -44,7 +45,7 @@ def steps_from_graphs(made: Pair) -> Iterator[None]:
     """Forwards of decoding requests come from graphs, of which some hold rows and requests of
     padding."""
     manager, seen = made.runner.cudagraph_manager, []
-    dispatch, before = manager.dispatch, PretendedGraph.replays
+    dispatch, before = manager.dispatch, cuda_v2_device.num_replays()
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         desc = dispatch(*args, **kwargs)
@@ -54,7 +55,7 @@ def steps_from_graphs(made: Pair) -> Iterator[None]:
     with patch.object(manager, "dispatch", dispatched):
         yield
     whole = [s for s in seen if s[2].cg_mode == CUDAGraphMode.FULL]
-    assert len(whole) > 2 and len(whole) <= PretendedGraph.replays - before, seen
+    assert len(whole) > 2 and len(whole) <= cuda_v2_device.num_replays() - before, seen
     # Rows and requests of padding.
     assert any(rows for rows, *_ in whole) and any(requests for _, requests, _ in whole), seen
 
@@ -100,7 +101,9 @@ def check_adaptive_budget_from_graphs() -> None:
 
 
 @contextmanager
-def known_on_the_device(device: torch.device | None = None) -> Iterator[None]:
+def known_on_the_device(
+    device: torch.device | str | None = cuda_v2_device.DEVICE,
+) -> Iterator[None]:
     """`knowing_candidates` and `knowing` in operations that a graph can hold and that wait for
     nothing: what follows an anchor in the first of the oracle's sequences that has it at its
     position is the best and the second best in turns."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.e2e import cuda_v2_states, vision_checks
+from tests.e2e import cuda_v2_device, cuda_v2_states, vision_checks
 from tests.e2e.hybrids import ROPE_ON_AXES, make_hybrid_target
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import Counts, Pair, core_of, sequences_of, watch_prefix_hits
@@ -29,15 +29,22 @@ VOCAB = 300
 
 
 @cache
-def target(family: str = "Qwen3Next", **config: Any) -> str:
+def target(family: str | None = None, **config: Any) -> str:
+    if family is None:
+        family = "Qwen3Next" if cuda_v2_device.has_experts() else "Qwen3_5Text"
     folder = Path(tempfile.mkdtemp(prefix="specplug-hybrid-")) / family
     if family == "Qwen3_5Text":
+        vision_checks.have_torchvision()
         config["rope_parameters"] = ROPE_ON_AXES
     return str(make_hybrid_target(folder, family, VOCAB, **config))
 
 
 def engines(*, ahead: bool, model: str | None = None, **options: Any) -> Pair:
-    engine = {"model": model or target(), "skip_tokenizer_init": True}
+    engine = {
+        "model": model or target(),
+        "skip_tokenizer_init": True,
+        **cuda_v2_device.state_arguments(),
+    }
     return cuda_v2_checks.engines(ahead=ahead, target=engine, **options)
 
 
@@ -81,9 +88,7 @@ def _check_one_state(made: Pair) -> None:
 
 def check_text_models_of_qwen3_5() -> None:
     """Their queries, keys and values come from one projection, side by side."""
-    vision_checks.have_torchvision()
-    model = target("Qwen3_5Text")
-    compared(engines(ahead=True, model=model), least_accepted=10)
+    compared(engines(ahead=True, model=target("Qwen3_5Text")), least_accepted=10)
 
 
 @contextmanager
@@ -99,7 +104,8 @@ def changed(name: str, change: Any) -> Iterator[None]:
 
 
 def _is_a_line(stock: Any, step: Any, requests: Any, parents: torch.Tensor) -> None:
-    stock(requests, torch.where(parents < 0, -1, torch.arange(len(parents)) - 1))
+    before = torch.arange(len(parents), device=parents.device) - 1
+    stock(requests, torch.where(parents < 0, -1, before))
 
 
 def _roots_alone(stock: Any, step: Any, last_rows: torch.Tensor, *rest: Any) -> None:

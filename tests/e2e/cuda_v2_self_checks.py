@@ -54,16 +54,16 @@ def watching() -> Iterator[Watched]:
     def watched(self: Any, layer: Any, query: Any, key: Any, value: Any, output: Any) -> None:
         attend(self, layer, query, key, value, output)
         index, pool = self.layer_index[layer.layer_name], self.pool
-        pages, dim = pool.target_pages[index], query.shape[-1]
+        pages, dim, device = pool.target_pages[index], query.shape[-1], query.device
         for r, drafted in enumerate(self.contexts.is_drafted):
             if not drafted:
                 continue
             length = int(self.contexts.lens[r])
             assert self.contexts.least[r] <= length <= self.contexts.most[r]
             table = self.block_table[self.contexts.rows[r]]
-            at = torch.arange(length)
+            at = torch.arange(length, device=device)
             context = pages[table[at // pool.block_size].long(), at % pool.block_size]
-            heads = torch.arange(context.shape[1])
+            heads = torch.arange(context.shape[1], device=device)
             positions = at.expand(len(heads), -1)
             if r in self.partial:
                 place = self.partial.index(r)
@@ -103,7 +103,8 @@ def _chosen(query: torch.Tensor, context: torch.Tensor, pool: DevicePartialCache
     scores[:, : pool.sink] = float("-inf")
     scores[:, -32:] = torch.arange(1e30, 33e30, 1e30)
     best = scores.topk(pool.budget - pool.sink).indices
-    return torch.cat((torch.arange(pool.sink).expand(len(best), -1), best), dim=1)
+    sink = torch.arange(pool.sink, device=best.device)
+    return torch.cat((sink.expand(len(best), -1), best), dim=1)
 
 
 def check_the_target_drafts_for_itself() -> None:

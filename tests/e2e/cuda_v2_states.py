@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet layers of a CPU as they are on CUDA, for engines in Triton's interpreter.
+"""Gated DeltaNet layers of a CPU as they are on CUDA, for engines in Triton's interpreter. On a GPU
+the rule over prompts alone is another one.
 
-To be imported after `cuda_v2_worker`. vLLM's core of devices runs over its layout of states. Its
+To be imported after `cuda_v2_device`. vLLM's core of devices runs over its layout of states. Its
 kernels of single rows and of gates are interpreted; the convolutions are those that vLLM has for
 CPUs, and the rule over prompts, which takes no float32, is done here token by token. All of it is
 the same with and without trees.
@@ -17,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.e2e.cuda_v2_device import ON_GPU
 from vllm_specplug.vllm_process import engine_args
 
 
@@ -29,6 +31,10 @@ def _exp(x: Any) -> Any:
 def use_device_core() -> None:
     """For all engines that this process builds from here on."""
     import vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn as stock
+
+    stock.fla_chunk_gated_delta_rule = _chunk
+    if ON_GPU:
+        return
     from vllm.third_party.flash_linear_attention.ops import fused_recurrent
 
     engine_args.STATE_DTYPES.append("float32")
@@ -37,7 +43,6 @@ def use_device_core() -> None:
     kernels: ModuleType = fused_recurrent
     # Triton's own has no interpreter outside of kernels, and this is an alias of it.
     kernels.exp = _exp  # type: ignore[attr-defined]
-    stock.fla_chunk_gated_delta_rule = _chunk
 
 
 def _chunk(

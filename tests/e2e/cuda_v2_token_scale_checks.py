@@ -13,6 +13,7 @@ import tests.e2e.cuda_v2_checks  # noqa: F401  # isort: skip
 
 import torch
 
+from tests.e2e import cuda_v2_device
 from tests.e2e.cuda_v2_checks import PROMPTS, compare_windows, engines, is_equal
 from tests.e2e.number_format_checks import VOCAB, folder, head
 from tests.e2e.option_checks import greedy
@@ -82,6 +83,7 @@ def _check_with_controls(kind: str, stored: torch.dtype) -> None:
 def check_int8_caches_in_groups() -> None:
     """gpt-oss over such a cache: windows of 16 and full attention in KV cache groups of their
     own, and sinks."""
+    cuda_v2_device.need_experts()
     made = engines(
         ahead=False, target={**engine_of("GptOss"), "kv_cache_dtype": "int8_per_token_head"}
     )

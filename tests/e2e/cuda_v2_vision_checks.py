@@ -23,7 +23,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
-from tests.e2e import cuda_v2_states, mistral3_checks, vision_checks
+from tests.e2e import cuda_v2_device, cuda_v2_states, mistral3_checks, vision_checks
 from tests.e2e.budget_checks import FLAT, freeze_costs
 from tests.e2e.cuda_v2_checks import LateCopy, knowing_candidates, late_copies
 from tests.e2e.cuda_v2_draft_checks import knowing_levels
@@ -55,7 +55,12 @@ def engines(
 ) -> Pair:
     make = partial(wrapped_hybrid, size=16) if family == "Qwen3_5" else vision_checks.vision_target
     with vision_checks.without_processors():
-        target = {"model": make(family), "limit_mm_per_prompt": {"image": 2, "video": 0}}
+        target = {
+            "model": make(family),
+            "limit_mm_per_prompt": {"image": 2, "video": 0},
+            **cuda_v2_device.tower_arguments(),
+            **(cuda_v2_device.state_arguments() if family == "Qwen3_5" else {}),
+        }
         return cuda_v2_checks.engines(method, ahead=ahead, target=target, **options)
 
 
@@ -115,7 +120,11 @@ def check_prefix_hits_and_preemption_with_images() -> None:
 def check_images_before_a_text_model_with_one_axis() -> None:
     """Mistral-Small 3, whose images are of any shape and have text tokens between their rows."""
     with mistral3_checks.without_processors():
-        target = {"model": mistral3_target(), "limit_mm_per_prompt": {"image": 2}}
+        target = {
+            "model": mistral3_target(),
+            "limit_mm_per_prompt": {"image": 2},
+            **cuda_v2_device.tower_arguments(),
+        }
         made = cuda_v2_checks.engines(ahead=True, target=target)
     every = mistral3_checks.prompts()
     inputs = [every[i] for i in (0, 4, 5, 7)]

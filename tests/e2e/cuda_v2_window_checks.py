@@ -44,23 +44,25 @@ def _trees_of_the_module(
     options, history, pages = self.options, requests.history, self.target_cache
     head, _ = load_longspec_head(options.head_path, AutoConfig.from_pretrained(target()))
     head.config = replace(head.config, window_size=options.settings.window_size)
-    every = torch.arange(len(self.embed_tokens))
+    # All of it on the host, where the head was loaded.
+    embed_tokens, lm_head = self.embed_tokens.cpu(), self.lm_head_weight.cpu()
+    every = torch.arange(len(embed_tokens))
     trees = []
     for r in drafted:
         context, line = int(requests.context_lens[r]), int(history.lines[r])
-        tokens = history.token_ids[line, : context + 1].long()
+        tokens = history.token_ids[line, : context + 1].long().cpu()
         assert tokens[-1] == requests.anchors[r]
-        table = pages.block_table()[r if requests.rows is None else int(requests.rows[r])]
+        table = pages.block_table()[r if requests.rows is None else int(requests.rows[r])].cpu()
         # The anchor is in no cache yet.
         at = torch.arange(context + 1).clamp_max(max(0, context - 1))
         size = pages.views[0][0].shape[1]
-        key, value = (view[table[at // size].long(), at % size] for view in pages.views[0])
+        key, value = (view[table[at // size].long(), at % size].cpu() for view in pages.views[0])
         sequence = KVSequence(tokens, torch.arange(context + 1), 1, key, value, key)
         policy = TreePolicy(
             int(requests.budgets[r]), min(int(requests.depths[r]), options.tree_depth),
             requests.width, options.settings.beam_widths,
         )  # fmt: skip
-        alone = SequenceDrafter(head, sequence, self.embed_tokens, self.lm_head_weight, every)
+        alone = SequenceDrafter(head, sequence, embed_tokens, lm_head, every)
         trees.append(alone.draft(context, policy))
     return trees
 

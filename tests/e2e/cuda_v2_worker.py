@@ -7,7 +7,8 @@ CUDA, over a cache of that layout; what a CPU lacks is replaced here and nowhere
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from vllm.v1.attention.ops import triton_reshape_and_cache_flash
 from vllm.v1.worker.cpu import model_runner as cpu_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from tests.e2e.cuda_v2_device import CAPTURED_ROWS
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views, wants_full_graphs
 from vllm_specplug.vllm_process import engine_args, spec_config
@@ -77,10 +79,6 @@ class InterpretedTreeBackend(CudaTreeBackend):
         return write
 
 
-# Query rows that forwards are captured for, and requests that drafts are: most batches are padded.
-CAPTURED_ROWS = [1, 2, 4, 9, 22, 28, 32]
-
-
 class InterpretedRunner(DeviceRunnerMixin, cpu_runner.CPUModelRunner):
     """`TreeGPUModelRunnerV2` on a CPU; with full graphs, where `pretended_graphs` is entered."""
 
@@ -118,6 +116,23 @@ class InterpretedWorker(TreeGPUWorkerV2, CPUWorker):
         # vLLM's CPU worker does not come to it.
         self._maybe_activate_jit_monitor()
         return times
+
+
+@contextmanager
+def profiled() -> Iterator[None]:
+    """Engines built inside are profiled before their caches are made, as on CUDA."""
+    available = InterpretedWorker.determine_available_memory
+
+    def determine_available_memory(self: Any) -> int:
+        self.model_runner.profile_run()
+        return available(self)
+
+    with (
+        # vLLM's kernel for many rows is not one that the interpreter takes.
+        patch.object(worker_gpu, "apply_top_k_top_p", lambda *args: None),
+        patch.object(InterpretedWorker, "determine_available_memory", determine_available_memory),
+    ):
+        yield
 
 
 def use_cuda_worker() -> None:

@@ -240,6 +240,6 @@ def quantised_by_token(
 
 def other_scales(scales: torch.Tensor, values: torch.Tensor | float) -> torch.Tensor:
     """Scales of each slot that hold something else, in memory as `scales` are."""
-    return torch.empty_strided(scales.shape, scales.stride()).copy_(
+    return torch.empty_strided(scales.shape, scales.stride(), device=scales.device).copy_(
         torch.as_tensor(values, dtype=torch.float32).expand(scales.shape)
     )
