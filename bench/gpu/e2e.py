@@ -112,6 +112,7 @@ class Bench:
             with torch.no_grad():
                 head.mask_embedding.normal_()
         save_block_head(path, head.cpu())
+        torch.cuda.empty_cache()
         return path
 
     def stock_head(self) -> Path:
@@ -144,6 +145,8 @@ class Bench:
             engine["attention_backend"] = self.args.attention
         if self.args.eager:
             engine["enforce_eager"] = True
+        if self.args.compilation:
+            engine["compilation_config"] = json.loads(self.args.compilation)
         if not self.on_gpu:
             engine |= {
                 "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4,
@@ -184,6 +187,9 @@ class Bench:
                 json.dumps({"engine": engine, "calls": calls, "speculative": speculative})
             )
             env = dict(os.environ)
+            if engine["dtype"] == "float32":
+                # vLLM's own Triton attention would multiply in TF32.
+                env["TRITON_F32_DEFAULT"] = "ieee"
             if not self.on_gpu:
                 env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                         "OMP_NUM_THREADS": "1"}  # fmt: skip
@@ -200,7 +206,7 @@ class Bench:
                 except subprocess.TimeoutExpired:
                     problem = "engine ran out of time"
             text = log.read_text(errors="replace")
-            kernel = [line[-160:] for line in text.splitlines() if "Tree attention" in line]
+            kernel = [line[-160:] for line in text.splitlines() if "Tree attention: " in line]
             data = json.loads(result.read_text()) if result.is_file() else {"calls": []}
             if problem:
                 self.report.row(problem=problem, log=text[-1500:])
@@ -401,6 +407,7 @@ def main() -> int:
     parser.add_argument("--attention", help="vLLM's attention backend, e.g. TRITON_ATTN")
     parser.add_argument("--tree-kernel", default="auto")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation")
+    parser.add_argument("--compilation", help="vLLM's compilation_config, as JSON")
     parser.add_argument("--models", type=Path, help="folder of made-up models, kept between runs")
     parser.add_argument("--model", help="of part `model`: a folder or a name")
     parser.add_argument("--head", help="its draft head; n-gram trees without one")

@@ -2,8 +2,9 @@
 """Runs one engine in a process of its own: `python e2e_engine.py JOB.json RESULT.json`.
 
 The job has the engine's arguments, perhaps speculative options, and a list of calls of equal
-requests; the result has seconds, tokens and drafts of each call, and, for calls that ask for it,
-milliseconds of each phase of a step with the device waited for in between.
+requests, greedy or with `sampling`; the result has seconds, tokens and drafts of each call, and,
+for calls that ask for it, milliseconds of each phase of a step with the device waited for in
+between.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def main(job_path: str, result_path: str) -> None:
     vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     for call in job["calls"]:
         params = SamplingParams(
-            temperature=0.0, detokenize=False, ignore_eos=call.get("ignore_eos", True),
-            max_tokens=call["tokens"], extra_args=call.get("extra_args"),
+            detokenize=False, ignore_eos=call.get("ignore_eos", True), max_tokens=call["tokens"],
+            extra_args=call.get("extra_args"), **(call.get("sampling") or {"temperature": 0.0}),
         )  # fmt: skip
         prompts = call.get("prompts") or [
             [(7919 * (i + 1) * (j + 1) + i) % (vocab - 10) + 5 for j in range(call["context"])]

@@ -22,6 +22,7 @@ def time_us(
         calls[0]()
         return 1e6 * (time.perf_counter() - start)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             for call in calls:

@@ -187,6 +187,7 @@ class KernelChecks:
             problem.call(self.run, output)
 
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()
         torch.cuda.synchronize()

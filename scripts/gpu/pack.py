@@ -3,10 +3,11 @@
 
     python scripts/gpu/pack.py --vllm FOLDER [--out .gpu-pack] [--part-mib 60]
 
-FOLDER holds a slim vLLM for that machine's Python and torch: `vllm-*.tar.xz`, which unpacks to a
-site folder, and `wheels/*.whl` with the packages its image lacks. Added to it: the demo target's
-wheel with what converting it needs, the JetSpec head, the compiled CPU kernels and the CuTe cubins
-of this checkout, and any `--extra` file. Files larger than a part are cut; `unpack.sh` joins them.
+FOLDER holds a slim vLLM for that machine's Python and torch: `vllm-*.tar.xz`, which unpack to a
+site folder (those after the first travel last), `wheels/*.whl` with the packages its image lacks,
+and `kernels/_cpu*.so`, the CPU kernels compiled for it. Added to it: the CuTe cubins of this
+checkout, the demo target's wheel with what converting it needs, the shipped heads, and any
+`--extra` file. Files larger than a part are cut; `unpack.sh` joins them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import lzma
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAD = ROOT / "heads" / "smollm2-135m-jetspec"
+HEADS = ROOT / "heads"
 
 
 def download_target(folder: Path) -> None:
@@ -40,23 +42,27 @@ def download_target(folder: Path) -> None:
 def collect(args: argparse.Namespace, downloads: Path) -> dict[str, Path]:
     """Name in the stage -> file, in the order they should travel."""
     files: dict[str, Path] = {}
-    for path in sorted((ROOT / "kernels" / "src").glob("_cpu*.so")):
-        files[f"kernels/{path.name}"] = path
+    archives: list[Path] = []
     for path in sorted((ROOT / "kernels" / "src" / "cute" / "cubins").glob("*")):
         files[f"kernels/cute/cubins/{path.name}"] = path
     if args.vllm is not None:
         archives = sorted(args.vllm.glob("vllm-*.tar.xz"))
-        if len(archives) != 1:
-            raise SystemExit(f"{args.vllm} must hold one vllm-*.tar.xz, and has {len(archives)}")
-        files["vllm.tar.xz"] = archives[0]
+        if not archives:
+            raise SystemExit(f"{args.vllm} must hold a vllm-*.tar.xz")
+        files[f"archives/{archives[0].name}"] = archives[0]
         for path in sorted((args.vllm / "wheels").glob("*.whl")):
             files[f"wheels/{path.name}"] = path
-    for path in sorted(args.head.iterdir()):
-        files[f"heads/{args.head.name}/{path.name}"] = path
-    for path in args.extra:
-        files[f"extra/{path.name}"] = path
+        for path in sorted((args.vllm / "kernels").glob("_cpu*.so")):
+            files[f"kernels/{path.name}"] = path
     for path in sorted(downloads.glob("*.whl")):
         files[f"find-links/{path.name}"] = path
+    for head in args.heads:
+        for path in sorted(head.iterdir()):
+            files[f"heads/{head.name}/{path.name}"] = path
+    for path in archives[1:]:
+        files[f"archives/{path.name}"] = path
+    for path in args.extra:
+        files[f"extra/{path.name}"] = path
     return files
 
 
@@ -72,7 +78,11 @@ def write_parts(files: dict[str, Path], out: Path, limit: int) -> list[int]:
         return limit - sizes[-1]
 
     for number, (name, path) in enumerate(files.items()):
-        data = path.read_bytes()
+        content = path.read_bytes()
+        packed = lzma.compress(content, preset=1)
+        # weights and wheels hardly shrink
+        is_packed = len(packed) < 0.9 * len(content)
+        data = packed if is_packed else content
         pieces = []
         at = 0
         while at < len(data) or not pieces:
@@ -82,7 +92,8 @@ def write_parts(files: dict[str, Path], out: Path, limit: int) -> list[int]:
             pieces.append(label)
             sizes[-1] += len(piece)
             at += len(piece)
-        manifest[name] = {"pieces": pieces, "sha256": hashlib.sha256(data).hexdigest()}
+        digest = hashlib.sha256(content).hexdigest()
+        manifest[name] = {"pieces": pieces, "xz": is_packed, "sha256": digest}
     for number in range(len(sizes)):
         (out / f"part-{number}" / "manifest.json").write_text(json.dumps(manifest))
     return sizes
@@ -95,7 +106,9 @@ def main() -> int:
     parser.add_argument(
         "--part-mib", type=float, default=60, help="a transfer's limit, less the checkout"
     )
-    parser.add_argument("--head", type=Path, default=HEAD, help="folder of the JetSpec head")
+    parser.add_argument(
+        "--heads", type=Path, nargs="*", default=sorted(HEADS.iterdir()), help="folders of heads"
+    )
     parser.add_argument("--no-target", action="store_true", help="leave the demo target out")
     parser.add_argument(
         "--extra", type=Path, nargs="*", default=[], help="further files, e.g. prompts"

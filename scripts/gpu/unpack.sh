@@ -12,7 +12,7 @@ for part in "$@"; do
   cp "$part"/* "$STAGE/pieces/" || echo "unpack: $part is not here" >&2
 done
 python3 - "$STAGE" <<'PY'
-import hashlib, json, pathlib, sys
+import hashlib, json, lzma, pathlib, sys
 
 stage = pathlib.Path(sys.argv[1])
 path = stage / "pieces" / "manifest.json"
@@ -26,6 +26,8 @@ for name, entry in json.loads(path.read_text()).items() if path.exists() else ()
         waiting.append(name)
         continue
     data = b"".join(piece.read_bytes() for piece in pieces)
+    if entry["xz"]:
+        data = lzma.decompress(data)
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
         print(f"unpack: {name} is damaged", file=sys.stderr)
         continue
@@ -35,14 +37,18 @@ for name, entry in json.loads(path.read_text()).items() if path.exists() else ()
         piece.unlink()
 print(f"unpack: {len(waiting)} files still to come {waiting[:3]}")
 PY
-if [ -f "$STAGE/files/vllm.tar.xz" ] && [ ! -d "$STAGE/site/vllm" ]; then
-  tar -C "$STAGE/site" -xJf "$STAGE/files/vllm.tar.xz"
-fi
-for wheel in "$STAGE"/files/wheels/*.whl "$STAGE"/files/find-links/gguf-*.whl; do
-  [ -f "$wheel" ] && [ ! -f "$wheel.done" ] &&
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$STAGE/site" "$wheel" &&
-    touch "$wheel.done"
+for archive in "$STAGE"/files/archives/*.tar.xz; do
+  [ -f "$archive" ] && [ ! -f "$archive.done" ] && tar -C "$STAGE/site" -xJf "$archive" &&
+    touch "$archive.done"
 done
+# All at once: pip takes a second to start.
+new=()
+for wheel in "$STAGE"/files/wheels/*.whl "$STAGE"/files/find-links/gguf-*.whl; do
+  [ -f "$wheel" ] && [ ! -f "$wheel.done" ] && new+=("$wheel")
+done
+[ ${#new[@]} -gt 0 ] &&
+  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$STAGE/site" "${new[@]}" &&
+  touch "${new[@]/%/.done}"
 # Our code as a package: kernels lie apart in the checkout, which is a copy here, and vLLM finds
 # plugins by metadata.
 ln -sfn ../kernels/src vllm_specplug/kernels
@@ -54,4 +60,6 @@ printf '[vllm.general_plugins]\nspecplug = vllm_specplug.plugin:register\n' >"$S
 # Not sys.path: vLLM starts processes of its own.
 export PYTHONPATH="$PWD:$STAGE/app:$STAGE/site" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 export PIP_NO_INDEX=1 PIP_FIND_LINKS="$STAGE/files/find-links" VLLM_NO_USAGE_STATS=1
+# The slim vLLM is without FlashInfer, which it would sample with.
+export VLLM_USE_FLASHINFER_SAMPLER=0
 export XDG_CACHE_HOME="$STAGE/cache" TRITON_CACHE_DIR="$STAGE/triton"
