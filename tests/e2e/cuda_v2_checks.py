@@ -338,6 +338,27 @@ def check_ngram_trees_of_a_fixed_budget() -> None:
     assert not waits, waits
 
 
+def check_fixed_budgets_reserve_no_more_rows() -> None:
+    """vLLM reserves the most that any request may have, before it knows what each gets."""
+    made = engines(ahead=True, budget=2, nodes=6)
+    scheduler = core_of(made.tree).scheduler
+    steps: list[int] = []
+    stock = scheduler.schedule
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = stock(*args, **kwargs)
+        steps.extend(output.num_scheduled_tokens.values())
+        return output
+
+    with patch.object(scheduler, "schedule", schedule):
+        made.compare([PROMPTS[0]], greedy(max_tokens=16))
+        assert set(steps[4:]) == {3}, steps
+        steps.clear()
+        asking = greedy(max_tokens=16, extra_args={"specplug_tree_budget": 4})
+        made.compare([PROMPTS[0]], asking)
+    assert set(steps[4:]) == {5}, steps
+
+
 def check_defaults_of_a_scheduler_that_waits() -> None:
     """The control: it is told of every tree, and reads each step."""
     counts, waits = _compare_defaults("jetspec", ahead=False)
@@ -393,4 +414,8 @@ def check_fp8_caches_in_groups() -> None:
     made = engines(ahead=False, target={**engine_of("GptOss"), "kv_cache_dtype": "fp8"})
     assert len(made.runner.kv_cache_config.kv_cache_groups) == 2
     assert {c.dtype for c in made.runner.state.target_caches().values()} == {torch.uint8}
-    assert compare_windows(made).skipping > 1
+    if cuda_v2_device.ON_GPU:
+        # There vLLM quantises queries, and then weights by tiles of its own, too.
+        made.compare_up_to_ties(WINDOW_PROMPTS, 20, margin=0.25)
+    else:
+        assert compare_windows(made).skipping > 1

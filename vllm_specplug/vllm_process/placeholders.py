@@ -12,9 +12,9 @@ Why: where it is unset, the scheduler pads a request that starts with a single r
 full CUDA graphs fit. Trees differ in size anyway, none of those drafts can be accepted, and every
 row costs a forward's share. On V1 the table changes nothing else: it gives the number that the
 scheduler would use without it. On V2 a scheduler that works ahead reserves that many rows before
-it knows the trees, so the table has what the budget leaves a request of such a batch. Under an
-adaptive budget a request only starts with that: `keep_reserved_rows` then cuts the reservation to
-what the worker asked for, which arrives with each step's output.
+it knows the trees, so the table has what the budget leaves a request of such a batch. A request
+only starts with that: `keep_reserved_rows` then cuts the reservation to what the worker asked for,
+which arrives with each step's output.
 
 Remove when: a proposer can say that it does not want the padding, and how many rows it wants.
 """

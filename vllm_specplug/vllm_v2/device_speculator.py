@@ -305,6 +305,9 @@ class DeviceSpeculator(TreeSpeculator):
         if late is None:
             self.planner.drafted_on_device(start, (0, 0.0))
             self.stats.tree_budget = int(budgets.max(initial=0))
+            if self.schedules_ahead:
+                # vLLM reserves the most that any request may have.
+                self._ask_for(self._fixed_rows(input_batch, budgets))
         else:
             asked = forward[forward > 0]
             depth = float(asked.mean()) if len(asked) else 0.0
@@ -316,6 +319,13 @@ class DeviceSpeculator(TreeSpeculator):
         roots = torch.where(is_decoding, totals - 1, -1)
         counts = torch.minimum(trees.counts, fits)
         return self.store.put(slots, roots, trees.token_ids, trees.parents, counts, trees.scores)
+
+    def _fixed_rows(self, input_batch: Any, budgets: np.ndarray) -> dict[str, int]:
+        """Nodes of fixed budgets, by request; of those whose prompt goes on nothing is known."""
+        ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        is_decoding = ends >= self.req_states.prefill_len.np[input_batch.idx_mapping_np]
+        rows = zip(input_batch.req_ids, budgets.tolist(), is_decoding.tolist(), strict=True)
+        return {req_id: nodes for req_id, nodes, decodes in rows if decodes}
 
     def _own_trees(
         self,

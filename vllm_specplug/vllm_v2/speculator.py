@@ -220,10 +220,13 @@ class TreeSpeculator(BaseSpeculator):
         Ranks may decide differently; vLLM's scheduler gets the output of the first one, whose trees
         are everybody's.
         """
-        if self.planner.adaptive is None or not self.schedules_ahead:
+        if not self.schedules_ahead:
             return
+        # vLLM reserves the most that any request may have; with a fixed budget most have less.
+        is_fixed = self.planner.adaptive is None
+        wanted = requests.budgets if is_fixed else self.planner.wanted
         nodes = {request.req_id: 0 for request in batch if request.is_decoding}
-        nodes.update(zip(requests.req_ids, self.planner.wanted, strict=True))
+        nodes.update(zip(requests.req_ids, wanted, strict=True))
         self.reserved = ReservedRows.of(nodes)
 
     def _store(

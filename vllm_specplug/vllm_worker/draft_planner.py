@@ -241,6 +241,8 @@ class DraftPlanner:
         if budget is None or not len(requests):
             trees = self._draft_fixed(drafter, requests, show_committed)
             self.wanted = []
+            if room is not None:
+                trees = [best_nodes(tree, most) for tree, most in zip(trees, room, strict=True)]
         else:
             trees, forward, start = self._draft_adaptively(
                 budget, drafter, requests, batch, room, start, show_committed

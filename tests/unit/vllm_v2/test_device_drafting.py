@@ -306,6 +306,7 @@ def defaults(made: DeviceSpeculator, drafter: JetSpecDrafter) -> AdaptiveBudget:
     drafter.ngrams = NgramBranches(3, N)
     planner = made.planner
     planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=0.3)), planner.row_budget, 4)
+    made.reserved = made._asked = None
     return planner.adaptive
 
 
@@ -459,6 +460,27 @@ def test_reserved_rows_hold_for_the_trees_that_fill_them(
     assert isinstance(made._late[-1], device_speculator._LateDraft)
     assert made._late[-1].room == [5, 0, 3]
     assert made._late[-1].rows == [0, 1, 2] and made._late[-1].decoding == ["a", "b", "c"]
+
+
+def test_fixed_budgets_reserve_their_own_rows(
+    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a scheduler that works ahead, which would reserve the most that a request may have."""
+    step = Step()
+    made = speculator(step, drafter, monkeypatch)
+    made.extra_args |= {"b": {"specplug_tree_budget": 3}, "c": {"specplug_tree_budget": 0}}
+    propose(made, step)
+    most = made._budgets(step.batch, N)[0]
+    assert 3 < most and made.reserved == ReservedRows.of({"a": most, "b": 3, "c": 0})
+    # What was asked for with the last output holds, even where a request wants more by now.
+    made._asked = ReservedRows({"a": 2, "b": 3, "c": 0})
+    assert made._rows_of(step.batch, np.array([N, 3, 0]), made._asked).tolist() == [2, 3, 0]
+    made.req_states.prefill_len.np[1] = 999  # of "a": its prompt goes on
+    propose(made, step)
+    assert made.reserved == ReservedRows.of({"b": 3, "c": 0})
+    made.schedules_ahead, made.reserved = False, None
+    propose(made, step)
+    assert made.reserved is None
 
 
 def test_requests_without_a_budget_are_not_drafted_for(
