@@ -471,7 +471,7 @@ def test_fixed_budgets_reserve_their_own_rows(
     made.extra_args |= {"b": {"specplug_tree_budget": 3}, "c": {"specplug_tree_budget": 0}}
     propose(made, step)
     most = made._budgets(step.batch, N)[0]
-    assert 3 < most and made.reserved == ReservedRows.of({"a": most, "b": 3, "c": 0})
+    assert most > 3 and made.reserved == ReservedRows.of({"a": most, "b": 3, "c": 0})
     # What was asked for with the last output holds, even where a request wants more by now.
     made._asked = ReservedRows({"a": 2, "b": 3, "c": 0})
     assert made._rows_of(step.batch, np.array([N, 3, 0]), made._asked).tolist() == [2, 3, 0]
