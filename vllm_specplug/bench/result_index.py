@@ -57,7 +57,7 @@ def _row(page: Path, folder: Path) -> list[str]:
         _joined(records, lambda r: r.get("commit")) or "not recorded",
         _joined(records, lambda r: r.get("command"), "`{}`", most=1) or "see the page",
         _joined(records, lambda r: r.get("execution")),
-        _joined(records, lambda r: (r.get("hardware") or {}).get("cpu")) or "see the page",
+        _joined(records, _processor) or "see the page",
         f"measure again: {reasons}" if reasons else "yes",
     ]
 
@@ -83,6 +83,11 @@ def _record_in(text: str) -> dict[str, Any]:
         "commit": commit and commit[1],
         "execution": "eager" if "ran eager" in text else None,
     }
+
+
+def _processor(record: Mapping[str, Any]) -> str | None:
+    hardware = record.get("hardware") or {}
+    return hardware.get("gpu") or hardware.get("cpu")
 
 
 def _joined(records: Any, value: Any, form: str = "{}", most: int = 4) -> str:

@@ -32,7 +32,9 @@ class Engines(e2e.Bench):
     `wrong` nodes."""
 
     def __init__(self, folder: Path, seconds_left: float, start_s: float, wrong: int = 0) -> None:
-        args = Namespace(device="cpu", attention=None, eager=False, model=None, head=None)
+        args = Namespace(
+            device="cpu", attention=None, eager=False, compilation=None, model=None, head=None
+        )
         super().__init__(args, Report(seconds_left), folder)
         # As on a GPU, with nothing to load.
         self.on_gpu, self.start_s, self.wrong = True, start_s, wrong
