@@ -230,7 +230,8 @@ V2_GPU_USES: tuple[Seam, ...] = (
         InstanceAttribute(
             "graphs_of_trees",
             f"{_V2}.cudagraph_utils:CudaGraphManager.{name}",
-            "vLLM's draft graphs differ in their requests alone, those of trees in depth as well",
+            "vLLM's graphs differ in rows or in requests, drafts of trees in depth as well, and "
+            "ragged steps in both",
             HAS_REGISTRY,
         )
         for name in ("_candidates", "_capture_descs")

@@ -10,9 +10,12 @@ such a step are tree rows: a request without drafts is a root, and what is no tr
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.kernels.cuda_contract import PLAN_ROWS
@@ -102,6 +105,29 @@ def taking_ragged_steps(stock: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        return stock(*args, **{**kwargs, "varlen_decode": True})
+        manager = stock(*args, **{**kwargs, "varlen_decode": True})
+        # vLLM takes the first candidate that fits, and captures the largest first.
+        manager._candidates = {
+            key: [one for desc in descs for one in by_requests(desc)]
+            for key, descs in manager._candidates.items()
+        }
+        manager._capture_descs = {
+            mode: [one for desc in descs for one in by_requests(desc)[::-1]]
+            for mode, descs in manager._capture_descs.items()
+        }
+        return manager
 
     return make
+
+
+def by_requests(desc: BatchExecutionDescriptor) -> list[BatchExecutionDescriptor]:
+    """A graph of ragged steps, behind one of as few requests as its rows can be of.
+
+    vLLM's has a place for as many requests as it has rows, and launches of attention have blocks
+    for the largest tree in each: 32 places for 257 rows of one tree are 2,880 blocks of attention
+    and 66,000 of its merge in each layer, where two are 720 and 4,100.
+    """
+    if desc.cg_mode != CUDAGraphMode.FULL or not (desc.num_reqs and desc.max_query_len):
+        return [desc]
+    fewest = -(-desc.num_tokens // desc.max_query_len)
+    return [replace(desc, num_reqs=fewest), desc] if 2 * fewest <= desc.num_reqs else [desc]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.vllm_v2 import device_speculator, worker_gpu
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
+from vllm_specplug.vllm_v2.graph_trees import by_requests, taking_ragged_steps
 from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin
 
 
@@ -23,7 +26,7 @@ class _Stock:
     asked: Any = None
 
     def initialize_kv_cache(self, config: Any) -> None:
-        self.asked = model_runner.ModelCudaGraphManager(varlen_decode=False)
+        self.asked = model_runner.ModelCudaGraphManager(varlen_decode=False).asked
 
 
 class _Runner(DeviceRunnerMixin, _Stock):  # type: ignore[misc]
@@ -32,7 +35,11 @@ class _Runner(DeviceRunnerMixin, _Stock):  # type: ignore[misc]
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(model_runner, "ModelCudaGraphManager", lambda **options: options)
+    monkeypatch.setattr(
+        model_runner,
+        "ModelCudaGraphManager",
+        lambda **asked: SimpleNamespace(asked=asked, _candidates={}, _capture_descs={}),
+    )
     stock = worker_gpu.TreeRunnerV2Mixin
     monkeypatch.setattr(stock, "initialize_kv_cache", _Stock.initialize_kv_cache)
     made: Any = object.__new__(_Runner)
@@ -48,7 +55,51 @@ def test_ragged_graphs_where_they_are_wanted(
     runner.initialize_kv_cache(None)
     assert runner.asked == {"varlen_decode": wanted == "1"}
     # vLLM is as it was.
-    assert model_runner.ModelCudaGraphManager(varlen_decode=False) == {"varlen_decode": False}
+    stock = model_runner.ModelCudaGraphManager(varlen_decode=False)
+    assert stock.asked == {"varlen_decode": False}
+
+
+def test_graphs_of_few_requests_come_first() -> None:
+    """A tree alone has no places for as many requests as it has rows."""
+    full = BatchExecutionDescriptor(CUDAGraphMode.FULL, 272, 32, max_query_len=257)
+    assert by_requests(full) == [replace(full, num_reqs=2), full]
+    # As few as can be, or hardly more.
+    for rows, requests in ((17, 1), (514, 3)):
+        few = BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, requests, max_query_len=257)
+        assert by_requests(few) == [few]
+    pieces = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 272, None)
+    assert by_requests(pieces) == [pieces]
+
+
+def test_vllm_takes_the_fewest_places_that_do() -> None:
+    descs = [
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, min(rows, 32), max_query_len=17)
+        for rows in (1, 16, 64)
+    ]
+
+    def stock(**asked: Any) -> Any:
+        made: Any = object.__new__(CudaGraphManager)
+        made._capture_descs = {CUDAGraphMode.FULL: descs[::-1]}
+        made._candidates = {(n, 0): [d for d in descs if d.num_tokens >= n] for n in range(65)}
+        made._lora_dispatch_map, made._graphs_captured = {}, True
+        return made
+
+    manager = taking_ragged_steps(stock)()
+    captured = manager._capture_descs[CUDAGraphMode.FULL]
+    assert [(d.num_tokens, d.num_reqs) for d in captured] == [
+        (64, 32), (64, 4), (16, 16), (16, 1), (1, 1),
+    ]  # fmt: skip
+
+    def places(requests: int, rows: int, longest: int) -> tuple[int, int | None]:
+        found = manager.dispatch(requests, rows, None, 0, longest)
+        return found.num_tokens, found.num_reqs
+
+    assert places(1, 1, 1) == (1, 1)
+    assert places(1, 9, 9) == (16, 1)
+    assert places(3, 9, 7) == (16, 16)
+    assert places(4, 64, 16) == (64, 4)
+    assert places(3, 30, 17) == (64, 4)
+    assert places(5, 60, 17) == (64, 32)
 
 
 def test_recurrent_states_stop_the_start(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
