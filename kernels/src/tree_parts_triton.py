@@ -81,6 +81,7 @@ def _share(
         cut_blocks = tl.zeros([_WAVES, _LANES], tl.int32)
         largest_part = tl.zeros([_WAVES, _LANES], tl.int32)
         load = tl.zeros([_WAVES, _LANES], tl.int32)
+        whole_blocks = tl.zeros([_WAVES, _LANES], tl.int32)
         largest_whole = tl.zeros([_WAVES, _LANES], tl.int32)
         for base in range(0, num_trees, _LANES):
             tiles, rows = _trees(plan, plan_stride, num_trees, base, WINDOW)
@@ -91,12 +92,14 @@ def _share(
             cut_blocks += tl.where(cut, blocks * parts, 0)
             largest_part = tl.maximum(largest_part, tl.where(cut, largest, 0))
             load += blocks * (tiles[None, :] + tl.where(cut, _CUT_COST * parts, _WHOLE_COST))
+            whole_blocks += tl.where(cut, 0, blocks)
             largest_whole = tl.maximum(largest_whole, tl.where(cut, 0, tiles[None, :]))
         of_parts = tl.cdiv(tl.sum(cut_blocks, 1) * num_heads, places)
         of_parts *= tl.max(largest_part, 1) + _CUT_COST
         even = tl.cdiv(tl.sum(load, 1) * num_heads, places)
-        overhang = 3 * (tl.max(largest_whole, 1) + _WHOLE_COST) // 4
-        times = tl.maximum(of_parts, even + overhang)
+        of_whole = tl.max(largest_whole, 1) + _WHOLE_COST
+        in_waves = of_parts + tl.cdiv(tl.sum(whole_blocks, 1) * num_heads, places) * of_whole
+        times = tl.maximum(of_parts, tl.minimum(even + 3 * of_whole // 4, in_waves))
         fastest = tl.sum(tl.where(option == 0, times, 0), 0)
         share = tl.sum(tl.where(option == 0, shares, 0), 0)
         for i in tl.static_range(1, _WAVES):

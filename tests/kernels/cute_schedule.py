@@ -87,7 +87,7 @@ def wave_share(batch: Batch, waves: int) -> int:
 
 def estimate(batch: Batch, share: int) -> int:
     """Tiles until the last place is done, about."""
-    cut_blocks = load = largest_part = largest_whole = 0
+    cut_blocks = load = whole_blocks = largest_part = largest_whole = 0
     for tiles, blocks in zip(batch.tiles, batch.row_blocks, strict=True):
         parts = parts_of(tiles, share)
         if parts > 1:
@@ -96,15 +96,26 @@ def estimate(batch: Batch, share: int) -> int:
             load += blocks * (tiles + CUT_COST * parts)
         else:
             load += blocks * (tiles + WHOLE_COST)
+            whole_blocks += blocks
             largest_whole = max(largest_whole, tiles)
-    return estimate_of(cut_blocks, largest_part, load, largest_whole, batch.heads, batch.places)
+    return estimate_of(
+        cut_blocks, largest_part, load, whole_blocks, largest_whole, batch.heads, batch.places
+    )
 
 
 def estimate_of(
-    cut_blocks: int, largest_part: int, load: int, largest_whole: int, heads: int, places: int
+    cut_blocks: int,
+    largest_part: int,
+    load: int,
+    whole_blocks: int,
+    largest_whole: int,
+    heads: int,
+    places: int,
 ) -> int:
+    whole = largest_whole + WHOLE_COST
     parts = up(cut_blocks * heads, places) * (largest_part + CUT_COST)
-    return max(parts, up(load * heads, places) + 3 * (largest_whole + WHOLE_COST) // 4)
+    even = up(load * heads, places) + 3 * whole // 4
+    return max(parts, min(even, parts + up(whole_blocks * heads, places) * whole))
 
 
 def share_of(batch: Batch, shares: Shares) -> int:

@@ -56,7 +56,7 @@ def shares_of(
     out[0] = schedule.divided(work, parts)
     for i in cutlass.range_constexpr(len(WAVES)):
         out[1 + i] = schedule.wave_share(work, WAVES[i], places, heads)
-    out[1 + len(WAVES)] = schedule.estimate(parts, part, work, whole, heads, places)
+    out[1 + len(WAVES)] = schedule.estimate(parts, part, work, 9 * part, whole, heads, places)
     out[2 + len(WAVES)] = schedule.row_blocks(part, whole, 128)
 
 
@@ -170,7 +170,8 @@ def test_shares_are_those_of_the_simulation():
         batch = cute_schedule.Batch([work], [1], heads, places)
         expected = [cute_schedule.divided(work, parts)]
         expected += [cute_schedule.wave_share(batch, waves) for waves in WAVES]
-        expected += [cute_schedule.estimate_of(parts, part, work, whole, heads, places)]
+        estimated = cute_schedule.estimate_of(parts, part, work, 9 * part, whole, heads, places)
+        expected += [estimated]
         assert out.tolist() == [*expected, -(-part * whole // 128)]
 
 

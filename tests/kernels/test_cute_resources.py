@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import cute_before_after, cute_resources, sass, source_digest
+from scripts import cute_resources, sass, source_digest
 from vllm_specplug.kernels.cute.config import ForwardConfig, all_configs
 from vllm_specplug.kernels.cute.store import sources
 
@@ -43,16 +43,6 @@ def test_nothing_recorded_spills() -> None:
     _, resources = cute_resources.recorded(PAGE)
     asked = [taken for taken, _ in cute_resources.recorded_on_demand(PAGE).values()]
     assert all(taken.stack_bytes == 0 for taken in (*resources.values(), *asked))
-
-
-def test_what_is_beside_the_former_kernel_is_what_is_so_now() -> None:
-    again = "run: python -m scripts.cute_before_after BEFORE --write"
-    assert not cute_before_after.changed(PAGE), again
-    some = cute_before_after.CASES[0].after[0]
-    row = sass.recorded(PAGE, cute_before_after.MARK)[f"after: {ForwardConfig(**some).name}"]
-    for cell in row[:5]:
-        stale = PAGE.replace(" | ".join(row), " | ".join(row).replace(cell, "1", 1))
-        assert cute_before_after.changed(stale) == [ForwardConfig(**some).name], cell
 
 
 @pytest.mark.parametrize(

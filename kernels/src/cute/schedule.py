@@ -79,6 +79,7 @@ def estimate(
     cut_blocks: Int32,
     largest_part: Int32,
     load: Int32,
+    whole_blocks: Int32,
     largest_whole: Int32,
     heads: Int32,
     places: Int32,
@@ -87,12 +88,16 @@ def estimate(
 
     First come the blocks of parts, `cut_blocks` of each head and at most `largest_part` tiles each,
     in waves; then whole trees, of which the last overhang, by three quarters of the largest in
-    simulations. `load` is all that the blocks of a head take, in tiles.
+    simulations, unless they are so few that waves of them, too, are done before. `load` is all that
+    the blocks of a head take, in tiles.
     """
     waves = (cut_blocks * heads + places - 1) // places
+    of_parts = waves * (largest_part + CUT_COST)
     even = (load * heads + places - 1) // places
     overhang = 3 * (largest_whole + WHOLE_COST) // 4
-    return cutlass.max(waves * (largest_part + CUT_COST), even + overhang)
+    whole_waves = (whole_blocks * heads + places - 1) // places
+    in_waves = of_parts + whole_waves * (largest_whole + WHOLE_COST)
+    return cutlass.max(of_parts, cutlass.min(even + overhang, in_waves))
 
 
 @cute.jit

@@ -98,6 +98,7 @@ def share(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32:
         cut_blocks = cute.make_rmem_tensor(layout, Int32)
         largest_part = cute.make_rmem_tensor(layout, Int32)
         load = cute.make_rmem_tensor(layout, Int32)
+        whole_blocks = cute.make_rmem_tensor(layout, Int32)
         largest_whole = cute.make_rmem_tensor(layout, Int32)
         for i in cutlass.range_constexpr(count):
             waves = schedule.wave_share(work, WAVES[i], p.places, p.num_kv_heads)
@@ -105,6 +106,7 @@ def share(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32:
             cut_blocks[i] = Int32(0)
             largest_part[i] = Int32(0)
             load[i] = Int32(0)
+            whole_blocks[i] = Int32(0)
             largest_whole[i] = Int32(0)
         for base in cutlass.range(0, p.num_trees, LANES, unroll=1):
             tiles = tiles_of(p.plan, p.num_trees, base + lane, window, p.dense)
@@ -118,6 +120,7 @@ def share(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32:
                     load[i] = load[i] + blocks * (tiles + CUT_COST * parts)
                 else:
                     load[i] = load[i] + blocks * (tiles + WHOLE_COST)
+                    whole_blocks[i] = whole_blocks[i] + blocks
                     largest_whole[i] = cutlass.max(largest_whole[i], tiles)
         fastest = Int32(0)
         for i in cutlass.range_constexpr(count):
@@ -125,6 +128,7 @@ def share(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32:
                 warp_sum(cut_blocks[i]),
                 warp_max(largest_part[i]),
                 warp_sum(load[i]),
+                warp_sum(whole_blocks[i]),
                 warp_max(largest_whole[i]),
                 p.num_kv_heads,
                 p.places,
