@@ -119,8 +119,6 @@ CONFIGURATIONS = {
 # of fixed budgets one with draft forwards of the target.
 _IN_EVERY_RUN = {"tokenswift_fixed", *(f"{name}_default" for name in DEFAULTS)}
 _IN_EVERY_RUN -= {"dspark_tree_default"}
-# And on V2: a fixed budget, with the scheduler ahead.
-_ON_V2 = ("jetspec_fixed", True)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +132,10 @@ def test_output_equals_plain_decoding(name: str) -> None:
     _check(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "ahead"),
-    [
-        pytest.param(name, ahead, marks=() if (name, ahead) == _ON_V2 else pytest.mark.full)
-        for name in CONFIGURATIONS
-        for ahead in (False, True)
-    ],
-)
+# In every run test_v2.py compares both schedulers on a small target.
+@pytest.mark.full
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_output_equals_plain_decoding_on_v2(name: str, ahead: bool) -> None:
     _check(name, v2=True, async_scheduling=ahead, long_prefill_token_threshold=48)
 

@@ -82,7 +82,7 @@ def test_parts_of_skewed_batches(timing):
 
 @variant(64)
 @pytest.mark.parametrize("timing", [pytest.param(LATE, marks=pytest.mark.full), EARLY])
-@pytest.mark.parametrize("specialised", [False, True])
+@pytest.mark.parametrize("specialised", [pytest.param(False, marks=pytest.mark.full), True])
 def test_parts_of_several_row_blocks(specialised, timing):
     """Trees of three row blocks, two and one beside a long context of two; a tenth of 31 x 1k."""
     specs = [(64 * 20 + 3, 16), (90, 30), *[(100 + n, 2 + n) for n in range(6)], (0, 12)]

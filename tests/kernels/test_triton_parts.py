@@ -104,7 +104,7 @@ def test_31_short_contexts_beside_a_long_one(longest: int) -> None:
 
 
 @pytest.mark.usefixtures("small_device")
-@pytest.mark.parametrize("mask", ["tree", "causal"])
+@pytest.mark.parametrize("mask", ["tree", pytest.param("causal", marks=pytest.mark.full)])
 def test_trees_of_unlike_row_blocks_beside_a_long_context(mask: str) -> None:
     specs = [(3000, 40), (500, 7), (200, 0), (0, 90), (2500, 3), (31, 64)]
     DeviceTrees(specs, group=4, mask=mask).check(places=2)
