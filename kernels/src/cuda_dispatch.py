@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ class KernelUse:
 
     shape: KernelShape
     for_drafts: bool
+    from_graphs: bool = False
+    """Whether calls are replayed, so that launches cost the host nothing."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,8 @@ def choose_cuda_kernel(
     for_drafts: bool = False,
     # float64 [n] to [n]
     largest: Callable[[list[float]], list[float]] = list,
+    *,
+    from_graphs: bool = False,
 ) -> ChosenKernel:
     """The fastest kernel that serves here, for "auto"; else the first one from `requested` on. One
     warning for those passed over.
@@ -218,6 +223,7 @@ def choose_cuda_kernel(
         largest: of each value the largest over all ranks that share a layer, and choose together.
             They take one kernel: one that is right on all of them, the fastest on the slowest rank,
             for which the others wait in every layer.
+        from_graphs: whether its calls will be replayed, and so are timed.
 
     Raises:
         ValueError: for a name that is none of `CUDA_KERNELS` or "auto", and when no kernel but the
@@ -254,7 +260,7 @@ def choose_cuda_kernel(
         )
     chosen, reason = good[0], "requested" if requested == good[0] else "the first that is right"
     if len(good) > 1:
-        times = kernel_times(good, KernelUse(shape, for_drafts), device)
+        times = kernel_times(good, KernelUse(shape, for_drafts, from_graphs), device)
         slowest = largest([times.get(name, float("inf")) for name in good])
         # Without those that time ran out for.
         times = {name: us for name, us in zip(good, slowest, strict=True) if us < float("inf")}
@@ -339,18 +345,29 @@ _TURNS, _WARM_UPS, _CALLS_TIMED = 3, 3, 20
 
 
 def call_us(run: TreeAttnFn, use: KernelUse, device: torch.device) -> float:
-    """Microseconds per call, launches included: the geometric mean over `_TIMED_CALLS` and the
-    kinds of layers."""
+    """Microseconds per call, with its launches unless they are replayed: the geometric mean over
+    `_TIMED_CALLS` and the kinds of layers."""
     product = 1.0
     cells = [(trees, kind) for trees in _TIMED_CALLS for kind in use.shape.kinds]
     for trees, kind in cells:
         problem = _Problem.of(trees, use.shape, device, 0, use.for_drafts, kind)
-        for _ in range(_WARM_UPS):
-            problem.run(run)
+
+        def call(times: int, problem: _Problem = problem) -> None:
+            for _ in range(times):
+                problem.run(run)
+
+        call(_WARM_UPS)
+        timed = partial(call, _CALLS_TIMED)
+        if use.from_graphs:
+            _wait_for(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                timed()
+            timed = graph.replay
+            timed()
         _wait_for(device)
         start = time.perf_counter()
-        for _ in range(_CALLS_TIMED):
-            problem.run(run)
+        timed()
         _wait_for(device)
         product *= (time.perf_counter() - start) / _CALLS_TIMED * 1e6
     return product ** (1 / len(cells))

@@ -49,13 +49,14 @@ def describe_cuda(
     }
     good = [name for name, problem in problems.items() if problem is None]
     try:
-        chosen = choose_cuda_kernel("auto", shape, device, capability)
+        chosen = choose_cuda_kernel("auto", shape, device, capability, from_graphs=True)
         kernel, reason = chosen.name, chosen.reason
     except ValueError as error:
         kernel, reason = "none", str(error)
     # Those that "auto" chose by.
     raced = [name for name in good if name != "reference"]
-    times = kernel_times(raced, KernelUse(shape, for_drafts=False), device) if raced[1:] else {}
+    use = KernelUse(shape, for_drafts=False, from_graphs=True)
+    times = kernel_times(raced, use, device) if raced[1:] else {}
     return {
         "kernel": kernel,
         "isa": f"sm_{capability[0]}{capability[1]}",
@@ -78,7 +79,7 @@ def self_test_cuda(device: torch.device | None = None, shape: KernelShape = USUA
     device = device or torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
     try:
-        chosen = choose_cuda_kernel("auto", shape, device, capability)
+        chosen = choose_cuda_kernel("auto", shape, device, capability, from_graphs=True)
     except ValueError as error:
         raise RuntimeError(str(error)) from error
     error, limit = self_test_error(chosen.run, shape, device)

@@ -19,11 +19,12 @@ from vllm.config.compilation import CUDAGraphMode
 
 from tests.e2e import cuda_v2_device
 from tests.e2e.budget_checks import FLAT, freeze_costs
-from tests.e2e.cuda_v2_checks import compare, engines
+from tests.e2e.cuda_v2_checks import WINDOW_PROMPTS, compare, compare_windows, engines
 from tests.e2e.cuda_v2_self_checks import LONG, SELF, watching
 from tests.e2e.option_checks import greedy
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair
+from tests.e2e.target_checks import engine_of
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
@@ -72,6 +73,19 @@ def check_ragged_trees_from_graphs() -> None:
     for ahead in (False, True):
         with full_graphs():
             _compare_graphs("oracle", ahead)
+
+
+def check_groups_and_caches_of_bytes_from_graphs() -> None:
+    """gpt-oss: windows, sinks and KV cache groups of their own; also over e4m3."""
+    cuda_v2_device.need_experts()
+    for cache in ("auto", "fp8"):
+        with full_graphs():
+            made = engines(ahead=True, target={**engine_of("GptOss"), "kv_cache_dtype": cache})
+            with steps_from_graphs(made):
+                if cuda_v2_device.ON_GPU and cache == "fp8":
+                    made.compare_up_to_ties(WINDOW_PROMPTS, 20, margin=0.25)
+                else:
+                    assert compare_windows(made).skipping > 1
 
 
 def check_graphs_without_their_trees_diverge() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.kernels.device_trees import DeviceTrees
+from tests.pretended_graph import PretendedGraph, pretended_graphs
 from vllm_specplug.kernels import FeatureKind, cuda_dispatch
 from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
@@ -291,6 +292,29 @@ def test_times_are_kept_for_the_same_kernels_use_and_device(timed, monkeypatch):
     for text in ("{", "[3]", '{"cute": "fast"}'):
         path.write_text(text)
         assert cuda_dispatch.kernel_times(names, USE, CPU) == first
+
+
+def test_calls_that_will_be_replayed_are_timed_in_a_replay(monkeypatch):
+    """Else a kernel of more launches looks slow for the host's part in them."""
+    calls = []
+
+    def run(query, keys, values, output, *rest, **more):
+        calls.append(len(PretendedGraph.captured))
+        output.copy_(query)
+
+    monkeypatch.setattr(PretendedGraph, "captured", [])
+    with torch.inference_mode(), pretended_graphs(distributed=False):
+        before = PretendedGraph.replays
+        assert cuda_dispatch.call_us(run, replace(USE, from_graphs=True), CPU) > 0
+    cells = len(cuda_dispatch._TIMED_CALLS)
+    warm_ups, timed_calls = cuda_dispatch._WARM_UPS, cuda_dispatch._CALLS_TIMED
+    assert calls.count(1) == timed_calls + warm_ups * (cells > 1)
+    assert len(calls) == cells * (warm_ups + timed_calls)
+    assert PretendedGraph.replays - before == 2 * cells
+    # By the host where nothing is replayed.
+    calls.clear()
+    cuda_dispatch.call_us(run, USE, CPU)
+    assert len(calls) == cells * (warm_ups + timed_calls)
 
 
 def test_the_best_time_counts(monkeypatch, tmp_path):

@@ -73,16 +73,14 @@ def test_the_doctor_says_how_far_the_kernel_is_off(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         cuda_doctor,
         "choose_cuda_kernel",
-        lambda *args: ChosenKernel("triton", lambda *args: args[3].zero_(), ""),
+        lambda *args, **use: ChosenKernel("triton", lambda *args: args[3].zero_(), ""),
     )
     with pytest.raises(RuntimeError, match="triton differs from the reference"):
         self_test_cuda(CPU)
     monkeypatch.setattr(
         cuda_doctor,
         "choose_cuda_kernel",
-        lambda requested, shape, *rest: ChosenKernel(
-            "reference", cuda_dispatch.load_kernel("reference"), ""
-        ),
+        lambda *args, **use: ChosenKernel("reference", cuda_dispatch.load_kernel("reference"), ""),
     )
     small = replace(SMALL, head_dim=16)
     assert "(reference) agrees with the torch reference (float16" in self_test_cuda(CPU, small)

@@ -37,10 +37,27 @@ from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 SERVED = frozenset({"sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"})
 
 
-def wants_full_graphs() -> bool:
+def wants_full_graphs(vllm_config: Any = None) -> bool:
     """Whether decoding batches are to be captured whole, on V1 uniform ones alone, and on V2 drafts
-    as well. Off by default: it has not run on a device yet."""
-    return os.environ.get(FULL_GRAPHS_VARIABLE, "0") == "1"
+    as well: as the variable says, or where it is not set as `captures_by_default`."""
+    asked = os.environ.get(FULL_GRAPHS_VARIABLE)
+    if asked is None:
+        return vllm_config is not None and captures_by_default(vllm_config)
+    return asked == "1"
+
+
+def captures_by_default(vllm_config: Any) -> bool:
+    """Where graphs of trees have run on a device: on V2, on one rank, without LoRA adapters and
+    recurrent states."""
+    spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    return (
+        getattr(spec, "uses_v2", False)
+        # It waits for the host.
+        and spec.tree_kernel != "reference"
+        and parallel.world_size == parallel.data_parallel_size == 1
+        and vllm_config.lora_config is None
+        and not vllm_config.model_config.is_hybrid
+    )
 
 
 def gpu_cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +132,7 @@ class _GraphSupport:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
-        if wants_full_graphs():
+        if wants_full_graphs(vllm_config):
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.NEVER
 

@@ -128,7 +128,10 @@ class DeviceSpeculator(TreeSpeculator):
         # vLLM drops the graphs it measured memory with, and comes here again.
         self.draft_graphs = None
         drafter = self.proposer.drafter
-        if not wants_full_graphs() or cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
+        if (
+            not wants_full_graphs(self.vllm_config)
+            or cudagraph_mode.decode_mode() != CUDAGraphMode.FULL
+        ):
             return
         # Where the scheduler waits for an adaptive budget's trees, the host makes them.
         is_late = self.schedules_ahead or not self.planner.is_adaptive

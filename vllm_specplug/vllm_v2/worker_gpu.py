@@ -35,10 +35,11 @@ class DeviceRunnerMixin(TreeRunnerV2Mixin):
             self.state.num_query_heads,
             StepLimits.of(self.state),
             self.device,
+            self.vllm_config,
         )
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        if not wants_full_graphs():
+        if not wants_full_graphs(self.vllm_config):
             super().initialize_kv_cache(*args, **kwargs)
             return
         if self.drafter.state_layers.names:

@@ -232,9 +232,16 @@ class CudaKernels:
     """
 
     def __init__(
-        self, requested: str, num_heads: int, limits: StepLimits, device: torch.device
+        self,
+        requested: str,
+        num_heads: int,
+        limits: StepLimits,
+        device: torch.device,
+        # for `wants_full_graphs`, where graphs may be a default
+        vllm_config: Any = None,
     ) -> None:
         self.requested = requested
+        self.vllm_config = vllm_config
         self.num_heads = num_heads
         self.limits = limits
         self.device = device
@@ -320,7 +327,7 @@ class CudaKernels:
             }
         )
         logger.info("Tree attention: %s kernel (%s)", self.kernel.name, self.kernel.reason)
-        if wants_full_graphs() and not self.captures_trees():
+        if wants_full_graphs(self.vllm_config) and not self.captures_trees():
             # vLLM expects that trees can be captured, and would replay stock attention for them.
             raise ValueError(
                 f"{FULL_GRAPHS_VARIABLE}=1, legal: 0 or unset where the {self.kernel.name} kernel "
@@ -330,14 +337,20 @@ class CudaKernels:
 
     def captures_trees(self) -> bool:
         """Whether uniform batches of trees are captured as full graphs."""
-        if not wants_full_graphs() or self.kernel is None:
+        if not wants_full_graphs(self.vllm_config) or self.kernel is None:
             return False
         return "reference" not in self.kernel.names
 
     def choose(self, shape: KernelShape, for_drafts: bool = False) -> ChosenKernel:
         """The kernel for one shape of attention, the same on all tensor parallel ranks."""
         return choose_cuda_kernel(
-            self.requested, shape, self.device, self.capability(), for_drafts, slowest_rank_values
+            self.requested,
+            shape,
+            self.device,
+            self.capability(),
+            for_drafts,
+            slowest_rank_values,
+            from_graphs=wants_full_graphs(self.vllm_config),
         )
 
     def warm_up(self) -> None:

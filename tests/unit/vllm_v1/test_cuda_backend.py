@@ -401,7 +401,7 @@ def test_layers_attend_by_the_block_table_of_their_group(backend, monkeypatch):
     groups = [CacheGroup(1, {"a": caches[0]}), held]
     chosen, ran, moved = [], [], []
 
-    def choose(requested, shape, *rest):
+    def choose(requested, shape, *rest, **use):
         chosen.append(shape.kinds)
         return ChosenKernel("triton", lambda *args, **more: ran.append((args, more)), "")
 
@@ -442,7 +442,7 @@ def test_a_quantised_cache_takes_a_kernel_for_the_models_dtype(monkeypatch):
     backend = CudaTreeBackend("auto", 2, LIMITS, CPU)
     chosen = []
 
-    def choose(requested, shape, *rest):
+    def choose(requested, shape, *rest, **use):
         chosen.append((shape.dtype, shape.kinds))
         return ChosenKernel("triton", print, "")
 

@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
+from vllm_specplug.vllm_attention.gpu import wants_full_graphs
 from vllm_specplug.vllm_v2 import device_speculator, worker_gpu
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.graph_trees import by_requests, taking_ragged_steps
@@ -44,7 +45,47 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(stock, "initialize_kv_cache", _Stock.initialize_kv_cache)
     made: Any = object.__new__(_Runner)
     made.drafter = SimpleNamespace(state_layers=SimpleNamespace(names=[]))
+    made.vllm_config = None
     return made
+
+
+def config(**changes: Any) -> Any:
+    """An engine on V2 whose trees become graphs by default."""
+    made = SimpleNamespace(
+        speculative_config=SimpleNamespace(uses_v2=True, tree_kernel="auto"),
+        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
+        model_config=SimpleNamespace(is_hybrid=False),
+        lora_config=None,
+    )
+    for path, value in changes.items():
+        part, _, name = path.partition("__")
+        setattr(getattr(made, part) if name else made, name or part, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speculative_config__uses_v2": False},
+        {"speculative_config__tree_kernel": "reference"},
+        # A method of vLLM's.
+        {"speculative_config": SimpleNamespace()},
+        {"parallel_config__world_size": 2},
+        {"parallel_config__data_parallel_size": 2},
+        {"model_config__is_hybrid": True},
+        {"lora_config": object()},
+    ],
+)
+def test_where_trees_become_graphs_by_default(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(FULL_GRAPHS_VARIABLE, raising=False)
+    assert wants_full_graphs(config()) and not wants_full_graphs(config(**changes))
+    assert not wants_full_graphs()
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
+    assert wants_full_graphs(config(**changes)) and wants_full_graphs()
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "0")
+    assert not wants_full_graphs(config())
 
 
 @pytest.mark.parametrize("wanted", ["0", "1"])
