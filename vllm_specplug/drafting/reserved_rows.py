@@ -21,7 +21,8 @@ class ReservedRows:
 
     by_request: dict[str, int] = field(default_factory=dict)
     others: int = 0
-    """Of requests that were not drafted for yet: what the others get on average."""
+    """Of requests that were not drafted for yet: what the others get on average, or as many as
+    there may be where each request's budget is its own."""
 
     @classmethod
     def of(cls, by_request: dict[str, int]) -> ReservedRows:

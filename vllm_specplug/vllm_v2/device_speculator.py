@@ -33,7 +33,7 @@ from vllm_specplug.drafting.drafter import CommittedTokens
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_attention.gpu import wants_full_graphs
+from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams, Found, keep_history_on_device
 from vllm_specplug.vllm_v2.device_trees import Committed
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
@@ -309,8 +309,7 @@ class DeviceSpeculator(TreeSpeculator):
             self.planner.drafted_on_device(start, (0, 0.0))
             self.stats.tree_budget = int(budgets.max(initial=0))
             if self.schedules_ahead:
-                # vLLM reserves the most that any request may have.
-                self._ask_for(self._fixed_rows(input_batch, budgets))
+                self.reserved = self._fixed_rows(self._decoding_nodes(input_batch, budgets))
         else:
             asked = forward[forward > 0]
             depth = float(asked.mean()) if len(asked) else 0.0
@@ -323,8 +322,8 @@ class DeviceSpeculator(TreeSpeculator):
         counts = torch.minimum(trees.counts, fits)
         return self.store.put(slots, roots, trees.token_ids, trees.parents, counts, trees.scores)
 
-    def _fixed_rows(self, input_batch: Any, budgets: np.ndarray) -> dict[str, int]:
-        """Nodes of fixed budgets, by request; of those whose prompt goes on nothing is known."""
+    def _decoding_nodes(self, input_batch: Any, budgets: np.ndarray) -> dict[str, int]:
+        """Budgets by request; of those whose prompt goes on nothing is known."""
         ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         is_decoding = ends >= self.req_states.prefill_len.np[input_batch.idx_mapping_np]
         rows = zip(input_batch.req_ids, budgets.tolist(), is_decoding.tolist(), strict=True)

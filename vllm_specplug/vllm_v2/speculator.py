@@ -222,12 +222,18 @@ class TreeSpeculator(BaseSpeculator):
         """
         if not self.schedules_ahead:
             return
-        # vLLM reserves the most that any request may have; with a fixed budget most have less.
-        is_fixed = self.planner.adaptive is None
-        wanted = requests.budgets if is_fixed else self.planner.wanted
         nodes = {request.req_id: 0 for request in batch if request.is_decoding}
-        nodes.update(zip(requests.req_ids, wanted, strict=True))
+        if self.planner.adaptive is None:
+            nodes.update(zip(requests.req_ids, requests.budgets, strict=True))
+            self.reserved = self._fixed_rows(nodes)
+            return
+        nodes.update(zip(requests.req_ids, self.planner.wanted, strict=True))
         self.reserved = ReservedRows.of(nodes)
+
+    def _fixed_rows(self, nodes: dict[str, int]) -> ReservedRows:
+        """Rows of fixed budgets, by request: vLLM reserves the most that any request may have. What
+        begins keeps that, as its own budget is not known yet."""
+        return ReservedRows(nodes, self.store.num_nodes)
 
     def _store(
         self, input_batch: Any, batch: list[HostRequest], trees: list[DraftTree]

@@ -471,13 +471,14 @@ def test_fixed_budgets_reserve_their_own_rows(
     made.extra_args |= {"b": {"specplug_tree_budget": 3}, "c": {"specplug_tree_budget": 0}}
     propose(made, step)
     most = made._budgets(step.batch, N)[0]
-    assert most > 3 and made.reserved == ReservedRows.of({"a": most, "b": 3, "c": 0})
+    # A request that begins has the most that any may have.
+    assert most > 3 and made.reserved == ReservedRows({"a": most, "b": 3, "c": 0}, N)
     # What was asked for with the last output holds, even where a request wants more by now.
     made._asked = ReservedRows({"a": 2, "b": 3, "c": 0})
     assert made._rows_of(step.batch, np.array([N, 3, 0]), made._asked).tolist() == [2, 3, 0]
     made.req_states.prefill_len.np[1] = 999  # of "a": its prompt goes on
     propose(made, step)
-    assert made.reserved == ReservedRows.of({"b": 3, "c": 0})
+    assert made.reserved == ReservedRows({"b": 3, "c": 0}, N)
     made.schedules_ahead, made.reserved = False, None
     propose(made, step)
     assert made.reserved is None
