@@ -120,8 +120,13 @@ def taking_ragged_steps(stock: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+# Of a graph's places to those of the next larger one of as many rows.
+_MORE_PLACES = 4
+
+
 def by_requests(desc: BatchExecutionDescriptor) -> list[BatchExecutionDescriptor]:
-    """A graph of ragged steps, behind one of as few requests as its rows can be of.
+    """A graph of ragged steps, behind one of as few requests as its rows can be of and, where there
+    may be many more, one of some more.
 
     vLLM's has a place for as many requests as it has rows, and launches of attention have blocks
     for the largest tree in each: 32 places for 257 rows of one tree are 2,880 blocks of attention
@@ -130,4 +135,5 @@ def by_requests(desc: BatchExecutionDescriptor) -> list[BatchExecutionDescriptor
     if desc.cg_mode != CUDAGraphMode.FULL or not (desc.num_reqs and desc.max_query_len):
         return [desc]
     fewest = -(-desc.num_tokens // desc.max_query_len)
-    return [replace(desc, num_reqs=fewest), desc] if 2 * fewest <= desc.num_reqs else [desc]
+    some = [n for n in (fewest, _MORE_PLACES * fewest) if 2 * n <= desc.num_reqs]
+    return [*(replace(desc, num_reqs=places) for places in some), desc]
