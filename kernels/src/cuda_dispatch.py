@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -359,11 +360,7 @@ def call_us(run: TreeAttnFn, use: KernelUse, device: torch.device) -> float:
         call(_WARM_UPS)
         timed = partial(call, _CALLS_TIMED)
         if use.from_graphs:
-            _wait_for(device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                timed()
-            timed = graph.replay
+            timed = _replay_of(timed, device)
             timed()
         _wait_for(device)
         start = time.perf_counter()
@@ -371,6 +368,27 @@ def call_us(run: TreeAttnFn, use: KernelUse, device: torch.device) -> float:
         _wait_for(device)
         product *= (time.perf_counter() - start) / _CALLS_TIMED * 1e6
     return product ** (1 / len(cells))
+
+
+def _replay_of(calls: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What replays `calls`. A capture that fails leaves the current stream as it was."""
+    _wait_for(device)
+    graph = torch.cuda.CUDAGraph()
+    if device.type != "cuda":
+        with torch.cuda.graph(graph):
+            calls()
+        return graph.replay
+    stream, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    try:
+        # Other threads of the process may use the device meanwhile.
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            calls()
+    finally:
+        torch.cuda.set_stream(stream)
+        # The graph's own pool keeps the memory for as long as it is replayed.
+        if (cute := sys.modules.get(f"{__package__}.tree_attn_cute_sm90")) is not None:
+            cute.drop_workspace(side.cuda_stream)
+    return graph.replay
 
 
 def _wait_for(device: torch.device) -> None:

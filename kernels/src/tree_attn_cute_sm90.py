@@ -197,6 +197,16 @@ def _workspace(
     return held[2 * trees : outputs], held[outputs:size], held[: 2 * trees].view(torch.int32)
 
 
+def drop_workspace(stream: int) -> None:
+    """Frees what calls on a stream left for the next, where no more are to come."""
+    for device, own in [*_workspaces]:
+        if own == stream:
+            del _workspaces[device, own]
+    for own, call in [*_prepared]:
+        if own == stream:
+            del _prepared[own, call]
+
+
 def _multiprocessors_of(device: torch.device) -> int:
     if device.index not in _multiprocessors:
         properties = torch.cuda.get_device_properties(device)

@@ -84,7 +84,7 @@ def engine_arguments() -> dict[str, Any]:
 
 def tree_arguments() -> dict[str, Any]:
     """Of engines with trees; where full graphs are wanted, they capture them."""
-    from vllm_specplug.vllm_attention.gpu import wants_full_graphs
+    from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 
     if not (ON_GPU and wants_full_graphs()):
         # The interpreted runner sets them for itself.

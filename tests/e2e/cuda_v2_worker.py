@@ -23,7 +23,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.e2e.cuda_v2_device import CAPTURED_ROWS
 from vllm_specplug.drafting.method import Capability
-from vllm_specplug.vllm_attention.gpu import gpu_cache_views, wants_full_graphs
+from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
+from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_process import engine_args, spec_config
 from vllm_specplug.vllm_v2 import worker_gpu
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend

@@ -55,6 +55,14 @@ def test_records_and_partial_outputs_are_written_by_eight_bytes(shape, monkeypat
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
+def test_a_stream_that_ends_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(tree_attn_cute_sm90, "_workspaces", {(0, 7): "a", (0, 8): "b"})
+    monkeypatch.setattr(tree_attn_cute_sm90, "_prepared", {(7, "call"): "c", (8, "call"): "d"})
+    tree_attn_cute_sm90.drop_workspace(7)
+    assert tree_attn_cute_sm90._workspaces == {(0, 8): "b"}
+    assert tree_attn_cute_sm90._prepared == {(8, "call"): "d"}
+
+
 def plan(trees: DeviceTrees, splits: int | None = 1, workspace=no_workspace, places: int = 0):
     inputs = (trees.query, trees.key_cache, trees.value_cache, trees.query.clone())
     tail = (trees.tail.get("tail_key"), trees.tail.get("tail_value"))

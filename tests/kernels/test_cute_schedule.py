@@ -234,18 +234,16 @@ def test_even_batches_take_about_the_fewest_tiles_of_any_cut():
         ]
 
     ratios = {}
-    for context, trees, rows, specialised in itertools.product(
-        (1000, 4000, 16_000, 32_000), (2, 3, 4, 5, 8, 12, 16, 32, 64), (16, 32, 65, 129, 257),
-        (False, True),
-    ):  # fmt: skip
+    cells = itertools.product((1000, 4000, 16_000), (2, 4, 8, 12, 32), (16, 65, 257), (False, True))
+    for context, trees, rows, specialised in cells:
         batch = batch_of([context] * trees, rows, 4, 8, 132, specialised=specialised)
         most = min(32, batch.tiles[0] // 2)
         fewest = min(makespan(batch, cut(batch, n)) for n in range(1, most + 1))
         chosen = slots_of(batch, batch.shares())
         ratios[context, trees, rows, specialised] = makespan(batch, chosen) / fewest
     assert ratios[4000, 8, 65, False] == 1.0
-    assert sum(ratios.values()) < 1.03 * len(ratios)
-    assert sum(ratio > 1.1 for ratio in ratios.values()) < 0.1 * len(ratios)
+    assert sum(ratios.values()) < 1.035 * len(ratios)
+    assert sum(ratio > 1.1 for ratio in ratios.values()) < 0.07 * len(ratios)
 
 
 @settings(max_examples=150, deadline=None)

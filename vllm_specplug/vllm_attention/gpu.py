@@ -8,7 +8,6 @@ that these backends ask for piecewise graphs, in which attention runs outside of
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -26,38 +25,15 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from vllm_specplug.kernels.cuda_contract import (
     E4M3_CACHES,
-    FULL_GRAPHS_VARIABLE,
     TOKEN_SCALE_CACHES,
     numbers_and_scales,
 )
 from vllm_specplug.kernels.features import AttnFeatures
+from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 
 # What the Triton kernel reproduces; the others leave such layers to it, or do not serve.
 SERVED = frozenset({"sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"})
-
-
-def wants_full_graphs(vllm_config: Any = None) -> bool:
-    """Whether decoding batches are to be captured whole, on V1 uniform ones alone, and on V2 drafts
-    as well: as the variable says, or where it is not set as `captures_by_default`."""
-    asked = os.environ.get(FULL_GRAPHS_VARIABLE)
-    if asked is None:
-        return vllm_config is not None and captures_by_default(vllm_config)
-    return asked == "1"
-
-
-def captures_by_default(vllm_config: Any) -> bool:
-    """Where graphs of trees have run on a device: on V2, on one rank, without LoRA adapters and
-    recurrent states."""
-    spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    return (
-        getattr(spec, "uses_v2", False)
-        # It waits for the host.
-        and spec.tree_kernel != "reference"
-        and parallel.world_size == parallel.data_parallel_size == 1
-        and vllm_config.lora_config is None
-        and not vllm_config.model_config.is_hybrid
-    )
 
 
 def gpu_cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

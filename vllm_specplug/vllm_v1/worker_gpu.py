@@ -15,7 +15,8 @@ from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v1.rehearsal import warm_up_sampling
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v1.tree_backend import TreeBackend
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits, claim_attention_backend
+from vllm_specplug.vllm_worker.attention_backend import claim_attention_backend
+from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 from vllm_specplug.vllm_worker.rehearsal import profile_largest_step, warm_up_draft
 from vllm_specplug.vllm_worker.start_up import require_seams
 

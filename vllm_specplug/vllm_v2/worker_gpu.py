@@ -14,11 +14,12 @@ from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.options import check_v2_feature
 from vllm_specplug.seams import DEVICE_SPECULATOR, GRAPHS_OF_TREES
 from vllm_specplug.vllm_attention.device_states import rehearse
-from vllm_specplug.vllm_attention.gpu import wants_full_graphs
+from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits, claim_attention_backend
+from vllm_specplug.vllm_worker.attention_backend import claim_attention_backend
+from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 from vllm_specplug.vllm_worker.drafter_memory import drafter_memory, most_tree_rows
 from vllm_specplug.vllm_worker.rehearsal import profile_largest_step, warm_up_draft
 from vllm_specplug.vllm_worker.start_up import require_seams

@@ -28,9 +28,9 @@ from vllm.logger import init_logger
 
 from vllm_specplug import __version__
 from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel, draft_rows
-from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.kernels.packed_linear import packs_target
 from vllm_specplug.targets import cache_dir
+from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.ranks import any_failed as any_failed_worker
 from vllm_specplug.vllm_worker.ranks import first_worker_values
@@ -312,7 +312,7 @@ def _digest(state: RunnerView) -> str:
         str(config.model_config.quantization),
         config.model_config.enforce_eager,
         str(config.compilation_config.cudagraph_mode),
-        os.environ.get(FULL_GRAPHS_VARIABLE, "0"),
+        wants_full_graphs(config),
         config.cache_config.block_size,
         config.cache_config.cache_dtype,
         config.cache_config.kv_cache_dtype_skip_layers,

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.logger import init_logger
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import (
@@ -35,7 +34,6 @@ from vllm_specplug.kernels.cuda_contract import (
     FULL_GRAPHS_VARIABLE,
     MAX_TREE_ROWS,
     PLAN_ROWS,
-    TOKEN_SCALE_CACHES,
 )
 from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
@@ -46,13 +44,8 @@ from vllm_specplug.kernels.cuda_dispatch import (
 )
 from vllm_specplug.kernels.features import PLAIN, AttnFeatures, FeatureKind
 from vllm_specplug.kernels.metadata import plan_columns
-from vllm_specplug.seams import ATTENTION_BACKENDS
-from vllm_specplug.vllm_attention.gpu import (
-    gpu_cache_views,
-    wants_full_graphs,
-    warm_up_store,
-    without_scales,
-)
+from vllm_specplug.vllm_attention.full_graphs import replays_decoding, wants_full_graphs
+from vllm_specplug.vllm_attention.gpu import gpu_cache_views, warm_up_store, without_scales
 from vllm_specplug.vllm_attention.tree_rows import CacheViews
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer
@@ -64,9 +57,6 @@ if TYPE_CHECKING:
     from vllm_specplug.vllm_worker.device_window import DeviceWindowCache
 
 logger = init_logger("vllm.specplug.cuda")
-
-# vLLM's attention backends that can hand tree rows over.
-TREE_BACKENDS = (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN)
 
 
 @dataclass(frozen=True)
@@ -90,33 +80,6 @@ class StepLimits:
             tree_rows=state.vllm_config.speculative_config.num_speculative_tokens + 1,
             context=state.max_model_len,
         )
-
-
-def claim_attention_backend(vllm_config: Any) -> None:
-    """Registers the tree backends and, where the user named none, picks FlashAttention, or Triton
-    for float32 and caches with scales of each token, which FlashAttention does not have.
-
-    Seam: gpu_backend.
-
-    Raises:
-        ValueError: for a backend that cannot hand tree rows over, or does not have such a cache.
-    """
-    attention = vllm_config.attention_config
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    backends: tuple[AttentionBackendEnum, ...] = TREE_BACKENDS
-    if cache_dtype in TOKEN_SCALE_CACHES:
-        backends = (AttentionBackendEnum.TRITON_ATTN,)
-    if attention.backend is None:
-        is_float32 = vllm_config.model_config.dtype == torch.float32
-        attention.backend = AttentionBackendEnum.TRITON_ATTN if is_float32 else backends[0]
-    if attention.backend not in backends:
-        names = " or ".join(b.name for b in backends)
-        over = f" over kv_cache_dtype={cache_dtype!r}" if backends != TREE_BACKENDS else ""
-        raise ValueError(
-            f"--attention-backend {attention.backend.name} cannot verify trees{over}. Use {names}, "
-            "or leave it out."
-        )
-    ATTENTION_BACKENDS.apply()
 
 
 class TreeBuffers:
@@ -350,7 +313,7 @@ class CudaKernels:
             self.capability(),
             for_drafts,
             slowest_rank_values,
-            from_graphs=wants_full_graphs(self.vllm_config),
+            from_graphs=replays_decoding(self.vllm_config),
         )
 
     def warm_up(self) -> None:

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
-from vllm_specplug.vllm_attention.gpu import wants_full_graphs
+from vllm_specplug.vllm_attention.full_graphs import replays_decoding, wants_full_graphs
 from vllm_specplug.vllm_v2 import device_speculator, worker_gpu
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.graph_trees import by_requests, taking_ragged_steps
@@ -88,6 +88,20 @@ def test_where_trees_become_graphs_by_default(
     assert not wants_full_graphs(config())
 
 
+def test_where_kernels_are_timed_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FULL_GRAPHS_VARIABLE, raising=False)
+    modes = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE, None
+    found = []
+    for mode in modes:
+        made = config(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+        made.model_config.enable_sleep_mode = False
+        found.append(replays_decoding(made))
+    assert found == [True, False, False, False] and not replays_decoding(None)
+    made.compilation_config.cudagraph_mode = modes[0]
+    made.model_config.enable_sleep_mode = True
+    assert not replays_decoding(made)
+
+
 @pytest.mark.parametrize("wanted", ["0", "1"])
 def test_ragged_graphs_where_they_are_wanted(
     runner: Any, monkeypatch: pytest.MonkeyPatch, wanted: str
@@ -103,7 +117,7 @@ def test_ragged_graphs_where_they_are_wanted(
 def test_graphs_of_few_requests_come_first() -> None:
     """A tree alone has no places for as many requests as it has rows."""
     full = BatchExecutionDescriptor(CUDAGraphMode.FULL, 272, 32, max_query_len=257)
-    assert by_requests(full) == [replace(full, num_reqs=2), full]
+    assert by_requests(full) == [replace(full, num_reqs=2), replace(full, num_reqs=8), full]
     # As few as can be, or hardly more.
     for rows, requests in ((17, 1), (514, 3)):
         few = BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, requests, max_query_len=257)
@@ -128,7 +142,7 @@ def test_vllm_takes_the_fewest_places_that_do() -> None:
     manager = taking_ragged_steps(stock)()
     captured = manager._capture_descs[CUDAGraphMode.FULL]
     assert [(d.num_tokens, d.num_reqs) for d in captured] == [
-        (64, 32), (64, 4), (16, 16), (16, 1), (1, 1),
+        (64, 32), (64, 16), (64, 4), (16, 16), (16, 4), (16, 1), (1, 1),
     ]  # fmt: skip
 
     def places(requests: int, rows: int, longest: int) -> tuple[int, int | None]:
@@ -137,10 +151,12 @@ def test_vllm_takes_the_fewest_places_that_do() -> None:
 
     assert places(1, 1, 1) == (1, 1)
     assert places(1, 9, 9) == (16, 1)
-    assert places(3, 9, 7) == (16, 16)
+    assert places(3, 9, 7) == (16, 4)
+    assert places(5, 9, 7) == (16, 16)
     assert places(4, 64, 16) == (64, 4)
     assert places(3, 30, 17) == (64, 4)
-    assert places(5, 60, 17) == (64, 32)
+    assert places(5, 60, 17) == (64, 16)
+    assert places(17, 60, 17) == (64, 32)
 
 
 def test_recurrent_states_stop_the_start(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
