@@ -50,6 +50,10 @@ TreeAttnFn = Callable[..., None]
 LayerShape = tuple[int, int, int, int]
 
 
+class KernelFaultError(ValueError):
+    """A kernel faulted, which takes the device from the process; the message says what to do."""
+
+
 @dataclass(frozen=True)
 class KernelShape:
     """What a kernel must take to serve a model."""
@@ -391,6 +395,15 @@ def _replay_of(calls: Callable[[], None], device: torch.device) -> Callable[[], 
     return graph.replay
 
 
+def _is_lost(device: torch.device) -> bool:
+    """Whether whatever is asked of a device fails from now on, as after an illegal access."""
+    try:
+        _wait_for(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -399,7 +412,10 @@ def _wait_for(device: torch.device) -> None:
 def self_test_failure(name: str, shape: KernelShape, device: torch.device) -> str | None:
     """Runs a few trees through kernel `name` on `device`; None when it agrees with the reference.
 
-    Never raises: a kernel that does not load or launch must not take a server down.
+    A kernel that does not load or launch must not take a server down.
+
+    Raises:
+        KernelFaultError: it takes the device from the whole process, and no other can be tried.
     """
     if name == "reference":
         return None
@@ -407,7 +423,15 @@ def self_test_failure(name: str, shape: KernelShape, device: torch.device) -> st
         error, limit = self_test_error(load_kernel(name), shape, device)
     except Exception as failure:
         text = str(failure).strip().splitlines()
-        return f"{type(failure).__name__}: {text[0] if text else 'no message'}"
+        told = f"{type(failure).__name__}: {text[0] if text else 'no message'}"
+        if _is_lost(device):
+            other = "reference" if name == "triton" else "triton"
+            raise KernelFaultError(
+                f"the tree attention kernel {name!r} faulted on this device ({told}), which this "
+                "process cannot use any more. Please report it; until then start again with "
+                f"tree_kernel={other!r}"
+            ) from failure
+        return told
     if not error <= limit:
         return f"it differs from the reference by {error:.2g} (limit {limit:.2g})"
     return None

@@ -9,6 +9,7 @@ import torch
 
 from .cuda_dispatch import (
     CUDA_KERNELS,
+    KernelFaultError,
     KernelShape,
     KernelUse,
     choose_cuda_kernel,
@@ -43,10 +44,14 @@ def describe_cuda(
     """
     device = device or torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
-    problems = {
-        name: unsupported_by(name, shape, capability) or self_test_failure(name, shape, device)
-        for name in CUDA_KERNELS
-    }
+    problems: dict[str, str | None] = {}
+    for name in CUDA_KERNELS:
+        try:
+            unsupported = unsupported_by(name, shape, capability)
+            problems[name] = unsupported or self_test_failure(name, shape, device)
+        except KernelFaultError as fault:
+            problems[name] = str(fault)
+            break
     good = [name for name, problem in problems.items() if problem is None]
     try:
         chosen = choose_cuda_kernel("auto", shape, device, capability, from_graphs=True)

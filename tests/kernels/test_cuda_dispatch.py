@@ -16,6 +16,7 @@ from tests.pretended_graph import PretendedGraph, pretended_graphs
 from vllm_specplug.kernels import FeatureKind, cuda_dispatch
 from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
+    KernelFaultError,
     KernelShape,
     choose_cuda_kernel,
     self_test_failure,
@@ -162,6 +163,12 @@ def test_a_kernel_that_is_wrong_or_does_not_load_is_named(monkeypatch):
 
     monkeypatch.setattr(cuda_dispatch, "load_kernel", broken)
     assert self_test_failure("cute", SHAPE, CPU) == "RuntimeError: no kernel image is available"
+    # No other kernel could be tried, so that the start ends, and says how it would not.
+    monkeypatch.setattr(cuda_dispatch, "_is_lost", lambda device: True)
+    with pytest.raises(ValueError, match=r"'cute' faulted.*again with tree_kernel='triton'"):
+        choose_cuda_kernel("cute", replace(SHAPE, head_dim=64, dtype=torch.float16), CPU, HOPPER)
+    with pytest.raises(KernelFaultError, match="tree_kernel='reference'"):
+        self_test_failure("triton", SHAPE, CPU)
 
 
 @pytest.mark.parametrize("rows", [range(1, 2), range(2, 17), range(65, 258)])

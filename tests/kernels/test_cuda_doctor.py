@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_specplug.kernels import cuda_dispatch, cuda_doctor
-from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelFaultError, KernelShape
 from vllm_specplug.kernels.cuda_doctor import USUAL_SHAPE, describe_cuda, self_test_cuda
 
 CPU = torch.device("cpu")
@@ -35,6 +35,19 @@ def good(monkeypatch: pytest.MonkeyPatch):
         return asked
 
     return set_good
+
+
+def test_a_kernel_that_faults_ends_the_examination(good, monkeypatch) -> None:
+    good("cute", "triton")
+
+    def faults(name: str, *rest: object) -> None:
+        raise KernelFaultError(f"{name} faulted")
+
+    for module in (cuda_dispatch, cuda_doctor):
+        monkeypatch.setattr(module, "self_test_failure", faults)
+    told = describe_cuda(CPU, SMALL)
+    assert told["kernel"] == "none" and told["reason"] == "cute faulted"
+    assert list(told["kernels"]) == ["cute"] and not told["supported_isas"]
 
 
 def test_the_doctor_names_the_kernel_that_would_serve(good) -> None:
