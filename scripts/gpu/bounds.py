@@ -108,20 +108,20 @@ EAGLE3_STATES, EAGLE3_VOCAB, CHAIN = 3, 32_000, 3
 BLOCK_STATES, BLOCK_LAYERS, BLOCK_ROWS = 5, 5, 16
 
 
-def _layer_weights(inputs: int = HIDDEN) -> int:
+def layer_weights(inputs: int = HIDDEN) -> int:
     """Numbers of a layer whose attention reads `inputs` numbers a token."""
     queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     return inputs * (queries + 2 * keys) + queries * HIDDEN + 3 * HIDDEN * INTERMEDIATE
 
 
 # Without the embedding, of which a step reads a few rows.
-TARGET_WEIGHTS = LAYERS * _layer_weights() + HIDDEN * VOCAB
+TARGET_WEIGHTS = LAYERS * layer_weights() + HIDDEN * VOCAB
 # A pass over one row for each token of the chain, with its own head of the vocabulary.
 CHAIN_WEIGHTS = EAGLE3_STATES * HIDDEN * HIDDEN + CHAIN * (
-    _layer_weights(2 * HIDDEN) + HIDDEN * EAGLE3_VOCAB
+    layer_weights(2 * HIDDEN) + HIDDEN * EAGLE3_VOCAB
 )
 # One pass over a block, with the target's head.
-BLOCK_WEIGHTS = BLOCK_STATES * HIDDEN * HIDDEN + BLOCK_LAYERS * _layer_weights() + HIDDEN * VOCAB
+BLOCK_WEIGHTS = BLOCK_STATES * HIDDEN * HIDDEN + BLOCK_LAYERS * layer_weights() + HIDDEN * VOCAB
 # Of a step, by what drafts.
 DRAFT_WEIGHTS = {"plain": 0, "chain": CHAIN_WEIGHTS, "tree": BLOCK_WEIGHTS}
 
