@@ -138,8 +138,8 @@ def page(device: Device) -> str:
         f"products make {device.product / 1e12:.0f} TFLOP/s (unless given, those of "
         "[an H100](../bench/results/gpu_h100.md), where this gave plain steps within 3 %). A step "
         f"verifies {NODES} nodes and drafts the next: it takes so many plain steps, and must "
-        f"give so many tokens at least. Levels: {LEVELS} of {LEVEL_ROWS} rows; the window of `longspec` "
-        f"{WINDOW} tokens, the partial cache of `tokenswift` {PARTIAL}.",
+        f"give so many tokens at least. Levels: {LEVELS} of {LEVEL_ROWS} rows; the window of "
+        f"`longspec` {WINDOW} tokens, the partial cache of `tokenswift` {PARTIAL}.",
     ]
     for batch in BATCHES:
         many = "one request" if batch == 1 else f"{batch} requests"
