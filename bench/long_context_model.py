@@ -75,7 +75,7 @@ class Draft:
 
 
 def _over_context(layers: int, rows: int) -> Callable[[int, int, Device], float]:
-    """Of layers that attend the whole context with so many rows a request."""
+    """Of layers that attend the whole context with so many rows per request."""
     return lambda context, batch, device: layers * attention_us(context, rows - 1, device, batch)
 
 
@@ -114,8 +114,8 @@ DRAFTS = {
 
 
 def in_plain_steps(name: str, context: int, batch: int, device: Device) -> float:
-    """What a step that verifies and drafts takes, in steps of plain decoding: so many tokens must
-    it give at least."""
+    """Time of a step that verifies and drafts, in steps of plain decoding; with fewer tokens per
+    step than that, drafting does not pay."""
     verified = step_ms("plain", NODES, context, device, batch)
     plain = step_ms("plain", 0, context, device, batch)
     return (verified + DRAFTS[name].ms(context, batch, device)) / plain
@@ -137,9 +137,9 @@ def page(device: Device) -> str:
         f"made. A Qwen3-8B in bfloat16 where a copy moves {device.copy / 1e12:.2f} TB/s and "
         f"products make {device.product / 1e12:.0f} TFLOP/s (unless given, those of "
         "[an H100](../bench/results/gpu_h100.md), where this gave plain steps within 3 %). A step "
-        f"verifies {NODES} nodes and drafts the next: it takes so many plain steps, and must "
-        f"give so many tokens at least. Levels: {LEVELS} of {LEVEL_ROWS} rows; the window of "
-        f"`longspec` {WINDOW} tokens, the partial cache of `tokenswift` {PARTIAL}.",
+        f"verifies {NODES} nodes and drafts the next. Numbers are its time in plain steps, and "
+        f"thus the tokens per step to break even. Levels: {LEVELS} of {LEVEL_ROWS} rows; the "
+        f"window of `longspec` {WINDOW} tokens, the partial cache of `tokenswift` {PARTIAL}.",
     ]
     for batch in BATCHES:
         many = "one request" if batch == 1 else f"{batch} requests"
@@ -149,7 +149,7 @@ def page(device: Device) -> str:
         for name, draft in DRAFTS.items()
     ]
     sections += [
-        "## Memory of a draft, MiB a request",
+        "## Memory of a draft, MiB per request",
         markdown_table(["draft", *titles], memory),
         "Made by `python bench/long_context_model.py --write`.\n",
     ]

@@ -187,9 +187,6 @@ class Bench:
                 json.dumps({"engine": engine, "calls": calls, "speculative": speculative})
             )
             env = dict(os.environ)
-            if engine["dtype"] == "float32":
-                # vLLM's own Triton attention would multiply in TF32.
-                env["TRITON_F32_DEFAULT"] = "ieee"
             if not self.on_gpu:
                 env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                         "OMP_NUM_THREADS": "1"}  # fmt: skip

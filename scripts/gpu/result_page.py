@@ -72,7 +72,7 @@ def lossless_table(cases: dict[str, Any]) -> str:
         rows.append(
             [case, of[0]["dtype"], f"{equal} of {tokens}", f"{1 + accepted / max(1, drafts):.2f}"]
         )
-    header = ("engine", "dtype", "tokens before the first difference", "tokens a step")
+    header = ("engine", "dtype", "tokens before the first difference", "tokens per step")
     return markdown_table(header, rows)
 
 
@@ -110,7 +110,7 @@ def step_table(data: dict[str, Any]) -> str:
          *(f"{row[k]:.2f}" if k in row else "-" for k in keys)]
         for row in data["rows"] if "part" in row and "step_ms" in row
     ]  # fmt: skip
-    header = ("part", "batch", "context", "nodes", "ms a step", "of a plain one", "forward",
+    header = ("part", "batch", "context", "nodes", "ms per step", "of a plain one", "forward",
               "sampling", "draft")  # fmt: skip
     return markdown_table(header, rows)
 

@@ -21,8 +21,8 @@ def wants_full_graphs(vllm_config: Any = None) -> bool:
 
 
 def replays_decoding(vllm_config: Any) -> bool:
-    """Whether decoding batches with trees are replayed: they are wanted, and vLLM has such graphs.
-    Not known of one that lets its memory be taken away, whose graphs lie in a pool of its own."""
+    """Whether decoding batches with trees are replayed, so that kernels may be timed in a replay.
+    False under sleep mode: captures outside vLLM's own must stay out of its memory pool."""
     if vllm_config is None or not wants_full_graphs(vllm_config):
         return False
     mode = vllm_config.compilation_config.cudagraph_mode
