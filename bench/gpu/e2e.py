@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
 # Last: the installed package goes first; dry runs use the checkout's tests.
 sys.path.append(str(ROOT))
 
+from demo_prompts import demo_prompts  # noqa: E402
 from report import Report  # noqa: E402
 
 ENGINE = Path(__file__).with_name("e2e_engine.py")
@@ -361,19 +362,7 @@ class Bench:
     def smollm(self, record: dict) -> None:
         """SmolLM2-135M and the heads of this repository: tokens per second and equal outputs."""
         if self.on_gpu:
-            from vllm_specplug.targets import prepare_target
-
-            target = prepare_target("smollm2", print)
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(target)
-            prompts = [
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True,
-                    return_dict=False,
-                )
-                for text in TEXTS
-            ]  # fmt: skip
+            target, prompts = demo_prompts(TEXTS)
             head = str(ROOT / "heads" / "smollm2-135m-jetspec")
         else:
             target, prompts, head = self.dummy_target(), [[3, 7, 5], [9, 4]], str(self.dummy_head())

@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 
+from demo_prompts import demo_prompts  # noqa: E402
 from report import Report  # noqa: E402
 
 ENGINE = ROOT / "bench" / "gpu" / "e2e_engine.py"
@@ -205,19 +206,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240)
     args = parser.parse_args()
     report = Report(args.out, "gpu_lossless", args.seconds)
-    from transformers import AutoTokenizer
-
-    from vllm_specplug.targets import prepare_target
-
-    model = str(prepare_target("smollm2", print))
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True,
-            return_dict=False,
-        )
-        for text in TEXTS
-    ]  # fmt: skip
+    model, prompts = demo_prompts(TEXTS)
     todo = cases()
     if args.only:
         names = set(args.only.split(";"))

@@ -324,10 +324,14 @@ class DeviceSpeculator(TreeSpeculator):
 
     def _decoding_nodes(self, input_batch: Any, budgets: np.ndarray) -> dict[str, int]:
         """Budgets by request; of those whose prompt goes on nothing is known."""
-        ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-        is_decoding = ends >= self.req_states.prefill_len.np[input_batch.idx_mapping_np]
-        rows = zip(input_batch.req_ids, budgets.tolist(), is_decoding.tolist(), strict=True)
+        decoding = self._is_decoding(input_batch).tolist()
+        rows = zip(input_batch.req_ids, budgets.tolist(), decoding, strict=True)
         return {req_id: nodes for req_id, nodes, decodes in rows if decodes}
+
+    def _is_decoding(self, input_batch: Any) -> np.ndarray:
+        """bool [R]: whether a request's prompt is done after this step."""
+        ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        return ends >= self.req_states.prefill_len.np[input_batch.idx_mapping_np]
 
     def _own_trees(
         self,
@@ -430,12 +434,11 @@ class DeviceSpeculator(TreeSpeculator):
 
     def _budgets(self, input_batch: Any, most: int) -> np.ndarray:
         """Most nodes of each request's next tree, int32 [R], as far as the host knows."""
-        slots = input_batch.idx_mapping_np
-        ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         # Upper bounds of requests that decode; of prompts they are exact.
-        is_decoding = ends >= self.req_states.prefill_len.np[slots]
+        ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        is_decoding = self._is_decoding(input_batch)
         running = int(is_decoding.sum())
-        budgets = np.zeros(len(slots), np.int32)
+        budgets = np.zeros(len(ends), np.int32)
         for i, req_id in enumerate(input_batch.req_ids):
             if not is_decoding[i]:
                 continue
