@@ -7,12 +7,12 @@ import pytest
 
 from tests.unit.scripts import load_script
 
-model = load_script("../bench/long_context_model")
+model = load_script("long_context_model")
 
 
 def test_the_docs_hold_the_page() -> None:
     assert model.PAGE.read_text() == model.page(model.H100), (
-        "run bench/long_context_model.py --write"
+        "run scripts/long_context_model.py --write"
     )
 
 

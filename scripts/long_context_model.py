@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What drafting costs over long contexts: a model of bytes and products, nothing is measured.
 
-    python bench/long_context_model.py [--write] [--copy 2.43e12] [--product 700e12]
+    python scripts/long_context_model.py [--write] [--copy 2.43e12] [--product 700e12]
 
 A Qwen3-8B in bfloat16 on a device that copies and multiplies at the given rates (an H100's, as
 measured in bench/results/gpu_h100.md, where this model gave plain steps within 3 %). A step is
@@ -151,7 +151,7 @@ def page(device: Device) -> str:
     sections += [
         "## Memory of a draft, MiB per request",
         markdown_table(["draft", *titles], memory),
-        "Made by `python bench/long_context_model.py --write`.\n",
+        "Made by `python scripts/long_context_model.py --write`.\n",
     ]
     return "\n\n".join(sections)
 
