@@ -29,7 +29,11 @@ def train_block(
     heldout: Annotated[Path, typer.Option(help="Held-out features, made with the same layers.")],
     out: common.Out,
     init_from: Annotated[
-        str, typer.Option(help="Folder of a block head of the same shape to start from.")
+        str,
+        typer.Option(
+            help="Folder of a block head to start from, with the same shape or fewer layers or a "
+            "narrower MLP."
+        ),
     ] = "",
     num_layers: Annotated[
         int, typer.Option(min=0, help="Draft layers; 0: 2, or those of --init-from.")

@@ -15,6 +15,7 @@ from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.evaluate import evaluate_head
 from vllm_specplug.methods.block.train.start import (
     check_trainable,
+    grow,
     head_config_for,
     init_from_target,
 )
@@ -33,6 +34,8 @@ from vllm_specplug.train.target import TargetTables, TargetWeights
 from vllm_specplug.train.vocabulary import draft_vocabulary, vocabulary_coverage
 
 TARGET_LAYERS = "target layers"
+# What a head may have more of than the one it starts from.
+_GROWING = ("num_hidden_layers", "intermediate_size")
 DEFAULT_NUM_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_DRAFT_VOCAB_SIZE = 2, 8, 8192
 
 
@@ -82,13 +85,15 @@ def train_block_head(
         shape = None if initial is None else initial.config
         ids, coverage = _draft_ids(run, store, weights, initial_ids)
         init_facts = origin(run.init_from) or TARGET_LAYERS
-    config = wanted_config(run, weights.config, store, len(ids), shape)
+    config = wanted_config(
+        run, weights.config, store, len(ids), shape, may_grow=initial is not None
+    )
     if not run.resume and training.accelerator.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
         setup = {"ids": ids, "coverage": coverage, "config": config.to_dict()}
         torch.save({**setup, "init_from": init_facts}, setup_path)
     head = BlockHead(config)
-    if initial is None:
+    if initial is None or grows(initial.config, config):
         init_from_target(
             head,
             weights,
@@ -96,8 +101,8 @@ def train_block_head(
             layer_scales(store, len(config.target_layer_ids)),
             generator=torch.Generator().manual_seed(options.seed),
         )
-    else:
-        head.load_state_dict(initial.state_dict())
+    if initial is not None:
+        grow(head, initial)
     trainer = BlockTrainer(
         head,
         store,
@@ -167,11 +172,12 @@ def wanted_config(
     store: FeatureStore,
     draft_vocab_size: int,
     initial: BlockHeadConfig | None,
+    may_grow: bool,
 ) -> BlockHeadConfig:
     """Shape of the head to train.
 
     Raises ValueError where `run` asks for another shape than `initial` has, the head to start
-    from or the one to resume.
+    from or the one to resume; with `may_grow` it may have more layers and a wider MLP.
     """
     config = head_config_for(
         target,
@@ -190,14 +196,25 @@ def wanted_config(
         )  # fmt: skip
         for name in (f.name for f in fields(BlockHeadConfig) if f.name not in free):
             have, want = getattr(initial, name), getattr(config, name)
-            same = abs(have - want) <= 1e-6 * abs(want) if isinstance(want, float) else have == want
+            grown = may_grow and name in _GROWING
+            if grown:
+                same = have <= want
+            elif isinstance(want, float):
+                same = abs(have - want) <= 1e-6 * abs(want)
+            else:
+                same = have == want
             if not same:
                 option = name.replace("num_hidden", "num")
                 raise ValueError(
-                    f"{option} = {want!r}, legal: {have!r}, as in the head this run starts from "
-                    "or resumes; leave the option out or choose another head"
+                    f"{option} = {want!r}, legal: {have!r}{' or more' if grown else ''}, as in "
+                    "the head this run starts from or resumes; leave the option out or choose "
+                    "another head"
                 )
     return config
+
+
+def grows(initial: BlockHeadConfig, wanted: BlockHeadConfig) -> bool:
+    return any(getattr(initial, name) != getattr(wanted, name) for name in _GROWING)
 
 
 def _draft_ids(

@@ -141,3 +141,22 @@ def init_from_target(
     embed = tables.embed_tokens.float()
     direction = torch.randn(hidden, generator=generator)
     head.mask_embedding.copy_(embed.mean(0) + direction * embed.std())
+
+
+@torch.no_grad()
+def grow(head: BlockHead, smaller: BlockHead) -> None:
+    """Gives a head the weights of one with fewer layers or a narrower MLP, or of one of its shape.
+
+    At first it drafts what the smaller one does: what is new adds nothing to the residual stream,
+    but reads it with the weights it has, so that it learns from the first step.
+    """
+    given, layers = smaller.state_dict(), smaller.config.num_hidden_layers
+    width = smaller.config.intermediate_size
+    for name, tensor in head.state_dict().items():
+        if name in given:
+            tensor[tuple(slice(0, size) for size in given[name].shape)] = given[name]
+    for index, layer in enumerate(head.layers):
+        layer.mlp.down_proj.weight[:, width if index < layers else 0 :] = 0
+        if index >= layers:
+            for parameter in layer.self_attn.o_proj.parameters():
+                parameter.zero_()

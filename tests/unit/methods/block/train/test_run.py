@@ -146,8 +146,8 @@ def test_a_bidirectional_run_starts_from_a_causal_head(run, target_folder, tmp_p
     _, facts = train(replace(dflash, resume=True, init_from=""), replace(frozen, total_steps=2))
     assert facts["init_from"]["name"] == "head"
     assert facts["shape"]["causal"] is False
-    with pytest.raises(ValueError, match=r"num_layers = 3, legal: 2"):
-        train(replace(dflash, out=str(tmp_path / "other"), num_layers=3), frozen)
+    with pytest.raises(ValueError, match=r"num_layers = 1, legal: 2"):
+        train(replace(dflash, out=str(tmp_path / "other"), num_layers=1), frozen)
 
 
 def test_a_run_may_add_to_the_vocabulary_of_a_head_from_before(run, target_folder, tmp_path):
@@ -170,6 +170,37 @@ def test_a_run_may_add_to_the_vocabulary_of_a_head_from_before(run, target_folde
     train(kept, replace(OPTIONS, total_steps=1))
     ids = load_block_head(str(Path(kept.out, "head")), target)[1].target_ids(20)
     assert set(ids.tolist()) == known
+
+
+def test_a_larger_head_starts_as_the_smaller_one_and_learns_everywhere(
+    run, target_folder, tmp_path
+):
+    _, facts = train(run, OPTIONS)
+    target = json.loads((target_folder / "config.json").read_text())
+    small, _ = load_block_head(f"{run.out}/head", target)
+    shape = small.config
+    larger = replace(
+        run,
+        out=str(tmp_path / "larger"),
+        init_from=f"{run.out}/head",
+        num_layers=shape.num_hidden_layers + 1,
+        intermediate_size=shape.intermediate_size + 8,
+    )
+    still = replace(OPTIONS, total_steps=1, learning_rate=1e-30, adam_learning_rate=1e-30)
+    _, grown_facts = train(larger, still)
+    lengths = "mean_acceptance_length"
+    assert grown_facts["heldout"][lengths] == facts["heldout"][lengths]
+    start, _ = load_block_head(f"{larger.out}/head", target)
+    assert len(start.layers) == shape.num_hidden_layers + 1
+    assert start.layers[-1].mlp.gate_proj.weight.any()
+    train(replace(larger, out=larger.out + "2"), OPTIONS)
+    learnt, _ = load_block_head(f"{larger.out}2/head", target)
+    for name, tensor in learnt.state_dict().items():
+        assert tensor.any() and not torch.equal(tensor, start.state_dict()[name]), name
+    with pytest.raises(ValueError, match=rf"num_layers = 1, legal: {shape.num_hidden_layers} or "):
+        train(replace(larger, out=larger.out + "3", num_layers=1), OPTIONS)
+    with pytest.raises(ValueError, match=r"num_layers = 9, legal: \d, as in"):
+        train(replace(larger, resume=True, num_layers=9), OPTIONS)
 
 
 def test_bidirectional_heads_learn_but_not_from_short_blocks(run):
