@@ -10,13 +10,35 @@ torch code of kernels/src/reference.py serves instead.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 SOURCES = sorted(str(p) for p in Path("csrc/cpu").glob("*.cpp"))
 HEADERS = sorted(str(p) for p in [*Path("csrc/cpu").glob("*.h"), *Path("csrc/cpu").glob("*.inl")])
+
+
+class ParallelBuild(build_ext):
+    """Compiles the sources of an extension at once; setuptools does it one after the other."""
+
+    def build_extension(self, ext: Extension) -> None:
+        one_by_one = self.compiler.compile
+
+        def compile_all(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                made = pool.map(lambda source: one_by_one([source], **options), sources)
+                return [name for names in made for name in names]
+
+        self.compiler.compile = compile_all
+        try:
+            super().build_extension(ext)
+        finally:
+            self.compiler.compile = one_by_one
 
 
 def cpu_extension() -> list[Extension]:
@@ -59,4 +81,5 @@ setup(
     # made by scripts/build_cubins.py, if at all
     package_data={"vllm_specplug.kernels.cute": ["cubins/*"]},
     ext_modules=cpu_extension(),
+    cmdclass={"build_ext": ParallelBuild},
 )

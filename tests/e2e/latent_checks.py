@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.latent import latent_target
+from tests.e2e.latent import VOCAB, latent_target
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import Counts, Pair, pair
 from tests.e2e.target_checks import WINDOW_PROMPTS
+from tests.e2e.tiny import make_tokenswift_heads
 
 V2 = os.environ.get("SPECPLUG_LATENT_V1") != "1"
 if V2:
@@ -89,3 +92,14 @@ def check_lines_for_trees_and_lost_compaction_show() -> None:
             compared(made)
     # Nothing of it is left behind.
     compared(made, least_accepted=100)
+
+
+def check_drafts_that_do_not_read_the_cache() -> None:
+    """TokenSwift's heads read hidden states alone, its n-grams text."""
+    with tempfile.TemporaryDirectory() as folder:
+        heads = str(make_tokenswift_heads(Path(folder) / "heads", VOCAB))
+        for source in ("heads", "ngrams"):
+            options = {"model": heads, "draft_source": source}
+            made = engines("tokenswift", model=latent_target(sharp=False), speculative=options)
+            params = greedy(max_tokens=160, detokenize=False, ignore_eos=True)
+            made.compare(WINDOW_PROMPTS, params, least_accepted=20)

@@ -23,7 +23,7 @@ from tests.e2e.option_checks import greedy
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair, generate, pair, sequences_of
 from tests.e2e.target_checks import WINDOW_PROMPTS, around_windows, diverges, engine_of, num_groups
-from tests.e2e.tiny import make_head, make_target
+from tests.e2e.tiny import make_head, make_target, make_tokenswift_heads
 from tests.packed_weights import is_packed
 from vllm_specplug.kernels import TreeLayer
 from vllm_specplug.kernels.packed_linear import pack_linear, packs_target
@@ -269,6 +269,17 @@ def check_fp8_caches_beside_others_in_a_group() -> None:
     dtypes = [c.dtype for c in made.runner.state.target_caches().values()]
     assert sorted(map(str, dtypes)) == ["torch.float32", "torch.uint8"], dtypes
     around_windows(made)
+
+
+def check_drafts_that_do_not_read_an_fp8_cache() -> None:
+    """TokenSwift's heads read hidden states alone, its n-grams text."""
+    heads = str(make_tokenswift_heads(folder() / "tokenswift", VOCAB))
+    for source in ("heads", "ngrams") if have_fp8() else ():
+        made = engines_of(
+            None, "tokenswift", kv_cache_dtype="fp8",
+            speculative={"model": heads, "draft_source": source},
+        )  # fmt: skip
+        made.compare(WINDOW_PROMPTS, greedy(max_tokens=40, detokenize=False), least_accepted=20)
 
 
 def check_draft_heads_beside_fp8_caches() -> None:

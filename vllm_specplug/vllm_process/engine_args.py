@@ -18,9 +18,6 @@ from vllm_specplug.vllm_process.spec_config import (
     tree_config,
 )
 
-# Drafts over the target's own keys and values read them as they were computed.
-READS_TARGET_CACHE = frozenset({Capability.TARGET_CACHE, Capability.TARGET_FORWARD})
-
 
 def _refuse(method: str, what: str, remedy: str) -> None:
     raise ValueError(f"Speculative method {method!r} cannot be used with {what}. {remedy}.")
@@ -265,15 +262,20 @@ def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
             "Without chunked prefill, which vLLM turns off here, a longer prompt would never be "
             f"scheduled: leave it out, or give at least max_model_len={model.max_model_len}",
         )
-    needs = get_method(method).needs | (spec.plan.needs if spec.plan else frozenset())
     option = spec.plan.target_forward_option if spec.plan else None
-    if needs & READS_TARGET_CACHE or option:
+    if _reads_target_cache(spec):
         _refuse(
             method,
             f"{option} on {target}" if option else target,
             "Its drafts read the target's keys and values by head, and a latent cache has none: "
             f"use another {'setting of that option' if option else 'method'}",
         )
+
+
+def _reads_target_cache(spec: SpecPlugSpeculativeConfig) -> bool:
+    """Whether drafts read the target's own keys and values, by head and as they were computed."""
+    option = spec.plan.target_forward_option if spec.plan else None
+    return Capability.TARGET_CACHE in spec.needs() or option is not None
 
 
 # vLLM's names of the quantised caches whose numbers tree rows are read from, by device.
@@ -303,9 +305,10 @@ def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config
         _refuse(method, f"{what} on {device!r}", f"{remedy}, or one of {', '.join(served)}")
     if spec.tree_kernel == {"cpu": "triton", "cuda": "reference"}[device]:
         _refuse(method, f"{what} and tree_kernel={spec.tree_kernel!r}", remedy)
-    needs = get_method(method).needs | (spec.plan.needs if spec.plan else frozenset())
-    if needs & READS_TARGET_CACHE or (spec.plan and spec.plan.target_forward_option):
-        _refuse(method, f"{what}: its drafts read the target's cache", remedy)
+    if _reads_target_cache(spec):
+        option = spec.plan.target_forward_option if spec.plan else None
+        drafts = f"with {option} its drafts" if option else "its drafts"
+        _refuse(method, f"{what}: {drafts} read the target's cache", remedy)
 
 
 def _check_kv_transfer(method: str, vllm_config: Any) -> None:

@@ -219,7 +219,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
         device = current_device()
         method = get_method(str(self.plugin_method))
-        needs = self._needs()
+        needs = self.needs()
         none: frozenset[Capability] = frozenset()
         given = CAPABILITIES.get(device, none) | CAPABILITIES_V2.get(device, none)
         missing = sorted(needs - given)
@@ -256,7 +256,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             )
         parallel.worker_cls = (WORKERS_V2 if self.uses_v2 else WORKERS)[device]
 
-    def _needs(self) -> frozenset[Capability]:
+    def needs(self) -> frozenset[Capability]:
         """What the method and its head need of the adapter of a device."""
         method = get_method(str(self.plugin_method))
         return method.needs | (self.plan.needs if self.plan else frozenset())
@@ -292,7 +292,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
     def _check_v1(self, device: str) -> None:
         """Raises a ValueError where V1, which is taken, does not give the method what it needs."""
-        missing = sorted(self._needs() - CAPABILITIES[device])
+        missing = sorted(self.needs() - CAPABILITIES[device])
         if missing:
             raise ValueError(
                 f"Speculative method {self.plugin_method!r} does not run in vLLM's V1 model runner "

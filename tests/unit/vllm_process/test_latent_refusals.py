@@ -49,6 +49,8 @@ def config_of(target: Path, spec: dict[str, Any], **engine: Any) -> Any:
         ({"max_num_scheduled_tokens": 64}, {}, "scheduled_tokens=64 on .*max_model_len=256"),
         # What vLLM's scheduler does not follow above the other limit, which is 2048 here.
         ({"max_num_scheduled_tokens": 4096}, {}, None),
+        ({}, {"method": "tokenswift", "draft_source": "heads"}, None),
+        ({}, {"method": "tokenswift", "draft_source": "ngrams"}, None),
         ({}, {"method": "tokenswift", "draft_source": "self"},
          r"draft_source='self' on an MLA target .*another setting"),
     ],

@@ -205,9 +205,12 @@ def test_fp8_caches_are_read_by_whom_they_can_be(
     """Not by drafts over the target's own keys and values."""
     spec = _config(target, _jetspec(head), kv_cache_dtype=kind).speculative_config
     assert spec.plugin_method == "jetspec"
-    heads = make_tokenswift_heads(tmp_path / "heads", VOCAB)
+    heads = {"method": "tokenswift", "model": str(make_tokenswift_heads(tmp_path / "heads", VOCAB))}
+    for source in ("heads", "ngrams"):
+        assert _config(target, {**heads, "draft_source": source}, kv_cache_dtype=kind)
     for options, message in (
-        ({"method": "tokenswift", "model": str(heads), "draft_source": "self"}, "read the target"),
+        ({**heads, "draft_source": "self"}, "draft_source='self' its drafts read the target"),
+        (heads, "draft_source='auto' its drafts read the target"),
         (_jetspec(head, tree_kernel="triton"), "tree_kernel"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -248,7 +251,8 @@ def test_quantised_caches_by_device(
         model_config=SimpleNamespace(dtype="torch.bfloat16"),
         quant_config=SimpleNamespace(kv_cache_scheme=scheme),
     )
-    spec: Any = SimpleNamespace(**{"tree_kernel": "auto", "uses_v2": False, "plan": None} | options)
+    fields = {"tree_kernel": "auto", "uses_v2": False, "plan": None, "needs": frozenset, **options}
+    spec: Any = SimpleNamespace(**fields)
     if message is None:
         _check_cache_dtype("jetspec", spec, config)
         return
@@ -459,7 +463,10 @@ def test_drafts_do_not_read_a_quantised_cache_that_the_checkpoint_asks_for(
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": _FP8_CACHE}))
     heads = str(make_tokenswift_heads(tmp_path / "heads", VOCAB))
     assert _config(tmp_path, {"method": "ngram_tree"}).speculative_config.plugin_method
-    with pytest.raises(ValueError, match="'tokenswift' .*quantised KV cache: its drafts read"):
+    with pytest.raises(
+        ValueError,
+        match="quantised KV cache: with draft_source='self' its drafts read",
+    ):
         _config(tmp_path, {"method": "tokenswift", "model": heads, "draft_source": "self"})
 
 
