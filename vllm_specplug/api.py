@@ -25,6 +25,7 @@ from vllm_specplug.drafting.drafter import (
 )
 from vllm_specplug.drafting.head_files import HeadFiles, read_head_files
 from vllm_specplug.drafting.head_path import resolve_head_path
+from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.method import (
     API_VERSION,
     Capability,
@@ -55,6 +56,7 @@ __all__ = [
     "Drafter",
     "DrafterOptions",
     "HeadFiles",
+    "LateContextDrafter",
     "Method",
     "MethodOptions",
     "NgramBranches",

@@ -319,8 +319,9 @@ def demo(
         )
 
 
-def _forward(module: str, attribute: str, name: str) -> Callable[[typer.Context], None]:
-    """A command that forwards its arguments to an app, imported when the command runs."""
+def _forward(module: str, attribute: str, name: str, extra: str) -> Callable[[typer.Context], None]:
+    """A command that forwards its arguments to an app, imported when the command runs; `extra` of
+    the package has what that needs."""
 
     def command(ctx: typer.Context) -> None:
         try:
@@ -328,8 +329,8 @@ def _forward(module: str, attribute: str, name: str) -> Callable[[typer.Context]
         except ModuleNotFoundError as error:
             _fail(
                 f"`specplug {name}` needs the package {error.name!r}, which is not installed. "
-                "Run `make setup`, or install vllm-specplug with its extras: "
-                'pip install "vllm-specplug[train]".'
+                f"Run `make setup`, or install the extra in a clone of the repository: "
+                f"pip install --no-build-isolation -e '.[{extra}]'."
             )
         sub_app(args=list(ctx.args), prog_name=f"specplug {name}")
 
@@ -342,19 +343,19 @@ app.command(
     "data",
     help="Make training data from the target's own answers (see: specplug data --help).",
     context_settings=_PASS_THROUGH,
-)(_forward("vllm_specplug.train.cli", "data_app", "data"))
+)(_forward("vllm_specplug.train.cli", "data_app", "data", "train"))
 app.command(
     "train",
     help="Train a draft head (see: specplug train --help).",
     context_settings=_PASS_THROUGH,
-)(_forward("vllm_specplug.train.cli", "train_app", "train"))
+)(_forward("vllm_specplug.train.cli", "train_app", "train", "train"))
 for _name, _help in (
     ("bench", "Measure servers against plain vLLM under load (see: specplug bench --help)."),
     ("report", "Make an HTML page from benchmark results (see: specplug report --help)."),
     ("tune", "Find tree settings by measuring (see: specplug tune --help)."),
 ):
     app.command(_name, help=_help, context_settings=_PASS_THROUGH)(
-        _forward("vllm_specplug.bench.cli", f"{_name}_app", _name)
+        _forward("vllm_specplug.bench.cli", f"{_name}_app", _name, "bench")
     )
 
 

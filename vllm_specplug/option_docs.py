@@ -99,6 +99,8 @@ def describe_type(hint: Any) -> tuple[str, str]:
         return "string", ", ".join(f"`{choice}`" for choice in get_args(hint))
     if hint is str:
         return "string", "a path"
+    if get_origin(hint) is list:
+        return "list", "integers"
     return hint.__name__, "`true`, `false`" if hint is bool else ""
 
 

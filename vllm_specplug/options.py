@@ -34,13 +34,15 @@ class TreeOptions:
     """Options of the tree methods, beside vLLM's own speculative options."""
 
     tree_depth: int | None = Field(default=None, ge=1, le=64)
-    """Maximum depth of a tree. Default: what the head can draft (block size - 1)."""
+    """Maximum depth of a tree. Default: what the method drafts by itself (with a block head, block
+    size - 1), and for n-gram branches the number of nodes."""
     tree_width: int = Field(default=DEFAULT_TREE_WIDTH, ge=1, le=64)
     """Maximum number of children per node; 1 drafts a chain."""
     tree_builder: TreeBuilderName = "best_first"
     """How the node budget is spent: exact best-first expansion, the JetSpec paper's
     accum_logp, its entropy-guided order, or cumulative log-probability plus
-    `hybrid_lambda` x entropy."""
+    `hybrid_lambda` x entropy. All but the first need a head that scores every depth at once,
+    without reading drafted tokens."""
     hybrid_lambda: float = Field(default=0.1, ge=0.0, le=10.0)
     """Weight of the entropy term; only read by `tree_builder` "hybrid"."""
     ngram_topk: int = Field(default=3, ge=0, le=16)
@@ -54,8 +56,8 @@ class TreeOptions:
     it, up to `num_speculative_tokens`; with 0, only requests that ask for drafts get them."""
     max_request_budget: int | None = Field(default=None, ge=0)
     """Most nodes that a request may ask for with `specplug_tree_budget`, which are drafted whatever
-    they cost; 0 leaves a request nothing but to opt out. Default: twice `tree_budget`, which counts
-    as 16 where it is "auto" or 0; never more than `num_speculative_tokens`."""
+    they cost; with 0 a request can only switch drafts off. Default: twice `tree_budget`, which
+    counts as 16 where it is "auto" or 0; never more than `num_speculative_tokens`."""
     max_draft_context: int | None = Field(default=None, ge=0, le=_MAX_CONTEXT)
     """Tokens of context beyond which a request decodes plainly. Default: no limit."""
     max_step_rows: int | None = Field(default=None, ge=1, le=65536)
@@ -75,7 +77,7 @@ class TreeOptions:
     less time than a single one takes with vLLM's; without AVX-512 a dozen rows take a fifth to an
     eighth of the time of vLLM's, which then multiplies row by row. Rows without drafts are then
     attended by the tree kernel, too. "vllm" leaves both to vLLM. "auto" is "packed" where the CPU
-    has AVX-512 BF16 and no AMX, or AVX2 and no AVX-512."""
+    has AVX-512 BF16 and no AMX, or AVX2 and no AVX-512, unless AMD's zentorch is installed."""
     tree_kernel: KernelName = "auto"
     """Tree attention kernel. On CPU, "cpp" requires the compiled one. On CUDA, "cute"
     and "cute_ws" (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are

@@ -98,7 +98,8 @@ def shipped_head(folder: str) -> Path:
             return candidate
     raise ValueError(
         f"the head {folder!r} is not in this installation (looked in "
-        f"{', '.join(str(c) for c in candidates)}). Install from a clone of the repository."
+        f"{', '.join(str(c) for c in candidates)}). Install in a clone of the repository: "
+        "pip install --no-build-isolation -e ."
     )
 
 

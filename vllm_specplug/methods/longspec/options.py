@@ -31,9 +31,9 @@ class LongSpecOptions(MethodOptions):
     """Number of tokens before the anchor whose keys and values the method keeps per request,
     whatever the length of the context. Default: what the head was trained with."""
     beam_widths: list[int] | None = None
-    """Number of nodes per level of a tree, chosen by cumulative log-probability; the published
-    dynamic beam is [4, 16, 16, 16, 16]. Default: best-first within the node budget, down to
-    `tree_depth` (default 5)."""
+    """Number of nodes per level of a tree, chosen by cumulative log-probability, together at most
+    `num_speculative_tokens`; the published dynamic beam is [4, 16, 16, 16, 16], of 68 nodes.
+    Default: best-first within the node budget, down to `tree_depth` (default 5)."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         from vllm_specplug.methods.longspec.checkpoint import inspect_longspec_head

@@ -51,7 +51,8 @@ class TokenSwiftOptions(MethodOptions):
     """Number of consecutive tokens that the base prediction and heads draft. Default: the number of
     heads in the checkpoint plus one."""
     tree_widths: list[int] | None = None
-    """Number of children per node on each level; the published static tree is [1, 3, 3, 3].
+    """Number of children per node, 1..64, on each of at most `gamma` levels; the published static
+    tree is [1, 3, 3, 3], whose 40 nodes need `num_speculative_tokens` 40 or more.
     Default: best-first within the node budget."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
