@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.e2e.option_checks import PROMPTS, THINK_END, THINK_START, greedy, seeded
 from tests.e2e.pair import Counts, Pair, pair
+from tests.e2e.sessions import compare_constrained
 
 SCHEMA = {
     "type": "object",
@@ -222,3 +223,8 @@ def check_drafts_whose_parents_got_lost() -> None:
         every_kind(engines, KINDS, prunes=False)
     finally:
         Scheduler.update_draft_token_ids = ours
+
+
+def check_a_grammar_outlives_the_turn_that_asked_for_it() -> None:
+    """vLLM follows the grammar of a session's first turn to its end."""
+    compare_constrained(pair())

@@ -37,6 +37,7 @@ from vllm_specplug.vllm_worker.cache_groups import (
     draft_group,
 )
 from vllm_specplug.vllm_worker.calibration import start_budget
+from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.layer_states import collect_layer_states
@@ -80,6 +81,7 @@ class TreeRunnerMixin(_Runner):
         self.draft_group = 0
         # Requests that the drafter knows to have begun.
         self.begun: set[str] = set()
+        self.tree_constrained = ConstrainedRequests()
         self.tree_metrics = step_metrics(spec)
         self.planner = DraftPlanner.for_engine(vllm_config, self.tree_metrics.stats)
 
@@ -177,6 +179,7 @@ class TreeRunnerMixin(_Runner):
             # vLLM drops these in steps with rows alone, and a name may come back before one. That
             # of a session whose input goes on stays where its last step left its state.
             self.mamba_state_idx.pop(req_id, None)
+        self.tree_constrained.update(scheduler_output)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(
@@ -228,7 +231,7 @@ class TreeRunnerMixin(_Runner):
             is_inside = bool(nodes) and nodes[-1] < tree.num_nodes
             if is_inside and tree.token_ids[nodes].tolist() == list(tokens):
                 tree = tree.prefix(len(nodes)) if kept_nodes is None else tree.subset(nodes)
-                if kept_nodes is not None or tree.is_chain or not self.state.is_constrained(req_id):
+                if kept_nodes is not None or tree.is_chain or req_id not in self.tree_constrained:
                     return tree
                 # vLLM took the drafts for a line: the masks of their rows are not those of nodes.
                 self.tree_metrics.stats.observe_plain("grammar")
@@ -416,7 +419,7 @@ class TreeRunnerMixin(_Runner):
         if drafts is not None:
             parents = {}
             for req_id, tree in self.proposed_trees.items():
-                if self.state.is_constrained(req_id):
+                if req_id in self.tree_constrained:
                     parents[req_id] = tree.parent_indices.tolist()
             setattr(drafts, PARENTS_ATTRIBUTE, parents)
         return drafts

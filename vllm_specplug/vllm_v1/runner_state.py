@@ -173,12 +173,6 @@ class RunnerState(RunnerView):
         finally:
             generators.update(hidden)
 
-    def is_constrained(self, req_id: str) -> bool:
-        """Whether a request's output must follow a grammar."""
-        state = self.runner.requests.get(req_id)
-        params = None if state is None else state.sampling_params
-        return params is not None and params.structured_outputs is not None
-
     def ends_request(self, index: int, token_id: int) -> bool:
         """Whether vLLM ends the request at `index` of the batch once it emits this token."""
         params = self.runner.requests[self.req_ids[index]].sampling_params

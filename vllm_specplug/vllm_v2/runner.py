@@ -47,6 +47,7 @@ from vllm_specplug.vllm_v2.stop_tokens import MOST_STOP_TOKENS, StopTokens, stop
 from vllm_specplug.vllm_v2.tree_params import TreeParams
 from vllm_specplug.vllm_worker.cache_groups import draft_group
 from vllm_specplug.vllm_worker.calibration import start_budget
+from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.layer_states import collect_layer_states
@@ -116,7 +117,7 @@ class TreeRunnerV2Mixin(_Runner):
         # The same for a forward of dummies.
         self.rehearsed_states: StateStep | None = None
         # Running requests with a grammar.
-        self.tree_constrained: set[str] = set()
+        self.tree_constrained = ConstrainedRequests()
         # KV cache group of the drafter's own layers.
         self.draft_group = 0
         # [groups, T] int64 slots of the running step, linear.
@@ -258,7 +259,7 @@ class TreeRunnerV2Mixin(_Runner):
         if gone:
             # Ranks must free their slots in one order: sets of strings have none.
             self.speculator.forget(sorted(gone), sorted(ended))
-            self.tree_constrained -= gone
+        self.tree_constrained.update(scheduler_output)
         super().finish_requests(scheduler_output)
 
     def add_requests(self, scheduler_output: Any) -> None:
@@ -275,8 +276,6 @@ class TreeRunnerV2Mixin(_Runner):
                 _plain_reason(request, ends),
                 request.prefill_token_ids,
             )
-            if params is not None and params.structured_outputs is not None:
-                self.tree_constrained.add(request.req_id)
         if new:
             indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
             slots = device_tensor(indices, self.device)
