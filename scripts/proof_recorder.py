@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,22 @@ class _LeftOut(AssertionError):
     """What a case would compare with what was not computed."""
 
 
+def notes_of(items: Iterable[Any]) -> Notes:
+    """Of pytest's items, before any launch."""
+    notes: Notes = {}
+    for item in items:
+        source = inspect.getsource(item.function)
+        breaks = any(name in item.name for name in _NAMES)
+        notes[item.nodeid.partition("@")[0]] = {
+            "module": item.path.stem,
+            "full": item.get_closest_marker("full") is not None,
+            "control": breaks or any(words in source for words in _RAISES),
+            "damage": "damage" in source,
+            "launches": [],
+        }
+    return notes
+
+
 class Recorder:
     """Notes by node id: module, function, tier, controls and launches."""
 
@@ -65,16 +82,7 @@ class Recorder:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        for item in items:
-            source = inspect.getsource(item.function)
-            breaks = any(name in item.name for name in _NAMES)
-            self.notes[item.nodeid.partition("@")[0]] = {
-                "module": item.path.stem,
-                "full": item.get_closest_marker("full") is not None,
-                "control": breaks or any(words in source for words in _RAISES),
-                "damage": "damage" in source,
-                "launches": [],
-            }
+        self.notes = notes_of(items)
         items[:] = [item for item in items if item.path.stem not in LISTED]
         if not config.option.collectonly:
             leave_out(self)

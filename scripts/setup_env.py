@@ -234,6 +234,9 @@ class Environment:
         command += arguments
         if arguments[0] == "install" and CONSTRAINTS.is_file():
             command += ["--constraint", str(CONSTRAINTS)]
+        if arguments[0] == "install":
+            # Most of these thousands of modules are never imported; Python compiles the others.
+            command += ["--no-compile"]
         say(title)
         tail: deque[str] = deque(maxlen=15)
         process = subprocess.Popen(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "auto_budget_tensor_parallel": (TWO_RANKS, {"tree_budget": "auto"}, TWO_CORES),
     "largest_tree": ({}, {"num_speculative_tokens": 256, "tree_width": 12}, {}),
 }
+# What unit tests of builders and local heads hold in every run.
+_FULL_TIER = {
+    "accum_logp", "entropy", "hybrid", "ddtree_chain", "dels_gru_chain", "dels_no_gate_table",
+    "dels_readable",
+}  # fmt: skip
+
+
+def _by_tier(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(n, marks=pytest.mark.full if n in _FULL_TIER else ()) for n in names]
 
 
 # Block heads alone and with a local head: name of the local head's kind
@@ -76,7 +86,7 @@ def _plain(target: Path) -> EngineResult:
 
 
 @pytest.mark.xdist_group("engine_modes")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", _by_tier(MODES))
 def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str) -> None:
     target, head = models
     engine, options, env = MODES[mode]
@@ -166,7 +176,7 @@ def _fused_spec(folder: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.xdist_group("engine_modes")
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", _by_tier(FUSED))
 def test_fused_heads_keep_the_output(models: tuple[Path, Path], fused: Path, name: str) -> None:
     target, _ = models
     tree = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, name))

@@ -42,7 +42,7 @@ SCHEMA = {
 
 
 def _ids(count: int, start: int = 0) -> list[list[int]]:
-    return [list(p) for p in prompts(start + count, max_tokens=150)[start:]]
+    return [list(p) for p in prompts(start + count, max_tokens=96)[start:]]
 
 
 def _greedy(max_tokens: int, **params: Any) -> dict[str, Any]:

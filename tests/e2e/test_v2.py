@@ -27,7 +27,8 @@ def test_v2(name: str) -> None:
     assert_check("tests.e2e.v2_checks", name)
 
 
-@pytest.mark.slow
+# In every run `kernels/test_v2_cpu_kernels.py` compares each kernel with vLLM's own.
+@pytest.mark.full
 def test_v2_with_vllms_own_kernels(tmp_path: Path) -> None:
     result, log = tmp_path / "result.json", tmp_path / "log"
     arguments = ["tests.e2e.v2_checks", str(result), *INTERPRETED]

@@ -13,7 +13,7 @@ from tests.e2e import v2_kernel_checks
 from tests.e2e.fork_server import run_fresh
 from tests.e2e.pair import check_names
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("v2_kernel_checks")]
 
 
 @cache

@@ -258,6 +258,8 @@ NOT_FINITE = {
     "all": lambda x, number: [part[SPOILT].fill_(number) for part in x.values()],
 }
 SPOILT = 3
+# Of two blocks of rows, and another tree.
+SPOILT_SIZES = [20, 5]
 
 
 def _spoilt_rows(
@@ -327,7 +329,7 @@ def test_what_is_not_finite_reaches_those_who_continue_it(part: str, number: flo
     """Also across blocks of rows."""
     if part in ("decay", "strength", "all") and number == float("inf"):
         pytest.skip("gates of infinity are 0 and 1")
-    _check_spoilt(make_trees(bush, [40, 20]), part, number)
+    _check_spoilt(make_trees(bush, SPOILT_SIZES), part, number)
 
 
 @pytest.mark.parametrize("part", ["key", "value"])
@@ -350,4 +352,4 @@ def test_multiplied_as_it_is_it_reaches_other_branches(
 
     monkeypatch.setattr(delta_tree_triton, "tree_inputs_triton", as_they_are)
     with pytest.raises(AssertionError, match="sees a row of another branch"):
-        _check_spoilt(make_trees(bush, [40, 20]), part, float("nan"))
+        _check_spoilt(make_trees(bush, SPOILT_SIZES), part, float("nan"))

@@ -123,7 +123,7 @@ def test_merged_trees_are_those_of_the_host(has_head: bool, nodes: int, count: i
     rng = np.random.default_rng(nodes)
     size, length, width = 4, 10, 4
     merged_nodes = shared = 0
-    for _ in range(5):
+    for _ in range(2):
         statistics = learnt(rng, size, length)
         histories = texts(rng, 6, 90)
         depths = [int(d) for d in rng.integers(0, length + 1, len(histories))]
