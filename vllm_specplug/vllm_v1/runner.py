@@ -321,6 +321,18 @@ class TreeRunnerMixin(_Runner):
         with self.state.discarded_generators_hidden():
             return super()._bookkeeping_sync(*args, **kwargs)
 
+    def _get_nans_in_logits(self, logits: torch.Tensor | None) -> dict[str, int]:
+        if logits is None or not self.tree_step.has_drafts:
+            return super()._get_nans_in_logits(logits)
+        # vLLM takes row i for request i. What a rejected draft computed concerns nobody.
+        nans, root = logits.isnan().sum(-1).tolist(), 0
+        worst = []
+        for request in self.tree_step.requests:
+            rows = [root, *(root + 1 + node for node in request.accepted_path)]
+            worst.append(max(rows, key=nans.__getitem__))
+            root += request.end_row - request.root_row
+        return super()._get_nans_in_logits(logits[worst])
+
     # -- drafting -------------------------------------------------------------------------
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:

@@ -254,6 +254,17 @@ def emitting_rows(trees: StepTrees, walk: Walk) -> torch.Tensor:
     return walk.path_rows[trees.rows.row_requests, trees.rows.places]
 
 
+def along_paths(
+    walk: Walk,
+    # [M]
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """[R] sum of the values of the rows that a request's tokens are from."""
+    depth = torch.arange(walk.path_rows.shape[1], device=values.device)
+    is_path = depth <= walk.lengths[:, None]
+    return torch.where(is_path, values[walk.path_rows], 0).sum(1, dtype=values.dtype)
+
+
 def path_moves(
     trees: StepTrees,
     walk: Walk,

@@ -19,7 +19,13 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 
-from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, emitting_rows, walk_trees
+from vllm_specplug.vllm_v2.device_trees import (
+    StepTrees,
+    Walk,
+    along_paths,
+    emitting_rows,
+    walk_trees,
+)
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 
 
@@ -119,7 +125,7 @@ class TreeSampler:
         return SamplerOutput(
             sampled_token_ids=walk.emitted,
             logprobs_tensors=logprobs,
-            num_nans=num_nans,
+            num_nans=None if num_nans is None else along_paths(walk, num_nans),
             num_sampled=num_sampled,
             num_rejected=num_rejected,
             sampling_mask_tensors=masks,

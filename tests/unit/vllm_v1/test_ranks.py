@@ -16,6 +16,7 @@ from tests.e2e.fork_server import run_forked
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v1 import runner as runner_module
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
+from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 from vllm_specplug.vllm_worker.ranks import _packed, _unpacked
 
 
@@ -117,7 +118,7 @@ def _runner(**trees: DraftTree) -> TreeRunnerMixin:
 
     runner = object.__new__(TreeRunnerMixin)
     runner.proposed_trees = trees
-    runner.requests = {}
+    runner.tree_constrained = ConstrainedRequests()
     runner.tree_metrics = SimpleNamespace(stats=StepStats())  # type: ignore[assignment]
     return runner
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
+import torch
 from vllm.config import SchedulerConfig
-from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.options import max_scheduled_rows
@@ -33,11 +32,9 @@ CHAIN = DraftTree.chain([5, 6, 8])
 
 
 def _runner(tree: DraftTree, constrained: bool) -> Any:
-    grammar = StructuredOutputsParams(regex="a*") if constrained else None
     runner: Any = object.__new__(TreeRunnerMixin)
     runner.proposed_trees = {"r": tree}
-    params = SamplingParams(structured_outputs=grammar)
-    runner.requests = {"r": SimpleNamespace(sampling_params=params)}
+    runner.tree_constrained = {"r"} if constrained else set()
     runner.tree_metrics = SimpleNamespace(stats=StepStats())
     return runner
 
@@ -119,3 +116,27 @@ def test_steps_hold_no_more_rows_than_the_scheduler_gives_them(
         max_num_scheduled_tokens=scheduled,
     )
     assert max_scheduled_rows(config) == expected
+
+
+def test_nans_are_counted_where_tokens_are_from() -> None:
+    """vLLM's count of a request is that of a row; a rejected draft's may hold anything."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    class Runner(TreeRunnerMixin, GPUModelRunner):
+        def __init__(self) -> None:
+            self.input_batch = SimpleNamespace(req_id_to_index={"a": 0, "b": 1})
+
+    runner: Any = Runner()
+    tree = DraftTree.chain([5, 6])
+    runner.tree_step = TreeStep(
+        [
+            StepRequest(0, 0, 3, 9, tree, accepted_path=[0]),
+            StepRequest(3, 3, 4, 9, DraftTree.empty()),
+        ]
+    )
+    logits = torch.zeros(4, 8)
+    logits[2] = torch.nan
+    assert runner._get_nans_in_logits(logits) == {"a": 0, "b": 0}
+    logits[1, :3] = torch.nan
+    logits[3, 0] = torch.nan
+    assert runner._get_nans_in_logits(logits) == {"a": 3, "b": 1}

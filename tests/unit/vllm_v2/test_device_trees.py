@@ -18,6 +18,7 @@ from vllm_specplug.vllm_v2.device_trees import (
     NO_NODE,
     ROOT,
     TreeStore,
+    along_paths,
     ancestor_words,
     attach_trees,
     committed_rows,
@@ -240,6 +241,16 @@ def test_a_tree_is_only_found_below_its_own_root() -> None:
     store.clear(torch.tensor([1]))
     step = attach_trees(store, step_rows(input_batch([1], [8], [3]), 3))
     assert step.parent_rows.tolist() == [ROOT, NO_NODE, NO_NODE, NO_NODE]
+
+
+@pytest.mark.parametrize(("first", "total"), [(1, 1 + 2 + 8), (3, 1 + 4), (5, 1)])
+def test_values_are_added_up_along_accepted_paths(first: int, total: int) -> None:
+    # Siblings 1 and 3, and 4 below 1.
+    store = _put([-1, -1, 0], [1, 3, 4])
+    step = attach_trees(store, step_rows(input_batch([1], [8], [3]), 3))
+    samples, tokens = torch.tensor([first, 4, 7, 7]), torch.tensor([0, 1, 3, 4])
+    walk = walk_trees(step, samples, tokens)
+    assert along_paths(walk, torch.tensor([1, 2, 4, 8])).tolist() == [total]
 
 
 def test_rows_that_are_taken_out_are_not_accepted() -> None:

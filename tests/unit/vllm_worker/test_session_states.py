@@ -11,6 +11,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
+from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 
 
 class _Stock:
@@ -25,12 +26,13 @@ class _Runner(TreeRunnerMixin, _Stock):
         self.drafter: Any = SimpleNamespace(drafter=forget)
         self.planner: Any = forget
         self.proposed_trees: Any = {}
+        self.tree_constrained = ConstrainedRequests()
         self.mamba_state_idx = blocks
 
 
 def test_v1_forgets_the_blocks_of_what_ends_and_no_others() -> None:
     runner = _Runner({"ended": 1, "preempted": 2, "session": 3, "other": 4})
-    scheduled = [SimpleNamespace(req_id=name) for name in ("session", "new")]
+    scheduled = [SimpleNamespace(req_id=name, sampling_params=None) for name in ("session", "new")]
     runner._update_states(
         SimpleNamespace(
             finished_req_ids={"ended"},
