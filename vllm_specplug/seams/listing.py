@@ -331,11 +331,12 @@ _WORKER_USES: tuple[Seam, ...] = (
     *overrides(
         "runner_sample",
         "acceptance is a walk; compaction must end before blocks are hashed; vLLM rewinds CPU "
-        "generators of prompt chunks, which raises",
+        "generators of prompt chunks, which raises, and counts NaN of rows as of requests",
         "a registered method may bring its own acceptance",
         _RUNNER,
         "_sample",
         "_bookkeeping_sync",
+        "_get_nans_in_logits",
     ),
     *overrides(
         "runner_draft",

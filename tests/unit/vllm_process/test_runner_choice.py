@@ -309,7 +309,7 @@ def test_v1_refuses_what_v2_alone_gives(target: Path, monkeypatch: pytest.Monkey
     from vllm_specplug.vllm_process import spec_config
 
     monkeypatch.setattr(spec_config, "CAPABILITIES", {"cpu": frozenset()})
-    monkeypatch.setattr(spec_config.SpecPlugSpeculativeConfig, "_needs", lambda self: NEEDS)
+    monkeypatch.setattr(spec_config.SpecPlugSpeculativeConfig, "needs", lambda self: NEEDS)
     refusal = r"'ngram_tree' .*V1 model runner on cpu, which does not give it window\. Unset"
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ValueError, match=refusal):
