@@ -115,10 +115,9 @@ CONFIGURATIONS = {
     **{f"{name}_fixed": options for name, options in METHODS.items() if name != "jetspec_ngrams"},
     **{f"{name}_default": options for name, options in DEFAULTS.items()},
 }
-# Defaults of all methods but one in every run (dspark_tree is ddtree's drafter, built as dels), and
-# of fixed budgets one with draft forwards of the target.
-_IN_EVERY_RUN = {"tokenswift_fixed", *(f"{name}_default" for name in DEFAULTS)}
-_IN_EVERY_RUN -= {"dspark_tree_default"}
+# Defaults in every run; of ddtree, dels and dspark_tree, which draft alike with a block head, one.
+_IN_EVERY_RUN = {f"{name}_default" for name in DEFAULTS}
+_IN_EVERY_RUN -= {"ddtree_default", "dspark_tree_default"}
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,9 @@ def marks(config) -> list[pytest.MarkDecorator]:
     beside = pytest.mark.xdist_group(f"cute{config.head_dim}")
     usual = config.dtype == "bfloat16" and config.head_dim != 96
     if isinstance(config, ForwardConfig):
-        shapes = ((1, 16), (3, 16), (3, 64), (2, 16))
+        shapes = ((1, 16), (3, 64), (2, 16))
         usual = usual and (config.warpgroups, config.box) in shapes
-        features = config.window + config.soft_cap + config.alibi
-        usual = usual and (features in (0, 3) or config.head_dim == 64)
+        usual = usual and config.window + config.soft_cap + config.alibi in (0, 3)
         if config.rescaled:
             usual = usual and config.head_dim == 128 and config.warpgroups > 1
     return [beside] if usual else [beside, pytest.mark.full]
