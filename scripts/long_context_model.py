@@ -75,7 +75,7 @@ class Draft:
 
 
 def _over_context(layers: int, rows: int) -> Callable[[int, int, Device], float]:
-    """Of layers that attend the whole context with so many rows per request."""
+    """Microseconds of layers that attend the whole context, with `rows` rows per request."""
     return lambda context, batch, device: layers * attention_us(context, rows - 1, device, batch)
 
 
