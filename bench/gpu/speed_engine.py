@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine in a process of its own, whose target is a known chain of tokens and whose drafts have
+an imposed acceptance.
+
+The target keeps its shape and its cost; its weights are made so that the token behind t is
+`successors[t]`, far from a tie. The drafter runs as it is, and its candidates are then overwritten:
+the target's token gets the rank that the acceptance model draws, and every other candidate is
+wrong. Both happen on the device, inside the captured graphs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+DRAWS = 1 << 16
+# The fractional part of the golden ratio: its multiples cover the draws evenly.
+GOLDEN = 0.6180339887498949
+
+
+class ImposedDrafts:
+    """Overwrites the candidates of block heads.
+
+    Args:
+        depth, width: largest depth and rank of a candidate.
+    """
+
+    def __init__(self, vocab_size: int, depth: int, width: int) -> None:
+        self.vocab_size, self.depth, self.width = vocab_size, depth, width
+        self.successors: Any = None
+
+    def install(self) -> None:
+        from vllm_specplug.methods.block.drafter import BlockHeadDrafter
+
+        stock = BlockHeadDrafter.candidates
+
+        def candidates(drafter: Any, requests: Any, depth: int, width: int) -> Any:
+            return self.overwrite(*stock(drafter, requests, depth, width), requests.anchors)
+
+        BlockHeadDrafter.candidates = candidates  # type: ignore[method-assign]
+
+    def prepare(self, device: Any) -> None:
+        """Puts the tables on the device. Captured graphs read them, so they are made once."""
+        if self.successors is not None:
+            return
+        import torch
+        from acceptance_model import successors
+
+        self.ranks = torch.zeros((DRAWS, self.depth), dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(self.width, device=device)
+        self.draw = torch.zeros((), dtype=torch.float64, device=device)
+        self.places = torch.arange(1024, device=device) * GOLDEN
+        table = torch.from_numpy(successors(self.vocab_size, self.depth))
+        self.successors = table.to(device)
+
+    def set(self, a: float, nodes: int, device: Any) -> None:
+        """Draws acceptance with `a`, see `acceptance_model`, for trees of `nodes` nodes."""
+        import numpy as np
+        import torch
+        from acceptance_model import drawn_ranks, rank_probabilities
+
+        self.prepare(device)
+        ranks = drawn_ranks(a, nodes, self.depth, self.width, DRAWS)
+        self.ranks.copy_(torch.from_numpy(ranks))
+        logs = np.log(np.maximum(rank_probabilities(a, self.width), 1e-9))
+        self.log_probs.copy_(torch.from_numpy(logs.astype(np.float32)))
+
+    def overwrite(self, ids: Any, log_probs: Any, anchors: Any) -> tuple[Any, Any]:
+        """Candidates [R, D, W] of the requests whose last tokens are `anchors` [R]."""
+        import torch
+
+        device = ids.device
+        # The first drafts are made before graphs are captured.
+        self.prepare(device)
+        anchors = torch.as_tensor(anchors, device=device)
+        requests, depth, width = ids.shape
+        lines = ((self.draw + self.places[:requests]) % 1.0 * DRAWS).long()
+        self.draw.add_(requests * GOLDEN).remainder_(1.0)
+        right = self.successors[anchors][:, :depth, None]
+        rank = torch.arange(width, device=device)
+        wrong = (right + 1 + rank) % self.vocab_size
+        ids = torch.where(rank == self.ranks[lines][:, :depth, None], right, wrong)
+        return ids, self.log_probs[:width].expand_as(log_probs).contiguous()
+
+
+def impose_target(weights: dict[str, Any], vocab_size: int) -> None:
+    """Gives a target with these weights its chain of tokens, in place."""
+    import torch
+    from acceptance_model import successors
+
+    (embedding,) = (w for name, w in weights.items() if name.endswith("embed_tokens.weight"))
+    (lm_head,) = (w for name, w in weights.items() if name.endswith("lm_head.weight"))
+    following = torch.from_numpy(successors(vocab_size, 1)[:, 0]).to(embedding.device)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            if "norm" in name:
+                weight.fill_(1.0)
+        embedding.mul_(1000.0)
+        lm_head.zero_()
+        lm_head[following] = embedding[:vocab_size]
+
+
+class Engine:
+    """An engine of the job, ready for calls."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.job = job
+        speculative = job.get("speculative")
+        self.drafts: ImposedDrafts | None = None
+        options: dict[str, Any] = {}
+        if speculative is not None:
+            options = {"speculative_config": speculative}
+            if not job["stock"]:
+                self.drafts = ImposedDrafts(job["vocab_size"], job["depth"], job["width"])
+                self.drafts.install()
+        start = time.perf_counter()
+        self.llm = LLM(disable_log_stats=False, seed=0, **job["engine"], **options)
+        self.start_s = time.perf_counter() - start
+        core = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        worker = core.model_executor.driver_worker
+        self.runner = getattr(worker, "worker", worker).model_runner
+        if job["is_dummy"]:
+            impose_target(dict(self.runner.model.named_parameters()), job["vocab_size"])
+
+    def facts(self) -> dict[str, Any]:
+        """What the engine decided at start."""
+        config = self.llm.llm_engine.vllm_config
+        compilation = config.compilation_config
+        return {
+            "start_s": self.start_s,
+            "mode": str(compilation.mode),
+            "cudagraph_mode": str(compilation.cudagraph_mode),
+            "capture_sizes": compilation.cudagraph_capture_sizes,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "attention": str(config.attention_config.backend),
+        }
+
+    def call(self, cell: dict[str, Any]) -> dict[str, Any]:
+        """Decodes `batch` requests of `context` tokens for `tokens` tokens each, and times the steps
+        in which all of them decode."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._impose(cell)
+        params = SamplingParams(
+            temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=cell["tokens"],
+            output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+        vocab_size = self.job["vocab_size"]
+        prompts = [
+            [(7919 * (i + 1) * (j + 1) + i) % (vocab_size - 10) + 5 for j in range(cell["context"])]
+            for i in range(cell["batch"])
+        ]
+        # Prefix hits from here on.
+        first = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=1)
+        self.llm.generate([{"prompt_token_ids": p} for p in prompts], first, use_tqdm=False)
+        before = self._counters()
+        with Profile(cell.get("profile")) as profile:
+            arrivals = self._run(prompts, params, profile)
+        after = self._counters()
+        drafts = after["drafts"] - before["drafts"]
+        accepted = after["accepted"] - before["accepted"]
+        result = {
+            **cell, **summary(arrivals), "drafts": drafts, "accepted": accepted,
+            "mean_acceptance": 1 + accepted / drafts if drafts else 1.0,
+            "is_chain": None if self.job["stock"] else self._is_chain(prompts, arrivals),
+        }  # fmt: skip
+        if cell.get("profile"):
+            result["kernels"] = profile.kernels()
+        return result
+
+    def _impose(self, cell: dict[str, Any]) -> None:
+        a = cell.get("a")
+        if a is None:
+            return
+        if self.drafts is not None:
+            self.drafts.set(a, cell["nodes"], self.runner.device)
+        elif self.job["stock"]:
+            self.runner.rejection_sampler.synthetic_conditional_rates.fill_(a)
+
+    def _run(self, prompts: list[list[int]], params: Any, profile: Profile) -> list[list[Any]]:
+        """Of each request, (seconds, token ids) of every output."""
+        engine = self.llm.llm_engine
+        arrivals: dict[str, list[Any]] = {}
+        for i, prompt in enumerate(prompts):
+            request_id = f"{time.perf_counter_ns()}-{i}"
+            arrivals[request_id] = []
+            engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                if ids := list(output.outputs[0].token_ids):
+                    arrivals[output.request_id].append((now, ids))
+            profile.step(all(arrivals.values()))
+        return list(arrivals.values())
+
+    def _is_chain(self, prompts: list[list[int]], arrivals: list[list[Any]]) -> bool:
+        from acceptance_model import successors
+
+        following = successors(self.job["vocab_size"], 1)[:, 0]
+        for prompt, outputs in zip(prompts, arrivals, strict=True):
+            tokens = [prompt[-1], *(token for _, ids in outputs for token in ids)]
+            if any(following[a] != b for a, b in zip(tokens, tokens[1:], strict=False)):
+                return False
+        return True
+
+    def _counters(self) -> dict[str, float]:
+        names = {"vllm:spec_decode_num_drafts": "drafts",
+                 "vllm:spec_decode_num_accepted_tokens": "accepted"}  # fmt: skip
+        found = dict.fromkeys(names.values(), 0.0)
+        for metric in self.llm.get_metrics():
+            if metric.name in names:
+                found[names[metric.name]] += metric.value  # type: ignore[attr-defined]
+        return found
+
+
+def summary(arrivals: list[list[Any]]) -> dict[str, Any]:
+    """Rates of the time in which all requests decode."""
+    start = max(outputs[0][0] for outputs in arrivals)
+    end = min(outputs[-1][0] for outputs in arrivals)
+    inside = [[o for o in outputs if start < o[0] <= end] for outputs in arrivals]
+    times = sorted({at for outputs in inside for at, _ in outputs})
+    gaps = [b - a for a, b in zip([start, *times], times, strict=False)]
+    tokens = sum(len(ids) for outputs in inside for _, ids in outputs)
+    steps = sum(len(outputs) for outputs in inside)
+    per_token = sorted(
+        (outputs[-1][0] - outputs[0][0]) / sum(len(ids) for _, ids in outputs[1:])
+        for outputs in arrivals
+    )
+    return {
+        "tokens_per_s": tokens / (end - start),
+        "step_ms": 1e3 * (end - start) / len(times),
+        "median_step_ms": 1e3 * median(gaps),
+        "steps": len(times),
+        "tokens_per_step": tokens / steps,
+        "tpot_ms": 1e3 * median(per_token),
+        "p99_tpot_ms": 1e3 * per_token[min(len(per_token) - 1, int(0.99 * len(per_token)))],
+    }
+
+
+class Profile:
+    """Kernels and operations of a few steps, once all requests decode; nothing where not asked."""
+
+    SKIPPED, TAKEN = 6, 8
+
+    def __init__(self, is_asked: bool | None) -> None:
+        self.profiler: Any = None
+        self.seen = 0
+        if is_asked:
+            from torch.profiler import ProfilerActivity, profile
+
+            self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def step(self, all_decode: bool) -> None:
+        if self.profiler is None or not all_decode:
+            return
+        self.seen += 1
+        if self.seen == self.SKIPPED:
+            self.profiler.start()
+            self.start = time.perf_counter()
+        elif self.seen == self.SKIPPED + self.TAKEN:
+            self.wall_ms = 1e3 * (time.perf_counter() - self.start) / self.TAKEN
+            self.profiler.stop()
+
+    def kernels(self) -> dict[str, Any]:
+        """By name: launches and microseconds per step, the largest first."""
+        rows = []
+        for event in self.profiler.key_averages():
+            us = getattr(event, "self_device_time_total", 0.0) / self.TAKEN
+            on_device = "CUDA" in str(event.device_type)
+            host_us = 0.0 if on_device else event.self_cpu_time_total / self.TAKEN
+            rows.append((event.key[:120], on_device, event.count / self.TAKEN, us, host_us))
+        device = sorted((r for r in rows if r[1]), key=lambda r: -r[3])
+        host = sorted((r for r in rows if not r[1]), key=lambda r: -r[4])
+        return {
+            "wall_ms": self.wall_ms,
+            "device_ms": sum(r[3] for r in device) / 1e3,
+            "launches": sum(r[2] for r in device),
+            "device": [(r[0], r[2], round(r[3], 1)) for r in device[:70]],
+            "host": [(r[0], r[2], round(r[4], 1)) for r in host[:70]],
+        }
+
+
+def serve(job: dict[str, Any], connection: Any) -> None:
+    """Starts the job's engine and answers calls until None comes. Errors are answers, too."""
+    with Path(job["log"]).open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    # One process, so that weights and drafts can be imposed.
+    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **job["env"]})
+    sys.path.insert(0, str(Path(__file__).parent))
+    try:
+        engine = Engine(job)
+        connection.send(engine.facts())
+        answer(engine.call, connection)
+    except Exception as error:
+        traceback.print_exc()
+        connection.send({"problem": f"{type(error).__name__}: {error}"[:2000]})
+
+
+def answer(call: Callable[[dict[str, Any]], dict[str, Any]], connection: Any) -> None:
+    while (cell := connection.recv()) is not None:
+        result = call(cell)
+        print(json.dumps({k: v for k, v in result.items() if k != "kernels"}), flush=True)
+        connection.send(result)
