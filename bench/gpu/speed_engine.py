@@ -145,8 +145,7 @@ class Engine:
         }
 
     def call(self, cell: dict[str, Any]) -> dict[str, Any]:
-        """Decodes `batch` requests of `context` tokens for `tokens` tokens each, and times the steps
-        in which all of them decode."""
+        """Decodes `tokens` tokens of `batch` requests, and times the steps in which all decode."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
