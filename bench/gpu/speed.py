@@ -264,11 +264,10 @@ class Speed:
             self.running.pop(name).stop()
         kernels = answer.pop("kernels", None)
         if kernels is not None:
-            self.report.data.setdefault("kernels", []).append(
-                {"arm": name, "batch": batch, **kernels}
-            )
-            print(f"   {name} {batch}: {kernels['wall_ms']:.2f} ms, device {kernels['device_ms']:.2f}, "
-                  f"launches {kernels['launches']}", flush=True)  # fmt: skip
+            row = {"arm": name, "batch": batch, **kernels}
+            self.report.data.setdefault("kernels", []).append(row)
+            short = {key: row[key] for key in ("wall_ms", "device_ms", "launches")}
+            print(f"   {name}, batch {batch}: {short}", flush=True)
             self.report.save()
             return
         row = {"arm": name, "profile": profile if arm.nodes else "-", "round": number, **answer}
