@@ -335,6 +335,8 @@ def main() -> int:
     for phase in args.phases:
         with report.part(phase):
             speed.phase(phase.split(";"))
+        if not speed.running:
+            break
     for engine in speed.running.values():
         engine.stop()
     return report.finish()
