@@ -53,12 +53,14 @@ class ImposedDrafts:
         import torch
         from acceptance_model import successors
 
-        self.ranks = torch.zeros((DRAWS, self.depth), dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros(self.width, device=device)
-        self.draw = torch.zeros((), dtype=torch.float64, device=device)
-        self.places = torch.arange(1024, device=device) * GOLDEN
-        table = torch.from_numpy(successors(self.vocab_size, self.depth))
-        self.successors = table.to(device)
+        # Drafts update them in vLLM's inference mode and outside of it.
+        with torch.inference_mode(False):
+            self.ranks = torch.zeros((DRAWS, self.depth), dtype=torch.int64, device=device)
+            self.log_probs = torch.zeros(self.width, device=device)
+            self.draw = torch.zeros((), dtype=torch.float64, device=device)
+            self.places = torch.arange(1024, device=device) * GOLDEN
+            table = torch.from_numpy(successors(self.vocab_size, self.depth))
+            self.successors = table.to(device)
 
     def set(self, a: float, nodes: int, device: Any) -> None:
         """Draws acceptance with `a`, see `acceptance_model`, for trees of `nodes` nodes."""
@@ -79,7 +81,8 @@ class ImposedDrafts:
         device = ids.device
         # The first drafts are made before graphs are captured.
         self.prepare(device)
-        anchors = torch.as_tensor(anchors, device=device)
+        if not isinstance(anchors, torch.Tensor):
+            anchors = torch.tensor(anchors, device=device)
         requests, depth, width = ids.shape
         lines = ((self.draw + self.places[:requests]) % 1.0 * DRAWS).long()
         self.draw.add_(requests * GOLDEN).remainder_(1.0)
