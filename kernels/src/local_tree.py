@@ -17,6 +17,9 @@ from .extension import has_cpu_extension
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GROUP, _PANEL, _WORDS = 32, 16, 16
 
+MOST_CANDIDATES = 32
+"""Of the device's kernel: each costs a round over the first chunk of every part of a row."""
+
 
 def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """[N, K] with zeros up to multiples of `rows` and `columns`."""
@@ -175,6 +178,11 @@ def build_local_trees(
     return token_ids, parents, node_depths, scores, counts
 
 
+def copies_no_logits(device: torch.device, count: int) -> bool:
+    """Whether `top_candidates` makes no float32 copy of logits on `device`."""
+    return device.type == "cuda" and count <= MOST_CANDIDATES
+
+
 def top_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` likeliest of each row of logits [..., V], best first; ties to the lower id.
 
@@ -182,12 +190,17 @@ def top_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
         Ids int64 and log-probabilities over the whole row float32, [..., min(count, V)].
     """
     count = min(count, logits.shape[-1])
+    shape = (*logits.shape[:-1], count)
     if logits.device.type == "cpu" and can_build_local_trees(logits.dtype):
         flat = logits.flatten(0, -2).contiguous()
         ids = torch.empty((flat.shape[0], count), dtype=torch.int64)
         log_probs = torch.empty((flat.shape[0], count), dtype=torch.float32)
         torch.ops.specplug.top_candidates.default(flat, ids, log_probs)
-        shape = (*logits.shape[:-1], count)
+        return ids.view(shape), log_probs.view(shape)
+    if copies_no_logits(logits.device, count) and logits.dtype in _COMPILED_DTYPES:
+        from .top_candidates_triton import top_candidates_triton
+
+        ids, log_probs = top_candidates_triton(logits.flatten(0, -2), count)
         return ids.view(shape), log_probs.view(shape)
     logits = logits.float()
     top = logits.topk(count, dim=-1)

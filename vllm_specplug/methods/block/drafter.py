@@ -28,13 +28,16 @@ from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.kernels import build_best_first, can_build_best_first, top_candidates
 from vllm_specplug.kernels.draft_rows import block_inputs
+from vllm_specplug.kernels.local_tree import copies_no_logits
 from vllm_specplug.methods.block.checkpoint import BlockHeadExtras, load_block_head
 from vllm_specplug.methods.block.fused_head import FusedBlockHead
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.tree import DraftTree, build_tree
 
-# Draft logits that exist at once, most; in float32 that is 128 MiB.
+# Draft logits that exist at once, most: 128 MiB in float32, or 512 MiB in bfloat16 where nothing
+# copies them, so that the weights of the LM head are read once.
 _MOST_LOGITS = 1 << 25
+_MOST_LOGITS_IN_PLACE = 1 << 28
 
 
 class BlockHeadDrafter(LateContextDrafter):
@@ -214,7 +217,8 @@ class BlockHeadDrafter(LateContextDrafter):
         hidden = self.head(block, positions, attend)
         hidden = hidden.unflatten(0, (num_reqs, rows))[:, first : first + depth]
         # A piece at a time: logits of all requests would be the largest tensor of a step.
-        pieces = hidden.flatten(0, 1).split(max(1, _MOST_LOGITS // self.vocab_size))
+        most = _MOST_LOGITS_IN_PLACE if copies_no_logits(device, width) else _MOST_LOGITS
+        pieces = hidden.flatten(0, 1).split(max(1, most // self.vocab_size))
         found = [top_candidates(self.lm_head(piece), width) for piece in pieces]
         ids, log_probs = (
             found[0] if len(found) == 1 else (torch.cat(part) for part in zip(*found, strict=True))
