@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What lies between the matrix products of a draft layer, on a handful of rows.
 
-Composed of torch's operators, the norms alone take an eighth of a small head's draft on a CPU core.
+Composed of torch's operators, the norms alone take an eighth of a small head's draft on a CPU core,
+and on a GPU launches are what a draft takes. There `row_ops_triton` has a kernel for each function.
 Results are rounded once, where torch's compositions round in between.
 """
 
@@ -13,16 +14,25 @@ import torch.nn.functional as F
 from .extension import has_cpu_extension
 
 _COMPILED = (torch.bfloat16, torch.float32)
+_TRITON = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _is_compiled(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in _COMPILED and has_cpu_extension()
 
 
+def _has_kernel(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype in _TRITON
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, size: int = 0) -> torch.Tensor:
     """Root-mean-square norm of x [T, N], times weight [N]; each `size` numbers of a row alone
     where it is given."""
     size = size or x.shape[-1]
+    if _has_kernel(x):
+        from .row_ops_triton import rms_norm_triton
+
+        return rms_norm_triton(x, weight, eps, size)
     if _is_compiled(x):
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -37,6 +47,10 @@ def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + delta [T, N], and its norm times weight [N]."""
+    if _has_kernel(x):
+        from .row_ops_triton import add_rms_norm_triton
+
+        return add_rms_norm_triton(x, delta, weight, eps)
     if _is_compiled(x) and x.is_contiguous() and delta.is_contiguous():
         total, out = torch.empty_like(x), torch.empty_like(x)
         torch.ops.specplug.norm_rows.default(x, delta, weight, x.shape[-1], eps, total, out)
@@ -55,8 +69,12 @@ def rotate_heads(
         sin: [P, Dh], the sines of both halves, negative in the first one.
 
     Raises:
-        RuntimeError: for a position outside the tables.
+        RuntimeError: on a CPU, for a position outside the tables.
     """
+    if _has_kernel(x):
+        from .row_ops_triton import norm_rotate_triton
+
+        return norm_rotate_triton(x, None, cos, sin, positions)
     if _is_compiled(x) and x.stride(2) == 1 and x.stride(1) == x.shape[2]:
         out = x.new_empty(x.shape)
         torch.ops.specplug.rotate_heads.default(x, cos, sin, positions, out)
@@ -65,8 +83,34 @@ def rotate_heads(
     return x * cos[positions].unsqueeze(1) + swapped * sin[positions].unsqueeze(1)
 
 
+def norm_rotate_heads(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """`rms_norm` of each head of x [T, heads, Dh] times weight [heads, Dh], then `rotate_heads` of
+    as many of its first numbers as the tables have columns."""
+    if _has_kernel(x):
+        from .row_ops_triton import norm_rotate_triton
+
+        return norm_rotate_triton(x, weight, cos, sin, positions, eps)
+    normed = rms_norm(x.flatten(-2), weight.flatten(), eps, x.shape[-1]).view(x.shape)
+    turned = cos.shape[-1]
+    if turned == x.shape[-1]:
+        return rotate_heads(normed, cos, sin, positions)
+    rotated = rotate_heads(normed[..., :turned].contiguous(), cos, sin, positions)
+    return torch.cat((rotated, normed[..., turned:]), dim=-1)
+
+
 def gated_silu(x: torch.Tensor) -> torch.Tensor:
     """SiLU of the first half of x [T, 2I] times its second half, [T, I]."""
+    if _has_kernel(x):
+        from .row_ops_triton import gated_silu_triton
+
+        return gated_silu_triton(x)
     if _is_compiled(x) and x.is_contiguous():
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
         torch.ops.specplug.gated_silu.default(x, out)

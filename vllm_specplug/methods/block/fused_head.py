@@ -3,9 +3,9 @@
 
 Drafting one block is bound by launches and weight bytes, not by arithmetic. Projections that
 read the same input are joined (q, k, v; gate, up; the context keys and values of all layers),
-and rotary tables are computed once. With packed int8 products everything between two of them
-joins them (`kernels.draft_rows`). `methods.block.head.BlockHead` is the readable version and the
-oracle.
+and rotary tables are computed once. What lies between two products is `kernels.row_ops`, or, where
+they are packed int8 ones, joins them (`kernels.draft_rows`). `methods.block.head.BlockHead` is the
+readable version and the oracle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_specplug.kernels.draft_rows import (
     finish_layer,
     project_heads,
 )
-from vllm_specplug.kernels.row_ops import rms_norm
+from vllm_specplug.kernels.row_ops import add_rms_norm, gated_silu, norm_rotate_heads, rms_norm
 from vllm_specplug.methods.block.head import Attend, BlockHead, BlockLayer, rotary_cos_sin
 
 
@@ -81,21 +81,22 @@ class FusedBlockHead:
         self.context = make_linear(
             *_joined([a.k_proj for a in attentions] + [a.v_proj for a in attentions])
         )
-        # [num_layers, Dh], and [num_layers, 1, 1, Dh]
+        # [num_layers, Dh], and [num_layers * Hkv, Dh]
         self.key_norms = torch.stack([a.k_norm.weight for a in attentions])
-        self.context_k_norm = self.key_norms[:, None, None]
+        self.context_key_norm = self.key_norms.repeat_interleave(self.num_kv_heads, 0)
         self.layers = [_FusedLayer(layer, make_linear) for layer in head.layers]
+        # What follows each layer's sum
+        self.next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         cos, sin = rotary_cos_sin(torch.arange(max_positions), config.rotary)
         dtype, device = head.norm.weight.dtype, head.norm.weight.device
-        # Leading dimensions of a head that are turned
-        self.rotated = config.rotary.rotated
-        # [max_positions, 1, rotated]: both halves, so that rotating is two products and a sum
-        self.cos = torch.cat((cos, cos), -1)[:, None].to(device, dtype)
-        self.sin = torch.cat((-sin, sin), -1)[:, None].to(device, dtype)
+        # [max_positions, rotated]: both halves, so that rotating is two products and a sum
+        self.rotary = RotaryTables(
+            torch.cat((cos, cos), -1).to(device, dtype),
+            torch.cat((-sin, sin), -1).to(device, dtype),
+        )
         products = [self.fc, self.context, *(p for layer in self.layers for p in layer.products)]
-        self.joins_rows = can_join_rows(products, self.head_dim, self.rotated, dtype)
+        self.joins_rows = can_join_rows(products, self.head_dim, config.rotary.rotated, dtype)
         """Whether norms, rotations and sums are one with the products next to them."""
-        self.rotary = RotaryTables(self.cos[:, 0], self.sin[:, 0])
 
     def context_heads(
         self, aux: torch.Tensor, positions: torch.Tensor
@@ -110,16 +111,18 @@ class FusedBlockHead:
 
     def context_features(self, aux: torch.Tensor) -> torch.Tensor:
         """[T, L*Ht] -> [T, H]."""
-        return self._rms_norm(self.fc(aux), self.hidden_norm)
+        return rms_norm(self.fc(aux), self.hidden_norm, self.eps)
 
     def context_kv(
         self, features: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, H], [T] -> keys (normed, rotated) and values [num_layers, T, Hkv, Dh]."""
-        shape = (2, len(self.layers), self.num_kv_heads, self.head_dim)
-        keys, values = self.context(features).unflatten(-1, shape).permute(1, 2, 0, 3, 4).unbind(0)
-        keys = F.rms_norm(keys, (self.head_dim,), eps=self.eps) * self.context_k_norm
-        return self._rotate(keys, positions), values
+        layers = (len(self.layers), self.num_kv_heads)
+        heads = self.context(features).unflatten(-1, (-1, self.head_dim))
+        keys, values = heads.chunk(2, dim=1)
+        keys = norm_rotate_heads(keys, self.context_key_norm, *self.rotary, positions, self.eps)
+        keys, values = (kv.unflatten(1, layers).transpose(0, 1) for kv in (keys, values))
+        return keys, values
 
     def block_embeds(self, anchor_embeds: torch.Tensor, rows: int) -> torch.Tensor:
         """[B, H] -> [B, rows, H]: the anchors, then masks."""
@@ -133,18 +136,18 @@ class FusedBlockHead:
         """[T, H], [T] -> final normed hidden states [T, H]."""
         if self.joins_rows:
             return self._forward_joined(input_embeds, positions, attend)
-        x = input_embeds
+        x, normed = input_embeds, rms_norm(input_embeds, self.layers[0].input_norm, self.eps)
         num_qk = self.num_heads + self.num_kv_heads
-        for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(self._rms_norm(x, layer.input_norm))
-            qkv = qkv.unflatten(-1, (num_qk + self.num_kv_heads, self.head_dim))
-            qk = F.rms_norm(qkv[:, :num_qk], (self.head_dim,), eps=self.eps) * layer.qk_norm
-            qk = self._rotate(qk, positions)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, self.next_norms, strict=True)):
+            qkv = layer.qkv(normed).unflatten(-1, (num_qk + self.num_kv_heads, self.head_dim))
+            qk = norm_rotate_heads(
+                qkv[:, :num_qk], layer.qk_norm, *self.rotary, positions, self.eps
+            )
             mixed = attend(index, qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, num_qk:])
-            x = x + layer.output(mixed.flatten(-2))
-            gate, up = layer.gate_up(self._rms_norm(x, layer.post_norm)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
-        return self._rms_norm(x, self.norm)
+            x, normed = add_rms_norm(x, layer.output(mixed.flatten(-2)), layer.post_norm, self.eps)
+            delta = layer.down(gated_silu(layer.gate_up(normed)))
+            x, normed = add_rms_norm(x, delta, next_norm, self.eps)
+        return normed
 
     __call__ = forward
 
@@ -166,20 +169,6 @@ class FusedBlockHead:
                 self.config.intermediate_size, self.eps,
             )  # fmt: skip
         return rms_norm(x, self.norm, self.eps)
-
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
-
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotates the two halves of x [..., T, heads, Dh] by the angles of positions [T]."""
-        if self.rotated < self.head_dim:
-            turned, rest = x.split((self.rotated, self.head_dim - self.rotated), dim=-1)
-            return torch.cat((self._turn(turned, positions), rest), dim=-1)
-        return self._turn(x, positions)
-
-    def _turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        swapped = x.roll(self.rotated // 2, dims=-1)
-        return x * self.cos[positions] + swapped * self.sin[positions]
 
 
 def _joined(
