@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -57,6 +57,9 @@ class TreeAttnMetadata:
     # [R + 1] int32: first query row of each tree and the end of the last, where tree r belongs to
     # row r of the block table and follows tree r - 1 without a gap; None elsewhere
     query_starts: torch.Tensor | None = None
+    # what the first layer computes from the plan for the others, by the shape of their attention: to
+    # be cleared where the plan changes
+    schedules: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.plan.dtype == torch.int32, self.plan.dtype

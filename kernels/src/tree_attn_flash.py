@@ -73,6 +73,45 @@ def context_attention(
     return run
 
 
+@cache
+def context_scheduler(head_dim: int, capped: bool = False) -> Callable[..., torch.Tensor] | None:
+    """vLLM's `get_scheduler_metadata` where `context_attention` takes its result; else None."""
+    from vllm.v1.attention.backends import fa_utils
+
+    version = fa_utils.get_flash_attn_version(head_size=head_dim, requires_softcap=capped)
+    return fa_utils.get_scheduler_metadata if version == 3 else None
+
+
+def _schedule(
+    query: torch.Tensor, key_cache: torch.Tensor, meta: TreeAttnMetadata, capped: bool, splits: int
+) -> torch.Tensor | None:
+    """FlashAttention's schedule of the contexts, made by the first layer of a step for all layers of
+    its shape. Without it, every layer launches the kernel that makes it."""
+    num_heads, head_dim = query.shape[1:]
+    scheduler = context_scheduler(head_dim, capped)
+    if scheduler is None:
+        return None
+    _, page, num_kv_heads, _ = key_cache.shape
+    key = (num_heads, num_kv_heads, head_dim, page, query.dtype, capped, splits)
+    if key not in meta.schedules:
+        meta.schedules[key] = scheduler(
+            batch_size=meta.num_trees,
+            max_seqlen_q=meta.max_rows,
+            max_seqlen_k=max(1, meta.max_context),
+            num_heads_q=num_heads,
+            num_heads_kv=num_kv_heads,
+            headdim=head_dim,
+            cache_seqlens=meta.plan[PLAN_CONTEXT],
+            qkv_dtype=query.dtype,
+            cu_seqlens_q=meta.query_starts,
+            page_size=page,
+            causal=False,
+            has_softcap=capped,
+            num_splits=splits,
+        )
+    return meta.schedules[key]
+
+
 def tree_attn_flash(
     # [T, Hq, Dh]
     query: torch.Tensor,
@@ -99,6 +138,9 @@ def tree_attn_flash(
         more: dict[str, Any] = {"softcap": features.soft_cap} if capped else {}
         if context_splits:
             more["num_splits"] = context_splits
+        schedule = _schedule(query, key_cache, meta, capped, context_splits)
+        if schedule is not None:
+            more["scheduler_metadata"] = schedule
         prefix = context_attention(query.shape[2], capped)(
             q=query,
             k=key_cache,

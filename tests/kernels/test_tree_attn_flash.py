@@ -128,3 +128,27 @@ def test_trees_apart_are_left_to_triton_alone(monkeypatch):
 def test_what_it_does_not_take(shape: tuple[Any, ...], why: str | None):
     problem = tree_attn_flash.unsupported_reason(*shape)
     assert problem is None if why is None else why in str(problem)
+
+
+def test_layers_of_one_shape_share_a_schedule(monkeypatch):
+    problem = DeviceTrees([(40, 20), (0, 9)])
+    asked: list[dict[str, Any]] = []
+
+    def scheduler(**arguments: Any) -> torch.Tensor:
+        asked.append(arguments)
+        return torch.tensor(len(asked))
+
+    monkeypatch.setattr(tree_attn_flash, "context_scheduler", lambda head_dim, capped: scheduler)
+    meta = problem.metadata()
+    meta.query_starts = torch.tensor([0, *problem.rows]).cumsum(0).int()
+    query, narrow = problem.asked, problem.asked[:, : problem.asked.shape[1] // 2]
+
+    def schedule(rows: torch.Tensor, capped: bool = False) -> int:
+        made = tree_attn_flash._schedule(rows, problem.key_cache, meta, capped, 0)
+        assert made is not None
+        return int(made)
+
+    assert [schedule(query), schedule(query), schedule(narrow), schedule(query, True)] == [1, 1, 2, 3]
+    assert asked[0]["cache_seqlens"].tolist() == [40, 0] and asked[0]["max_seqlen_q"] == 21
+    monkeypatch.setattr(tree_attn_flash, "context_scheduler", lambda head_dim, capped: None)
+    assert tree_attn_flash._schedule(query, problem.key_cache, meta, False, 0) is None
