@@ -74,6 +74,9 @@ TOKEN_SCALE_BYTES = 4
 # Rows of the largest tree a kernel need take: the root and 256 nodes.
 MAX_TREE_ROWS = 257
 
+# Candidates that their kernel finds per row: each costs a round over the first chunk of every part.
+MOST_CANDIDATES = 32
+
 # In the environment 1 where decoding batches and drafts are to be captured whole.
 FULL_GRAPHS_VARIABLE = "SPECPLUG_FULL_CUDA_GRAPHS"
 

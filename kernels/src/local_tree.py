@@ -12,13 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from .cuda_contract import MOST_CANDIDATES
 from .extension import has_cpu_extension
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GROUP, _PANEL, _WORDS = 32, 16, 16
-
-MOST_CANDIDATES = 32
-"""Of the device's kernel: each costs a round over the first chunk of every part of a row."""
 
 
 def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

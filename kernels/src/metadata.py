@@ -57,8 +57,8 @@ class TreeAttnMetadata:
     # [R + 1] int32: first query row of each tree and the end of the last, where tree r belongs to
     # row r of the block table and follows tree r - 1 without a gap; None elsewhere
     query_starts: torch.Tensor | None = None
-    # what the first layer computes from the plan for the others, by the shape of their attention: to
-    # be cleared where the plan changes
+    # what the first layer computes from the plan for the others, by the shape of their attention;
+    # to be cleared where the plan changes
     schedules: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .local_tree import MOST_CANDIDATES
+from .cuda_contract import MOST_CANDIDATES
 
 # Entries of a chunk, and entries of the parts' lists that the merge takes at once.
 _CHUNK = 4096

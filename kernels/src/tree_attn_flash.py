@@ -85,8 +85,8 @@ def context_scheduler(head_dim: int, capped: bool = False) -> Callable[..., torc
 def _schedule(
     query: torch.Tensor, key_cache: torch.Tensor, meta: TreeAttnMetadata, capped: bool, splits: int
 ) -> torch.Tensor | None:
-    """FlashAttention's schedule of the contexts, made by the first layer of a step for all layers of
-    its shape. Without it, every layer launches the kernel that makes it."""
+    """FlashAttention's schedule of the contexts, made by the first layer of a step for all of its
+    shape. Without it, every layer launches the kernel that makes it."""
     num_heads, head_dim = query.shape[1:]
     scheduler = context_scheduler(head_dim, capped)
     if scheduler is None:

@@ -148,7 +148,12 @@ def test_layers_of_one_shape_share_a_schedule(monkeypatch):
         assert made is not None
         return int(made)
 
-    assert [schedule(query), schedule(query), schedule(narrow), schedule(query, True)] == [1, 1, 2, 3]
+    assert [schedule(query), schedule(query), schedule(narrow), schedule(query, True)] == [
+        1,
+        1,
+        2,
+        3,
+    ]
     assert asked[0]["cache_seqlens"].tolist() == [40, 0] and asked[0]["max_seqlen_q"] == 21
     monkeypatch.setattr(tree_attn_flash, "context_scheduler", lambda head_dim, capped: None)
     assert tree_attn_flash._schedule(query, problem.key_cache, meta, False, 0) is None

@@ -352,8 +352,8 @@ TREE_CAPTURE_SIZES = (
     1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 513, 32), 576, 640, 768, 896, 1024,
 )  # fmt: skip
 """Rows of a step that CUDA graphs are captured for where the user names no sizes. vLLM stops at 512
-rows: 16 requests with trees of 63 nodes would be launched layer by layer. The sizes are coarser than
-vLLM's, as up to 256 rows take about the time of one, so that they are fewer in spite of that."""
+rows: 16 requests with trees of 63 nodes would be launched layer by layer. The sizes are coarser
+than vLLM's, as up to 256 rows take about the time of one."""
 
 
 def _capture_tree_rows(engine_args: Any) -> None:
