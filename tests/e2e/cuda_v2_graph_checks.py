@@ -90,8 +90,9 @@ def check_groups_and_caches_of_bytes_from_graphs() -> None:
 
 def check_graphs_without_their_trees_diverge() -> None:
     """The control: every request is a chain."""
-    parents = graph_trees.row_parents
-    chains = patch.object(graph_trees, "row_parents", lambda trees, *rest: parents(None, *rest))
+    kind = graph_trees.GraphTrees
+    fill = kind.fill
+    chains = patch.object(kind, "fill", lambda self, trees, *rest: fill(self, None, *rest))
     with full_graphs(), chains, pytest.raises(AssertionError, match="request"):
         _compare_graphs("oracle", True)
 

@@ -26,7 +26,7 @@ from vllm_specplug.drafting.method import Capability
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_process import engine_args, spec_config
-from vllm_specplug.vllm_v2 import worker_gpu
+from vllm_specplug.vllm_v2 import device_trees, worker_gpu
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin, TreeGPUWorkerV2
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
@@ -140,6 +140,7 @@ def use_cuda_worker() -> None:
     """Engines that this process builds from here on run as on CUDA, plain ones included."""
     spec_config.WORKERS_V2["cpu"] = f"{__name__}.{InterpretedWorker.__name__}"
     spec_config.CAPABILITIES_V2["cpu"] = spec_config.CAPABILITIES_V2["cuda"]
+    device_trees.has_kernels = lambda device: True
     assert Capability.HOST_BRANCHES not in spec_config.CAPABILITIES_V2["cpu"]
     engine_args.SERVED_CACHES["cpu"] = engine_args.SERVED_CACHES["cuda"]
     # vLLM's cache writes look for it.

@@ -34,6 +34,12 @@ from tests.kernels import (
     test_partial_cache_triton as partial_caches,
 )
 from tests.kernels import (
+    test_row_ops_triton as row_ops,
+)
+from tests.kernels import (
+    test_step_trees_triton as step_trees,
+)
+from tests.kernels import (
     test_token_scales as tokens,
 )
 from tests.kernels import (
@@ -227,6 +233,17 @@ def test_missing_synchronisation_is_noticed(machine: Stepped, pattern: str) -> N
 
 # -- the rest of a step ---------------------------------------------------------------------
 
+
+def of_rows(check: Callable[..., None], *case: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """A case of `row_ops`, with the kernels."""
+
+    def run(patch: pytest.MonkeyPatch) -> None:
+        row_ops.use_kernels(patch)
+        check(*case)
+
+    return run
+
+
 STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
     "best-first trees": (
         lambda patch: step.assert_same_trees(
@@ -238,7 +255,18 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
         lambda patch: step.test_ties_break_as_in_the_python_builder(),
         {"_build_best_first_kernel"},
     ),
-    "the walk": (lambda patch: step.test_walk_equals_the_readable_one(), {"_walk_kernel"}),
+    "the walk": (
+        lambda patch: step_trees.compare_walks(step_trees.switch(patch), 9, 7),
+        {"_walk_kernel", "_commit_kernel"},
+    ),
+    "trees that are kept": (
+        lambda patch: step_trees.compare_puts(step_trees.switch(patch), 20, 8),
+        {"_put_kernel"},
+    ),
+    "trees of a step": (
+        lambda patch: step_trees.compare_steps(step_trees.switch(patch), 9, 6),
+        {"_attach_kernel", "_positions_kernel", "_plan_kernel"},
+    ),
     "compaction": (
         lambda patch: step.test_compaction_moves_every_layer_as_ordered_moves_would(BF16),
         {"_compact_paths_kernel"},
@@ -316,6 +344,12 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
         lambda patch: delta.test_committed_inputs_are_the_last_of_the_path([7, 1], 37, 4, True),
         {"_commit_conv_kernel"},
     ),
+    "norms of rows": (of_rows(row_ops.test_norms, FP32, 2, 1030), {"_norm_rows_kernel"}),
+    "normed and rotated heads": (
+        of_rows(row_ops.test_heads, BF16, 4, 5, 128, 32),
+        {"_norm_rotate_kernel"},
+    ),
+    "gates": (of_rows(row_ops.test_gates, BF16, 2, 1030), {"_gated_silu_kernel"}),
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compaction, best-first trees and the walk in Triton's interpreter, against what serves on CPU."""
+"""Compaction and best-first trees in Triton's interpreter, against what serves on CPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.paged import random_parents
-from vllm_specplug.accept import walk_trees
 from vllm_specplug.kvcache import path_moves
-from vllm_specplug.tree import DraftTree, build_tree
+from vllm_specplug.tree import build_tree
 
 pytest.importorskip("triton")
 
@@ -19,7 +17,6 @@ from vllm_specplug.kernels.kv_compact_triton import (
     compact_paths_triton,
 )
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
-from vllm_specplug.kernels.tree_walk_triton import walk_trees_triton
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -164,56 +161,3 @@ def test_candidates_that_are_not_finite_are_never_drafted():
 def test_width_limits_the_children_of_a_node():
     ids, log_probs = candidates(1, 4, 6, seed=6)
     assert_same_trees(ids, log_probs, [25], [4], 2, 25)
-
-
-# -- the walk ------------------------------------------------------------------------------
-
-
-def random_tree(nodes: int, vocab: int, rng: np.random.Generator) -> DraftTree:
-    """A tree whose siblings repeat no token."""
-    parents = random_parents(nodes, rng)
-    tokens = np.zeros(nodes, dtype=np.int64)
-    for parent in set(parents.tolist()):
-        children = np.flatnonzero(parents == parent)
-        assert len(children) <= vocab
-        tokens[children] = rng.permutation(vocab)[: len(children)]
-    depths = np.zeros(nodes, dtype=np.int32)
-    for i, parent in enumerate(parents):
-        depths[i] = 1 if parent < 0 else depths[parent] + 1
-    return DraftTree(tokens, parents, depths, np.zeros(nodes, dtype=np.float32))
-
-
-def test_walk_equals_the_readable_one():
-    rng = np.random.default_rng(0)
-    trees = [random_tree(n, 40, rng) for n in (0, 1, 7, 33, 64)] * 2
-    # Samples that follow the tree more often than not.
-    samples = []
-    for tree in trees:
-        rows = rng.integers(0, 40, tree.num_nodes + 1)
-        for row in range(len(rows)):
-            children = np.flatnonzero(tree.parent_indices == row - 1)
-            if len(children) and rng.random() < 0.8:
-                rows[row] = tree.token_ids[rng.choice(children)]
-        samples.append(rows)
-    flat = np.concatenate(samples)
-    starts = np.cumsum([0, *(len(s) for s in samples)]).astype(np.int32)
-    wanted = walk_trees(
-        trees, starts[:-1].tolist(), lambda rows, live: [int(flat[r]) for r in rows]
-    )
-    assert max(len(p) for p in wanted.accepted_paths) >= 3
-
-    token_ids = np.concatenate([np.concatenate([[-5], t.token_ids]) for t in trees])
-    parents = np.concatenate([np.concatenate([[-1], t.parent_indices + 1]) for t in trees])
-    depth = max(t.max_depth for t in trees)
-    emitted, paths, lengths = walk_trees_triton(
-        torch.from_numpy(flat),
-        torch.from_numpy(token_ids),
-        torch.from_numpy(parents.astype(np.int32)),
-        torch.from_numpy(starts),
-        max_rows=65,
-        max_depth=depth,
-    )
-    for r, length in enumerate(lengths.tolist()):
-        assert paths[r, :length].tolist() == wanted.accepted_paths[r]
-        assert emitted[r, : length + 1].tolist() == wanted.token_ids[r]
-        assert set(emitted[r, length + 1 :].tolist()) <= {-1}

@@ -6,6 +6,7 @@ same operations without a graph; Triton runs in the interpreter."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,8 +94,10 @@ class Target:
             x = x + mixed.flatten(1)
         return x
 
-    def padded(self, count: int, num_reqs: int) -> Any:
+    def padded(self, desc: Any) -> Any:
+        count, num_reqs = desc.num_tokens, desc.num_reqs
         return SimpleNamespace(
+            max_query_len=desc.max_query_len,
             query_start_loc=self.query_start_loc[: num_reqs + 1],
             seq_lens=self.seq_lens[:num_reqs],
             num_tokens_after_padding=count,
@@ -108,7 +111,7 @@ class Target:
             self.query_start_loc[: places + 1] = ends
             self.seq_lens.fill_(1)
             self.table.zero_()
-            rows = self.backend.graph_rows(None, self.padded(count, places), [self.table[:places]])
+            rows = self.backend.graph_rows(None, self.padded(desc), [self.table[:places]])
 
             def run(mode: Any) -> None:
                 self.output[:count] = self.forward(rows, count)
@@ -149,6 +152,7 @@ class Target:
         batch.query_start_loc = self.query_start_loc[: desc.num_reqs + 1]
         batch.seq_lens = self.seq_lens[: desc.num_reqs]
         batch.num_tokens_after_padding = desc.num_tokens
+        batch.max_query_len = desc.max_query_len
         self.backend.graph_rows(given, batch, [self.table[: desc.num_reqs]])
         self.manager.run_fullgraph(desc)
         eager = self.backend.tree_rows(trees, [self.table[:num_reqs]])
@@ -244,15 +248,19 @@ def test_what_a_graph_does_not_see_is_noticed(
 
 
 @pytest.mark.parametrize("bound", ["rows", "context"])
-def test_bounds_of_the_captured_step_are_not_those_of_the_replayed(bound: str) -> None:
+def test_bounds_of_the_captured_step_are_not_those_of_the_replayed(
+    bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A launch grid for few rows serves no larger tree; a context is never cut."""
     target, rng = Target(), np.random.default_rng(0)
-    graph = target.backend.graph_trees
-    rows, context = graph.limits.tree_rows, graph.limits.context
-    small = (1, context) if bound == "rows" else (rows, 1)
-    graph.limits = StepLimits(REQUESTS, SIZES[-1], *small)
-    target.capture()
-    graph.limits = target.backend.limits
+    with monkeypatch.context() as patch:
+        if bound == "context":
+            limits = replace(target.backend.limits, context=1)
+            patch.setattr(target.backend.graph_trees, "limits", limits)
+        else:
+            padded = target.padded
+            patch.setattr(target, "padded", lambda desc: padded(replace(desc, max_query_len=1)))
+        target.capture()
     expected, _ = target.step([(0, 9, NODES), (1, 60, 4)], rng)
     assert torch.equal(target.output[: len(expected)], expected) == (bound == "context")
 

@@ -14,6 +14,7 @@ import torch
 
 from tests.e2e.tiny import HIDDEN, make_eagle3_head, make_head
 from tests.kernels.paged import random_parents
+from tests.kernels.test_step_trees_triton import Drafted
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches
@@ -43,7 +44,11 @@ from vllm_specplug.kernels.finite_values_triton import (
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v1.runner_state import RunnerState
+from vllm_specplug.vllm_v2 import device_trees
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams
+from vllm_specplug.vllm_v2.device_trees import committed_rows, set_positions, walk_trees
+from vllm_specplug.vllm_v2.graph_trees import GraphTrees
+from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_worker import rehearsal
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
@@ -62,6 +67,10 @@ TOKEN_SCALES = {
 ATTENTION = {"_tree_attn_kernel", "_merge_parts_kernel", "_tree_words_kernel"}
 PARTIAL_CACHE_KERNELS = {
     "_score_keys_kernel", "_gather_chosen_kernel", "_take_in_kernel", "_count_tokens_kernel"
+}  # fmt: skip
+TREE_KERNELS = {
+    "_put_kernel", "_attach_kernel", "_positions_kernel", "_plan_kernel", "_walk_kernel",
+    "_commit_kernel",
 }  # fmt: skip
 LOOKUP_KERNELS = {"_scan_kernel", "_branches_kernel", "_merge_kernel"}
 STEP_KERNELS = {
@@ -321,6 +330,34 @@ def test_lookups_launch_what_was_warmed_up(launches: Launches) -> None:
                 head, *_ = ngrams.merged(head, found, requests, alone=alone)
         part = head.spread(torch.arange(count), REQUESTS)
         ngrams.merged(part, found, requests, alone=True)
+        launched = launches.taken()
+        assert launched == warmed, _difference(launched - warmed, warmed)
+
+
+@pytest.mark.parametrize("nodes", [1, 15, 40])
+def test_trees_of_v2_launch_what_was_warmed_up(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    graph = GraphTrees(StepLimits(9, 999, nodes + 1, CONTEXT), CPU)
+    monkeypatch.setattr(device_trees, "has_kernels", lambda device: True)
+    launches.taken()
+    device_trees.warm_up(nodes, CPU)
+    graph.warm_up()
+    warmed = launches.taken()
+    assert {name for name, *_ in warmed} == TREE_KERNELS
+    for seed in range(12):
+        drafted = Drafted.draw(nodes, seed)
+        trees, tokens, batch = drafted.step()
+        set_positions(trees, torch.zeros(batch.num_tokens + 3, dtype=torch.int64)[seed % 4 :])
+        stops = StopTokens(7, CPU)
+        walk = walk_trees(stops.within(trees, tokens), tokens.long(), tokens)
+        # Lines of one buffer start anywhere.
+        slots = torch.zeros((2, batch.num_tokens), dtype=torch.int64)[seed % 2]
+        committed_rows(trees, walk, slots, slots)
+        starts = torch.zeros(batch.num_reqs + seed % 3 + 1, dtype=torch.int32)
+        rows = batch.num_tokens % 900
+        for given in (trees, None):
+            graph.fill(given, starts, starts[1:], torch.zeros((1, 1)).int(), rows, None)
         launched = launches.taken()
         assert launched == warmed, _difference(launched - warmed, warmed)
 

@@ -254,9 +254,18 @@ def small_kernels(arch: int) -> list[Compiled]:
     from vllm_specplug.kernels.kv_compact_triton import _compact_paths_kernel
     from vllm_specplug.kernels.lse_merge_triton import _merge_parts_kernel
     from vllm_specplug.kernels.ngram_lookup_triton import PIECE, _branches_kernel, _scan_kernel
+    from vllm_specplug.kernels.step_trees_triton import (
+        _COMMITTED,
+        MOST_ENDS,
+        _attach_kernel,
+        _commit_kernel,
+        _plan_kernel,
+        _positions_kernel,
+        _put_kernel,
+        _walk_kernel,
+    )
     from vllm_specplug.kernels.tree_builder_triton import _build_best_first_kernel
     from vllm_specplug.kernels.tree_merge_triton import _merge_kernel
-    from vllm_specplug.kernels.tree_walk_triton import _walk_kernel
     from vllm_specplug.kernels.tree_words_triton import _tree_words_kernel
 
     def ints(*names: str) -> dict[str, str]:
@@ -337,11 +346,48 @@ def small_kernels(arch: int) -> list[Compiled]:
         ),
         compile_kernel(
             "walk", _walk_kernel, arch,
-            {**pointers("i64", "samples", "token_ids"),
-             **pointers("i32", "parents", "starts", "emitted", "paths", "lengths"),
-             **ints("emitted_stride", "paths_stride")},
-            {"ROWS": 512},
+            {**pointers("i64", "samples", "slots", "ends", "emitted", "path_rows"),
+             **pointers("i32", "token_ids", "parent_rows", "starts", "nodes", "lengths"),
+             **ints("max_rows", "num_ends")},
+            {"ROWS": 512, "ENDS": MOST_ENDS},
             num_warps=1,
+        ),
+        compile_kernel(
+            "commit", _commit_kernel, arch,
+            {**pointers("i32", "starts", "contexts", "lengths"),
+             **pointers("i64", "query_rows", "path_rows", "slot_mapping", "positions",
+                        "computed_rows", "slots", "linear", "last_rows"),
+             **ints("max_rows", "num_reqs", "num_rows")},
+            {"BLOCK": _COMMITTED},
+        ),
+        compile_kernel(
+            "put", _put_kernel, arch,
+            {**pointers("i64", "slots", "token_ids", "legal_ids"),
+             **pointers("i32", "root_positions", "parents", "counts", "kept_parents",
+                        "kept_depths", "kept_roots"),
+             **pointers("fp32", "scores", "kept_scores"),
+             **ints("num_nodes", "vocab_size", "token_stride", "parent_stride", "score_stride")},
+            {"NODES": 256, "ROUNDS": 8, "OTHERS": 16},
+        ),
+        compile_kernel(
+            "attach", _attach_kernel, arch,
+            {**pointers("i32", "kept_parents", "kept_depths", "kept_roots", "starts", "contexts",
+                        "parent_rows", "depths"),
+             **pointers("i64", "slots", "above"), **ints("num_nodes")},
+            {"ROWS": 512},
+        ),
+        compile_kernel(
+            "positions", _positions_kernel, arch,
+            {**pointers("i32", "starts", "contexts", "depths"),
+             **pointers("i64", "query_rows", "positions")},
+            {"ROWS": 512},
+        ),
+        compile_kernel(
+            "plan", _plan_kernel, arch,
+            {**pointers("i32", "query_starts", "seq_lens", "tree_starts", "plan", "starts",
+                        "parents"), "above": "*i64",
+             **ints("num_places", "num_trees", "num_rows")},
+            {"BLOCK": 512},
         ),
         compile_kernel(
             "gru_step", _gru_step_kernel, arch,
@@ -494,9 +540,76 @@ def state_kernels(arch: int) -> list[Compiled]:
     return compiled
 
 
+def row_kernels(arch: int) -> list[Compiled]:
+    """Between the products of a draft layer of 4,096 numbers, 32 query and 8 KV heads of 128."""
+    from vllm_specplug.kernels import row_ops_triton as kernels
+
+    strides = ("x_row", "delta_row", "x_head", "size")
+    types = {
+        **dict.fromkeys(("x", "delta", "weight", "cos", "sin", "total", "output"), "*bf16"),
+        **dict.fromkeys((*strides, "num_heads", "num_positions"), "i32"),
+        "positions": "*i64",
+        "eps": "fp32",
+    }
+    cases: list[tuple[str, Any, dict[str, Any], int]] = [
+        ("norm_rows", kernels._norm_rows_kernel, {"SIZE": 4096, "BLOCK": 4096, "ADDS": True}, 8),
+        (
+            "norm_rotate",
+            kernels._norm_rotate_kernel,
+            {
+                "HEAD_DIM": 128,
+                "PADDED_DIM": 128,
+                "TURNED": 128,
+                "HEADS": kernels._HEAD_NUMBERS // 128,
+                "NORMS": True,
+            },
+            4,
+        ),
+        ("gated_silu", kernels._gated_silu_kernel, {"BLOCK": kernels._COLUMNS}, 4),
+    ]
+    return [
+        compile_kernel(
+            name, kernel, arch,
+            {n: types[n] for n in kernel.arg_names if n not in constants}, constants,
+            aligned=tuple(
+                n for n in kernel.arg_names
+                if n in strides or n != "positions" and types.get(n, "")[:1] == "*"
+            ),
+            num_warps=warps,
+        )
+        for name, kernel, constants, warps in cases
+    ]  # fmt: skip
+
+
+def candidate_kernels(arch: int) -> list[Compiled]:
+    """The likeliest of 151,936 logits in bfloat16."""
+    from vllm_specplug.kernels import top_candidates_triton as kernels
+
+    types = {
+        "logits": "*bf16",
+        **dict.fromkeys(("part_values", "part_lse", "log_probs"), "*fp32"),
+        "part_ids": "*i32",
+        "ids_out": "*i64",
+        **dict.fromkeys(("row_stride", "vocab", "count", "part_chunks", "num_parts"), "i32"),
+    }
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "part_candidates": (kernels._part_candidates_kernel, {"CHUNK": kernels._CHUNK}),
+        "merge_candidates": (kernels._merge_candidates_kernel, {"SLOTS": kernels._SLOTS}),
+    }
+    return [
+        compile_kernel(
+            name, kernel, arch, {n: types[n] for n in kernel.arg_names if n in types}, constants,
+            aligned=tuple(n for n in ("logits", "row_stride", "vocab") if n in kernel.arg_names),
+        )
+        for name, (kernel, constants) in cases.items()
+    ]  # fmt: skip
+
+
 def main(arch: int, all_shapes: bool) -> None:
     kernels = [tree_attention(arch, 64 * 4), tree_attention(arch, 16 * 4, dense=True)]
     kernels += small_kernels(arch) + partial_cache_kernels(arch) + state_kernels(arch)
+    kernels += candidate_kernels(arch)
+    kernels += row_kernels(arch)
     kernels += [tree_attention(arch, 4, dense=True)]
     kernels += [tree_attention(arch, 64 * 4, prefix=True)]
     kernels += [tree_attention(arch, 64 * 4, head_dim=256, dense=d) for d in (False, True)]

@@ -7,7 +7,7 @@ only kernels read. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.vllm_attention.device_states import DeviceStateStep
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, TreeRows
+from vllm_specplug.vllm_v2 import device_trees
 from vllm_specplug.vllm_v2.backend import TreeBackend, step_plan
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees
@@ -27,7 +28,7 @@ def parent_rows(trees: StepTrees) -> torch.Tensor:
     """`TreeAttnMetadata.parent_rows` int32 [M]. What no walk can reach hangs below its root."""
     rows = trees.rows
     above = trees.above - rows.starts[rows.row_requests]
-    return torch.where(rows.places == 0, -1, above).to(torch.int32)
+    return torch.where(rows.local_places == 0, -1, above).to(torch.int32)
 
 
 class CudaTreeBackend(CudaKernels, TreeBackend):
@@ -41,11 +42,18 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
     def step_clock(self) -> StepClock:
         return DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
 
+    def run_every_variant(self, synchronize: Callable[[], None]) -> None:
+        super().run_every_variant(synchronize)
+        device_trees.warm_up(self.limits.tree_rows - 1, self.device)
+        if self.captures_trees():
+            self.graph_trees.warm_up()
+        synchronize()
+
     def tree_rows(self, trees: StepTrees, block_tables: Sequence[torch.Tensor]) -> TreeRows:
         rows = trees.rows
         self.block_tables = block_tables
-        device = rows.places.device
-        words = (len(rows.places), -(-rows.max_rows // 64))
+        device = rows.query_rows.device
+        words = (len(rows.query_rows), -(-rows.max_rows // 64))
         metadata = TreeAttnMetadata(
             step_plan(trees),
             # Each layer brings its own.
@@ -58,6 +66,11 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
         )
         self.fill_words(metadata)
         return DeviceTreeRows(metadata, self.kernel.run, self.views, rows.covers_batch)
+
+    @cached_property
+    def table_rows(self) -> torch.Tensor:
+        """int32 [requests]: the row of each request of a batch in its block table."""
+        return torch.arange(self.limits.num_requests, dtype=torch.int32, device=self.device)
 
     @cached_property
     def graph_trees(self) -> GraphTrees:
@@ -74,6 +87,7 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
             input_batch.seq_lens,
             block_tables[0],
             input_batch.num_tokens_after_padding,
+            input_batch.max_query_len,
         )
         self.fill_words(metadata)
         return DeviceTreeRows(metadata, self.kernel.run, self.views, covers_batch=True)
@@ -81,11 +95,8 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
     def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
         from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton
 
-        rows = trees.rows
-        # Past a path's end the kernel reads nothing.
-        nodes = walk.path_rows[:, 1:] - (rows.starts[:-1, None] + 1)
-        paths = nodes.to(torch.int32)
-        requests = torch.arange(len(walk.lengths), dtype=torch.int32, device=nodes.device)
+        assert walk.nodes is not None
+        contexts, requests = trees.rows.contexts, self.table_rows[: len(walk.lengths)]
         for index, layers in self.groups:
             table = self.block_tables[index]
-            compact_paths_triton(layers, paths, walk.lengths, rows.contexts, requests, table)
+            compact_paths_triton(layers, walk.nodes, walk.lengths, contexts, requests, table)

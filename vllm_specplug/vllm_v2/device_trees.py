@@ -3,7 +3,9 @@
 
 Everything here is tensor code of fixed shapes: no operation waits for the device, so a step can
 be launched before the one before it is known on the host. `DraftTree`, `accept.walk` and
-`kvcache.path_moves` are the same on the host.
+`kvcache.path_moves` are the same on the host. What every step does is dozens of small launches,
+which take the host longer than a GPU: there one kernel of `kernels.step_trees_triton` does the
+same.
 
 Chains of parents are followed by doubling: after k rounds a row knows its 2 ** k nearest
 ancestors, so the rounds grow with the logarithm of a tree's depth.
@@ -16,6 +18,7 @@ words per mask row, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -25,6 +28,11 @@ NO_NODE = -2
 """Parent of what no walk may reach: unused nodes, placeholders, nodes that break a rule."""
 
 _WORD_BITS = 64
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton kernels serve tensors of a device."""
+    return device.type == "cuda"
 
 
 def _rounds(num_rows: int) -> int:
@@ -76,6 +84,13 @@ class TreeStore:
         Returns:
             Token ids int64 [R, N], all of them legal inputs of the target.
         """
+        if has_kernels(slots.device):
+            from vllm_specplug.kernels.step_trees_triton import put_trees_triton
+
+            kept = (self.parents, self.depths, self.scores, self.root_positions)
+            return put_trees_triton(
+                slots, root_positions, token_ids, parents, counts, scores, kept, self.vocab_size
+            )
         index = torch.arange(self.num_nodes, device=slots.device)
         tokens = token_ids.clamp(0, self.vocab_size - 1)
         broken = (index >= counts[:, None]) | (token_ids != tokens)
@@ -114,10 +129,8 @@ class StepRows:
     contexts: torch.Tensor
     # [M] int64 slot of each row's request
     row_slots: torch.Tensor
-    # [M] int64 index in the batch of each row's request
-    row_requests: torch.Tensor
-    # [M] int64 place within the request: 0 for the root, node + 1 for nodes
-    places: torch.Tensor
+    # [M] int32, see `places`
+    local_places: torch.Tensor
     # [M] int64 row in the target forward
     query_rows: torch.Tensor
     max_rows: int
@@ -128,6 +141,18 @@ class StepRows:
     """Upper bound of the contexts, known on the host."""
     most_rows: int
     """Logits rows of the request that has most in this step, known on the host."""
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """int64 [M]: place within the request, 0 for the root, node + 1 for nodes."""
+        return self.local_places.long()
+
+    @cached_property
+    def row_requests(self) -> torch.Tensor:
+        """int64 [M]: index in the batch of each row's request."""
+        requests = torch.arange(len(self.contexts), device=self.starts.device)
+        counts = self.starts[1:] - self.starts[:-1]
+        return torch.repeat_interleave(requests, counts, output_size=len(self.query_rows))
 
 
 @dataclass(frozen=True)
@@ -141,6 +166,8 @@ class StepTrees:
     depths: torch.Tensor
     # [M] int64 the row above, for masks: the root's own for roots, the root's for NO_NODE
     above: torch.Tensor
+    # [S, n] int64 tokens that end each slot's request, where the walk is to look at them
+    ends: torch.Tensor | None = None
 
     @property
     def most_rows(self) -> int:
@@ -155,6 +182,16 @@ class StepTrees:
 
 def attach_trees(store: TreeStore, rows: StepRows) -> StepTrees:
     """The stored trees of a step's requests, cut to what was scheduled: any prefix is a tree."""
+    if has_kernels(rows.slots.device):
+        from vllm_specplug.kernels.step_trees_triton import attach_trees_triton
+
+        return StepTrees(
+            rows,
+            *attach_trees_triton(
+                store.parents, store.depths, store.root_positions, rows.slots, rows.starts,
+                rows.contexts, len(rows.query_rows),
+            ),
+        )  # fmt: skip
     node = (rows.places - 1).clamp_min(0)
     is_node = rows.places > 0
     context = rows.contexts[rows.row_requests]
@@ -174,6 +211,13 @@ def set_positions(trees: StepTrees, positions: torch.Tensor) -> None:
     """Writes the rotary positions of the logits rows into `positions` [T]: the root's, plus depth.
     Rows of no tree keep theirs."""
     rows = trees.rows
+    if has_kernels(positions.device):
+        from vllm_specplug.kernels.step_trees_triton import set_positions_triton
+
+        set_positions_triton(
+            rows.starts, rows.contexts, trees.depths, rows.query_rows, positions, rows.max_rows
+        )
+        return
     values = rows.contexts[rows.row_requests] + trees.depths
     positions[rows.query_rows] = values.to(positions.dtype)
 
@@ -214,8 +258,10 @@ class Walk:
     emitted: torch.Tensor
     # [R, N + 1] int64 logits row at each depth of the path, root first; past it the root's row
     path_rows: torch.Tensor
-    # [R] int32 accepted nodes
+    # [R] int32 how many nodes are accepted
     lengths: torch.Tensor
+    # [R, N] int32 which nodes, -1 past the path; None in what the host knows of a walk
+    nodes: torch.Tensor | None = None
 
 
 def walk_trees(
@@ -231,6 +277,15 @@ def walk_trees(
     never repeat a token, so these rows are one path per request, parents first.
     """
     rows = trees.rows
+    if has_kernels(samples.device):
+        from vllm_specplug.kernels.step_trees_triton import walk_trees_triton
+
+        return Walk(
+            *walk_trees_triton(
+                samples, token_ids, trees.parent_rows, rows.starts, rows.max_rows, rows.slots,
+                trees.ends,
+            )
+        )  # fmt: skip
     parent = trees.parent_rows.long()
     is_accepted = (parent == ROOT) | ((parent >= 0) & (samples[parent.clamp_min(0)] == token_ids))
     above = trees.above
@@ -245,7 +300,8 @@ def walk_trees(
     path_rows = path_rows[:, :-1].contiguous()
     accepted = torch.zeros(num_reqs, dtype=torch.int32, device=depth.device)
     accepted.index_add_(0, rows.row_requests, is_accepted.to(torch.int32))
-    return Walk(samples[path_rows], path_rows, accepted - 1)
+    nodes = (path_rows[:, 1:] - path_rows[:, :1] - 1).to(torch.int32)
+    return Walk(samples[path_rows], path_rows, accepted - 1, nodes)
 
 
 def emitting_rows(trees: StepTrees, walk: Walk) -> torch.Tensor:
@@ -310,6 +366,15 @@ def committed_rows(
 ) -> Committed:
     """Rows before the roots as they stand, then each accepted path behind its root."""
     rows = trees.rows
+    if has_kernels(positions.device):
+        from vllm_specplug.kernels.step_trees_triton import committed_rows_triton
+
+        return Committed(
+            *committed_rows_triton(
+                rows.starts, rows.query_rows, rows.contexts, walk.path_rows, walk.lengths,
+                slot_mapping, positions,
+            )
+        )  # fmt: skip
     computed = torch.arange(len(positions), device=positions.device)
     at = rows.query_rows
     computed[at] = at[emitting_rows(trees, walk)]
@@ -320,3 +385,16 @@ def committed_rows(
     linear[at] = rows.contexts[rows.row_requests].to(linear.dtype) + rows.places
     last = walk.path_rows.gather(1, walk.lengths[:, None].long())[:, 0]
     return Committed(computed, slots, linear, at[last])
+
+
+def warm_up(num_nodes: int, device: torch.device) -> None:
+    """Compiles what steps with trees of up to `num_nodes` nodes launch."""
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    small, starts = one.int(), torch.arange(2, dtype=torch.int32, device=device)
+    store = TreeStore(1, num_nodes, 1, device)
+    ids = torch.zeros((1, num_nodes), dtype=torch.int64, device=device)
+    store.put(one, small, ids, ids.int(), small, ids.float())
+    rows = StepRows(one, starts, small, one, small, one, num_nodes + 1, True, 0, 1)
+    trees = attach_trees(store, rows)
+    set_positions(trees, torch.zeros_like(one))
+    committed_rows(trees, walk_trees(trees, one, small), one, one)

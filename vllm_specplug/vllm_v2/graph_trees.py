@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.kernels.cuda_contract import PLAN_ROWS
+from vllm_specplug.vllm_v2 import device_trees
 from vllm_specplug.vllm_v2.device_trees import StepTrees
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 
@@ -39,7 +40,7 @@ def row_parents(
         return chain
     at = trees.rows.query_rows
     above = at[trees.above].to(torch.int32) - starts[trees.rows.row_requests]
-    chain[at] = torch.where(trees.rows.places == 0, chain[at], above)
+    chain[at] = torch.where(trees.rows.local_places == 0, chain[at], above)
     return chain
 
 
@@ -60,6 +61,11 @@ class GraphTrees:
         self.words = torch.zeros((limits.num_rows, words), dtype=torch.int64, device=device)
         self.requests = torch.arange(requests, **ints)
 
+    def warm_up(self) -> None:
+        """Compiles what `fill` launches."""
+        starts = torch.zeros_like(self.starts[:2])
+        self.fill(None, starts, starts[:1], starts[None], 0, None)
+
     def fill(
         self,
         trees: StepTrees | None,
@@ -68,29 +74,42 @@ class GraphTrees:
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         num_rows: int,
+        max_rows: int | None,
     ) -> TreeAttnMetadata:
         """The metadata of a step of P requests and `num_rows` query rows, both padded to what a
         graph was captured for. No host synchronisation.
+
+        `max_rows` bounds the rows of a request in this graph; None for the largest tree.
 
         A request of no rows is padding: kernels skip it, and no row follows the last request's.
         """
         places = len(seq_lens)
         starts = self.starts[: places + 1]
-        starts.copy_(query_starts)
-        counts = starts[1:] - starts[:-1]
-        # Not so in a capture, where vLLM's lengths may be shorter than its rows.
-        contexts = (seq_lens - counts).clamp_min(0)
         # Its stride is the graph's number of requests.
         plan = self.plan[: PLAN_ROWS * places].view(PLAN_ROWS, places)
-        first = starts[:-1]
-        torch.stack([self.requests[:places], first, counts, contexts, first], out=plan)
         parents = self.parents[:num_rows]
-        parents.copy_(row_parents(trees, starts, num_rows))
+        if device_trees.has_kernels(plan.device):
+            from vllm_specplug.kernels.step_trees_triton import fill_plan_triton
+
+            known = (self.starts, self.words, 0)
+            if trees is not None:
+                known = (trees.rows.starts, trees.above, len(trees.rows.slots))
+            fill_plan_triton(
+                query_starts, seq_lens, *known, plan, starts, parents, self.limits.tree_rows
+            )
+        else:
+            starts.copy_(query_starts)
+            counts = starts[1:] - starts[:-1]
+            # Not so in a capture, where vLLM's lengths may be shorter than its rows.
+            contexts = (seq_lens - counts).clamp_min(0)
+            first = starts[:-1]
+            torch.stack([self.requests[:places], first, counts, contexts, first], out=plan)
+            parents.copy_(row_parents(trees, starts, num_rows))
         return TreeAttnMetadata(
             plan,
             block_table,
             # Bounds of every step that the graph will serve.
-            max_rows=self.limits.tree_rows,
+            max_rows=max_rows or self.limits.tree_rows,
             max_context=self.limits.context,
             mask_words=self.words[:num_rows],
             parent_rows=parents,
@@ -108,11 +127,11 @@ def taking_ragged_steps(stock: Callable[..., Any]) -> Callable[..., Any]:
         manager = stock(*args, **{**kwargs, "varlen_decode": True})
         # vLLM takes the first candidate that fits, and captures the largest first.
         manager._candidates = {
-            key: [one for desc in descs for one in by_requests(desc)]
+            key: [one for desc in descs for one in narrower(desc)]
             for key, descs in manager._candidates.items()
         }
         manager._capture_descs = {
-            mode: [one for desc in descs for one in by_requests(desc)[::-1]]
+            mode: [one for desc in descs for one in narrower(desc)[::-1]]
             for mode, descs in manager._capture_descs.items()
         }
         return manager
@@ -120,20 +139,28 @@ def taking_ragged_steps(stock: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-# Of a graph's places to those of the next larger one of as many rows.
-_MORE_PLACES = 4
+_ROW_BOUNDS = (16, 64)
+"""Rows per request that attention is captured for, beside the largest tree: with four query heads
+per KV head, 16 rows fill one tile of the kernels."""
 
 
-def by_requests(desc: BatchExecutionDescriptor) -> list[BatchExecutionDescriptor]:
-    """A graph of ragged steps, behind one of as few requests as its rows can be of and, where there
-    may be many more, one of some more.
+def narrower(desc: BatchExecutionDescriptor) -> list[BatchExecutionDescriptor]:
+    """Returns graphs of as many rows as `desc` for smaller trees and fewer requests, then `desc`.
 
-    vLLM's has a place for as many requests as it has rows, and launches of attention have blocks
-    for the largest tree in each: 32 places for 257 rows of one tree are 2,880 blocks of attention
-    and 66,000 of its merge in each layer, where two are 720 and 4,100.
+    A launch of attention has blocks for the largest tree in every request. vLLM's graph has as many
+    requests as rows: 32 requests for 257 rows of one tree are 2,880 blocks of attention and 66,000
+    of its merge in each layer, where two requests are 720 and 4,100.
     """
     if desc.cg_mode != CUDAGraphMode.FULL or not (desc.num_reqs and desc.max_query_len):
         return [desc]
-    fewest = -(-desc.num_tokens // desc.max_query_len)
-    some = [n for n in (fewest, _MORE_PLACES * fewest) if 2 * n <= desc.num_reqs]
-    return [*(replace(desc, num_reqs=places) for places in some), desc]
+    found = []
+    for bound in (*(rows for rows in _ROW_BOUNDS if rows < desc.max_query_len), desc.max_query_len):
+        fewest = -(-desc.num_tokens // bound)
+        requests = [fewest] if 2 * fewest <= desc.num_reqs else []
+        if fewest <= desc.num_reqs:
+            requests.append(desc.num_reqs)
+        found += [replace(desc, max_query_len=bound, num_reqs=n) for n in requests]
+        if bound >= desc.num_tokens:
+            # No request has more rows than the graph.
+            break
+    return found

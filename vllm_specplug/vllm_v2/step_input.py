@@ -25,16 +25,12 @@ def step_rows(input_batch: Any, max_nodes: int) -> StepRows:
     counts = starts[1:] - starts[:-1]
     num_rows = int(input_batch.cu_num_logits_np[-1])
     num_reqs = input_batch.num_reqs
-    requests = torch.repeat_interleave(
-        torch.arange(num_reqs, device=starts.device), counts, output_size=num_rows
-    )
     return StepRows(
         slots=input_batch.idx_mapping,
         starts=starts,
         contexts=input_batch.seq_lens[:num_reqs] - counts,
         row_slots=input_batch.expanded_idx_mapping,
-        row_requests=requests,
-        places=input_batch.expanded_local_pos.long(),
+        local_places=input_batch.expanded_local_pos,
         query_rows=input_batch.logits_indices,
         max_rows=max_nodes + 1,
         # Rows of padding may hold anything, as in vLLM's own attention.
@@ -48,7 +44,7 @@ def verified_step(
     input_batch: Any,
     trees: Mapping[str, DraftTree],
     walk: Walk | None,
-    seq_lens: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | np.ndarray | None = None,
 ) -> TreeStep:
     """A step's trees, cut to what was scheduled, and their accepted paths.
 
@@ -62,12 +58,13 @@ def verified_step(
     roots = input_batch.cu_num_logits_np.tolist()
     tokens = (input_batch.seq_lens if seq_lens is None else seq_lens).tolist()
     lengths = [0] * len(input_batch.req_ids) if walk is None else walk.lengths.tolist()
+    paths = None if walk is None else walk.path_rows.numpy()
     requests = []
     for i, req_id in enumerate(input_batch.req_ids):
         scheduled = roots[i + 1] - roots[i] - 1
         path: list[int] = []
-        if walk is not None and lengths[i]:
-            path = (walk.path_rows[i, 1 : lengths[i] + 1] - roots[i] - 1).tolist()
+        if paths is not None and lengths[i]:
+            path = (paths[i, 1 : lengths[i] + 1] - roots[i] - 1).tolist()
         requests.append(
             StepRequest(
                 first_row=ends[i],

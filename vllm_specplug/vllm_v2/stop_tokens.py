@@ -9,12 +9,14 @@ own tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_specplug.kernels import to_device
+from vllm_specplug.vllm_v2 import device_trees
 from vllm_specplug.vllm_v2.device_trees import StepTrees
 
 MOST_STOP_TOKENS = 128
@@ -58,5 +60,7 @@ class StopTokens:
     ) -> StepTrees:
         """The same trees without nodes that end their request: such a token is emitted by the row
         above, and is the last one."""
+        if device_trees.has_kernels(token_ids.device):
+            return replace(trees, ends=self.token_ids)
         ends = self.token_ids[trees.rows.row_slots] == token_ids[:, None]
         return trees.without(ends.any(1))

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB, input_batch
+from vllm_specplug.vllm_v2 import device_trees
 from vllm_specplug.vllm_v2.backend import step_plan
 from vllm_specplug.vllm_v2.device_trees import (
     TreeStore,
@@ -30,9 +33,30 @@ N = 16
 
 
 class Recorder(TorchDispatchMode):
-    """Counts operations on the pretended device, views left out."""
+    """Counts operations on the pretended device, views left out, and launches of Triton's kernels,
+    which do not run."""
 
     operations = 0
+
+    def __enter__(self) -> Any:
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+
+        def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            self.operations += 1
+
+        self.replaced = ExitStack()
+        for owner, name, new in (
+            (InterpretedFunction, "run", launch),
+            (JITFunction, "run", launch),
+            (device_trees, "has_kernels", lambda device: device.type == "meta"),
+        ):
+            self.replaced.enter_context(patch.object(owner, name, new))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.replaced.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -96,5 +120,5 @@ class Step:
             ),
             "moves": lambda: path_moves(self.trees, self.walk, self.slots),
             "committed": lambda: committed_rows(self.trees, self.walk, self.slots, self.slots),
-            "put": lambda: self.store.put(roots.long(), roots, *drafted, scores),
+            "put": lambda: self.store.put(self.batch.idx_mapping, roots, *drafted, scores),
         }

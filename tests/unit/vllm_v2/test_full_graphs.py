@@ -17,7 +17,7 @@ from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.vllm_attention.full_graphs import replays_decoding, wants_full_graphs
 from vllm_specplug.vllm_v2 import device_speculator, worker_gpu
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
-from vllm_specplug.vllm_v2.graph_trees import by_requests, taking_ragged_steps
+from vllm_specplug.vllm_v2.graph_trees import narrower, taking_ragged_steps
 from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin
 
 
@@ -114,16 +114,17 @@ def test_ragged_graphs_where_they_are_wanted(
     assert stock.asked == {"varlen_decode": False}
 
 
-def test_graphs_of_few_requests_come_first() -> None:
-    """A tree alone has no places for as many requests as it has rows."""
+def test_graphs_of_small_trees_and_few_requests_come_first() -> None:
     full = BatchExecutionDescriptor(CUDAGraphMode.FULL, 272, 32, max_query_len=257)
-    assert by_requests(full) == [replace(full, num_reqs=2), replace(full, num_reqs=8), full]
-    # As few as can be, or hardly more.
-    for rows, requests in ((17, 1), (514, 3)):
+    shapes = [(desc.max_query_len, desc.num_reqs) for desc in narrower(full)]
+    assert shapes == [(16, 32), (64, 5), (64, 32), (257, 2), (257, 32)]
+    assert {desc.num_tokens for desc in narrower(full)} == {272}
+    # No request of a graph of 8 rows has more than these, and 514 rows of 3 requests are large.
+    for rows, requests, bound in ((8, 1, 16), (514, 3, 257)):
         few = BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, requests, max_query_len=257)
-        assert by_requests(few) == [few]
+        assert narrower(few) == [replace(few, max_query_len=bound)]
     pieces = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 272, None)
-    assert by_requests(pieces) == [pieces]
+    assert narrower(pieces) == [pieces]
 
 
 def test_vllm_takes_the_fewest_places_that_do() -> None:
@@ -141,22 +142,21 @@ def test_vllm_takes_the_fewest_places_that_do() -> None:
 
     manager = taking_ragged_steps(stock)()
     captured = manager._capture_descs[CUDAGraphMode.FULL]
-    assert [(d.num_tokens, d.num_reqs) for d in captured] == [
-        (64, 32), (64, 16), (64, 4), (16, 16), (16, 4), (16, 1), (1, 1),
+    assert [(d.num_tokens, d.max_query_len, d.num_reqs) for d in captured] == [
+        (64, 17, 32), (64, 17, 4), (64, 16, 32), (64, 16, 4), (16, 16, 16), (16, 16, 1), (1, 16, 1),
     ]  # fmt: skip
 
-    def places(requests: int, rows: int, longest: int) -> tuple[int, int | None]:
+    def shape(requests: int, rows: int, longest: int) -> tuple[int, int | None, int | None]:
         found = manager.dispatch(requests, rows, None, 0, longest)
-        return found.num_tokens, found.num_reqs
+        return found.num_tokens, found.max_query_len, found.num_reqs
 
-    assert places(1, 1, 1) == (1, 1)
-    assert places(1, 9, 9) == (16, 1)
-    assert places(3, 9, 7) == (16, 4)
-    assert places(5, 9, 7) == (16, 16)
-    assert places(4, 64, 16) == (64, 4)
-    assert places(3, 30, 17) == (64, 4)
-    assert places(5, 60, 17) == (64, 16)
-    assert places(17, 60, 17) == (64, 32)
+    assert shape(1, 1, 1) == (1, 16, 1)
+    assert shape(1, 9, 9) == (16, 16, 1)
+    assert shape(3, 9, 7) == (16, 16, 16)
+    assert shape(4, 64, 16) == (64, 16, 4)
+    assert shape(3, 30, 17) == (64, 17, 4)
+    assert shape(5, 60, 17) == (64, 17, 32)
+    assert shape(5, 60, 16) == (64, 16, 32)
 
 
 def test_recurrent_states_stop_the_start(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the device does with a step's trees, in Triton's interpreter, against the tensor code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.paged import random_parents
+from tests.unit.vllm_v2.steps import input_batch
+
+pytest.importorskip("triton")
+pytest.importorskip("vllm")
+
+from vllm_specplug.vllm_v2 import device_trees
+from vllm_specplug.vllm_v2.device_trees import (
+    NO_NODE,
+    StepTrees,
+    TreeStore,
+    attach_trees,
+    committed_rows,
+    set_positions,
+    walk_trees,
+)
+from vllm_specplug.vllm_v2.graph_trees import GraphTrees
+from vllm_specplug.vllm_v2.step_input import step_rows
+from vllm_specplug.vllm_v2.stop_tokens import StopTokens
+from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+CPU = torch.device("cpu")
+SIZES = (1, 15, 63, 256)
+
+
+UseKernels = Callable[[bool], None]
+
+
+def switch(monkeypatch: pytest.MonkeyPatch) -> UseKernels:
+    """Says whether kernels serve from here on."""
+    return lambda on: monkeypatch.setattr(device_trees, "has_kernels", lambda device: on)
+
+
+@dataclass
+class Drafted:
+    """Trees of R requests, of which some break rules, and a step that verifies them."""
+
+    vocab: int
+    # [R]
+    slots: torch.Tensor
+    roots: torch.Tensor
+    counts: torch.Tensor
+    # [R, N]
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    scores: torch.Tensor
+    # The step: tokens before each root, drafts and rows before the root.
+    contexts: list[int]
+    scheduled: list[int]
+    prompts: list[int]
+
+    @classmethod
+    def draw(cls, nodes: int, seed: int) -> Drafted:
+        """The first are chains as long as can be, every third breaks rules."""
+        rng = np.random.default_rng(seed)
+        num_reqs, vocab = int(rng.integers(1, 6)), int(rng.choice([2, 6, 500]))
+        likely = [0.0, 1.0, 0.0] if seed == 0 else [0.2, 0.4, 0.4]
+        counts = rng.choice([0, nodes, rng.integers(nodes + 1)], num_reqs, p=likely)
+        shape = (num_reqs, nodes)
+        # Past the counts anything.
+        tokens, parents = (rng.integers(-9, vocab + 9, shape) for _ in range(2))
+        for r, count in enumerate(counts):
+            line = random_parents(int(count), rng)
+            if seed == 0 or rng.random() < 0.3:
+                line = np.arange(-1, count - 1)
+            for node in range(count):
+                taken = {*tokens[r, :node][line[:node] == line[node]].tolist()}
+                free = [t for t in range(vocab) if t not in taken]
+                tokens[r, node] = rng.choice(free or [0])
+            parents[r, :count] = line
+        if seed % 3 == 2:
+            hit = rng.random(shape) < 0.1
+            tokens = np.where(hit, rng.choice([-1, vocab, vocab - 1, 2**40], shape), tokens)
+            hit = rng.random(shape) < 0.1
+            parents = np.where(hit, rng.integers(-4, nodes + 3, shape), parents)
+        contexts = rng.integers(0, 90, num_reqs)
+        # Some slots hold another request's tree, or none.
+        roots = np.where(rng.random(num_reqs) < 0.2 * (seed > 0), rng.choice([-1, 91]), contexts)
+        return cls(
+            vocab, torch.from_numpy(rng.permutation(7)[:num_reqs]),
+            torch.from_numpy(roots).int(), torch.from_numpy(counts).int(),
+            torch.from_numpy(tokens), torch.from_numpy(parents).int(), torch.rand(shape),
+            contexts.tolist(),
+            rng.choice([0, nodes, rng.integers(nodes + 1)], num_reqs, p=likely).tolist(),
+            rng.choice([0, 3, 700], num_reqs, p=[0.6, 0.3, 0.1]).tolist(),
+        )  # fmt: skip
+
+    def put(self) -> tuple[TreeStore, torch.Tensor]:
+        store = TreeStore(7, self.tokens.shape[1], self.vocab, CPU)
+        ids = store.put(self.slots, self.roots, self.tokens, self.parents, self.counts, self.scores)
+        return store, ids
+
+    def step(self) -> tuple[StepTrees, torch.Tensor, Any]:
+        """The attached trees, the tokens of their rows and vLLM's batch."""
+        store, ids = self.put()
+        batch = input_batch(self.slots.tolist(), self.contexts, self.scheduled, self.prompts)
+        tokens = [torch.cat([torch.zeros(1).long(), t[:n]])
+                  for t, n in zip(ids, self.scheduled, strict=True)]  # fmt: skip
+        return attach_trees(store, step_rows(batch, ids.shape[1])), torch.cat(tokens).int(), batch
+
+
+def same(one: Any, other: Any) -> None:
+    """Tensors of equal values, shapes and types."""
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert a.dtype == b.dtype and a.is_contiguous() == b.is_contiguous()
+        assert torch.equal(a, b), (a, b)
+
+
+def compare_walks(use: UseKernels, nodes: int, seed: int) -> int:
+    """Walks, and what they commit; returns the longest."""
+    use(False)
+    drafted = Drafted.draw(nodes, seed)
+    trees, tokens, batch = drafted.step()
+    rng = torch.Generator().manual_seed(seed)
+    samples = torch.randint(0, 6, (len(tokens),), generator=rng)
+    follows = torch.rand(len(tokens), generator=rng) < (1.0 if seed % 2 == 0 else 0.9)
+    for row, parent in enumerate(trees.parent_rows.tolist()):
+        if parent >= 0 and follows[row]:
+            samples[parent] = tokens[row]
+    trees = trees.without(torch.rand(len(tokens), generator=rng) < 0.05 * (seed % 2))
+    stops = StopTokens(7, CPU)
+    if seed % 4 == 3:
+        stops.put(drafted.slots, [{seed % 6, 500}] * batch.num_reqs)
+    total = batch.num_tokens
+    # Lines of larger tables.
+    slots = torch.randint(0, 10**6, (2, total), generator=rng)[1]
+    positions = torch.randint(0, 10**6, (total + 5,), generator=rng)[:total]
+    made = []
+    for on in (False, True):
+        use(on)
+        walk = walk_trees(stops.within(trees, tokens), samples, tokens)
+        made.append([*astuple(walk), *astuple(committed_rows(trees, walk, slots, positions))])
+    same(*made)
+    return int(walk.lengths.max())
+
+
+def compare_puts(use: UseKernels, nodes: int, seed: int) -> tuple[int, int]:
+    """Trees that are kept; returns the greatest depth, and the nodes that no walk may reach."""
+    drafted = Drafted.draw(nodes, seed)
+    if seed % 4 == 1:
+        # Rows of a wider table, and the types of trees that the host has built.
+        wide = torch.cat([drafted.parents, drafted.tokens.int(), drafted.parents], dim=1)
+        drafted.parents = wide[:, :nodes]
+        drafted.counts, drafted.slots = drafted.counts.long(), drafted.slots.int()
+    made = []
+    for on in (False, True):
+        use(on)
+        store, ids = drafted.put()
+        made.append((ids, store.parents, store.depths, store.scores, store.root_positions))
+    same(*made)
+    lost = store.parents[drafted.slots.long()] == NO_NODE
+    return int(store.depths.max()), int(lost.sum())
+
+
+def compare_steps(use: UseKernels, nodes: int, seed: int) -> int:
+    """Trees attached, placed, and arranged for graphs of more requests and rows, also without
+    drafts; returns how many nodes a walk may reach."""
+    use(False)
+    drafted = Drafted.draw(nodes, seed)
+    (store, _), (_, _, batch) = drafted.put(), drafted.step()
+    places, num_rows = batch.num_reqs + seed % 4, batch.num_tokens + seed % 5
+    lengths = np.array(drafted.prompts) + drafted.scheduled + 1
+    starts = torch.full((places + 1,), batch.num_tokens, dtype=torch.int32)
+    starts[: batch.num_reqs + 1] = torch.tensor([0, *np.cumsum(lengths)])
+    seq_lens = torch.zeros(places, dtype=torch.int32)
+    # In a capture they may be shorter than the rows.
+    seq_lens[: batch.num_reqs] = batch.seq_lens if seed % 5 else 1
+    table = torch.zeros((1, 1), dtype=torch.int32)
+    made = []
+    for on in (False, True):
+        use(on)
+        trees = attach_trees(store, step_rows(batch, nodes))
+        positions = torch.arange(num_rows) * 7
+        set_positions(trees, positions)
+        fields = [trees.parent_rows, trees.depths, trees.above, positions]
+        graph = GraphTrees(StepLimits(9, num_rows, nodes + 1, 900), CPU)
+        for given in (trees, None):
+            filled = graph.fill(given, starts, seq_lens, table, num_rows, None)
+            # Rows of padding hold anything.
+            parents = filled.parent_rows[: batch.num_tokens].clone()
+            fields += [filled.plan.clone(), filled.query_starts.clone(), parents]
+        made.append(fields)
+    same(*made)
+    return int((trees.parent_rows >= 0).sum())
+
+
+@pytest.fixture(params=SIZES)
+def cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Arguments of the comparisons above."""
+    use = switch(monkeypatch)
+    return [(use, request.param, seed) for seed in range(40 if request.param < 256 else 12)]
+
+
+def test_walks_and_what_they_commit(cases: list[Any]) -> None:
+    assert max(compare_walks(*case) for case in cases) == cases[0][1]
+
+
+def test_trees_that_are_kept(cases: list[Any]) -> None:
+    depths, lost = zip(*(compare_puts(*case) for case in cases), strict=True)
+    assert max(depths) == cases[0][1] < sum(lost)
+
+
+def test_trees_of_a_step(cases: list[Any]) -> None:
+    assert sum(compare_steps(*case) for case in cases) > 10
