@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.e2e.fork_server import ENVIRONMENT, run_forked
@@ -145,7 +146,7 @@ class Pair:
                     counts.branching += parents.tolist() != list(range(nodes))
                 counts.skipping += path.tolist() != list(range(length + 1))
             bound = input_batch.seq_lens_cpu_upper_bound[: len(input_batch.req_ids)]
-            counts.stale += bool((bound > seq_lens[: len(bound)]).any())
+            counts.stale += bool((bound.numpy() > np.asarray(seq_lens[: len(bound)])).any())
 
         runner._record_verification = recorded
 

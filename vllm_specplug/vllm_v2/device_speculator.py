@@ -235,7 +235,7 @@ class DeviceSpeculator(TreeSpeculator):
             self.proposer.drafter.learn(late.source, tokens, late.milliseconds)
         if self._ngrams is None:
             return
-        latest = read.latest.numpy()
+        latest = read.latest
         for i, req_id in enumerate(late.input_batch.req_ids):
             if sampled[i] and req_id in late.trees:
                 copy, row = late.trees[req_id]
@@ -468,7 +468,7 @@ class DeviceSpeculator(TreeSpeculator):
 
     def _batch(self, input_batch: Any, read: HostStep) -> list[HostRequest]:
         totals, computed = read.totals.tolist(), read.computed.tolist()
-        sampled, latest = read.sampled.tolist(), read.latest.numpy()
+        sampled, latest = read.sampled.tolist(), read.latest
         batch = []
         for i, req_id in enumerate(input_batch.req_ids):
             known, slot = self.known[req_id], int(input_batch.idx_mapping_np[i])

@@ -391,7 +391,7 @@ class TreeRunnerV2Mixin(_Runner):
         self,
         input_batch: Any,
         walk: Walk | None,
-        seq_lens: torch.Tensor,
+        seq_lens: torch.Tensor | np.ndarray,
         trees: Mapping[str, DraftTree],
         record: StepRecord | None = None,
     ) -> None:
