@@ -20,7 +20,7 @@ else
 $(error TIER=$(TIER) is not a test tier; use TIER=ci (each promise), fast (no engines) or full (all))
 endif
 
-.PHONY: help setup demo test test-full test-033 fuzz lint docs bench gpu-report gpu-check gpu-bench gpu-e2e gpu-train clean
+.PHONY: help setup demo test test-full test-033 fuzz lint docs bench gpu-check gpu-bench gpu-speed gpu-train clean
 
 help:
 	@echo "make setup   .venv with everything, for a CPU-only machine"
@@ -31,8 +31,7 @@ help:
 	@echo "make lint    style, types and the import table"
 	@echo "make docs    the documentation as a site in out/site, links checked"
 	@echo "make bench   servers under load, beside plain vLLM (DATA=folder with prompts)"
-	@echo "make gpu-report    on a machine with a GPU: check, time, serve, one page (MODEL=, HEAD=)"
-	@echo "make gpu-check | gpu-bench | gpu-e2e | gpu-train    its parts"
+	@echo "make gpu-check | gpu-bench | gpu-speed | gpu-train    on a machine with a GPU"
 	@echo "make clean   remove .venv and build outputs"
 
 setup:
@@ -94,18 +93,15 @@ bench: setup
 GPU_OUT ?= $(or $(OUT),out/gpu)
 GPU_PYTHON ?= python3
 
-gpu-report:
-	$(GPU_PYTHON) scripts/gpu/full_report.py --out $(GPU_OUT) $(if $(MODEL),--model $(MODEL)) \
-	  $(if $(HEAD),--head $(HEAD)) $(ARGS)
-
 gpu-check:
 	$(GPU_PYTHON) scripts/gpu/check.py --out $(GPU_OUT) $(ARGS)
 
 gpu-bench:
 	$(GPU_PYTHON) bench/gpu/kernels.py --out $(GPU_OUT) $(ARGS)
 
-gpu-e2e:
-	$(GPU_PYTHON) bench/gpu/e2e.py --out $(GPU_OUT) $(ARGS)
+gpu-speed:
+	$(GPU_PYTHON) bench/gpu/products.py --out $(GPU_OUT)
+	$(GPU_PYTHON) bench/gpu/speed.py --out $(GPU_OUT) $(ARGS)
 
 gpu-train:
 	$(GPU_PYTHON) scripts/gpu/train.py --out $(GPU_OUT) $(ARGS)

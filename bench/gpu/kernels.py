@@ -29,8 +29,7 @@ sys.path[:0] = [str(ROOT / "scripts" / "gpu"), str(Path(__file__).parent)]
 import torch  # noqa: E402
 from baselines import BASELINES, Unavailable  # noqa: E402
 from bounds import CONTEXTS, NODES  # noqa: E402
-from predictions import TREE_KERNELS  # noqa: E402
-from problems import Problem, ProblemSpec, unsupported  # noqa: E402
+from problems import TREE_KERNELS, Problem, ProblemSpec, unsupported  # noqa: E402
 from report import Report  # noqa: E402
 from timing import copy_bandwidth, product_rate, time_us  # noqa: E402
 
@@ -57,14 +56,14 @@ def grid(quick: bool) -> list[Point]:
     """All points, most telling first."""
     if quick:
         return [(40, 2, 5)]
-    predicted = [(c, 1, n) for c in CONTEXTS for n in NODES]
+    alone = [(c, 1, n) for c in CONTEXTS for n in NODES]
 
     def order(cell: Point) -> tuple[bool, bool, bool]:
         """The targets are stated for 64 nodes, batch 1 to 8, and for 32k of context."""
         context, batch, nodes = cell
-        return nodes not in (63, 64) or batch > 8, cell not in predicted, context != 32768
+        return nodes not in (63, 64) or batch > 8, cell not in alone, context != 32768
 
-    return sorted(dict.fromkeys([*compared(), *predicted]), key=order)
+    return sorted(dict.fromkeys([*compared(), *alone]), key=order)
 
 
 class Cell:

@@ -10,8 +10,10 @@ wrong. Both happen on the device, inside the captured graphs.
 
 from __future__ import annotations
 
+import cProfile
 import json
 import os
+import pstats
 import sys
 import time
 import traceback
@@ -19,6 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.append(str(Path(__file__).parent))
+
+from acceptance_model import drawn_ranks, rank_probabilities, successors
 
 DRAWS = 1 << 16
 # The fractional part of the golden ratio: its multiples cover the draws evenly.
@@ -51,7 +57,6 @@ class ImposedDrafts:
         if self.successors is not None:
             return
         import torch
-        from acceptance_model import successors
 
         # Drafts update them in vLLM's inference mode and outside of it.
         with torch.inference_mode(False):
@@ -66,7 +71,6 @@ class ImposedDrafts:
         """Draws acceptance with `a`, see `acceptance_model`, for trees of `nodes` nodes."""
         import numpy as np
         import torch
-        from acceptance_model import drawn_ranks, rank_probabilities
 
         self.prepare(device)
         ranks = drawn_ranks(a, nodes, self.depth, self.width, DRAWS)
@@ -96,7 +100,6 @@ class ImposedDrafts:
 def impose_target(weights: dict[str, Any], vocab_size: int) -> None:
     """Gives a target with these weights its chain of tokens, in place."""
     import torch
-    from acceptance_model import successors
 
     (embedding,) = (w for name, w in weights.items() if name.endswith("embed_tokens.weight"))
     (lm_head,) = (w for name, w in weights.items() if name.endswith("lm_head.weight"))
@@ -166,8 +169,8 @@ class Engine:
         first = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=1)
         self.llm.generate([{"prompt_token_ids": p} for p in prompts], first, use_tqdm=False)
         before = self._counters()
-        with Profile(cell.get("profile")) as profile:
-            arrivals = self._run(prompts, params, profile)
+        profile = Profile(cell.get("profile"))
+        arrivals = self._run(prompts, params, profile)
         after = self._counters()
         drafts = after["drafts"] - before["drafts"]
         accepted = after["accepted"] - before["accepted"]
@@ -177,7 +180,7 @@ class Engine:
             "is_chain": None if self.job["stock"] else self._is_chain(prompts, arrivals),
         }  # fmt: skip
         if cell.get("profile"):
-            result["kernels"] = profile.kernels()
+            result["kernels"] = profile.result()
         return result
 
     def _impose(self, cell: dict[str, Any]) -> None:
@@ -207,7 +210,6 @@ class Engine:
         return list(arrivals.values())
 
     def _is_chain(self, prompts: list[list[int]], arrivals: list[list[Any]]) -> bool:
-        from acceptance_model import successors
 
         following = successors(self.job["vocab_size"], 1)[:, 0]
         for prompt, outputs in zip(prompts, arrivals, strict=True):
@@ -251,51 +253,61 @@ def summary(arrivals: list[list[Any]]) -> dict[str, Any]:
 
 
 class Profile:
-    """Kernels and operations of a few steps, once all requests decode; nothing where not asked."""
+    """Kernels, operations and Python functions of a few steps, once all requests decode; nothing
+    where not asked."""
 
     SKIPPED, TAKEN = 6, 8
 
     def __init__(self, is_asked: bool | None) -> None:
-        self.profiler: Any = None
+        self.kernels: Any = None
         self.seen = 0
         if is_asked:
             from torch.profiler import ProfilerActivity, profile
 
-            self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
-
-    def __enter__(self) -> Profile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
+            self.kernels = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            self.functions = cProfile.Profile()
 
     def step(self, all_decode: bool) -> None:
-        if self.profiler is None or not all_decode:
+        """Call after each step."""
+        if self.kernels is None or not all_decode:
             return
         self.seen += 1
+        # One after the other: each of the two slows the host down.
         if self.seen == self.SKIPPED:
-            self.profiler.start()
+            self.kernels.start()
             self.start = time.perf_counter()
         elif self.seen == self.SKIPPED + self.TAKEN:
             self.wall_ms = 1e3 * (time.perf_counter() - self.start) / self.TAKEN
-            self.profiler.stop()
+            self.kernels.stop()
+        elif self.seen == self.SKIPPED + 2 * self.TAKEN:
+            self.functions.enable()
+        elif self.seen == self.SKIPPED + 3 * self.TAKEN:
+            self.functions.disable()
 
-    def kernels(self) -> dict[str, Any]:
-        """By name: launches and microseconds per step, the largest first."""
+    def result(self) -> dict[str, Any]:
+        """By name: calls and microseconds per step, the largest first."""
+        self.functions.disable()
+        called = pstats.Stats(self.functions).stats  # type: ignore[attr-defined]
         rows = []
-        for event in self.profiler.key_averages():
+        for event in self.kernels.key_averages():
             us = getattr(event, "self_device_time_total", 0.0) / self.TAKEN
             on_device = "CUDA" in str(event.device_type)
             host_us = 0.0 if on_device else event.self_cpu_time_total / self.TAKEN
             rows.append((event.key[:120], on_device, event.count / self.TAKEN, us, host_us))
         device = sorted((r for r in rows if r[1]), key=lambda r: -r[3])
         host = sorted((r for r in rows if not r[1]), key=lambda r: -r[4])
+        functions = [
+            ("/".join((*Path(file).parts[-2:], name)), calls / self.TAKEN,
+             round(1e6 * own / self.TAKEN, 1), round(1e6 * total / self.TAKEN, 1))
+            for (file, _, name), (calls, _, own, total, _) in called.items()
+        ]  # fmt: skip
         return {
             "wall_ms": self.wall_ms,
             "device_ms": sum(r[3] for r in device) / 1e3,
             "launches": sum(r[2] for r in device),
             "device": [(r[0], r[2], round(r[3], 1)) for r in device[:70]],
             "host": [(r[0], r[2], round(r[4], 1)) for r in host[:70]],
+            "functions": sorted(functions, key=lambda r: -r[3])[:120],
         }
 
 
@@ -306,7 +318,6 @@ def serve(job: dict[str, Any], connection: Any) -> None:
         os.dup2(log.fileno(), 2)
     # One process, so that weights and drafts can be imposed.
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **job["env"]})
-    sys.path.insert(0, str(Path(__file__).parent))
     try:
         engine = Engine(job)
         connection.send(engine.facts())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What attention and a step of an 8B model should take on a device, from the bytes they must read
-and the products they must make. Stated before any was measured; `predictions.py` compares.
+and the products they must make.
 
 The model is Qwen3-8B: Hq 32, Hkv 8, Dh 128, bfloat16.
 """

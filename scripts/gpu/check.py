@@ -28,8 +28,7 @@ sys.path[:0] = [str(Path(__file__).parent)]
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from partial_caches import check_partial_caches  # noqa: E402
-from predictions import TREE_KERNELS  # noqa: E402
-from problems import Problem, ProblemSpec, unsupported  # noqa: E402
+from problems import TREE_KERNELS, Problem, ProblemSpec, unsupported  # noqa: E402
 from report import Report  # noqa: E402
 
 from vllm_specplug.kernels import cuda_dispatch  # noqa: E402
@@ -191,6 +190,8 @@ class KernelChecks:
         with torch.cuda.stream(stream):
             step()
         torch.cuda.synchronize()
+        # The graph is to make them of each plan.
+        meta.schedules.clear()
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             step()
@@ -222,8 +223,8 @@ def check_step_kernels(record: dict, device: torch.device) -> None:
     from vllm_specplug.accept import walk_trees
     from vllm_specplug.kernels import ancestor_words
     from vllm_specplug.kernels.kv_compact_triton import LayerCaches, compact_paths_triton
+    from vllm_specplug.kernels.step_trees_triton import walk_trees_triton
     from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
-    from vllm_specplug.kernels.tree_walk_triton import walk_trees_triton
     from vllm_specplug.kernels.tree_words_triton import fill_tree_words
     from vllm_specplug.kvcache import path_moves
     from vllm_specplug.tree import DraftTree, build_tree
@@ -276,9 +277,12 @@ def check_step_kernels(record: dict, device: torch.device) -> None:
             trees, starts[:-1].tolist(), lambda at, live, drawn=samples: [int(drawn[r]) for r in at]
         )
         flat_tokens = np.concatenate([np.concatenate([[-5], t.token_ids]) for t in trees])
-        emitted, paths, lengths = walk_trees_triton(
+        # In the walk a parent is a row of all trees.
+        parent_rows = flat_parents + torch.from_numpy(np.repeat(starts[:-1], rows))
+        parent_rows[torch.from_numpy(starts[:-1]).long()] = -1
+        emitted, _, lengths, paths = walk_trees_triton(
             torch.from_numpy(samples).to(device), torch.from_numpy(flat_tokens).to(device),
-            flat_parents.to(device), torch.from_numpy(starts).to(device), max(rows), depth,
+            parent_rows.to(device), torch.from_numpy(starts).to(device), budget + 1,
         )  # fmt: skip
         for r, length in enumerate(lengths.tolist()):
             assert paths[r, :length].tolist() == wanted_walk.accepted_paths[r], (turn, r)

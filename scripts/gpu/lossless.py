@@ -28,7 +28,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 from demo_prompts import demo_prompts  # noqa: E402
 from report import Report  # noqa: E402
 
-ENGINE = ROOT / "bench" / "gpu" / "e2e_engine.py"
 HEADS = ROOT / "heads"
 TEXTS = (
     "Explain photosynthesis to a child in a few sentences.",
@@ -36,6 +35,8 @@ TEXTS = (
     "A shop sells pens for 3 dollars. Ann buys 12 and pays with 50. What is left?",
     "Repeat this list five times: red, green, blue, yellow.",
 )
+ENGINE = "vllm_specplug.testing.engine_process"
+CALLS = ("greedy", "seeded", "alone")
 SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
 GRAPHS = {
     "enforce_eager": False,
@@ -105,11 +106,10 @@ def cases() -> list[Case]:
 
 
 def calls(prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
-    common = {"context": 0, "tokens": tokens, "ignore_eos": True, "keep_tokens": True}
+    common = {"max_tokens": tokens, "ignore_eos": True, "detokenize": False, "temperature": 0.0}
     return [
-        {**common, "what": "greedy", "prompts": prompts, "batch": len(prompts)},
-        {**common, "what": "seeded", "prompts": prompts, "batch": len(prompts), "sampling": SEEDED},
-        {**common, "what": "alone", "prompts": prompts[:1], "batch": 1},
+        {"prompts": some, "params": [{**common, **sampling}] * len(some)}
+        for some, sampling in ((prompts, {}), (prompts, SEEDED), (prompts[:1], {}))
     ]
 
 
@@ -123,7 +123,7 @@ class Engines:
         self.logs.mkdir(exist_ok=True)
 
     def run(self, case: Case) -> dict[str, Any]:
-        """The engine's result, with `problem` where it did not end well."""
+        """The engine's `calls` in the order of `CALLS`, and why it ended early as `problem`."""
         left = self.report.seconds_left
         if left < 20:
             return {
@@ -138,8 +138,11 @@ class Engines:
             "max_num_seqs": 8, "dtype": case.dtype, "gpu_memory_utilization": 0.03,
             "kv_cache_memory_bytes": 2**30, "enforce_eager": True, **case.engine,
         }  # fmt: skip
-        job = {"engine": engine, "calls": calls(self.prompts, self.args.tokens),
-               "speculative": case.method}  # fmt: skip
+        if case.method is not None:
+            engine["speculative_config"] = case.method
+        job = {"engine": engine, "calls": calls(self.prompts, self.args.tokens)}
+        # vLLM's own Triton attention would multiply in TF32.
+        env = {"TRITON_F32_DEFAULT": "ieee"} if case.dtype == "float32" else {}
         log = self.logs / (case.name.replace(" ", "_").replace(",", "") + ".log")
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder, log.open("w") as stream:
@@ -148,19 +151,19 @@ class Engines:
             problem = None
             try:
                 code = subprocess.run(
-                    [sys.executable, str(ENGINE), *map(str, paths)], stdout=stream,
-                    stderr=subprocess.STDOUT, env={**os.environ, **case.env}, timeout=left,
+                    [sys.executable, "-m", ENGINE, *map(str, paths)], stdout=stream,
+                    stderr=subprocess.STDOUT, env={**os.environ, **env, **case.env}, timeout=left,
                 ).returncode  # fmt: skip
                 if code:
                     problem = f"the engine ended with {code}"
             except subprocess.TimeoutExpired:
                 problem = "the engine ran out of time"
-            found = json.loads(paths[1].read_text()) if paths[1].is_file() else {"calls": []}
+            found = json.loads(paths[1].read_text()) if paths[1].is_file() else []
         text = log.read_text(errors="replace")
         kernels = [line[-200:] for line in text.splitlines() if "Tree attention: " in line]
         if problem:
             print(f"   {case.name}: {problem}\n{text[-1200:]}", flush=True)
-        return {**found, "problem": problem, "kernel": kernels[:1], "log": text[-3000:],
+        return {"calls": found, "problem": problem, "kernel": kernels[:1], "log": text[-3000:],
                 "wall_s": time.monotonic() - start}  # fmt: skip
 
 
@@ -180,18 +183,21 @@ def judge(case: Case, plain: dict[str, Any], tree: dict[str, Any], report: Repor
         AssertionError: where a float32 output differs, or nothing was drafted and accepted.
     """
     wrong = []
-    for a, b in zip(plain["calls"], tree["calls"], strict=False):
+    for what, a, b in zip(CALLS, plain["calls"], tree["calls"], strict=False):
         same, count = equal_tokens(a["token_ids"], b["token_ids"])
+        drafts, accepted = (
+            b["counters"].get(f"vllm:spec_decode_num_{name}", 0.0)
+            for name in ("drafts", "accepted_tokens")
+        )
         report.row(
-            part="lossless", case=case.name, call=a["what"], dtype=case.dtype, equal=same,
-            tokens=count, drafts=b["drafts"], accepted=b["accepted"],
-            mean_acceptance_length=1 + b["accepted"] / max(1.0, b["drafts"]),
-            seconds=b["seconds"], plain_seconds=a["seconds"], kernel=tree["kernel"],
+            part="lossless", case=case.name, call=what, dtype=case.dtype, equal=same,
+            tokens=count, drafts=drafts, accepted=accepted,
+            mean_acceptance_length=1 + accepted / max(1.0, drafts), kernel=tree["kernel"],
         )  # fmt: skip
         if case.dtype == "float32" and same < count:
-            wrong.append(f"{a['what']}: {same} of {count} tokens equal")
-        if not b["accepted"]:
-            wrong.append(f"{a['what']}: {b['drafts']} drafts, none accepted")
+            wrong.append(f"{what}: {same} of {count} tokens equal")
+        if not accepted:
+            wrong.append(f"{what}: {drafts} drafts, none accepted")
     assert tree["problem"] is None, f"{tree['problem']}: {tree['log'][-600:]}"
     assert plain["problem"] is None, f"plain decoding: {plain['problem']}"
     assert not wrong, "; ".join(wrong)

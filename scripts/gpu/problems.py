@@ -10,6 +10,8 @@ import torch
 
 from vllm_specplug.kernels import TreeAttnMetadata, cuda_dispatch
 
+TREE_KERNELS = ("triton", "flash", "cute", "cute_ws")
+
 
 @dataclass(frozen=True)
 class ProblemSpec:

@@ -66,8 +66,8 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: Attentio
 
 
 def test_one_list_names_the_kernels_that_scripts_run() -> None:
-    predictions = load_script("gpu/predictions")
-    assert {*predictions.TREE_KERNELS, "reference"} == set(CUDA_KERNELS)
+    problems = load_script("gpu/problems")
+    assert {*problems.TREE_KERNELS, "reference"} == set(CUDA_KERNELS)
 
 
 def test_sweeps_give_arguments_that_kernels_take() -> None:

@@ -73,6 +73,26 @@ def test_numbers_of_the_readme_are_those_measured() -> None:
     assert {row[0]: row[1:] for row in cells} == measured
 
 
+def test_gpu_numbers_of_the_readme_are_those_measured() -> None:
+    page = (ROOT / "bench" / "results" / "gpu_speed.md").read_text()
+
+    def rows(text: str) -> list[list[str]]:
+        lines = [line for line in text.splitlines() if line.startswith("|")][2:]
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+    plain = page.partition("## Plain decoding, compiled")[2].partition("##")[0]
+    speeds = page.partition("## Speed-up over plain decoding, compiled")[2].partition("##")[0]
+    rates = {batch: f"{rate} tokens/s" for batch, rate, _ in rows(plain)}
+    measured = {
+        batch: [rates[batch], chain, small, large, adaptive]
+        for batch, task, small, large, adaptive, chain in rows(speeds)
+        if task == "GSM8K"
+    }
+    section = README.partition("<!-- GPU numbers -->")[2].partition("<!-- /GPU numbers -->")[0]
+    shown = rows(section)
+    assert len(shown) == 3 and all(measured[batch] == cells for batch, *cells in shown)
+
+
 def test_make_targets_and_commands_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     known = {command.name or command.callback.__name__ for command in app.registered_commands}

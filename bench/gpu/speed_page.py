@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of `speed.py` and `products.py`: `python bench/gpu/speed_page.py FOLDER... [--out OUT]`.
+
+FOLDER holds gpu_speed.json, gpu_products.json or both, as a run left them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from vllm_specplug.bench.result_page import ResultPage, Section
+
+ABOUT = """**Acceptance imposed, all costs real.** The target has the shape of Qwen3-8B, the head
+that of its published JetSpec head. Their weights are random, in bfloat16, and the target's are made
+so that its next token is known. The head runs as it is. Its candidates are then overwritten on the
+device: the target's token gets the rank that an acceptance model draws. The model is fitted to
+JetSpec's published acceptance length with 16 draft tokens (GSM8K 6.00, MT-Bench 3.98). vLLM's own
+chain drafts with a head of the same shape and accepts each token with the model's probability.
+The page says nothing about a head's quality. Every answer with trees was checked to be the
+target's."""
+STEPS = """Milliseconds per step over those of plain decoding, with 1,024 tokens of context: means
+over all rounds and both tasks. A step with trees verifies one per request and drafts the next."""
+SPEEDS = """Imposed acceptance length over the step's length in plain steps; for the adaptive
+budget, which chooses the trees, tokens per second over those of plain decoding."""
+LENGTHS = """Measured mean acceptance length / imposed one. vLLM's chain draws every token by
+itself, so that its lengths scatter."""
+KERNELS = "Milliseconds of kernels per step, and their launches, by torch's profiler."
+PRODUCTS = "All matrix products of the 36 layers and the LM head by rows, replayed from a graph."
+
+
+class Run:
+    """One gpu_speed.json."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.data = data
+        self.rows = [row for row in data["rows"] if "problem" not in row]
+        self.arms = list(dict.fromkeys(row["arm"] for row in self.rows))
+        self.batches = sorted({row["batch"] for row in self.rows})
+        self.tasks = list(dict.fromkeys(row["profile"] for row in self.rows if row.get("a")))
+        broken = [row for row in self.rows if row["is_chain"] is False]
+        assert not broken, f"not the target's tokens: {broken}"
+
+    @property
+    def is_compiled(self) -> bool:
+        engines = [e for e in self.data["parts"]["engines"].values() if isinstance(e, dict)]
+        modes = {engine["mode"] != "0" for engine in engines if "mode" in engine}
+        assert len(modes) == 1, "some engines were compiled and some were not"
+        return modes.pop()
+
+    @property
+    def title(self) -> str:
+        return "compiled" if self.is_compiled else "not compiled, from whole graphs"
+
+    def found(self, arm: str, batch: int, task: str | None = None) -> list[Mapping[str, Any]]:
+        wanted = {"arm": arm, "batch": batch, **({"profile": task} if task else {})}
+        return [row for row in self.rows if wanted.items() <= row.items()]
+
+    def step(self, arm: str, batch: int, task: str | None = None) -> float | None:
+        """In plain steps."""
+        rows = self.found(arm, batch, task)
+        plain = median(row["step_ms"] for row in self.found("plain", batch))
+        return mean(row["step_ms"] for row in rows) / plain if rows else None
+
+    def table(self, cell: Any, tasks: Sequence[str]) -> Section:
+        arms = [arm for arm in self.arms if arm != "plain"]
+        lines = [
+            [str(batch), *([task] if task else []), *(cell(arm, batch, task) for arm in arms)]
+            for task in tasks
+            for batch in self.batches
+        ]
+        return Section(("batch", *(["task"] if any(tasks) else []), *arms), lines)
+
+    def sections(self) -> list[Section]:
+        def steps(arm: str, batch: int, task: str) -> str:
+            found = self.step(arm, batch)
+            return "-" if found is None else f"{found:.2f}"
+
+        def speed(arm: str, batch: int, task: str) -> str:
+            rows, length = self.found(arm, batch, task), self.step(arm, batch, task)
+            if length is None:
+                return "-"
+            if not arm.startswith("auto"):
+                return f"{rows[0]['imposed'] / length:.2f} x"
+            # Its trees are as large as it chose.
+            plain = median(row["tokens_per_s"] for row in self.found("plain", batch))
+            return f"{mean(row['tokens_per_s'] for row in rows) / plain:.2f} x"
+
+        def lengths(arm: str, batch: int, task: str) -> str:
+            rows = self.found(arm, batch, task)
+            if not rows:
+                return "-"
+            return f"{mean(row['mean_acceptance'] for row in rows):.2f} / {rows[0]['imposed']:.2f}"
+
+        plain = [
+            [str(b), *(f"{median(row[key] for row in self.found('plain', b)):.{n}f}"
+                       for key, n in (("tokens_per_s", 0), ("step_ms", 2)))]
+            for b in self.batches
+        ]  # fmt: skip
+        parts = [
+            (Section(("batch", "tokens/s", "ms per step"), plain), "Plain decoding", ""),
+            (self.table(steps, [""]), "Steps", STEPS),
+            (self.table(speed, self.tasks), "Speed-up over plain decoding", SPEEDS),
+            (self.table(lengths, self.tasks), "Acceptance", LENGTHS),
+        ]
+        if not self.is_compiled:
+            parts = parts[1:2]
+        sections = [
+            Section(part.header, part.rows, f"{name}, {self.title}", [notes] if notes else [])
+            for part, name, notes in parts
+        ]
+        kernels = self.data.get("kernels")
+        if kernels and self.is_compiled:
+            lines = [
+                [k["arm"], str(k["batch"]), f"{k['device_ms']:.2f}", f"{k['launches']:.0f}"]
+                for k in kernels
+            ]
+            header = ("engine", "batch", "device ms", "launches")
+            sections.append(Section(header, lines, f"Work of the device, {self.title}", [KERNELS]))
+        return sections
+
+
+def product_section(data: Mapping[str, Any]) -> Section:
+    rows = [row for row in data["rows"] if "rows" in row]
+    lines = [
+        [str(row["rows"]), f"{row['ms']:.2f}", f"{row['ms'] / rows[0]['ms']:.2f}"] for row in rows
+    ]
+    return Section(("rows", "ms", "of one row"), lines, "Matrix products by rows", [PRODUCTS])
+
+
+def provenance(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What made a file, as pages of results have it."""
+    machine = data["hardware"]
+    gpu = f"{machine['gpu']}, driver {machine['driver']}" if "gpu" in machine else "no GPU"
+    return {
+        **{key: data[key] for key in ("command", "commit", "versions", "date")},
+        "hardware": {
+            "cpu": "its host", "logical_cpus": machine["cpu_count"], "extensions": ["x86-64"],
+            "memory_gib": 128, "gpus": [gpu],
+        },
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--name", default="gpu_speed")
+    args = parser.parse_args()
+    sections: list[Section] = []
+    records, data = [], {}
+    for folder in args.folders:
+        for path in sorted(folder.glob("gpu_*.json")):
+            found = data[f"{folder.name}/{path.name}"] = json.loads(path.read_text())
+            if path.name == "gpu_speed.json":
+                sections += Run(found).sections()
+            else:
+                sections.append(product_section(found))
+            records.append(provenance(found))
+    gpu = next(iter(data.values()))["hardware"].get("gpu", "a CPU")
+    page = ResultPage(args.name, f"Trees and plain decoding: {gpu}", ABOUT, sections, data, records)
+    page.write(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU speed bench as a dry run: tiny engines, the target's chain, the imposed acceptance."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+BENCH = Path(__file__).resolve().parents[2] / "bench" / "gpu"
+
+
+@pytest.mark.timeout(600)
+def test_the_bench_measures_the_imposed_acceptance_and_makes_its_page(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    out = tmp_path / "run"
+    command = [
+        "speed.py", "--device", "cpu", "--out", str(out), "--phases", "plain;15 nodes",
+        "--batches", "1", "4", "--profiles", "GSM8K", "--rounds", "1", "--context", "24",
+        "--tokens", "400", "--profile-batches",
+    ]  # fmt: skip
+    pages = ["speed_page.py", str(out), "--out", str(tmp_path)]
+    for script, *arguments in (command, pages):
+        done = subprocess.run(
+            [sys.executable, str(BENCH / script), *arguments], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = json.loads((out / "gpu_speed.json").read_text())["rows"]
+    assert [(row["arm"], row["batch"]) for row in rows] == [
+        ("plain", 1), ("15 nodes", 1), ("plain", 4), ("15 nodes", 4),
+    ]  # fmt: skip
+    assert all(row["is_chain"] for row in rows)
+    for row in rows[1::2]:
+        assert row["drafts"] > 0 and row["mean_acceptance"] == pytest.approx(6.0, abs=0.2)
+    page = (tmp_path / "gpu_speed.md").read_text()
+    # No engine was compiled: of such a run the steps are published, no speed-up.
+    assert "| batch | 15 nodes |" in page and "Speed-up" not in page
