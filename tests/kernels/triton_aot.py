@@ -22,8 +22,6 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from scripts import sass
-
 
 @dataclass(frozen=True)
 class Compiled:
@@ -38,8 +36,6 @@ class Compiled:
     """How often the PTX has some that matter."""
     specialised: list[str]
     """Run-time arguments whose value or alignment makes a variant of its own."""
-    loop: list[str] | None = None
-    """Of an attention kernel for sm_90: cells of the table of inner loops."""
 
 
 _COUNTED = ("wgmma.mma", "tcgen05.mma", "mma.sync", "cp.async.")
@@ -55,7 +51,6 @@ def compile_kernel(
     aligned: tuple[str, ...] = (),
     num_warps: int = 4,
     num_stages: int = 3,
-    tile: tuple[int, int, int] | None = None,
 ) -> Compiled:
     """Compiles `kernel` for sm_`arch`.
 
@@ -63,7 +58,6 @@ def compile_kernel(
         types: Triton type of each run-time argument, e.g. "*bf16" or "i32".
         constants: compile-time arguments, also run-time ones that are fixed here.
         aligned: run-time arguments that are multiples of 16, as pointers and strides usually are.
-        tile: rows, columns and padded head size of an attention kernel's tiles.
     """
     names = list(kernel.arg_names)
     unknown = (set(types) | set(constants)) ^ set(names)
@@ -90,11 +84,7 @@ def compile_kernel(
         and not p.do_not_specialize
         and not (types.get(p.name, "").startswith("*") and p.do_not_specialize_on_alignment)
     ]
-    loop = None
-    if tile is not None and arch == 90:
-        float32 = constants["PRECISION"] == "ieee"
-        loop = sass.inner_loop(compiled.asm["cubin"], float32).row(*tile, num_warps)
-    return Compiled(name, compiled.metadata.shared, registers, spilled, counts, specialised, loop)
+    return Compiled(name, compiled.metadata.shared, registers, spilled, counts, specialised)
 
 
 def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
@@ -232,10 +222,6 @@ def tree_attention(
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        # With so few rows and columns for eight warps, some of them repeat others' products.
-        tile=None
-        if head_dim > 256
-        else (config.block_m, config.block_n, triton.next_power_of_2(head_dim)),
     )
     assert compiled.shared_memory <= shared, compiled
     return compiled
