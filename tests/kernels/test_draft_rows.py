@@ -8,42 +8,28 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.draft_rows import HIDDEN, attend, config
 from tests.kernels.paged import num_threads
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.draft_rows import block_inputs, can_join_rows
 from vllm_specplug.kernels.packed_linear import has_packed_int8_products
-from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.fused_head import FusedBlockHead, plain_linear
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.vllm_worker.linear import int8_linear
 
-HIDDEN, POSITIONS = 96, 64
+POSITIONS = 64
 needs_packed = pytest.mark.skipif(
     not has_packed_int8_products(), reason="this CPU has no packed int8 products"
 )
 
 
-def _config(**changes: Any) -> BlockHeadConfig:
-    values: dict[str, Any] = dict(
-        hidden_size=HIDDEN, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=64, vocab_size=50, draft_vocab_size=50,
-        target_hidden_size=48, target_layer_ids=(0, 2), block_size=5, mask_token_id=1,
-    )  # fmt: skip
-    return BlockHeadConfig(**{**values, **changes})
-
-
 @torch.inference_mode()
 def _fused(**changes: Any) -> FusedBlockHead:
     torch.manual_seed(0)
-    head = BlockHead(_config(**changes))
+    head = BlockHead(config(**changes))
     for parameter in head.parameters():
         parameter.add_(0.2 * torch.randn_like(parameter))
     return FusedBlockHead(head.bfloat16(), POSITIONS, int8_linear)
-
-
-def _attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Row by row, so that rows have nothing to do with each other."""
-    return (q + (layer + 1) * k.repeat_interleave(3, 1)) * 0.3 - v.repeat_interleave(3, 1)
 
 
 def _both(fused: FusedBlockHead, compute: Any) -> tuple[Any, Any]:
@@ -73,7 +59,7 @@ def test_layers_equal_the_composed_ones(rows: int, changes: dict[str, Any]) -> N
     x = torch.randn(rows, HIDDEN).bfloat16()
     positions = torch.arange(rows) % POSITIONS
     given = x.clone()
-    joined, composed = _both(fused, lambda: fused(x, positions, _attend))
+    joined, composed = _both(fused, lambda: fused(x, positions, attend))
     _assert_near(joined, composed)
     assert torch.equal(x, given)
 
@@ -96,7 +82,7 @@ def test_both_draft_the_same_tokens() -> None:
     fused, lm_head = _fused(), int8_linear(torch.randn(512, HIDDEN).bfloat16(), None)
     x, positions = torch.randn(60, HIDDEN).bfloat16(), torch.arange(60)
     (ids, log_probs), (other_ids, other_log_probs) = _both(
-        fused, lambda: top_candidates(lm_head(fused(x, positions, _attend)), 4)
+        fused, lambda: top_candidates(lm_head(fused(x, positions, attend)), 4)
     )
     # Neighbours that tie within rounding may change places.
     gaps = other_log_probs[:, :-1] - other_log_probs[:, 1:]
@@ -114,13 +100,13 @@ def test_a_row_is_the_same_in_any_company_and_on_any_threads() -> None:
     x, aux = torch.randn(40, HIDDEN).bfloat16(), torch.randn(40, 96).bfloat16()
     positions = torch.arange(40)
     with num_threads(1):
-        together, (keys, values) = fused(x, positions, _attend), fused.context_heads(aux, positions)
+        together, (keys, values) = fused(x, positions, attend), fused.context_heads(aux, positions)
         part = slice(5, 9)
-        assert torch.equal(fused(x[part], positions[part], _attend), together[part])
+        assert torch.equal(fused(x[part], positions[part], attend), together[part])
         some = fused.context_heads(aux[part], positions[part])
         assert torch.equal(some[0], keys[:, part]) and torch.equal(some[1], values[:, part])
     with num_threads(3):
-        assert torch.equal(fused(x, positions, _attend), together)
+        assert torch.equal(fused(x, positions, attend), together)
         again = fused.context_heads(aux, positions)
         assert torch.equal(again[0], keys) and torch.equal(again[1], values)
 
@@ -131,9 +117,9 @@ def test_a_row_is_the_same_in_any_company_and_on_any_threads() -> None:
 def test_what_is_no_number_stays_in_its_row(bad: float) -> None:
     fused, lm_head = _fused(), int8_linear(torch.randn(200, HIDDEN).bfloat16(), None)
     x, positions = torch.randn(8, HIDDEN).bfloat16(), torch.arange(8)
-    clean = fused(x, positions, _attend)
+    clean = fused(x, positions, attend)
     x[3, 5] = bad
-    spoilt = fused(x, positions, _attend)
+    spoilt = fused(x, positions, attend)
     others = [row for row in range(8) if row != 3]
     assert torch.equal(spoilt[others], clean[others])
     ids, log_probs = top_candidates(lm_head(spoilt), 4)
@@ -149,13 +135,13 @@ def test_what_does_not_fit_is_refused() -> None:
     x = torch.randn(2, HIDDEN).bfloat16()
     for positions in (torch.tensor([0, POSITIONS]), torch.tensor([-1, 0])):
         with pytest.raises(RuntimeError, match="outside the table"):
-            fused(x, positions, _attend)
+            fused(x, positions, attend)
         with pytest.raises(RuntimeError, match="outside the table"):
             fused.context_heads(torch.randn(2, 96).bfloat16(), positions)
     with pytest.raises(RuntimeError, match="int64"):
-        fused(x, torch.tensor([0, 1], dtype=torch.int32), _attend)
+        fused(x, torch.tensor([0, 1], dtype=torch.int32), attend)
     with pytest.raises(RuntimeError, match="bfloat16"):
-        fused(x.float(), torch.arange(2), _attend)
+        fused(x.float(), torch.arange(2), attend)
     with pytest.raises(RuntimeError, match="weight"):
         fused.context_heads(torch.randn(2, 60).bfloat16(), torch.arange(2))
     with pytest.raises(RuntimeError, match="contiguous"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.test_draft_rows import _attend, _config
+from tests.kernels.draft_rows import attend, config
 from vllm_specplug.kernels import row_ops
 from vllm_specplug.methods.block.fused_head import FusedBlockHead
 from vllm_specplug.methods.block.head import BlockHead
@@ -124,7 +124,7 @@ def test_no_number_stays_in_its_row() -> None:
 @torch.inference_mode()
 def test_a_block_head_equals_the_readable_one(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    head = BlockHead(_config(**changes))
+    head = BlockHead(config(**changes))
     for parameter in head.parameters():
         parameter.add_(0.2 * torch.randn_like(parameter))
     head = head.to(dtype)
@@ -132,9 +132,9 @@ def test_a_block_head_equals_the_readable_one(dtype: torch.dtype, changes: dict[
     x, aux, positions = torch.randn(5, 96).to(dtype), torch.randn(5, 96).to(dtype), torch.arange(5)
     positions[-1] = PLACES - 1
     features = head.context_features(aux)
-    found = [fused(x, positions, _attend), fused.context_features(aux)]
+    found = [fused(x, positions, attend), fused.context_features(aux)]
     found += [*fused.context_kv(features, positions)]
-    expected = [head(x, positions, _attend), features, *head.context_kv(features, positions)]
+    expected = [head(x, positions, attend), features, *head.context_kv(features, positions)]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == dtype and ours.shape == theirs.shape
         error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
