@@ -11,6 +11,10 @@ from typing import Any
 import torch
 
 VOCAB = 300
+# Engine arguments. With AMX vLLM takes AMX_MLA, which is not served, unless another is asked for.
+BACKEND: dict[str, Any] = (
+    {"attention_backend": "CPU_MLA"} if torch.cpu._is_amx_tile_supported() else {}
+)
 
 # What vLLM's CPU kernel takes: 512 latent numbers and 64 of rotary keys, as all of these families
 # have them. The fields are those of the published config.json files.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.latent import VOCAB, latent_target
+from tests.e2e.latent import BACKEND, VOCAB, latent_target
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import Counts, Pair, pair
 from tests.e2e.target_checks import WINDOW_PROMPTS
@@ -25,7 +25,7 @@ if V2:
 
     use_v2()
 
-ENGINE: dict[str, Any] = {"skip_tokenizer_init": True}
+ENGINE: dict[str, Any] = {"skip_tokenizer_init": True, **BACKEND}
 # More than there is room for: prompts come in beside trees.
 PROMPTS = [*WINDOW_PROMPTS, *([9, *p] for p in WINDOW_PROMPTS)]
 

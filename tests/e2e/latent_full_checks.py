@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import latent_checks
-from tests.e2e.latent import VOCAB, latent_target, make_latent_target
+from tests.e2e.latent import BACKEND, VOCAB, latent_target, make_latent_target
 from tests.e2e.latent_checks import PROMPTS, changed, compared, engines
 from tests.e2e.option_checks import greedy
 from tests.e2e.oracle import OracleDrafter
@@ -156,7 +156,7 @@ def check_grammars() -> None:
     folder.mkdir()
     make_latent_target(folder, "DeepseekV2", vocab_size=make_tokenizer(folder))
     kinds = {name: KINDS[name] for name in ("regex", "choice", "ebnf")}
-    every_kind(pair("oracle", model=str(folder)), kinds, prunes=not latent_checks.V2)
+    every_kind(pair("oracle", model=str(folder), **BACKEND), kinds, prunes=not latent_checks.V2)
 
 
 def check_sessions_of_generated_text() -> None:

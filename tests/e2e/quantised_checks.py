@@ -2,9 +2,10 @@
 """Quantised targets: the formats that vLLM's CPU build computes with, with a quantised LM head and
 without. See test_quantised.py.
 
-Kernels for float32 activations are compared exactly. Four-bit weights need bfloat16, where tree
-rows round otherwise than vLLM's own attention does: drafts without branches, which that attention
-verifies, are exact there too, and trees part from plain decoding at near ties alone.
+Kernels for float32 activations are compared exactly. Four-bit weights, and int8 ones with AMX, need
+bfloat16, where tree rows round otherwise than vLLM's own attention does: drafts without branches,
+which that attention verifies, are exact there too, and trees part from plain decoding at near ties
+alone.
 """
 
 from __future__ import annotations
@@ -84,8 +85,23 @@ def _needs_four_bits() -> None:
         pytest.skip("vLLM's build for this CPU has no four-bit products")
 
 
+def _needs_int8_of_float32() -> None:
+    """vLLM's int8 products for AMX refuse float32 inputs."""
+    from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
+
+    if not check_cpu_sgl_kernel(32, 32, torch.int8):
+        return
+    weight = torch.ops._C.convert_weight_packed(torch.zeros(32, 32, dtype=torch.int8))
+    inputs, scales = torch.zeros(1, 32), torch.ones(32)
+    try:
+        torch.ops._C.int8_scaled_mm_with_quant(inputs, weight, scales, None, torch.float32, True)
+    except RuntimeError as refusal:
+        pytest.skip(f"plain vLLM refuses: {refusal}")
+
+
 def _parts_at_ties_alone(scheme: str, heads: tuple[bool, ...] = (True,)) -> None:
-    _needs_four_bits()
+    if scheme != "int8":
+        _needs_four_bits()
     for head in heads:
         engines = engines_of(scheme, "bfloat16", head)
         engines.compare_up_to_ties(PROMPTS, 48, MARGIN)
@@ -93,7 +109,14 @@ def _parts_at_ties_alone(scheme: str, heads: tuple[bool, ...] = (True,)) -> None
 
 
 def check_int8_weights_and_inputs() -> None:
+    _needs_int8_of_float32()
     _is_exact("int8", (False, True))
+
+
+def check_int8_weights_and_inputs_in_bfloat16() -> None:
+    if not torch.cpu._is_vnni_supported():
+        pytest.skip("vLLM's int8 products overflow without VNNI")
+    _parts_at_ties_alone("int8", (False, True))
 
 
 def check_fp8_weights_and_inputs() -> None:
@@ -120,7 +143,7 @@ def check_without_branches_four_bits_are_exact() -> None:
     """What parts elsewhere is the rounding of attention: here vLLM's own computes every row."""
     _needs_four_bits()
     if torch.cpu._is_amx_tile_supported():
-        return  # its products round by the number of rows
+        pytest.skip("vLLM's products for AMX round by the number of rows")
     engines = engines_of("awq", "bfloat16", True, tree_width=1)
     _, counts = engines.compare(
         PROMPTS, greedy(max_tokens=48, detokenize=False), least_accepted=0, branching=False
@@ -151,7 +174,7 @@ def check_it_would_notice_missing_compaction() -> None:
 def check_what_vllm_does_not_compute_stops_at_start() -> None:
     """Formats without a CPU kernel fail with trees as they do without, by vLLM's own message."""
     if torch.cpu._is_amx_tile_supported():
-        return  # there are kernels for some
+        pytest.skip("vLLM has products for AMX of some of these formats")
     for scheme, message in (("fp8", "static_scaled_fp8_quant"), ("fp8-blocks", "find a kernel")):
         for method in (None, "ngram_tree"):
             with pytest.raises((ValueError, RuntimeError), match=message):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.fork_server import run_forked
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine
-from tests.e2e.latent import make_latent_target
+from tests.e2e.latent import BACKEND, make_latent_target
 from tests.e2e.pair import written_checks
 from tests.e2e.tiny import make_head
 from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
@@ -67,7 +67,7 @@ def _tokens(models: Path, v2: bool, drafts: bool, **engine: Any) -> list[list[li
         "tree_budget": 12, "max_step_rows": 512,
     }  # fmt: skip
     result: EngineResult = run_engine(
-        {**tiny_engine(models / "target"), **engine},
+        {**tiny_engine(models / "target"), **BACKEND, **engine},
         CALLS,
         speculative=speculative if drafts else None,
         own_processes="tensor_parallel_size" in engine,
@@ -91,6 +91,13 @@ def test_compiled(tmp_path: Path, v2: bool) -> None:
 def test_experts_that_are_not_compiled_as_written_are_refused(models: Path) -> None:
     with pytest.raises(AssertionError, match=r"scoring_func='sigmoid' and a bias.*eager"):
         _tokens(models, True, True, enforce_eager=False)
+
+
+@pytest.mark.skipif(not BACKEND, reason="without AMX vLLM takes CPU_MLA itself")
+@RUNNERS
+def test_vllms_backend_for_amx_is_refused(models: Path, v2: bool) -> None:
+    with pytest.raises(AssertionError, match="AMXMLAImpl.*--attention-backend CPU_MLA"):
+        _tokens(models, v2, True, attention_backend="AMX_MLA", dtype="bfloat16")
 
 
 @RUNNERS

@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.e2e import trained as trained_heads
 from tests.e2e.adapter_checks import LORA, MODULES
+from tests.e2e.latent import BACKEND
 from tests.e2e.option_checks import greedy
 from tests.e2e.pair import Counts, Pair
 from tests.e2e.tiny import make_adapter
@@ -38,7 +39,7 @@ def check_mixtral() -> None:
 
 
 def check_latent_attention() -> None:
-    is_accepted_as_learnt("DeepseekV2", "eagle3")
+    is_accepted_as_learnt("DeepseekV2", "eagle3", **BACKEND)
 
 
 def check_mistral_with_a_window() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.latent import latent_config
+from tests.e2e.latent import BACKEND, latent_config
 from tests.e2e.tiny import make_tokenswift_heads
 from vllm_specplug.options import max_scheduled_rows
 
@@ -24,7 +24,7 @@ def installed() -> None:
 def config_of(target: Path, spec: dict[str, Any], **engine: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments = {"dtype": "float32", "enforce_eager": True, **engine}
+    arguments = {"dtype": "float32", "enforce_eager": True, **BACKEND, **engine}
     return EngineArgs(
         model=str(target),
         skip_tokenizer_init=True,
