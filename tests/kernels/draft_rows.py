@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small block head's config, and an attention in which rows have nothing to do with each other."""
+"""A small block head's config, and an attention without mixing of rows."""
 
 from __future__ import annotations
 

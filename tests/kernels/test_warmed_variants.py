@@ -14,7 +14,7 @@ import torch
 
 from tests.e2e.tiny import HIDDEN, make_eagle3_head, make_head
 from tests.kernels.paged import random_parents
-from tests.kernels.test_step_trees_triton import Drafted
+from tests.kernels.step_trees import Drafted
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches

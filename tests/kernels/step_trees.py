@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random trees of a step, of which some break rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.kernels.paged import random_parents
+from tests.unit.vllm_v2.steps import input_batch
+from vllm_specplug.vllm_v2.device_trees import (
+    StepTrees,
+    TreeStore,
+    attach_trees,
+)
+from vllm_specplug.vllm_v2.step_input import step_rows
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Drafted:
+    """Trees of R requests, of which some break rules, and a step that verifies them."""
+
+    vocab: int
+    # [R]
+    slots: torch.Tensor
+    roots: torch.Tensor
+    counts: torch.Tensor
+    # [R, N]
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    scores: torch.Tensor
+    # The step: tokens before each root, drafts and rows before the root.
+    contexts: list[int]
+    scheduled: list[int]
+    prompts: list[int]
+
+    @classmethod
+    def draw(cls, nodes: int, seed: int) -> Drafted:
+        """The first are chains as long as can be, every third breaks rules."""
+        rng = np.random.default_rng(seed)
+        num_reqs, vocab = int(rng.integers(1, 6)), int(rng.choice([2, 6, 500]))
+        likely = [0.0, 1.0, 0.0] if seed == 0 else [0.2, 0.4, 0.4]
+        counts = rng.choice([0, nodes, rng.integers(nodes + 1)], num_reqs, p=likely)
+        shape = (num_reqs, nodes)
+        # Past the counts anything.
+        tokens, parents = (rng.integers(-9, vocab + 9, shape) for _ in range(2))
+        for r, count in enumerate(counts):
+            line = random_parents(int(count), rng)
+            if seed == 0 or rng.random() < 0.3:
+                line = np.arange(-1, count - 1)
+            for node in range(count):
+                taken = {*tokens[r, :node][line[:node] == line[node]].tolist()}
+                free = [t for t in range(vocab) if t not in taken]
+                tokens[r, node] = rng.choice(free or [0])
+            parents[r, :count] = line
+        if seed % 3 == 2:
+            hit = rng.random(shape) < 0.1
+            tokens = np.where(hit, rng.choice([-1, vocab, vocab - 1, 2**40], shape), tokens)
+            hit = rng.random(shape) < 0.1
+            parents = np.where(hit, rng.integers(-4, nodes + 3, shape), parents)
+        contexts = rng.integers(0, 90, num_reqs)
+        # Some slots hold another request's tree, or none.
+        roots = np.where(rng.random(num_reqs) < 0.2 * (seed > 0), rng.choice([-1, 91]), contexts)
+        return cls(
+            vocab, torch.from_numpy(rng.permutation(7)[:num_reqs]),
+            torch.from_numpy(roots).int(), torch.from_numpy(counts).int(),
+            torch.from_numpy(tokens), torch.from_numpy(parents).int(), torch.rand(shape),
+            contexts.tolist(),
+            rng.choice([0, nodes, rng.integers(nodes + 1)], num_reqs, p=likely).tolist(),
+            rng.choice([0, 3, 700], num_reqs, p=[0.6, 0.3, 0.1]).tolist(),
+        )  # fmt: skip
+
+    def put(self) -> tuple[TreeStore, torch.Tensor]:
+        store = TreeStore(7, self.tokens.shape[1], self.vocab, CPU)
+        ids = store.put(self.slots, self.roots, self.tokens, self.parents, self.counts, self.scores)
+        return store, ids
+
+    def step(self) -> tuple[StepTrees, torch.Tensor, Any]:
+        """The attached trees, the tokens of their rows and vLLM's batch."""
+        store, ids = self.put()
+        batch = input_batch(self.slots.tolist(), self.contexts, self.scheduled, self.prompts)
+        tokens = [torch.cat([torch.zeros(1).long(), t[:n]])
+                  for t, n in zip(ids, self.scheduled, strict=True)]  # fmt: skip
+        return attach_trees(store, step_rows(batch, ids.shape[1])), torch.cat(tokens).int(), batch
