@@ -76,10 +76,10 @@ def context_attention(
 @cache
 def context_scheduler(head_dim: int, capped: bool = False) -> Callable[..., torch.Tensor] | None:
     """vLLM's `get_scheduler_metadata` where `context_attention` takes its result; else None."""
-    from vllm.v1.attention.backends import fa_utils
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, get_scheduler_metadata
 
-    version = fa_utils.get_flash_attn_version(head_size=head_dim, requires_softcap=capped)
-    return fa_utils.get_scheduler_metadata if version == 3 else None
+    version = get_flash_attn_version(head_size=head_dim, requires_softcap=capped)
+    return get_scheduler_metadata if version == 3 else None
 
 
 def _schedule(

@@ -16,7 +16,7 @@ CONTEXT = PAGE * BLOCKS
 def config(sizes: list[int]) -> Any:
     """What vLLM's manager of graphs reads of its config."""
     return SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
+        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=sizes[-1]),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
         ),

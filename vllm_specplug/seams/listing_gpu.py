@@ -58,6 +58,7 @@ GPU_USES: tuple[Seam, ...] = (
         f"{_BACKENDS}.triton_attn:TritonAttentionMetadataBuilder",
         f"{_BACKENDS}.fa_utils:flash_attn_varlen_func",
         f"{_BACKENDS}.fa_utils:get_flash_attn_version",
+        f"{_BACKENDS}.fa_utils:get_scheduler_metadata",
         f"{_BACKENDS}.fa_utils:reshape_and_cache_flash",
     ),
     *(

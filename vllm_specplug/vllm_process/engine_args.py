@@ -14,7 +14,6 @@ from vllm_specplug.options import check_v2_feature, tree_option_names
 from vllm_specplug.registry import find_method, get_method, owners_of
 from vllm_specplug.vllm_process.spec_config import (
     SpecPlugSpeculativeConfig,
-    current_device,
     option_names,
     tree_config,
 )
@@ -26,9 +25,8 @@ def _refuse(method: str, what: str, remedy: str) -> None:
 
 def check_option_names(
     spec_method: str | None, options: dict[str, Any] | None, spec_model: str | None = None
-) -> str | None:
-    """Refuses unknown keys of one of our methods, with the nearest legal name; returns the method,
-    None where it is not one of ours.
+) -> None:
+    """Refuses unknown keys of one of our methods, with the nearest legal name.
 
     Raises:
         ValueError: naming the key, its value and every legal key.
@@ -36,7 +34,7 @@ def check_option_names(
     options = options or {}
     found = find_method(spec_method or options.get("method"), spec_model or options.get("model"))
     if found is None:
-        return None
+        return
     method = found.name
     legal = option_names(method)
     for key, value in options.items():
@@ -51,7 +49,6 @@ def check_option_names(
                 f"speculative_config has no option {key!r} (given {value!r}). {hint}"
                 f"Options of method {method!r}: {', '.join(usual)}."
             )
-    return method
 
 
 def check_scheduling(vllm_config: Any) -> None:
@@ -348,32 +345,11 @@ def _take_prompts_whole(vllm_config: Any) -> None:
         scheduler.max_num_scheduled_tokens = scheduler.max_num_batched_tokens
 
 
-TREE_CAPTURE_SIZES = (
-    1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 513, 32), 576, 640, 768, 896, 1024,
-)  # fmt: skip
-"""Rows of a step that CUDA graphs are captured for where the user names no sizes. vLLM stops at 512
-rows: 16 requests with trees of 63 nodes would be launched layer by layer. The sizes are coarser
-than vLLM's, as up to 256 rows take about the time of one."""
-
-
-def _capture_tree_rows(engine_args: Any) -> None:
-    """Sets `TREE_CAPTURE_SIZES` on a GPU, unless the user chose what is captured."""
-    chosen = [
-        getattr(config, name)
-        for config in (engine_args, engine_args.compilation_config)
-        for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-    ]
-    if current_device() == "cuda" and chosen == [None] * 4:
-        engine_args.cudagraph_capture_sizes = list(TREE_CAPTURE_SIZES)
-
-
 def checked(original: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineArgs.create_engine_config` with our checks. Seam: engine_config."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        method = check_option_names(self.spec_method, self.speculative_config, self.spec_model)
-        if method is not None:
-            _capture_tree_rows(self)
+        check_option_names(self.spec_method, self.speculative_config, self.spec_model)
         vllm_config = original(self, *args, **kwargs)
         if self.max_num_scheduled_tokens is None:
             _take_prompts_whole(vllm_config)

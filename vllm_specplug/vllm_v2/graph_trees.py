@@ -125,6 +125,7 @@ def taking_ragged_steps(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def make(*args: Any, **kwargs: Any) -> Any:
         manager = stock(*args, **{**kwargs, "varlen_decode": True})
+        _add_larger(manager)
         # vLLM takes the first candidate that fits, and captures the largest first.
         manager._candidates = {
             key: [one for desc in descs for one in narrower(desc)]
@@ -137,6 +138,37 @@ def taking_ragged_steps(stock: Callable[..., Any]) -> Callable[..., Any]:
         return manager
 
     return make
+
+
+MOST_ROWS = 1024
+"""Rows up to which steps of trees are captured, beside vLLM's own sizes, which end at 512 on most
+devices: 16 requests with trees of 63 nodes would be launched layer by layer."""
+_LEAST_STEP = 64
+"""Least distance of these sizes, in rows."""
+
+
+def _add_larger(manager: Any) -> None:
+    """Adds graphs of full trees for as many requests as `MOST_ROWS` allow. Prompts keep vLLM's own
+    sizes: they would be padded more than they gain."""
+    captured = manager._capture_descs.get(CUDAGraphMode.FULL)
+    if not captured:
+        return
+    rows = manager.decode_query_len
+    scheduler = manager.vllm_config.scheduler_config
+    most = min(MOST_ROWS, scheduler.max_num_batched_tokens, manager.max_num_reqs * rows)
+    step = -(-_LEAST_STEP // rows) * rows
+    largest = max(desc.num_tokens for desc in captured)
+    sizes = {*range(step, most, step), most // rows * rows}
+    for size in sorted(size for size in sizes if size > largest):
+        for loras in manager.lora_capture_cases:
+            requests = min(size, manager.max_num_reqs)
+            desc = BatchExecutionDescriptor(
+                CUDAGraphMode.FULL, size, requests, max_query_len=rows, num_active_loras=loras
+            )
+            captured.insert(0, desc)
+            for count in range(largest + 1, size + 1):
+                manager._candidates.setdefault((count, loras), []).append(desc)
+        largest = size
 
 
 _ROW_BOUNDS = (16, 64)

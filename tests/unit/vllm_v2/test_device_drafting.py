@@ -442,7 +442,7 @@ def test_what_the_host_decides_reads_a_step_once(
     else:
         made.schedules_ahead = False
     read: list[Any] = []
-    monkeypatch.setattr(HostCopy, "read", lambda self: read.append(self) or self._copy)
+    monkeypatch.setattr(HostCopy, "read", lambda self: read.append(self) or self._copy.numpy())
     assert reads_the_device(lambda: propose(made, step))
     assert len(read) == 1
 

@@ -127,6 +127,53 @@ def test_graphs_of_small_trees_and_few_requests_come_first() -> None:
     assert narrower(pieces) == [pieces]
 
 
+def step_limit(rows: int) -> Any:
+    return SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "requests", "limit", "sizes"),
+    [
+        (16, 64, 8192, [576, 640, 704, 768, 832, 896, 960, 1024]),
+        (64, 12, 8192, [576, 640, 704, 768]),
+        (17, 256, 8192, [544, 612, 680, 748, 816, 884, 952, 1020]),
+        (257, 4, 8192, [514, 771]),
+        (16, 40, 600, [576, 592]),
+        # vLLM's own sizes are enough.
+        (16, 32, 8192, []),
+        (8, 64, 8192, []),
+    ],
+)
+def test_larger_steps_of_trees_have_graphs(
+    rows: int, requests: int, limit: int, sizes: list[int]
+) -> None:
+    full = [BatchExecutionDescriptor(CUDAGraphMode.FULL, 512, requests, max_query_len=rows)]
+    piece = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 512, None)
+
+    def stock(**asked: Any) -> Any:
+        made: Any = object.__new__(CudaGraphManager)
+        made._capture_descs = {CUDAGraphMode.FULL: [*full], CUDAGraphMode.PIECEWISE: [piece]}
+        made._candidates = {(n, 0): [*full, piece] for n in range(513)}
+        made._lora_dispatch_map, made._graphs_captured = {}, True
+        made.decode_query_len, made.max_num_reqs, made.lora_capture_cases = rows, requests, [0]
+        made.vllm_config = step_limit(limit)
+        return made
+
+    manager = taking_ragged_steps(stock)()
+    captured = manager._capture_descs[CUDAGraphMode.FULL]
+    # The largest is captured first: vLLM's buffers for outputs are as large as that.
+    assert list(dict.fromkeys(desc.num_tokens for desc in captured)) == [*sizes[::-1], 512]
+    assert manager._capture_descs[CUDAGraphMode.PIECEWISE] == [piece]
+    for size in sizes:
+        asked = size // rows
+        found = manager.dispatch(asked, size, None, 0, rows)
+        assert (found.cg_mode, found.num_tokens) == (CUDAGraphMode.FULL, size)
+        # A prompt is no step of trees.
+        assert manager.dispatch(1, size, None, 0, None).cg_mode == CUDAGraphMode.NONE
+    beyond = manager.dispatch(1, (sizes or [512])[-1] + 1, None, 0, rows)
+    assert beyond.cg_mode == CUDAGraphMode.NONE
+
+
 def test_vllm_takes_the_fewest_places_that_do() -> None:
     descs = [
         BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, min(rows, 32), max_query_len=17)
@@ -138,6 +185,8 @@ def test_vllm_takes_the_fewest_places_that_do() -> None:
         made._capture_descs = {CUDAGraphMode.FULL: descs[::-1]}
         made._candidates = {(n, 0): [d for d in descs if d.num_tokens >= n] for n in range(65)}
         made._lora_dispatch_map, made._graphs_captured = {}, True
+        made.decode_query_len, made.max_num_reqs, made.lora_capture_cases = 17, 32, [0]
+        made.vllm_config = step_limit(64)
         return made
 
     manager = taking_ragged_steps(stock)()
