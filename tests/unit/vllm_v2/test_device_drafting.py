@@ -442,7 +442,12 @@ def test_what_the_host_decides_reads_a_step_once(
     else:
         made.schedules_ahead = False
     read: list[Any] = []
-    monkeypatch.setattr(HostCopy, "read", lambda self: read.append(self) or self._copy.numpy())
+
+    def reads(self: HostCopy) -> Any:
+        read.append(self)
+        raise RuntimeError("a copy of a meta tensor holds nothing")
+
+    monkeypatch.setattr(HostCopy, "read", reads)
     assert reads_the_device(lambda: propose(made, step))
     assert len(read) == 1
 
