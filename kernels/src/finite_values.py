@@ -36,6 +36,18 @@ def contain_nonfinite(
     return key, value.masked_fill(~finite, 0.0)
 
 
+def make_finite(*drafted: torch.Tensor) -> None:
+    """Writes 0 in the place of what is not finite of keys and values that a draft head computed,
+    before they are stored. No host synchronisation, graph safe.
+
+    Where a target has several KV cache groups a page of drafts becomes one of the target's, whose
+    heads may have another size: there keys lie where values do, so that no NaN may stand in them
+    either. Drafts from zeros are as good as any.
+    """
+    for tensor in drafted:
+        tensor.nan_to_num_(0.0, 0.0, 0.0)
+
+
 def _all_finite(value: torch.Tensor) -> bool:
     compiled = (
         has_cpu_extension()

@@ -19,8 +19,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair, pair
-from tests.e2e.target_checks import SIZES, VOCAB, WINDOW_PROMPTS
-from tests.e2e.tiny import make_other_target
+from tests.e2e.target_checks import SIZES, VOCAB, WINDOW_PROMPTS, engine_of
+from tests.e2e.tiny import make_head, make_other_target
 from vllm_specplug.testing.target import make_target
 from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackendImpl
 
@@ -44,6 +44,18 @@ def gemma_3n() -> str:
     """A target that divides by the size of an embedding, which is 0 for its padding token."""
     folder = Path(tempfile.mkdtemp(prefix="specplug-nan-")) / "gemma"
     return str(make_other_target(folder, "Gemma3nText", VOCAB, pads=False, **SIZES["Gemma3nText"]))
+
+
+@cache
+def gemma_4() -> str:
+    """A target with heads of two shapes in groups that share pages, whose token BAD is NaN."""
+    folder = Path(tempfile.mkdtemp(prefix="specplug-nan-")) / "gemma"
+    make_other_target(folder, "Gemma4Text", VOCAB, **SIZES["Gemma4Text"])
+    tensors = load_file(path := folder / "model.safetensors")
+    # The other embedding is the LM head.
+    tensors["model.embed_tokens_per_layer.weight"][BAD] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    return str(folder)
 
 
 def compare(made: Pair, *, branching: bool = True) -> None:
@@ -92,6 +104,39 @@ def check_lines() -> None:
 
 def check_an_embedding_of_size_zero() -> None:
     compare(zeros())
+
+
+def with_overflowing_head(**shape: int) -> Pair:
+    """A head of finite weights whose keys and values are none, beside windows of the target."""
+    folder = make_head(Path(tempfile.mkdtemp(prefix="specplug-nan-")) / "head", VOCAB, **shape)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in (n for n in tensors if n.endswith(("k_proj.weight", "v_proj.weight"))):
+        tensors[name] = tensors[name].sign() * 3e38
+    save_file(tensors, path, metadata={"format": "pt"})
+    return pair("jetspec", **engine_of("Mistral"), speculative={"model": str(folder)})
+
+
+def waves(made: Pair) -> None:
+    """Pages that the head wrote become the target's."""
+    assert len(made.runner.kv_cache_config.kv_cache_groups) > 1
+    for _ in range(4):
+        params = greedy(max_tokens=40, detokenize=False)
+        made.compare(WINDOW_PROMPTS, params, least_accepted=0, branching=False)
+
+
+def check_a_heads_keys_and_values() -> None:
+    waves(with_overflowing_head())
+
+
+def check_a_heads_keys_where_the_target_has_values() -> None:
+    waves(with_overflowing_head(kv_heads=2))
+
+
+def check_keys_where_another_group_has_values() -> None:
+    made = pair("oracle", model=gemma_4(), skip_tokenizer_init=True)
+    for _ in range(3):
+        compare(made)
 
 
 # Last: see `differs_as_they_are`.

@@ -119,10 +119,16 @@ def make_head(
     block_size: int = 5,
     seed: int = 1,
     hidden: int = HIDDEN,
+    kv_heads: int = KV_HEADS,
 ) -> Path:
     """A random block head for `make_target`'s model."""
     head = make_block_head(
-        vocab_size, causal=causal, block_size=block_size, seed=seed, hidden=hidden
+        vocab_size,
+        causal=causal,
+        block_size=block_size,
+        seed=seed,
+        hidden=hidden,
+        kv_heads=kv_heads,
     )
     save_block_head(folder, head, dtype=torch.float32)
     return folder
@@ -135,6 +141,7 @@ def make_block_head(
     block_size: int = 5,
     seed: int = 1,
     hidden: int = HIDDEN,
+    kv_heads: int = KV_HEADS,
     anchor: bool = False,
     windows: tuple[int | None, ...] = (None,),
 ) -> BlockHead:
@@ -146,7 +153,7 @@ def make_block_head(
             intermediate_size=128,
             num_hidden_layers=len(windows),
             num_attention_heads=hidden // HEAD_DIM,
-            num_key_value_heads=KV_HEADS,
+            num_key_value_heads=kv_heads,
             head_dim=HEAD_DIM,
             vocab_size=vocab_size,
             draft_vocab_size=vocab_size,

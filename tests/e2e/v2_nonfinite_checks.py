@@ -3,7 +3,15 @@
 
 from __future__ import annotations
 
-from tests.e2e.nonfinite_checks import compare, differs_as_they_are, llama, siblings
+from tests.e2e.nonfinite_checks import (
+    compare,
+    differs_as_they_are,
+    gemma_4,
+    llama,
+    siblings,
+    waves,
+    with_overflowing_head,
+)
 from tests.e2e.pair import Pair, pair
 from tests.e2e.v2_setup import use_v2
 
@@ -20,6 +28,16 @@ def check_siblings() -> None:
 
 def check_siblings_scheduled_ahead() -> None:
     compare(ahead())
+
+
+def check_a_heads_keys_where_the_target_has_values() -> None:
+    waves(with_overflowing_head(kv_heads=2))
+
+
+def check_keys_where_another_group_has_values() -> None:
+    made = pair("oracle", model=gemma_4(), skip_tokenizer_init=True)
+    for _ in range(3):
+        compare(made)
 
 
 # Last: see `differs_as_they_are`.

@@ -105,6 +105,10 @@ class TargetWeights:
         return self.make_linear(weight, None)
 
 
+# Of the names of draft layers among vLLM's.
+DRAFT_LAYERS = "specplug.draft.layers"
+
+
 @dataclass(frozen=True)
 class DraftCacheSpec:
     """Shape of one draft layer's context cache."""

@@ -71,6 +71,7 @@ _WHY_PENALTY = (
     "processors loads one class into two incompatible runners"
 )
 _HAS_PROCESSORS = "the entry point distinguishes the model runners"
+_WHY_ZEROED = "groups of unlike heads share pages, where drafts' keys that are NaN become values"
 
 PROCESS_SEAMS = SeamSet(
     (
@@ -117,6 +118,13 @@ PROCESS_SEAMS = SeamSet(
             "placeholder rows that cannot be accepted",
             "a proposer can decline the padding",
             make="vllm_specplug.vllm_process.placeholders:without_placeholders",
+        ),
+        Wrap(
+            "zeroed_pages",
+            "vllm.v1.engine.core:get_kv_cache_configs",
+            _WHY_ZEROED,
+            CONTAINED,
+            make="vllm_specplug.vllm_process.zeroed_pages:with_zeroed_pages",
         ),
         Wrap(
             "sampling_options",
@@ -230,6 +238,19 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "vllm.logger:init_logger",
         "vllm.exceptions:VLLMValidationError",
         "vllm.v1.executor.abstract:Executor",
+    ),
+    *uses(
+        "zeroed_pages",
+        _WHY_ZEROED,
+        CONTAINED,
+        "vllm.v1.kv_cache_interface:AttentionSpec",
+        "vllm.v1.kv_cache_interface:KVCacheConfig",
+    ),
+    Overrides(
+        "zeroed_pages",
+        "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
+        _WHY_ZEROED,
+        CONTAINED,
     ),
     *overrides(
         "config",
@@ -502,11 +523,13 @@ _CPU_USES: tuple[Seam, ...] = (
     *overrides(
         "cpu_worker",
         "our backend and runner are chosen before the device is set up, drafters' memory is taken "
-        "out of the caches', and step costs are measured once the model is ready",
+        "out of the caches', step costs are measured once the model is ready, and steps run the "
+        "kernels of their engine's choice",
         f"a method may name its runner ({REGISTRY})",
         _CPU_WORKER,
         "init_device",
         "load_model",
+        "execute_model",
         "determine_available_memory",
         "compile_or_warm_up_model",
     ),

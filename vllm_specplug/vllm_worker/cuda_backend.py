@@ -43,6 +43,7 @@ from vllm_specplug.kernels.cuda_dispatch import (
     choose_cuda_kernel,
 )
 from vllm_specplug.kernels.features import PLAIN, AttnFeatures, FeatureKind
+from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.kernels.metadata import plan_columns
 from vllm_specplug.vllm_attention.full_graphs import replays_decoding, wants_full_graphs
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views, warm_up_store, without_scales
@@ -538,6 +539,7 @@ class CudaDraftCache(CudaDraftRows):
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
+        make_finite(keys, values)
         for kv_cache, key, value in zip(self.kv_caches, keys, values, strict=True):
             self.write_layer(key, value, kv_cache, slots)
 

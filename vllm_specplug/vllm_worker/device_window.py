@@ -21,6 +21,7 @@ from vllm_specplug.drafting.drafter import (
     WindowTokens,
     device_tensor,
 )
+from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.vllm_worker.cuda_backend import CudaDraftRows, CudaKernels, table_rows
 from vllm_specplug.vllm_worker.draft_cache import BlockTable
 from vllm_specplug.vllm_worker.window_cache import WINDOW_PAGE, Rings
@@ -114,6 +115,7 @@ class DeviceWindowCache(CudaDraftRows, Rings):
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores keys and values [M, Hkv, Dh] at `slots` [M]; nothing at -1."""
+        make_finite(keys, values)
         self.write_layer(keys, values, self.kv_caches[0], slots)
 
     def tree_attention(

@@ -25,6 +25,7 @@ from vllm_specplug.kernels import (
     tree_attn,
     tree_metadata,
 )
+from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.vllm_attention.cpu import DraftCPUAttentionBackend, cpu_kv_layout
 from vllm_specplug.vllm_worker.windowed_blocks import WindowedBlocks
 
@@ -93,6 +94,7 @@ class PagedDraftCache:
         """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
         from vllm import _custom_ops as ops
 
+        make_finite(keys, values)
         for (key_cache, value_cache), key, value in zip(self.caches, keys, values, strict=True):
             ops.cpu_attn_reshape_and_cache(
                 key, value, key_cache, value_cache, slots, self.layout.isa

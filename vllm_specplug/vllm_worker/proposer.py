@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
+from vllm_specplug.drafting.drafter import DRAFT_LAYERS, DrafterOptions, TargetWeights
 from vllm_specplug.registry import get_method, headless_methods
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
@@ -89,7 +89,7 @@ class TreeProposer:
             )
         )
         self.cache_layers = [
-            DraftKVLayer(self.vllm_config, f"specplug.draft.layers.{i}.attn", spec)
+            DraftKVLayer(self.vllm_config, f"{DRAFT_LAYERS}.{i}.attn", spec)
             for i, spec in enumerate(self.drafter.cache_specs())
         ]
 

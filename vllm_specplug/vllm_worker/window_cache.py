@@ -28,6 +28,7 @@ from vllm_specplug.kernels import (
     tree_attn,
     tree_metadata,
 )
+from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.options import option_error
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_worker.runner_view import RunnerView
@@ -144,6 +145,7 @@ class WindowCache(Rings):
         """Stores keys and values [M, Hkv, Dh] at `slots` [M]."""
         from vllm import _custom_ops as ops
 
+        make_finite(keys, values)
         key_cache, value_cache = self.views
         ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, self.layout.isa)
 
