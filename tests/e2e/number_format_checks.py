@@ -11,22 +11,23 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from tests.e2e.option_checks import greedy
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair, generate, pair, sequences_of
 from tests.e2e.target_checks import WINDOW_PROMPTS, around_windows, diverges, engine_of, num_groups
-from tests.e2e.tiny import make_head, make_target, make_tokenswift_heads
+from tests.e2e.tiny import make_head, make_other_target, make_target, make_tokenswift_heads
 from tests.packed_weights import is_packed
 from vllm_specplug.kernels import TreeLayer
-from vllm_specplug.kernels.packed_linear import pack_linear, packs_target
+from vllm_specplug.kernels.packed_linear import pack_linear, packed_linear, packs_target
 from vllm_specplug.options import REQUEST_BUDGET_ARG
 
 VOCAB = 300
@@ -112,7 +113,7 @@ def check_float16_would_show_missing_compaction() -> None:
 
 
 def num_packed(made: Pair) -> int:
-    """Weights of the tree engine's target that are packed."""
+    """Weights of the tree engine's target that are packed, but for its LM head."""
     return len(packed_layers(made))
 
 
@@ -121,7 +122,7 @@ def packed_layers(made: Pair) -> list[Any]:
     return [
         module
         for module in made.runner.model.modules()
-        if hasattr(module, "cpu_linear") and is_packed(module.weight)
+        if hasattr(module, "cpu_linear") and is_packed(module) and not module.weight.numel()
     ]
 
 
@@ -134,6 +135,28 @@ def check_bfloat16_products_are_packed_where_the_cpu_has_them() -> None:
     OracleDrafter.sequences = sequences_of(generate(made.plain, WINDOW_PROMPTS, params))
     counts = made.compare_up_to_ties(WINDOW_PROMPTS, 40, BFLOAT16_MARGIN)
     assert counts.accepted > 40, counts
+
+
+def check_of_embeddings_those_are_packed_that_a_product_reads() -> None:
+    """Tied ones in both of the ways that vLLM's models have: by their weight, and themselves."""
+    if not packs_target("packed"):
+        return
+    tied = folder() / "tied"
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+             "intermediate_size": 128, "num_hidden_layers": 2}  # fmt: skip
+    make_other_target(tied, "Llama", VOCAB, tie_word_embeddings=True, **sizes)
+    for target, name in (
+        (None, "lm_head"),
+        (tied, "lm_head"),
+        (Path(engine_of("Gemma2")["model"]), "embed_tokens"),
+    ):
+        made = engines_of(target, dtype="bfloat16", speculative={"target_products": "packed"})
+        assert num_packed(made) == 8
+        generate(made.tree, WINDOW_PROMPTS, greedy(max_tokens=20, detokenize=False))
+        modules = made.runner.model.named_modules()
+        embeddings = {n: m for n, m in modules if isinstance(m, VocabParallelEmbedding)}
+        packed = [n for n, m in embeddings.items() if is_packed(m)]
+        assert len(packed) == 1 and packed[0].endswith(name), (target, packed)
 
 
 @contextmanager
@@ -182,6 +205,10 @@ def check_rows_without_drafts_are_attended_as_those_of_trees() -> None:
         assert sequences_of(generate(made.tree, WINDOW_PROMPTS, plain)) != texts
 
 
+def _multiply(packed: Any, columns: int, x: Any, weight: Any, bias: Any) -> Any:
+    return packed_linear(x, packed, columns, bias)
+
+
 def check_packed_products_would_show_columns_in_the_wrong_place() -> None:
     made = engines_of(None, dtype="bfloat16")
     if num_packed(made) == 0:
@@ -189,7 +216,7 @@ def check_packed_products_would_show_columns_in_the_wrong_place() -> None:
     for layer in packed_layers(made):
         ones = torch.eye(layer.input_size_per_partition, dtype=torch.bfloat16)
         weight = layer.cpu_linear(ones, layer.weight, None).T
-        layer.weight.data = pack_linear(weight.roll(1, dims=0))
+        layer.cpu_linear = partial(_multiply, pack_linear(weight.roll(1, dims=0)), len(weight))
     with pytest.raises(AssertionError, match="behind the best"):
         made.compare_up_to_ties(WINDOW_PROMPTS, 40, BFLOAT16_MARGIN)
 

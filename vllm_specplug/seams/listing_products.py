@@ -24,6 +24,12 @@ PRODUCT_USES: tuple[Seam, ...] = (
         "vllm.model_executor.layers:utils",
     ),
     *uses(
+        "cpu_products",
+        "an LM head is multiplied and an embedding mostly not, and vLLM hands both over alike",
+        "vLLM's take as long for a tree as for one row",
+        "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
+    ),
+    *uses(
         "int8_linear",
         "a draft's products with half the bytes and nearly twice the speed",
         'draft_weights "full" is made the only choice',

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from vllm_specplug.drafting.drafter import LinearFactory
@@ -138,7 +140,8 @@ def takes_plain_rows(products: TargetProductsName, model: Any) -> bool:
 def packing_dispatch(stock: Callable[..., None]) -> Callable[..., None]:
     """Packs a layer's weight for the package's products, or leaves it to vLLM. Seam: cpu_products.
 
-    A packed weight takes the weight's place, with a shape that no loader takes for the weight's.
+    What stands in for a packed weight is vLLM's own, as code reads the dtype of weights. Embeddings
+    keep their rows; they are packed when a product reads one, which none does beside an LM head.
     """
 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
@@ -147,11 +150,14 @@ def packing_dispatch(stock: Callable[..., None]) -> Callable[..., None]:
         if weight.is_meta or has_other_bias or not can_pack(weight):
             stock(layer, remove_weight)
             return
-        columns, packed = len(weight), pack_linear(weight.detach())
+        columns, rows = len(weight), weight.detach()
+        if not (remove_weight or isinstance(layer, ParallelLMHead)):
+            packed_once = functools.cache(lambda: pack_linear(rows))
+            layer.cpu_linear = lambda x, w, bias: multiply_packed(x, packed_once(), columns, bias)
+            return
+        packed = pack_linear(rows)
+        layer.cpu_linear = lambda x, w, bias: multiply_packed(x, packed, columns, bias)
         if remove_weight:
-            layer.weight = torch.nn.Parameter(packed, requires_grad=False)
-            layer.cpu_linear = lambda x, weight, bias: multiply_packed(x, weight, columns, bias)
-        else:
-            layer.cpu_linear = lambda x, weight, bias: multiply_packed(x, packed, columns, bias)
+            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     return dispatch_cpu_unquantized_gemm
