@@ -45,6 +45,7 @@ Agree = Callable[[Exception | None], bool]
 TIME_LIMIT_S = 5.0
 _PASSES = 5
 _MAX_NOISE = 1.3
+_MAX_FALL = 1.05
 # In the order they are first measured, for when time runs out: with the first two, sizes between
 # them look a little too expensive rather than too cheap.
 _ROWS = (1, 32, 8, 64, 16, 4, 128, 24, 48, 12, 2, 96, 256)
@@ -57,6 +58,10 @@ _MIN_ATTENTION_SPAN = 256
 
 class CalibrationError(RuntimeError):
     """Step costs could not be measured on some worker; raised on all of them."""
+
+
+class TargetForwardError(RuntimeError):
+    """A forward of the target failed on some worker; raised on all of them."""
 
 
 class Calibrator:
@@ -97,12 +102,13 @@ class Calibrator:
         """Times by rows, by context, and of the draft forward.
 
         Raises:
-            CalibrationError: on every worker, when a forward failed on any, or dummy adapters did.
+            CalibrationError: on every worker, when a draft failed on any.
+            TargetForwardError: likewise, when a forward of the target did.
         """
         longest = self.state.max_model_len
         context = max(1, min(_SHORT_CONTEXT, longest - 1))
         # The first forward of a process allocates; it is not counted.
-        self.together(lambda: self.state.dummy_forward(1, context))
+        self._together_on_target(lambda: self.state.dummy_forward(1, context))
         sizes: list[int] = []
         for rows in filter(self._fits, _ROWS):
             # Early enough for at least two more passes.
@@ -162,8 +168,7 @@ class Calibrator:
         left = share_of_limit * self.time_limit_s - (time.perf_counter() - self.start)
         return self.share([left])[0] < 0
 
-    def _time(self, part: str, rows: float, call: Callable[[], object]) -> None:
-        elapsed_ms = self.together(call)
+    def _note(self, part: str, rows: float, elapsed_ms: float) -> None:
         self._times.setdefault((part, rows), []).append(elapsed_ms)
 
     def together(self, call: Callable[[], object]) -> float:
@@ -183,6 +188,16 @@ class Calibrator:
             raise CalibrationError(reason) from failure
         return elapsed_ms
 
+    def _together_on_target(self, call: Callable[[], object]) -> float:
+        """`together`, of what the engine cannot serve without."""
+        try:
+            return self.together(call)
+        except CalibrationError as error:
+            raise TargetForwardError(
+                f"A forward of the target failed while step costs were measured ({error}); it "
+                "would fail while serving"
+            ) from error.__cause__
+
     def _time_forward(self, part: str, rows: int, context: int) -> None:
         """One forward of the target, and the logits of its rows."""
         hidden: list[torch.Tensor] = []
@@ -193,9 +208,9 @@ class Calibrator:
         def logits() -> None:
             self.state.logits(hidden[0][:rows])
 
-        self._time(part, float(rows), forward)
+        self._note(part, float(rows), self._together_on_target(forward))
         if part == "rows":
-            self._time("rows logits", float(rows), logits)
+            self._note("rows logits", float(rows), self._together_on_target(logits))
 
     def _rehearsals(self) -> list[tuple[int, int]]:
         """Requests and depth of the draft forwards to time; empty when the method has none."""
@@ -218,7 +233,7 @@ class Calibrator:
         nodes = 2 * reach if drafter.drafts_by_level else None
         rows = float(draft_rows(count, reach, drafter.drafts_by_level))
         with rehearsal(self.state, count, reach, nodes=nodes) as requests:
-            self._time("draft", rows, lambda: self.state.draft(requests))
+            self._note("draft", rows, self.together(lambda: self.state.draft(requests)))
 
 
 def calibrate(
@@ -227,13 +242,16 @@ def calibrate(
     """The calibration of this runner: the cached one, or a new one that is then cached.
 
     Raises:
-        CalibrationError: on every worker, when a forward failed on any, or dummy adapters did.
+        CalibrationError: on every worker, when a draft failed on any, or dummy adapters did.
+        TargetForwardError: likewise, when a forward of the target did.
     """
     try:
         path = cache_dir() / "calibration" / f"{_digest(state)}.json"
     except RuntimeError:  # a user without a home
         path = None
     cached = _read(path) if is_first_rank and path is not None else None
+    if cached is not None and _falls(cached):
+        cached = None
     values = [0.0] if cached is None else [1.0, *_flat(cached)]
     # All take the first worker's file; theirs may be another machine's or missing.
     size = int(share([float(len(values))])[0])
@@ -249,8 +267,12 @@ def calibrate(
         calibrator.together(lambda: stack.enter_context(state.dummy_adapters()))
         calibration = calibrator.measure()
     if is_first_rank:
-        stored = "not stored, the machine was busy" if calibrator.is_noisy else "not stored"
-        if path is not None and not calibrator.is_noisy:
+        stored = "not stored"
+        if calibrator.is_noisy:
+            stored += ", the machine was busy"
+        elif _falls(calibration):
+            stored += ", fewer rows took longer than more"
+        elif path is not None:
             _write(path, calibration)
             stored = f"stored in {path}"
         times = ", ".join(
@@ -273,6 +295,9 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
     ready to serve.
 
     Where they cannot be measured on some worker, the budget is fixed on all.
+
+    Raises:
+        TargetForwardError: on every worker, when a forward of the target failed on any.
     """
     if not planner.is_adaptive:
         return
@@ -292,6 +317,13 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
         state.drafter.forward_depth,
     )
     planner.adaptive.lookups.is_on = get_world_group().world_size == 1
+
+
+def _falls(calibration: Calibration) -> bool:
+    """Whether some rows took clearly longer than more of them, as on a machine that is busy."""
+    c = calibration
+    times = [a + b for a, b in zip(c.forward_ms, c.logits_ms, strict=True)]
+    return any(ms > _MAX_FALL * min(times[i:]) for i, ms in enumerate(times))
 
 
 def _digest(state: RunnerView) -> str:

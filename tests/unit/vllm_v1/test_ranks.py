@@ -69,8 +69,9 @@ def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["draft", "adapters", "forward", "collective"])
 def test_a_worker_that_fails_to_warm_up_leaves_no_other_waiting(tmp_path: Path, where: str) -> None:
-    """Drafts are refused on both, or the budget is fixed on both; where the other one waits in a
-    forward that only both can end, the worker that failed says what failed, and ends."""
+    """Drafts are refused on both, or the budget is fixed on both, or both end as the target cannot
+    run; where the other one waits in a forward that only both can end, the worker that failed says
+    what failed, and ends."""
     from vllm.utils.network_utils import get_open_port
 
     port = get_open_port()
@@ -83,8 +84,13 @@ def test_a_worker_that_fails_to_warm_up_leaves_no_other_waiting(tmp_path: Path, 
         # What `WorkerProc` does not take for an answer to its executor.
         assert second["kind"] == "SystemExit"
         return
+    if where == "forward":
+        assert "another worker failed" in first["ended"]
+        assert "MemoryError: no room on this device" in second["ended"]
+        assert first["kind"] == second["kind"] == "TargetForwardError"
+        return
     assert first["ended"] is None and second["ended"] is None
-    if where in ("forward", "adapters"):
+    if where == "adapters":
         assert first["refused"] is None and second["refused"] is None
         return
     assert "another worker could not" in first["refused"]

@@ -25,7 +25,8 @@ def _alone(values: list[float]) -> list[float]:
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
     # Timings of a busy test machine are noisy; whether they are kept has a test of its own.
-    monkeypatch.setattr(module, "_MAX_NOISE", 1e9)
+    for limit in ("_MAX_NOISE", "_MAX_FALL"):
+        monkeypatch.setattr(module, limit, 1e9)
     return tmp_path
 
 
@@ -124,6 +125,74 @@ def test_times_of_a_busy_machine_are_used_but_not_kept(
     measured = calibrate(SleepingRunner().state, _alone, is_first_rank=True)
     assert measured.rows
     assert not (cache_folder / "calibration").exists()
+
+
+@pytest.mark.parametrize(("first_ms", "is_kept"), [(43.9, True), (45.9, True), (48.9, False)])
+def test_times_that_fall_with_more_rows_are_not_kept(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch, first_ms: float, is_kept: bool
+) -> None:
+    found = Calibration(
+        rows=(1, 8, 12), forward_ms=(first_ms - 1.0, 42.9, 71.2), logits_ms=(1.0,) * 3,
+        attention_ms=0.0, draft_rows=(1.0,), draft_ms=(0.1,),
+    )  # fmt: skip
+    monkeypatch.setattr(module, "_MAX_FALL", 1.05)
+    monkeypatch.setattr(Calibrator, "measure", lambda self: found)
+    monkeypatch.setattr(Calibrator, "is_noisy", False)
+    said: list[str] = []
+    monkeypatch.setattr(module.logger, "info", lambda text, *args: said.append(text % args))
+    assert calibrate(SleepingRunner().state, _alone, is_first_rank=True) == found
+    assert (cache_folder / "calibration").exists() == is_kept
+    assert ("not stored, fewer rows took longer than more" in said[-1]) != is_kept
+    # As files of earlier versions may hold such times.
+    monkeypatch.setattr(module, "_read", lambda path: found)
+    calibrate(SleepingRunner().state, _alone, is_first_rank=True)
+    assert ("earlier calibration" in said[-1]) == is_kept
+
+
+def _start(monkeypatch: pytest.MonkeyPatch, runner: SleepingRunner) -> Any:
+    monkeypatch.setattr(
+        module, "get_world_group", lambda: SimpleNamespace(is_first_rank=True, world_size=1)
+    )
+    monkeypatch.setattr(module, "first_worker_values", _alone)
+    monkeypatch.setattr(module, "any_failed_worker", bool)
+    planner: Any = SimpleNamespace(
+        is_adaptive=True, adaptive=None, row_budget=SimpleNamespace(max_step_rows=64)
+    )
+    module.start_budget(planner, runner.state)
+    return planner
+
+
+def _fail(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError("no such product")
+
+
+@pytest.mark.parametrize("what", ["forward", "logits"])
+def test_a_target_that_cannot_run_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    runner: Any = SleepingRunner()
+    if what == "forward":
+        runner._dummy_run = _fail
+    else:
+        runner.model.compute_logits = _fail
+    with pytest.raises(RuntimeError, match=r"target.*ValueError: no such product") as raised:
+        _start(monkeypatch, runner)
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("what", ["adapters", "draft"])
+def test_a_budget_is_fixed_where_anything_else_cannot_be_measured(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    runner: Any = SleepingRunner()
+    if what == "adapters":
+        runner.state.dummy_adapters = _fail
+    else:
+        runner.drafter.drafter.propose = _fail
+    said: list[str] = []
+    monkeypatch.setattr(module.logger, "warning", lambda text, *args: said.append(text % args))
+    assert _start(monkeypatch, runner).adaptive is None
+    assert "ValueError: no such product" in said[0]
 
 
 class _ClockedRunner(SleepingRunner):
