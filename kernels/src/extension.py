@@ -30,8 +30,28 @@ def requested_isa() -> str | None:
     return value
 
 
-@functools.cache
+# Of the engine at work: a process may have several.
+_is_reference_chosen = False
+
+
+def choose_reference(chosen: bool) -> None:
+    """Whether what runs next in this process is to be the torch reference, whatever is compiled."""
+    global _is_reference_chosen
+    _is_reference_chosen = chosen
+
+
+def is_reference_asked() -> bool:
+    """Whether that is so, for this engine or for all of the process."""
+    return _is_reference_chosen or requested_isa() == "reference"
+
+
 def cpu_extension_error() -> str | None:
+    """Why the operators of torch.ops.specplug are not to be used; None when they are."""
+    return "the torch reference is asked for" if _is_reference_chosen else library_error()
+
+
+@functools.cache
+def library_error() -> str | None:
     """Loads the operators of torch.ops.specplug at the first call.
 
     Returns:

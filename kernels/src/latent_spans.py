@@ -13,13 +13,12 @@ Letters: T query rows, H heads, D = L + P.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .extension import ISA_VARIABLE
+from .extension import is_reference_asked
 from .reference import dense_attention
 
 # Scores of one matrix product: float32, so that they and the rows behind them stay in a cache.
@@ -64,7 +63,7 @@ def latent_attn(
     Raises:
         IndexError, RuntimeError: if a span points outside the block table or the cache.
     """
-    attend = _attend_reference if os.environ.get(ISA_VARIABLE) == "reference" else _attend
+    attend = _attend_reference if is_reference_asked() else _attend
     for span in spans:
         rows = slice(span.first_row, span.first_row + span.num_rows)
         output[rows] = attend(query[rows], cache, span, block_table, scale, output.shape[-1])

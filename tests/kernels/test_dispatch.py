@@ -16,9 +16,9 @@ from vllm_specplug.kernels import dispatch, extension
 @pytest.fixture
 def fresh_load():
     """Lets a test choose how the extension loads, and restores it afterwards."""
-    extension.cpu_extension_error.cache_clear()
+    extension.library_error.cache_clear()
     yield
-    extension.cpu_extension_error.cache_clear()
+    extension.library_error.cache_clear()
     if extension.has_cpu_extension():
         use_isa(None)
 

@@ -18,7 +18,12 @@ from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
 from vllm_specplug.vllm_worker.linear import takes_plain_rows, target_products
-from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams, use_latent_seams
+from vllm_specplug.vllm_worker.start_up import (
+    OwnKernels,
+    choose_kernel,
+    require_seams,
+    use_latent_seams,
+)
 
 logger = init_logger("vllm.specplug.worker")
 
@@ -48,7 +53,7 @@ def tree_runner_class(stock: type) -> type:
     return TreeCPUModelRunner
 
 
-class TreeCPUWorker(CPUWorker):
+class TreeCPUWorker(OwnKernels, CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
     Seams: cpu_runner, cpu_backend, cpu_products, cpu_worker.

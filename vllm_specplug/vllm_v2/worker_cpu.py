@@ -23,7 +23,12 @@ from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
 from vllm_specplug.vllm_worker.linear import takes_plain_rows, target_products
-from vllm_specplug.vllm_worker.start_up import choose_kernel, require_seams, use_latent_seams
+from vllm_specplug.vllm_worker.start_up import (
+    OwnKernels,
+    choose_kernel,
+    require_seams,
+    use_latent_seams,
+)
 
 
 class TreeCPUModelRunnerV2(TreeRunnerV2Mixin, CPUModelRunner):  # type: ignore[misc]  # overrides
@@ -43,7 +48,7 @@ def tree_runner_class(stock: type) -> type:
     return TreeCPUModelRunnerV2
 
 
-class TreeCPUWorkerV2(CPUWorker):
+class TreeCPUWorkerV2(OwnKernels, CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
     Seams: cpu_runner_v2, speculator, cpu_backend, v2_cpu_admission, v2_cpu_kernels, cpu_products,

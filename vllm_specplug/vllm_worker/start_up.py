@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import os
+from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from vllm_specplug.kernels import describe
-from vllm_specplug.kernels.extension import ISA_VARIABLE
+from vllm_specplug.kernels.extension import choose_reference
 from vllm_specplug.options import option_error
 from vllm_specplug.seams import LATENT_SEAMS, WORKER_SEAMS
 
@@ -22,11 +22,10 @@ def choose_kernel(name: str, dtype: torch.dtype) -> None:
     Raises:
         ValueError: when "cpp" is asked for and there is no compiled kernel.
     """
+    choose_reference(name == "reference")
     if name == "triton":
         logger.warning("Tree attention: Triton kernels run in the interpreter, for tests only")
         return
-    if name == "reference":
-        os.environ[ISA_VARIABLE] = "reference"
     chosen = describe(dtype)
     if name == "cpp" and chosen["kernel"] != "cpp":
         raise option_error(
@@ -38,6 +37,17 @@ def choose_kernel(name: str, dtype: torch.dtype) -> None:
     logger.info(
         "Tree attention: %s kernel, %s (%s)", chosen["kernel"], chosen["isa"], chosen["reason"]
     )
+
+
+class OwnKernels:
+    """A CPU worker whose steps run its own engine's kernels: a process may have several engines."""
+
+    vllm_config: Any
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        spec: Any = self.vllm_config.speculative_config
+        choose_reference(spec.tree_kernel == "reference")
+        return super().execute_model(*args, **kwargs)  # type: ignore[misc]  # vLLM's worker
 
 
 def require_seams(device: str) -> None:
