@@ -14,6 +14,7 @@ from vllm_specplug.seams.listing_gpu import (
     GPU_V1_USES,
 )
 from vllm_specplug.seams.listing_latent import LATENT_SEAMS
+from vllm_specplug.seams.listing_pages import ZEROED_PAGES, ZEROED_PAGES_USES
 from vllm_specplug.seams.listing_products import CPU_PRODUCTS, PRODUCT_USES
 from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
@@ -71,7 +72,6 @@ _WHY_PENALTY = (
     "processors loads one class into two incompatible runners"
 )
 _HAS_PROCESSORS = "the entry point distinguishes the model runners"
-_WHY_ZEROED = "groups of unlike heads share pages, where drafts' keys that are NaN become values"
 
 PROCESS_SEAMS = SeamSet(
     (
@@ -119,13 +119,7 @@ PROCESS_SEAMS = SeamSet(
             "a proposer can decline the padding",
             make="vllm_specplug.vllm_process.placeholders:without_placeholders",
         ),
-        Wrap(
-            "zeroed_pages",
-            "vllm.v1.engine.core:get_kv_cache_configs",
-            _WHY_ZEROED,
-            CONTAINED,
-            make="vllm_specplug.vllm_process.zeroed_pages:with_zeroed_pages",
-        ),
+        ZEROED_PAGES,
         Wrap(
             "sampling_options",
             "vllm.sampling_params:SamplingParams._validate_spec_decode",
@@ -239,19 +233,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "vllm.exceptions:VLLMValidationError",
         "vllm.v1.executor.abstract:Executor",
     ),
-    *uses(
-        "zeroed_pages",
-        _WHY_ZEROED,
-        CONTAINED,
-        "vllm.v1.kv_cache_interface:AttentionSpec",
-        "vllm.v1.kv_cache_interface:KVCacheConfig",
-    ),
-    Overrides(
-        "zeroed_pages",
-        "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
-        _WHY_ZEROED,
-        CONTAINED,
-    ),
+    *ZEROED_PAGES_USES,
     *overrides(
         "config",
         "our methods resolve their options and the compiled graph's hash",
