@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -132,12 +133,23 @@ def product_section(data: Mapping[str, Any]) -> Section:
     return Section(("rows", "ms", "of one row"), lines, "Matrix products by rows", [PRODUCTS])
 
 
+def kept(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What is published of a file: its rows, and of each profile the kernels of the device."""
+    kernels = [
+        {key: one[key] for key in ("arm", "batch", "wall_ms", "device_ms", "launches", "device")}
+        for one in data.get("kernels", ())
+    ]
+    return {"rows": data["rows"], **({"kernels": kernels} if kernels else {})}
+
+
 def provenance(data: Mapping[str, Any]) -> dict[str, Any]:
     """What made a file, as pages of results have it."""
     machine = data["hardware"]
     gpu = f"{machine['gpu']}, driver {machine['driver']}" if "gpu" in machine else "no GPU"
     return {
-        **{key: data[key] for key in ("command", "commit", "versions", "date")},
+        **{key: data[key] for key in ("commit", "versions", "date")},
+        # Folders of that machine say nothing.
+        "command": re.sub(r"(?<=\s)/(?:\w+/)*", "", data["command"]),
         "hardware": {
             "cpu": "its host", "logical_cpus": machine["cpu_count"], "extensions": ["x86-64"],
             "memory_gib": 128, "gpus": [gpu],
@@ -155,15 +167,19 @@ def main() -> None:
     records, data = [], {}
     for folder in args.folders:
         for path in sorted(folder.glob("gpu_*.json")):
-            found = data[f"{folder.name}/{path.name}"] = json.loads(path.read_text())
+            found = json.loads(path.read_text())
+            data[f"{folder.name}/{path.name}"] = kept(found)
             if path.name == "gpu_speed.json":
                 sections += Run(found).sections()
             else:
                 sections.append(product_section(found))
             records.append(provenance(found))
-    gpu = next(iter(data.values()))["hardware"].get("gpu", "a CPU")
+    gpu = found["hardware"].get("gpu", "a CPU")
     page = ResultPage(args.name, f"Trees and plain decoding: {gpu}", ABOUT, sections, data, records)
     page.write(args.out)
+    # A line per number would be ten thousand.
+    path = args.out / f"{args.name}.json"
+    path.write_text(json.dumps(json.loads(path.read_text())) + "\n")
 
 
 if __name__ == "__main__":
