@@ -6,8 +6,8 @@
 Acceptance is imposed, all costs are real: the target's weights are made so that its next token is
 known, and the published head's candidates are overwritten with acceptance drawn from a model that
 is fitted to JetSpec's published tables (see `speed_engine` and `acceptance_model`). Engines of a
-phase are on the device together, and each cell measures them in turns. A cell of ours counts only
-if its tokens are the target's chain. `--device cpu` is a dry run on a tiny model.
+phase are on the device together, and each cell measures them in turns. A cell with trees counts
+only if its tokens are the target's chain. `--device cpu` is a dry run on a tiny model.
 """
 
 from __future__ import annotations
