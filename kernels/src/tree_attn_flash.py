@@ -76,10 +76,13 @@ def context_attention(
 @cache
 def context_scheduler(head_dim: int, capped: bool = False) -> Callable[..., torch.Tensor] | None:
     """vLLM's `get_scheduler_metadata` where `context_attention` takes its result; else None."""
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, get_scheduler_metadata
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    version = get_flash_attn_version(head_size=head_dim, requires_softcap=capped)
-    return get_scheduler_metadata if version == 3 else None
+    if get_flash_attn_version(head_size=head_dim, requires_softcap=capped) != 3:
+        return None
+    from vllm.v1.attention.backends.fa_utils import get_scheduler_metadata
+
+    return get_scheduler_metadata
 
 
 def _schedule(
