@@ -56,14 +56,14 @@ def grid(quick: bool) -> list[Point]:
     """All points, most telling first."""
     if quick:
         return [(40, 2, 5)]
-    alone = [(c, 1, n) for c in CONTEXTS for n in NODES]
+    single = [(c, 1, n) for c in CONTEXTS for n in NODES]
 
     def order(cell: Point) -> tuple[bool, bool, bool]:
         """The targets are stated for 64 nodes, batch 1 to 8, and for 32k of context."""
         context, batch, nodes = cell
-        return nodes not in (63, 64) or batch > 8, cell not in alone, context != 32768
+        return nodes not in (63, 64) or batch > 8, cell not in single, context != 32768
 
-    return sorted(dict.fromkeys([*compared(), *alone]), key=order)
+    return sorted(dict.fromkeys([*compared(), *single]), key=order)
 
 
 class Cell:

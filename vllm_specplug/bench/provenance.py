@@ -159,8 +159,9 @@ def one_line(record: dict[str, Any]) -> str:
     packages = ", ".join(f"{key} {value}" for key, value in versions.items() if value)
     gpus = "".join(f"; {name}" for name in machine.get("gpus", ()))
     execution = f", {record['execution']}" if record.get("execution") else ""
-    return (
-        f"`{record['command']}`, commit {record['commit']}{execution}; {machine['cpu']}, "
-        f"{machine['logical_cpus']} logical CPUs ({', '.join(machine['extensions'])}), "
-        f"{machine['memory_gib']} GiB{gpus}; {packages}"
-    )
+    # Runs on a GPU record less of their host.
+    host = f"{machine['cpu']}, " if "cpu" in machine else ""
+    host += f"{machine['logical_cpus']} logical CPUs"
+    if "extensions" in machine:
+        host += f" ({', '.join(machine['extensions'])}), {machine['memory_gib']} GiB"
+    return f"`{record['command']}`, commit {record['commit']}{execution}; {host}{gpus}; {packages}"
