@@ -150,7 +150,11 @@ def provenance(data: Mapping[str, Any]) -> dict[str, Any]:
         **{key: data[key] for key in ("commit", "versions", "date")},
         # Folders of that machine say nothing.
         "command": re.sub(r"(?<=\s)/(?:\w+/)*", "", data["command"]),
-        "hardware": {"logical_cpus": machine["cpu_count"], "gpus": [gpu]},
+        "hardware": {
+            "logical_cpus": machine["cpu_count"],
+            "gpu": machine.get("gpu"),
+            "gpus": [gpu],
+        },
     }
 
 
