@@ -135,6 +135,7 @@ def taking_ragged_steps(stock: Callable[..., Any]) -> Callable[..., Any]:
             mode: [one for desc in descs for one in narrower(desc)[::-1]]
             for mode, descs in manager._capture_descs.items()
         }
+        _put_largest_first(manager._capture_descs)
         return manager
 
     return make
@@ -169,6 +170,16 @@ def _add_larger(manager: Any) -> None:
             for count in range(largest + 1, size + 1):
                 manager._candidates.setdefault((count, loras), []).append(desc)
         largest = size
+
+
+def _put_largest_first(captured: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]) -> None:
+    """Moves the largest full graph before the piecewise ones, which vLLM captures first.
+
+    The first forward makes the buffers that all full graphs leave their outputs in.
+    """
+    full, pieces = (captured.get(m) for m in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE))
+    if full and pieces and full[0].num_tokens > pieces[0].num_tokens:
+        pieces.insert(0, full.pop(0))
 
 
 _ROW_BOUNDS = (16, 64)
