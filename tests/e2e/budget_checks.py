@@ -24,7 +24,7 @@ class _FrozenCosts(StepCostModel):
 
     def __init__(self, rows: tuple[float, ...], ms: tuple[float, ...]) -> None:
         super().__init__(
-            Calibration(rows, ms, tuple(1e-3 * r for r in rows), 0.0, (1.0, 100.0), (0.1, 1.0))
+            Calibration(rows, ms, tuple(1e-3 * r for r in rows), 0.0, 0.0, (1.0, 100.0), (0.1, 1.0))
         )
 
     def observe_verify(self, *args: Any, **kwargs: Any) -> None: ...

@@ -357,9 +357,11 @@ class AdaptiveBudget:
     def _step_ms(self, step: NextStep, forced: int, num_nodes: int) -> Floats:
         """[num_nodes + 1] ms of the step with `forced` nodes and that many more; their own
         attention is not included."""
-        context = step.root_context + step.other_context
         rows = step.num_roots + forced
-        ms = self.costs.decode_ms(step.num_roots, forced, step.other_rows, num_nodes, context)
+        ms = self.costs.decode_ms(
+            step.num_roots, forced, step.other_rows, num_nodes, step.root_context,
+            step.other_context,
+        )  # fmt: skip
         most = self.row_budget.rows(step.num_roots)
         ms[1 + max(0, most - rows - step.other_rows) :] = IMPOSSIBLE_MS
         return ms

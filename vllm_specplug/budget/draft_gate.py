@@ -40,7 +40,8 @@ TURN_ON, STAY_ON = 1.04, 1.02
 """How much better than without it drafting must look to start, and to go on. The choice that looks
 best of many is one whose estimate errs upwards, so what looks equal is a loss."""
 PROBE_SHARE = 0.005
-"""Share of the time for forwards that only measure whether drafting would pay again."""
+"""Share of the time for forwards that only measure whether drafting, or drafting deeper, would pay.
+"""
 DEBT_STEPS = 32
 """Steps of drafts that have to pay for what they need first, see `DraftGate.decide`."""
 
@@ -97,6 +98,8 @@ class DraftGate:
         self._is_in_debt = False
         self._steps_since_forward = 0
         self._probes = 0
+        # Milliseconds that a forward deeper than wanted may take more.
+        self._depth_credit = 0.0
 
     def decide(
         self,
@@ -187,7 +190,10 @@ class DraftGate:
             self._steps_since_forward = self._steps_in_debt = 0
             chosen = order[: sizes[size]]
             depths[chosen] = np.minimum(limits[chosen], self._depth_options[depth])
-            return GateDecision(depths, gain)
+            is_probe = self._sees_deeper(limits[chosen], depths[chosen], draft_ms, step_ms)
+            if is_probe:
+                depths[chosen] = limits[chosen]
+            return GateDecision(depths, gain, is_probe)
         self.is_on = False
         self._steps_since_forward += 1
         probe_ms = float(draft_ms(1, self.deepest))
@@ -203,6 +209,25 @@ class DraftGate:
             depths[chosen_one] = limits[chosen_one]
             return GateDecision(depths, gain, is_probe=True)
         return GateDecision(depths, 1.0)
+
+    def _sees_deeper(
+        self,
+        # [R] of the requests to draft for: deepest node allowed, and wanted
+        limits: Ints,
+        wanted: Ints,
+        draft_ms: Callable[[npt.ArrayLike, npt.ArrayLike], Floats],
+        step_ms: Floats,
+    ) -> bool:
+        """Whether this forward goes as deep as it may, to measure what lies below the depth that
+        looks best: what was never drafted keeps its first estimate."""
+        if (limits == wanted).all():
+            return False
+        deep, shallow = draft_ms(len(limits), np.array([limits.mean(), wanted.mean()]))
+        self._depth_credit += PROBE_SHARE * float(step_ms[0])
+        if self._depth_credit < deep - shallow:
+            return False
+        self._depth_credit = 0.0
+        return True
 
     def rest(self, steps: int) -> None:
         """Steps went by for which nothing was decided, and nothing drafted."""

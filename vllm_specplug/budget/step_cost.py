@@ -43,8 +43,11 @@ class Calibration:
     """Target forward of that many rows with next to no context, without logits."""
     logits_ms: tuple[float, ...]
     """Logits of that many rows."""
+    context_ms: float
+    """A request's first row attending one more token of context, all layers."""
     attention_ms: float
-    """One row attending one more token of context, all layers."""
+    """Every further row of a request attending one more token. Kernels of devices read a context
+    once for all rows of a tree."""
     draft_rows: tuple[float, ...]
     draft_ms: tuple[float, ...]
     """Draft forward of that many rows, see the function `draft_rows`."""
@@ -65,7 +68,8 @@ class Calibration:
                 name: tuple(float(value) for value in data[name])
                 for name in ("rows", "forward_ms", "logits_ms", "draft_rows", "draft_ms")
             }
-            result = cls(attention_ms=float(data["attention_ms"]), **lists)
+            attention = {name: float(data[name]) for name in ("context_ms", "attention_ms")}
+            result = cls(**attention, **lists)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a calibration: {error!r}") from error
         pairs = (("rows", "forward_ms"), ("rows", "logits_ms"), ("draft_rows", "draft_ms"))
@@ -74,8 +78,9 @@ class Calibration:
             ascending = all(x < y for x, y in zip(a, a[1:], strict=False))
             if not a or len(a) != len(b) or not ascending or not all(0 < x < 1e9 for x in b):
                 raise ValueError(f"not a calibration: {times} by {rows} is {b} by {a}")
-        if not 0 <= result.attention_ms < 1e6:
-            raise ValueError(f"not a calibration: attention_ms is {result.attention_ms}")
+        for name, ms in attention.items():
+            if not 0 <= ms < 1e6:
+                raise ValueError(f"not a calibration: {name} is {ms}")
         return result
 
 
@@ -91,6 +96,7 @@ class StepCostModel:
         self.forward = CostCurve(calibration.rows, calibration.forward_ms)
         self.logits = CostCurve(calibration.rows, calibration.logits_ms)
         self.draft = CostCurve(calibration.draft_rows, calibration.draft_ms)
+        self.context_ms = calibration.context_ms
         self.attention_ms = calibration.attention_ms
         self.rest_ms = _FIRST_REST_MS
         """Scheduling, lookups, bookkeeping and transport of a plain step."""
@@ -102,6 +108,7 @@ class StepCostModel:
         rows: npt.ArrayLike,
         sampled: npt.ArrayLike,
         context: float,
+        more_context: float = 0.0,
         *,
         has_trees: bool = False,
     ) -> Floats:
@@ -110,14 +117,22 @@ class StepCostModel:
         Args:
             rows: rows of the forward.
             sampled: those of them that need logits.
-            context: tokens attended, summed over rows.
+            context: tokens attended by the first row of each request, summed.
+            more_context: those attended by further rows.
             has_trees: whether there are nodes among the rows.
         """
-        plain = self.forward(rows) + self.logits(sampled) + self.attention_ms * context
+        attention = self.context_ms * context + self.attention_ms * more_context
+        plain = self.forward(rows) + self.logits(sampled) + attention
         return plain * self.forward.tree_factor if has_trees else plain
 
     def decode_ms(
-        self, roots: int, nodes: int, other_rows: int, num_nodes: int, context: float
+        self,
+        roots: int,
+        nodes: int,
+        other_rows: int,
+        num_nodes: int,
+        context: float,
+        other_context: float = 0.0,
     ) -> Floats:
         """[num_nodes + 1] ms of a step, drafting left out, with 0, 1, ... nodes more.
 
@@ -125,10 +140,11 @@ class StepCostModel:
             roots: rows that are sampled whatever is drafted.
             nodes: nodes that are verified in any case.
             other_rows: rows that are not sampled.
-            context: tokens attended by all these.
+            context: tokens attended by the roots.
+            other_context: those attended by the other rows.
         """
         sampled = roots + nodes + np.arange(num_nodes + 1)
-        plain = self.verify_ms(sampled + other_rows, sampled, context) + self.rest_ms
+        plain = self.verify_ms(sampled + other_rows, sampled, context, other_context) + self.rest_ms
         with_trees = plain + (self.forward.tree_factor - 1.0) * (plain - self.rest_ms)
         with_trees += self.tree_rest_ms
         if not nodes:
@@ -149,11 +165,12 @@ class StepCostModel:
         sampled: int,
         context: float,
         milliseconds: float,
+        more_context: float = 0.0,
         *,
         has_trees: bool = False,
     ) -> None:
-        """A real step of this shape took this long."""
-        expected = float(self.verify_ms(rows, sampled, context, has_trees=has_trees))
+        """A real step of this shape, see `verify_ms`, took this long."""
+        expected = float(self.verify_ms(rows, sampled, context, more_context, has_trees=has_trees))
         self.forward.observe(rows, milliseconds, expected, has_trees=has_trees)
 
     def observe_rest(self, milliseconds: float, *, has_trees: bool = False) -> None:

@@ -81,6 +81,12 @@ class RunnerState(RunnerView):
         )
         return hidden
 
+    def trees_forward(self, trees: int, context: int) -> None:
+        rows = trees * (self.drafter_options.num_nodes + 1)
+        self.runner._dummy_run(
+            rows, force_attention=True, uniform_decode=True, profile_seq_lens=context
+        )
+
     def adapters(self, req_indices: Sequence[int]) -> tuple[list[int], set[Any]]:
         batch = self.runner.input_batch
         ids = batch.request_lora_mapping[list(req_indices)].tolist()

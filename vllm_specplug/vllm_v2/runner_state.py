@@ -37,6 +37,12 @@ class RunnerState(RunnerView):
         hidden, _ = self.runner._dummy_run(rows, context_len=max(0, context - longest))
         return hidden
 
+    def trees_forward(self, trees: int, context: int) -> None:
+        rows = self.drafter_options.num_nodes + 1
+        self.runner._dummy_run(
+            trees * rows, uniform_decode=True, context_len=max(0, context - rows)
+        )
+
     def draft(self, requests: DraftRequests) -> None:
         graphs = getattr(self.runner.speculator, "draft_graphs", None)
         if graphs is None or not graphs.rehearse(requests):

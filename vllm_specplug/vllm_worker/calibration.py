@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -49,6 +50,11 @@ _MAX_FALL = 1.05
 # In the order they are first measured, for when time runs out: with the first two, sizes between
 # them look a little too expensive rather than too cheap.
 _ROWS = (1, 32, 8, 64, 16, 4, 128, 24, 48, 12, 2, 96, 256)
+# Of a device, where more rows are still worth their time.
+_DEVICE_ROWS = (*_ROWS, 512, 1024, 384, 192, 768)
+# Calls that are timed together on a device, which hides the host's part of all but the first, as
+# in steps that are scheduled ahead.
+_DEVICE_CALLS = 4
 _SHORT_CONTEXT = 64
 _CONTEXT_ROWS = 8
 # Whether rows are timed as those of trees, whose context is read once.
@@ -90,6 +96,7 @@ class Calibrator:
         self.start = time.perf_counter()
         # By what was timed, milliseconds of each pass.
         self._times: dict[tuple[str, float], list[float]] = {}
+        self._calls = 1 if state.is_host else _DEVICE_CALLS
 
     @property
     def is_noisy(self) -> bool:
@@ -110,7 +117,7 @@ class Calibrator:
         # The first forward of a process allocates; it is not counted.
         self._together_on_target(lambda: self.state.dummy_forward(1, context))
         sizes: list[int] = []
-        for rows in filter(self._fits, _ROWS):
+        for rows in filter(self._fits, _ROWS if self.state.is_host else _DEVICE_ROWS):
             # Early enough for at least two more passes.
             if len(sizes) >= 2 and self._has_passed(0.25):
                 break
@@ -120,6 +127,11 @@ class Calibrator:
         most = min(longest, 2048)
         span = most - context if most - context >= _MIN_ATTENTION_SPAN else 0
         probe_rows = min(_CONTEXT_ROWS, self.state.max_rows)
+        nodes = self.state.drafter_options.num_nodes
+        trees = 0
+        if not self.state.is_host:
+            most_trees = self.state.max_rows // (nodes + 1)
+            trees = min(_CONTEXT_ROWS, self.state.max_requests, most_trees)
         passes = 0
         # Never a single one: it may have been interrupted.
         while passes < 2 or (passes < _PASSES and not self._has_passed(1.0)):
@@ -131,8 +143,11 @@ class Calibrator:
             if span:
                 self._time_forward("near", probe_rows, context)
                 self._time_forward("far", probe_rows, most)
+            if span and trees:
+                self._time_trees("near trees", trees, context)
+                self._time_trees("far trees", trees, most)
             passes += 1
-        return self._calibration(probe_rows * span)
+        return self._calibration(probe_rows * span, trees, span)
 
     def _fits(self, rows: int) -> bool:
         """Whether vLLM's dummy batch of that many rows fits the block tables, which have room for
@@ -141,8 +156,13 @@ class Calibrator:
         longest = rows // requests + rows % requests
         return rows <= self.state.max_rows and longest <= self.state.max_model_len
 
-    def _calibration(self, attended: int) -> Calibration:
-        """Values broadcast from the first worker; "far" forwards attend `attended` tokens more."""
+    def _calibration(self, attended: int, trees: int, span: int) -> Calibration:
+        """Values broadcast from the first worker.
+
+        Args:
+            attended: tokens that the rows of "far" forwards attend more than those of "near" ones.
+            trees: trees of forwards of trees; each attends `span` tokens more.
+        """
         keys = list(self._times)
         best = self.share([max(min(self._times[key]), 1e-4) for key in keys])
         by_part: dict[str, dict[float, float]] = {}
@@ -151,14 +171,22 @@ class Calibrator:
         rows = tuple(sorted(by_part["rows"]))
         draft = by_part.get("draft", {1.0: 0.05})
         draft_rows = tuple(sorted(draft))
-        attention_ms = 0.0
-        if attended:
-            (near,), (far,) = by_part["near"].values(), by_part["far"].values()
-            attention_ms = max(0.0, far - near) / attended
+
+        def longer_ms(near: str, far: str) -> float:
+            (short,), (long,) = by_part[near].values(), by_part[far].values()
+            return max(0.0, long - short)
+
+        context_ms = longer_ms("near", "far") / attended if attended else 0.0
+        attention_ms = context_ms
+        if "far trees" in by_part:
+            tree_ms = longer_ms("near trees", "far trees") / (trees * span)
+            nodes = self.state.drafter_options.num_nodes
+            attention_ms = max(0.0, tree_ms - context_ms) / nodes
         return Calibration(
             rows=rows,
             forward_ms=tuple(by_part["rows"][r] for r in rows),
             logits_ms=tuple(by_part["rows logits"][r] for r in rows),
+            context_ms=context_ms,
             attention_ms=attention_ms,
             draft_rows=draft_rows,
             draft_ms=tuple(draft[r] for r in draft_rows),
@@ -171,16 +199,17 @@ class Calibrator:
     def _note(self, part: str, rows: float, elapsed_ms: float) -> None:
         self._times.setdefault((part, rows), []).append(elapsed_ms)
 
-    def together(self, call: Callable[[], object]) -> float:
-        """Milliseconds that `call` took here; the workers part only once it succeeded on all."""
+    def together(self, call: Callable[[], object], calls: int = 1) -> float:
+        """Milliseconds that a `call` took here; the workers part only once it succeeded on all."""
         start = time.perf_counter()
         failure: Exception | None = None
         try:
-            call()
+            for _ in range(calls):
+                call()
             self.state.wait_for_device()
         except Exception as error:
             failure = error
-        elapsed_ms = 1e3 * (time.perf_counter() - start)
+        elapsed_ms = 1e3 * (time.perf_counter() - start) / calls
         if self.any_failed(failure):
             reason = "another worker failed"
             if failure is not None:
@@ -191,7 +220,7 @@ class Calibrator:
     def _together_on_target(self, call: Callable[[], object]) -> float:
         """`together`, of what the engine cannot serve without."""
         try:
-            return self.together(call)
+            return self.together(call, self._calls)
         except CalibrationError as error:
             raise TargetForwardError(
                 f"A forward of the target failed while step costs were measured ({error}); it "
@@ -211,6 +240,10 @@ class Calibrator:
         self._note(part, float(rows), self._together_on_target(forward))
         if part == "rows":
             self._note("rows logits", float(rows), self._together_on_target(logits))
+
+    def _time_trees(self, part: str, trees: int, context: int) -> None:
+        forward = partial(self.state.trees_forward, trees, context)
+        self._note(part, float(trees), self._together_on_target(forward))
 
     def _rehearsals(self) -> list[tuple[int, int]]:
         """Requests and depth of the draft forwards to time; empty when the method has none."""
@@ -233,7 +266,8 @@ class Calibrator:
         nodes = 2 * reach if drafter.drafts_by_level else None
         rows = float(draft_rows(count, reach, drafter.drafts_by_level))
         with rehearsal(self.state, count, reach, nodes=nodes) as requests:
-            self._note("draft", rows, self.together(lambda: self.state.draft(requests)))
+            draft_ms = self.together(lambda: self.state.draft(requests), self._calls)
+            self._note("draft", rows, draft_ms)
 
 
 def calibrate(
@@ -333,7 +367,8 @@ def _digest(state: RunnerView) -> str:
     factors = [
         # How it is measured.
         state.name,
-        _ROWS,
+        _DEVICE_ROWS,
+        _DEVICE_CALLS,
         _PASSES,
         __version__,
         vllm.__version__,
@@ -410,13 +445,13 @@ def _write(path: Path, calibration: Calibration) -> None:
 def _flat(calibration: Calibration) -> list[float]:
     """The calibration as numbers alone, for a broadcast."""
     c = calibration
-    values: list[float] = [float(len(c.rows)), float(len(c.draft_rows)), c.attention_ms]
-    return [*values, *c.rows, *c.forward_ms, *c.logits_ms, *c.draft_rows, *c.draft_ms]
+    counts = (float(len(c.rows)), float(len(c.draft_rows)))
+    return [*counts, c.context_ms, c.attention_ms, *c.rows, *c.forward_ms, *c.logits_ms, *c.draft_rows, *c.draft_ms]
 
 
 def _unflat(values: list[float]) -> Calibration:
     num_rows, num_draft = int(values[0]), int(values[1])
-    rest = iter(values[3:])
+    rest = iter(values[4:])
 
     def take(count: int) -> tuple[float, ...]:
         return tuple(next(rest) for _ in range(count))
@@ -425,7 +460,8 @@ def _unflat(values: list[float]) -> Calibration:
         rows=take(num_rows),
         forward_ms=take(num_rows),
         logits_ms=take(num_rows),
-        attention_ms=values[2],
+        context_ms=values[2],
+        attention_ms=values[3],
         draft_rows=take(num_draft),
         draft_ms=take(num_draft),
     )

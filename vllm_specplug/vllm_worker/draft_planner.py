@@ -62,8 +62,8 @@ class _Step:
     """Of the draft forward and what followed from it; lookups alone belong to the rest."""
     whole_ms: float | None = None
     req_ids: set[str] = field(default_factory=set)
-    # Rows and the tokens they attended; None where not all of them were roots and their trees.
-    shape: tuple[int, int] | None = None
+    # Rows, the tokens that roots attended, and those that nodes did; None where there were others.
+    shape: tuple[int, int, int] | None = None
     has_trees: bool = False
     is_warm: bool = False
     """Whether its times mean something."""
@@ -446,7 +446,8 @@ class DraftPlanner:
             rows = [(r.end_row - r.first_row, r.context_len + 1) for r in step.requests]
             now.shape = (
                 sum(count for count, _ in rows),
-                sum(count * length for count, length in rows),
+                sum(length for _, length in rows),
+                sum((count - 1) * length for count, length in rows),
             )
         if before is not None:
             before.goes_on = now.is_warm and not before.req_ids.isdisjoint(req_ids)
@@ -474,9 +475,9 @@ class DraftPlanner:
         if step.has_trees:
             self.stats.observe_ms("verify", milliseconds)
         if self.adaptive is not None and step.is_warm and step.shape is not None:
-            rows, context = step.shape
+            rows, context, more_context = step.shape
             self.adaptive.costs.observe_verify(
-                rows, rows, context, milliseconds, has_trees=step.has_trees
+                rows, rows, context, milliseconds, more_context, has_trees=step.has_trees
             )
         self._learn_rest(step)
 

@@ -124,6 +124,16 @@ class RunnerView(ABC):
         finally:
             backend.rehearsed_rows = 0
 
+    @property
+    def is_host(self) -> bool:
+        """Whether forwards run on the CPU."""
+        return self.device.type == "cpu"
+
+    def trees_forward(self, trees: int, context: int) -> None:
+        """A forward of `trees` trees of the most nodes that attend `context` tokens; on a device
+        only."""
+        raise NotImplementedError
+
     def _state_forward(self, rows: int, context: int) -> torch.Tensor:
         if not self.state_layers.names:
             return self.dummy_forward(rows, context)

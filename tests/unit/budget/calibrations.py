@@ -21,6 +21,7 @@ def calibration(
         rows=ROWS,
         forward_ms=tuple(times),
         logits_ms=tuple(0.05 * r for r in ROWS),
+        context_ms=attention_ms,
         attention_ms=attention_ms,
         draft_rows=(1.0, 100.0),
         draft_ms=(draft, 100 * draft),

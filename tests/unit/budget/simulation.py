@@ -68,6 +68,7 @@ class Machine:
             rows=tuple(self.rows),
             forward_ms=tuple(0.9 * times),
             logits_ms=tuple(0.1 * times),
+            context_ms=0.0,
             attention_ms=0.0,
             draft_rows=(2.0, 8.0),
             draft_ms=(self.drafting_ms(2), self.drafting_ms(8)),

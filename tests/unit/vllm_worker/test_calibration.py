@@ -133,7 +133,7 @@ def test_times_that_fall_with_more_rows_are_not_kept(
 ) -> None:
     found = Calibration(
         rows=(1, 8, 12), forward_ms=(first_ms - 1.0, 42.9, 71.2), logits_ms=(1.0,) * 3,
-        attention_ms=0.0, draft_rows=(1.0,), draft_ms=(0.1,),
+        context_ms=0.0, attention_ms=0.0, draft_rows=(1.0,), draft_ms=(0.1,),
     )  # fmt: skip
     monkeypatch.setattr(module, "_MAX_FALL", 1.05)
     monkeypatch.setattr(Calibrator, "measure", lambda self: found)
