@@ -86,7 +86,7 @@ class LevelWorth:
 class _Nodes:
     """Nodes of several trees in a row."""
 
-    trees: Sequence[DraftTree]
+    # [R]
     counts: Ints
     # [N] index of each node's tree
     owners: Ints
@@ -98,14 +98,18 @@ class _Nodes:
     def of(cls, trees: Sequence[DraftTree]) -> _Nodes:
         counts = np.array([len(tree.token_ids) for tree in trees], np.int64)
         if not counts.any():
-            return cls(trees, counts, _NO_INTS, np.empty(0, np.float32), _NO_INTS)
+            return cls(counts, _NO_INTS, np.empty(0, np.float32), _NO_INTS)
         return cls(
-            trees,
             counts,
             np.arange(len(trees)).repeat(counts),
             np.concatenate([tree.scores for tree in trees]),
             np.concatenate([tree.depths for tree in trees]).astype(np.int64),
         )
+
+    def counts_of(self, some: npt.NDArray[np.bool_]) -> list[int]:
+        """[R] how many of each tree's nodes are among `some` [N]."""
+        counts: list[int] = np.bincount(self.owners[some], minlength=len(self.counts)).tolist()
+        return counts
 
 
 @dataclass
@@ -253,29 +257,33 @@ class AdaptiveBudget:
         rows."""
         plan, self.planned = self.planned, None
         assert plan is not None
-        return self._trim(plan, trees)
+        nodes = self._nodes(trees, plan.slots)
+        return _subtrees(trees, nodes, self._pays(plan, nodes))
 
     def trim_late(
         self, plan: Plan, trees: Sequence[DraftTree], found: Sequence[DraftTree]
-    ) -> list[DraftTree]:
-        """`trim` for an earlier plan, which was made before its lookups were known.
+    ) -> list[int]:
+        """Returns how many nodes of each tree `trim` would keep, for an earlier plan, which was
+        made before its lookups were known.
 
         Args:
             found: trees of lookups alone, as `plan` is given them.
         """
         plan.found = self._nodes(found, plan.slots)
-        return self._trim(plan, trees)
-
-    def _trim(self, plan: Plan, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        step = plan.step
-        assert len(trees) == len(step.req_ids)
         nodes = self._nodes(trees, plan.slots)
+        counts: list[int] = nodes.counts_of(self._pays(plan, nodes))
+        return counts
+
+    def _pays(self, plan: Plan, nodes: _Nodes) -> npt.NDArray[np.bool_]:
+        """[N] the nodes that pay for their rows."""
+        step = plan.step
+        assert len(nodes.counts) == len(step.req_ids)
         if self.gate is not None and plan.depths.any():
             self._observe_forwards(self.gate, plan, nodes)
         self.saved_ms = None if plan.is_plain_trial else 0.0
         if plan.is_plain_trial or not (len(nodes.probabilities) or plan.depths.any()):
             self.pace.step(plan.slots, step.num_roots, 1.0)
-            return [_EMPTY] * len(trees)
+            return np.zeros(len(nodes.probabilities), np.bool_)
         drafted = np.flatnonzero(plan.depths)
         weights = self.pace.weights(plan.slots, step.num_roots)
         kept = np.asarray(step.fixed, np.bool_)[nodes.owners]
@@ -305,7 +313,7 @@ class AdaptiveBudget:
             )  # fmt: skip
         kept[free] = allocation.kept
         self.pace.step(plan.slots, step.num_roots, allocation.milliseconds / plain_ms)
-        return _subtrees(nodes, kept)
+        return kept
 
     def observe(
         self,
@@ -453,12 +461,14 @@ def _capped(nodes: _Nodes, caps: Ints) -> Floats:
     return probabilities
 
 
-def _subtrees(nodes: _Nodes, kept: npt.NDArray[np.bool_]) -> list[DraftTree]:
+def _subtrees(
+    trees: Sequence[DraftTree], nodes: _Nodes, kept: npt.NDArray[np.bool_]
+) -> list[DraftTree]:
     """The kept nodes of each tree in their old order."""
-    sizes = np.bincount(nodes.owners[kept], minlength=len(nodes.trees)).tolist()
     result = []
     first = 0
-    for tree, size, count in zip(nodes.trees, sizes, nodes.counts.tolist(), strict=True):
+    sizes, counts = nodes.counts_of(kept), nodes.counts.tolist()
+    for tree, size, count in zip(trees, sizes, counts, strict=True):
         if size == count:
             result.append(tree)
         elif size == 0:

@@ -245,7 +245,7 @@ class DeviceSpeculator(TreeSpeculator):
         """What trees were worth, as rows of the step that is scheduled next."""
         assert self._late_budget is not None
         copy, rows = late.copy, late.rows
-        trees, found = ([of(row) for row in rows] for of in (copy.whole, copy.alone))
+        trees, found = ([some[row] for row in rows] for some in (copy.whole, copy.alone))
         room = [late.room[row] for row in rows]
         wanted = self._late_budget.wanted(late.plan, trees, found, room)
         self._ask_for({**dict.fromkeys(late.decoding, 0), **wanted})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -161,16 +162,30 @@ class TreesCopy:
 
     def read(self, row: int) -> DraftTree:
         """The tree of one request, cut to its rows; waits for it."""
-        return self.whole(row).prefix(int(self.copy.read()[row, 0]))
+        return self.whole[row].prefix(self._room[row])
 
-    def whole(self, row: int) -> DraftTree:
-        """As it was drafted."""
-        return self._tree(row, *self._trees)
+    @cached_property
+    def whole(self) -> list[DraftTree]:
+        """[R] as they were drafted; waits for them."""
+        return self._split(*self._trees)
 
-    def alone(self, row: int) -> DraftTree:
-        """That of branches alone; empty where it was not asked for."""
-        first, end = self._alone
-        return self._tree(row, first, end) if end > first else DraftTree.empty()
+    @cached_property
+    def alone(self) -> list[DraftTree]:
+        """[R] those of branches alone; empty where they were not asked for."""
+        return self._split(*self._alone)
+
+    @cached_property
+    def _room(self) -> list[int]:
+        room: list[int] = self.copy.read()[:, 0].tolist()
+        return room
+
+    def _split(self, first: int, end: int) -> list[DraftTree]:
+        table = self.copy.read()[:, first:end]
+        if not table.size or not (counts := table[:, 0]).any():
+            return [DraftTree.empty()] * len(self._room)
+        tokens, parents, depths, scores = np.split(table[:, 1:], 4, axis=1)
+        floats = np.ascontiguousarray(scores).view(np.float32)
+        return DraftTree.split(tokens.astype(np.int64), parents, depths, floats, counts)
 
     def branches(self, row: int) -> list[tuple[int, list[int]]]:
         """Matched suffix lengths and tokens of the branches."""
@@ -182,12 +197,6 @@ class TreesCopy:
             for size, branch in zip(sizes, branches, strict=True)
             if size
         ]
-
-    def _tree(self, row: int, first: int, end: int) -> DraftTree:
-        line = self.copy.read()[row, first:end]
-        count = int(line[0])
-        tokens, parents, depths, scores = line[1:].reshape(4, -1)[:, :count]
-        return DraftTree(tokens.astype(np.int64), parents, depths, scores.view(np.float32))
 
 
 class KnownTokens:

@@ -446,7 +446,16 @@ def _flat(calibration: Calibration) -> list[float]:
     """The calibration as numbers alone, for a broadcast."""
     c = calibration
     counts = (float(len(c.rows)), float(len(c.draft_rows)))
-    return [*counts, c.context_ms, c.attention_ms, *c.rows, *c.forward_ms, *c.logits_ms, *c.draft_rows, *c.draft_ms]
+    return [
+        *counts,
+        c.context_ms,
+        c.attention_ms,
+        *c.rows,
+        *c.forward_ms,
+        *c.logits_ms,
+        *c.draft_rows,
+        *c.draft_ms,
+    ]
 
 
 def _unflat(values: list[float]) -> Calibration:

@@ -90,14 +90,14 @@ class LateBudget:
             [tree if is_running else _EMPTY for tree, is_running in zip(some, running, strict=True)]
             for some in (trees, found)
         )
-        trimmed = self.budget.trim_late(plan, trees, found)
+        kept = self.budget.trim_late(plan, trees, found)
         wanted: dict[str, int] = {}
         for r, req_id in enumerate(step.req_ids):
             if not running[r]:
                 continue
             wanted[req_id] = step.caps[r]
             if not step.fixed[r]:
-                wanted[req_id] = min(trimmed[r].num_nodes, step.caps[r])
+                wanted[req_id] = min(kept[r], step.caps[r])
             if not min(trees[r].num_nodes, room[r]):
                 had_any = trees[r].num_nodes or self.deepest
                 stats.observe_plain("budget" if had_any else "no_draft")

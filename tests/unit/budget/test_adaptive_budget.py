@@ -245,7 +245,8 @@ def test_a_decision_against_drafts_holds_for_some_steps_of_the_same_batch() -> N
 def test_drafts_by_level_cost_by_their_levels() -> None:
     rows = (1.0, 100.0)
     costs = StepCostModel(
-        Calibration(rows, (20.0, 40.0), (0.1, 0.2), 0.0, 0.0, (1.0, 100.0), (0.1, 10.0)), by_level=True
+        Calibration(rows, (20.0, 40.0), (0.1, 0.2), 0.0, 0.0, (1.0, 100.0), (0.1, 10.0)),
+        by_level=True,
     )
     assert float(costs.draft_ms(1, 5)) == pytest.approx(5 * float(costs.draft_ms(1, 1)))
     assert float(costs.draft_ms(4, 1)) < 2 * float(costs.draft_ms(1, 1))

@@ -129,7 +129,7 @@ def test_the_cost_model_learns_from_a_device_a_step_late() -> None:
     learnt: list[float] = []
     observe = costs.observe_verify
     costs.observe_verify = lambda *args, **more: (  # type: ignore
-        learnt.append(args[-1]),
+        learnt.append(args[3]),
         observe(*args, **more),
     )
     _serve(planner, clock, 5, device)
