@@ -111,6 +111,14 @@ def _sabotage(name: str) -> None:
         )
         for module in (calibration, draft_planner, step_clock):
             module.time = odd
+    elif name == "jitter":
+        import random
+
+        from vllm_specplug.vllm_worker.step_clock import HostClock
+
+        # All ranks but the first read a clock that is up to 4 ms late.
+        late, mark = random.Random(0), HostClock.mark
+        HostClock.mark = lambda clock: mark(clock) + is_later_rank() * late.uniform(0, 4e-3)
     elif name == "drafts":
         from vllm_specplug.tree import DraftTree
         from vllm_specplug.vllm_worker.draft_planner import DraftPlanner

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
+from tests.e2e.own_schedulers import run_ranks
 from tests.e2e.tiny import (
     make_eagle3_head,
     make_head,
@@ -82,3 +83,19 @@ def test_ranks_with_trees_of_their_own_would_be_noticed(heads: Path) -> None:
     plain = _run(heads, None, True)
     tree = _run(heads, "ngram_tree", True, "drafts", "own_trees")
     assert [tree.token_ids(i) for i in range(2)] != [plain.token_ids(i) for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    "ahead", [pytest.param(False, marks=pytest.mark.full), True], ids=["waiting", "ahead"]
+)
+def test_ranks_with_schedulers_of_their_own_stay_together(
+    heads: Path, tmp_path: Path, ahead: bool
+) -> None:
+    """As under torchrun: no rank's scheduler hears what the first rank's worker asks for."""
+    spec = {"num_speculative_tokens": 12, "max_step_rows": 512, "method": "ngram_tree"}
+    engine = {**tiny_engine(heads / "target"), "async_scheduling": ahead}
+    first, second = run_ranks({**engine, "speculative_config": spec}, CALLS, tmp_path, "jitter")
+    plain = _run(heads, None, ahead)
+    for call in range(len(CALLS)):
+        assert first.token_ids(call) == second.token_ids(call) == plain.token_ids(call)
+    assert_drafted(first, least_acceptance=0.0)

@@ -198,7 +198,7 @@ class DeviceSpeculator(TreeSpeculator):
             record = self.running()
             self._late.append(_LateStep(input_batch, copy, trees, record, source, milliseconds))
             drafted = self._draft_on_device(input_batch, num_sampled, most, self._asked)
-            self._asked = self.reserved
+            self._asked = self.reserved = self._shared(self.reserved)
             return drafted
         read = copy.read()
         self.record(input_batch, read.walk, read.seq_lens, self.trees)
@@ -298,7 +298,7 @@ class DeviceSpeculator(TreeSpeculator):
                 alone = others[0] if others else None
         if trees is None:
             trees = _no_trees(len(requests), self.store.num_nodes, self.device)
-        # Ranks may differ in what they asked for, and none in whether it drafts at all.
+        # Ranks may differ in what they decided, and none in whether it drafts at all.
         fits = limits[2]
         if budgets.any():
             trees, fits = _first_rank(trees, fits)

@@ -26,7 +26,11 @@ from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests, next_to
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner
 from vllm_specplug.vllm_worker.penalty import request_penalty
 from vllm_specplug.vllm_worker.proposer import TreeProposer
-from vllm_specplug.vllm_worker.ranks import first_rank_trees
+from vllm_specplug.vllm_worker.ranks import (
+    each_rank_schedules,
+    first_rank_reservation,
+    first_rank_trees,
+)
 
 if TYPE_CHECKING:
     from vllm_specplug.metrics import StepStats
@@ -70,6 +74,7 @@ class TreeSpeculator(BaseSpeculator):
         # None where it is not asked.
         self.reserved: ReservedRows | None = None
         self.schedules_ahead = bool(vllm_config.scheduler_config.async_scheduling)
+        self.each_rank_schedules = each_rank_schedules(vllm_config.parallel_config)
         # Of running requests: their own arguments, and why they may not have drafts.
         self.extra_args: dict[str, dict[str, Any] | None] = {}
         self.plain: dict[str, str] = {}
@@ -217,8 +222,7 @@ class TreeSpeculator(BaseSpeculator):
     def _reserve(self, requests: DraftRequests, batch: list[HostRequest]) -> None:
         """Keeps what the step after the next one should have rows for.
 
-        Ranks may decide differently; vLLM's scheduler gets the output of the first one, whose trees
-        are everybody's.
+        Ranks may decide differently: see `_shared`.
         """
         if not self.schedules_ahead:
             return
@@ -228,7 +232,18 @@ class TreeSpeculator(BaseSpeculator):
             self.reserved = self._fixed_rows(nodes)
             return
         nodes.update(zip(requests.req_ids, self.planner.wanted, strict=True))
-        self.reserved = ReservedRows.of(nodes)
+        self.reserved = self._shared(ReservedRows.of(nodes))
+
+    def _shared(self, reserved: ReservedRows | None) -> ReservedRows | None:
+        """What a step's output asks the scheduler for: `reserved`, and the first rank's where every
+        rank has a scheduler of its own. Schedulers that reserve different rows part for good.
+
+        Call once per step on every rank, or on none. Fixed budgets are the same on all ranks.
+        """
+        if not self.each_rank_schedules or self.planner.adaptive is None:
+            return reserved
+        # In the order in which they began.
+        return first_rank_reservation(reserved, list(self.extra_args))
 
     def _fixed_rows(self, nodes: dict[str, int]) -> ReservedRows:
         """Rows of fixed budgets, by request: vLLM reserves the most that any request may have. What

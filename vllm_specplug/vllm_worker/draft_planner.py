@@ -84,7 +84,7 @@ class DraftPlanner:
         clock: of what computes the steps.
 
     It decides by its own clock. Ranks of a tensor parallel group may decide
-    differently: the first one's trees count.
+    differently: what they must have in common comes from the first one (`ranks`).
     """
 
     def __init__(

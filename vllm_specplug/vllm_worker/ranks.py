@@ -1,6 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that all ranks share: the trees and the clock of rank 0, the slowest one's kernel times.
 
+A rank may decide by its own clock, its own measured costs or copies that come at its own time only
+where no other rank must do the same. Whatever decides about a collective, the rows of a step or a
+scheduler is shared by a function of this module, by every rank at the same point of a step:
+
+    value                         from          when
+    kernels by time               slowest rank  at start
+    step costs, dummy forwards    first worker  at start
+    trees, on host and device     first rank    in every draft
+    source of a target's drafts   first rank    in every draft, where there are several
+    rows to reserve               first rank    in every draft, where each rank has a scheduler
+
+Executors `mp` and `ray` have one scheduler, which hears the first rank only. Under
+`external_launcher` (torchrun) each rank has one: see `each_rank_schedules`.
+
 Tensor parallel ranks compute the same hidden states in different orders of summation, so their
 values differ in the last bits, and a near tie between two candidates is enough for two different
 trees. Verified together, they would mix rows of different tokens in every all-reduce. Samples need
@@ -18,6 +32,7 @@ import torch
 from vllm.distributed import get_tp_group, get_world_group
 from vllm.logger import init_logger
 
+from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.tree import DraftTree
 
 logger = init_logger("vllm.specplug.ranks")
@@ -55,6 +70,33 @@ def slowest_rank_values(values: list[float]) -> list[float]:
 
 def _first_values(values: list[float], group: Any) -> list[float]:
     return _from_first(torch.tensor(values, dtype=torch.float64), group).tolist()
+
+
+def each_rank_schedules(parallel_config: Any) -> bool:
+    """Whether every tensor parallel rank has a scheduler of its own, which hears no other rank's
+    outputs."""
+    return bool(
+        parallel_config.tensor_parallel_size > 1
+        and parallel_config.distributed_executor_backend == "external_launcher"
+    )
+
+
+def first_rank_reservation(
+    reserved: ReservedRows | None, req_ids: Sequence[str]
+) -> ReservedRows | None:
+    """The reservation of the first tensor parallel rank, on every rank; the host waits for it.
+
+    Args:
+        reserved: this rank's own; None while it has none.
+        req_ids: the running requests, in one order on all ranks.
+    """
+    values = [-1.0] * (len(req_ids) + 1)
+    if reserved is not None:
+        values = [float(reserved.others), *(float(reserved.nodes(name)) for name in req_ids)]
+    others, *nodes = (int(value) for value in first_rank_values(values))
+    if others < 0:
+        return None
+    return ReservedRows(dict(zip(req_ids, nodes, strict=True)), others)
 
 
 def any_failed(failure: Exception | None) -> bool:

@@ -2,7 +2,8 @@
 """One tensor parallel CPU rank that drafts a step.
 
 Hidden states come out of vLLM's own all-reduce, the runner mixin and its planner are those that
-serve. Written to FOLDER/RANK.json: the hidden states, and the trees as drafted and as kept.
+serve. Written to FOLDER/RANK.json: the hidden states, the trees as drafted and as kept, and the
+reservations that the rank keeps where each rank wants its own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from vllm.platforms import current_platform
 
 from vllm_specplug.budget import RowBudget
 from vllm_specplug.drafting.drafter import CommittedTokens, Drafter, DraftRequests
+from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.metrics import SpecPlugMetrics
 from vllm_specplug.options import parse_request_budget
@@ -31,6 +33,7 @@ from vllm_specplug.tree import DraftTree, build_tree
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
+from vllm_specplug.vllm_worker.ranks import first_rank_reservation
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 NUM_REQUESTS, NODES, DEPTH, HIDDEN, VOCAB = 8, 12, 4, 64, 32
@@ -125,6 +128,15 @@ class Runner(TreeRunnerMixin):
         self.enable_prompt_embeds = False
 
 
+def reserved_by(rank: int) -> list[Any]:
+    """What a rank keeps of three reservations: whether it has one or not, the first rank's."""
+    wanted = [ReservedRows({"a": 3}, 1), None, ReservedRows({}, 0)]
+    if rank:
+        wanted = [None, ReservedRows({"b": 7}, 2), ReservedRows({"a": 5, "c": 1}, 4)]
+    kept = [first_rank_reservation(own, ["a", "b"]) for own in wanted]
+    return [None if r is None else [r.by_request, r.others] for r in kept]
+
+
 def as_lists(tree: DraftTree) -> list[list[float]]:
     tree.validate()
     return [a.tolist() for a in (tree.token_ids, tree.parent_indices, tree.depths, tree.scores)]
@@ -145,6 +157,7 @@ def main(rank: int, size: int, folder: str) -> None:
             SimpleNamespace(),
             None,
         )  # fmt: skip
+        reserved = reserved_by(rank)
     kept = [runner.proposed_trees[req_id] for req_id in runner.input_batch.req_ids]
     assert [tree.token_ids.tolist() for tree in kept] == drafts
     (Path(folder) / f"{rank}.json").write_text(
@@ -153,6 +166,7 @@ def main(rank: int, size: int, folder: str) -> None:
                 "hidden": hidden.flatten().tolist(),
                 "drafted": [as_lists(tree) for tree in drafter.made],
                 "kept": [as_lists(tree) for tree in kept],
+                "reserved": reserved,
             }
         )
     )

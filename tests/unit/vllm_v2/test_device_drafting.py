@@ -53,6 +53,7 @@ from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.device_trees import committed_rows
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
 from vllm_specplug.vllm_v2.host_step import HostCopy, StepRecord
+from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_worker.cuda_backend import CudaKernels, StepLimits
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.late_budget import LateBudget
@@ -203,7 +204,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
         trees={}, copies={}, known=dict.fromkeys("abc"), grown=dict.fromkeys("abc", 256),
         least=dict.fromkeys("abc", 9), penalties={}, _paced=(0.0, []),
         reserved=None, _asked=None,
-        schedules_ahead=True,
+        schedules_ahead=True, each_rank_schedules=False,
         max_num_tokens=64, _ngrams=None, _late_budget=None, extra_args={}, plain={},
         _late=device_speculator.deque(),
         draft_graphs=None,
@@ -465,6 +466,33 @@ def test_reserved_rows_hold_for_the_trees_that_fill_them(
     assert isinstance(made._late[-1], device_speculator._LateDraft)
     assert made._late[-1].room == [5, 0, 3]
     assert made._late[-1].rows == [0, 1, 2] and made._late[-1].decoding == ["a", "b", "c"]
+
+
+def test_schedulers_of_all_ranks_are_asked_for_what_the_first_rank_wants(
+    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every step, whether or not this rank has decided anything since the last one."""
+    step = Step()
+    made = speculator(step, drafter, monkeypatch)
+    made.extra_args |= dict.fromkeys("abc")
+    first = ReservedRows({"a": 1, "b": 2, "c": 0}, others=1)
+    shared: list[Any] = []
+
+    def share(own: ReservedRows | None, req_ids: list[str]) -> ReservedRows:
+        shared.append((own, req_ids))
+        return first
+
+    monkeypatch.setattr(f"{TreeSpeculator.__module__}.first_rank_reservation", share)
+    own = ReservedRows({"a": 0, "b": 9}, others=0)
+    for each_rank_schedules in (False, True):
+        made.each_rank_schedules = each_rank_schedules
+        for decided in (own, None):
+            defaults(made, drafter)
+            made.reserved = decided
+            propose(made, step)
+            expected = first if each_rank_schedules else decided
+            assert made.reserved == made._asked == expected
+    assert shared == [(own, ["a", "b", "c"]), (None, ["a", "b", "c"])]
 
 
 def test_fixed_budgets_reserve_their_own_rows(
