@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.pair import Counts, Pair, core_of, pair
+from tests.e2e.pair import Counts, Pair, core_of, generate, pair
 
 PROMPTS = [[7, 40, 41], [60, 61, 62, 63], [100, 9], [270, 280, 290, 11, 12]]
 CUSTOM = ["tests.e2e.processors:ForceTokenAt", "tests.e2e.processors:AlternateHalves"]
@@ -179,6 +179,18 @@ def check_thinking_budget_of_several_tokens() -> None:
     params = [greedy(thinking_token_budget=budget) for budget in (0, 2, 5, 9, 14)]
     prompts = [p for p in thinking for _ in params]
     engines.compare(prompts, [p.clone() for _ in thinking for p in params])
+
+
+def check_thinking_budgets_end_with_their_request() -> None:
+    engines = pair(
+        reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    )
+    thinking = [[*p, THINK_START] for p in PROMPTS]
+    (alone,) = generate(engines.plain, thinking[1:2], greedy())
+    # The first request ends, and the second one moves into its slot.
+    params = [greedy(thinking_token_budget=16, max_tokens=4), greedy()]
+    _, moved = generate(engines.tree, thinking[:2], params)
+    assert moved.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
 def check_everything_at_once() -> None:

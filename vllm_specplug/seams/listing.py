@@ -379,7 +379,7 @@ _WORKER_USES: tuple[Seam, ...] = (
                 "vllm.v1.worker.gpu_input_batch:InputBatch",
                 "num_computed_tokens_cpu num_tokens_no_spec token_ids_cpu is_token_ids "
                 "req_output_token_ids generators logitsprocs sampling_metadata block_table "
-                "request_lora_mapping lora_id_to_lora_request",
+                "request_lora_mapping lora_id_to_lora_request thinking_budget_state_holder",
             ),
             (
                 "vllm.v1.worker.gpu_input_batch:CachedRequestState",
@@ -436,8 +436,9 @@ _WORKER_USES: tuple[Seam, ...] = (
         InstanceAttribute(
             "target_sampler",
             f"vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.{name}",
-            "only requests that still walk count down their thinking budgets",
-            "vLLM's sampler takes (request, depth) rows",
+            "only requests that still walk count down their thinking budgets, and no request that "
+            "has none",
+            "vLLM's sampler takes (request, depth) rows, and moves clear the slot they move to",
         )
         for name in ("_state", "in_spec_mode")
     ),

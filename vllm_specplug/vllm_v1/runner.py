@@ -180,7 +180,9 @@ class TreeRunnerMixin(_Runner):
             # of a session whose input goes on stays where its last step left its state.
             self.mamba_state_idx.pop(req_id, None)
         self.tree_constrained.update(scheduler_output)
-        return super()._update_states(scheduler_output)
+        after_forward = super()._update_states(scheduler_output)
+        self.state.drop_stale_thinking_budgets()
+        return after_forward
 
     def _prepare_inputs(
         self, scheduler_output: Any, num_scheduled_tokens: np.ndarray

@@ -164,6 +164,25 @@ class RunnerState(RunnerView):
         """vLLM's logits processors that can change an argmax."""
         return self.runner.input_batch.logitsprocs.non_argmax_invariant
 
+    def drop_stale_thinking_budgets(self) -> None:
+        """Drops vLLM's thinking states of slots whose request has no thinking budget. Call when a
+        step's batch is complete.
+
+        vLLM keeps the state of a request that ended where a request without one moves into its
+        slot, and would force the end of thinking on that request: see
+        docs/notes/vllm_thinking_budgets.md.
+        """
+        batch = self.runner.input_batch
+        holder = batch.thinking_budget_state_holder
+        if holder is None or not holder.has_tracked_requests():
+            return
+        for index in list(holder._state):
+            params = None
+            if index < len(self.req_ids):
+                params = self.runner.requests[self.req_ids[index]].sampling_params
+            if params is None or params.thinking_token_budget is None:
+                del holder._state[index]
+
     def discarded(self) -> set[int]:
         """Requests, by index, whose sample is thrown away: their prompts go on."""
         mask = self.runner.discard_request_mask.np[: self.runner.input_batch.num_reqs]
