@@ -75,9 +75,9 @@ class TreeOptions:
     """Products of the target's unquantized bfloat16 weights on a CPU. "packed" are the package's
     own: with AVX-512 BF16 weights take three quarters of their bytes, bit for bit, and a dozen rows
     less time than a single one takes with vLLM's; without AVX-512 a dozen rows take a fifth to an
-    eighth of the time of vLLM's, which then multiplies row by row. Rows without drafts are then
-    attended by the tree kernel, too. "vllm" leaves both to vLLM. "auto" is "packed" where the CPU
-    has AVX-512 BF16 and no AMX, or AVX2 and no AVX-512, unless AMD's zentorch is installed."""
+    eighth of the time of vLLM's, which then multiplies row by row. "auto" is "packed" where the CPU
+    has AVX-512 BF16 and no AMX, or AVX2 and no AVX-512, unless AMD's zentorch is installed; on such
+    a CPU the tree kernel then attends rows without drafts, too. "vllm" leaves both to vLLM."""
     tree_kernel: KernelName = "auto"
     """Tree attention kernel. On CPU, "cpp" requires the compiled one. On CUDA, "cute"
     and "cute_ws" (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are

@@ -194,6 +194,7 @@ def _run(job: dict[str, Any]) -> None:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         os.environ.update(job["env"])
+        _hide_amx()
         importlib.import_module(job["module"]).main(*job["args"])
         status = 0
     except SystemExit as end:
@@ -205,6 +206,16 @@ def _run(job: dict[str, Any]) -> None:
         sys.stderr.flush()
         # Ends of interpreters with engines in them hang now and then; nothing is to be kept.
         os._exit(status)
+
+
+def _hide_amx() -> None:
+    """Hides AMX from vLLM where SPECPLUG_CPU_ISA limits the package's kernels to less: vLLM lays
+    out its bfloat16 caches for AMX, and only a kernel with AMX reads those in place."""
+    import torch
+
+    # Not by the plugin, which plain engines must not see.
+    if os.environ.get("SPECPLUG_CPU_ISA", "amx") not in ("", "amx", "reference"):
+        torch.cpu._is_amx_tile_supported = lambda: False
 
 
 if __name__ == "__main__":
