@@ -93,6 +93,23 @@ def test_probes_take_their_share_of_the_time_and_no_more() -> None:
     assert 0 < spent / total < 2 * PROBE_SHARE
 
 
+def test_what_lies_below_the_wanted_depth_is_seen_now_and_then() -> None:
+    """Deep nodes are taken to be poor until one was drafted."""
+    gate, shares = DraftGate(DEEPEST), []
+    # A level costs 1 ms, and what is taken to lie below the second one is not worth that.
+    ms = np.array([10.0] * 9 + [1e9])
+    for _ in range(2000):
+        depths = _decide(gate, 1, step_ms=ms, draft_ms=1.0)
+        shares.append(depths[0] == DEEPEST)
+        _observe(gate, depths, 0.5)
+    assert 0.005 < np.mean(shares[1000:]) < 0.1
+    for _ in range(2000):
+        depths = _decide(gate, 1, step_ms=ms, draft_ms=1.0)
+        shares.append(depths[0] == DEEPEST)
+        _observe(gate, depths, 0.99)
+    assert np.mean(shares[-500:]) > 0.9
+
+
 def test_probes_take_turns() -> None:
     gate = DraftGate(DEEPEST)
     seen = set()

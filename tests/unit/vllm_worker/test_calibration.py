@@ -245,3 +245,26 @@ def test_no_dummy_batch_outgrows_its_block_tables(requests: int, length: int) ->
     runner._dummy_run = dummy_run  # type: ignore[method-assign]
     assert Calibrator(runner.state, _alone).measure().rows[0] == 1
     assert all(0 < most_rows <= context <= length for most_rows, context in seen), seen
+
+
+def test_on_a_device_nodes_do_not_read_the_context_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are launched ahead, and a tree's rows share what they read."""
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    runner, calls = _ClockedRunner(monkeypatch, (9.0, 9.0)), []
+    runner.device, runner.max_num_tokens = torch.device("meta"), 2048
+
+    def dummy_run(rows: int, context_len: int, *, uniform_decode: bool = False) -> Any:
+        requests = rows // 9 if uniform_decode else min(rows, 16)
+        context = context_len + -(-rows // requests)
+        calls.append(rows)
+        reads = 1e-6 * requests * context + 2e-8 * (rows - requests) * context
+        runner.take(0.005 + 1e-5 * rows + reads)
+        return torch.zeros(rows, 4), None
+
+    runner._dummy_run = dummy_run  # type: ignore[method-assign, assignment]
+    measured = Calibrator(RunnerStateV2(runner), _alone).measure()
+    # Milliseconds; beside the context, rows attend each other.
+    assert measured.context_ms == pytest.approx(1e-3, rel=0.05)
+    assert measured.attention_ms == pytest.approx(2e-5, rel=0.1)
+    assert measured.rows[-1] == 1024.0
+    assert calls[1:5] == [1] * module._DEVICE_CALLS
