@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import types
 from dataclasses import fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from vllm_specplug.drafting.method import Method
 from vllm_specplug.options import (
@@ -15,6 +14,8 @@ from vllm_specplug.options import (
     DEFAULT_TREE_NODES,
     MAX_TREE_NODES,
     TreeOptions,
+    bounds,
+    describe_type,
 )
 from vllm_specplug.registry import legal_method_names
 
@@ -68,8 +69,9 @@ def method_options(method: Method) -> list[tuple[str, ...]]:
 
 
 def _row(name: str, hint: Any, default: Any, metadata: Any, meaning: str) -> tuple[str, ...]:
-    type_name, choices = describe_type(hint)
-    legal = choices or bounds(metadata) or "any"
+    type_name, span, words = describe_type(hint)
+    legal = ", ".join(part for part in (span, *(f"`{word}`" for word in words)) if part)
+    legal = legal or bounds(metadata) or "any"
     shown = "unset" if default is None else f"`{str(default).lower()}`"
     return f"`{name}`", type_name, shown, legal, " ".join(meaning.split())
 
@@ -83,31 +85,3 @@ def field_docs(cls: type) -> dict[str, str]:
             text = following.value.value  # type: ignore[attr-defined]
             docs[statement.target.id] = " ".join(text.split())  # type: ignore[union-attr]
     return docs
-
-
-def describe_type(hint: Any) -> tuple[str, str]:
-    """Name of a type as JSON users know it, and its choices when it has some."""
-    if get_origin(hint) in (Union, types.UnionType):
-        choices = [arg for arg in get_args(hint) if arg is not type(None)]
-        if len(choices) > 1 and get_origin(choices[-1]) is list:
-            return f"{choices[0].__name__} or list", "0 or more"
-        if len(choices) > 1 and get_origin(choices[-1]) is Literal:
-            words = ", ".join(f"`{word}`" for word in get_args(choices[-1]))
-            return f"{choices[0].__name__} or string", f"0 or more, {words}"
-        hint = choices[0]
-    if get_origin(hint) is Literal:
-        return "string", ", ".join(f"`{choice}`" for choice in get_args(hint))
-    if hint is str:
-        return "string", "a path"
-    if get_origin(hint) is list:
-        return "list", "integers"
-    return hint.__name__, "`true`, `false`" if hint is bool else ""
-
-
-def bounds(metadata: Any) -> str:
-    """ "low..high" from annotated-types bounds, "low or more"; "" without a lower one."""
-    low = next((entry.ge for entry in metadata if hasattr(entry, "ge")), None)
-    high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
-    if low is None:
-        return ""
-    return f"{low} or more" if high is None else f"{low}..{high}"

@@ -7,8 +7,11 @@ vLLM reads the annotations as types: no `from __future__ import annotations` her
 """
 
 import dataclasses
+import difflib
+import json
+import types
 from dataclasses import MISSING, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -193,6 +196,62 @@ def option_error(field: str, value: object, legal: str, remedy: str) -> ValueErr
     return ValueError(f"speculative_config.{field}={value!r} is not usable: {legal}. {remedy}.")
 
 
+def describe_type(hint: Any) -> tuple[str, str, tuple[str, ...]]:
+    """Name of a type as JSON users know it, its range in words, and the words it has to be."""
+    if get_origin(hint) in (Union, types.UnionType):
+        choices = [arg for arg in get_args(hint) if arg is not type(None)]
+        if len(choices) > 1 and get_origin(choices[-1]) is list:
+            return f"{choices[0].__name__} or list", "0 or more", ()
+        if len(choices) > 1 and get_origin(choices[-1]) is Literal:
+            return f"{choices[0].__name__} or string", "0 or more", get_args(choices[-1])
+        hint = choices[0]
+    if get_origin(hint) is Literal:
+        return "string", "", get_args(hint)
+    if hint is str:
+        return "string", "a path", ()
+    if get_origin(hint) is list:
+        return "list", "integers", ()
+    name = getattr(hint, "__name__", str(hint))
+    return name, "", ("true", "false") if hint is bool else ()
+
+
+def bounds(metadata: Any) -> str:
+    """ "low..high" from annotated-types bounds, "low or more"; "" without a lower one."""
+    low = next((entry.ge for entry in metadata if hasattr(entry, "ge")), None)
+    high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
+    if low is None:
+        return ""
+    return f"{low} or more" if high is None else f"{low}..{high}"
+
+
+def value_error(
+    field: str, value: object, hint: Any, metadata: Any = (), default: Any = None
+) -> ValueError:
+    """The refusal of a value of a wrong type or out of range.
+
+    Args:
+        hint: the declared type. metadata: its bounds. default: what leaving it out means.
+    """
+    kind, span, words = describe_type(hint)
+    quoted = words if kind == "bool" else [json.dumps(word) for word in words]
+    near = difflib.get_close_matches(str(value), words, n=1)
+    if kind in ("bool", "string"):
+        legal = f"one of {', '.join(quoted)}" if words else "a text"
+    else:
+        kind = kind.removesuffix(" or string")
+        legal = ", or ".join([f"{kind} {bounds(metadata) or span}".rstrip(), *quoted])
+    meant = f'Did you mean "{near[0]}"? ' if near else ""
+    usual = "" if default is None else f" for its default, {json.dumps(default)}"
+    remedy = f"{meant}Correct it, or leave it out{usual}"
+    return option_error(field, value, f"legal: {legal}", remedy)
+
+
+def is_number(hint: Any) -> bool:
+    """Whether a declared type takes numbers and no booleans, which pydantic reads as 0 and 1."""
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return bool not in parts and bool({int, float} & set(parts))
+
+
 def check_v2_feature(method: str, *, uses_v2: bool, asked: bool) -> None:
     """Refuses features that bring in vLLM's V2 model runner where nobody asked for it.
 
@@ -327,9 +386,9 @@ def check_tree_budget(tree_budget: int | str, num_speculative_tokens: int) -> No
     )
 
 
-def check_num_nodes(num_speculative_tokens: int) -> None:
+def check_num_nodes(num_speculative_tokens: Any) -> None:
     """Raises ValueError unless the node budget is within 1..MAX_TREE_NODES."""
-    if not 1 <= num_speculative_tokens <= MAX_TREE_NODES:
+    if not _is_integer(num_speculative_tokens) or not 1 <= num_speculative_tokens <= MAX_TREE_NODES:
         raise option_error(
             "num_speculative_tokens",
             num_speculative_tokens,

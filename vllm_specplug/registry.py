@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import pkgutil
@@ -81,9 +82,11 @@ def get_method(name: str) -> Method:
     try:
         return methods()[name]
     except KeyError:
+        near = difflib.get_close_matches(name, method_names(), n=1)
         raise ValueError(
             f"method={name!r} is not one of this plugin's methods; "
-            f"known: {', '.join(method_names())}"
+            f"known: {', '.join(method_names())}."
+            f"{f' Did you mean {near[0]!r}?' if near else ''}"
         ) from None
 
 
@@ -153,6 +156,16 @@ def head_owners(head: HeadFiles) -> list[Method]:
                 error,
             )
     return owners
+
+
+def misfit(method: Method, head: HeadFiles) -> Method | None:
+    """The method that a head is made for, where `method` cannot draft with such heads."""
+    owners = head_owners(head)
+    # A method that adds options to another's drafts with the other's heads, too.
+    own = method.load_options()
+    if any(issubclass(own, owner.load_options()) for owner in owners):
+        return None
+    return owners[0] if owners else None
 
 
 def default_method() -> Method:

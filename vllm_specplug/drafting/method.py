@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from vllm_specplug.options import TreeBuilderName, option_error
+from vllm_specplug.options import TreeBuilderName, is_number, option_error, value_error
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
@@ -169,17 +169,31 @@ class Method:
         Raises:
             ValueError: for the first value of a wrong type or out of range.
         """
+        kind = self.load_options()
+        wrong = [
+            name
+            for name, value in values.items()
+            if isinstance(value, bool) and is_number(kind.model_fields[name].annotation)
+        ]
         try:
-            return self.load_options()(**values)
+            made = kind(**values)
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else self.name
-            raise option_error(
-                name,
-                first.get("input"),
-                first["msg"][:1].lower() + first["msg"][1:],
-                f"`specplug options {self.name}` lists what is legal",
-            ) from None
+            if name not in values or first["type"] == "value_error":
+                raise option_error(
+                    name,
+                    first.get("input"),
+                    first["msg"].removeprefix("Value error, "),
+                    f"`specplug options {self.name}` lists what is legal",
+                ) from None
+            wrong.append(name)
+        if not wrong:
+            return made
+        field = kind.model_fields[wrong[0]]
+        raise value_error(
+            wrong[0], values[wrong[0]], field.annotation, field.metadata, field.default
+        )
 
 
 def _load(path: str) -> Any:

@@ -12,9 +12,11 @@ from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.kernels.cuda_contract import E4M3_CACHES, TOKEN_SCALE_CACHES
 from vllm_specplug.options import check_v2_feature, tree_option_names
 from vllm_specplug.registry import find_method, get_method, owners_of
+from vllm_specplug.vllm_process.refusal import refused
 from vllm_specplug.vllm_process.spec_config import (
     SpecPlugSpeculativeConfig,
     option_names,
+    refusal_message,
     tree_config,
 )
 
@@ -349,11 +351,17 @@ def checked(original: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineArgs.create_engine_config` with our checks. Seam: engine_config."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check_option_names(self.spec_method, self.speculative_config, self.spec_model)
-        vllm_config = original(self, *args, **kwargs)
-        if self.max_num_scheduled_tokens is None:
-            _take_prompts_whole(vllm_config)
-        check_engine_config(vllm_config)
+        try:
+            check_option_names(self.spec_method, self.speculative_config, self.spec_model)
+            vllm_config = original(self, *args, **kwargs)
+            if self.max_num_scheduled_tokens is None:
+                _take_prompts_whole(vllm_config)
+            check_engine_config(vllm_config)
+        except ValueError as error:
+            message = refusal_message(error)
+            if message is None:
+                raise
+            raise refused(message) from None
         return vllm_config
 
     return create_engine_config

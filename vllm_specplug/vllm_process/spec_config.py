@@ -7,19 +7,22 @@ workers unpickle instances of this class, possibly before they load plugins.
 vLLM reads the annotations of config classes as types: no `from __future__ import annotations`.
 """
 
+import difflib
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ArgsKwargs
 from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
 from vllm.config.utils import config
 from vllm.logger import init_logger
 from vllm.utils.hashing import safe_hash
 
-from vllm_specplug.drafting.method import Capability, DraftPlan, MethodOptions, TargetInfo
+from vllm_specplug.drafting.head_files import read_head_files
+from vllm_specplug.drafting.head_path import resolve_head_path
+from vllm_specplug.drafting.method import Capability, DraftPlan, Method, MethodOptions, TargetInfo
 from vllm_specplug.kernels.packed_linear import packs_target
 from vllm_specplug.options import (
     DEFAULT_CUDA_TREE_NODES,
@@ -28,18 +31,23 @@ from vllm_specplug.options import (
     changed_tree_options,
     check_draft_weights,
     check_kernel,
+    check_num_nodes,
     check_request_limit,
     check_target_products,
     check_tree_budget,
     check_tree_shape,
     check_vllm_options,
+    is_number,
     option_error,
+    tree_option_names,
+    value_error,
 )
 from vllm_specplug.registry import (
     find_method,
     get_method,
     legal_method_names,
     method_names,
+    misfit,
     owners_of,
 )
 from vllm_specplug.vllm_process.runner_choice import asked_for_v2, log_fall_back, takes_v2
@@ -146,6 +154,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                     f"Leave {key} out",
                 )
         if method is not None:
+            _check_no_truth_values(given)
             taken = {key: given.pop(key) for key in own if key in given}
             given["method_options"] = method.parse_options(taken)
             given["plugin_method"] = method.name
@@ -175,11 +184,11 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         check_vllm_options(self, _vllm_defaults(), method.name)
         options: MethodOptions = self.method_options
         target = self.target_model_config
-        self.plan = options.resolve(
-            method.name,
-            self,
-            TargetInfo(target.hf_text_config, target.max_model_len, target),
-        )
+        info = TargetInfo(target.hf_text_config, target.max_model_len, target)
+        try:
+            self.plan = options.resolve(method.name, self, info)
+        except ValueError as error:
+            raise _naming_its_method(error, method, self.model) from None
         self.model = PROPOSER_PATH
         super().__post_init__()
         self._claim_worker()
@@ -339,6 +348,91 @@ def option_names(method: str) -> tuple[str, ...]:
         f.name for f in fields(SpecPlugSpeculativeConfig) if f.init and f.name not in internal
     ]
     return (*shared, *get_method(method).option_names())
+
+
+def _declared(name: str) -> Any:
+    """Annotation, bounds and default of an option."""
+    return vars(SpecPlugSpeculativeConfig)["__pydantic_fields__"][name]
+
+
+def _check_no_truth_values(given: dict[str, Any]) -> None:
+    """Refuses true and false for numbers, which pydantic would read as 1 and 0."""
+    for name in ("num_speculative_tokens", *tree_option_names()):
+        hint = _declared(name).annotation
+        if isinstance(given.get(name), bool) and is_number(hint):
+            raise _wrong_value(name, given[name], "")
+
+
+def _wrong_value(name: str, value: object, reason: str) -> ValueError:
+    """The refusal of an option's value; `reason` is pydantic's, for types without words."""
+    if name == "method":
+        return _unknown_method(value)
+    if name == "num_speculative_tokens":
+        try:
+            check_num_nodes(value)
+        except ValueError as error:
+            return error
+    if name in tree_option_names():
+        field = _declared(name)
+        return value_error(name, value, field.annotation, field.metadata, field.default)
+    return option_error(name, value, reason[:1].lower() + reason[1:], f"Correct {name}")
+
+
+def _unknown_method(name: object) -> ValueError:
+    ours = legal_method_names()
+    near = difflib.get_close_matches(str(name), [*ours, *_names(SpeculativeMethod)], n=1)
+    meant = f"Did you mean {near[0]!r}? " if near else ""
+    return option_error(
+        "method",
+        name,
+        f"legal: {', '.join(ours)}, and the methods of vLLM's own that its documentation lists",
+        f"{meant}`specplug options` says what each of the first drafts with",
+    )
+
+
+def _names(literal: Any) -> list[str]:
+    """The words of a `Literal`, which may hold others."""
+    return [
+        name
+        for part in get_args(literal)
+        for name in ([part] if isinstance(part, str) else _names(part))
+    ]
+
+
+def _naming_its_method(error: ValueError, method: Method, model: str | None) -> ValueError:
+    """A refusal of a head, with the method that it is made for where that is another one."""
+    try:
+        head = read_head_files(resolve_head_path(model, method.name))
+    except ValueError:
+        return error
+    fitting = misfit(method, head)
+    if fitting is None or fitting.name in str(error):
+        return error
+    return option_error(
+        "method",
+        method.name,
+        f"this head is one of method {fitting.name!r}, {fitting.summary}",
+        f'Use "method": "{fitting.name}", or a head of method {method.name!r}',
+    )
+
+
+def refusal_message(error: ValueError) -> str | None:
+    """What refused a config in the package's own words, without pydantic's frame; None where it was
+    vLLM that refused it, for a reason of its own."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        cause = first.get("ctx", {}).get("error")
+        if error.title != SpecPlugSpeculativeConfig.__name__:
+            return refusal_message(cause) if isinstance(cause, ValueError) else None
+        if cause is not None:
+            return str(cause)
+        name = str(first["loc"][0]) if first["loc"] else "method"
+        return str(_wrong_value(name, first["input"], first["msg"]))
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    origin = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__"))
+    return str(error) if origin.startswith("vllm_specplug.") else None
 
 
 def _vllm_defaults() -> dict[str, Any]:

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a refused start reads: field, value, legal values and remedy, without frames of vLLM's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.tiny import make_head, make_target
+from tests.unit.methods.eagle3_tree.heads import write_head
+
+VOCAB = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    from vllm_specplug.vllm_process import install
+
+    install()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB)
+
+
+def _refusal(target: Path, spec: dict[str, Any]) -> str:
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(
+        model=str(target), skip_tokenizer_init=True, dtype="float32", max_model_len=256,
+        speculative_config=spec,
+    )  # fmt: skip
+    with pytest.raises(ValueError) as caught:
+        args.create_engine_config()
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"num_speculative_tokens": "many"},
+            "speculative_config.num_speculative_tokens='many' is not usable: the node budget of a "
+            "tree (root excluded) must be within 1..256. Choose a value from 1 to 256; 8 to 64 is "
+            "usual.",
+        ),
+        ({"num_speculative_tokens": 0}, "speculative_config.num_speculative_tokens=0 is not"),
+        (
+            {"num_speculative_tokens": True},
+            "speculative_config.num_speculative_tokens=True is not usable: the node budget",
+        ),
+        (
+            {"tree_budget": "lots"},
+            "speculative_config.tree_budget='lots' is not usable: legal: int 0 or more, or "
+            '"auto". Correct it, or leave it out for its default, "auto".',
+        ),
+        ({"tree_budget": True}, "speculative_config.tree_budget=True is not usable: legal: int"),
+        (
+            {"tree_builder": "best_frist"},
+            "speculative_config.tree_builder='best_frist' is not usable: legal: one of "
+            '"best_first", "accum_logp", "entropy", "hybrid". Did you mean "best_first"? Correct '
+            'it, or leave it out for its default, "best_first".',
+        ),
+        (
+            {"tree_width": 0},
+            "speculative_config.tree_width=0 is not usable: legal: int 1..64. Correct it, or leave "
+            "it out for its default, 8.",
+        ),
+        ({"tree_depth": "deep"}, "speculative_config.tree_depth='deep' is not usable: legal: int"),
+        ({"hybrid_lambda": False}, "speculative_config.hybrid_lambda=False is not usable"),
+        (
+            {"rejection_sample_method": "best"},
+            "speculative_config.rejection_sample_method='best' is not usable: input should be",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_values_of_shared_options(
+    target: Path, options: dict[str, Any], message: str
+) -> None:
+    assert _refusal(target, {"method": "ngram_tree", **options}).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"local_candidates": "few"},
+            "speculative_config.local_candidates='few' is not usable: legal: int 1..4096. Correct "
+            "it, or leave it out for its default, 128.",
+        ),
+        ({"local_candidates": True}, "speculative_config.local_candidates=True is not usable"),
+        (
+            {"causal": "maybe"},
+            "speculative_config.causal='maybe' is not usable: legal: one of true, false. Correct "
+            "it, or leave it out.",
+        ),
+        ({"alpha": {}}, "speculative_config.alpha={} is not usable: legal: float or list 0 or m"),
+    ],
+)
+def test_wrong_values_of_a_methods_own_options(
+    target: Path, options: dict[str, Any], message: str
+) -> None:
+    assert _refusal(target, {"method": "dels", **options}).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("jetspek", "'jetspec'"), ("eagle-3", "'eagle3'"), ("ngramtree", "'ngram_tree'"), (7, None)],
+)
+def test_an_unknown_method(target: Path, name: object, meant: str | None) -> None:
+    message = _refusal(target, {"method": name, "num_speculative_tokens": 4})
+    start = f"speculative_config.method={name!r} is not usable: legal: tree, ddtree, dels"
+    assert message.startswith(start) and "methods of vLLM's own" in message
+    assert (f"Did you mean {meant}?" in message) == (meant is not None)
+    assert len(message) < 500, "vLLM's dozens of names are not listed"
+
+
+def test_a_head_of_another_kind_names_its_method(target: Path, tmp_path: Path) -> None:
+    write_head(tmp_path / "eagle", "specforge")
+    for method in ("jetspec", "ddtree", "dels", "dspark_tree", "longspec"):
+        message = _refusal(target, {"method": method, "model": str(tmp_path / "eagle")})
+        start = f"speculative_config.method='{method}' is not usable: this head is one of method 'e"
+        assert message.startswith(start) and 'Use "method": "eagle3_tree"' in message
+    # A refusal for another reason stays as it is, also of a method that drafts with such heads.
+    make_head(tmp_path / "block", VOCAB)
+    for method in ("jetspec", "ddtree"):
+        spec = {"method": method, "model": str(tmp_path / "block"), "tree_depth": 60}
+        message = _refusal(target, {**spec, "num_speculative_tokens": 64})
+        assert message.startswith("speculative_config.tree_depth=60 is not usable")
+    message = _refusal(target, {"method": "dels", "model": str(tmp_path / "block")})
+    assert message.startswith("speculative_config.local_head=None is not usable")
+
+
+def test_vllms_own_refusals_are_left_to_it(target: Path, tmp_path: Path) -> None:
+    from pydantic import ValidationError
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(model=str(tmp_path), speculative_config={"method": "ngram_tree"})
+    with pytest.raises(ValidationError, match="ModelConfig"):
+        args.create_engine_config()
+
+
+SCRIPT = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+
+def start():
+    if sys.argv[2] == "refused":
+        EngineArgs(
+            model=sys.argv[1], skip_tokenizer_init=True,
+            speculative_config={"method": "ngram_tree", "tree_builder": "greedy"},
+        ).create_engine_config()
+    raise RuntimeError("another")
+
+start()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["refused", "another"])
+def test_a_refusal_is_printed_without_frames_of_vllm(
+    target: Path, tmp_path: Path, what: str
+) -> None:
+    script = tmp_path / "serve.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, target, what], capture_output=True, text=True, cwd=Path.cwd()
+    )
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    if what == "another":
+        assert lines[-1] == "RuntimeError: another" and "Traceback" in done.stderr
+        return
+    message = "speculative_config.tree_builder='greedy' is not usable: legal: one of"
+    assert lines[-1].startswith(f"ValueError: {message}")
+    frames = [line for line in lines if line.startswith("  File ")]
+    assert len(frames) == 2 and all(str(script) in frame for frame in frames)
+    logged = [line for line in (done.stdout + done.stderr).splitlines() if message in line]
+    assert len(logged) == 2 and "ERROR" in logged[0] + logged[1]
+    assert "pydantic" not in done.stderr and "Traceback" not in done.stderr
