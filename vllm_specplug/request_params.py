@@ -28,6 +28,13 @@ def unknown_request_arg(extra_args: dict[str, Any] | None) -> tuple[str, str] | 
     return None
 
 
+def named_arg(error: ValueError) -> str | None:
+    """The parameter that a refusal opens with."""
+    # One name is another's beginning: the longest that fits.
+    found = [name for name in REQUEST_ARGS if str(error).startswith(name)]
+    return max(found, key=len, default=None)
+
+
 def parse_penalty(
     extra_args: dict[str, Any] | None, max_window: int | None = None
 ) -> tuple[int, float] | None:

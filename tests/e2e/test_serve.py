@@ -137,3 +137,21 @@ def test_several_samples_of_one_request(client: openai.OpenAI) -> None:
         max_tokens=16,
     )
     assert len(done.choices) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"vllm_xargs": {"specplug_tree_budget": True}}, "specplug_tree_budget"),
+        ({"vllm_xargs": {"specplug_tree_budget": 999}}, "specplug_tree_budget"),
+        ({"vllm_xargs": {"specplug_penalty": -1}}, "specplug_penalty"),
+        ({"vllm_xargs": {"specplug_tree_bugdet": 1}}, "specplug_tree_bugdet"),
+        ({"specplug_tree_budget": 4}, "specplug_tree_budget"),
+    ],
+)
+def test_refused_parameters_are_named(
+    client: openai.OpenAI, body: dict[str, object], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        _ask(client, QUESTIONS[0], extra_body=body)
+    assert error.value.param == param and error.value.status_code == 400

@@ -16,6 +16,7 @@ from vllm_specplug.seams.listing_gpu import (
 from vllm_specplug.seams.listing_latent import LATENT_SEAMS
 from vllm_specplug.seams.listing_pages import ZEROED_PAGES, ZEROED_PAGES_USES
 from vllm_specplug.seams.listing_products import CPU_PRODUCTS, PRODUCT_USES
+from vllm_specplug.seams.listing_requests import REQUEST_SEAMS
 from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
     CPU_RUNNER_V2,
@@ -120,13 +121,7 @@ PROCESS_SEAMS = SeamSet(
             make="vllm_specplug.vllm_process.placeholders:without_placeholders",
         ),
         ZEROED_PAGES,
-        Wrap(
-            "sampling_options",
-            "vllm.sampling_params:SamplingParams._validate_spec_decode",
-            "min_p and logit_bias are refused under any speculation; the walk honours them",
-            "vLLM asks the method which options it honours",
-            make="vllm_specplug.vllm_process.sampling_options:honouring_trees",
-        ),
+        *REQUEST_SEAMS,
         *(
             Wrap(
                 "structured_output",

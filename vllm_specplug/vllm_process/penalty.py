@@ -11,7 +11,12 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from vllm_specplug.request_params import PENALTY_ARGS, parse_penalty, unknown_request_arg
+from vllm_specplug.request_params import (
+    PENALTY_ARGS,
+    named_arg,
+    parse_penalty,
+    unknown_request_arg,
+)
 from vllm_specplug.vllm_process.spec_config import tree_config
 
 _PROCESSOR = "vllm_specplug.vllm_v1.penalty_processor"
@@ -64,9 +69,7 @@ def check_request(vllm_config: Any, params: Any) -> None:
     try:
         parse_penalty(extra, vllm_config.model_config.max_model_len)
     except ValueError as error:
-        # One name is the other's beginning: the message opens with the longest that fits.
-        name = max((n for n in PENALTY_ARGS if str(error).startswith(n)), key=len, default=given)
-        raise VLLMValidationError(str(error), parameter=name) from None
+        raise VLLMValidationError(str(error), parameter=named_arg(error)) from None
     reason = _unavailable(vllm_config)
     if reason is not None:
         raise VLLMValidationError(f"{given} is not available here: {reason}.", parameter=given)

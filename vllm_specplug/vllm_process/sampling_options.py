@@ -12,6 +12,7 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 from vllm_specplug.options import parse_request_budget
+from vllm_specplug.request_params import named_arg
 from vllm_specplug.vllm_process.spec_config import SpecPlugSpeculativeConfig
 
 
@@ -20,7 +21,7 @@ def _check_budget(extra_args: dict[str, Any] | None, options: Any) -> None:
     try:
         parse_request_budget(extra_args, options)
     except ValueError as error:
-        raise VLLMValidationError(str(error)) from error
+        raise VLLMValidationError(str(error), parameter=named_arg(error)) from None
 
 
 def honouring_trees(original: Callable[..., None]) -> Callable[..., None]:

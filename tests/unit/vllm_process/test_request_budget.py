@@ -50,8 +50,9 @@ def test_sensible_wishes_pass(extra: dict | None) -> None:
     ],
 )
 def test_senseless_ones_are_refused_as_the_clients_mistake(extra: dict, message: str) -> None:
-    with pytest.raises(VLLMValidationError, match=message):
+    with pytest.raises(VLLMValidationError, match=message) as error:
         SamplingParams(extra_args=extra)._validate_spec_decode(_spec())
+    assert error.value.parameter == next(iter(extra))
 
 
 def test_other_methods_do_not_care() -> None:

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the list that concerns what single requests ask for; `listing` has the whole."""
+
+from __future__ import annotations
+
+from vllm_specplug.seams.seam import Seam, Wrap
+
+REQUEST_SEAMS: tuple[Seam, ...] = (
+    Wrap(
+        "sampling_options",
+        "vllm.sampling_params:SamplingParams._validate_spec_decode",
+        "min_p and logit_bias are refused under any speculation; the walk honours them",
+        "vLLM asks the method which options it honours",
+        make="vllm_specplug.vllm_process.sampling_options:honouring_trees",
+    ),
+    Wrap(
+        "request_body",
+        "vllm.entrypoints.serve.utils.api_utils:validate_json_request",
+        "vllm_xargs takes no booleans, so that true is read as 1; unknown fields of a request "
+        "are dropped in silence",
+        "vllm_xargs keeps booleans, and a plugin may declare request fields",
+        make="vllm_specplug.vllm_process.request_body:with_body_check",
+    ),
+)
