@@ -15,6 +15,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from vllm_specplug import __version__
+
 app = typer.Typer(
     name="specplug",
     help="Tree speculative decoding for vLLM: check the installation, try it, train heads.",
@@ -23,6 +25,24 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"vllm-specplug {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _all_commands(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 class DemoDtype(StrEnum):
@@ -134,7 +154,8 @@ def inspect_command(
     """Show what a draft head is, what it needs, and whether it would be served here."""
     # vLLM logs to stdout, which carries the answer alone.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # The report says what an engine would be refused for.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     from vllm_specplug.vllm_process.inspect_head import inspect_head
 
     try:
@@ -213,13 +234,18 @@ def options_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the methods, or every option of one: type, default, legal values, meaning."""
+    from rich.padding import Padding
     from rich.table import Table
+    from rich.text import Text
 
     from vllm_specplug.option_docs import HEADER, method_options, shared_options
-    from vllm_specplug.registry import get_method, methods
+    from vllm_specplug.registry import BY_HEAD, get_method, methods
 
     if method is None:
-        summaries = {name: entry.summary for name, entry in methods().items()}
+        summaries = {
+            BY_HEAD: "as the method that the head is made for, found by its files",
+            **{name: entry.summary for name, entry in methods().items()},
+        }
         if as_json:
             typer.echo(json.dumps(summaries, indent=2))
             return
@@ -231,18 +257,20 @@ def options_command(
         Console(highlight=False).print(table)
         return
     try:
-        rows = [*method_options(get_method(method)), *shared_options()]
+        own = [] if method == BY_HEAD else method_options(get_method(method))
     except ValueError as error:
         _fail(str(error), 2)
+    # The cells are Markdown, for the documentation.
+    rows = [tuple(cell.replace("`", "") for cell in row) for row in (*own, *shared_options())]
     if as_json:
         typer.echo(json.dumps([dict(zip(HEADER, row, strict=True)) for row in rows], indent=2))
         return
-    table = Table(header_style="bold", show_lines=True)
-    for column in HEADER:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(cell.replace("`", "") for cell in row))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    for name, kind, default, legal, meaning in rows:
+        usual = default if default.startswith(("required", "unset")) else f"default {default}"
+        console.print(Text.assemble((name, "bold"), f"  {kind}, {usual}"))
+        allowed = "" if legal == "any" else f"Legal: {legal}. "
+        console.print(Padding(Text(allowed + meaning), (0, 0, 0, 4)))
 
 
 @app.command()
@@ -276,6 +304,7 @@ def demo(
     from vllm_specplug.bench.demo import NGRAM_CONFIG, PROMPTS, DemoOptions, run_demo
     from vllm_specplug.bench.process_group import raise_on_termination
     from vllm_specplug.bench.server import ServerError
+    from vllm_specplug.options import check_target
     from vllm_specplug.targets import cache_dir
 
     raise_on_termination()
@@ -293,6 +322,10 @@ def demo(
         if head is None and model is not None and _needs_head(method):
             _fail("--model needs a draft head trained for it: add --head, or --method ngram.", 2)
         speculative = _speculative_config("smollm2", method, nodes, head)
+    try:
+        check_target(model)
+    except ValueError as error:
+        _fail(str(error), 2)
     options = DemoOptions(
         model=model or str(_prepared_target("smollm2")),
         method=method,

@@ -11,6 +11,7 @@ import difflib
 import json
 import types
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import Field
@@ -244,6 +245,25 @@ def value_error(
     usual = "" if default is None else f" for its default, {json.dumps(default)}"
     remedy = f"{meant}Correct it, or leave it out{usual}"
     return option_error(field, value, f"legal: {legal}", remedy)
+
+
+def check_target(model: str | None) -> None:
+    """Raises ValueError for a target that is named by a path where no model is.
+
+    Hub ids, single files and addresses are left to vLLM.
+    """
+    if model is None or "://" in model:
+        return
+    path = Path(model).expanduser()
+    is_hub_id = not model.startswith(("/", ".", "~")) and model.count("/") <= 1
+    if path.is_dir():
+        reason = None if (path / "config.json").is_file() else "it has no config.json"
+    else:
+        reason = None if is_hub_id or path.exists() else "there is no such folder"
+    if reason is not None:
+        raise ValueError(
+            f"target={model!r} is not usable: {reason}. Give the folder of a model, or a hub id."
+        )
 
 
 def is_number(hint: Any) -> bool:

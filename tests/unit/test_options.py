@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from vllm_specplug.options import (
     TreeOptions,
     changed_tree_options,
     check_num_nodes,
+    check_target,
     check_tree_budget,
     check_tree_depth,
     check_tree_shape,
@@ -81,3 +83,28 @@ def test_foreign_options_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="rejection_sample_method='synthetic'.*lossless"):
         check_vllm_options(SimpleNamespace(rejection_sample_method="synthetic"), {}, "jetspec")
     check_vllm_options(SimpleNamespace(rejection_sample_method="standard"), {}, "jetspec")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("FOLDER/nowhere", "there is no such folder"),
+        ("./nowhere", "there is no such folder"),
+        ("~/nowhere/at/all", "there is no such folder"),
+        ("not/a/hub/id", "there is no such folder"),
+        ("FOLDER", "it has no config.json"),
+        ("FOLDER/file.gguf", None),
+        ("hub/id", None),
+        ("gpt2", None),
+        ("s3://bucket/a/model", None),
+    ],
+)
+def test_a_target_that_is_not_there(tmp_path: Path, model: str, reason: str | None) -> None:
+    (tmp_path / "file.gguf").touch()
+    model = model.replace("FOLDER", str(tmp_path))
+    if reason is None:
+        check_target(model)
+        return
+    with pytest.raises(ValueError) as error:
+        check_target(model)
+    assert str(error.value).startswith(f"target={model!r} is not usable: {reason}. Give the folder")

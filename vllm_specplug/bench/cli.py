@@ -20,6 +20,7 @@ from vllm_specplug.bench.provenance import provenance
 from vllm_specplug.bench.server import ServerError
 from vllm_specplug.bench.summary import read_results, summarize, to_markdown, write_results
 from vllm_specplug.bench.sweep import Outcome, Sweep
+from vllm_specplug.options import check_target
 from vllm_specplug.presets import default_head
 from vllm_specplug.registry import default_method
 from vllm_specplug.targets import TargetError, cache_dir, prepare_target
@@ -81,6 +82,7 @@ def _rates(text: str) -> Any:
 
 def _fill_model(values: dict[str, Any], console: Console) -> None:
     """SmolLM2 and its shipped head unless another model is named."""
+    check_target(values.get("model"))
     if values.get("model") is None:
         values["model"] = str(prepare_target("smollm2", lambda text: console.print(text)))
         values.setdefault("head", default_head("smollm2"))

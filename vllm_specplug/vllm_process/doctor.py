@@ -8,6 +8,7 @@ import platform
 import time
 from typing import TYPE_CHECKING, Any
 
+from vllm_specplug.options import check_target
 from vllm_specplug.seams import ALL_SEAMS, WORKER_SEAMS
 from vllm_specplug.vllm_process.versions import SUPPORTED_TEXT, check_vllm, device_problem
 
@@ -107,6 +108,7 @@ def target_shape(target: str, num_ranks: int = 1) -> KernelShape:
     from vllm_specplug.kernels.cuda_dispatch import KernelShape
     from vllm_specplug.vllm_process.inspect_head import first_message
 
+    check_target(target)
     try:
         engine = EngineArgs(model=target).create_engine_config()
     except Exception as error:

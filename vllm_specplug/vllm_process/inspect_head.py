@@ -14,7 +14,8 @@ from typing import Any
 from vllm_specplug.drafting.head_files import HeadFiles, read_head_files
 from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.drafting.method import Capability, Method
-from vllm_specplug.registry import BY_HEAD, get_method, head_owners, recognise_head
+from vllm_specplug.options import check_target
+from vllm_specplug.registry import BY_HEAD, get_method, head_owners, misfit, recognise_head
 
 
 def inspect_head(
@@ -45,6 +46,13 @@ def inspect_head(
         chosen = recognise_head(path) if method is None else get_method(method)
     except ValueError as error:
         return {**report, "served": False, "reason": str(error)}
+    fitting = misfit(chosen, head)
+    if fitting is not None and (target is None or not chosen.needs_head):
+        reason = (
+            f"method {chosen.name!r} does not draft with this head, which is one of method "
+            f"{fitting.name!r}: {fitting.summary}"
+        )
+        return {**report, "served": False, "reason": reason}
     report["needs"] = _needs(chosen.needs)
     config = {"method": chosen.name, "model": str(path)}
     report["speculative_config"] = config
@@ -94,6 +102,7 @@ def _served(target: str, config: dict[str, Any], method: Method) -> dict[str, An
     from vllm_specplug.vllm_process.spec_config import tree_config
 
     try:
+        check_target(target)
         # A copy: vLLM writes into what it is given.
         engine = EngineArgs(model=target, speculative_config=dict(config)).create_engine_config()
     except Exception as error:

@@ -37,7 +37,7 @@ def test_a_targets_attention_is_what_serving_would_have(target: Path) -> None:
     assert (of_four.num_heads, of_four.num_kv_heads) == (1, 1)
     with pytest.raises(ValueError, match="3 ranks, legal: those that divide 4 query heads"):
         doctor.target_shape(str(target), 3)
-    with pytest.raises(ValueError, match="target '/no/such/folder' cannot be read"):
+    with pytest.raises(ValueError, match="target='/no/such/folder' is not usable: there is no"):
         doctor.target_shape("/no/such/folder")
 
 

@@ -63,7 +63,34 @@ def test_refusals_are_those_of_serving(folder: Path) -> None:
     assert named["served"] is False and "method dspark_tree" in named["reason"]
     assert list(named["kind"]) == ["dspark_tree"]
     missing = inspect_head(str(folder / "jetspec"), str(folder / "nowhere"))
-    assert missing["served"] is False and "nowhere" in missing["reason"]
+    assert missing["served"] is False
+    start = f"target={str(folder / 'nowhere')!r} is not usable: there is no such folder. Give "
+    assert missing["reason"].startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "fits"),
+    [
+        ("jetspec", "jetspec", True),
+        ("jetspec", "ddtree", True),
+        ("jetspec", "dels", True),
+        ("dspark_tree", "jetspec", False),
+        ("tokenswift", "jetspec", False),
+        ("jetspec", "tokenswift", False),
+        ("jetspec", "ngram_tree", False),
+    ],
+)
+def test_a_method_for_heads_of_another_kind(
+    folder: Path, name: str, method: str, fits: bool
+) -> None:
+    """Without a target, and for methods that would not look at the head with one."""
+    for target in (None, _target(folder)) if method == "ngram_tree" else (None,):
+        report = inspect_head(str(folder / name), target, method)
+        assert report["served"] is (None if fits else False)
+        reason = f"method {method!r} does not draft with this head, which is one of method {name!r}"
+        assert report["reason"].startswith(reason) is not fits
+    run = CliRunner().invoke(cli.app, ["inspect", str(folder / name), "--method", method])
+    assert run.exit_code == (0 if fits else 1)
 
 
 def test_an_unknown_kind_is_not_served(folder: Path) -> None:
