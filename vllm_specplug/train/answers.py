@@ -90,6 +90,12 @@ def read_plan(folder: Path) -> list[Request]:
     return [Request(r["source"], tuple(r["prompt_ids"]), r["temperature"], r["seed"]) for r in rows]
 
 
+def missing_shards(folder: Path, shard_size: int = 512) -> list[int]:
+    """Numbers of the plan's shards that do not exist yet."""
+    shards = -(-len(read_plan(folder)) // shard_size)
+    return [shard for shard in range(shards) if not answer_path(folder, shard).is_file()]
+
+
 def generate_missing(
     folder: Path,
     generate: Generate,
@@ -163,6 +169,38 @@ def keep_answer(answer: Answer, rng: random.Random, repetitive_share: float = 0.
     if len(answer.answer_ids) < 4:
         return False
     return not is_repetitive(answer.answer_ids) or rng.random() < repetitive_share
+
+
+def split_answers(
+    files: Sequence[Path], heldout: int, repetitive_share: float
+) -> Iterator[tuple[str, list[Answer], list[Answer]]]:
+    """Name of each shard, its answers that are held out and those to train on.
+
+    Held out are greedy answers of the first shards, so that growing data never moves one.
+    """
+    left = heldout
+    for number, path in enumerate(files):
+        rng = random.Random(number)
+        kept = [a for a in read_answers(path) if keep_answer(a, rng, repetitive_share)]
+        aside = [a for a in kept if a.temperature == 0][:left]
+        left -= len(aside)
+        yield path.stem.replace("answers", "shard"), aside, [a for a in kept if a not in aside]
+
+
+def check_heldout(files: Sequence[Path], heldout: int, repetitive_share: float) -> str | None:
+    """What to tell where more answers are held out than left to train on, before any work.
+
+    Raises:
+        ValueError: where none would be left.
+    """
+    aside = rest = 0
+    for _, held, others in split_answers(files, heldout, repetitive_share):
+        aside += len(held)
+        rest += len(others)
+    told = f"--heldout-answers {heldout} holds {aside} of {aside + rest} answers out"
+    if not rest:
+        raise ValueError(f"{told} and leaves none to train on; lower it, or generate more answers")
+    return f"{told} and leaves {rest} to train on" if aside > rest else None
 
 
 def _write_lines(path: Path, rows: Iterable[dict[str, object]]) -> None:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import importlib
-import random
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vllm_specplug.options import check_target
 from vllm_specplug.registry import methods
 from vllm_specplug.train import cli_common as common
 
@@ -69,6 +69,10 @@ def generate(
         planned = (out / answers.PLAN_NAME).is_file()
         if not planned and not counts and not prompts:
             raise ValueError("nothing to answer: give --prompts FILE or --make KIND=NUMBER")
+        if planned and not answers.missing_shards(out, shard_size):
+            typer.echo(f"all {len(answers.read_plan(out)):,} answers of the plan are in {out}")
+            return
+        check_target(str(target))
         heat = [float(t) for t in temperatures.split(",")]
         generator = VllmGenerator(
             target,
@@ -151,6 +155,9 @@ def features(
             )
         if not (target / "config.json").is_file():
             raise ValueError(f"target {str(target)!r} has no config.json; give a model folder")
+        warning = answers.check_heldout(files, heldout_answers, repetitive_share)
+        if warning is not None:
+            typer.echo(warning, err=True)
         model = load_target(target, torch.bfloat16)
         depth = len(decoder_of(model).layers)
         ids = [int(i) for i in layers.split(",")] if layers else spread_layers(depth)
@@ -164,22 +171,9 @@ def features(
 
         with _progress("files") as bar:
             task = bar.add_task("features", total=len(files))
-            kept_out = 0
-            for number, path in enumerate(files):
-                rng = random.Random(number)
-                kept = [
-                    a
-                    for a in answers.read_answers(path)
-                    if answers.keep_answer(a, rng, repetitive_share)
-                ]
-                # Held-out answers come from the first files, so that growing data never moves one.
-                aside = [a for a in kept if a.temperature == 0][: heldout_answers - kept_out]
-                kept_out += len(aside)
-                name = path.stem.replace("answers", "shard")
-                for folder, part in (
-                    (heldout / name, aside),
-                    (out / name, [a for a in kept if a not in aside]),
-                ):
+            parts = answers.split_answers(files, heldout_answers, repetitive_share)
+            for number, (name, aside, rest) in enumerate(parts):
+                for folder, part in ((heldout / name, aside), (out / name, rest)):
                     if part and not (folder / "meta.json").is_file():
                         write_shard(
                             folder,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,17 +50,16 @@ def run_loop(
     evaluates and writes the head) on the way and at the end."""
     total = trainer.options.total_steps
     main = trainer.accelerator.is_main_process
-    began, losses = time.monotonic(), math.nan
+    began = time.monotonic()
     while trainer.step < total:
         numbers = trainer.train_step()
-        loss = numbers["loss"]
-        losses = loss if math.isnan(losses) else 0.95 * losses + 0.05 * loss
         if on_step is not None:
-            on_step(trainer.step, {**numbers, "loss_average": losses})
+            on_step(trainer.step, numbers)
         if trainer.step % loop.log_every == 0 and main:
             log(
-                f"step {trainer.step}: loss {losses:.4f}, {numbers['slots_per_second']:.0f}"
-                f" slots/s, {trainer.seconds / 60:.1f} min of steps"
+                f"step {trainer.step}: loss {trainer.loss_average:.4f}, "
+                f"{numbers['slots_per_second']:.0f} slots/s, "
+                f"{trainer.seconds / 60:.1f} min of steps"
             )
         done = trainer.step >= total
         late = loop.max_minutes > 0 and time.monotonic() - began > loop.max_minutes * 60

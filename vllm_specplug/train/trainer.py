@@ -59,6 +59,8 @@ class Trainer(ABC):
         self.step = 0
         self.seconds = 0.0
         self.slots_trained = 0
+        # Of the reported losses, for people; not a number before the first step.
+        self.loss_average = math.nan
         # Every recipe of the run and the step it began at: a resumed run may change it.
         self.recipes: list[dict[str, Any]] = [{"from_step": 0, **asdict(options)}]
         optimizers = options.make_optimizers(module)
@@ -112,8 +114,11 @@ class Trainer(ABC):
                 f"the loss became {value} at step {self.step}; lower the learning "
                 "rate or resume from an earlier checkpoint"
             )
+        first = math.isnan(self.loss_average)
+        self.loss_average = value if first else 0.95 * self.loss_average + 0.05 * value
         return {
             "loss": value,
+            "loss_average": self.loss_average,
             "grad_norm": float(norm),
             "lr_scale": scale,
             "slots_per_second": loss.slots / elapsed,
@@ -146,6 +151,7 @@ class Trainer(ABC):
             "step": self.step,
             "seconds": self.seconds,
             "slots_trained": self.slots_trained,
+            "loss_average": self.loss_average,
             "options": asdict(self.options),
             "recipes": self.recipes,
         }
@@ -185,6 +191,7 @@ class Trainer(ABC):
         self.order.restore(state["order"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.slots_trained = state["slots_trained"]
+        self.loss_average = state.get("loss_average", math.nan)
         self.recipes = state.get("recipes", [{"from_step": 0, **state["options"]}])
         if {"from_step": self.recipes[-1]["from_step"], **asdict(self.options)} != self.recipes[-1]:
             self.recipes.append({"from_step": self.step, **asdict(self.options)})

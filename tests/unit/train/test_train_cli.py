@@ -157,6 +157,7 @@ def test_bad_feature_requests_exit_2_with_the_remedy(
         "--data": str(data),
         "--out": str(tmp_path / "f"),
         "--heldout": str(tmp_path / "h"),
+        "--heldout-answers": "2",
     }
     base.update(zip(arguments[::2], arguments[1::2], strict=True))
     result = runner.invoke(
@@ -164,6 +165,53 @@ def test_bad_feature_requests_exit_2_with_the_remedy(
     )
     assert result.exit_code == 2
     assert words in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "count", "code", "words"),
+    [
+        ("features", "3", 0, ""),
+        ("features", "7", 0, "--heldout-answers 7 holds 7 of 10 answers out and leaves 3 to train"),
+        ("features", "64", 2, "--heldout-answers 64 holds 10 of 10 answers out and leaves none to"),
+        ("longspec-features", "7", 0, "--heldout-answers 7 holds 7 of 10 answers out and leaves"),
+        ("longspec-features", "64", 2, "--heldout-answers 64 holds 10 of 10 answers out"),
+    ],
+)
+def test_held_out_answers_that_are_most_of_the_data_are_told(
+    data, tmp_path, target_folder, command, count, code, words
+):
+    arguments = [command, "--target", str(target_folder), "--data", str(data)]
+    arguments += ["--out", str(tmp_path / "f"), "--heldout", str(tmp_path / "h")]
+    result = runner.invoke(data_app, [*arguments, "--heldout-answers", count])
+    assert result.exit_code == code, result.output
+    assert words in " ".join(result.stderr.split())
+    assert bool(words) == ("--heldout-answers" in result.stderr)
+
+
+def test_a_target_that_is_not_there_is_told_by_a_sentence(data, tmp_path):
+    nowhere = str(tmp_path / "nowhere")
+    places = ["--out", str(tmp_path / "f"), "--heldout", str(tmp_path / "h")]
+    for arguments in (
+        ["generate", "--target", nowhere, "--out", str(tmp_path / "d"), "--make", "topic=2"],
+        ["features", "--target", nowhere, "--data", str(data), *places, "--heldout-answers", "2"],
+        ["longspec-features", "--target", nowhere, "--data", str(data), "--out", places[1]],
+    ):
+        result = runner.invoke(data_app, arguments)
+        assert result.exit_code == 2, result.output
+        assert repr(nowhere) in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_finished_data_starts_no_engine(data, monkeypatch):
+    from vllm_specplug.train import generate
+
+    def start(*args, **kwargs):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(generate, "VllmGenerator", start)
+    command = ["generate", "--target", "/nowhere", "--out", str(data), "--shard-size", "4"]
+    result = runner.invoke(data_app, command)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"all 10 answers of the plan are in {data}\n"
 
 
 def test_make_counts_are_parsed_strictly():

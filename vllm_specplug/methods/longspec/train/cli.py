@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_specplug.options import check_target
 from vllm_specplug.train import cli_common as common
 
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
@@ -90,6 +91,13 @@ def features(
                 "--text needs --length, e.g. --length 4096; short stages train on answers only"
             )
         documents = text_files(text or [])
+        heldout_answers = 0 if heldout is None else heldout_answers
+        repetitive_share = 0.3
+        if not length:
+            warning = answers.check_heldout(files, heldout_answers, repetitive_share)
+            if warning is not None:
+                typer.echo(warning, err=True)
+        check_target(str(target))
         model = AutoModelForCausalLM.from_pretrained(
             target, dtype=torch.bfloat16, local_files_only=True
         ).eval()
@@ -137,18 +145,8 @@ def features(
 
         with common.progress("files") as bar:
             task = bar.add_task("features", total=len(files))
-            kept_out = 0
-            for number, path in enumerate(files):
-                kept = [
-                    a
-                    for a in answers.read_answers(path)
-                    if answers.keep_answer(a, random.Random(number), 0.3)
-                ]
-                aside = [a for a in kept if a.temperature == 0 and heldout is not None][
-                    : heldout_answers - kept_out
-                ]
-                kept_out += len(aside)
-                name = path.stem.replace("answers", "shard")
+            parts = answers.split_answers(files, heldout_answers, repetitive_share)
+            for number, (name, aside, rest) in enumerate(parts):
 
                 def sequences(part: list[Any]) -> list[TokenSequence]:
                     return [
@@ -162,7 +160,6 @@ def features(
 
                 if heldout is not None:
                     write(heldout / name, sequences(aside), False, number)
-                rest = [a for a in kept if a not in aside]
                 write(out / name, sequences(rest), anchor_offsets, number)
                 bar.update(task, completed=number + 1)
 

@@ -74,6 +74,25 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, tmp_path, opti
         assert torch.equal(states[0]["ema"][name], states[1]["ema"][name]), name
 
 
+def test_the_loss_that_is_shown_continues_on_resume(run):
+    shown: list[float] = []
+
+    def on_step(step, numbers):
+        shown.append(numbers["loss_average"])
+
+    train_block_head(run, replace(OPTIONS, total_steps=6), lambda text: None, on_step)
+    lines: list[str] = []
+    longer = replace(run, resume=True, log_every=1)
+    train_block_head(longer, replace(OPTIONS, total_steps=7), lines.append, on_step)
+    losses, _ = train(replace(run, out=f"{run.out}-whole"), replace(OPTIONS, total_steps=6))
+    average = losses[0]
+    for loss in losses[1:]:
+        average = 0.95 * average + 0.05 * loss
+    assert shown[5] == pytest.approx(average)
+    assert abs(shown[6] - shown[5]) < 0.06 * abs(shown[5])
+    assert f"step 7: loss {shown[6]:.4f}" in "\n".join(lines)
+
+
 def _interrupt_at(limit):
     def on_step(step, _numbers):
         if step == limit:
