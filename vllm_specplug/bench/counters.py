@@ -35,7 +35,7 @@ class SpecCounters:
     draft_step_nodes: float = 0.0
     """Nodes of all requests, summed over those steps."""
     milliseconds: dict[str, float] = field(default_factory=dict)
-    """Time by phase: draft, verify, compact."""
+    """Time by phase: draft, verify, compact. The server counts seconds."""
 
     @classmethod
     def parse(cls, text: str) -> SpecCounters:
@@ -61,9 +61,9 @@ class SpecCounters:
                 elif name == f"{_PLUGIN_PREFIX}step_nodes":
                     steps += sample.value if sample.name.endswith("_count") else 0.0
                     step_nodes += sample.value if sample.name.endswith("_sum") else 0.0
-                elif name.startswith(_PLUGIN_PREFIX) and sample.name.endswith("_milliseconds_sum"):
-                    phase = name.removeprefix(_PLUGIN_PREFIX).removesuffix("_milliseconds")
-                    phases[phase] = phases.get(phase, 0.0) + sample.value
+                elif name.startswith(_PLUGIN_PREFIX) and sample.name.endswith("_seconds_sum"):
+                    phase = name.removeprefix(_PLUGIN_PREFIX).removesuffix("_seconds")
+                    phases[phase] = phases.get(phase, 0.0) + 1e3 * sample.value
         return cls(**totals, accepted_by_depth=by_depth, plain_steps=plain, draft_steps=steps,
                    draft_step_nodes=step_nodes, milliseconds=phases)  # fmt: skip
 

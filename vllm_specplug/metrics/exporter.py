@@ -13,7 +13,9 @@ from vllm_specplug.metrics.step_stats import PHASES, PLAIN_REASONS, Payload
 
 NAMESPACE = "specplug:"
 
-_MS_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
+_SECONDS_BUCKETS = (
+    1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
+)  # fmt: skip
 _NODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 # Labels of requests without a LoRA adapter, and of adapters past the first `MAX_ADAPTERS`: servers
@@ -22,9 +24,9 @@ BARE_TARGET, OTHER_ADAPTERS = "(none)", "(others)"
 MAX_ADAPTERS = 64
 
 _PHASE_HELP = {
-    "draft": "Milliseconds per step for drafting and building trees.",
-    "verify": "Milliseconds per step for the target's forward pass over tree rows and the walk.",
-    "compact": "Milliseconds per step for compacting the KV of accepted paths.",
+    "draft": "Seconds per step for drafting and building trees.",
+    "verify": "Seconds per step for the target's forward pass over tree rows and the walk.",
+    "compact": "Seconds per step for compacting the KV of accepted paths.",
 }
 
 
@@ -37,7 +39,7 @@ class _Families:
     accepted: Counter
     plain_steps: Counter
     step_nodes: Histogram
-    milliseconds: Mapping[str, Histogram]
+    seconds: Mapping[str, Histogram]
     tree_budget: Gauge
     predicted: Counter
     predicted_actual: Counter
@@ -78,8 +80,8 @@ def _make_families(labelnames: Sequence[str], registry: CollectorRegistry) -> _F
         step_nodes=histogram(
             "step_nodes", "Draft tree nodes per step, of all requests.", _NODE_BUCKETS
         ),
-        milliseconds={
-            phase: histogram(f"{phase}_milliseconds", _PHASE_HELP[phase], _MS_BUCKETS)
+        seconds={
+            phase: histogram(f"{phase}_seconds", _PHASE_HELP[phase], _SECONDS_BUCKETS)
             for phase in PHASES
         },
         predicted=counter(
@@ -113,7 +115,7 @@ class PrometheusExporter:
     | `specplug:accepted_tokens_total` | counter | `depth` |
     | `specplug:plain_steps_total` | counter | `reason` |
     | `specplug:step_nodes` | histogram | |
-    | `specplug:draft_milliseconds`, `verify_...`, `compact_...` | histogram | |
+    | `specplug:draft_seconds`, `verify_...`, `compact_...` | histogram | |
     | `specplug:tree_budget` | gauge | |
     | `specplug:predicted_accepted_tokens_total` | counter | |
     | `specplug:predicted_actual_tokens_total` | counter | |
@@ -126,7 +128,7 @@ class PrometheusExporter:
 
     The last two are counted under an adaptive budget only; their ratio is 1 where its acceptance
     model is calibrated. The share of a step's time that drafting takes is
-    `draft_milliseconds_sum / (draft_milliseconds_sum + verify_milliseconds_sum)`, as rates.
+    `draft_seconds_sum / (draft_seconds_sum + verify_seconds_sum)`, as rates.
 
     Exporters of one registry share the metric families, so a second engine in the same process
     adds its labels instead of failing. Label names must then be the same.
@@ -147,7 +149,7 @@ class PrometheusExporter:
         # All reasons and phases exist from the start, so that a rate over them is never empty.
         self._plain = {r: families.plain_steps.labels(*values, r) for r in PLAIN_REASONS}
         self._step_nodes = families.step_nodes.labels(*values)
-        self._ms = {p: h.labels(*values) for p, h in families.milliseconds.items()}
+        self._seconds = {p: h.labels(*values) for p, h in families.seconds.items()}
         self._tree_budget = families.tree_budget.labels(*values)
         self._predicted = families.predicted.labels(*values)
         self._predicted_actual = families.predicted_actual.labels(*values)
@@ -172,9 +174,9 @@ class PrometheusExporter:
         for num_nodes in payload.get("step_nodes", ()):
             self._step_nodes.observe(num_nodes)
         for phase, values in payload.get("ms", {}).items():
-            if (histogram := self._ms.get(phase)) is not None:
-                for value in values:
-                    histogram.observe(value)
+            if (histogram := self._seconds.get(phase)) is not None:
+                for milliseconds in values:
+                    histogram.observe(milliseconds / 1e3)
         if (budget := payload.get("budget")) is not None:
             self._tree_budget.set(budget)
         if (predicted := payload.get("predicted")) is not None:

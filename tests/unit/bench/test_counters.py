@@ -33,11 +33,11 @@ specplug:plain_steps_total{engine="0",reason="grammar"} 0.0
 specplug:step_nodes_bucket{engine="0",le="+Inf"} 20.0
 specplug:step_nodes_count{engine="0"} 20.0
 specplug:step_nodes_sum{engine="0"} 640.0
-# HELP specplug:draft_milliseconds Time.
-# TYPE specplug:draft_milliseconds histogram
-specplug:draft_milliseconds_bucket{engine="0",le="+Inf"} 20.0
-specplug:draft_milliseconds_count{engine="0"} 20.0
-specplug:draft_milliseconds_sum{engine="0"} 90.5
+# HELP specplug:draft_seconds Time.
+# TYPE specplug:draft_seconds histogram
+specplug:draft_seconds_bucket{engine="0",le="+Inf"} 20.0
+specplug:draft_seconds_count{engine="0"} 20.0
+specplug:draft_seconds_sum{engine="0"} 0.0905
 """
 
 

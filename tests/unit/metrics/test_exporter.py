@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -43,16 +45,25 @@ def test_payload_becomes_metrics(registry):
     assert sample(registry, "specplug:accepted_tokens_total", depth="2") == 4
     assert sample(registry, "specplug:accepted_tokens_total", depth="3") == 2
     assert sample(registry, "specplug:plain_steps_total", reason="near_max_len") == 8
-    assert sample(registry, "specplug:verify_milliseconds_count") == 4
-    assert sample(registry, "specplug:verify_milliseconds_sum") == 140.0
-    assert sample(registry, "specplug:verify_milliseconds_bucket", le="25.0") == 0
-    assert sample(registry, "specplug:verify_milliseconds_bucket", le="50.0") == 4
-    assert sample(registry, "specplug:draft_milliseconds_sum") == 4.0
-    assert sample(registry, "specplug:compact_milliseconds_count") == 0
+    assert sample(registry, "specplug:verify_seconds_count") == 4
+    assert sample(registry, "specplug:verify_seconds_sum") == pytest.approx(0.14)
+    assert sample(registry, "specplug:verify_seconds_bucket", le="0.025") == 0
+    assert sample(registry, "specplug:verify_seconds_bucket", le="0.05") == 4
+    assert sample(registry, "specplug:draft_seconds_sum") == pytest.approx(0.004)
+    assert sample(registry, "specplug:compact_seconds_count") == 0
     assert sample(registry, "specplug:step_nodes_sum") == 40
     assert sample(registry, "specplug:tree_budget") == 10
     assert sample(registry, "specplug:predicted_accepted_tokens_total") == 5.0
     assert sample(registry, "specplug:predicted_actual_tokens_total") == 6
+
+
+def test_names_follow_prometheus(registry):
+    """Base units, named in the metric; no milliseconds."""
+    PrometheusExporter(LABELS, registry).observe(make_payload())
+    names = {family.name for family in registry.collect()}
+    timed = {name for name in names if name.endswith("_seconds")}
+    assert timed == {f"specplug:{phase}_seconds" for phase in PHASES}
+    assert not [name for name in names if re.search("milli|micro|_ms|minute", name)]
 
 
 def test_reasons_and_phases_exist_before_anything_happened(registry):
@@ -60,7 +71,7 @@ def test_reasons_and_phases_exist_before_anything_happened(registry):
     for reason in PLAIN_REASONS:
         assert sample(registry, "specplug:plain_steps_total", reason=reason) == 0
     for phase in PHASES:
-        assert sample(registry, f"specplug:{phase}_milliseconds_count") == 0
+        assert sample(registry, f"specplug:{phase}_seconds_count") == 0
     assert sample(registry, "specplug:drafts_total") == 0
 
 
