@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -186,7 +187,8 @@ def _line_chart(
     reference: float | None = None,
     crossovers: bool = False,
 ) -> str:
-    """Values of the mixed traffic against load; all requests at once are the rightmost point."""
+    """Values of the mixed traffic against load; all requests at once are a point of their own, the
+    rightmost."""
     figure, (axis,) = new_figure()
     rates = loads is _AXES[0]
     points = [p for one in drawn for p in one.points if p["prompts"] == MIX]
@@ -195,15 +197,25 @@ def _line_chart(
     burst = max(ticks) * 1.7
     if rates and any(p["level"] == BURST.key for p in points):
         ticks[burst] = "all\nat once"
+
+    def position(p: Point) -> float | None:
+        return burst if rates and p["level"] == BURST.key else loads.place(p)
+
     for one in drawn:
-        xy = sorted(
-            (burst if rates and p["level"] == BURST.key else loads.place(p), y)
-            for p in one.points
-            if p["prompts"] == MIX
-            and (y := value(p)) is not None
-            and (loads.place(p) is not None or (rates and p["level"] == BURST.key))
-        )
-        if xy:
+        found = {position(p): value(p) for p in one.points if p["prompts"] == MIX}
+        measured = {
+            x
+            for other in drawn
+            if other.run == one.run
+            for p in other.points
+            if p["prompts"] == MIX and (x := position(p)) is not None
+        }
+        # A line joins neighbours alone: it ends at a load where this server has no value, and
+        # before all requests at once, which is no rate.
+        xy = [(x, math.nan if (y := found.get(x)) is None else y) for x in sorted(measured)]
+        if rates and burst in measured:
+            xy.insert(-1, (burst, math.nan))
+        if any(y is not None for y in found.values()):
             axis.plot(*zip(*xy, strict=True), gid=f"{name}: {one.run}/{one.name}", **one.style)
         if crossovers and rates and one.crossover:
             axis.plot(

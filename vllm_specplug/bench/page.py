@@ -14,7 +14,7 @@ from vllm_specplug.bench.charts import all_series, nodes_of, panels
 from vllm_specplug.bench.figures import system_colors
 from vllm_specplug.bench.load import BURST, IDLE
 from vllm_specplug.bench.plan import BASELINE
-from vllm_specplug.bench.summary import SPEED_UP, format_number
+from vllm_specplug.bench.summary import SPEED_UP, crossover, format_number
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
 # Loads of two results count as the same when their rates are this near.
@@ -112,9 +112,9 @@ def _card_body(run: Results, entry: Mapping[str, Any]) -> dict[str, Any]:
         return {"left_out": (entry["failure"] or "not measured").splitlines()[0]}
     light = points.get(IDLE.key) or next(iter(points.values()))
     facts = [("speed-up at", "idle" if light["level"] == IDLE.key else light["label"])]
-    crossover = run["crossover"].get(entry["name"])
-    if crossover and any(p["x"] is not None for p in points.values()):
-        facts.append(("slower from", crossover["text"].removeprefix("slower from ")))
+    if any(p["x"] is not None for p in points.values()):
+        text = crossover(run["points"], entry["name"])["text"]
+        facts.append(("slower from", text.removeprefix("slower from ")))
     burst = points.get(BURST.key)
     if burst is not None and burst["speed_up"]["output_throughput"] is not None:
         facts.append(("saturated", f"{burst['speed_up']['output_throughput']:.2f}× tokens/s"))

@@ -201,7 +201,8 @@ def crossover(points: Sequence[Mapping[str, Any]], server: str) -> dict[str, Any
     Returns:
         "rate": requests/s at which the speed-up (median end-to-end latency) falls below 1 for the
         first time, interpolated over the rate's logarithm between the two measured rates around
-        it; None when it never does, or is below 1 from the start. "text": the same in words.
+        it; None when it never does, or is below 1 from the start. "text": the same in words; where
+        all requests at once are slower and no rate is, "past" the last rate.
         "at_burst": the speed-up with all requests at once.
     """
     curve = sorted(
@@ -212,15 +213,16 @@ def crossover(points: Sequence[Mapping[str, Any]], server: str) -> dict[str, Any
         and p["x"] is not None
         and p["speed_up"][SPEED_UP] is not None
     )
-    burst = next(
+    burst: Mapping[str, Any] = next(
         (
-            p["speed_up"][SPEED_UP]
+            p["speed_up"]
             for p in points
             if p["server"] == server and p["prompts"] == MIX and p["level"] == BURST.key
         ),
-        None,
+        {},
     )
-    answer: dict[str, Any] = {"rate": None, "at_burst": burst, "text": "not measured"}
+    at_burst = burst.get(SPEED_UP)
+    answer: dict[str, Any] = {"rate": None, "at_burst": at_burst, "text": "not measured"}
     if not curve:
         return answer
     if curve[0][1] < 1.0:
@@ -230,7 +232,10 @@ def crossover(points: Sequence[Mapping[str, Any]], server: str) -> dict[str, Any
             share = (s0 - 1.0) / (s0 - s1)
             rate = x0 * math.exp(share * math.log(x1 / x0))
             return answer | {"rate": rate, "text": f"{rate:.3g}/s"}
-    return answer | {"text": f"none up to {curve[-1][0]:.3g}/s"}
+    last = f"{curve[-1][0]:.3g}/s"
+    saturated = [x for x in (at_burst, burst.get("output_throughput")) if x is not None]
+    is_slower = any(round(x, 2) < 1.0 for x in saturated)
+    return answer | {"text": f"past {last}" if is_slower else f"none up to {last}"}
 
 
 def _median(values: Iterable[float | None]) -> float | None:

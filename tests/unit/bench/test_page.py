@@ -89,6 +89,39 @@ def test_charts_draw_every_measured_server(results: dict[str, Any], tmp_path: Pa
     assert text.count("all at once") > 5 and ">idle<" in text
 
 
+def strokes(text: str, title: str, chart: str, server: str) -> list[int]:
+    """Points of each unbroken line of a server in a chart."""
+    section = text[text.index(f'<section data-panel="{title}">') :]
+    group = re.search(rf'<g id="[^"]*, {chart}: 0/{server}">\s*<path d="([^"]*)"', section)
+    assert group is not None
+    return [1 + part.count("L") for part in group[1].split("M")[1:]]
+
+
+def test_lines_join_measured_neighbours_alone(results: dict[str, Any], tmp_path: Path) -> None:
+    mine = [p for p in results["points"] if p["server"] == "jetspec-16" and p["prompts"] == "all"]
+    rates = sorted((p for p in mine if p["level"].startswith("rate=")), key=lambda p: p["x"])
+    assert len(rates) >= 4
+    panel, chart = "Speed-up by requests per second", "speed-up end to end"
+    text = write_page([results], tmp_path / "page.html").read_text()
+    # Idle and all rates; "all at once" is no rate, and no line leads to it.
+    assert strokes(text, panel, chart, "jetspec-16")[0] == len(rates) + 1
+    results["points"].remove(rates[1])
+    text = write_page([results], tmp_path / "page.html").read_text()
+    assert strokes(text, panel, chart, "jetspec-16")[:2] == [2, len(rates) - 2]
+    assert strokes(text, panel, chart, "ngram")[0] == len(rates) + 1
+
+
+def test_a_card_does_not_contradict_itself(results: dict[str, Any], tmp_path: Path) -> None:
+    for entry in results["points"]:
+        if entry["server"] == "jetspec-16" and entry["prompts"] == "all":
+            entry["speed_up"]["p50_e2el_ms"] = 1.2
+            entry["speed_up"]["output_throughput"] = 0.96 if entry["level"] == "burst" else 1.0
+    text = write_page([results], tmp_path / "page.html").read_text()
+    card = next(c for c in text.split('class="card"') if '"name">jetspec-16<' in c)
+    assert "<dt>saturated</dt><dd>0.96× tokens/s</dd>" in card
+    assert re.search(r"<dt>slower from</dt><dd>past [\d.]+/s</dd>", card)
+
+
 def test_a_system_has_one_color_in_all_charts(results: dict[str, Any], tmp_path: Path) -> None:
     for server in results["servers"]:
         if server["name"] == "jetspec-16":

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.bench.fakes import RECORD, FakeMachine, make_sweep
 from vllm_specplug.bench.cells import MIX, Cell
-from vllm_specplug.bench.load import IDLE, Level
+from vllm_specplug.bench.load import BURST, IDLE, Level
 from vllm_specplug.bench.summary import (
     crossover,
     csv_text,
@@ -92,6 +92,25 @@ def test_crossover_lies_between_the_rates_around_it() -> None:
     found = crossover(curve((1.0, 1.5), (4.0, 0.5), (2.0, 1.5)), "s")
     # Half way between 2 and 4 requests/s, on a logarithmic axis.
     assert found["rate"] == pytest.approx(math.sqrt(8.0)) and found["text"] == "2.83/s"
+
+
+@pytest.mark.parametrize(
+    ("e2el", "throughput", "text"),
+    [
+        (1.1, 1.2, "none up to 2/s"),
+        (1.1, 0.96, "past 2/s"),
+        (0.9, 1.1, "past 2/s"),
+        (0.998, 0.998, "none up to 2/s"),
+        (None, None, "none up to 2/s"),
+    ],
+)
+def test_crossover_lies_past_the_rates_where_saturation_is_slower(
+    e2el: float | None, throughput: float | None, text: str
+) -> None:
+    burst = point(Cell("s", MIX, BURST), [row(1)], [row(1)])
+    burst["speed_up"] |= {"p50_e2el_ms": e2el, "output_throughput": throughput}
+    found = crossover([*curve((1.0, 1.5), (2.0, 1.01)), burst], "s")
+    assert (found["rate"], found["at_burst"], found["text"]) == (None, e2el, text)
 
 
 def test_crossover_in_words_where_there_is_none() -> None:
