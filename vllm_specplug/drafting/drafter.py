@@ -17,6 +17,7 @@ import numpy as np
 
 from vllm_specplug.drafting.committed_tokens import CommittedTokens as CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.target_head import TargetHead
 from vllm_specplug.options import TreeBuilderName
 from vllm_specplug.tree import DraftTree
 
@@ -85,6 +86,8 @@ class TargetWeights:
     make_linear: LinearFactory
     """Makes a matrix product from weight [out, in] and bias [out] or None, packed for the
     device."""
+    heads: list[TargetHead] = field(default_factory=list)
+    """Those that `make_lm_head` made of the target's own rows."""
 
     def make_lm_head(
         self, target_ids: torch.Tensor | None, own: torch.Tensor | None = None
@@ -96,13 +99,12 @@ class TargetWeights:
                 vocabulary.
             own: [V', H] of a head that ships its LM head; None takes the target's rows.
         """
-        weight = own
-        if weight is None:
-            weight = self.lm_head
-            if target_ids is not None:
-                weight = weight[target_ids.to(weight.device)]
-        weight = weight.to(device=self.device, dtype=self.dtype).contiguous()
-        return self.make_linear(weight, None)
+        if own is not None:
+            weight = own.to(device=self.device, dtype=self.dtype).contiguous()
+            return self.make_linear(weight, None)
+        head = TargetHead(self.lm_head, target_ids, self.device, self.dtype, self.make_linear)
+        self.heads.append(head)
+        return head
 
 
 # Of the names of draft layers among vLLM's.
@@ -433,6 +435,10 @@ class Drafter(ABC):
         Raises:
             ValueError: when the checkpoint is not for this target, or is incomplete.
         """
+
+    def follow_target(self, target: TargetWeights) -> None:  # noqa: B027 - optional
+        """Renews, in place, what `load` computed from weights of the target, which have changed.
+        The embedding and the LM heads that `load` was given have followed already."""
 
     @abstractmethod
     def cache_specs(self) -> list[DraftCacheSpec]:

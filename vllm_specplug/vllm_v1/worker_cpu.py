@@ -17,13 +17,14 @@ from vllm_specplug.seams import CPU_BACKENDS, CPU_RUNNER
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
-from vllm_specplug.vllm_worker.linear import takes_plain_rows, target_products
+from vllm_specplug.vllm_worker.linear import takes_plain_rows
 from vllm_specplug.vllm_worker.start_up import (
     OwnKernels,
     choose_kernel,
     require_seams,
     use_latent_seams,
 )
+from vllm_specplug.vllm_worker.weight_updates import PacksTarget
 
 logger = init_logger("vllm.specplug.worker")
 
@@ -53,7 +54,7 @@ def tree_runner_class(stock: type) -> type:
     return TreeCPUModelRunner
 
 
-class TreeCPUWorker(OwnKernels, CPUWorker):
+class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
     Seams: cpu_runner, cpu_backend, cpu_products, cpu_worker.
@@ -61,11 +62,6 @@ class TreeCPUWorker(OwnKernels, CPUWorker):
 
     model_runner: Any  # a TreeCPUModelRunner
     model_config: Any
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        spec: Any = self.vllm_config.speculative_config
-        with target_products(spec.target_products):
-            super().load_model(*args, **kwargs)
 
     def determine_available_memory(self) -> int:
         """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""

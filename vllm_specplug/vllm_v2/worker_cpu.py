@@ -22,13 +22,14 @@ from vllm_specplug.seams import (
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
 from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
-from vllm_specplug.vllm_worker.linear import takes_plain_rows, target_products
+from vllm_specplug.vllm_worker.linear import takes_plain_rows
 from vllm_specplug.vllm_worker.start_up import (
     OwnKernels,
     choose_kernel,
     require_seams,
     use_latent_seams,
 )
+from vllm_specplug.vllm_worker.weight_updates import PacksTarget
 
 
 class TreeCPUModelRunnerV2(TreeRunnerV2Mixin, CPUModelRunner):  # type: ignore[misc]  # overrides
@@ -48,7 +49,7 @@ def tree_runner_class(stock: type) -> type:
     return TreeCPUModelRunnerV2
 
 
-class TreeCPUWorkerV2(OwnKernels, CPUWorker):
+class TreeCPUWorkerV2(OwnKernels, PacksTarget, CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
     Seams: cpu_runner_v2, speculator, cpu_backend, v2_cpu_admission, v2_cpu_kernels, cpu_products,
@@ -61,11 +62,6 @@ class TreeCPUWorkerV2(OwnKernels, CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with nullcontext() if HAS_TRITON else V2_CPU_WORKER.applied():
             super().__init__(*args, **kwargs)
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        spec: Any = self.vllm_config.speculative_config
-        with target_products(spec.target_products):
-            super().load_model(*args, **kwargs)
 
     def determine_available_memory(self) -> int:
         """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""

@@ -12,7 +12,10 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 from vllm.model_executor.layers import utils
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 from vllm.platforms import current_platform
 
 from vllm_specplug.drafting.drafter import LinearFactory
@@ -55,7 +58,7 @@ def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory
     is_faster = dtype != torch.float32 and torch.cpu._is_vnni_supported()
     if weights == "auto" and not (is_built and is_faster):
         return packed_linear
-    logger.info("Draft weights: int8, by row (draft_weights=%r)", weights)
+    logger.info_once("Draft weights: int8, by row (draft_weights=%r)", weights)
     return int8_linear
 
 
@@ -125,7 +128,7 @@ def target_products(products: TargetProductsName) -> AbstractContextManager[None
                 'Use "auto"',
             )
         return nullcontext()
-    logger.info("Products of bfloat16 weights: packed (target_products=%r)", products)
+    logger.info_once("Products of bfloat16 weights: packed (target_products=%r)", products)
     return CPU_PRODUCTS.applied()
 
 
@@ -161,3 +164,12 @@ def packing_dispatch(stock: Callable[..., None]) -> Callable[..., None]:
             layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     return dispatch_cpu_unquantized_gemm
+
+
+def repack_tables(model: torch.nn.Module) -> None:
+    """Packs the embedding and the LM head from the weights that they hold. vLLM reloads a weight
+    that two layers share for the first of them alone, and leaves the other's packed copy stale."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)

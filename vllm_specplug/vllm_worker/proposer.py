@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from vllm_specplug.drafting.drafter import DRAFT_LAYERS, DrafterOptions, TargetWeights
+from vllm_specplug.drafting.target_head import TargetHead
 from vllm_specplug.registry import get_method, headless_methods
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
@@ -49,6 +51,9 @@ class TreeProposer:
             vocab_size=vllm_config.model_config.get_vocab_size(),
         )
         self.drafter: Drafter = get_method(str(spec.plugin_method)).load_drafter()(self.options)
+        # The target's embedding and LM head, where the drafter reads them.
+        self.tables: tuple[torch.nn.Module, torch.nn.Module] | None = None
+        self.heads: list[TargetHead] = []
         self.cache_layers: list[DraftKVLayer] = []
         self.state_layers = StateLayers()
 
@@ -70,28 +75,45 @@ class TreeProposer:
             if not model_config.enforce_eager:
                 check_compiled_routing(target_model, method)
         _check_forward(target_model, method)
-        embed_tokens = lm_head = torch.empty(0)
         if self.drafter.reads_target_weights:
-            embed_tokens, lm_head = (
-                full_vocab_weight(table, model_config)
-                for table in vocabulary_tables(target_model, model_config, method)
-            )
-        self.drafter.load(
-            TargetWeights(
-                embed_tokens=embed_tokens,
-                lm_head=lm_head,
-                dtype=model_config.dtype,
-                device=torch.device(self.vllm_config.device_config.device),
-                text_config=model_config.hf_text_config,
-                make_linear=draft_linear(
-                    self.vllm_config.speculative_config.draft_weights, model_config.dtype
-                ),
-            )
-        )
+            self.tables = vocabulary_tables(target_model, model_config, method)
+        target = self._target_weights()
+        self.drafter.load(target)
+        self.heads = target.heads
+        # Heads with an embedding of their own drop the target's.
+        self._embed_tokens = weakref.ref(target.embed_tokens)
         self.cache_layers = [
             DraftKVLayer(self.vllm_config, f"{DRAFT_LAYERS}.{i}.attn", spec)
             for i, spec in enumerate(self.drafter.cache_specs())
         ]
+
+    def _target_weights(self) -> TargetWeights:
+        config = self.vllm_config.model_config
+        embed_tokens = lm_head = torch.empty(0)
+        if self.tables is not None:
+            embed_tokens, lm_head = (full_vocab_weight(table, config) for table in self.tables)
+        return TargetWeights(
+            embed_tokens=embed_tokens.to(config.dtype),
+            lm_head=lm_head,
+            dtype=config.dtype,
+            device=torch.device(self.vllm_config.device_config.device),
+            text_config=config.hf_text_config,
+            make_linear=draft_linear(
+                self.vllm_config.speculative_config.draft_weights, config.dtype
+            ),
+        )
+
+    @torch.inference_mode()
+    def follow_target(self) -> None:
+        """Renews what the drafter has of the target's weights, which were replaced in place."""
+        if self.tables is None:
+            return
+        target, embed_tokens = self._target_weights(), self._embed_tokens()
+        if embed_tokens is not None:
+            embed_tokens.copy_(target.embed_tokens)
+        for head in self.heads:
+            head.follow_target(target.lm_head)
+        self.drafter.follow_target(target)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Only there because vLLM insists on it; the runner mixin drafts on its own."""

@@ -51,7 +51,8 @@ class BlockHeadDrafter(LateContextDrafter):
         embed = extras.embed_tokens if extras.embed_tokens is not None else target.embed_tokens
         # [V, H]
         self.embed_tokens = embed.to(device=target.device, dtype=target.dtype)
-        if extras.mask_from_embedding:
+        self.masks_are_embedded = extras.mask_from_embedding
+        if self.masks_are_embedded:
             head.mask_embedding.copy_(self.embed_tokens[self.config.mask_token_id])
         # [V'] target id of each draft id, where the draft vocabulary is reduced
         self.target_ids: torch.Tensor | None = None
@@ -70,6 +71,11 @@ class BlockHeadDrafter(LateContextDrafter):
         return load_block_head(
             self.options.head_path, target.text_config, causal=self.options.settings.causal
         )
+
+    @torch.inference_mode()
+    def follow_target(self, target: TargetWeights) -> None:
+        if self.masks_are_embedded:
+            self.head.mask_embedding.copy_(self.embed_tokens[self.config.mask_token_id])
 
     def cache_specs(self) -> list[DraftCacheSpec]:
         config = self.config

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.drafter import DraftRequests, TargetWeights
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import DraftTree
@@ -19,6 +19,11 @@ class LocalHeadDrafter(BlockHeadDrafter):
     """
 
     local_tree: LocalTreeBuilder | None = None
+
+    def follow_target(self, target: TargetWeights) -> None:
+        super().follow_target(target)
+        if self.local_tree is not None:
+            self.local_tree.follow_target(target.lm_head)
 
     @property
     def _local_builder(self) -> LocalTreeBuilder | None:

@@ -152,6 +152,17 @@ class LocalTreeBuilder:
         if device.type == "cuda":
             self._make_gates()
 
+    @torch.inference_mode()
+    def follow_target(self, lm_head: torch.Tensor) -> None:
+        """Renews, in place where graphs read them, the tables that are made of the target's
+        weights, [V, H] of its LM head and `embed_tokens`."""
+        if self.head.config.lm_head_mode == "target_lm_head":
+            self.output_table.copy_(self.head.output_table(lm_head[self.draft_ids]))
+        if self.weights is not None:
+            self.weights = self._compiled_weights()
+        if self.gates is not None:
+            self.gates.copy_(self._input_gates())
+
     @property
     def is_idle(self) -> bool:
         """Whether all weights are 0, so that nothing is corrected."""
@@ -330,8 +341,7 @@ class LocalTreeBuilder:
         size = len(self.draft_ids) * w_ih.shape[0] * w_ih.element_size()
         if size > self.options.gate_table_bytes:
             return
-        x = self.head.input_features(self.draft_ids, self.embed_tokens)
-        self.gates = F.linear(x.to(w_ih.dtype), w_ih)
+        self.gates = self._input_gates()
         self.gate_rows = torch.zeros(
             self.head.config.vocab_size, dtype=torch.int64, device=self.draft_ids.device
         )
@@ -343,6 +353,11 @@ class LocalTreeBuilder:
         for nodes in (1, 17):
             none = torch.zeros(nodes, dtype=torch.int64, device=self.gates.device)
             self._step(none, none, self.head.initial_state(1))
+
+    def _input_gates(self) -> torch.Tensor:
+        w_ih = self.head.prefix_gru.weight_ih_l0
+        x = self.head.input_features(self.draft_ids, self.embed_tokens)
+        return F.linear(x.to(w_ih.dtype), w_ih)
 
     def _step(
         self, tokens: torch.Tensor, parents: torch.Tensor, states: torch.Tensor

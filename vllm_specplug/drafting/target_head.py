@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's LM head, as draft heads that have none of their own use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class TargetHead:
+    """Scores over a draft vocabulary, [T, H] -> [T, V'], by rows of the target's LM head.
+
+    Args:
+        lm_head: [V, H] of the target.
+        target_ids: int64 [V'], the target token of each draft id; None for the whole vocabulary.
+        device: of the scores, and `dtype`.
+        make_linear: `TargetWeights.make_linear`.
+    """
+
+    def __init__(
+        self,
+        lm_head: torch.Tensor,
+        target_ids: torch.Tensor | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        make_linear: Callable[[torch.Tensor, None], Callable[[torch.Tensor], torch.Tensor]],
+    ) -> None:
+        self.target_ids, self.device, self.dtype = target_ids, device, dtype
+        self.make_linear = make_linear
+        rows = self._rows(lm_head)
+        self.product = make_linear(rows, None)
+        # A CPU's product has a packed copy, and the rows would be held for nothing.
+        self.weight = None if device.type == "cpu" else rows
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x)
+
+    def _rows(self, lm_head: torch.Tensor) -> torch.Tensor:
+        if self.target_ids is not None:
+            lm_head = lm_head[self.target_ids.to(lm_head.device)]
+        return lm_head.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def follow_target(self, lm_head: torch.Tensor) -> None:
+        """Takes over an LM head whose numbers have changed."""
+        rows = self._rows(lm_head)
+        if self.weight is None:
+            self.product = self.make_linear(rows, None)
+        else:
+            # In place: CUDA graphs read the weight where it was when they were captured.
+            self.weight.copy_(rows)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker does when a target's weights are exchanged while its engine lives."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from vllm_specplug.vllm_worker.linear import repack_tables, target_products
+
+
+class FollowsTarget:
+    """Put before a worker of vLLM: its drafter follows the target's new weights."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Entered while weights are loaded."""
+        return nullcontext()
+
+    def follow_target(self) -> None:
+        """Renews what was made of the target's weights. Call once they are loaded."""
+        self.model_runner.drafter.follow_target()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        with self.loading():
+            super().reload_weights(*args, **kwargs)  # type: ignore[misc]  # vLLM's worker
+            self.follow_target()
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        with self.loading():
+            super().update_weights(*args, **kwargs)  # type: ignore[misc]  # vLLM's worker
+
+    def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        with self.loading():
+            super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]  # vLLM's worker
+            self.follow_target()
+
+
+class PacksTarget(FollowsTarget):
+    """Put before a CPU worker: packs the target's weights, as often as they are loaded."""
+
+    def loading(self) -> AbstractContextManager[None]:
+        return target_products(self.vllm_config.speculative_config.target_products)
+
+    def follow_target(self) -> None:
+        repack_tables(self.model_runner.get_model())
+        super().follow_target()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with self.loading():
+            super().load_model(*args, **kwargs)  # type: ignore[misc]  # vLLM's worker
