@@ -30,6 +30,7 @@ from vllm_specplug.seams.listing_v2 import (
     V2_GPU_USES,
     V2_USES,
 )
+from vllm_specplug.seams.listing_weights import WEIGHT_USES
 from vllm_specplug.seams.reasons import (
     CONTAINED,
     HAS_REGISTRY,
@@ -278,6 +279,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
 
 # Checked when a worker starts that verifies trees.
 _WORKER_USES: tuple[Seam, ...] = (
+    *WEIGHT_USES,
     *uses(
         "runner",
         "the runner mixin and what it reads of vLLM's set-up",

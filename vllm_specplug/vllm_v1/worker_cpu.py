@@ -57,7 +57,7 @@ def tree_runner_class(stock: type) -> type:
 class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
-    Seams: cpu_runner, cpu_backend, cpu_products, cpu_worker.
+    Seams: cpu_runner, cpu_backend, cpu_products, cpu_worker, weight_updates.
     """
 
     model_runner: Any  # a TreeCPUModelRunner

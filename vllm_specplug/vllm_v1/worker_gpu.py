@@ -19,6 +19,7 @@ from vllm_specplug.vllm_worker.attention_backend import claim_attention_backend
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 from vllm_specplug.vllm_worker.rehearsal import profile_largest_step, warm_up_draft
 from vllm_specplug.vllm_worker.start_up import require_seams
+from vllm_specplug.vllm_worker.weight_updates import FollowsTarget
 
 
 class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):  # type: ignore[misc]  # overrides
@@ -44,8 +45,8 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):  # type: ignore[misc]
         self.state.wait_for_device()
 
 
-class TreeGPUWorker(Worker):
-    """vLLM's CUDA worker. Seams: gpu_worker, gpu_backend."""
+class TreeGPUWorker(FollowsTarget, Worker):
+    """vLLM's CUDA worker. Seams: gpu_worker, gpu_backend, weight_updates."""
 
     device: Any
     model_runner: Any  # a TreeGPUModelRunner

@@ -107,6 +107,7 @@ class TreeRunnerV2Mixin(_Runner):
             self._running_step,
             lambda *args: self._record_verification(*args),
         )
+        self.stop_tokens = StopTokens(self.max_num_reqs, device)
         # Marks of the clock: after the walk and after compaction.
         self.tree_marks: tuple[Any, Any] = (None, None)
         # Of the running step; None where it has no drafts, and for dummies.
@@ -154,7 +155,6 @@ class TreeRunnerV2Mixin(_Runner):
         self.tree_params = TreeParams(
             self.sampler, lambda: self.tree_step, self.num_speculative_steps
         )
-        self.stop_tokens = StopTokens(self.max_num_reqs, self.device)
         self.rejection_sampler = TreeSampler(
             self.sampler, self._running_trees, self._set_walk, self.stop_tokens
         )

@@ -53,7 +53,7 @@ class TreeCPUWorkerV2(OwnKernels, PacksTarget, CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
     Seams: cpu_runner_v2, speculator, cpu_backend, v2_cpu_admission, v2_cpu_kernels, cpu_products,
-    cpu_worker.
+    cpu_worker, weight_updates.
     """
 
     model_runner: Any  # a TreeCPUModelRunnerV2

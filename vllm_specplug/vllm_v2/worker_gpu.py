@@ -23,6 +23,7 @@ from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 from vllm_specplug.vllm_worker.drafter_memory import drafter_memory, most_tree_rows
 from vllm_specplug.vllm_worker.rehearsal import profile_largest_step, warm_up_draft
 from vllm_specplug.vllm_worker.start_up import require_seams
+from vllm_specplug.vllm_worker.weight_updates import FollowsTarget
 
 
 class DeviceRunnerMixin(TreeRunnerV2Mixin):
@@ -96,8 +97,9 @@ class TreeGPUModelRunnerV2(DeviceRunnerMixin, GPUModelRunner):  # type: ignore[m
     """vLLM's V2 CUDA runner, verifying trees."""
 
 
-class TreeGPUWorkerV2(Worker):
-    """vLLM's CUDA worker. Seams: gpu_worker, gpu_backend, device_speculator."""
+class TreeGPUWorkerV2(FollowsTarget, Worker):
+    """vLLM's CUDA worker. Seams: gpu_worker, gpu_backend, device_speculator,
+    weight_updates."""
 
     device: Any
     model_runner: Any  # a TreeGPUModelRunnerV2

@@ -22,6 +22,7 @@ from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_worker.linear import draft_linear
 from vllm_specplug.vllm_worker.state_layers import StateLayers, prepare_state_layers
+from vllm_specplug.vllm_worker.weight_updates import kept_asleep
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
@@ -77,8 +78,9 @@ class TreeProposer:
         _check_forward(target_model, method)
         if self.drafter.reads_target_weights:
             self.tables = vocabulary_tables(target_model, model_config, method)
-        target = self._target_weights()
-        self.drafter.load(target)
+        with kept_asleep(model_config):
+            target = self._target_weights()
+            self.drafter.load(target)
         self.heads = target.heads
         # Heads with an embedding of their own drop the target's.
         self._embed_tokens = weakref.ref(target.embed_tokens)

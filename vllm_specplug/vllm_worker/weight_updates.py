@@ -6,7 +6,21 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from vllm.device_allocator import get_mem_allocator_instance
+from vllm.platforms import current_platform
+
 from vllm_specplug.vllm_worker.linear import repack_tables, target_products
+
+
+def kept_asleep(model_config: Any) -> AbstractContextManager[None]:
+    """While entered, device memory comes from the pool that vLLM restores after sleep of any level.
+    At level 2 it drops the weights' pool, and a reload brings back the target alone.
+
+    Seam: draft_memory.
+    """
+    if not (current_platform.is_cuda_alike() and model_config.enable_cumem_allocator):
+        return nullcontext()
+    return get_mem_allocator_instance().use_memory_pool(tag="runtime")
 
 
 class FollowsTarget:
