@@ -43,6 +43,10 @@ def target_of(kind: str, seed: int) -> Path:
     path = folder() / f"{kind}-{seed}"
     if kind == "tied":
         return tiny.make_other_target(path, "Llama", VOCAB, seed=seed, **TIED)
+    if kind == "hooked":
+        return tiny.make_other_target(
+            path, "GPT2", VOCAB, seed=seed, n_embd=64, n_head=2, n_layer=2, n_positions=512
+        )
     if kind == "mimo":
         return make_mimo_target(path, VOCAB, seed=seed)
     return tiny.make_target(path, VOCAB, seed=seed)
@@ -92,24 +96,30 @@ def packed_layers(made: Pair) -> list[str]:
     return [name for name, m in modules if hasattr(m, "cpu_linear") and is_packed(m)]
 
 
-def check_packed_weights_are_those_of_the_new_checkpoint() -> None:
+def packed_weights_follow(kind: str, **engine: Any) -> None:
+    """`engine` has more arguments of the engine with trees."""
     if not packs_target("packed"):
         pytest.skip("this CPU has no AVX2")
-    for kind, (way, engine) in WAYS.items():
-        plain = engine_of(None, target_of(kind, 1), dtype="bfloat16")
-        tree = engine_of("oracle", target_of(kind, 0), dtype="bfloat16", **engine,
-                         speculative={"target_products": "packed"})  # fmt: skip
-        made = Pair(plain, tree)
-        made.watch()
-        packed = packed_layers(made)
-        assert len(packed) == 9
-        # Twice: what was put back in place of a packed weight is replaced again.
-        for seed in (0, 1):
-            way(tree, target_of(kind, seed))
-            assert packed_layers(made) == packed
-        OracleDrafter.sequences = sequences_of(generate(plain, PROMPTS, PARAMS))
-        counts = made.compare_up_to_ties(PROMPTS, 30, BFLOAT16_MARGIN)
-        assert counts.accepted > 40, counts
+    way, own = WAYS[kind]
+    plain = engine_of(None, target_of(kind, 1), dtype="bfloat16")
+    tree = engine_of("oracle", target_of(kind, 0), dtype="bfloat16", **own, **engine,
+                     speculative={"target_products": "packed"})  # fmt: skip
+    made = Pair(plain, tree)
+    made.watch()
+    packed = packed_layers(made)
+    assert len(packed) == 9
+    # Twice: what was put back in place of a packed weight is replaced again.
+    for seed in (0, 1):
+        way(tree, target_of(kind, seed))
+        assert packed_layers(made) == packed
+    OracleDrafter.sequences = sequences_of(generate(plain, PROMPTS, PARAMS))
+    counts = made.compare_up_to_ties(PROMPTS, 30, BFLOAT16_MARGIN)
+    assert counts.accepted > 40, counts
+
+
+def check_packed_weights_are_those_of_the_new_checkpoint() -> None:
+    for kind in WAYS:
+        packed_weights_follow(kind)
 
 
 def check_tied_lm_heads_are_new_where_products_are_vllms() -> None:
@@ -194,10 +204,8 @@ def drafts_of(llm: Any) -> Drafts:
     return seen
 
 
-def drafters_follow(method: str) -> None:
+def drafters_follow(method: str, kind: str = "untied", **engine: Any) -> None:
     """What is drafted after a reload is what an engine drafts that began with those weights."""
-    kind = "mimo" if method == "mtp_tree" else "untied"
-    engine = {"trust_remote_code": True} if kind == "mimo" else {}
     speculative = {**head_of(method), "ngram_topk": 0}
     ours, fresh = (
         engine_of(method, target_of(kind, seed), speculative=speculative, **engine)
@@ -211,6 +219,11 @@ def drafters_follow(method: str) -> None:
 
 def check_jetspec_follows() -> None:
     drafters_follow("jetspec")
+
+
+def check_states_of_layers_are_read_from_the_new_weights() -> None:
+    """Of a class that hands them over through buffers, which vLLM takes out while it reloads."""
+    drafters_follow("jetspec", "hooked")
 
 
 def check_dels_follows() -> None:
@@ -230,4 +243,4 @@ def check_tokenswift_follows() -> None:
 
 
 def check_mtp_follows() -> None:
-    drafters_follow("mtp_tree")
+    drafters_follow("mtp_tree", "mimo", trust_remote_code=True)

@@ -85,6 +85,38 @@ def test_every_node_scores_what_the_formula_says(name: str, anchor_input: bool) 
         assert tree.scores[node] == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_tables_follow_the_target(name: str) -> None:
+    case, fresh = Case(name), Case(name)
+    builder = case.builder
+    # As on a GPU, where graphs read both tables.
+    has_gates = builder.head.config.kind == "gru"
+    builder.gates = builder._input_gates() if has_gates else None
+    tables = builder.output_table, builder.gates
+    for made in (case, fresh):
+        made.embed.copy_(torch.arange(V * H).reshape(V, H).sin())
+    lm_head = torch.arange(V * H).reshape(V, H).cos()
+    builder.follow_target(lm_head)
+    assert builder.output_table is tables[0] and builder.gates is tables[1]
+    # The host has no kernel that reads gates.
+    gates, builder.gates = builder.gates, None
+    expected = LocalTreeBuilder(
+        fresh.head, None, torch.arange(V), fresh.prior, fresh.options,
+        embed_tokens=fresh.embed, lm_head=lm_head, dtype=torch.float32,
+    )  # fmt: skip
+    ids, log_probs = case.candidates()
+    for compiled in (True, False):
+        ours, theirs = (
+            made.build(ids, log_probs, [5], [30], [DEPTH], [6], compiled=compiled)[0]
+            for made in (builder, expected)
+        )
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-5)
+    torch.testing.assert_close(builder.output_table, expected.output_table)
+    if has_gates:
+        torch.testing.assert_close(gates, expected._input_gates())
+
+
 def test_the_chain_is_the_papers() -> None:
     case = Case(anchor_input=False, alpha=(0.0, *ALPHA[1:]), beta=(0.0, *BETA[1:]))
     ids, log_probs = case.candidates()
