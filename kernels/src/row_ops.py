@@ -117,3 +117,15 @@ def gated_silu(x: torch.Tensor) -> torch.Tensor:
         return out
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, N] divided by its rows' largest magnitude / 448, in e4m3, and these scales [T, 1]."""
+    if _has_kernel(x):
+        from .row_ops_triton import round_rows_triton
+
+        return round_rows_triton(x)
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scales = x.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-20) / largest
+    rounded = (x.float() / scales).clamp(-largest, largest)
+    return rounded.to(torch.float8_e4m3fn), scales

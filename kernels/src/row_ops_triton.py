@@ -123,6 +123,46 @@ def _gated_silu_kernel(
     tl.store(output + row * size + i, gated.to(output.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _round_rows_kernel(
+    # [T, N]
+    x,
+    # [T, N] e4m3, written
+    output,
+    # [T] float32, written
+    scales,
+    x_row,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < SIZE
+    value = tl.load(x + row * x_row + i, mask=inside, other=0.0).to(tl.float32)
+    # Of a row of zeros any scale is right.
+    scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-20) / LARGEST
+    # Division may round past the largest number, and past that e4m3 has none.
+    rounded = tl.clamp(value / scale, -LARGEST, LARGEST)
+    tl.store(output + row * SIZE + i, rounded.to(output.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+def round_rows_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, N] divided by its rows' scales, in e4m3, and the scales float32 [T, 1]. Graph safe."""
+    rows, size = x.shape
+    x = _side_by_side(x)
+    output = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    if rows:
+        block = triton.next_power_of_2(size)
+        _round_rows_kernel[(rows,)](
+            x, output, scales, x.stride(0), SIZE=size, BLOCK=block,
+            LARGEST=torch.finfo(output.dtype).max, num_warps=min(32, max(1, block // 512)),
+        )  # fmt: skip
+    return output, scales
+
+
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, size: int) -> torch.Tensor:
     """`row_ops.rms_norm`, graph safe."""
     return _norm_rows(x, None, weight, eps, size)[1]

@@ -445,6 +445,7 @@ def row_kernels(arch: int) -> list[Compiled]:
         **dict.fromkeys(("x", "delta", "weight", "cos", "sin", "total", "output"), "*bf16"),
         **dict.fromkeys((*strides, "num_heads", "num_positions"), "i32"),
         "positions": "*i64",
+        "scales": "*fp32",
         "eps": "fp32",
     }
     cases: list[tuple[str, Any, dict[str, Any], int]] = [
@@ -463,10 +464,14 @@ def row_kernels(arch: int) -> list[Compiled]:
         ),
         ("gated_silu", kernels._gated_silu_kernel, {"BLOCK": kernels._COLUMNS}, 4),
     ]
+    if arch >= 90:
+        rounded = {"SIZE": 20480, "BLOCK": 32768, "LARGEST": 448.0}
+        cases.append(("round_rows", kernels._round_rows_kernel, rounded, 32))
     return [
         compile_kernel(
             name, kernel, arch,
-            {n: types[n] for n in kernel.arg_names if n not in constants}, constants,
+            {n: types[n] for n in kernel.arg_names if n not in constants}
+            | ({"output": "*fp8e4nv"} if name == "round_rows" else {}), constants,
             aligned=tuple(
                 n for n in kernel.arg_names
                 if n in strides or n != "positions" and types.get(n, "")[:1] == "*"

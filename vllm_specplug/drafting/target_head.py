@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from vllm_specplug.kernels.fp8_linear import Fp8Linear
+
 
 class TargetHead:
     """Scores over a draft vocabulary, [T, H] -> [T, V'], by rows of the target's LM head.
@@ -30,8 +32,9 @@ class TargetHead:
         self.make_linear = make_linear
         rows = self._rows(lm_head)
         self.product = make_linear(rows, None)
-        # A CPU's product has a packed copy, and the rows would be held for nothing.
-        self.weight = None if device.type == "cpu" else rows
+        # Other products have a copy of their own, and the rows would be held for nothing.
+        is_packed = device.type == "cpu" or isinstance(self.product, Fp8Linear)
+        self.weight = None if is_packed else rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x)
@@ -44,7 +47,9 @@ class TargetHead:
     def follow_target(self, lm_head: torch.Tensor) -> None:
         """Takes over an LM head whose numbers have changed."""
         rows = self._rows(lm_head)
-        if self.weight is None:
+        if isinstance(self.product, Fp8Linear):
+            self.product.refill(rows)
+        elif self.weight is None:
             self.product = self.make_linear(rows, None)
         else:
             # In place: CUDA graphs read the weight where it was when they were captured.

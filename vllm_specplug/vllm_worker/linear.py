@@ -19,6 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.platforms import current_platform
 
 from vllm_specplug.drafting.drafter import LinearFactory
+from vllm_specplug.kernels.fp8_linear import FP8_CAPABILITY, Fp8Linear
 from vllm_specplug.kernels.packed_linear import (
     PackedInt8Linear,
     can_pack,
@@ -42,8 +43,20 @@ def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory
     """How the matrix products of a draft head are made, by option `draft_weights`.
 
     Raises:
-        ValueError: where "int8" is asked for and vLLM has no such products here.
+        ValueError: where "int8" or "fp8" is asked for and there are no such products here.
     """
+    if weights == "fp8":
+        capability = current_platform.get_device_capability()
+        if dtype != torch.bfloat16 or capability is None or capability < FP8_CAPABILITY:
+            raise option_error(
+                "draft_weights",
+                weights,
+                "e4m3 products need a target in bfloat16 and a GPU of compute capability 9.0, and "
+                f"here are {dtype} and {capability}",
+                'Use "auto"',
+            )
+        logger.info("Draft weights: e4m3, by row (draft_weights=%r)", weights)
+        return fp8_linear
     if weights == "full" or not current_platform.is_cpu():
         return packed_linear
     is_built = hasattr(torch.ops._C, "create_onednn_scaled_mm_handler")
@@ -95,6 +108,13 @@ def int8_linear(
         return out.unflatten(0, x.shape[:-1]) if x.dim() != 2 else out
 
     return multiply
+
+
+def fp8_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x [T, in] -> [T, out] for weight [out, in], in e4m3 where its sizes allow."""
+    return Fp8Linear(weight, bias) if Fp8Linear.takes(weight) else packed_linear(weight, bias)
 
 
 def packed_linear(

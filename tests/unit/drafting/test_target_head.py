@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vllm_specplug.drafting.target_head import TargetHead
+from vllm_specplug.kernels.fp8_linear import Fp8Linear
 from vllm_specplug.methods.block.fused_head import plain_linear
 
 
@@ -35,3 +36,14 @@ def test_scores_are_those_of_the_new_lm_head(
         # What a graph captured still computes with the weight where it was.
         assert head.weight is weight
         torch.testing.assert_close(product(x), x @ new[rows].T)
+
+
+def test_rounded_heads_follow_in_place() -> None:
+    old, new, x = (torch.randn(32, 16).bfloat16() for _ in range(3))
+    head = OnDevice(old, None, torch.device("cuda"), torch.bfloat16, Fp8Linear)
+    # The rows it was made of need not be kept.
+    assert head.weight is None
+    product = head.product
+    head.follow_target(new)
+    assert head.product is product
+    assert torch.equal(head(x), Fp8Linear(new, None)(x))

@@ -11,8 +11,10 @@ import pytest
 import torch
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms.interface import DeviceCapability
 
 from tests.packed_weights import is_packed
+from vllm_specplug.kernels.fp8_linear import Fp8Linear
 from vllm_specplug.kernels.packed_linear import packs_target
 from vllm_specplug.options import check_draft_weights, check_target_products
 from vllm_specplug.vllm_worker import linear
@@ -107,11 +109,34 @@ def test_int8_is_refused_where_its_products_overflow(monkeypatch: pytest.MonkeyP
         draft_linear("int8", torch.bfloat16)
 
 
-def test_a_gpu_refuses_int8_by_name() -> None:
-    with pytest.raises(ValueError, match=r"draft_weights='int8'.*are for CPUs"):
-        check_draft_weights("int8", "cuda")
-    for name in ("auto", "full"):
-        check_draft_weights(name, "cuda")
+@pytest.mark.parametrize(("name", "other"), [("int8", "cuda"), ("fp8", "cpu")])
+def test_weights_of_another_device_are_refused_by_name(name: str, other: str) -> None:
+    with pytest.raises(ValueError, match=rf"draft_weights='{name}'.*this is a {other} device"):
+        check_draft_weights(name, other)
+    for legal in {"auto", "full", "int8", "fp8"} - {name}:
+        check_draft_weights(legal, other)
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
+    platform = SimpleNamespace(
+        is_cpu=lambda: False, get_device_capability=lambda: DeviceCapability(major, minor)
+    )
+    monkeypatch.setattr(linear, "current_platform", platform)
+
+
+def test_fp8_takes_a_gpu_that_multiplies_it_and_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch, 9, 0)
+    product = draft_linear("fp8", torch.bfloat16)(torch.zeros(32, 16).bfloat16(), None)
+    assert isinstance(product, Fp8Linear)
+    # A matrix of another size stays as it is.
+    odd = draft_linear("fp8", torch.bfloat16)(torch.ones(3, 16).bfloat16(), None)
+    assert odd(torch.ones(2, 16).bfloat16()).tolist() == [[16.0] * 3] * 2
+    assert draft_linear("auto", torch.bfloat16) is packed_linear
+    with pytest.raises(ValueError, match=r"draft_weights='fp8'.*bfloat16.*\"auto\""):
+        draft_linear("fp8", torch.float16)
+    on_gpu(monkeypatch, 8, 0)
+    with pytest.raises(ValueError, match=r"draft_weights='fp8'.*capability 9.0"):
+        draft_linear("fp8", torch.bfloat16)
 
 
 needs_avx2 = pytest.mark.skipif(not packs_target("packed"), reason="this CPU has no AVX2")

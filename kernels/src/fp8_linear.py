@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products in e4m3 on a GPU: half the bytes of bfloat16, and twice its rate."""
+
+from __future__ import annotations
+
+import torch
+
+from .row_ops import round_rows
+
+FP8_CAPABILITY = (9, 0)
+"""The least that multiplies e4m3 with a scale for each row."""
+# Sizes of the product's matrices are multiples of this.
+_STEP = 16
+
+
+class Fp8Linear:
+    """x [..., in] bfloat16 -> [..., out] for weight [out, in].
+
+    A row of the weight is divided by its largest magnitude / 448 and rounded to e4m3, and so is
+    each row of x when it comes.
+
+    Raises:
+        ValueError: where `takes` refuses the weight.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        if not self.takes(weight):
+            raise ValueError(f"no e4m3 products with a weight {tuple(weight.shape)}")
+        self.weight, self.scales = round_rows(weight)
+        self.bias = bias
+
+    def refill(self, weight: torch.Tensor) -> None:
+        """Takes another weight of this shape, in place: CUDA graphs keep reading there."""
+        rounded, scales = round_rows(weight)
+        self.weight.copy_(rounded)
+        self.scales.copy_(scales)
+
+    @staticmethod
+    def takes(weight: torch.Tensor) -> bool:
+        """Whether there is a product with this weight."""
+        sizes_fit = all(size % _STEP == 0 for size in weight.shape)
+        return sizes_fit and weight.dtype == torch.bfloat16
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows, scales = round_rows(x.reshape(-1, x.shape[-1]))
+        out = torch._scaled_mm(
+            rows, self.weight.t(), scale_a=scales, scale_b=self.scales.t(), bias=self.bias,
+            out_dtype=x.dtype, use_fast_accum=True,
+        )  # fmt: skip
+        return out.unflatten(0, x.shape[:-1])
