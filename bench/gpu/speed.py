@@ -85,6 +85,8 @@ ARMS = {
         Arm("63 nodes", 63, (1, 4, 8), kv_gib=2.5),
         Arm("127 nodes", 127, (1, 4), kv_gib=1.5),
         Arm("auto", 63, is_adaptive=True, kv_gib=7.5),
+        Arm("15 nodes, fp8 drafts", 15, kv_gib=7.5, options={"draft_weights": "fp8"}),
+        Arm("auto, fp8 drafts", 63, is_adaptive=True, options={"draft_weights": "fp8"}),
         Arm("vLLM chain of 15", 15, is_stock=True, kv_gib=7.5),
         Arm("vLLM chain of 7", 7, is_stock=True, kv_gib=7.5),
         Arm("plain, 64", batches=(64,), kv_gib=10.5),
@@ -93,7 +95,7 @@ ARMS = {
     )
 }  # fmt: skip
 # An adaptive engine starts while no other one does: it times its steps at start.
-PHASES = ["plain;vLLM chain of 15;15 nodes", "plain;15 nodes;auto", "plain;63 nodes;7 nodes"]
+PHASES = ["plain;vLLM chain of 15;15 nodes", "plain;auto", "plain;auto, fp8 drafts"]
 
 
 class Running:
