@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-Trees = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Trees = tuple[torch.Tensor, ...]
 """Token ids int64, parents int32, depths int32 and scores float32 [B, N], and counts int32 [B]."""
 
 

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random trees of a step, of which some break rules."""
+"""Random trees and states of a step, and what compares kernels with tensor code."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.kernels.paged import random_parents
 from tests.unit.vllm_v2.steps import input_batch
+from vllm_specplug.vllm_v2 import device_trees
 from vllm_specplug.vllm_v2.device_trees import (
     StepTrees,
     TreeStore,
@@ -18,7 +22,22 @@ from vllm_specplug.vllm_v2.device_trees import (
 )
 from vllm_specplug.vllm_v2.step_input import step_rows
 
-CPU = torch.device("cpu")
+CPU, SLOTS = torch.device("cpu"), 7
+
+UseKernels = Callable[[bool], None]
+
+
+def switch(monkeypatch: pytest.MonkeyPatch) -> UseKernels:
+    """Says whether kernels serve from here on."""
+    return lambda on: monkeypatch.setattr(device_trees, "has_kernels", lambda device: on)
+
+
+def same(one: Any, other: Any) -> None:
+    """Tensors of equal values, shapes and types."""
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert a.dtype == b.dtype and a.is_contiguous() == b.is_contiguous()
+        assert torch.equal(a, b), (a, b)
 
 
 @dataclass
@@ -87,3 +106,22 @@ class Drafted:
         tokens = [torch.cat([torch.zeros(1).long(), t[:n]])
                   for t, n in zip(ids, self.scheduled, strict=True)]  # fmt: skip
         return attach_trees(store, step_rows(batch, ids.shape[1])), torch.cat(tokens).int(), batch
+
+
+def numbers(
+    rng: np.random.Generator, *shape: int, dtype: torch.dtype = torch.int32
+) -> torch.Tensor:
+    return torch.from_numpy(rng.integers(0, 2**31 - 1, shape)).to(dtype)
+
+
+def request_states(rng: np.random.Generator, longest: int) -> Any:
+    """vLLM's states of all slots; the tokens are a part of a wider table."""
+    totals = rng.integers(1, longest + 1, SLOTS)
+    tokens = numbers(rng, SLOTS, longest + 5)[:, 2 : longest + 2]
+    gpu = lambda tensor: SimpleNamespace(gpu=tensor)  # noqa: E731
+    return SimpleNamespace(
+        total_len=gpu(torch.from_numpy(totals).int()),
+        num_computed_tokens=gpu(numbers(rng, SLOTS)),
+        all_token_ids=gpu(tokens),
+        last_sampled_tokens=numbers(rng, SLOTS, 1, dtype=torch.int64),
+    )

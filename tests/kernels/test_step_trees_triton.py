@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
@@ -11,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.step_trees import Drafted
+from tests.kernels.step_trees import Drafted, UseKernels, same, switch
 
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-from vllm_specplug.vllm_v2 import device_trees
 from vllm_specplug.vllm_v2.device_trees import (
     NO_NODE,
     attach_trees,
@@ -33,22 +31,6 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 CPU = torch.device("cpu")
 SIZES = (1, 15, 63, 256)
-
-
-UseKernels = Callable[[bool], None]
-
-
-def switch(monkeypatch: pytest.MonkeyPatch) -> UseKernels:
-    """Says whether kernels serve from here on."""
-    return lambda on: monkeypatch.setattr(device_trees, "has_kernels", lambda device: on)
-
-
-def same(one: Any, other: Any) -> None:
-    """Tensors of equal values, shapes and types."""
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
-        assert a.dtype == b.dtype and a.is_contiguous() == b.is_contiguous()
-        assert torch.equal(a, b), (a, b)
 
 
 def compare_walks(use: UseKernels, nodes: int, seed: int) -> int:

@@ -37,6 +37,9 @@ from tests.kernels import (
     test_row_ops_triton as row_ops,
 )
 from tests.kernels import (
+    test_step_tables_triton as step_tables,
+)
+from tests.kernels import (
     test_step_trees_triton as step_trees,
 )
 from tests.kernels import (
@@ -266,6 +269,14 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
     "trees of a step": (
         lambda patch: step_trees.compare_steps(step_trees.switch(patch), 9, 6),
         {"_attach_kernel", "_positions_kernel", "_plan_kernel"},
+    ),
+    "a step for the host": (
+        lambda patch: step_tables.compare_step_tables(step_trees.switch(patch), 16, 7),
+        {"_step_table_kernel"},
+    ),
+    "trees for the host": (
+        lambda patch: step_tables.compare_trees_tables(step_trees.switch(patch), 16, 23),
+        {"_trees_table_kernel"},
     ),
     "compaction": (
         lambda patch: step.test_compaction_moves_every_layer_as_ordered_moves_would(BF16),

@@ -14,8 +14,8 @@ import torch
 
 from tests.e2e.tiny import HIDDEN, make_eagle3_head, make_head
 from tests.kernels.paged import random_parents
-from tests.kernels.step_trees import Drafted
-from vllm_specplug.drafting.device_requests import DeviceRequests
+from tests.kernels.step_trees import Drafted, request_states
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.methods.block import drafter as block_head
@@ -44,9 +44,9 @@ from vllm_specplug.kernels.finite_values_triton import (
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v1.runner_state import RunnerState
-from vllm_specplug.vllm_v2 import device_trees
+from vllm_specplug.vllm_v2 import device_trees, host_step
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams
-from vllm_specplug.vllm_v2.device_trees import committed_rows, set_positions, walk_trees
+from vllm_specplug.vllm_v2.device_trees import Walk, committed_rows, set_positions, walk_trees
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_worker import rehearsal
@@ -72,6 +72,7 @@ TREE_KERNELS = {
     "_put_kernel", "_attach_kernel", "_positions_kernel", "_plan_kernel", "_walk_kernel",
     "_commit_kernel",
 }  # fmt: skip
+TABLE_KERNELS = {"_step_table_kernel", "_trees_table_kernel"}
 LOOKUP_KERNELS = {"_scan_kernel", "_branches_kernel", "_merge_kernel"}
 STEP_KERNELS = {
     *ATTENTION, "_contain_nonfinite_kernel", "_compact_paths_kernel", "_build_best_first_kernel"
@@ -358,6 +359,31 @@ def test_trees_of_v2_launch_what_was_warmed_up(
         rows = batch.num_tokens % 900
         for given in (trees, None):
             graph.fill(given, starts, starts[1:], torch.zeros((1, 1)).int(), rows, None)
+        launched = launches.taken()
+        assert launched == warmed, _difference(launched - warmed, warmed)
+
+
+@pytest.mark.parametrize("nodes", [1, 40])
+def test_tables_launch_what_was_warmed_up(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    monkeypatch.setattr(device_trees, "has_kernels", lambda device: True)
+    states = request_states(np.random.default_rng(0), CONTEXT)
+    host_step.warm_up(states, nodes)
+    warmed = launches.taken()
+    assert {name for name, *_ in warmed} == TABLE_KERNELS
+    for count in range(1, REQUESTS):
+        # Lines of one buffer start anywhere.
+        slots = torch.zeros(count + 3, dtype=torch.int64)[count % 4 :][:count]
+        ints = torch.zeros((3, count), dtype=torch.int32)
+        batch = SimpleNamespace(idx_mapping=slots, seq_lens=ints[1])
+        paths = torch.zeros((count, nodes + 1), dtype=torch.int64)
+        trees = DeviceTrees.none(count, nodes, CPU)
+        found = torch.zeros((count, 3)).int(), torch.zeros((count, 3, 16)).int()
+        for walk in (None, Walk(paths, paths, ints[2])):
+            host_step.step_table(states, batch, walk, ints[0], nodes + 1)
+        for others in ((None, None), (None, found), (trees, found)):
+            host_step.trees_table(trees, ints[2], *others)
         launched = launches.taken()
         assert launched == warmed, _difference(launched - warmed, warmed)
 

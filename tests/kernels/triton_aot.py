@@ -150,6 +150,11 @@ def small_kernels(arch: int) -> list[Compiled]:
     from vllm_specplug.kernels.kv_compact_triton import _compact_paths_kernel
     from vllm_specplug.kernels.lse_merge_triton import _merge_parts_kernel
     from vllm_specplug.kernels.ngram_lookup_triton import PIECE, _branches_kernel, _scan_kernel
+    from vllm_specplug.kernels.step_tables_triton import (
+        _COLUMNS,
+        _step_table_kernel,
+        _trees_table_kernel,
+    )
     from vllm_specplug.kernels.step_trees_triton import (
         _COMMITTED,
         MOST_ENDS,
@@ -284,6 +289,24 @@ def small_kernels(arch: int) -> list[Compiled]:
                         "parents"), "above": "*i64",
              **ints("num_places", "num_trees", "num_rows")},
             {"BLOCK": 512},
+        ),
+        compile_kernel(
+            "step_table", _step_table_kernel, arch,
+            {**pointers("i64", "slots", "path_rows"),
+             **pointers("i32", "seq_lens", "totals", "computed", "sampled", "token_ids", "lengths",
+                        "table"),
+             **ints("token_stride", "width", "num_paths")},
+            {"BLOCK": _COLUMNS},
+        ),
+        compile_kernel(
+            "trees_table", _trees_table_kernel, arch,
+            {**pointers("i64", "token_ids", "alone_ids"),
+             **pointers("i32", "room", "parents", "depths", "counts", "alone_parents",
+                        "alone_depths", "alone_counts", "sizes", "branches", "table"),
+             **pointers("fp32", "scores", "alone_scores"),
+             **ints("num_nodes", "token_stride", "parent_stride", "depth_stride", "score_stride",
+                    "num_alone", "num_branches", "num_tokens")},
+            {"BLOCK": _COLUMNS},
         ),
         compile_kernel(
             "gru_step", _gru_step_kernel, arch,

@@ -145,10 +145,25 @@ class DeviceTrees:
     # [R] int32
     counts: torch.Tensor
 
+    @classmethod
+    def none(cls, count: int, num_nodes: int, device: torch.device) -> DeviceTrees:
+        """Empty trees of `count` requests."""
+        import torch
+
+        token_ids = torch.zeros((count, num_nodes), dtype=torch.int64, device=device)
+        numbers = torch.zeros((count, num_nodes), dtype=torch.int32, device=device)
+        scores = torch.zeros((count, num_nodes), dtype=torch.float32, device=device)
+        return cls(token_ids, numbers, numbers, scores, numbers.new_zeros(count))
+
+    @property
+    def fields(self) -> tuple[torch.Tensor, ...]:
+        """As kernels take them."""
+        return self.token_ids, self.parents, self.depths, self.scores, self.counts
+
     def spread(self, rows: torch.Tensor, count: int) -> DeviceTrees:
         """The same as trees of `count` requests, which are those at `rows`; others have none."""
         fields = []
-        for field_ in vars(self).values():
+        for field_ in self.fields:
             whole = field_.new_zeros((count, *field_.shape[1:]))
             fields.append(whole.index_copy_(0, rows, field_))
         return DeviceTrees(*fields)

@@ -81,9 +81,7 @@ class DeviceNgrams:
         branches alone."""
         from vllm_specplug.kernels.tree_merge_triton import merge_branches
 
-        head = None
-        if trees is not None:
-            head = (trees.token_ids, trees.parents, trees.depths, trees.scores, trees.counts)
+        head = None if trees is None else trees.fields
         merged = merge_branches(
             head, *found, self.table(), requests.budgets, requests.num_nodes, alone=alone
         )

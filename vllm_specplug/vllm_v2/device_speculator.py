@@ -34,6 +34,7 @@ from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
+from vllm_specplug.vllm_v2 import host_step
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams, Found, keep_history_on_device
 from vllm_specplug.vllm_v2.device_trees import Committed
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
@@ -88,7 +89,8 @@ class DeviceSpeculator(TreeSpeculator):
         return bool(options.ngram_topk) and takes_branches and is_late and is_exact
 
     def warm_up(self) -> None:
-        """Compiles what lookups launch. Call once the drafter is loaded."""
+        """Compiles what tables and lookups launch. Call once the drafter is loaded."""
+        host_step.warm_up(self.req_states, self.store.num_nodes)
         if (ngrams := self.ngrams) is not None:
             ngrams.warm_up(self.req_states.all_token_ids.gpu, self.store.num_nodes)
 
@@ -297,7 +299,7 @@ class DeviceSpeculator(TreeSpeculator):
                 trees, *others = ngrams.merged(trees, found, requests, alone=late is not None)
                 alone = others[0] if others else None
         if trees is None:
-            trees = _no_trees(len(requests), self.store.num_nodes, self.device)
+            trees = DeviceTrees.none(len(requests), self.store.num_nodes, self.device)
         # Ranks may differ in what they decided, and none in whether it drafts at all.
         fits = limits[2]
         if budgets.any():
@@ -543,14 +545,6 @@ class _LateDraft:
         if self._plan is not None:
             depths[self.rows] = self._plan.depths
         return depths
-
-
-def _no_trees(count: int, num_nodes: int, device: torch.device) -> DeviceTrees:
-    token_ids = torch.zeros((count, num_nodes), dtype=torch.int64, device=device)
-    numbers = torch.zeros((count, num_nodes), dtype=torch.int32, device=device)
-    return DeviceTrees(
-        token_ids, numbers, numbers, torch.zeros_like(numbers, dtype=torch.float32), numbers[:, 0]
-    )
 
 
 def _first_rank(trees: DeviceTrees, room: torch.Tensor) -> tuple[DeviceTrees, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from vllm_specplug.drafting.device_levels import packed_trees
 from vllm_specplug.drafting.device_requests import DeviceTrees
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_v2 import device_trees
 from vllm_specplug.vllm_v2.device_trees import Walk
 
 
@@ -60,6 +62,38 @@ class HostStep:
     walk: Walk | None
 
 
+def step_table(
+    req_states: Any, input_batch: Any, walk: Walk | None, num_sampled: torch.Tensor, width: int
+) -> torch.Tensor:
+    """int32 [R, columns]: `HostStep.seq_lens`, `totals`, `computed` and `sampled`, with a walk its
+    lengths, then `latest`, then the walk's path rows."""
+    slots = input_batch.idx_mapping
+    lengths, computed = req_states.total_len.gpu, req_states.num_computed_tokens.gpu
+    token_ids = req_states.all_token_ids.gpu
+    if device_trees.has_kernels(slots.device):
+        from vllm_specplug.kernels.step_tables_triton import step_table_triton
+
+        paths = None if walk is None else (walk.lengths, walk.path_rows)
+        return step_table_triton(
+            slots, input_batch.seq_lens, lengths, computed, num_sampled, token_ids, paths, width
+        )
+    slots = slots.long()
+    totals = lengths[slots]
+    places = totals[:, None] - torch.arange(width, 0, -1, device=slots.device)
+    columns = [
+        input_batch.seq_lens[: len(slots)],
+        totals,
+        computed[slots],
+        num_sampled,
+        *([walk.lengths] if walk is not None else ()),
+    ]
+    parts = [torch.stack([column.to(torch.int32) for column in columns], dim=1)]
+    parts.append(token_ids[slots[:, None], places.clamp_min(0)].to(torch.int32))
+    if walk is not None:
+        parts.append(walk.path_rows.to(torch.int32))
+    return torch.cat(parts, dim=1)
+
+
 class StepCopy:
     """The `HostStep` of a step whose request states vLLM has updated, on its way to the host.
 
@@ -76,24 +110,9 @@ class StepCopy:
         num_sampled: torch.Tensor,
         width: int,
     ) -> None:
-        slots = input_batch.idx_mapping.long()
-        num_reqs = len(slots)
         self.width = width
         self.has_walk = walk is not None
-        totals = req_states.total_len.gpu[slots]
-        places = totals[:, None] - torch.arange(width, 0, -1, device=slots.device)
-        columns = [
-            input_batch.seq_lens[:num_reqs],
-            totals,
-            req_states.num_computed_tokens.gpu[slots],
-            num_sampled,
-            *([walk.lengths] if walk is not None else ()),
-        ]
-        parts = [torch.stack([column.to(torch.int32) for column in columns], dim=1)]
-        parts.append(req_states.all_token_ids.gpu[slots[:, None], places.clamp_min(0)])
-        if walk is not None:
-            parts.append(walk.path_rows.to(torch.int32))
-        self.copy = HostCopy(torch.cat(parts, dim=1))
+        self.copy = HostCopy(step_table(req_states, input_batch, walk, num_sampled, width))
 
     def read(self) -> HostStep:
         """Waits for it."""
@@ -129,6 +148,28 @@ class StepRecord:
     adapters: tuple[str | None, ...] = ()
 
 
+def trees_table(
+    trees: DeviceTrees,
+    room: torch.Tensor,
+    alone: DeviceTrees | None = None,
+    found: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """int32 [R, columns]: `room`, the trees, those of branches alone, then the branches' suffix
+    lengths and tokens; see `TreesCopy`."""
+    if device_trees.has_kernels(room.device):
+        from vllm_specplug.kernels.step_tables_triton import trees_table_triton
+
+        others = None if alone is None else alone.fields
+        return trees_table_triton(trees.fields, room, others, found)
+    parts = [room[:, None], packed_trees(trees)]
+    if alone is not None:
+        parts.append(packed_trees(alone))
+    if found is not None:
+        sizes, tokens = found
+        parts += [sizes, tokens.flatten(1)]
+    return torch.cat(parts, dim=1)
+
+
 class TreesCopy:
     """Trees of R requests on their way to the host.
 
@@ -146,19 +187,13 @@ class TreesCopy:
         alone: DeviceTrees | None = None,
         found: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        parts = [room[:, None], packed_trees(trees)]
         # Columns of the trees and of those of branches alone, and of branches and their tokens.
-        self._trees = 1, 1 + parts[-1].shape[1]
+        self._trees = 1, 2 + 4 * trees.token_ids.shape[1]
         self._alone = self._trees[1], self._trees[1]
         if alone is not None:
-            parts.append(packed_trees(alone))
-            self._alone = self._trees[1], self._trees[1] + parts[-1].shape[1]
-        self._count, self._length = 0, 0
-        if found is not None:
-            sizes, tokens = found
-            parts += [sizes, tokens.flatten(1)]
-            _, self._count, self._length = tokens.shape
-        self.copy = HostCopy(torch.cat(parts, dim=1))
+            self._alone = self._trees[1], self._trees[1] + 1 + 4 * alone.token_ids.shape[1]
+        self._count, self._length = (0, 0) if found is None else found[1].shape[1:]
+        self.copy = HostCopy(trees_table(trees, room, alone, found))
 
     def read(self, row: int) -> DraftTree:
         """The tree of one request, cut to its rows; waits for it."""
@@ -197,6 +232,15 @@ class TreesCopy:
             for size, branch in zip(sizes, branches, strict=True)
             if size
         ]
+
+
+def warm_up(req_states: Any, num_nodes: int) -> None:
+    """Compiles what the tables of steps with trees of up to `num_nodes` nodes launch."""
+    slots = torch.zeros(1, dtype=torch.int64, device=req_states.total_len.gpu.device)
+    one = slots.int()
+    batch = SimpleNamespace(idx_mapping=slots, seq_lens=one)
+    step_table(req_states, batch, None, one, num_nodes + 1)
+    trees_table(DeviceTrees.none(1, num_nodes, slots.device), one)
 
 
 class KnownTokens:

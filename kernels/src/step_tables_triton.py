@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of a step in one launch each: what the host learns of it and of its trees.
+
+The readable versions are tensor code: `step_table` and `trees_table` of `vllm_v2.host_step`. Sources may be of int32 or int64; another type of a source makes a variant,
+and nothing else does.
+
+Letters: R requests, S request slots, N nodes of a tree at most, W tokens of a step at most, C
+branches, L tokens of a branch at most.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_COLUMNS = 256
+"""Columns at a time: as many tokens, path rows or nodes as most steps have."""
+
+Trees = tuple[torch.Tensor, ...]
+"""Token ids, parents, depths and scores [R, N], and counts [R]."""
+
+
+@triton.jit(
+    do_not_specialize=["token_stride", "width", "num_paths"],
+    do_not_specialize_on_alignment=[
+        "slots", "seq_lens", "totals", "computed", "sampled", "token_ids", "lengths", "path_rows",
+        "table",
+    ],
+)  # fmt: skip
+def _step_table_kernel(
+    # [R]
+    slots,
+    # [R] or more
+    seq_lens,
+    # [S] each
+    totals,
+    computed,
+    # [R]
+    sampled,
+    # [S, token_stride]
+    token_ids,
+    # [R], and [R, num_paths]; not looked at where `num_paths` is 0
+    lengths,
+    path_rows,
+    # [R, 4 + width], and 1 + num_paths more with a walk, int32, written
+    table,
+    token_stride,
+    width,
+    num_paths,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + request).to(tl.int64)
+    total = tl.load(totals + slot).to(tl.int32)
+    first = 4 + tl.minimum(num_paths, 1)
+    out = table + request * (first + width + num_paths)
+    tl.store(out, tl.load(seq_lens + request).to(tl.int32))
+    tl.store(out + 1, total)
+    tl.store(out + 2, tl.load(computed + slot).to(tl.int32))
+    tl.store(out + 3, tl.load(sampled + request).to(tl.int32))
+    if num_paths > 0:
+        tl.store(out + 4, tl.load(lengths + request).to(tl.int32))
+    out += first
+    # The table of all tokens has more than 2^31 numbers.
+    token_ids += slot * token_stride
+    for begin in range(0, width, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < width
+        # In front of the first token there is none.
+        place = tl.maximum(total - width + column, 0)
+        token = tl.load(token_ids + place, mask=inside, other=0)
+        tl.store(out + column, token.to(tl.int32), mask=inside)
+    out += width
+    path_rows += request * num_paths
+    for begin in range(0, num_paths, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < num_paths
+        row = tl.load(path_rows + column, mask=inside, other=0)
+        tl.store(out + column, row.to(tl.int32), mask=inside)
+
+
+def step_table_triton(
+    # [R], and [R] or more
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    # [S] each
+    totals: torch.Tensor,
+    computed: torch.Tensor,
+    # [R]
+    sampled: torch.Tensor,
+    # [S, most tokens]; may be mapped memory of the host
+    token_ids: torch.Tensor,
+    # [R], and [R, n]
+    walk: tuple[torch.Tensor, torch.Tensor] | None,
+    width: int,
+) -> torch.Tensor:
+    """`host_step.step_table`. No host synchronisation.
+
+    Args:
+        walk: lengths and rows of the paths; None in a step without drafts.
+        width: W.
+    """
+    num_reqs = len(slots)
+    # Without a walk pointers of the same types, or there would be two variants.
+    lengths, path_rows = (totals, slots) if walk is None else walk
+    num_paths = 0 if walk is None else path_rows.shape[1]
+    columns = 4 + (walk is not None) + width + num_paths
+    table = torch.empty((num_reqs, columns), dtype=torch.int32, device=slots.device)
+    if num_reqs:
+        _step_table_kernel[(num_reqs,)](
+            slots, seq_lens, totals, computed, sampled, token_ids, lengths, path_rows, table,
+            token_ids.stride(0), width, num_paths, BLOCK=_COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return table
+
+
+@triton.jit
+def _pack_tree(out, token_ids, parents, depths, scores, count, num_nodes, BLOCK: tl.constexpr):
+    """One tree's `drafting.device_levels.packed_trees`."""
+    tl.store(out, count.to(tl.int32))
+    for begin in range(0, num_nodes, BLOCK):
+        node = begin + tl.arange(0, BLOCK)
+        inside = node < num_nodes
+        to = out + 1 + node
+        token = tl.load(token_ids + node, mask=inside, other=0)
+        tl.store(to, token.to(tl.int32), mask=inside)
+        parent = tl.load(parents + node, mask=inside, other=0)
+        tl.store(to + num_nodes, parent.to(tl.int32), mask=inside)
+        depth = tl.load(depths + node, mask=inside, other=0)
+        tl.store(to + 2 * num_nodes, depth.to(tl.int32), mask=inside)
+        score = tl.load(scores + node, mask=inside, other=0.0)
+        tl.store(to + 3 * num_nodes, score.to(tl.int32, bitcast=True), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_nodes", "token_stride", "parent_stride", "depth_stride", "score_stride", "num_alone",
+        "num_branches", "num_tokens",
+    ],
+    do_not_specialize_on_alignment=[
+        "room", "token_ids", "parents", "depths", "scores", "counts", "alone_ids", "alone_parents",
+        "alone_depths", "alone_scores", "alone_counts", "sizes", "branches", "table",
+    ],
+)  # fmt: skip
+def _trees_table_kernel(
+    # [R]
+    room,
+    # [R, num_nodes] each, the scores of float32, and [R]
+    token_ids,
+    parents,
+    depths,
+    scores,
+    counts,
+    # [R, num_alone] each, and [R]; not looked at where `num_alone` is 0
+    alone_ids,
+    alone_parents,
+    alone_depths,
+    alone_scores,
+    alone_counts,
+    # [R, num_branches], and [R, num_tokens]
+    sizes,
+    branches,
+    # int32 [R, 2 + 4 * num_nodes], 1 + 4 * num_alone more with trees of branches alone, and
+    # num_branches + num_tokens more; written
+    table,
+    num_nodes,
+    token_stride,
+    parent_stride,
+    depth_stride,
+    score_stride,
+    num_alone,
+    num_branches,
+    num_tokens,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    of_trees = 1 + 4 * num_nodes
+    of_alone = tl.minimum(num_alone, 1) + 4 * num_alone
+    out = table + request * (1 + of_trees + of_alone + num_branches + num_tokens)
+    tl.store(out, tl.load(room + request).to(tl.int32))
+    _pack_tree(
+        out + 1, token_ids + request * token_stride, parents + request * parent_stride,
+        depths + request * depth_stride, scores + request * score_stride,
+        tl.load(counts + request), num_nodes, BLOCK,
+    )  # fmt: skip
+    out += 1 + of_trees
+    if num_alone > 0:
+        at = request * num_alone
+        _pack_tree(
+            out, alone_ids + at, alone_parents + at, alone_depths + at, alone_scores + at,
+            tl.load(alone_counts + request), num_alone, BLOCK,
+        )  # fmt: skip
+    out += of_alone
+    sizes += request * num_branches
+    for begin in range(0, num_branches, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < num_branches
+        size = tl.load(sizes + column, mask=inside, other=0)
+        tl.store(out + column, size.to(tl.int32), mask=inside)
+    out += num_branches
+    branches += request * num_tokens
+    for begin in range(0, num_tokens, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < num_tokens
+        token = tl.load(branches + column, mask=inside, other=0)
+        tl.store(out + column, token.to(tl.int32), mask=inside)
+
+
+def trees_table_triton(
+    trees: Trees,
+    # [R]
+    room: torch.Tensor,
+    alone: Trees | None,
+    # [R, C], and [R, C, L]
+    found: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """`host_step.trees_table`. No host synchronisation.
+
+    Args:
+        trees: with rows of any stride; those of branches alone lie one after the other.
+    """
+    num_reqs, num_nodes = trees[0].shape
+    *matrices, counts = trees
+    num_alone = 0 if alone is None else alone[0].shape[1]
+    # Where there are none: pointers of the same types, or there would be variants.
+    sizes = branches = trees[1]
+    num_branches, num_tokens = 0, 0
+    if found is not None:
+        sizes, branches = found
+        _, num_branches, length = branches.shape
+        num_tokens = num_branches * length
+    columns = 2 + 4 * num_nodes + (1 + 4 * num_alone) * (alone is not None)
+    columns += num_branches + num_tokens
+    table = torch.empty((num_reqs, columns), dtype=torch.int32, device=counts.device)
+    if num_reqs:
+        for matrix in matrices:
+            # The stride of a single column says nothing.
+            assert num_nodes == 1 or matrix.stride(1) == 1, matrix.stride()
+        for part in (*(alone or ()), *(found or ())):
+            assert part.is_contiguous(), part.stride()
+        _trees_table_kernel[(num_reqs,)](
+            room.contiguous(), *matrices, counts.contiguous(), *(alone or trees), sizes, branches,
+            table, num_nodes, *(matrix.stride(0) for matrix in matrices), num_alone, num_branches,
+            num_tokens, BLOCK=_COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return table
