@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of a step in one launch each: what the host learns of it and of its trees.
+"""Tables of a step in one launch each: what the host learns of it and of its trees, and what
+drafting begins with.
 
-The readable versions are tensor code: `step_table` and `trees_table` of `vllm_v2.host_step`. Sources may be of int32 or int64; another type of a source makes a variant,
+The readable versions are tensor code: `step_table` and `trees_table` of `vllm_v2.host_step`, and
+`vllm_v2.draft_inputs`. Sources may be of int32 or int64; another type of a source makes a variant,
 and nothing else does.
 
 Letters: R requests, S request slots, N nodes of a tree at most, W tokens of a step at most, C
@@ -16,6 +18,8 @@ import triton.language as tl
 
 _COLUMNS = 256
 """Columns at a time: as many tokens, path rows or nodes as most steps have."""
+_REQUESTS = 128
+"""Requests of a program of `_draft_inputs_kernel`."""
 
 Trees = tuple[torch.Tensor, ...]
 """Token ids, parents, depths and scores [R, N], and counts [R]."""
@@ -245,3 +249,76 @@ def trees_table_triton(
             num_tokens, BLOCK=_COLUMNS, num_warps=4,
         )  # fmt: skip
     return table
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "last_stride", "stride"],
+    do_not_specialize_on_alignment=[
+        "slots", "totals", "sampled", "last_sampled", "limits", "anchors", "numbers",
+    ],
+)  # fmt: skip
+def _draft_inputs_kernel(
+    # [R]
+    slots,
+    # [S]
+    totals,
+    # [R]
+    sampled,
+    # [S, last_stride], of which the first column is looked at
+    last_sampled,
+    # [4, R] int32; see `draft_inputs`
+    limits,
+    # [R] int64, written
+    anchors,
+    # [6, stride] int32, of which R columns are written
+    numbers,
+    num_reqs,
+    last_stride,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = request < num_reqs
+    slot = tl.load(slots + request, mask=inside, other=0).to(tl.int64)
+    total = tl.load(totals + slot, mask=inside, other=0).to(tl.int32)
+    is_decoding = tl.load(sampled + request, mask=inside, other=0) > 0
+    anchor = tl.load(last_sampled + slot * last_stride, mask=inside, other=0)
+    most = tl.load(limits + request, mask=inside, other=0)
+    longest = tl.load(limits + num_reqs + request, mask=inside, other=0)
+    forward = tl.load(limits + 3 * num_reqs + request, mask=inside, other=0)
+    depth = tl.minimum(longest - total - 1, most)
+    budget = tl.where(is_decoding & (depth > 0), most, 0)
+    tl.store(anchors + request, anchor.to(tl.int64), mask=inside)
+    to = numbers + request
+    tl.store(to, total - 1, mask=inside)
+    tl.store(to + stride, budget, mask=inside)
+    tl.store(to + 2 * stride, depth, mask=inside)
+    tl.store(to + 3 * stride, tl.minimum(depth, forward), mask=inside)
+    tl.store(to + 4 * stride, tl.where(budget > 0, total, 0), mask=inside)
+    tl.store(to + 5 * stride, tl.where(is_decoding, total - 1, -1), mask=inside)
+
+
+def draft_inputs_triton(
+    # [R]
+    slots: torch.Tensor,
+    # [S]
+    totals: torch.Tensor,
+    # [R]
+    sampled: torch.Tensor,
+    # [S, n]
+    last_sampled: torch.Tensor,
+    # [4, R] int32
+    limits: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """The fields of `vllm_v2.draft_inputs.DraftInputs`. No host synchronisation."""
+    num_reqs, device = len(slots), slots.device
+    anchors = torch.empty(num_reqs, dtype=torch.int64, device=device)
+    # Rows start at multiples of 16 bytes, as tensors of their own would.
+    stride = triton.cdiv(num_reqs, 4) * 4
+    numbers = torch.empty((6, stride), dtype=torch.int32, device=device)
+    if num_reqs:
+        _draft_inputs_kernel[(triton.cdiv(num_reqs, _REQUESTS),)](
+            slots, totals, sampled, last_sampled, limits, anchors, numbers, num_reqs,
+            last_sampled.stride(0), stride, BLOCK=_REQUESTS, num_warps=4,
+        )  # fmt: skip
+    return (anchors, *numbers[:, :num_reqs].unbind(0))

@@ -223,21 +223,21 @@ _COMMITTED = 512
 @triton.jit(
     do_not_specialize=["num_nodes", "vocab_size", "token_stride", "parent_stride", "score_stride"],
     do_not_specialize_on_alignment=[
-        "slots", "root_positions", "token_ids", "parents", "counts", "scores", "legal_ids",
-        "kept_parents", "kept_depths", "kept_scores", "kept_roots",
+        "slots", "root_positions", "token_ids", "parents", "counts", "room", "scores",
+        "legal_ids", "kept_parents", "kept_depths", "kept_scores", "kept_roots",
     ],
 )  # fmt: skip
 def _put_kernel(
-    # [R] int64
+    # [R] each
     slots,
-    # [R] int32
     root_positions,
-    # [R, N] int64, int32; anything past the counts
+    # [R, N] each; anything past the counts
     token_ids,
     parents,
-    # [R] int32
+    # [R] each; the fewer are kept
     counts,
-    # [R, N] float32
+    room,
+    # [R, N]
     scores,
     # [R, N] int64, written
     legal_ids,
@@ -256,13 +256,15 @@ def _put_kernel(
     OTHERS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + request)
+    slot = tl.load(slots + request).to(tl.int64)
     node = tl.arange(0, NODES)
     inside = node < num_nodes
-    given = tl.load(token_ids + request * token_stride + node, mask=inside, other=0)
+    given = tl.load(token_ids + request * token_stride + node, mask=inside, other=0).to(tl.int64)
     token = tl.minimum(tl.maximum(given, 0), vocab_size - 1)
-    parent = tl.load(parents + request * parent_stride + node, mask=inside, other=0)
-    broken = (node >= tl.load(counts + request)) | (given != token)
+    parent = tl.load(parents + request * parent_stride + node, mask=inside, other=0).to(tl.int32)
+    count = tl.load(counts + request).to(tl.int32)
+    count = tl.minimum(count, tl.load(room + request).to(tl.int32))
+    broken = (node >= count) | (given != token)
     broken = broken | (parent < -1) | (parent >= node)
     # Of an earlier sibling with the same token.
     key = (parent.to(tl.int64) << 32) | token
@@ -270,6 +272,7 @@ def _put_kernel(
         other = begin + tl.arange(0, OTHERS)
         exists = other < num_nodes
         its = tl.load(token_ids + request * token_stride + other, mask=exists, other=0)
+        its = its.to(tl.int64)
         its = tl.minimum(tl.maximum(its, 0), vocab_size - 1)
         above = tl.load(parents + request * parent_stride + other, mask=exists, other=0)
         its = (above.to(tl.int64) << 32) | its
@@ -288,7 +291,7 @@ def _put_kernel(
     tl.store(kept_depths + to, depth + 1, mask=inside)
     score = tl.load(scores + request * score_stride + node, mask=inside, other=0.0)
     tl.store(kept_scores + to, score, mask=inside)
-    tl.store(kept_roots + slot, tl.load(root_positions + request))
+    tl.store(kept_roots + slot, tl.load(root_positions + request).to(tl.int32))
 
 
 def put_trees_triton(
@@ -305,6 +308,8 @@ def put_trees_triton(
     # [S, N] int32, int32, float32, and [S] int32, written in place
     kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     vocab_size: int,
+    # [R]
+    room: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Keeps one tree per slot, without what breaks a rule; see `TreeStore.put`. No host
     synchronisation.
@@ -316,15 +321,14 @@ def put_trees_triton(
     legal_ids = torch.empty((num_reqs, num_nodes), dtype=torch.int64, device=token_ids.device)
     if not num_reqs:
         return legal_ids
-    # One type each, or the kernel would have variants.
-    token_ids, parents, scores = token_ids.long(), parents.int(), scores.float()
     for matrix in (token_ids, parents, scores):
         # The stride of a single column says nothing.
         assert num_nodes == 1 or matrix.stride(1) == 1, matrix.stride()
     nodes = _block(num_nodes)
     _put_kernel[(num_reqs,)](
-        slots.long().contiguous(), root_positions.int().contiguous(), token_ids, parents,
-        counts.int().contiguous(), scores, legal_ids, *kept, num_nodes, vocab_size,
+        slots.contiguous(), root_positions.contiguous(), token_ids, parents, counts.contiguous(),
+        (counts if room is None else room).contiguous(), scores, legal_ids, *kept, num_nodes,
+        vocab_size,
         token_ids.stride(0), parents.stride(0), scores.stride(0), NODES=nodes,
         # Of doubling: the last node may be as deep as there are nodes.
         ROUNDS=nodes.bit_length() - 1,
@@ -362,7 +366,7 @@ def _attach_kernel(
     request = tl.program_id(0)
     start = tl.load(starts + request)
     count = tl.load(starts + request + 1) - start
-    slot = tl.load(slots + request)
+    slot = tl.load(slots + request).to(tl.int64)
     is_kept = tl.load(kept_roots + slot) == tl.load(contexts + request)
     row = tl.arange(0, ROWS)
     is_node = (row > 0) & (row < count)
@@ -396,7 +400,7 @@ def attach_trees_triton(
     above = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows:
         _attach_kernel[(len(slots),)](
-            kept_parents, kept_depths, kept_roots, slots.long(), starts, contexts, parent_rows,
+            kept_parents, kept_depths, kept_roots, slots, starts, contexts, parent_rows,
             depths, above, num_nodes, ROWS=_block(num_nodes + 1), num_warps=4,
         )  # fmt: skip
     return parent_rows, depths, above

@@ -57,6 +57,8 @@ class Drafted:
     contexts: list[int]
     scheduled: list[int]
     prompts: list[int]
+    # [R] most nodes of each that are kept
+    room: torch.Tensor | None = None
 
     @classmethod
     def draw(cls, nodes: int, seed: int) -> Drafted:
@@ -96,7 +98,8 @@ class Drafted:
 
     def put(self) -> tuple[TreeStore, torch.Tensor]:
         store = TreeStore(7, self.tokens.shape[1], self.vocab, CPU)
-        ids = store.put(self.slots, self.roots, self.tokens, self.parents, self.counts, self.scores)
+        drafted = (self.tokens, self.parents, self.counts, self.scores, self.room)
+        ids = store.put(self.slots, self.roots, *drafted)
         return store, ids
 
     def step(self) -> tuple[StepTrees, torch.Tensor, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("vllm")
 
 from vllm_specplug.drafting.device_requests import DeviceTrees
 from vllm_specplug.vllm_v2.device_trees import Walk
+from vllm_specplug.vllm_v2.draft_inputs import draft_inputs
 from vllm_specplug.vllm_v2.host_step import step_table, trees_table
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -81,6 +83,25 @@ def compare_trees_tables(use: UseKernels, nodes: int, seed: int) -> None:
     same(*made)
 
 
+def compare_draft_inputs(use: UseKernels, num_reqs: int, seed: int) -> tuple[int, int, int]:
+    """What drafts begin with; returns how many requests have a budget, how many prompts go on, and
+    how many requests are too near their end."""
+    rng = np.random.default_rng(seed)
+    states = request_states(rng, 90)
+    slots = torch.from_numpy(rng.integers(0, SLOTS, num_reqs))
+    sampled = torch.from_numpy(rng.integers(0, 3, num_reqs)).int()
+    most, room, forward = rng.integers(0, 20, (3, num_reqs))
+    longest = states.total_len.gpu[slots].numpy() + rng.integers(0, 30, num_reqs)
+    limits = torch.from_numpy(np.stack([most, longest, room, forward])).int()
+    made = []
+    for on in (False, True):
+        use(on)
+        made.append(astuple(draft_inputs(states, slots, sampled, limits)))
+    same(*made)
+    _, _, budgets, depths, _, _, roots = made[1]
+    return int((budgets > 0).sum()), int((roots < 0).sum()), int((depths < 1).sum())
+
+
 @pytest.fixture(params=SIZES)
 def cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Arguments of the comparisons above."""
@@ -96,3 +117,11 @@ def test_what_the_host_learns_of_a_step(cases: list[Any]) -> None:
 def test_what_the_host_learns_of_trees(cases: list[Any]) -> None:
     for case in cases:
         compare_trees_tables(*case)
+
+
+# The last take more than one program.
+@pytest.mark.parametrize("num_reqs", [0, 1, 4, 7, 129, 300])
+def test_what_drafts_begin_with(num_reqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use = switch(monkeypatch)
+    seen = np.sum([compare_draft_inputs(use, num_reqs, seed) for seed in range(30)], axis=0)
+    assert all(seen > 0) or not num_reqs

@@ -69,6 +69,8 @@ def compare_puts(use: UseKernels, nodes: int, seed: int) -> tuple[int, int]:
         wide = torch.cat([drafted.parents, drafted.tokens.int(), drafted.parents], dim=1)
         drafted.parents = wide[:, :nodes]
         drafted.counts, drafted.slots = drafted.counts.long(), drafted.slots.int()
+    if seed % 3 == 1:
+        drafted.room = torch.randint(0, nodes + 2, drafted.counts.shape, dtype=torch.int32)
     made = []
     for on in (False, True):
         use(on)

@@ -278,6 +278,10 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
         lambda patch: step_tables.compare_trees_tables(step_trees.switch(patch), 16, 23),
         {"_trees_table_kernel"},
     ),
+    "what drafts begin with": (
+        lambda patch: step_tables.compare_draft_inputs(step_trees.switch(patch), 4, 7),
+        {"_draft_inputs_kernel"},
+    ),
     "compaction": (
         lambda patch: step.test_compaction_moves_every_layer_as_ordered_moves_would(BF16),
         {"_compact_paths_kernel"},

@@ -44,7 +44,7 @@ from vllm_specplug.kernels.finite_values_triton import (
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v1.runner_state import RunnerState
-from vllm_specplug.vllm_v2 import device_trees, host_step
+from vllm_specplug.vllm_v2 import device_trees, draft_inputs, host_step
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams
 from vllm_specplug.vllm_v2.device_trees import Walk, committed_rows, set_positions, walk_trees
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees
@@ -72,7 +72,7 @@ TREE_KERNELS = {
     "_put_kernel", "_attach_kernel", "_positions_kernel", "_plan_kernel", "_walk_kernel",
     "_commit_kernel",
 }  # fmt: skip
-TABLE_KERNELS = {"_step_table_kernel", "_trees_table_kernel"}
+TABLE_KERNELS = {"_step_table_kernel", "_trees_table_kernel", "_draft_inputs_kernel"}
 LOOKUP_KERNELS = {"_scan_kernel", "_branches_kernel", "_merge_kernel"}
 STEP_KERNELS = {
     *ATTENTION, "_contain_nonfinite_kernel", "_compact_paths_kernel", "_build_best_first_kernel"
@@ -324,7 +324,7 @@ def test_lookups_launch_what_was_warmed_up(launches: Launches) -> None:
         limits = torch.ones((3, count), dtype=torch.int32)
         slots = torch.arange(REQUESTS + 1)[1 : count + 1]
         requests = DeviceRequests(slots, *limits, 4, nodes, longest)
-        found = ngrams.look_up(history, slots, requests)
+        found = ngrams.look_up(history, slots, limits[0], requests)
         for alone in (False, True):
             head = None
             for _ in range(2):
@@ -348,6 +348,7 @@ def test_trees_of_v2_launch_what_was_warmed_up(
     assert {name for name, *_ in warmed} == TREE_KERNELS
     for seed in range(12):
         drafted = Drafted.draw(nodes, seed)
+        drafted.room = drafted.counts if seed % 2 else None
         trees, tokens, batch = drafted.step()
         set_positions(trees, torch.zeros(batch.num_tokens + 3, dtype=torch.int64)[seed % 4 :])
         stops = StopTokens(7, CPU)
@@ -370,6 +371,7 @@ def test_tables_launch_what_was_warmed_up(
     monkeypatch.setattr(device_trees, "has_kernels", lambda device: True)
     states = request_states(np.random.default_rng(0), CONTEXT)
     host_step.warm_up(states, nodes)
+    draft_inputs.warm_up(states)
     warmed = launches.taken()
     assert {name for name, *_ in warmed} == TABLE_KERNELS
     for count in range(1, REQUESTS):
@@ -384,6 +386,8 @@ def test_tables_launch_what_was_warmed_up(
             host_step.step_table(states, batch, walk, ints[0], nodes + 1)
         for others in ((None, None), (None, found), (trees, found)):
             host_step.trees_table(trees, ints[2], *others)
+        limits = torch.zeros((4, count), dtype=torch.int32)
+        draft_inputs.draft_inputs(states, slots, ints[0], limits)
         launched = launches.taken()
         assert launched == warmed, _difference(launched - warmed, warmed)
 

@@ -152,6 +152,8 @@ def small_kernels(arch: int) -> list[Compiled]:
     from vllm_specplug.kernels.ngram_lookup_triton import PIECE, _branches_kernel, _scan_kernel
     from vllm_specplug.kernels.step_tables_triton import (
         _COLUMNS,
+        _REQUESTS,
+        _draft_inputs_kernel,
         _step_table_kernel,
         _trees_table_kernel,
     )
@@ -264,7 +266,7 @@ def small_kernels(arch: int) -> list[Compiled]:
         compile_kernel(
             "put", _put_kernel, arch,
             {**pointers("i64", "slots", "token_ids", "legal_ids"),
-             **pointers("i32", "root_positions", "parents", "counts", "kept_parents",
+             **pointers("i32", "root_positions", "parents", "counts", "room", "kept_parents",
                         "kept_depths", "kept_roots"),
              **pointers("fp32", "scores", "kept_scores"),
              **ints("num_nodes", "vocab_size", "token_stride", "parent_stride", "score_stride")},
@@ -307,6 +309,13 @@ def small_kernels(arch: int) -> list[Compiled]:
              **ints("num_nodes", "token_stride", "parent_stride", "depth_stride", "score_stride",
                     "num_alone", "num_branches", "num_tokens")},
             {"BLOCK": _COLUMNS},
+        ),
+        compile_kernel(
+            "draft_inputs", _draft_inputs_kernel, arch,
+            {**pointers("i64", "slots", "last_sampled", "anchors"),
+             **pointers("i32", "totals", "sampled", "limits", "numbers"),
+             **ints("num_reqs", "last_stride", "stride")},
+            {"BLOCK": _REQUESTS},
         ),
         compile_kernel(
             "gru_step", _gru_step_kernel, arch,

@@ -66,11 +66,15 @@ class DeviceNgrams:
         history: torch.Tensor,
         # [R] int64
         slots: torch.Tensor,
+        # [R] int32
+        lengths: torch.Tensor,
         requests: DeviceRequests,
     ) -> Found:
-        """What followed the last tokens of each request that has a budget."""
-        is_drafted = requests.budgets > 0
-        lengths = torch.where(is_drafted, requests.context_lens + 1, 0).to(torch.int32)
+        """What followed the last tokens of each request.
+
+        Args:
+            lengths: tokens of each request, 0 where nothing is looked up.
+        """
         # The bound is the forward's; what it emits comes behind.
         return self._lookup(history, slots, lengths, requests.depths, requests.max_context + 1)
 
@@ -105,6 +109,6 @@ class DeviceNgrams:
         one = torch.ones(1, dtype=torch.int32, device=self.device)
         slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         requests = DeviceRequests(slot, one, one, one, 1, num_nodes, 2)
-        found = self.look_up(history, slot, requests)
+        found = self.look_up(history, slot, one, requests)
         alone = self.merged(None, found, requests, alone=True)[1]
         self.merged(alone, found, requests, alone=False)

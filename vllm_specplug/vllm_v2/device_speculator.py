@@ -34,7 +34,7 @@ from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
-from vllm_specplug.vllm_v2 import host_step
+from vllm_specplug.vllm_v2 import draft_inputs, host_step
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams, Found, keep_history_on_device
 from vllm_specplug.vllm_v2.device_trees import Committed
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
@@ -91,6 +91,7 @@ class DeviceSpeculator(TreeSpeculator):
     def warm_up(self) -> None:
         """Compiles what tables and lookups launch. Call once the drafter is loaded."""
         host_step.warm_up(self.req_states, self.store.num_nodes)
+        draft_inputs.warm_up(self.req_states)
         if (ngrams := self.ngrams) is not None:
             ngrams.warm_up(self.req_states.all_token_ids.gpu, self.store.num_nodes)
 
@@ -275,15 +276,12 @@ class DeviceSpeculator(TreeSpeculator):
         limits = to_device(
             np.stack([budgets, longest.astype(np.int32), room, forward]), self.device
         )
-        totals = states.total_len.gpu[slots]
-        is_decoding = num_sampled > 0
-        # The step after this one always emits a token of its own.
-        depths = torch.minimum(limits[1] - totals - 1, limits[0])
+        inputs = draft_inputs.draft_inputs(states, slots, num_sampled, limits)
         requests = DeviceRequests(
-            anchors=states.last_sampled_tokens[slots, 0],
-            context_lens=totals - 1,
-            budgets=torch.where(is_decoding & (depths > 0), limits[0], 0),
-            depths=depths,
+            anchors=inputs.anchors,
+            context_lens=inputs.context_lens,
+            budgets=inputs.budgets,
+            depths=inputs.depths,
             width=self.proposer.options.tree_width,
             num_nodes=self.store.num_nodes,
             max_context=int(input_batch.seq_lens_cpu_upper_bound.max()),
@@ -293,9 +291,11 @@ class DeviceSpeculator(TreeSpeculator):
         trees: DeviceTrees | None = None
         alone: DeviceTrees | None = None
         if budgets.any():
-            trees = self._own_trees(requests, None if late is None else forward, limits[3])
+            depths = inputs.forward_depths
+            trees = self._own_trees(requests, None if late is None else forward, depths)
             if (ngrams := self.ngrams) is not None:
-                found = ngrams.look_up(states.all_token_ids.gpu, slots, requests)
+                history = states.all_token_ids.gpu
+                found = ngrams.look_up(history, slots, inputs.lengths, requests)
                 trees, *others = ngrams.merged(trees, found, requests, alone=late is not None)
                 alone = others[0] if others else None
         if trees is None:
@@ -320,9 +320,9 @@ class DeviceSpeculator(TreeSpeculator):
                 self._late.append(replace(late, _copy=copy))
             else:
                 self._ask_for(dict.fromkeys(late.decoding, 0))
-        roots = torch.where(is_decoding, totals - 1, -1)
-        counts = torch.minimum(trees.counts, fits)
-        return self.store.put(slots, roots, trees.token_ids, trees.parents, counts, trees.scores)
+        return self.store.put(
+            slots, inputs.roots, trees.token_ids, trees.parents, trees.counts, trees.scores, fits
+        )
 
     def _decoding_nodes(self, input_batch: Any, budgets: np.ndarray) -> dict[str, int]:
         """Budgets by request; of those whose prompt goes on nothing is known."""
@@ -338,8 +338,9 @@ class DeviceSpeculator(TreeSpeculator):
     def _own_trees(
         self,
         requests: DeviceRequests,
-        # [R] on the host and on the device; 0 for no forward, None for one of any depth
+        # [R] on the host; 0 for no forward, None for one of any depth
         forward_depths: np.ndarray | None,
+        # [R] on the device, none deeper than the request's tree
         depths: torch.Tensor,
     ) -> DeviceTrees | None:
         """Those of the drafter; None for none."""
@@ -348,7 +349,6 @@ class DeviceSpeculator(TreeSpeculator):
         chosen = np.flatnonzero(forward_depths)
         if not len(chosen):
             return None
-        depths = torch.minimum(requests.depths, depths)
         requests = replace(requests, depths=depths, deepest=int(forward_depths.max()))
         return self._drafted(requests, None if len(chosen) == len(requests) else chosen)
 

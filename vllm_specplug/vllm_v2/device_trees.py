@@ -74,12 +74,17 @@ class TreeStore:
         counts: torch.Tensor,
         # [R, N] float32
         scores: torch.Tensor,
+        # [R]
+        room: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Keeps one tree per slot.
 
         What breaks a rule of trees becomes unreachable: a node whose parent does not precede it,
         whose token is outside the vocabulary or repeats an earlier sibling's. Depths follow from
         the parents.
+
+        Args:
+            room: most nodes of each that are kept; None for all.
 
         Returns:
             Token ids int64 [R, N], all of them legal inputs of the target.
@@ -89,8 +94,11 @@ class TreeStore:
 
             kept = (self.parents, self.depths, self.scores, self.root_positions)
             return put_trees_triton(
-                slots, root_positions, token_ids, parents, counts, scores, kept, self.vocab_size
-            )
+                slots, root_positions, token_ids, parents, counts, scores, kept, self.vocab_size,
+                room,
+            )  # fmt: skip
+        if room is not None:
+            counts = torch.minimum(counts, room)
         index = torch.arange(self.num_nodes, device=slots.device)
         tokens = token_ids.clamp(0, self.vocab_size - 1)
         broken = (index >= counts[:, None]) | (token_ids != tokens)

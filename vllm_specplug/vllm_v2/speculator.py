@@ -262,7 +262,7 @@ class TreeSpeculator(BaseSpeculator):
             token_ids[i, :n] = tree.token_ids
             parents[i, :n] = tree.parent_indices
             scores[i, :n] = tree.scores
-        counts = np.array([tree.num_nodes for tree in trees], np.int64)
+        counts = np.array([tree.num_nodes for tree in trees], np.int32)
         # The last sampled token is the next root.
         roots = np.array([len(r.token_ids) - 1 if r.is_decoding else -1 for r in batch], np.int32)
         arrays = (roots, token_ids, parents, counts, scores)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafting on the device begins with: a step's results, within what the host allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_specplug.vllm_v2 import device_trees
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """Of R requests, see `DeviceRequests`; int32 [R] but for the anchors."""
+
+    # [R] int64
+    anchors: torch.Tensor
+    context_lens: torch.Tensor
+    budgets: torch.Tensor
+    depths: torch.Tensor
+    forward_depths: torch.Tensor
+    """Levels of the draft forward, none deeper than the tree."""
+    lengths: torch.Tensor
+    """Tokens in which branches are looked up; 0 for a request without a budget."""
+    roots: torch.Tensor
+    """Position of the next root; -1 where a prompt goes on."""
+
+
+def draft_inputs(
+    req_states: Any,
+    # [R] int64
+    slots: torch.Tensor,
+    # [R] int32
+    num_sampled: torch.Tensor,
+    # [4, R] int32
+    limits: torch.Tensor,
+) -> DraftInputs:
+    """What the next trees are drafted with, once vLLM has updated its request states. No host
+    synchronisation.
+
+    Args:
+        limits: what the host allows each request: nodes, tokens of all, nodes that the next step
+            has rows for, and levels of the draft forward.
+    """
+    lengths, last_sampled = req_states.total_len.gpu, req_states.last_sampled_tokens
+    if device_trees.has_kernels(slots.device):
+        from vllm_specplug.kernels.step_tables_triton import draft_inputs_triton
+
+        return DraftInputs(*draft_inputs_triton(slots, lengths, num_sampled, last_sampled, limits))
+    most, longest, _, forward = limits
+    totals = lengths[slots]
+    is_decoding = num_sampled > 0
+    # The step after this one always emits a token of its own.
+    depths = torch.minimum(longest - totals - 1, most)
+    budgets = torch.where(is_decoding & (depths > 0), most, 0)
+    return DraftInputs(
+        anchors=last_sampled[slots, 0],
+        context_lens=totals - 1,
+        budgets=budgets,
+        depths=depths,
+        forward_depths=torch.minimum(depths, forward),
+        lengths=torch.where(budgets > 0, totals, 0),
+        roots=torch.where(is_decoding, totals - 1, -1),
+    )
+
+
+def warm_up(req_states: Any) -> None:
+    """Compiles what `draft_inputs` launches."""
+    slots = torch.zeros(1, dtype=torch.int64, device=req_states.last_sampled_tokens.device)
+    one = slots.int()
+    draft_inputs(req_states, slots, one, one.expand(4, 1).contiguous())
