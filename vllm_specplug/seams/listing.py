@@ -30,7 +30,7 @@ from vllm_specplug.seams.listing_v2 import (
     V2_GPU_USES,
     V2_USES,
 )
-from vllm_specplug.seams.listing_weights import WEIGHT_USES
+from vllm_specplug.seams.listing_weights import CPU_WEIGHT_USES, GPU_WEIGHT_USES, WEIGHT_USES
 from vllm_specplug.seams.reasons import (
     CONTAINED,
     HAS_REGISTRY,
@@ -468,6 +468,7 @@ _WORKER_USES: tuple[Seam, ...] = (
 
 _CACHE_SCALES = "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod"
 _CPU_USES: tuple[Seam, ...] = (
+    *CPU_WEIGHT_USES,
     *uses(
         "cpu_backend",
         _WHY_BACKEND,
@@ -545,6 +546,7 @@ WORKER_SEAMS = {
             *_WORKER_USES,
             LOGITS_PROCESSORS,
             *ATTENTION_BACKENDS.seams,
+            *GPU_WEIGHT_USES,
             *GPU_USES,
             *GPU_V1_USES,
         )
@@ -555,6 +557,7 @@ WORKER_SEAMS = {
             DEVICE_SPECULATOR,
             GRAPHS_OF_TREES,
             *ATTENTION_BACKENDS.seams,
+            *GPU_WEIGHT_USES,
             *GPU_USES,
             *V2_USES,
             *V2_GPU_USES,
@@ -586,6 +589,7 @@ ALL_SEAMS: tuple[Seam, ...] = (
     *V2_CPU_USES,
     *V2_USES,
     *ATTENTION_BACKENDS.seams,
+    *GPU_WEIGHT_USES,
     *GPU_USES,
     *GPU_V1_USES,
     *V2_GPU_USES,

@@ -107,6 +107,13 @@ def test_the_installed_vllm_has_them_all() -> None:
     assert WORKER_SEAMS["cpu"].verify() == []
 
 
+@pytest.mark.parametrize("device", [name for name in WORKER_SEAMS if name.startswith("cuda")])
+def test_workers_of_a_gpu_leave_vllms_cpu_worker_alone(device: str) -> None:
+    """Its module replaces torch's events, streams and pinned memory when it is imported."""
+    modules = {seam.target.partition(":")[0] for seam in WORKER_SEAMS[device].seams}
+    assert not {name for name in modules if name.startswith("vllm.v1.worker.cpu")}
+
+
 def test_what_seams_put_in_place_exists() -> None:
     """Overridden methods exist by the test above; wrappers are named by strings."""
     for seam in ALL_SEAMS:
