@@ -68,8 +68,11 @@ class Calibration:
                 name: tuple(float(value) for value in data[name])
                 for name in ("rows", "forward_ms", "logits_ms", "draft_rows", "draft_ms")
             }
-            attention = {name: float(data[name]) for name in ("context_ms", "attention_ms")}
-            result = cls(**attention, **lists)
+            result = cls(
+                context_ms=float(data["context_ms"]),
+                attention_ms=float(data["attention_ms"]),
+                **lists,
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a calibration: {error!r}") from error
         pairs = (("rows", "forward_ms"), ("rows", "logits_ms"), ("draft_rows", "draft_ms"))
@@ -78,8 +81,8 @@ class Calibration:
             ascending = all(x < y for x, y in zip(a, a[1:], strict=False))
             if not a or len(a) != len(b) or not ascending or not all(0 < x < 1e9 for x in b):
                 raise ValueError(f"not a calibration: {times} by {rows} is {b} by {a}")
-        for name, ms in attention.items():
-            if not 0 <= ms < 1e6:
+        for name in ("context_ms", "attention_ms"):
+            if not 0 <= (ms := getattr(result, name)) < 1e6:
                 raise ValueError(f"not a calibration: {name} is {ms}")
         return result
 

@@ -9,7 +9,7 @@ from vllm_specplug.seams.seam import Seam
 _TAKES_PART = f"a method may take part in a reload ({REGISTRY})"
 
 
-def _exchanges(worker: str) -> tuple[Seam, ...]:
+def _exchanges(worker: str) -> list[Seam]:
     """What a worker of vLLM does when weights are exchanged."""
     return overrides(
         "weight_updates",
