@@ -115,7 +115,6 @@ class Benchmark:
         sampling: Mapping[str, Any],
         engine_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         observe: Callable[[Serving], dict[str, Any]] = lambda serving: {},
-        prepare: Callable[[str], str] = lambda target: target,
     ) -> None:
         """Lets every system serve every load, side by side, and writes each result down.
 
@@ -130,7 +129,6 @@ class Benchmark:
             engine_of: what `engine` is for some systems alone, by name.
             observe: what a cell says beyond `Serving.result`; called after warming up too, so that
                 it can reset what it reads.
-            prepare: the folder to serve, from the target's path.
         """
         confine_process()
 
@@ -139,7 +137,6 @@ class Benchmark:
         deadline = time.monotonic() + 60 * args.minutes
         target = str(prepare_target("smollm2"))
         planned = loads(target)
-        target = prepare(target)
         store = self._store(args)
         record = self.provenance(args)
         own = {system: dict(engine_of[system]) for system in systems if system in engine_of}
@@ -218,9 +215,7 @@ class Benchmark:
 
     def publish(self, args: argparse.Namespace, page: ResultPage) -> None:
         """Writes the page and prints its text."""
-        # A benchmark of several pages has their names in its own.
-        name = page.name.replace(self.parser.get_default("name"), self.name, 1)
-        print(replace(page, name=name).write(args.out))
+        print(replace(page, name=self.name).write(args.out))
 
 
 _NOT_IN_DIGEST = {"out", "name", "minutes", "rounds", "report_only", "allow_changes", "eager"}
@@ -296,14 +291,3 @@ def make_engine(
     if speculative is not None:
         options["speculative_config"] = dict(speculative)
     return LLM(model, enforce_eager=eager, disable_log_stats=False, **{**defaults, **options})
-
-
-def worker_of(llm: Any) -> Any:
-    """The worker of an engine of this process."""
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-
-
-def drafter_of(llm: Any) -> Any:
-    """This plugin's drafter in an engine of this process; None where another method runs."""
-    drafter = getattr(getattr(worker_of(llm).model_runner, "drafter", None), "drafter", None)
-    return drafter if hasattr(drafter, "window_spec") else None

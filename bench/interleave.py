@@ -67,8 +67,6 @@ class Load:
     round: int
     prompts: Sequence[list[int]]
     concurrency: int
-    adapters: Sequence[Any] = (None,)
-    """LoRA requests, taken by the prompts in turn; None is the target alone."""
 
 
 class _Counters:
@@ -160,10 +158,9 @@ class Serving:
         while self._waiting and len(self._started) < self.load.concurrency:
             number, ids = self._waiting.pop()
             req_id = f"{self._prefix}-{number}"
-            adapter = self.load.adapters[number % len(self.load.adapters)]
             params = self._params.clone()
             params.max_tokens = answer_tokens(number, params.max_tokens)
-            engine.add_request(req_id, {"prompt_token_ids": ids}, params, lora_request=adapter)
+            engine.add_request(req_id, {"prompt_token_ids": ids}, params)
             self._started[req_id] = time.perf_counter()
         decodes = len(self._made) == len(self._started) == self.load.concurrency
         began, had = time.perf_counter(), sum(self._made.values())

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all plots share: one colour for each system, axes, SVG for pages and PNG for documents."""
+"""What all plots share: one colour for each system, axes, SVG for pages."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
@@ -99,11 +98,6 @@ def add_legend(figure: Figure, axis: Axes) -> None:
         handles, names, loc="outside lower center", ncols=min(4, len(names)), fontsize=8,
         frameon=False, labelcolor=_TEXT,
     )  # fmt: skip
-
-
-def save_png(figure: Figure, path: Path) -> None:
-    with rc_context(_STYLE):
-        figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
 def to_svg(figure: Figure, name: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of results: tables as markdown, numbers as JSON, a plot, and what made them."""
+"""Pages of results: tables as markdown, numbers as JSON, and what made them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_specplug.bench.provenance import CHANGES, one_line
 from vllm_specplug.bench.tables import markdown_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Section:
 
 @dataclass(frozen=True)
 class ResultPage:
-    """One benchmark's results, written as NAME.md, NAME.json and NAME.png."""
+    """One benchmark's results, written as NAME.md and NAME.json."""
 
     name: str
     title: str
@@ -44,7 +41,6 @@ class ResultPage:
     """All numbers, as plain data."""
     made_by: Sequence[Mapping[str, Any]] = field(default_factory=list)
     """Records of `provenance.provenance`, one for each measurement or run of them."""
-    figure: Figure | None = None
 
     def to_markdown(self) -> str:
         records = distinct(self.made_by)
@@ -52,7 +48,6 @@ class ResultPage:
         parts = [f"# {self.title}"]
         parts += [f"**To be measured again**: {mark}."] if mark else []
         parts += [self.about, *(section.to_markdown() for section in self.sections)]
-        parts += [f"![{self.title}]({self.name}.png)"] if self.figure is not None else []
         return "\n\n".join([*parts, *(one_line(record) for record in _merged(records))]) + "\n"
 
     def write(self, folder: Path) -> str:
@@ -62,10 +57,6 @@ class ResultPage:
         (folder / f"{self.name}.md").write_text(text)
         values = {"title": self.title, "provenance": distinct(self.made_by), "data": self.data}
         (folder / f"{self.name}.json").write_text(json.dumps(values, indent=1) + "\n")
-        if self.figure is not None:
-            from vllm_specplug.bench.figures import save_png
-
-            save_png(self.figure, folder / f"{self.name}.png")
         return text
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from vllm_specplug.budget import AdaptiveBudget, Calibration, NextStep
-from vllm_specplug.tree import DraftTree, build_tree, merge_trees
+from vllm_specplug.tree import DraftTree, build_tree
 
 DEPTH, WIDTH, NODES = 7, 6, 32
 # Shares of the tokens a drafter ranks second and lower among those it does not rank first.
@@ -32,34 +32,15 @@ class Machine:
     draft_ms: float = 6.0
     draft_row_ms: float = 0.33
     rest_ms: float = 3.0
-    rest_request_ms: float = 0.0
-    """Of the rest of a step, for each request."""
     prompt_ms: float = 100.0
-    prompt_tokens: int = 200
-    context_ms: float = 0.0
-    """A head reading one more token of context."""
-    context_call_ms: float = 0.0
-    """A head reading any, in steps without a draft; a draft's time has it in it."""
-    tree_share: float = 0.0
-    """What verifying takes longer, as a share, where there are trees among the rows."""
-    tree_rest_ms: float = 0.0
-    """What the rest of a step takes longer where there are trees."""
     noise: float = 0.02
     """Standard deviation of the log of a step's time."""
 
-    def verify_ms(self, rows: int, *, has_trees: bool = False) -> float:
-        plain = float(np.interp(rows, self.rows, self.times))
-        return plain * (1.0 + self.tree_share * has_trees)
+    def verify_ms(self, rows: int) -> float:
+        return float(np.interp(rows, self.rows, self.times))
 
     def drafting_ms(self, rows: int) -> float:
         return self.draft_ms + self.draft_row_ms * rows if rows else 0.0
-
-    def all_rest_ms(self, requests: int, *, has_trees: bool = False) -> float:
-        return self.rest_ms + self.rest_request_ms * requests + self.tree_rest_ms * has_trees
-
-    def plain_ms(self, requests: int) -> float:
-        """A step of plain decoding."""
-        return self.verify_ms(requests) + self.all_rest_ms(requests)
 
     def calibration(self, error: Sequence[float] = ()) -> Calibration:
         """What a measurement at start finds, `error` times too long at each of `rows`."""
@@ -113,10 +94,6 @@ class Request:
     tenths: int
     done: int = 1
     decoding_ms: float = 0.0
-    due: float = 0.0
-    """Tokens that plain decoding would have given meanwhile."""
-    waiting: int = 0
-    """Tokens of its context that the head has not read."""
 
     @property
     def remaining(self) -> int:
@@ -130,17 +107,6 @@ class Request:
         if self.remaining < DEPTH:
             tree = tree.subset(np.flatnonzero(tree.depths <= max(self.remaining, 0)).tolist())
         return tree, truth
-
-    def lookup(self, truth: list[int | None], right: float) -> DraftTree:
-        """A branch of the text that recurs; each of its tokens is right so often, and claimed to be
-        somewhat more often."""
-        tokens, scores = [], []
-        for depth, token in enumerate(truth[: max(0, self.remaining)]):
-            is_right = self.rng.random() < right and token is not None
-            # The last rank: seldom what a head drafts.
-            tokens.append(token if is_right and token is not None else 10 * depth + WIDTH - 1)
-            scores.append((depth + 1) * np.log(min(0.95, right + 0.05)))
-        return DraftTree.chain(tokens, np.asarray(scores, np.float32))
 
 
 def accepted_path(tree: DraftTree, truth: list[int | None]) -> list[int]:
@@ -163,13 +129,6 @@ class Server:
     answer: int = 64
     """Tokens of an answer on average."""
     seed: int = 0
-    shift: int = 0
-    """Added to `tenths` of all texts from now on."""
-    lookups: float = 0.0
-    """Share of the steps of a request in which its text recurs."""
-    waits: bool = True
-    """Whether the context of a request without drafts is read when it drafts, not at once."""
-    tells_debts: bool = True
 
     def __post_init__(self) -> None:
         self._count = 0
@@ -177,23 +136,11 @@ class Server:
         self._running: list[Request] = []
         self.ended: list[tuple[float, int]] = []
         """Milliseconds of decoding, and tokens decoded, of each request that ended."""
-        self.paces: list[float] = []
-        """Tokens of each request that ended over those of plain decoding in the same time."""
 
     def serve(self, concurrency: int, milliseconds: float) -> float:
         """Keeps so many requests running for so long; returns tokens per second."""
         clock, tokens = 0.0, 0
         while clock < milliseconds:
-            took, emitted = self._next(concurrency)
-            clock += took
-            tokens += emitted
-        return 1e3 * tokens / clock
-
-    def answer_requests(self, concurrency: int, count: int) -> float:
-        """Keeps so many requests running until `count` more have ended; returns tokens per
-        second."""
-        clock, tokens, last = 0.0, 0, len(self.ended) + count
-        while len(self.ended) < last:
             took, emitted = self._next(concurrency)
             clock += took
             tokens += emitted
@@ -214,27 +161,16 @@ class Server:
         self._count += 1
         rng = np.random.default_rng([self.seed, self._count])
         length = max(8, int(rng.normal(self.answer, 0.15 * self.answer)))
-        tenths = int(np.clip(round(10 * rng.beta(3.2, 2.2)) + self.shift, 1, 9))
-        return Request(
-            f"{self.seed}-{self._count}", length, rng, tenths, waiting=self.machine.prompt_tokens
-        )
+        tenths = int(np.clip(round(10 * rng.beta(3.2, 2.2)), 1, 9))
+        return Request(f"{self.seed}-{self._count}", length, rng, tenths)
 
     def _step(self) -> tuple[float, int]:
         """One step of all that run: milliseconds and tokens."""
         running, machine, budget = self._running, self.machine, self.budget
         full = [request.draft() for request in running]
-        found = [DraftTree.empty()] * len(running)
-        if self.lookups:
-            found = [
-                request.lookup(truth, 0.45 + 0.05 * request.tenths)
-                if request.rng.random() < self.lookups
-                else DraftTree.empty()
-                for request, (_, truth) in zip(running, full, strict=True)
-            ]
         names = [request.name for request in running]
         if isinstance(budget, AdaptiveBudget):
             reach = [max(0, min(DEPTH, request.remaining)) for request in running]
-            debts = [machine.context_ms * request.waiting for request in running]
             step = NextStep(
                 req_ids=names,
                 context_lens=[200] * len(running),
@@ -243,13 +179,12 @@ class Server:
                 fixed=[False] * len(running),
                 num_roots=len(running),
                 root_context=200 * len(running),
-                debts=debts if self.waits and self.tells_debts and machine.context_ms else (),
             )
-            depths = budget.plan(step, found)
+            depths = budget.plan(step, [DraftTree.empty()] * len(running))
             trees = budget.trim(
                 [
-                    _both(tree.subset(np.flatnonzero(tree.depths <= depth).tolist()), looked_up)
-                    for (tree, _), looked_up, depth in zip(full, found, depths, strict=True)
+                    tree.subset(np.flatnonzero(tree.depths <= depth).tolist())
+                    for (tree, _), depth in zip(full, depths, strict=True)
                 ]
             )
         else:
@@ -258,49 +193,27 @@ class Server:
         paths = [accepted_path(t, truth) for t, (_, truth) in zip(trees, full, strict=True)]
         rows = len(running) + sum(tree.num_nodes for tree in trees)
         has_trees = rows > len(running)
-        rest_ms = machine.all_rest_ms(len(running), has_trees=has_trees)
-        verify_ms = machine.verify_ms(rows, has_trees=has_trees) * float(
-            np.exp(machine.noise * self._noise.standard_normal())
-        )
+        noise = float(np.exp(machine.noise * self._noise.standard_normal()))
+        verify_ms = noise * machine.verify_ms(rows)
         draft_rows = sum(depth + 1 for depth in depths if depth)
         draft_ms = machine.drafting_ms(draft_rows)
-        context_ms = self._read_contexts(depths, paths)
         if isinstance(budget, AdaptiveBudget):
             if draft_rows:
                 budget.costs.draft.observe(draft_rows, draft_ms)
             budget.costs.observe_verify(rows, rows, 0, verify_ms, has_trees=has_trees)
-            budget.costs.observe_rest(rest_ms, has_trees=has_trees)
+            budget.costs.observe_rest(machine.rest_ms, has_trees=has_trees)
             seen = [x for x in zip(names, trees, paths, strict=True) if x[1].num_nodes]
             if seen:
                 budget.observe(*zip(*seen, strict=True))
-        took_ms = verify_ms + draft_ms + rest_ms + context_ms
+        took_ms = verify_ms + draft_ms + machine.rest_ms
         for request, path in zip(running, paths, strict=True):
             request.done += 1 + len(path)
             request.decoding_ms += took_ms
-            request.due += took_ms / machine.plain_ms(len(running))
             if request.remaining < 0:
                 self.ended.append((request.decoding_ms, request.done - 1))
-                self.paces.append((request.done - 1) / request.due)
         ended = [request.name for request in running if request.remaining < 0]
         if isinstance(budget, AdaptiveBudget):
             budget.forget(ended)
         self._running = [request for request in running if request.name not in ended]
         tokens = len(names) + sum(map(len, paths))
         return took_ms, tokens
-
-    def _read_contexts(self, depths: Sequence[int], paths: Sequence[Sequence[int]]) -> float:
-        """Milliseconds of the head for the contexts it reads beside a step, plain decoding none."""
-        if not isinstance(self.budget, AdaptiveBudget):
-            return 0.0
-        read = 0
-        for request, depth, path in zip(self._running, depths, paths, strict=True):
-            if depth or not self.waits:
-                read, request.waiting = read + request.waiting, 0
-            request.waiting += 1 + len(path)
-        calls = bool(read) and not any(depths)
-        return self.machine.context_ms * read + self.machine.context_call_ms * calls
-
-
-def _both(tree: DraftTree, found: DraftTree) -> DraftTree:
-    """The union of what was drafted and what was looked up."""
-    return merge_trees([tree, found], NODES) if len(found) else tree
