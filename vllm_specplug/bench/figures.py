@@ -11,21 +11,14 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vllm_specplug.registry import methods
+from vllm_specplug.registry import method_names
 
 COLORS = {
     "plain": "#858b95",
     "ngram": "#d4680a",
     "suffix": "#9a7b0a",
-    "head": "#2f66d0",
-    "head + n-grams": "#12a3c7",
-    "fixed-4": "#f2b279",
-    "fixed-8": "#d4680a",
-    "fixed-16": "#5cc49a",
-    "fixed-32": "#16855a",
-    "auto": "#12a3c7",
 }
-"""Systems of several pages beside those that methods name; no two of one plot share a colour."""
+"""What methods are compared with."""
 _FREE_COLORS = (
     "#2f66d0", "#d4680a", "#16855a", "#8b49c4", "#cc3a66", "#0b8296", "#9a7b0a", "#6f9cf0",
     "#f2b279", "#5cc49a", "#c795f2", "#ef86a6", "#57b9c9", "#a5754a", "#12a3c7", "#76a51c",
@@ -58,13 +51,12 @@ _STYLE: dict[Any, Any] = {
 def system_colors(names: Iterable[str]) -> dict[str, str]:
     """The colour of each system in every plot of a page.
 
-    Names of `COLORS` and of a method's `plot_colors` look the same on all pages; others take free
-    colours in their order.
+    Names of `COLORS` and of methods look the same on all pages; others take free colours in their
+    order.
     """
     distinct = list(dict.fromkeys(names))
-    fixed = dict(COLORS)
-    for method in methods().values():
-        fixed.update(method.plot_colors)
+    own = [color for color in _FREE_COLORS if color not in COLORS.values()]
+    fixed = {**dict(zip(method_names(), own, strict=False)), **COLORS}
     taken = {fixed[name] for name in distinct if name in fixed}
     free = [color for color in _FREE_COLORS if color not in taken]
     others = [name for name in distinct if name not in fixed]

@@ -140,9 +140,6 @@ class Method:
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options that `specplug config TARGET METHOD` prints, by target. Values "heads/NAME" are
     shipped folders."""
-    plot_colors: Mapping[str, str] = field(default_factory=dict)
-    """Colours of its curves in benchmark plots, by the measured system's name; a system that is
-    not named takes a free colour."""
     is_default: bool = False
     """Whether demo and benchmarks take it where no method was named."""
     api_version: int = API_VERSION

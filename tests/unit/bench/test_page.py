@@ -17,6 +17,7 @@ from tests.unit.bench.fakes import RECORD, FakeMachine, make_sweep
 from vllm_specplug.bench.figures import COLORS, system_colors
 from vllm_specplug.bench.page import same_load, write_page
 from vllm_specplug.bench.summary import summarize
+from vllm_specplug.registry import method_names
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
@@ -149,12 +150,13 @@ def test_known_systems_that_meet_in_a_plot_differ() -> None:
          "jetspec + n-grams", "jetspec as shipped"),
         ("plain", "ngram", "suffix", "ngram_tree", "tokenswift", "tokenswift-self",
          "tokenswift-heads"),
-        ("plain", "ngram", "ngram_tree", "head", "head + n-grams"),
-        ("plain", "fixed-4", "fixed-8", "fixed-16", "fixed-32", "auto"),
         ("plain", "one", "two", "three", "jetspec"),
     ]  # fmt: skip
     for names in together:
-        assert len(set(system_colors(names).values())) == len(names), names
+        colors = system_colors(names)
+        assert len(set(colors.values())) == len(names), names
+        for name in ("plain", "ngram", *method_names()):
+            assert colors.get(name) in (None, system_colors([name])[name]), "other pages differ"
 
 
 def test_page_says_what_was_measured_and_by_what(results: dict[str, Any], tmp_path: Path) -> None:

@@ -13,5 +13,4 @@ METHOD = Method(
     recognises="vllm_specplug.methods.block.recognise:is_bidirectional_block_head",
     train_commands=("vllm_specplug.methods.block.train.cli",),
     presets={"smollm2": {"model": "heads/smollm2-135m-dflash", "num_speculative_tokens": 16}},
-    plot_colors={"ddtree": "#0b8296"},
 )

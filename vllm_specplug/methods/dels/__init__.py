@@ -20,5 +20,4 @@ METHOD = Method(
             "beta": 0.4,
         }
     },
-    plot_colors={"dels": "#8b49c4"},
 )

@@ -14,5 +14,4 @@ METHOD = Method(
     recognises="vllm_specplug.methods.block.recognise:is_markov_block_head",
     train_commands=("vllm_specplug.methods.dspark_tree.train.cli",),
     presets={"smollm2": {"model": "heads/smollm2-135m-dspark", "num_speculative_tokens": 16}},
-    plot_colors={"dspark_tree": "#b8860b"},
 )

@@ -19,5 +19,4 @@ METHOD = Method(
     recognises="vllm_specplug.methods.eagle3_tree.recognise:is_eagle3_head",
     train_commands=("vllm_specplug.methods.eagle3_tree.train.cli",),
     presets={"smollm2": {"model": "heads/smollm2-135m-eagle3", "num_speculative_tokens": 16}},
-    plot_colors={"eagle3_tree": "#b0387f", "eagle3_tree + n-grams": "#dc8fbb"},
 )

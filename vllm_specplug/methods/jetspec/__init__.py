@@ -16,12 +16,5 @@ METHOD = Method(
         "vllm_specplug.methods.block.train.evaluate_cli",
     ),
     presets={"smollm2": {"model": "heads/smollm2-135m-jetspec", "num_speculative_tokens": 16}},
-    plot_colors={
-        "jetspec": "#2f66d0",
-        "jetspec-16": "#8aaaf2",
-        "jetspec-auto": "#12a3c7",
-        "jetspec + n-grams": "#8aaaf2",
-        "jetspec as shipped": "#12a3c7",
-    },
     is_default=True,
 )

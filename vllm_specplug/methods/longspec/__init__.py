@@ -12,9 +12,4 @@ METHOD = Method(
     recognises="vllm_specplug.methods.longspec.recognise:is_longspec_head",
     train_commands=("vllm_specplug.methods.longspec.train.cli",),
     presets={"smollm2": {"model": "heads/smollm2-135m-longspec", "num_speculative_tokens": 16}},
-    plot_colors={
-        "longspec": "#16855a",
-        "longspec + n-grams": "#6fc9a4",
-        "longspec as shipped": "#76a51c",
-    },
 )

@@ -19,5 +19,4 @@ METHOD = Method(
     # The module is in the target's own checkpoint.
     needs_head=False,
     recognises="vllm_specplug.methods.mtp_tree.recognise:ships_mtp_module",
-    plot_colors={"mtp_tree": "#4f7f2a"},
 )

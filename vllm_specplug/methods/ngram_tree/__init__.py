@@ -10,5 +10,4 @@ METHOD = Method(
     drafter="vllm_specplug.methods.ngram_tree.drafter:NgramTreeDrafter",
     needs_head=False,
     presets={"smollm2": {}},
-    plot_colors={"ngram_tree": "#e0a526"},
 )

@@ -12,9 +12,4 @@ METHOD = Method(
     recognises="vllm_specplug.methods.tokenswift.recognise:is_tokenswift_head",
     train_commands=("vllm_specplug.methods.tokenswift.train.cli",),
     presets={"smollm2": {"model": "heads/smollm2-135m-tokenswift", "num_speculative_tokens": 16}},
-    plot_colors={
-        "tokenswift": "#cc3a66",
-        "tokenswift-self": "#ef86a6",
-        "tokenswift-heads": "#a55fae",
-    },
 )
