@@ -8,7 +8,7 @@ TIER ?= ci
 DATA ?= $(SPECPLUG_DATA)
 
 ifeq ($(TIER),fast)
-PYTEST_ARGS := -m "not slow and not e2e"
+PYTEST_ARGS := -m "not slow and not e2e and not full"
 else ifeq ($(TIER),ci)
 PYTEST_ARGS := -m "not full"
 TARGET := $(BIN)/specplug target smollm2
@@ -47,7 +47,7 @@ demo: setup
 test: setup
 	@$(TARGET)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 $(PYTEST_ARGS) \
-	  tests/unit tests/kernels tests/e2e tests/fuzz $(ARGS)
+	  tests/unit tests/kernels tests/ptx tests/e2e tests/fuzz $(ARGS)
 
 # What `make test` has no time for as well.
 test-full:

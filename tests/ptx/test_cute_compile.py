@@ -18,7 +18,7 @@ import triton
 from scripts import cute_resources
 from scripts.cute_resources import on_demand_configs
 from scripts.sass import difference
-from tests.kernels.cute_machine import compiled
+from tests.ptx.cute_machine import compiled
 from vllm_specplug.kernels.cute.config import (
     BOXES,
     SHARED_LIMIT,
@@ -33,14 +33,11 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 def marks(config) -> list[pytest.MarkDecorator]:
     # Beside the emulated tests of the head size, which need the same listings.
     beside = pytest.mark.xdist_group(f"cute{config.head_dim}")
-    usual = config.dtype == "bfloat16" and config.head_dim != 96
+    usual = config.dtype == "bfloat16" and config.head_dim == 64
     if isinstance(config, ForwardConfig):
-        shapes = ((1, 16), (3, 64), (2, 16))
-        usual = usual and (config.warpgroups, config.box) in shapes
-        usual = usual and config.window + config.soft_cap + config.alibi in (0, 3)
-        if config.rescaled:
-            usual = usual and config.head_dim == 128 and config.warpgroups > 1
-    return [beside] if usual else [beside, pytest.mark.full]
+        usual = usual and (config.warpgroups, config.box) in ((3, 64), (2, 16))
+        usual = usual and not config.window + config.soft_cap + config.alibi
+    return [beside, pytest.mark.smoke] if usual else [beside]
 
 
 # Beside those with rows in the tables: larger boxes in the shape with the most registers.

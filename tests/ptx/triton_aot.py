@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the Triton kernels for a GPU that need not be there.
 
-`python -m tests.kernels.triton_aot ARCH [all]` prints one JSON object per kernel; `all` takes more
+`python -m tests.ptx.triton_aot ARCH [all]` prints one JSON object per kernel; `all` takes more
 shapes of the attention, some minutes of compilation over three architectures. A process of its
 own: where kernels run in the interpreter they cannot be compiled.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import triton
 
-from tests.kernels.triton_compile import Compiled, compile_kernel
+from tests.ptx.triton_compile import Compiled, compile_kernel
 
 # Features of a layer, and the arguments that come with them.
 FEATURES: dict[str, tuple[str, ...]] = {

@@ -13,8 +13,8 @@ import torch
 
 from tests.kernels.cute_schedule import Batch, record_of, tiles_of, up
 from tests.kernels.device_trees import DeviceTrees
-from tests.kernels.ptx_machine import Machine, Timing
-from tests.kernels.ptx_memory import GlobalMemory, TensorMap
+from tests.ptx.ptx_machine import Machine, Timing
+from tests.ptx.ptx_memory import GlobalMemory, TensorMap
 from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.cuda_contract import PLAN_CONTEXT, PLAN_ROW_COUNT
 from vllm_specplug.kernels.cute.compile import Compiled, compile_config

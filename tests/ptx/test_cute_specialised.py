@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from tests.kernels.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
+from tests.ptx.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
 from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.cute.config import LAG, ForwardConfig
 from vllm_specplug.kernels.cute.launch import warpgroups_for
@@ -19,7 +19,7 @@ TIMINGS = pytest.mark.parametrize("timing", [LATE, EARLY])
 
 @variant(64)
 @TIMINGS
-@pytest.mark.parametrize("page", [16, 64, 128])
+@pytest.mark.parametrize("page", [16, pytest.param(64, marks=pytest.mark.smoke), 128])
 def test_the_ring_turns(page, timing):
     trees = MachineTrees([(64 * 11 + 5, 15)], dtype=BF16, head_dim=64, group=8, page=page)
     counts = trees.check(timing=timing, specialised=True)
@@ -71,7 +71,7 @@ def test_dense_tails_of_more_tiles_than_the_producer_lags(mask):
 
 
 @variant(64)
-@pytest.mark.parametrize("timing", [pytest.param(LATE, marks=pytest.mark.full), EARLY])
+@TIMINGS
 def test_parts_of_skewed_batches(timing):
     """What is long is cut, what is short is not; scaled down, the whole is below."""
     specs = [(64 * 20 + 3, 8), *[(60 + n, 8) for n in range(3)]]
@@ -81,8 +81,8 @@ def test_parts_of_skewed_batches(timing):
 
 
 @variant(64)
-@pytest.mark.parametrize("timing", [pytest.param(LATE, marks=pytest.mark.full), EARLY])
-@pytest.mark.parametrize("specialised", [pytest.param(False, marks=pytest.mark.full), True])
+@TIMINGS
+@pytest.mark.parametrize("specialised", [False, True])
 def test_parts_of_several_row_blocks(specialised, timing):
     """Trees of three row blocks, two and one beside a long context of two; a tenth of 31 x 1k."""
     specs = [(64 * 14 + 3, 16), (90, 30), *[(100 + n, 2 + n) for n in range(3)], (0, 12)]
@@ -92,7 +92,6 @@ def test_parts_of_several_row_blocks(specialised, timing):
 
 
 @variant(64)
-@pytest.mark.full
 @TIMINGS
 @pytest.mark.parametrize("specialised", [False, True])
 def test_31_contexts_of_1k_beside_one_of_100k(specialised, timing):

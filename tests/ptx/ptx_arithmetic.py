@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.kernels.ptx_memory import SHARED_BASE
-from tests.kernels.ptx_registers import ProductRegisters
+from tests.ptx.ptx_memory import SHARED_BASE
+from tests.ptx.ptx_registers import ProductRegisters
 
 WARPGROUP = 128
 

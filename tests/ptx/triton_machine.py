@@ -17,9 +17,9 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature, find_paths_if
 
-from tests.kernels.ptx_machine import Machine, Timing
-from tests.kernels.ptx_memory import GlobalMemory
-from tests.kernels.triton_compiler import Answer, Compiler, Request
+from tests.ptx.ptx_machine import Machine, Timing
+from tests.ptx.ptx_memory import GlobalMemory
+from tests.ptx.triton_compiler import Answer, Compiler, Request
 from vllm_specplug.kernels import tree_attn_triton
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 

@@ -7,9 +7,9 @@ import re
 
 import numpy as np
 
-from tests.kernels.ptx_arithmetic import WARPGROUP, Arithmetic, as_float
-from tests.kernels.ptx_memory import Barrier
-from tests.kernels.ptx_registers import FACTOR
+from tests.ptx.ptx_arithmetic import WARPGROUP, Arithmetic, as_float
+from tests.ptx.ptx_memory import Barrier
+from tests.ptx.ptx_registers import FACTOR
 
 
 class Asynchronous(Arithmetic):

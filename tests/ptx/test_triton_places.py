@@ -18,16 +18,12 @@ import torch
 import triton
 
 from tests.kernels.device_trees import DeviceTrees
-from tests.kernels.ptx_machine import Timing
-from tests.kernels.ptx_places import Flow, Place, places_of
-from tests.kernels.triton_compiler import Compiler
-from tests.kernels.triton_machine import Stepped, stepped
+from tests.ptx.ptx_machine import Timing
+from tests.ptx.ptx_places import Flow, Place, places_of
+from tests.ptx.triton_compiler import Compiler
+from tests.ptx.triton_machine import Stepped, stepped
 
-pytestmark = [
-    pytest.mark.usefixtures("interpreter"),
-    pytest.mark.xdist_group("triton_ptx"),
-    pytest.mark.full,
-]
+pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.xdist_group("triton_ptx")]
 
 READ_FOR = "3.7.1"
 SAID = "without a "

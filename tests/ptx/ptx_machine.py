@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.kernels.ptx_arithmetic import WARPGROUP, Warpgroup, as_float
-from tests.kernels.ptx_async import Asynchronous
-from tests.kernels.ptx_memory import (
+from tests.ptx.ptx_arithmetic import WARPGROUP, Warpgroup, as_float
+from tests.ptx.ptx_async import Asynchronous
+from tests.ptx.ptx_memory import (
     GLOBAL_BASE,
     PARAM_BASE,
     SHARED_BASE,
@@ -38,7 +38,7 @@ from tests.kernels.ptx_memory import (
     SharedMemory,
     TensorMap,
 )
-from tests.kernels.ptx_program import Program
+from tests.ptx.ptx_program import Program
 
 
 @dataclass(frozen=True)

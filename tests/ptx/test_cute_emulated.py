@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from tests.kernels.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
 from tests.kernels.spoilt_rows import check_device, device_trees
+from tests.ptx.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
 from vllm_specplug.kernels import contain_nonfinite
 
 
@@ -130,7 +130,7 @@ def test_the_check_notices_a_wrong_mask():
 
 
 @variant(64)
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.smoke)])
 def test_what_is_not_finite_reaches_those_who_attend_it(splits):
     problem = device_trees(MachineTrees, dtype=FP16, head_dim=64)
     check_device(problem, contain_nonfinite, lambda: problem.answer(splits=splits)[0])

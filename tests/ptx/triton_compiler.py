@@ -2,7 +2,7 @@
 """Compiles Triton kernels to PTX on request, in a process of its own: where kernels run in the
 interpreter they cannot be compiled.
 
-`python -m tests.kernels.triton_compiler` reads pickled `Request`s and answers each with an
+`python -m tests.ptx.triton_compiler` reads pickled `Request`s and answers each with an
 `Answer`, or with the text of an error.
 """
 
@@ -108,6 +108,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Pickled objects name this module, not the one that runs.
-    from tests.kernels import triton_compiler
+    from tests.ptx import triton_compiler
 
     triton_compiler.main()

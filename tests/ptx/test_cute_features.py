@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from tests.kernels.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
+from tests.ptx.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
 from vllm_specplug.kernels import AttnFeatures
 
 GROUP = 4
@@ -40,12 +40,6 @@ FEATURES = {
     "window and alibi": AttnFeatures(window=70, alibi_slopes=SLOPES),
     "all": AttnFeatures(window=90, soft_cap=1.5, sinks=per_head(2), alibi_slopes=SLOPES),
 }
-# Beside these, the default tier has the negative controls.
-QUICK = ("window", "far sinks", "all")
-
-
-def names(quick: tuple[str, ...] = QUICK) -> list[Any]:
-    return [pytest.param(n, marks=() if n in quick else pytest.mark.full) for n in FEATURES]
 
 
 def problem(features: AttnFeatures, specs: list[tuple[int, int]], **options: Any) -> MachineTrees:
@@ -54,7 +48,7 @@ def problem(features: AttnFeatures, specs: list[tuple[int, int]], **options: Any
 
 
 @variant(64)
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", FEATURES)
 def test_each_matches_branches_run_as_chains(name):
     problem(FEATURES[name], [(0, 0), (39, 9), (200, 14)]).check()
 
@@ -67,13 +61,14 @@ def test_a_soft_cap_of_scores_whose_exponential_overflows():
 
 
 @variant(64)
-@pytest.mark.parametrize("name", names(("all",)))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.smoke] * (n == "all")) for n in FEATURES]
+)
 def test_splits_count_a_sink_once(name):
     problem(FEATURES[name], [(300, 5), (3, 2), (0, 3)]).check(splits=2, timing=EARLY)
 
 
 @variant(64)
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["window", "window of three", "sinks", "alibi", "all"])
 @pytest.mark.parametrize("mask", ["tree", "causal"])
 def test_dense_tails(name, mask):
@@ -92,7 +87,6 @@ def test_a_window_that_begins_in_the_middle_of_a_tile(page, timing):
 
 
 @variant(64)
-@pytest.mark.full
 @pytest.mark.parametrize("page", [16, 64, 128])
 @pytest.mark.parametrize("window", [2, 15, 16, 17, 64, 65, 128])
 def test_windows_around_page_and_tree_edges(page, window):
@@ -100,7 +94,7 @@ def test_windows_around_page_and_tree_edges(page, window):
 
 
 @variant(64)
-@pytest.mark.parametrize("window", [1, pytest.param(64, marks=pytest.mark.full), 65])
+@pytest.mark.parametrize("window", [1, 64, 65])
 def test_a_deep_chain_outgrows_the_window(window):
     """The window cuts into the tree itself, beyond the first word of its mask."""
     made = problem(AttnFeatures(window=window), [(50, 80)], mask="causal", group=1)
@@ -108,7 +102,6 @@ def test_a_deep_chain_outgrows_the_window(window):
 
 
 @variant(64)
-@pytest.mark.full
 def test_splits_share_what_the_window_leaves():
     problem(AttnFeatures(window=600), [(900, 3), (700, 9)], group=1).check(splits=3)
     # All of the first split is behind the window of the last rows.
@@ -116,7 +109,6 @@ def test_splits_share_what_the_window_leaves():
     made.check(splits=2)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_other_head_sizes(head_dim):
     heads = {"head_dim": head_dim, "dtype": BF16, "page": 64, "kv_heads": 2}

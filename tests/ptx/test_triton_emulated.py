@@ -52,9 +52,9 @@ from tests.kernels import (
     test_triton_step as step,
 )
 from tests.kernels.device_trees import FP8, FP16, FP32, DeviceTrees, other_scales
-from tests.kernels.ptx_machine import Timing
-from tests.kernels.triton_compiler import Compiler
-from tests.kernels.triton_machine import Stepped, stepped
+from tests.ptx.ptx_machine import Timing
+from tests.ptx.triton_compiler import Compiler
+from tests.ptx.triton_machine import Stepped, stepped
 from vllm_specplug.kernels import AttnFeatures
 
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.xdist_group("triton_ptx")]
@@ -64,6 +64,9 @@ LATE = Timing(eager_copies=False, eager_products=True)
 EARLY = Timing(eager_copies=True, eager_products=False, reverse_warpgroups=True)
 ARCHS = (80, 90)
 PRODUCTS = {80: "mma.sync", 90: "wgmma.mma_async"}
+SMOKE = pytest.mark.parametrize(
+    "machine", [80, pytest.param(90, marks=pytest.mark.smoke)], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,7 @@ def half(specs: list[tuple[int, int]], **options: Any) -> DeviceTrees:
 # -- attention -----------------------------------------------------------------------------
 
 
+@SMOKE
 def test_context_and_tree_in_one_pass(machine: Stepped) -> None:
     half([(70, 9), (3, 0), (64, 5), (0, 1)]).check(splits=1)
     assert ran(machine, PRODUCTS[machine.arch]) and ran(machine, "cp.async.c")
@@ -103,6 +107,7 @@ def test_node_counts_around_word_edges(machine: Stepped, nodes: int) -> None:
     half([(19, nodes)], group=1).check(splits=1)
 
 
+@SMOKE
 def test_splits_are_merged(machine: Stepped) -> None:
     half([(600, 9), (3, 0), (300, 2)]).check(splits=2, places=1)
     assert machine.kernels["_merge_parts_kernel"] == 1
@@ -118,7 +123,7 @@ def test_dense_tails(machine: Stepped) -> None:
     half([(40, 20), (0, 3)], dense=True, mask="full").check(splits=1)
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.full)])
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_products_of_float32(machine: Stepped, head_dim: int) -> None:
     """By lanes, exactly: factors rounded as tensor cores do are off."""
     problem = half([(37, 9), (3, 0)], dtype=FP32, head_dim=head_dim)
@@ -186,7 +191,6 @@ def test_the_tree_behind_flash_attention(machine: Stepped, monkeypatch: pytest.M
     assert (output - torch.cat(problem.expected())).abs().max() < 1.6e-2
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("timing", [LATE, EARLY], ids=["late", "early"])
 @pytest.mark.parametrize(
     "options",
@@ -208,7 +212,6 @@ def test_shapes_of_heads_and_pages(
     half([(200, 66), (64, 3), (0, 9)], **options).check(splits=1)
 
 
-@pytest.mark.full
 def test_the_largest_tree(machine: Stepped) -> None:
     half([(20, 256), (700, 100)], group=4).check(splits=2)
 
@@ -368,8 +371,32 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("machine", [pytest.param(80, marks=pytest.mark.full), 90], indirect=True)
-@pytest.mark.parametrize("name", STEPS)
+# All kernels of these run in other cases too.
+REPEATED = {
+    "best-first trees", "ties of best-first trees", "n-gram branches", "the delta rule",
+    "the delta rule beside what is not finite", "values that are infinite",
+}  # fmt: skip
+
+
+@pytest.mark.smoke
+def test_smoke_cases_run_every_kernel() -> None:
+    kernels = {name: made for name, (_, made) in STEPS.items()}
+    others = set().union(*(kernels[name] for name in kernels.keys() - REPEATED))
+    assert others == set().union(*kernels.values())
+
+
+@pytest.mark.parametrize(
+    ("machine", "name"),
+    [
+        pytest.param(
+            arch, name, id=f"{name}-{arch}",
+            marks=[pytest.mark.smoke] * (arch == 90 and name not in REPEATED),
+        )
+        for arch in ARCHS
+        for name in STEPS
+    ],
+    indirect=["machine"],
+)  # fmt: skip
 def test_the_rest_of_a_step(machine: Stepped, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check, kernels = STEPS[name]
     check(monkeypatch)
@@ -399,14 +426,12 @@ def test_values_that_are_not_contained_are_noticed(
     assert machine.kernels["_contain_nonfinite_kernel"] == 1
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("size", [4, 8])
 def test_more_branches(machine: Stepped, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     ngrams.test_branches_are_those_of_the_host(size, 16, 7, monkeypatch)
     ngrams.test_merged_trees_are_those_of_the_host(False, 40, 6)
 
 
-@pytest.mark.full
 def test_more_of_the_delta_rule(machine: Stepped) -> None:
     for shape in ("chain", "star"):
         delta.test_every_branch_is_decoded_as_alone(shape, (1, 1))

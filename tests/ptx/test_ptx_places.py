@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.ptx_places import Flow, kind_of, places_of
+from tests.ptx.ptx_places import Flow, kind_of, places_of
 
 STORE, LOAD = "st.shared.b32 [%s], %v;", "ld.shared.b32 %v, [%s];"
 COPY = "cp.async.ca.shared.global [%s], [%a], 4;"

@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from tests.kernels import cute_machine
-from tests.kernels.cute_machine import BF16, MachineTrees, compiled, variant
-from tests.kernels.ptx_places import KINDS, Flow, places_of
+from tests.ptx import cute_machine
+from tests.ptx.cute_machine import BF16, MachineTrees, compiled, variant
+from tests.ptx.ptx_places import KINDS, Flow, places_of
 from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.cute.config import ForwardConfig
 
@@ -74,17 +74,10 @@ SCHEMES = [
     # the first barrier of that, only the warp that set mbarriers up uses them.
     Scheme(window=64 * 9 + 30, listed=frozenset({("mbarrier.arrive", 1), ("bar.sync", 1)})),
 ]
-# In the default tier.
-SAMPLE = {
-    "turns": ("fence.proxy", "fence.mbarrier_init", "mbarrier.try_wait", "cp.async.wait_group",
-              "wgmma.fence", "wgmma.wait_group"),
-    "specialised": ("fence.proxy", "bar.warp.sync", "mbarrier.try_wait", "cp.async.wait_group",
-                    "wgmma.fence", "wgmma.wait_group"),
-}  # fmt: skip
 ROWS = [
     pytest.param(
         scheme, kind, id=f"{scheme.name}: {kind}",
-        marks=() if kind in SAMPLE.get(scheme.name, ()) else pytest.mark.full,
+        marks=[pytest.mark.smoke] * (kind == "cp.async.wait_group" and not scheme.window),
     )
     for scheme in SCHEMES
     for kind in scheme.kinds

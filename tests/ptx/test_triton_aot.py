@@ -41,7 +41,7 @@ MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma", 100: "tcgen05.mma"}
 def compiled(arch: int) -> list[dict[str, Any]]:
     """`triton_aot.Compiled` of each kernel for sm_`arch`, from Triton's cache or in minutes."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton_aot", str(arch)],
+        [sys.executable, "-m", "tests.ptx.triton_aot", str(arch)],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
         capture_output=True,
@@ -51,7 +51,6 @@ def compiled(arch: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile_without_spills(arch: int) -> None:
     kernels = compiled(arch)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.ptx_machine import Machine, Timing
-from tests.kernels.ptx_memory import GlobalMemory
+from tests.ptx.ptx_machine import Machine, Timing
+from tests.ptx.ptx_memory import GlobalMemory
 
 LATE, EARLY = Timing(), Timing(eager_copies=True, eager_products=False)
 

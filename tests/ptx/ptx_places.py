@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.kernels.ptx_program import Program
+from tests.ptx.ptx_program import Program
 
 # Longer names before those that they begin with.
 KINDS = (
