@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafters that run their head level by level share: n-gram branches beside its trees."""
+"""What drafters with a head share: n-gram branches beside its trees, and levels."""
 
 from __future__ import annotations
 
@@ -15,15 +15,35 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import Expand, Frontier
 
 
-class HeadDrafter(Drafter):
-    """A drafter whose head is run once for each level, for the requests that want it.
+class BranchDrafter(Drafter):
+    """A drafter whose trees take in n-gram branches. Subclasses set `ngrams` in `load`."""
 
-    Subclasses set `ngrams` in `load`.
-    """
+    ngrams: NgramBranches | None
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        if self.ngrams is not None:
+            self.ngrams.forget(req_ids)
+
+    @property
+    def looks_up(self) -> bool:
+        return self.ngrams is not None
+
+    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+        if self.ngrams is None:
+            return super().look_up(requests)
+        return self.ngrams.look_up(requests)
+
+    @property
+    def device_branches(self) -> NgramBranches | None:
+        # A chain takes in none.
+        return self.ngrams if self.options.tree_width > 1 else None
+
+
+class HeadDrafter(BranchDrafter):
+    """A drafter whose head is run once for each level, for the requests that want it."""
 
     drafts_by_level: ClassVar[bool] = True
 
-    ngrams: NgramBranches | None
     levels_run = 0
     """Levels of the last draft: it may end before the deepest that was asked for."""
 
@@ -41,22 +61,9 @@ class HeadDrafter(Drafter):
     def draft(self, requests: DraftRequests) -> list[DraftTree]:
         """The head's own trees; at least one request."""
 
-    def forget(self, req_ids: Iterable[str]) -> None:
-        if self.ngrams is not None:
-            self.ngrams.forget(req_ids)
-
     @property
     def forward_depth(self) -> int:
         return self.options.tree_depth
-
-    @property
-    def looks_up(self) -> bool:
-        return self.ngrams is not None
-
-    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
-        if self.ngrams is None:
-            return super().look_up(requests)
-        return self.ngrams.look_up(requests)
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         trees = [DraftTree.empty()] * len(requests)

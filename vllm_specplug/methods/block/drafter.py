@@ -10,7 +10,6 @@ into a tree. JetSpec (causal in the block) and DFlash with a tree (bidirectional
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -24,8 +23,9 @@ from vllm_specplug.drafting.drafter import (
     TargetWeights,
     device_tensor,
 )
+from vllm_specplug.drafting.head_drafter import BranchDrafter
 from vllm_specplug.drafting.late_context import LateContextDrafter
-from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
+from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.kernels import build_best_first, can_build_best_first, top_candidates
 from vllm_specplug.kernels.draft_rows import block_inputs
 from vllm_specplug.kernels.local_tree import copies_no_logits
@@ -40,7 +40,7 @@ _MOST_LOGITS = 1 << 25
 _MOST_LOGITS_IN_PLACE = 1 << 28
 
 
-class BlockHeadDrafter(LateContextDrafter):
+class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
     """Block head of the JetSpec and DFlash family; causal or bidirectional by its config."""
 
     @torch.inference_mode()
@@ -97,23 +97,9 @@ class BlockHeadDrafter(LateContextDrafter):
         keys, values = self.head.context_heads(aux, positions)
         self.cache.write(keys, values, slots)
 
-    def forget(self, req_ids: Iterable[str]) -> None:
-        super().forget(req_ids)
-        if self.ngrams is not None:
-            self.ngrams.forget(req_ids)
-
     @property
     def forward_depth(self) -> int:
         return min(self.config.num_draft_tokens, self.options.tree_depth)
-
-    @property
-    def looks_up(self) -> bool:
-        return self.ngrams is not None
-
-    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
-        if self.ngrams is None:
-            return super().look_up(requests)
-        return self.ngrams.look_up(requests)
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         deepest = self.forward_depth
@@ -128,11 +114,6 @@ class BlockHeadDrafter(LateContextDrafter):
     @property
     def drafts_on_device(self) -> bool:
         return self.options.tree_builder == "best_first"
-
-    @property
-    def device_branches(self) -> NgramBranches | None:
-        # A chain takes in none.
-        return self.ngrams if self.options.tree_width > 1 else None
 
     @property
     def drafts_from_graphs(self) -> bool:

@@ -37,7 +37,7 @@ from vllm_specplug.drafting.drafter import (
 )
 from vllm_specplug.drafting.head_drafter import HeadDrafter
 from vllm_specplug.drafting.late_context import LateContextDrafter
-from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
+from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
 from vllm_specplug.methods.eagle3_tree.head import Attend, FusedDraftLayer, FusedEagle3Head
@@ -145,11 +145,6 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
     @property
     def drafts_on_device(self) -> bool:
         return self.is_device_cache
-
-    @property
-    def device_branches(self) -> NgramBranches | None:
-        # A chain takes in none.
-        return self.ngrams if self.options.tree_width > 1 else None
 
     @property
     def drafts_from_graphs(self) -> bool:

@@ -40,7 +40,7 @@ from vllm_specplug.drafting.drafter import (
     device_tensor,
 )
 from vllm_specplug.drafting.head_drafter import HeadDrafter
-from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
+from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
@@ -200,11 +200,6 @@ class LongSpecDrafter(HeadDrafter):
     @property
     def drafts_on_device(self) -> bool:
         return self.is_device_window
-
-    @property
-    def device_branches(self) -> NgramBranches | None:
-        # A chain takes in none.
-        return self.ngrams if self.options.tree_width > 1 else None
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         self._fill_windows(requests)
