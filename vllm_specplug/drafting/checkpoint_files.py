@@ -47,6 +47,27 @@ def is_positive(value: object) -> bool:
 
 
 @contextmanager
+def open_config(
+    directory: str | Path, kind: str = "head", weights: str = WEIGHTS_NAME
+) -> Iterator[dict[str, Any]]:
+    """Yields the object in `directory/config.json`; errors that its values raise name the file.
+
+    Raises:
+        ValueError: when there is no such file, or no JSON object in it.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        owner = "draft head" if kind == "head" else kind
+        raise ValueError(
+            f"{owner} {str(directory)!r} has no config.json; give the folder that holds "
+            f"config.json and {weights}"
+        )
+    raw = read_json_object(path, f"a {kind}'s config")
+    with config_values(path):
+        yield raw
+
+
+@contextmanager
 def config_values(path: Path) -> Iterator[None]:
     """Turns what a value of an unforeseen type raises into a ValueError that names the file."""
     try:

@@ -14,6 +14,20 @@ import typer
 
 Target = Annotated[Path, typer.Option(help="Folder of the target model.")]
 Out = Annotated[Path, typer.Option(help="Run folder; the head is exported to OUT/head.")]
+Features = Annotated[Path, typer.Option(help="Folder made by `specplug data features`.")]
+Heldout = Annotated[Path, typer.Option(help="Held-out features, made with the same layers.")]
+DraftVocabSize = Annotated[
+    int, typer.Option(min=1, help="Most frequent answer tokens; not with --init-from.")
+]
+VocabFrom = Annotated[
+    str, typer.Option(help="Folder of a head for this target whose draft vocabulary to use.")
+]
+MlpWidth = Annotated[
+    int, typer.Option(min=0, help="MLP width; 0: the target's. Not with --init-from.")
+]
+Temperature = Annotated[float, typer.Option(help="Distillation temperature.")]
+BlocksPerStep = Annotated[int, typer.Option(min=1, help="Blocks per step and process.")]
+AnchorStride = Annotated[int, typer.Option(min=1, help="One anchor per this many tokens.")]
 
 Seed = Annotated[int, typer.Option()]
 

@@ -4,24 +4,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import (
     MAX_SIZE,
-    config_values,
     is_size,
-    read_json_object,
+    open_config,
 )
 from vllm_specplug.drafting.head_config import check_layer_shape, require, require_size
 from vllm_specplug.methods.block.layer_config import (
     check_rotary,
     read_rotary,
     read_windows,
-    turned_size,
+    rotary_of,
 )
 from vllm_specplug.methods.block.rotary import Rotary
 
@@ -164,15 +162,7 @@ class BlockHeadConfig:
     @property
     def rotary(self) -> Rotary:
         """Its rotary embedding."""
-        scaling = dict(self.rope_scaling or {})
-        return Rotary(
-            self.rope_theta,
-            self.head_dim,
-            turned_size(self.partial_rotary_factor, self.head_dim),
-            scaling.pop("rope_type", "default"),
-            scaling or None,
-            self.max_position_embeddings,
-        )
+        return rotary_of(self)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -210,7 +200,7 @@ class BlockHeadConfig:
         causal: bool | None = None,
     ) -> BlockHeadConfig:
         """Reads `directory/config.json`; see `from_dict`."""
-        with head_config(directory) as raw:
+        with open_config(directory) as raw:
             return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
 
     @classmethod
@@ -271,24 +261,6 @@ class BlockHeadConfig:
                 **({"sample_from_anchor": True} if self.sample_from_anchor else {}),
             },
         }
-
-
-@contextmanager
-def head_config(directory: str | Path) -> Iterator[dict[str, Any]]:
-    """The object in `directory/config.json`; what its values raise inside names the file.
-
-    Raises:
-        ValueError: when there is no such file, or no JSON object in it.
-    """
-    path = Path(directory) / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"draft head {str(directory)!r} has no config.json; give the folder "
-            "that holds config.json and model.safetensors"
-        )
-    raw = read_json_object(path, "a head's config")
-    with config_values(path):
-        yield raw
 
 
 def _is_integer(value: object) -> bool:

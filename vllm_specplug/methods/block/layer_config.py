@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_positive, is_size
 from vllm_specplug.drafting.head_config import require
-from vllm_specplug.methods.block.rotary import KINDS
+from vllm_specplug.methods.block.rotary import KINDS, Rotary
 
 # M-RoPE gives a token three positions, which are one and the same for text; a draft is text.
 _MROPE = ("mrope_section", "mrope_interleaved")
@@ -84,6 +84,19 @@ def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
         "partial_rotary_factor": 1.0 if partial is None else partial,
         "max_position_embeddings": raw.get("max_position_embeddings") or 0,
     }
+
+
+def rotary_of(config: Any) -> Rotary:
+    """The rotary embedding of a head's config."""
+    scaling = dict(config.rope_scaling or {})
+    return Rotary(
+        config.rope_theta,
+        config.head_dim,
+        turned_size(config.partial_rotary_factor, config.head_dim),
+        scaling.pop("rope_type", "default"),
+        scaling or None,
+        config.max_position_embeddings,
+    )
 
 
 def turned_size(factor: Any, head_dim: int) -> int:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size, open_config
 from vllm_specplug.drafting.head_config import require
 from vllm_specplug.methods.block.config import (
     ANCHOR_FLAGS,
     BlockHeadConfig,
     block_containers,
-    head_config,
 )
 from vllm_specplug.methods.block.recognise import MARKOV_CONTAINERS, MARKOV_KEYS, markov_values
 
@@ -58,7 +57,7 @@ class DSparkConfig:
         Raises:
             ValueError: field, value, legal values and remedy.
         """
-        with head_config(directory) as raw:
+        with open_config(directory) as raw:
             return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
 
     @classmethod

@@ -11,8 +11,7 @@ from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import (
     MAX_SIZE,
-    config_values,
-    read_json_object,
+    open_config,
 )
 from vllm_specplug.drafting.head_config import (
     check_layer_shape,
@@ -21,7 +20,7 @@ from vllm_specplug.drafting.head_config import (
     require_size,
 )
 from vllm_specplug.methods.block.config import default_head_dim
-from vllm_specplug.methods.block.layer_config import check_rotary, read_rotary, turned_size
+from vllm_specplug.methods.block.layer_config import check_rotary, read_rotary, rotary_of
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
 from vllm_specplug.options import option_error
 
@@ -128,15 +127,7 @@ class Eagle3Config:
     @property
     def rotary(self) -> Rotary:
         """Its rotary embedding."""
-        scaling = dict(self.rope_scaling or {})
-        return Rotary(
-            self.rope_theta,
-            self.head_dim,
-            turned_size(self.partial_rotary_factor, self.head_dim),
-            scaling.pop("rope_type", "default"),
-            scaling or None,
-            self.max_position_embeddings,
-        )
+        return rotary_of(self)
 
     @property
     def feature_size(self) -> int:
@@ -152,14 +143,7 @@ class Eagle3Config:
         target_layers: Sequence[int] | None = None,
     ) -> Eagle3Config:
         """Reads `directory/config.json`; see `from_dict`."""
-        path = Path(directory) / "config.json"
-        if not path.is_file():
-            raise ValueError(
-                f"draft head {str(directory)!r} has no config.json; give the folder that holds "
-                "config.json and the weights"
-            )
-        raw = read_json_object(path, "a head's config")
-        with config_values(path):
+        with open_config(directory, weights="the weights") as raw:
             return cls.from_dict(
                 raw, num_target_layers=num_target_layers, target_layers=target_layers
             )

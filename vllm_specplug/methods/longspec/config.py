@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import config_values, read_json_object
+from vllm_specplug.drafting.checkpoint_files import open_config
 from vllm_specplug.drafting.head_config import check_layer_shape, require
 
 DEFAULT_WINDOW = 512
@@ -90,18 +90,11 @@ class LongSpecConfig:
         Raises:
             ValueError: field, value, legal values and remedy.
         """
-        path = Path(directory) / "config.json"
-        if not path.is_file():
-            raise ValueError(
-                f"draft head {str(directory)!r} has no config.json; give the folder that holds "
-                "config.json and model.safetensors"
-            )
-        raw = read_json_object(path, "a config")
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-            require(isinstance(raw.get(name), int), name, raw.get(name), "an integer")
-        layers = raw.get("num_hidden_layers", 1)
-        require(layers == 1, "num_hidden_layers", layers, "1 (LongSpec drafts with one layer)")
-        with config_values(path):
+        with open_config(directory) as raw:
+            for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+                require(isinstance(raw.get(name), int), name, raw.get(name), "an integer")
+            layers = raw.get("num_hidden_layers", 1)
+            require(layers == 1, "num_hidden_layers", layers, "1 (LongSpec drafts with one layer)")
             return cls.for_target(
                 raw,
                 window_size=raw.get("window_size", raw.get("sliding_window") or DEFAULT_WINDOW),

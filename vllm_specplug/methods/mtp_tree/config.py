@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import config_values, read_json_object
+from vllm_specplug.drafting.checkpoint_files import open_config
 from vllm_specplug.drafting.head_config import check_layer_shape, config_field, require
 from vllm_specplug.methods.block.layer_config import read_rotary, turned_size
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
@@ -63,14 +63,7 @@ class MtpConfig:
         Raises:
             ValueError: for a target without a module, or with one of another kind.
         """
-        path = Path(directory) / "config.json"
-        if not path.is_file():
-            raise ValueError(
-                f"target {str(directory)!r} has no config.json; give the folder that holds "
-                "config.json and the weights"
-            )
-        raw = read_json_object(path, "a target's config")
-        with config_values(path):
+        with open_config(directory, "target", "the weights") as raw:
             return cls.from_dict(raw)
 
     @classmethod

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,8 +24,8 @@ SUMMARIES = {
 def train_block(
     context: typer.Context,
     target: common.Target,
-    features: Annotated[Path, typer.Option(help="Folder made by `specplug data features`.")],
-    heldout: Annotated[Path, typer.Option(help="Held-out features, made with the same layers.")],
+    features: common.Features,
+    heldout: common.Heldout,
     out: common.Out,
     init_from: Annotated[
         str,
@@ -58,7 +57,7 @@ def train_block(
             "forward_kl for jetspec, sft for dflash."
         ),
     ] = "",
-    temperature: Annotated[float, typer.Option(help="Distillation temperature.")] = 1.0,
+    temperature: common.Temperature = 1.0,
     position_gamma: Annotated[
         float | None,
         typer.Option(
@@ -70,10 +69,8 @@ def train_block(
     regression_weight: Annotated[
         float, typer.Option(min=0, help="Weight of a smooth-L1 loss to the final hidden state.")
     ] = 0.0,
-    anchors_per_step: Annotated[
-        int, typer.Option(min=1, help="Blocks per step and process.")
-    ] = 640,
-    anchor_stride: Annotated[int, typer.Option(min=1, help="One anchor per this many tokens.")] = 3,
+    anchors_per_step: common.BlocksPerStep = 640,
+    anchor_stride: common.AnchorStride = 3,
     short_block_size: Annotated[
         int,
         typer.Option(

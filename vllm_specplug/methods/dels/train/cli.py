@@ -67,13 +67,11 @@ def train_dels(
             "distribution, which needs features."
         ),
     ] = "sft",
-    temperature: Annotated[float, typer.Option(help="Distillation temperature.")] = 1.0,
+    temperature: common.Temperature = 1.0,
     position_gamma: Annotated[
         float, typer.Option(help="Offset k has weight exp(-k/gamma); 0: equal weights.")
     ] = 7.0,
-    anchors_per_step: Annotated[
-        int, typer.Option(min=1, help="Blocks per step and process.")
-    ] = 1024,
+    anchors_per_step: common.BlocksPerStep = 1024,
     anchors_per_sample: Annotated[int, typer.Option(min=1, help="Maximum blocks per answer.")] = 64,
     vocab_per_step: Annotated[
         int,

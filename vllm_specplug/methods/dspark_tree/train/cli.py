@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,8 +13,8 @@ from vllm_specplug.train import cli_common as common
 @common.with_shared_options(compile=False)
 def train(
     target: common.Target,
-    features: Annotated[Path, typer.Option(help="Folder made by `specplug data features`.")],
-    heldout: Annotated[Path, typer.Option(help="Held-out features, made with the same layers.")],
+    features: common.Features,
+    heldout: common.Heldout,
     out: common.Out,
     init_from: Annotated[
         str,
@@ -24,9 +23,7 @@ def train(
         ),
     ] = "",
     num_layers: Annotated[int, typer.Option(min=1, help="Draft layers; not with --init-from.")] = 2,
-    intermediate_size: Annotated[
-        int, typer.Option(min=0, help="MLP width; 0: the target's. Not with --init-from.")
-    ] = 0,
+    intermediate_size: common.MlpWidth = 0,
     block_size: Annotated[
         int, typer.Option(min=2, help="Tokens drafted at once; the anchor's slot drafts too.")
     ] = 7,
@@ -40,12 +37,8 @@ def train(
             help="Train the confidence head too.",
         ),
     ] = True,
-    draft_vocab_size: Annotated[
-        int, typer.Option(min=1, help="Most frequent answer tokens; not with --init-from.")
-    ] = 8192,
-    vocab_from: Annotated[
-        str, typer.Option(help="Folder of a head for this target whose draft vocabulary to use.")
-    ] = "",
+    draft_vocab_size: common.DraftVocabSize = 8192,
+    vocab_from: common.VocabFrom = "",
     ce_weight: Annotated[
         float, typer.Option(min=0, help="Weight of the cross-entropy of the answer.")
     ] = 0.1,
@@ -58,10 +51,8 @@ def train(
     position_gamma: Annotated[
         float, typer.Option(min=0, help="Slot k has weight exp(-k/gamma); 0: equal weights.")
     ] = 4.0,
-    anchors_per_step: Annotated[
-        int, typer.Option(min=1, help="Blocks per step and process.")
-    ] = 640,
-    anchor_stride: Annotated[int, typer.Option(min=1, help="One anchor per this many tokens.")] = 3,
+    anchors_per_step: common.BlocksPerStep = 640,
+    anchor_stride: common.AnchorStride = 3,
     **shared: Any,
 ) -> None:
     """Trains a DSpark head: a block head with a Markov and a confidence head."""

@@ -18,17 +18,13 @@ def train(
         Path,
         typer.Option(help="Folder made by `specplug data features`, with the head's layers."),
     ],
-    heldout: Annotated[Path, typer.Option(help="Held-out features, made with the same layers.")],
+    heldout: common.Heldout,
     out: common.Out,
     init_from: Annotated[
         str, typer.Option(help="Folder of an EAGLE-3 head for this target to start from.")
     ] = "",
-    draft_vocab_size: Annotated[
-        int, typer.Option(min=1, help="Most frequent answer tokens; not with --init-from.")
-    ] = 8192,
-    vocab_from: Annotated[
-        str, typer.Option(help="Folder of a head for this target whose draft vocabulary to use.")
-    ] = "",
+    draft_vocab_size: common.DraftVocabSize = 8192,
+    vocab_from: common.VocabFrom = "",
     save_lm_head: Annotated[
         bool,
         typer.Option(
@@ -37,9 +33,7 @@ def train(
             "rows where it is missing.",
         ),
     ] = True,
-    intermediate_size: Annotated[
-        int, typer.Option(min=0, help="MLP width; 0: the target's. Not with --init-from.")
-    ] = 0,
+    intermediate_size: common.MlpWidth = 0,
     norm_output: Annotated[
         bool,
         typer.Option(
@@ -49,7 +43,7 @@ def train(
     loss: Annotated[
         str, typer.Option(help="forward_kl (as published), reverse_kl, or sft: cross-entropy.")
     ] = "forward_kl",
-    temperature: Annotated[float, typer.Option(help="Distillation temperature.")] = 1.0,
+    temperature: common.Temperature = 1.0,
     steps: Annotated[
         int, typer.Option(min=1, help="Tokens drafted in a row from each anchor in training.")
     ] = 5,

@@ -185,17 +185,13 @@ def train(
     window_size: Annotated[
         int, typer.Option(help="Tokens that self-attention looks back; not with --init-from.")
     ] = 512,
-    draft_vocab_size: Annotated[
-        int, typer.Option(min=1, help="Most frequent answer tokens; not with --init-from.")
-    ] = 8192,
-    vocab_from: Annotated[
-        str, typer.Option(help="Folder of a head for this target whose draft vocabulary to use.")
-    ] = "",
+    draft_vocab_size: common.DraftVocabSize = 8192,
+    vocab_from: common.VocabFrom = "",
     intermediate_size: Annotated[int, typer.Option(min=0, help="MLP width; 0: the target's.")] = 0,
     loss: Annotated[str, typer.Option(help="forward_kl, reverse_kl, or sft as published.")] = (
         "forward_kl"
     ),
-    temperature: Annotated[float, typer.Option(help="Distillation temperature.")] = 1.0,
+    temperature: common.Temperature = 1.0,
     tokens_per_step: Annotated[int, typer.Option(min=2, help="Packed positions per step.")] = 4096,
     max_staleness: Annotated[
         int,
