@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine
 from tests.e2e.tiny import make_longspec_head, make_target
+from tests.e2e.tiny_engine import tiny_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("longspec")]
 
@@ -51,22 +52,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_target(folder / "target", VOCAB), make_longspec_head(folder / "head", VOCAB)
 
 
-def _engine(target: Path) -> dict[str, Any]:
-    return {
-        "model": str(target),
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 1024,
-        "block_size": 32,
-        "enable_prefix_caching": False,
-    }
-
-
 def _plain(target: Path) -> EngineResult:
-    return run_engine(_engine(target), CALLS)
+    return run_engine(tiny_engine(target), CALLS)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -81,7 +68,7 @@ def test_output_equals_plain_decoding(models: tuple[Path, Path], mode: str) -> N
         "ngram_topk": 0,
         **options,
     }
-    tree = run_engine({**_engine(target), **engine}, CALLS, speculative=speculative)
+    tree = run_engine({**tiny_engine(target), **engine}, CALLS, speculative=speculative)
     for call in range(len(CALLS)):
         assert tree.token_ids(call) == _plain(target).token_ids(call)
     assert len({tuple(ids) for ids in tree.token_ids()}) > 1
@@ -96,7 +83,7 @@ def test_contexts_of_thousands_of_tokens(models: tuple[Path, Path], tmp_path: Pa
     target, _ = models
     head = make_longspec_head(tmp_path / "head", VOCAB, window=512)
     engine = {
-        **_engine(target),
+        **tiny_engine(target),
         "hf_overrides": {"max_position_embeddings": 8192},
         "max_model_len": 8192,
         "max_num_batched_tokens": 2048,

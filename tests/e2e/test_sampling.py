@@ -25,6 +25,7 @@ from tests.e2e.tiny import (
     make_target,
     make_tokenswift_heads,
 )
+from tests.e2e.tiny_engine import tiny_engine
 
 pytestmark = pytest.mark.e2e
 
@@ -95,15 +96,9 @@ def _sample(
 ) -> EngineResult:
     """`samples` completions of PROMPT for each of `params`, from one engine."""
     engine = {
-        "model": str(models / "target"),
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 256,
+        **tiny_engine(models / "target"),
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
-        "block_size": 32,
-        "enable_prefix_caching": False,
         "seed": 7,
     }
     spec = dict(speculative)

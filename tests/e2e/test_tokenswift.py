@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine
 from tests.e2e.tiny import make_target, make_tokenswift_heads
+from tests.e2e.tiny_engine import tiny_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("tokenswift")]
 
@@ -66,17 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def _engine(target: Path) -> dict[str, Any]:
-    return {
-        "model": str(target),
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 160,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 1024,
-        "block_size": 32,
-        "enable_prefix_caching": True,
-    }
+    return {**tiny_engine(target), "max_model_len": 160, "enable_prefix_caching": True}
 
 
 def _plain(target: Path) -> EngineResult:

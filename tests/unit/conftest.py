@@ -15,6 +15,22 @@ LAYERS = (0, 2)
 VOCAB = 64
 
 
+@pytest.fixture(scope="module")
+def installed() -> None:
+    """The plugin, as in every process of vLLM."""
+    from vllm_specplug.vllm_process import install
+
+    install()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of 12 tokens."""
+    from tests.e2e.tiny import make_target
+
+    return make_target(tmp_path_factory.mktemp("target"), 12)
+
+
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM

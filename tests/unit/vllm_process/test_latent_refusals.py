@@ -11,27 +11,14 @@ import pytest
 
 from tests.e2e.latent import BACKEND, latent_config
 from tests.e2e.tiny import make_tokenswift_heads
+from tests.unit.engine_config import engine_config
 from vllm_specplug.options import max_scheduled_rows
 
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> None:
-    from vllm_specplug.vllm_process import install
-
-    install()
+pytestmark = pytest.mark.usefixtures("installed")
 
 
 def config_of(target: Path, spec: dict[str, Any], **engine: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = {"dtype": "float32", "enforce_eager": True, **BACKEND, **engine}
-    return EngineArgs(
-        model=str(target),
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        speculative_config=spec,
-        **arguments,
-    ).create_engine_config()
+    return engine_config(target, spec, **{**BACKEND, **engine})
 
 
 @pytest.mark.parametrize(

@@ -10,33 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.tiny import make_head, make_target
+from tests.e2e.tiny import make_head
+from tests.unit.engine_config import engine_config
 from tests.unit.methods.eagle3_tree.heads import write_head
+
+pytestmark = pytest.mark.usefixtures("installed")
 
 VOCAB = 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> None:
-    from vllm_specplug.vllm_process import install
-
-    install()
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB)
-
-
 def _refusal(target: Path, spec: dict[str, Any]) -> str:
-    from vllm.engine.arg_utils import EngineArgs
-
-    args = EngineArgs(
-        model=str(target), skip_tokenizer_init=True, dtype="float32", max_model_len=256,
-        speculative_config=spec,
-    )  # fmt: skip
     with pytest.raises(ValueError) as caught:
-        args.create_engine_config()
+        engine_config(target, spec)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
     return str(caught.value)
 

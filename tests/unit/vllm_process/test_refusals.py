@@ -14,21 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.tiny import make_head, make_target, make_tokenswift_heads
+from tests.e2e.tiny import make_head, make_tokenswift_heads
+from tests.unit.engine_config import engine_config
+
+pytestmark = pytest.mark.usefixtures("installed")
 
 VOCAB = 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> None:
-    from vllm_specplug.vllm_process import install
-
-    install()
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB)
 
 
 @pytest.fixture
@@ -36,26 +27,12 @@ def head(tmp_path: Path) -> Path:
     return make_head(tmp_path / "head", VOCAB)
 
 
-def _config(target: Path, spec: dict[str, Any] | None, **engine: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(
-        model=str(target),
-        skip_tokenizer_init=True,
-        dtype=engine.pop("dtype", "float32"),
-        max_model_len=256,
-        enforce_eager=True,
-        speculative_config=spec,
-        **engine,
-    ).create_engine_config()
-
-
 def _jetspec(head: Path, **options: Any) -> dict[str, Any]:
     return {"method": "jetspec", "model": str(head), **options}
 
 
 def test_a_good_config_claims_the_worker_and_keeps_typed_options(target: Path, head: Path) -> None:
-    config = _config(target, _jetspec(head, num_speculative_tokens=24, tree_width=3))
+    config = engine_config(target, _jetspec(head, num_speculative_tokens=24, tree_width=3))
     spec = config.speculative_config
     assert (spec.plugin_method, spec.method) == ("jetspec", "custom_class")
     assert (spec.num_speculative_tokens, spec.tree_width, spec.draft_depth) == (24, 3, 4)
@@ -66,20 +43,20 @@ def test_a_good_config_claims_the_worker_and_keeps_typed_options(target: Path, h
 
 
 def test_the_config_survives_pickling(target: Path, head: Path) -> None:
-    spec = _config(target, _jetspec(head)).speculative_config
+    spec = engine_config(target, _jetspec(head)).speculative_config
     again = pickle.loads(pickle.dumps(spec))
     assert again == spec and again.aux_layers == spec.aux_layers
 
 
 def test_the_hash_depends_on_the_auxiliary_layers(target: Path, head: Path) -> None:
-    spec = _config(target, _jetspec(head)).speculative_config
+    spec = engine_config(target, _jetspec(head)).speculative_config
     before = spec.compute_hash()
     spec.plan = replace(spec.plan, hidden_layers=(1,))
     assert spec.compute_hash() != before
 
 
 def test_spec_method_flag_is_accepted(target: Path, head: Path) -> None:
-    config = _config(target, None, spec_method="jetspec", spec_model=str(head), spec_tokens=6)
+    config = engine_config(target, None, spec_method="jetspec", spec_model=str(head), spec_tokens=6)
     assert config.speculative_config.plugin_method == "jetspec"
     assert config.speculative_config.num_speculative_tokens == 6
 
@@ -88,11 +65,11 @@ def test_the_method_is_found_by_its_head(target: Path, head: Path, tmp_path: Pat
     heads = {"jetspec": head, "ddtree": make_head(tmp_path / "dflash", VOCAB, causal=False)}
     for name, folder in heads.items():
         options = {"method": "tree", "model": str(folder), "tree_width": 3, "causal": True}
-        spec = _config(target, options).speculative_config
+        spec = engine_config(target, options).speculative_config
         assert (spec.plugin_method, spec.method, spec.tree_width) == (name, "custom_class", 3)
         assert spec.plan.settings.causal is True
     flags = {"spec_method": "tree", "spec_model": str(head), "spec_tokens": 6}
-    assert _config(target, None, **flags).speculative_config.plugin_method == "jetspec"
+    assert engine_config(target, None, **flags).speculative_config.plugin_method == "jetspec"
 
 
 @pytest.mark.parametrize(
@@ -112,12 +89,12 @@ def test_a_method_that_is_not_found(
     named = {"TARGET": str(target), "HEAD": str(head)}
     options = {key: named.get(value, value) for key, value in options.items()}
     with pytest.raises(ValueError, match=message):
-        _config(target, {"method": "tree", **options})
+        engine_config(target, {"method": "tree", **options})
 
 
 def test_plain_and_foreign_methods_are_untouched(target: Path) -> None:
-    assert _config(target, None).speculative_config is None
-    config = _config(
+    assert engine_config(target, None).speculative_config is None
+    config = engine_config(
         target, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     )
     assert config.speculative_config.method == "ngram"
@@ -142,7 +119,7 @@ def test_plain_and_foreign_methods_are_untouched(target: Path) -> None:
 )
 def test_bad_options(target: Path, head: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _config(target, _jetspec(head, **options))
+        engine_config(target, _jetspec(head, **options))
 
 
 def test_methods_leave_vllms_own_names_alone() -> None:
@@ -166,12 +143,12 @@ def test_no_installed_method_takes_options_away_from_vllms_own(
     owners = {"prompt_lookup_max": ["stranger"]}
     monkeypatch.setattr(spec_config, "owners_of", lambda key: owners.get(key, []))
     spec = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    assert _config(target, spec).speculative_config.method == "ngram"
+    assert engine_config(target, spec).speculative_config.method == "ngram"
 
 
 def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
     with pytest.raises(ValueError, match="tree_width=3 .*only the methods .*jetspec"):
-        _config(
+        engine_config(
             target,
             {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
              "tree_width": 3},
@@ -195,7 +172,7 @@ def test_engine_combinations(
 ) -> None:
     spec = _jetspec(head, num_speculative_tokens=256 if message is None else 8)
     with pytest.raises(ValueError, match=message or "needs 257 rows"):
-        _config(target, spec, **engine)
+        engine_config(target, spec, **engine)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2"])
@@ -203,18 +180,18 @@ def test_fp8_caches_are_read_by_whom_they_can_be(
     target: Path, head: Path, tmp_path: Path, kind: str
 ) -> None:
     """Not by drafts over the target's own keys and values."""
-    spec = _config(target, _jetspec(head), kv_cache_dtype=kind).speculative_config
+    spec = engine_config(target, _jetspec(head), kv_cache_dtype=kind).speculative_config
     assert spec.plugin_method == "jetspec"
     heads = {"method": "tokenswift", "model": str(make_tokenswift_heads(tmp_path / "heads", VOCAB))}
     for source in ("heads", "ngrams"):
-        assert _config(target, {**heads, "draft_source": source}, kv_cache_dtype=kind)
+        assert engine_config(target, {**heads, "draft_source": source}, kv_cache_dtype=kind)
     for options, message in (
         ({**heads, "draft_source": "self"}, "draft_source='self' its drafts read the target"),
         (heads, "draft_source='auto' its drafts read the target"),
         (_jetspec(head, tree_kernel="triton"), "tree_kernel"),
     ):
         with pytest.raises(ValueError, match=message):
-            _config(target, options, kv_cache_dtype=kind)
+            engine_config(target, options, kv_cache_dtype=kind)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +239,7 @@ def test_quantised_caches_by_device(
 
 def test_every_dtype_of_vllm_is_taken(target: Path, head: Path) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
-        config = _config(target, _jetspec(head), dtype=dtype)
+        config = engine_config(target, _jetspec(head), dtype=dtype)
         assert str(config.model_config.dtype) == f"torch.{dtype}"
 
 
@@ -273,13 +250,13 @@ def test_kv_connectors(target: Path, connector: str) -> None:
     """They may store or send slots of a layer before compaction has moved the accepted path."""
     transfer = {"kv_connector": connector, "kv_role": "kv_both"}
     with pytest.raises(ValueError, match=f"'ngram_tree' .*kv_connector='{connector}'"):
-        _config(target, {"method": "ngram_tree"}, kv_transfer_config=transfer)
-    assert _config(target, None, kv_transfer_config=transfer).speculative_config is None
+        engine_config(target, {"method": "ngram_tree"}, kv_transfer_config=transfer)
+    assert engine_config(target, None, kv_transfer_config=transfer).speculative_config is None
 
 
 def test_prompts_that_skip_layers(target: Path) -> None:
     with pytest.raises(ValueError, match="'ngram_tree' .*kv_sharing_fast_prefill=True"):
-        _config(target, {"method": "ngram_tree"}, kv_sharing_fast_prefill=True)
+        engine_config(target, {"method": "ngram_tree"}, kv_sharing_fast_prefill=True)
 
 
 @pytest.mark.parametrize(("field", "value"), [("enable_dbo", True), ("ubatch_size", 2)])
@@ -287,7 +264,7 @@ def test_microbatching(target: Path, field: str, value: Any) -> None:
     """Set on the finished config: vLLM switches it off on CPU."""
     from vllm_specplug.vllm_process.engine_args import check_engine_config
 
-    config = _config(target, {"method": "ngram_tree"})
+    config = engine_config(target, {"method": "ngram_tree"})
     check_engine_config(config)
     setattr(config.parallel_config, field, value)
     with pytest.raises(ValueError, match=f"'ngram_tree' .*{field}={value}"):
@@ -303,14 +280,14 @@ def test_the_v2_model_runner_is_taken_where_it_is_asked_for(
     for value, worker in (("1", "vllm_v2"), ("0", "vllm_v1")):
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
         engine = {"async_scheduling": asked} if value == "1" else {}
-        config = _config(target, options, **engine)
+        config = engine_config(target, options, **engine)
         assert f".{worker}." in config.parallel_config.worker_cls
         assert config.use_v2_model_runner == (value == "1")
         assert config.scheduler_config.async_scheduling == bool(engine and asked)
         is_async = config.scheduler_config.get_scheduler_cls().__name__ == "AsyncScheduler"
         assert is_async == config.scheduler_config.async_scheduling
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    assert not _config(target, options).use_v2_model_runner
+    assert not engine_config(target, options).use_v2_model_runner
 
 
 @pytest.mark.parametrize("asked", [None, True, False])
@@ -319,7 +296,7 @@ def test_an_engine_process_keeps_the_way_of_scheduling(
 ) -> None:
     """It checks the config again once it is connected, as `EngineCoreProc` does."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    config = _config(target, {"method": "ngram_tree"}, async_scheduling=asked)
+    config = engine_config(target, {"method": "ngram_tree"}, async_scheduling=asked)
     config = pickle.loads(pickle.dumps(config))
     config.__post_init__()
     assert config.scheduler_config.async_scheduling == bool(asked)
@@ -334,7 +311,7 @@ def test_what_v2_does_not_give_is_named(
     from vllm_specplug.vllm_process.engine_args import check_engine_config
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    config = _config(target, {"method": "ngram_tree"})
+    config = engine_config(target, {"method": "ngram_tree"})
     with monkeypatch.context() as patch:
         patch.setattr(config, "watermark_config", object())
         with pytest.raises(ValueError, match="'ngram_tree' .*watermarking"):
@@ -352,17 +329,17 @@ def test_what_v2_does_not_give_is_named(
         with pytest.raises(ValueError, match="'ngram_tree' .*enable_return_routed_experts=True"):
             check_engine_config(config)
     heads = {"method": "tokenswift", "model": str(make_tokenswift_heads(tmp_path / "heads", VOCAB))}
-    assert _config(target, heads).speculative_config.uses_v2
+    assert engine_config(target, heads).speculative_config.uses_v2
     with monkeypatch.context() as patch:
         fewer = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
         patch.setattr(spec_config, "CAPABILITIES_V2", fewer)
         with pytest.raises(
             ValueError, match="'tokenswift' .*V2 on cpu does not give the method target_forward"
         ):
-            _config(target, heads)
+            engine_config(target, heads)
     monkeypatch.setattr(spec_config, "WORKERS_V2", {})
     with pytest.raises(ValueError, match="'ngram_tree' .*V2.*on cpu.*VLLM_USE_V2_MODEL_RUNNER"):
-        _config(target, {"method": "ngram_tree"})
+        engine_config(target, {"method": "ngram_tree"})
 
 
 def test_rows_that_are_reserved_ahead_follow_the_budget(
@@ -372,7 +349,7 @@ def test_rows_that_are_reserved_ahead_follow_the_budget(
 
     def table(ahead: bool = True, **options: Any) -> list[int]:
         method = {"method": "ngram_tree", **options}
-        config = _config(target, method, max_num_seqs=4, async_scheduling=ahead)
+        config = engine_config(target, method, max_num_seqs=4, async_scheduling=ahead)
         spec = config.speculative_config
         return drafts_by_batch_size(spec, config.scheduler_config, spec.num_speculative_tokens)
 
@@ -397,7 +374,7 @@ def test_rows_reserved_ahead_leave_some_for_one_more_request(
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     options = {"method": "ngram_tree", "num_speculative_tokens": 63}
     engine = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "async_scheduling": True}
-    config = _config(target, options, **engine)
+    config = engine_config(target, options, **engine)
     table = drafts_by_batch_size(config.speculative_config, config.scheduler_config, 63)
     for size in range(1, 6):
         assert size * (1 + table[size]) < 64, size
@@ -406,7 +383,7 @@ def test_rows_reserved_ahead_leave_some_for_one_more_request(
 
 def test_asynchronous_scheduling_needs_v2(target: Path) -> None:
     with pytest.raises(ValueError, match="async_scheduling=True.*VLLM_USE_V2_MODEL_RUNNER=1"):
-        _config(target, {"method": "ngram_tree"}, async_scheduling=True)
+        engine_config(target, {"method": "ngram_tree"}, async_scheduling=True)
 
 
 def test_a_worker_told_to_use_another_runner_starts_nothing(
@@ -420,7 +397,7 @@ def test_a_worker_told_to_use_another_runner_starts_nothing(
     from vllm_specplug.vllm_v2.worker_cpu import TreeCPUWorkerV2
     from vllm_specplug.vllm_v2.worker_gpu import TreeGPUWorkerV2
 
-    config = _config(target, {"method": "ngram_tree"})
+    config = engine_config(target, {"method": "ngram_tree"})
     for worker_class in (TreeCPUWorker, TreeGPUWorker, TreeCPUWorkerV2, TreeGPUWorkerV2):
         worker = worker_class.__new__(worker_class)
         WorkerBase.__init__(worker, config, 0, 0, "tcp://127.0.0.1:0")
@@ -445,7 +422,7 @@ def test_wrong_targets(
     other.mkdir()
     (other / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=message):
-        _config(other, _jetspec(head))
+        engine_config(other, _jetspec(head))
 
 
 _FP8_CACHE = {
@@ -462,12 +439,12 @@ def test_drafts_do_not_read_a_quantised_cache_that_the_checkpoint_asks_for(
     config = json.loads((target / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": _FP8_CACHE}))
     heads = str(make_tokenswift_heads(tmp_path / "heads", VOCAB))
-    assert _config(tmp_path, {"method": "ngram_tree"}).speculative_config.plugin_method
+    assert engine_config(tmp_path, {"method": "ngram_tree"}).speculative_config.plugin_method
     with pytest.raises(
         ValueError,
         match="quantised KV cache: with draft_source='self' its drafts read",
     ):
-        _config(tmp_path, {"method": "tokenswift", "model": heads, "draft_source": "self"})
+        engine_config(tmp_path, {"method": "tokenswift", "model": heads, "draft_source": "self"})
 
 
 _HYBRID = {
@@ -500,24 +477,24 @@ def test_targets_with_recurrent_states(
         spec["model"] = str(make_tokenswift_heads(tmp_path / "heads", 64))
     engine = {"dtype": "bfloat16", "enable_prefix_caching": False, **engine}
     if message is None:
-        assert _config(tmp_path, spec, **engine).model_config.is_hybrid
+        assert engine_config(tmp_path, spec, **engine).model_config.is_hybrid
         return
     with pytest.raises(ValueError, match=message):
-        _config(tmp_path, spec, **engine)
+        engine_config(tmp_path, spec, **engine)
 
 
 def test_missing_and_pickled_heads(target: Path, head: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model=None .*needs a draft head"):
-        _config(target, {"method": "jetspec", "num_speculative_tokens": 8})
+        engine_config(target, {"method": "jetspec", "num_speculative_tokens": 8})
     with pytest.raises(ValueError, match="model='/nowhere/head' .*no such folder"):
-        _config(target, {"method": "jetspec", "model": "/nowhere/head"})
+        engine_config(target, {"method": "jetspec", "model": "/nowhere/head"})
     with pytest.raises(ValueError, match="hf download some/head"):
-        _config(target, {"method": "jetspec", "model": "some/head"})
+        engine_config(target, {"method": "jetspec", "model": "some/head"})
     weights = head / "model.safetensors"
     torch.save(load_file(weights), head / "pytorch_model.bin")
     weights.unlink()
     with pytest.raises(ValueError, match="pickled weights .*safetensors"):
-        _config(target, _jetspec(head))
+        engine_config(target, _jetspec(head))
 
 
 def test_incomplete_and_misshapen_heads(target: Path, head: Path) -> None:
@@ -528,7 +505,7 @@ def test_incomplete_and_misshapen_heads(target: Path, head: Path) -> None:
     del tensors["fc.weight"]
     save_file(tensors, weights)
     with pytest.raises(ValueError) as error:
-        _config(target, _jetspec(head))
+        engine_config(target, _jetspec(head))
     text = str(error.value)
     assert "missing fc.weight [64, 128]" in text
     assert "unexpected surplus.weight [2]" in text
@@ -556,14 +533,14 @@ def test_a_mixture_of_experts_in_replicas_takes_no_draft_forwards_of_one_replica
     if source == "ngrams":
         spec["ngram_topk"] = 3
     if replicas == 1 or source in ("heads", "ngrams"):
-        made = _config(other, spec, data_parallel_size=replicas)
+        made = engine_config(other, spec, data_parallel_size=replicas)
         assert made.model_config.is_moe
         assert made.speculative_config.plan.settings.source == source
         return
     with pytest.raises(ValueError, match=f"draft_source='{source}'.*data_parallel_size=2"):
-        _config(other, spec, data_parallel_size=replicas)
+        engine_config(other, spec, data_parallel_size=replicas)
     # Dense replicas are engines of their own.
-    _config(target, spec, data_parallel_size=replicas)
+    engine_config(target, spec, data_parallel_size=replicas)
 
 
 def test_what_multimodal_targets_do_not_give_is_named(
@@ -575,7 +552,10 @@ def test_what_multimodal_targets_do_not_give_is_named(
 
     heads = make_tokenswift_heads(tmp_path / "heads", VOCAB)
     own = {"method": "tokenswift", "model": str(heads), "draft_source": "self"}
-    config, of_own_layers = _config(target, {"method": "ngram_tree"}), _config(target, own)
+    config, of_own_layers = (
+        engine_config(target, {"method": "ngram_tree"}),
+        engine_config(target, own),
+    )
     monkeypatch.setattr(ModelConfig, "uses_mrope", True)
     check_engine_config(config)
     with pytest.raises(ValueError, match=r"'tokenswift' .*draft_source='self' on a multimodal or"):
@@ -586,4 +566,4 @@ def test_what_multimodal_targets_do_not_give_is_named(
         with pytest.raises(ValueError, match=r"'ngram_tree' .*video_pruning_rate=0.5"):
             check_engine_config(config)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    check_engine_config(_config(target, {"method": "ngram_tree"}))
+    check_engine_config(engine_config(target, {"method": "ngram_tree"}))

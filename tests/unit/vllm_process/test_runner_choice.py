@@ -8,26 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.tiny import make_target
+from tests.unit.engine_config import engine_config
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.registry import get_method, method_names
 from vllm_specplug.vllm_process.spec_config import CAPABILITIES, CAPABILITIES_V2
 
-VOCAB = 12
+pytestmark = pytest.mark.usefixtures("installed")
+
 TREES = {"method": "ngram_tree"}
 NEEDS = frozenset({Capability.WINDOW})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> None:
-    from vllm_specplug.vllm_process import install
-
-    install()
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB)
 
 
 @pytest.fixture
@@ -50,17 +39,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch, has: bool = True) -> None:
 
 
 def start(target: Path, spec: dict[str, Any] | None = TREES, **engine: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(
-        model=str(target),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=256,
-        enforce_eager=True,
-        speculative_config=spec,
-        **engine,
-    ).create_engine_config()
+    return engine_config(target, spec, **engine)
 
 
 def runner_of(config: Any) -> str:

@@ -11,23 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.tiny import make_head, make_local_head, make_target
+from tests.e2e.tiny import make_head, make_local_head
+from tests.unit.engine_config import engine_config
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.dels.unigram import save_unigram
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 VOCAB = 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> None:
-    from vllm_specplug.vllm_process import install
-
-    install()
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB)
 
 
 @pytest.fixture
@@ -38,17 +29,7 @@ def spec(tmp_path: Path) -> dict[str, Any]:
 
 
 def _resolve(target: Path, spec: dict[str, Any]) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    config = EngineArgs(
-        model=str(target),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=256,
-        enforce_eager=True,
-        speculative_config=spec,
-    ).create_engine_config()
-    return config.speculative_config
+    return engine_config(target, spec).speculative_config
 
 
 def test_defaults_are_the_papers(target: Path, spec: dict[str, Any]) -> None:

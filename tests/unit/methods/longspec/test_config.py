@@ -10,22 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.tiny import make_head, make_longspec_head, make_target
+from tests.e2e.tiny import make_head, make_longspec_head
+from tests.unit.engine_config import engine_config
 from vllm_specplug.methods.longspec.options import LongSpecSettings
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 VOCAB = 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> None:
-    from vllm_specplug.vllm_process import install
-
-    install()
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +25,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _resolve(target: Path, head: Path, engine: dict[str, Any] | None = None, **spec: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    return (
-        EngineArgs(
-            model=str(target),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=256,
-            enforce_eager=True,
-            speculative_config={"method": "longspec", "model": str(head), **spec},
-            **(engine or {}),
-        )
-        .create_engine_config()
-        .speculative_config
-    )
+    spec = {"method": "longspec", "model": str(head), **spec}
+    return engine_config(target, spec, **(engine or {})).speculative_config
 
 
 def test_defaults(target: Path, head: Path) -> None:
@@ -110,7 +88,7 @@ def test_a_rank_with_part_of_the_kv_heads_is_refused(target: Path, head: Path) -
 def test_heads_of_other_kinds_and_targets_are_refused(
     target: Path, head: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="does not fit its config: |num_hidden_layers"):
+    with pytest.raises(ValueError, match="this head is one of method 'jetspec'"):
         _resolve(target, make_head(tmp_path / "block", VOCAB))
     other = make_longspec_head(tmp_path / "other", VOCAB)
     config = json.loads((other / "config.json").read_text())
