@@ -33,7 +33,7 @@ _EXPORTS = {
     "causal_words": "masks",
     "commit_states": "delta_tree",
     "compact_kv": "dispatch",
-    "contain_nonfinite": "finite_values",
+    "isolate_nonfinite": "finite_values",
     "describe": "dispatch",
     "full_words": "masks",
     "gru_weights": "local_tree",

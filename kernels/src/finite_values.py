@@ -22,7 +22,7 @@ from .extension import has_cpu_extension
 _COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def contain_nonfinite(
+def isolate_nonfinite(
     # [T, Hk, Dk]
     key: torch.Tensor,
     # [T, Hv, Dv]

@@ -16,7 +16,7 @@ _ROWS = 16
     do_not_specialize=["num_rows", "key_row", "value_row"],
     do_not_specialize_on_alignment=["key", "value"],
 )
-def _contain_nonfinite_kernel(
+def _isolate_nonfinite_kernel(
     # [T, H, D] each, written in place
     key,
     value,
@@ -42,25 +42,25 @@ def _contain_nonfinite_kernel(
     tl.store(key_at, nan.to(key.dtype.element_ty), mask=inside & in_bad_row)
 
 
-def contain_nonfinite_triton(
+def isolate_nonfinite_triton(
     # [T, H, D] each, heads of a row side by side; written in place
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> None:
-    """`finite_values.contain_nonfinite` in place. No host synchronisation, graph safe."""
+    """`finite_values.isolate_nonfinite` in place. No host synchronisation, graph safe."""
     rows, heads, head_dim = value.shape
     assert key.shape == value.shape, (key.shape, value.shape)
     for tensor in (key, value):
         assert tensor.stride(2) == 1 and tensor.stride(1) == head_dim, tensor.stride()
     if rows:
-        _contain_nonfinite_kernel[(triton.cdiv(rows, _ROWS), heads)](
+        _isolate_nonfinite_kernel[(triton.cdiv(rows, _ROWS), heads)](
             key, value, rows, key.stride(0), value.stride(0), HEAD_DIM=head_dim,
             PADDED_DIM=triton.next_power_of_2(head_dim), ROWS=_ROWS, num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
-def _contain_token_scales_kernel(
+def _isolate_token_scales_kernel(
     # uint8 or int8, written in place
     values,
     # float32, written in place
@@ -106,7 +106,7 @@ def _contain_token_scales_kernel(
     tl.store(key_scales + scale_at, nan_scale, mask=stored & bad)
 
 
-def contain_token_scales_triton(
+def isolate_token_scales_triton(
     # [num_blocks, block_size, Hkv, Dh] of one byte each: numbers of the values, written in place
     values: torch.Tensor,
     # float32 [num_blocks, block_size, Hkv] of equal strides, written in place
@@ -117,7 +117,7 @@ def contain_token_scales_triton(
     *,
     floats: bool,
 ) -> None:
-    """`finite_values.contain_nonfinite` where a token's scales lie in its slot.
+    """`finite_values.isolate_nonfinite` where a token's scales lie in its slot.
 
     A value that was not finite has left a scale that is not, or, of e4m3 (`floats`), numbers that
     are none: these become 0, and the key's scale NaN. What vLLM's store makes finite stays as it
@@ -129,7 +129,7 @@ def contain_token_scales_triton(
     assert key_scales.stride() == strides, (key_scales.stride(), strides)
     rows = len(slots)
     if rows:
-        _contain_token_scales_kernel[(triton.cdiv(rows, _ROWS), heads)](
+        _isolate_token_scales_kernel[(triton.cdiv(rows, _ROWS), heads)](
             values.view(torch.uint8), key_scales, value_scales, slots, rows, *values.stride()[:3],
             *strides, PAGE=page, HEAD_DIM=head_dim,
             PADDED_DIM=triton.next_power_of_2(head_dim), FLOATS=floats, ROWS=_ROWS, num_warps=4,

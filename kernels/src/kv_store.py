@@ -2,7 +2,7 @@
 """New keys and values into vLLM's CPU cache, as `finite_values` says they may be stored.
 
 The compiled kernel looks at the values where it writes them. vLLM's operator with
-`contain_nonfinite` before it reads them twice, and costs a decoding step more in Python than in
+`isolate_nonfinite` before it reads them twice, and costs a decoding step more in Python than in
 memory.
 """
 

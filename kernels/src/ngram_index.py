@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What followed a request's last few tokens earlier in it: hash tables in C++, readable in Python.
 
-`look_up` gives whole continuations of the text, `graft` one more token below every node of a tree.
+`lookup` gives whole continuations of the text, `graft` one more token below every node of a tree.
 
 Both give the same answers, whatever their hashes are seeded with, and both look at no more than
 `MAX_OCCURRENCES` places per suffix length, whatever the text. Per token and suffix length the
@@ -49,7 +49,7 @@ class NgramIndex(ABC):
         """Tokens taken in."""
 
     @abstractmethod
-    def look_up(
+    def lookup(
         self,
         # [n], the request's tokens; those of the last call and perhaps more
         tokens: np.ndarray,
@@ -71,7 +71,7 @@ class NgramIndex(ABC):
     @abstractmethod
     def graft(
         self,
-        # [n], the tokens of the last `look_up`
+        # [n], the tokens of the last `lookup`
         tokens: np.ndarray,
         tree: TreeArrays,
         # float32 [longest + 1]
@@ -117,7 +117,7 @@ class NgramIndexReference(NgramIndex):
         # seeds the hash of bytes per process; that of a tuple of numbers anybody can compute.
         self._ends: list[dict[bytes, list[int]]] = [{} for _ in range(longest, MIN_SUFFIX - 1, -1)]
 
-    def look_up(
+    def lookup(
         self, tokens: np.ndarray, count: int, length: int, vocab_size: int = 1 << 31
     ) -> list[tuple[int, list[int]]]:
         history = self._tokens
@@ -269,7 +269,7 @@ class CompiledNgramIndex(NgramIndex):
         self._heads = torch.zeros((levels, 2 * capacity), dtype=torch.int32)
         self.num_tokens = 0
 
-    def look_up(
+    def lookup(
         self, tokens: np.ndarray, count: int, length: int, vocab_size: int = 1 << 31
     ) -> list[tuple[int, list[int]]]:
         if len(tokens) > self._links.shape[1]:

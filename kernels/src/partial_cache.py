@@ -89,7 +89,7 @@ def gather_chosen(
         pool.flatten(0, 1)[start : start + at.shape[1]] = found.transpose(0, 1)
 
 
-def take_in(
+def append_to_tail(
     # per layer, as `pages` and `pool` above
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
     # int32 [4, n] that grew

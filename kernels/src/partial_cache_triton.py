@@ -148,7 +148,7 @@ def _gather_chosen_kernel(
     do_not_specialize=["columns_stride", "table_stride"],
     do_not_specialize_on_alignment=["columns", "lens", "block_table"],
 )
-def _take_in_kernel(
+def _append_to_tail_kernel(
     # [2, L] int64: addresses of each layer's pages and pool
     addresses,
     # [4, n] int32
@@ -292,7 +292,7 @@ def gather_chosen_triton(
     )  # fmt: skip
 
 
-def take_in_triton(
+def append_to_tail_triton(
     # pages for keys and the pool for values: of every layer [.., block_size, Hkv, 2 * Dh]
     layers: LayerCaches,
     # int32 [4, n]
@@ -307,13 +307,13 @@ def take_in_triton(
     *,
     blocks: int,
 ) -> None:
-    """`partial_cache.take_in`, for layers of one shape. No host synchronisation."""
+    """`partial_cache.append_to_tail`, for layers of one shape. No host synchronisation."""
     pages, pool = layers.keys[0], layers.values[0]
     _, size, heads, width = pages.shape
     assert pages.stride(3) == pool.stride(3) == 1, (pages.stride(), pool.stride())
     block = min(1024, triton.next_power_of_2(heads * width))
     grid = columns.shape[1], len(layers.keys), triton.cdiv(heads * width, block)
-    _take_in_kernel[grid](
+    _append_to_tail_kernel[grid](
         layers.addresses, columns, lens, covered, tails, block_table, columns.stride(0),
         block_table.stride(0), len(layers.keys), *pages.stride()[:3], *pool.stride()[:3], heads,
         blocks, WIDTH=width, PAGE=size, BLOCK=block, ELEMENT=_ELEMENTS[pages.element_size()],

@@ -54,9 +54,9 @@ def check_partial_caches(record: dict, device: torch.device) -> None:
     covered = torch.tensor([0, 0, lens[1] - 20], device=device)
     tails = torch.tensor([0, 0, budget - 3], device=device)
     state = grown, lengths, covered, tails, table
-    partial_cache.take_in(list(zip(caches, pools[0], strict=True)), *state, blocks=blocks)
+    partial_cache.append_to_tail(list(zip(caches, pools[0], strict=True)), *state, blocks=blocks)
     pairs = LayerCaches.of(list(zip(caches, pools[1], strict=True)))
-    kernels.take_in_triton(pairs, *state, blocks=blocks)
+    kernels.append_to_tail_triton(pairs, *state, blocks=blocks)
     for layer, pair in enumerate(zip(*pools, strict=True)):
         assert torch.equal(*pair), f"tokens taken in, layer {layer}"
     every = torch.cat([chosen, grown], dim=1)

@@ -94,7 +94,7 @@ class Watched:
         """The script from its beginning; nothing was decided before."""
         gate = ScriptedGate(self.drafter.forward_depth, shut, probes)
         self.runner.planner.adaptive.gate = gate
-        self.drafter.put_off(shut > 0)
+        self.drafter.set_deferred(shut > 0)
 
 
 def _engine(method: str, shut: int, speculative: dict[str, Any] = CHAIN, **engine: Any) -> Watched:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.parametrize("module", ["put_off_checks", "v2_put_off_checks"])
-@pytest.mark.xdist_group("put_off")
+@pytest.mark.xdist_group("set_deferred")
 def test_put_off(module: str) -> None:
     for name in written_checks(module):
         assert_check(f"tests.e2e.{module}", name)

@@ -240,7 +240,7 @@ def test_nan_is_what_vllm_stores_of_it(cache_dtype: str, monkeypatch: pytest.Mon
 def test_stored_as_they_are_they_reach_other_branches(
     cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finite_values_triton, "contain_token_scales_triton", lambda *a, **k: None)
+    monkeypatch.setattr(finite_values_triton, "isolate_token_scales_triton", lambda *a, **k: None)
     layer = Layer(device_trees(), cache_dtype)
     (clean, now), *_ = spoilt(layer, bound({"a": layer}, monkeypatch), INF)
     with pytest.raises(AssertionError, match="sees a row of another branch"):
@@ -252,6 +252,6 @@ def test_what_is_finite_is_stored_as_it_was(
     cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contained = Layer(DeviceTrees(SPECS, kv_heads=2), cache_dtype).kv_cache
-    monkeypatch.setattr(finite_values_triton, "contain_token_scales_triton", lambda *a, **k: None)
+    monkeypatch.setattr(finite_values_triton, "isolate_token_scales_triton", lambda *a, **k: None)
     stock = Layer(DeviceTrees(SPECS, kv_heads=2), cache_dtype).kv_cache
     assert torch.equal(contained, stock)

@@ -11,7 +11,7 @@ import torch
 
 from tests.kernels.paged import PagedTrees, layout_of, num_threads, write_slots
 from tests.kernels.spoilt_rows import BAD_ROWS, TREES, Store, as_it_is, check_rows, spoil
-from vllm_specplug.kernels import AttnFeatures, ancestor_words, contain_nonfinite, tree_attn
+from vllm_specplug.kernels import AttnFeatures, ancestor_words, isolate_nonfinite, tree_attn
 from vllm_specplug.kernels.reference import tree_attn_reference
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -55,7 +55,7 @@ def paged(dtype: torch.dtype, kind: str, **options: object) -> PagedTrees:
     [(FP32, "vec"), (FP16, "vec"), (BF16, "vec"), (BF16, "vnni"), (FP32, "table")],
 )
 def test_on_every_instruction_set(isa: str, dtype: torch.dtype, kind: str, number: float) -> None:
-    check_paged(tree_attn, paged(dtype, kind), number, contain_nonfinite)
+    check_paged(tree_attn, paged(dtype, kind), number, isolate_nonfinite)
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_on_every_instruction_set(isa: str, dtype: torch.dtype, kind: str, numbe
 def test_in_layers_with_features(
     compiled: None, run: Callable[..., None], features: AttnFeatures
 ) -> None:
-    check_paged(run, paged(FP32, "vec", features=features), NAN, contain_nonfinite)
+    check_paged(run, paged(FP32, "vec", features=features), NAN, isolate_nonfinite)
 
 
 def test_in_shares_of_a_split_context(compiled: None) -> None:
     """A row's ancestor may be in the share that is merged with weight 0."""
-    check_paged(tree_attn, paged(FP32, "vec"), NAN, contain_nonfinite, threads=4)
+    check_paged(tree_attn, paged(FP32, "vec"), NAN, isolate_nonfinite, threads=4)
 
 
 @pytest.mark.parametrize("run", [tree_attn, tree_attn_reference])
@@ -88,17 +88,17 @@ def test_what_is_finite_is_not_copied() -> None:
     for dtype in (FP32, FP16, BF16, torch.float64):
         key, value = torch.zeros(2, 4, 2, 8, dtype=dtype)
         value[1, 1, 3] = torch.finfo(dtype).max
-        assert [x is y for x, y in zip(contain_nonfinite(key, value), (key, value), strict=True)]
-        assert contain_nonfinite(key, value)[1] is value
+        assert [x is y for x, y in zip(isolate_nonfinite(key, value), (key, value), strict=True)]
+        assert isolate_nonfinite(key, value)[1] is value
         value[3, 0, 7] = -INF
-        stored_key, stored_value = contain_nonfinite(key, value)
+        stored_key, stored_value = isolate_nonfinite(key, value)
         assert stored_key[3, 0].isnan().all() and stored_key.isnan().sum() == 8
         assert stored_value[3, 0, 7] == 0 and value[3, 0, 7] == -INF and not key.isnan().any()
         # A part of a wider row, as of a joint projection.
         wide = torch.zeros(4, 6, 8, dtype=dtype)
         wide[2, 5, 0] = NAN
-        assert contain_nonfinite(wide[:, :2], wide[:, 2:4])[1] is not None
-        assert contain_nonfinite(wide[:, 2:4], wide[:, 4:])[0][2, 1].isnan().all()
+        assert isolate_nonfinite(wide[:, :2], wide[:, 2:4])[1] is not None
+        assert isolate_nonfinite(wide[:, 2:4], wide[:, 4:])[0][2, 1].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -142,7 +142,7 @@ def test_over_vllms_kernel_of_lines(vllm_cpu_ops: None, dtype: torch.dtype, cont
         return out
 
     line, alone = answers(as_it_is, 0.5)
-    spoilt_line, spoilt_alone = answers(contain_nonfinite, NAN)
+    spoilt_line, spoilt_alone = answers(isolate_nonfinite, NAN)
     assert torch.equal(spoilt_line[:bad], line[:bad]) and torch.equal(spoilt_alone, alone)
     assert spoilt_line[bad:].isnan().all()
     leaking_line, leaking_alone = answers(as_it_is, NAN)

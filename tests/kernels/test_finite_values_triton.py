@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from tests.kernels.device_trees import FP16, FP32, DeviceTrees
 from tests.kernels.spoilt_rows import as_it_is, check_device, device_trees
-from vllm_specplug.kernels import AttnFeatures, contain_nonfinite
-from vllm_specplug.kernels.finite_values_triton import contain_nonfinite_triton
+from vllm_specplug.kernels import AttnFeatures, isolate_nonfinite
+from vllm_specplug.kernels.finite_values_triton import isolate_nonfinite_triton
 from vllm_specplug.kernels.tree_attn_triton import tree_attn_triton
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -20,7 +20,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def stored_in_place(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    contain_nonfinite_triton(key, value)
+    isolate_nonfinite_triton(key, value)
     return key, value
 
 
@@ -56,7 +56,7 @@ def test_the_devices_kernel_stores_what_the_hosts_does(dtype: torch.dtype, numbe
         _, key, value = joint.view(37, 3, heads, head_dim).unbind(1)
         value[[0, 20], 0, 5] = number
         value[36, -1] = number
-        expected = contain_nonfinite(key.clone(), value.clone())
+        expected = isolate_nonfinite(key.clone(), value.clone())
         before = joint.clone()
         stored_in_place(key, value)
         for stored, wanted in zip((key, value), expected, strict=True):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values lie where the layout has them, and of a head that is not finite as
-`contain_nonfinite` would have stored it."""
+`isolate_nonfinite` would have stored it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.paged import layout_of, num_threads, write_slots
-from vllm_specplug.kernels import can_store_kv, contain_nonfinite, probe_cpu_layout, store_kv
+from vllm_specplug.kernels import can_store_kv, isolate_nonfinite, probe_cpu_layout, store_kv
 from vllm_specplug.kernels.cpu_layout import CpuKvLayout
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -34,7 +34,7 @@ def stored(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, layout: 
 def expected(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, layout: CpuKvLayout):
     cache = torch.full((BLOCKS, HEADS, BLOCK, 2 * DIM), 7.0, dtype=key.dtype)
     kept = slots[: len(key)] >= 0
-    key, value = contain_nonfinite(key[kept], value[kept])
+    key, value = isolate_nonfinite(key[kept], value[kept])
     write_slots(layout, cache, slots[: len(kept)][kept], key, value)
     return cache
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.kernels.spoilt_rows import BAD_ROWS, TREES, check_rows
 from vllm_specplug.kernels import (
     LatentSpan,
-    contain_nonfinite,
+    isolate_nonfinite,
     latent_attn,
     latent_spans,
     move_latents,
@@ -203,7 +203,7 @@ def test_what_is_not_finite_reaches_those_who_attend_it(
                 latent = latent.clone()
                 latent[[0, 7]] = float("nan")
                 if contains:
-                    rotary, latent = contain_nonfinite(rotary[None, None], latent[None, None])
+                    rotary, latent = isolate_nonfinite(rotary[None, None], latent[None, None])
                 spoilt[block, slot % BLOCK] = torch.cat([latent.flatten(), rotary.flatten()])
         answer = attended(query, spoilt, table, spans)
         for span in spans:

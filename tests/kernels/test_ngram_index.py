@@ -67,7 +67,7 @@ def _graft(
 ) -> list[tuple[tuple[int, ...], float]]:
     """Paths and scores of the grafted tree."""
     index = kind(len(shares) - 1)
-    index.look_up(_tokens(tokens), 1, 1)
+    index.lookup(_tokens(tokens), 1, 1)
     weights = np.array(shares, np.float32)
     grafted = index.graft(_tokens(tokens), tree, weights, width, depth, budget)
     assert grafted is not None
@@ -129,8 +129,8 @@ def test_tokens_that_are_not_the_targets_are_not_proposed(kind: type[NgramIndex]
     # A prompt may hold ids of the tokenizer past the target's vocabulary.
     tokens, shares = _tokens([1, 2, 9, 3, 1, 2]), np.full(3, 0.5, np.float32)
     index = kind(2)
-    assert index.look_up(tokens, 2, 3, vocab_size=9) == [(2, [])]
-    assert index.look_up(tokens, 2, 3) == [(2, [9, 3, 1])]
+    assert index.lookup(tokens, 2, 3, vocab_size=9) == [(2, [])]
+    assert index.lookup(tokens, 2, 3) == [(2, [9, 3, 1])]
     for vocab_size, expected in ((9, [1]), (10, [1, 9])):
         grafted = index.graft(tokens, _tree([(1, -1, -1.0)]), shares, 3, 1, 5, vocab_size)
         assert grafted is not None and sorted(grafted[0].tolist()) == expected
@@ -141,7 +141,7 @@ def test_tokens_that_are_not_the_targets_are_not_proposed(kind: type[NgramIndex]
 def test_arrays_of_other_types_are_no_tree(kind: type[NgramIndex], place: int) -> None:
     tokens, shares = _tokens([1, 2, 1]), np.full(3, 0.5, np.float32)
     index = kind(2)
-    index.look_up(tokens, 1, 1)
+    index.lookup(tokens, 1, 1)
     tree = list(_tree([(2, -1, -1.0), (3, 0, -2.0)]))
     assert index.graft(tokens, tuple(tree), shares, 3, 4, 5) is not None  # type: ignore[arg-type]
     for wrong in (tree[place].astype(np.float64), tree[place][:1], tree[place][None]):
@@ -167,7 +167,7 @@ def test_what_is_no_tree_is_not_grafted(
     tree = (np.array(tokens, np.int64), np.array(parents, np.int32),
             np.ones(len(nodes), np.int32), np.array(scores, np.float32))  # fmt: skip
     index = kind(2)
-    index.look_up(_tokens([1, 2, 1]), 1, 1)
+    index.lookup(_tokens([1, 2, 1]), 1, 1)
     shares = np.full(3, 0.5, np.float32)
     assert index.graft(_tokens([1, 2, 1]), tree, shares, 3, 4, 5) is None
 
@@ -177,7 +177,7 @@ def test_what_is_no_tree_is_not_grafted(
 def test_continuations_followed_the_same_suffix(
     kind: type[NgramIndex], tokens: list[int], longest: int, count: int, length: int
 ) -> None:
-    found = kind(longest).look_up(_tokens(tokens), count, length)
+    found = kind(longest).lookup(_tokens(tokens), count, length)
     assert len(found) <= count
     sizes = [size for size, _ in found]
     assert sizes == sorted(sizes, reverse=True)
@@ -199,7 +199,7 @@ def test_continuations_followed_the_same_suffix(
 def test_whatever_occurred_before_is_found(kind: type[NgramIndex], tokens: list[int]) -> None:
     suffix = tokens[-MIN_SUFFIX:]
     before = any(tokens[at : at + MIN_SUFFIX] == suffix for at in range(len(tokens) - MIN_SUFFIX))
-    assert bool(kind(4).look_up(_tokens(tokens), 1, 1)) == before
+    assert bool(kind(4).lookup(_tokens(tokens), 1, 1)) == before
 
 
 @pytest.mark.skipif(len(KINDS) == 1, reason="the kernels are not compiled")
@@ -216,24 +216,24 @@ def test_the_compiled_index_equals_the_readable_one(
     tokens: list[int] = []
     for piece in pieces:
         tokens += piece
-        expected = readable.look_up(_tokens(tokens), count, length)
-        assert compiled.look_up(_tokens(tokens), count, length) == expected
+        expected = readable.lookup(_tokens(tokens), count, length)
+        assert compiled.lookup(_tokens(tokens), count, length) == expected
         assert compiled.num_tokens == readable.num_tokens == len(tokens)
-    assert CompiledNgramIndex(longest).look_up(_tokens(tokens), count, length) == (
-        NgramIndexReference(longest).look_up(_tokens(tokens), count, length)
+    assert CompiledNgramIndex(longest).lookup(_tokens(tokens), count, length) == (
+        NgramIndexReference(longest).lookup(_tokens(tokens), count, length)
     )
 
 
 @each_kind
 def test_a_repeated_passage_is_found_whole(kind: type[NgramIndex]) -> None:
     passage = list(range(10, 30))
-    found = kind(4).look_up(_tokens([1, 2, *passage, 3, *passage[:5]]), 1, 8)
+    found = kind(4).lookup(_tokens([1, 2, *passage, 3, *passage[:5]]), 1, 8)
     assert found == [(4, passage[5:13])]
 
 
 @each_kind
 def test_periodic_text_goes_on(kind: type[NgramIndex]) -> None:
-    found = kind(4).look_up(_tokens([9, 1, 2, 3, 1, 2, 3, 1]), 3, 8)
+    found = kind(4).lookup(_tokens([9, 1, 2, 3, 1, 2, 3, 1]), 3, 8)
     assert found == [(4, [2, 3, 1, 2, 3, 1, 2, 3])]
 
 
@@ -245,8 +245,8 @@ def test_a_long_text_is_indexed_as_it_grows_and_memory_follows_its_length() -> N
     compiled, readable = CompiledNgramIndex(4), NgramIndexReference(4)
     hits = 0
     for end in (1, 500, 1024, 1025, 4000, 9000):
-        found = compiled.look_up(tokens[:end], 3, 6)
-        assert found == readable.look_up(tokens[:end], 3, 6)
+        found = compiled.lookup(tokens[:end], 3, 6)
+        assert found == readable.lookup(tokens[:end], 3, 6)
         hits += len(found)
     assert hits > 9
     assert compiled.num_bytes == 3 * 4 * 16384 * 4
@@ -274,8 +274,8 @@ def test_no_text_makes_a_lookup_long(text: str) -> None:
         "one token": lambda: [5] * 1200,
     }[text]()
     index = CompiledNgramIndex(4)
-    expected = NgramIndexReference(4).look_up(_tokens(tokens), 3, 6)
-    assert index.look_up(_tokens(tokens), 3, 6) == expected
+    expected = NgramIndexReference(4).lookup(_tokens(tokens), 3, 6)
+    assert index.lookup(_tokens(tokens), 3, 6) == expected
     for level, size in enumerate((4, 3, 2, 1)):
         # Links lead to the same suffix and nowhere else ...
         place, suffix = len(tokens), tokens[-size:]

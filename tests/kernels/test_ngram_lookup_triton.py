@@ -31,7 +31,7 @@ def texts(rng: np.random.Generator, count: int, longest: int) -> list[np.ndarray
     return [text.astype(np.int32) for text in made[:count]]
 
 
-def look_up(
+def lookup(
     histories: list[np.ndarray], depths: list[int], size: int, count: int, length: int,
     rng: np.random.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:  # fmt: skip
@@ -54,7 +54,7 @@ def look_up(
 def host_branches(
     history: np.ndarray, depth: int, size: int, count: int, length: int
 ) -> list[tuple[int, list[int]]]:
-    return NgramIndexReference(size).look_up(history, count, min(depth, length))
+    return NgramIndexReference(size).lookup(history, count, min(depth, length))
 
 
 @pytest.mark.parametrize(("size", "count", "length"), [(4, 3, 16), (2, 1, 5), (8, 16, 7)])
@@ -67,7 +67,7 @@ def test_branches_are_those_of_the_host(
     for _ in range(6):
         histories = texts(rng, 7, 150)
         depths = [int(d) for d in rng.integers(0, length + 3, len(histories))]
-        sizes, branches, _ = look_up(histories, depths, size, count, length, rng)
+        sizes, branches, _ = lookup(histories, depths, size, count, length, rng)
         for r, (history, depth) in enumerate(zip(histories, depths, strict=True)):
             wanted = host_branches(history, depth, size, count, length)
             several += len(wanted) > 1
@@ -82,7 +82,7 @@ def test_a_long_history_is_read_once() -> None:
     """32k tokens, a third of which match; the kernel has no loop over them."""
     rng = np.random.default_rng(5)
     history = rng.integers(0, 3, 32_000).astype(np.int32)
-    sizes, branches, _ = look_up([history, history[:7]], [16, 16], 4, 3, 16, rng)
+    sizes, branches, _ = lookup([history, history[:7]], [16, 16], 4, 3, 16, rng)
     wanted = host_branches(history, 16, 4, 3, 16)
     assert len(wanted) == 3
     assert list(zip(sizes[0].tolist(), branches[0].tolist(), strict=True)) == wanted
@@ -128,7 +128,7 @@ def test_merged_trees_are_those_of_the_host(has_head: bool, nodes: int, count: i
         histories = texts(rng, 6, 90)
         depths = [int(d) for d in rng.integers(0, length + 1, len(histories))]
         budgets = [int(b) for b in rng.integers(0, nodes + 1, len(histories))]
-        sizes, branches, _ = look_up(histories, depths, size, count, length, rng)
+        sizes, branches, _ = lookup(histories, depths, size, count, length, rng)
         # Few tokens, so that the head drafts what lookups find.
         ids = torch.from_numpy(rng.permuted(np.tile(np.arange(6), (6, 5, 1)), axis=2)[..., :width])
         logps = torch.from_numpy(rng.normal(size=(6, 5, width)).astype(np.float32))

@@ -27,7 +27,7 @@ from vllm_specplug.vllm_worker.device_self_draft import Contexts, DevicePartialC
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 PAGE = 16
-KERNELS = ("score_keys", "gather_chosen", "take_in", "count_tokens")
+KERNELS = ("score_keys", "gather_chosen", "append_to_tail", "count_tokens")
 
 
 class Pages:
@@ -135,13 +135,13 @@ def test_new_tokens_are_taken_in(dtype: torch.dtype) -> None:
     # Two regions take in some, across the edge of a page, and one nothing.
     covered, tails = torch.tensor([64, 81, 0, 69]), torch.tensor([9, 36, 0, 20])
     pools = [made.pool(4, blocks) for _ in range(2)]
-    partial_cache.take_in(
+    partial_cache.append_to_tail(
         list(zip(made.pages, pools[0], strict=True)), columns, made.lens, covered, tails,
         made.table, blocks=blocks,
     )  # fmt: skip
     for layers in (2, 3):
         # The control comes first: a layer that is left out.
-        partial_cache_triton.take_in_triton(
+        partial_cache_triton.append_to_tail_triton(
             LayerCaches.of(list(zip(made.pages, pools[1], strict=True))[:layers]), columns,
             made.lens, covered, tails, made.table, blocks=blocks,
         )  # fmt: skip
@@ -184,13 +184,13 @@ def readable_kernels() -> Iterator[None]:
                **options: Any) -> None:  # fmt: skip
         partial_cache.gather_chosen(positions, pages, pool, columns, *rest, **options)
 
-    def take_in(layers: LayerCaches, *rest: Any, **options: Any) -> None:
+    def append_to_tail(layers: LayerCaches, *rest: Any, **options: Any) -> None:
         pairs = list(zip(layers.keys, layers.values, strict=True))
-        partial_cache.take_in(pairs, *rest, **options)
+        partial_cache.append_to_tail(pairs, *rest, **options)
 
     replaced: dict[str, Callable[..., Any]] = {
-        "score_keys": partial_cache.score_keys, "gather_chosen": gather, "take_in": take_in,
-        "count_tokens": partial_cache.count_tokens,
+        "score_keys": partial_cache.score_keys, "gather_chosen": gather,
+        "append_to_tail": append_to_tail, "count_tokens": partial_cache.count_tokens,
     }  # fmt: skip
     with patch.multiple(partial_cache_triton, **{f"{n}_triton": f for n, f in replaced.items()}):
         yield

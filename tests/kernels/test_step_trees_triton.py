@@ -55,7 +55,7 @@ def compare_walks(use: UseKernels, nodes: int, seed: int) -> int:
     made = []
     for on in (False, True):
         use(on)
-        walk = walk_trees(stops.within(trees, tokens), samples, tokens)
+        walk = walk_trees(stops.mask_after_stop(trees, tokens), samples, tokens)
         made.append([*astuple(walk), *astuple(committed_rows(trees, walk, slots, positions))])
     same(*made)
     return int(walk.lengths.max())

@@ -25,7 +25,7 @@ from vllm_specplug.kernels.cuda_dispatch import (
     unsupported_by,
 )
 from vllm_specplug.kernels.features import FeatureKind
-from vllm_specplug.kernels.finite_values_triton import contain_token_scales_triton
+from vllm_specplug.kernels.finite_values_triton import isolate_token_scales_triton
 from vllm_specplug.kernels.reference import tree_attn_cuda_reference
 
 pytest.importorskip("triton")
@@ -148,7 +148,7 @@ def test_what_stays_of_a_token_that_is_not_finite(kind: torch.dtype) -> None:
         keys[block, 12:14, 1] = float("nan")
         values.view(torch.uint8)[block, 12, 1, 5] = values.view(torch.uint8)[block, 13, 1, 0] = 0
     slots = torch.tensor([*range(block * 16, block * 16 + 16), -1, last * 16 + 2, -1])
-    contain_token_scales_triton(
+    isolate_token_scales_triton(
         made.value_cache, key_scales, value_scales, slots, floats=kind == FP8
     )
     # Another NaN than this one is no other.

@@ -44,7 +44,7 @@ from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_v2 import graph_trees
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.device_trees import StepTrees, TreeStore, attach_trees, set_positions
-from vllm_specplug.vllm_v2.graph_trees import GraphTrees, taking_ragged_steps
+from vllm_specplug.vllm_v2.graph_trees import GraphTrees, wrap_graph_manager
 from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 
@@ -82,7 +82,7 @@ class Target:
         self.table = torch.zeros_like(self.pages)
         self.output = torch.zeros(SIZES[-1], HEADS * DIM)
         self.store = TreeStore(7, NODES, VOCAB, CPU)
-        manager = taking_ragged_steps(CudaGraphManager)
+        manager = wrap_graph_manager(CudaGraphManager)
         self.manager = manager(config(SIZES), CPU, CUDAGraphMode.FULL_AND_PIECEWISE, NODES + 1)
 
     def forward(self, rows: Any, count: int) -> torch.Tensor:

@@ -38,8 +38,8 @@ from vllm_specplug.kernels import AttnFeatures, tree_attn_flash, tree_attn_trito
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.finite_values_triton import (
-    contain_nonfinite_triton,
-    contain_token_scales_triton,
+    isolate_nonfinite_triton,
+    isolate_token_scales_triton,
 )
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
@@ -66,7 +66,7 @@ TOKEN_SCALES = {
 }
 ATTENTION = {"_tree_attn_kernel", "_merge_parts_kernel", "_tree_words_kernel"}
 PARTIAL_CACHE_KERNELS = {
-    "_score_keys_kernel", "_gather_chosen_kernel", "_take_in_kernel", "_count_tokens_kernel"
+    "_score_keys_kernel", "_gather_chosen_kernel", "_append_to_tail_kernel", "_count_tokens_kernel"
 }  # fmt: skip
 TREE_KERNELS = {
     "_put_kernel", "_attach_kernel", "_positions_kernel", "_plan_kernel", "_walk_kernel",
@@ -75,7 +75,7 @@ TREE_KERNELS = {
 TABLE_KERNELS = {"_step_table_kernel", "_trees_table_kernel", "_draft_inputs_kernel"}
 LOOKUP_KERNELS = {"_scan_kernel", "_branches_kernel", "_merge_kernel"}
 STEP_KERNELS = {
-    *ATTENTION, "_contain_nonfinite_kernel", "_compact_paths_kernel", "_build_best_first_kernel"
+    *ATTENTION, "_isolate_nonfinite_kernel", "_compact_paths_kernel", "_build_best_first_kernel"
 }  # fmt: skip
 
 
@@ -226,11 +226,11 @@ class Served:
         joint = torch.zeros(row, width, dtype=torch.bfloat16)
         query = joint[:, : self.heads * self.head_dim].view(row, self.heads, self.head_dim)
         key, value = joint[:, query[0].numel() :].view(row, 2, -1, self.head_dim).unbind(1)
-        contain_nonfinite_triton(key, value)
+        isolate_nonfinite_triton(key, value)
         if self.features[1].token_scales:
             (_, values), of = self.backend.views(self.caches[1]), self.features[1]
             slots = torch.zeros(3 * row, dtype=torch.int64)[row % 5 : row % 5 + row]
-            contain_token_scales_triton(
+            isolate_token_scales_triton(
                 values, of.key_scales, of.value_scales, slots, floats=not of.int8_cache
             )
         for cache, features in zip(self.caches, self.features, strict=True):
@@ -283,7 +283,7 @@ def test_steps_launch_what_was_warmed_up(
 ) -> None:  # fmt: skip
     shape = (nodes, heads, kv_heads, head_dim)
     served = Served(monkeypatch, tmp_path / "head", *shape, name, features)
-    stored = {"_contain_token_scales_kernel"} if features.token_scales else set()
+    stored = {"_isolate_token_scales_kernel"} if features.token_scales else set()
     _take_steps(served, launches, STEP_KERNELS | stored)
 
 
@@ -324,7 +324,7 @@ def test_lookups_launch_what_was_warmed_up(launches: Launches) -> None:
         limits = torch.ones((3, count), dtype=torch.int32)
         slots = torch.arange(REQUESTS + 1)[1 : count + 1]
         requests = DeviceRequests(slots, *limits, 4, nodes, longest)
-        found = ngrams.look_up(history, slots, limits[0], requests)
+        found = ngrams.lookup(history, slots, limits[0], requests)
         for alone in (False, True):
             head = None
             for _ in range(2):
@@ -352,7 +352,7 @@ def test_trees_of_v2_launch_what_was_warmed_up(
         trees, tokens, batch = drafted.step()
         set_positions(trees, torch.zeros(batch.num_tokens + 3, dtype=torch.int64)[seed % 4 :])
         stops = StopTokens(7, CPU)
-        walk = walk_trees(stops.within(trees, tokens), tokens.long(), tokens)
+        walk = walk_trees(stops.mask_after_stop(trees, tokens), tokens.long(), tokens)
         # Lines of one buffer start anywhere.
         slots = torch.zeros((2, batch.num_tokens), dtype=torch.int64)[seed % 2]
         committed_rows(trees, walk, slots, slots)

@@ -15,7 +15,7 @@ pytest.importorskip("cutlass")
 
 from tests.kernels.spoilt_rows import check_device, device_trees
 from tests.ptx.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
-from vllm_specplug.kernels import contain_nonfinite
+from vllm_specplug.kernels import isolate_nonfinite
 
 
 @variant(64)
@@ -133,4 +133,4 @@ def test_the_check_notices_a_wrong_mask():
 @pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.smoke)])
 def test_what_is_not_finite_reaches_those_who_attend_it(splits):
     problem = device_trees(MachineTrees, dtype=FP16, head_dim=64)
-    check_device(problem, contain_nonfinite, lambda: problem.answer(splits=splits)[0])
+    check_device(problem, isolate_nonfinite, lambda: problem.answer(splits=splits)[0])

@@ -326,7 +326,7 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
     ),
     "scales of tokens that are not finite": (
         lambda patch: tokens.test_what_stays_of_a_token_that_is_not_finite(FP8),
-        {"_contain_token_scales_kernel"},
+        {"_isolate_token_scales_kernel"},
     ),
     "scores of keys": (
         lambda patch: partial_caches.test_scores_are_those_of_torch(partial_caches.HALF),
@@ -338,7 +338,7 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
     ),
     "tokens taken in": (
         lambda patch: partial_caches.test_new_tokens_are_taken_in(BF16),
-        {"_take_in_kernel"},
+        {"_append_to_tail_kernel"},
     ),
     "tokens counted": (
         lambda patch: partial_caches.test_tokens_that_are_taken_in_are_counted(),
@@ -346,13 +346,13 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
     ),
     "values that are not finite": (
         lambda patch: finite.test_the_devices_kernel_stores_what_the_hosts_does(FP16, float("nan")),
-        {"_contain_nonfinite_kernel"},
+        {"_isolate_nonfinite_kernel"},
     ),
     "values that are infinite": (
         lambda patch: finite.test_the_devices_kernel_stores_what_the_hosts_does(
             BF16, float("-inf")
         ),
-        {"_contain_nonfinite_kernel"},
+        {"_isolate_nonfinite_kernel"},
     ),
     "the convolution": (
         lambda patch: delta.test_convolution_follows_ancestors(BF16, 37, 4, True),
@@ -423,7 +423,7 @@ def test_values_that_are_not_contained_are_noticed(
     machine.damage = damaged
     with pytest.raises(AssertionError):
         finite.test_the_devices_kernel_stores_what_the_hosts_does(FP16, float("-inf"))
-    assert machine.kernels["_contain_nonfinite_kernel"] == 1
+    assert machine.kernels["_isolate_nonfinite_kernel"] == 1
 
 
 @pytest.mark.parametrize("size", [4, 8])

@@ -143,8 +143,8 @@ def small_kernels(arch: int) -> list[Compiled]:
 
     from vllm_specplug.kernels.finite_values_triton import (
         _ROWS,
-        _contain_nonfinite_kernel,
-        _contain_token_scales_kernel,
+        _isolate_nonfinite_kernel,
+        _isolate_token_scales_kernel,
     )
     from vllm_specplug.kernels.gru_step_triton import _gru_step_kernel
     from vllm_specplug.kernels.kv_compact_triton import _compact_paths_kernel
@@ -188,12 +188,12 @@ def small_kernels(arch: int) -> list[Compiled]:
             num_warps=2,
         ),
         compile_kernel(
-            "contain_nonfinite", _contain_nonfinite_kernel, arch,
+            "isolate_nonfinite", _isolate_nonfinite_kernel, arch,
             {**pointers("bf16", "key", "value"), **ints("num_rows", "key_row", "value_row")},
             {"HEAD_DIM": 128, "PADDED_DIM": 128, "ROWS": _ROWS},
         ),
         compile_kernel(
-            "contain_token_scales", _contain_token_scales_kernel, arch,
+            "contain_token_scales", _isolate_token_scales_kernel, arch,
             {"values": "*u8", **pointers("fp32", "key_scales", "value_scales"), "slots": "*i64",
              **ints("num_rows", "value_block", "value_token", "value_head", "scale_block",
                     "scale_token", "scale_head")},
@@ -371,8 +371,8 @@ def partial_cache_kernels(arch: int) -> list[Compiled]:
             4,
         ),
         (
-            "take_in",
-            kernels._take_in_kernel,
+            "append_to_tail",
+            kernels._append_to_tail_kernel,
             {"WIDTH": 256, "PAGE": 16, "BLOCK": 1024, "ELEMENT": tl.int16},
             {},
             4,

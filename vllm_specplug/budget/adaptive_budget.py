@@ -13,8 +13,8 @@ from vllm_specplug.budget.acceptance import AcceptanceModel, chosen_nodes
 from vllm_specplug.budget.allocation import Allocation, allocate
 from vllm_specplug.budget.cost_curve import Floats
 from vllm_specplug.budget.draft_gate import IMPOSSIBLE_MS, DraftGate
+from vllm_specplug.budget.fairness import FairnessWeights
 from vllm_specplug.budget.lookup_gate import LookupGate
-from vllm_specplug.budget.pace import Pace
 from vllm_specplug.budget.row_budget import RowBudget
 from vllm_specplug.budget.step_cost import StepCostModel
 from vllm_specplug.tree import ROOT, DraftTree
@@ -69,7 +69,7 @@ class NextStep:
 
 
 @dataclass(frozen=True)
-class LevelWorth:
+class LevelThresholds:
     """What another level of a draft must promise to be worth its time.
 
     Probabilities are those of the head: what it drafts has not been corrected yet.
@@ -146,10 +146,10 @@ class AdaptiveBudget:
         self.acceptance = AcceptanceModel()
         self.gate = DraftGate(deepest_forward) if deepest_forward else None
         self.lookups = LookupGate()
-        self.pace = Pace()
+        self.fairness = FairnessWeights()
         self.planned: Plan | None = None
         """What `plan` decided last, until its trees are trimmed."""
-        self.worth: LevelWorth | None = None
+        self.worth: LevelThresholds | None = None
         """Of the draft that was planned last; None where all of its levels are to be drafted."""
         # For how many more steps nothing is drafted for these requests, unless something is found.
         self._rest_steps = 0
@@ -196,7 +196,7 @@ class AdaptiveBudget:
                 step.num_roots,
                 self.costs.draft_ms,
                 step_ms,
-                self.pace.weights(slots, step.num_roots),
+                self.fairness.weights(slots, step.num_roots),
                 np.asarray(step.debts, np.float64) if len(step.debts) else None,
             )
             plan.depths = np.where(fixed, limits, decision.depths)
@@ -242,8 +242,8 @@ class AdaptiveBudget:
         assert self.gate is not None and plan is not None
         self._rested = 0
         self.gate.rest(steps)
-        self.lookups.pass_by(steps)
-        self.pace.step(plan.slots, plan.step.num_roots, 1.0, steps)
+        self.lookups.advance(steps)
+        self.fairness.step(plan.slots, plan.step.num_roots, 1.0, steps)
         self._plain_credit = min(self._plain_credit + steps * _PLAIN_TRIALS, 1.0)
         self._size_credit = min(self._size_credit + steps * _SIZE_TRIALS, 1.0)
 
@@ -282,10 +282,10 @@ class AdaptiveBudget:
             self._observe_forwards(self.gate, plan, nodes)
         self.saved_ms = None if plan.is_plain_trial else 0.0
         if plan.is_plain_trial or not (len(nodes.probabilities) or plan.depths.any()):
-            self.pace.step(plan.slots, step.num_roots, 1.0)
+            self.fairness.step(plan.slots, step.num_roots, 1.0)
             return np.zeros(len(nodes.probabilities), np.bool_)
         drafted = np.flatnonzero(plan.depths)
-        weights = self.pace.weights(plan.slots, step.num_roots)
+        weights = self.fairness.weights(plan.slots, step.num_roots)
         kept = np.asarray(step.fixed, np.bool_)[nodes.owners]
         node_ms = self.costs.attention_ms * np.asarray(step.context_lens, np.float64)
         caps = np.asarray(step.caps)
@@ -312,7 +312,7 @@ class AdaptiveBudget:
                 step_ms,
             )  # fmt: skip
         kept[free] = allocation.kept
-        self.pace.step(plan.slots, step.num_roots, allocation.milliseconds / plain_ms)
+        self.fairness.step(plan.slots, step.num_roots, allocation.milliseconds / plain_ms)
         return kept
 
     def observe(
@@ -327,7 +327,7 @@ class AdaptiveBudget:
         if not len(nodes.scores):
             return 0.0
         slots = self._slots_of(req_ids)
-        self.pace.accepted(slots, np.array([len(path) for path in paths], np.int64))
+        self.fairness.accepted(slots, np.array([len(path) for path in paths], np.int64))
         expected = self.acceptance.observe(
             nodes.scores,
             nodes.depths,
@@ -349,7 +349,7 @@ class AdaptiveBudget:
         for i, req_id in enumerate(req_ids):
             slots[i], is_new = self.acceptance.slot_of(req_id)
             if is_new:
-                self.pace.reset(int(slots[i]))
+                self.fairness.reset(int(slots[i]))
                 if self.gate is not None:
                     self.gate.reset(int(slots[i]))
         return slots
@@ -380,7 +380,7 @@ class AdaptiveBudget:
         nodes: Floats = np.arange(sum(step.caps) + 1, dtype=np.float64)
         return nodes * (self.costs.attention_ms * context)
 
-    def _worth(self, plan: Plan, step_ms: Floats) -> LevelWorth | None:
+    def _worth(self, plan: Plan, step_ms: Floats) -> LevelThresholds | None:
         """What a level must promise where drafting yields what it last did; `step_ms` by nodes."""
         drafted = int(np.count_nonzero(plan.depths))
         possible = int(np.count_nonzero(step_ms < IMPOSSIBLE_MS)) - 1
@@ -390,7 +390,7 @@ class AdaptiveBudget:
         rate = self._gain * plan.step.num_roots / float(step_ms[0])
         row_ms = (float(step_ms[nodes]) - float(step_ms[0])) / nodes
         first, second = self.costs.draft_ms(drafted, np.array([1, 2]))
-        return LevelWorth(rate * row_ms, rate * float(second - first) / _BEST_CHILD)
+        return LevelThresholds(rate * row_ms, rate * float(second - first) / _BEST_CHILD)
 
     def _may_try_plain(self, step: NextStep) -> bool:
         """Whether this step goes without drafts only to measure a plain step.

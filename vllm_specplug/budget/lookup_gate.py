@@ -9,7 +9,7 @@ _REST_STEPS = 8
 _FIRST_STEPS = 16
 """Steps with lookups before they may rest."""
 _LEARNING_RATE = 0.03
-_SUDDEN = 0.5
+_SPIKE_WEIGHT = 0.5
 """Share of a single step's worth that counts at once: a text that begins to repeat itself is to be
 looked up in the next step."""
 
@@ -40,7 +40,7 @@ class LookupGate:
         """Whether steps to come go without lookups."""
         return self._rest_steps > 0
 
-    def pass_by(self, steps: int) -> None:
+    def advance(self, steps: int) -> None:
         """So many steps went by in which nobody asked."""
         self._rest_steps = max(0, self._rest_steps - steps)
 
@@ -54,5 +54,5 @@ class LookupGate:
         worth += rate * (worth_ms - worth)
         cost += rate * (cost_ms - cost)
         self._averages[self._load] = seen + 1, worth, cost
-        if seen + 1 >= _FIRST_STEPS and max(worth, _SUDDEN * worth_ms) < cost:
+        if seen + 1 >= _FIRST_STEPS and max(worth, _SPIKE_WEIGHT * worth_ms) < cost:
             self._rest_steps = _REST_STEPS

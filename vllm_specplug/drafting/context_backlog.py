@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_specplug.drafting.waiting_tokens import WaitingTokens
+from vllm_specplug.drafting.waiting_tokens import DeferredTokens
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ MAX_TOKENS = 128
 # Tokens of one pass over what was put off.
 _MOST_AT_ONCE = 1024
 # Hidden states that may be put off: 11,000 tokens of five layers of 576 numbers, 1,600 of 4,096.
-PUT_OFF_BYTES = 64 << 20
+DEFERRED_BYTES = 64 << 20
 # Passes over fewer tokens say nothing of what a token costs.
 _FEWEST_TIMED = 32
 
@@ -32,7 +32,7 @@ class ContextBacklog:
     """What a drafter keeps of committed tokens that no draft has needed yet.
 
     Tokens wait in two ways. Up to `max_tokens` decoded ones are joined to one pass. And while
-    drafts do not pay, `puts_off` is set and everything waits until its request is to be drafted
+    drafts do not pay, `is_deferring` is set and everything waits until its request is to be drafted
     for: most requests end before that, and their context is never computed. What is kept of them
     is bounded by `put_off_bytes`; when that is full, tokens are written as they come.
 
@@ -59,11 +59,11 @@ class ContextBacklog:
         self._max_tokens = max_tokens
         self._parts: list[tuple[torch.Tensor, ...]] = []
         self._num_tokens = 0
-        self._waiting = WaitingTokens(put_off_bytes) if put_off_bytes else None
+        self._waiting = DeferredTokens(put_off_bytes) if put_off_bytes else None
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._incomplete: set[str] = set()
-        self.puts_off = False
+        self.is_deferring = False
         """Whether tokens wait until their request is to be drafted for."""
         self.token_ms = 0.0
         """Milliseconds that writing a token takes, once it was seen."""
@@ -80,7 +80,7 @@ class ContextBacklog:
         """
         if device.type != "cpu":
             return cls(write, 1)
-        return cls(write, MAX_TOKENS, PUT_OFF_BYTES * knows_slots)
+        return cls(write, MAX_TOKENS, DEFERRED_BYTES * knows_slots)
 
     @property
     def knows_slots(self) -> bool:
@@ -103,7 +103,7 @@ class ContextBacklog:
         count = len(columns[0])
         if not count:
             return
-        if self.puts_off and owners is not None:
+        if self.is_deferring and owners is not None:
             assert self._waiting is not None
             numbers = np.array([self._number_of(req_id) for req_id in req_ids], np.int64)
             if self._waiting.put(columns, numbers[owners]):
@@ -128,14 +128,14 @@ class ContextBacklog:
         if self._waiting is not None:
             self._waiting.written(columns[-1].numpy())
 
-    def put_off(self, puts_off: bool) -> None:
+    def set_deferred(self, is_deferring: bool) -> None:
         """From here on tokens wait until their request is drafted for, or no longer do. What was
         put off stays so."""
         if self._waiting is None:
             return
-        if puts_off and not self.puts_off:
+        if is_deferring and not self.is_deferring:
             self.flush()
-        self.puts_off = puts_off
+        self.is_deferring = is_deferring
 
     # -- requests --------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class ContextBacklog:
         if not len(slots):
             return
         self.flush()
-        rows, is_complete = self._waiting.look_up(slots)
+        rows, is_complete = self._waiting.lookup(slots)
         self._write_rows(rows)
         if not is_complete:
             self._incomplete.add(req_id)

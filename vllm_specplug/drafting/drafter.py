@@ -154,10 +154,10 @@ class DraftRequests:
     forward_depths: list[int] = field(default_factory=list)
     # [R] the contextual penalty of each, None where it has none. Empty: no request has one
     penalties: list[DraftPenalty | None] = field(default_factory=list)
-    least_node: float = 0.0
+    min_node_prob: float = 0.0
     """Drafts by levels made on the host: least probability, as the head has it, of a node that gets
     children."""
-    least_level: float = 0.0
+    min_level_prob: float = 0.0
     """Likewise: least sum of these over a level, of all requests, for another level."""
 
     @property
@@ -181,8 +181,8 @@ class DraftRequests:
         return chosen, DraftRequests(
             **columns,
             depths=[self.forward_depths[r] for r in chosen],
-            least_node=self.least_node,
-            least_level=self.least_level,
+            min_node_prob=self.min_node_prob,
+            min_level_prob=self.min_level_prob,
         )
 
 
@@ -412,7 +412,7 @@ class Drafter(ABC):
     """Levels of the last draft forward, where each is a pass of its own."""
     drafts_by_level: ClassVar[bool] = False
     """Whether a draft forward is a pass for each level, which costs by its levels. Such drafts heed
-    `least_node` and `least_level` where they are made on the host; on a device they ignore both."""
+    `min_node_prob` and `min_level_prob` where they are made on the host; a device ignores both."""
 
     reads_history: ClassVar[bool] = False
     """Whether `propose_on_device` needs `DeviceRequests.history`."""
@@ -491,20 +491,20 @@ class Drafter(ABC):
             req_index: of the request in the batch.
         """
 
-    def put_off(self, puts_off: bool) -> None:  # noqa: B027 - optional, not abstract
+    def set_deferred(self, is_deferring: bool) -> None:  # noqa: B027 - optional, not abstract
         """From here on no drafts are expected of most requests, or they are again. What is needed
-        for drafts alone may then wait until `pay_debts`; nothing by default."""
+        for drafts alone may then wait until `materialize_context`; nothing by default."""
 
-    def context_debt(self, req_ids: Sequence[str]) -> list[float]:
+    def pending_context_ms(self, req_ids: Sequence[str]) -> list[float]:
         """[R] milliseconds of work that a draft forward for each request must wait for, beside that
         of the forward itself; `math.inf` for requests that can have none. 0 by default."""
         return [0.0] * len(req_ids)
 
-    def pay_debts(self, requests: DraftRequests) -> None:  # noqa: B027 - optional, not abstract
-        """Does what `context_debt` told of the requests that are now drafted for; nothing by
+    def materialize_context(self, requests: DraftRequests) -> None:  # noqa: B027 - optional, not abstract
+        """Does what `pending_context_ms` told of the requests that are now drafted for; nothing by
         default."""
 
-    def catch_up(self) -> None:  # noqa: B027 - optional, not abstract
+    def flush_context(self) -> None:  # noqa: B027 - optional, not abstract
         """Does what `observe` put off until a draft needs it; nothing by default.
 
         Called before a first draft after steps without one, whose work would else count as the
@@ -521,11 +521,11 @@ class Drafter(ABC):
         return 0
 
     @property
-    def looks_up(self) -> bool:
-        """Whether `look_up` may find anything."""
-        return type(self).look_up is not Drafter.look_up
+    def has_lookup(self) -> bool:
+        """Whether `lookup` may find anything."""
+        return type(self).lookup is not Drafter.lookup
 
-    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+    def lookup(self, requests: DraftRequests) -> list[DraftTree]:
         """Trees that need no forward, one per request. Called before `propose`, so that a forward
         is run only where it adds enough; they are verified where none is. `propose` looks up on
         its own, and its trees may lack nodes of these or score them otherwise."""

@@ -25,13 +25,13 @@ class BranchDrafter(Drafter):
             self.ngrams.forget(req_ids)
 
     @property
-    def looks_up(self) -> bool:
+    def has_lookup(self) -> bool:
         return self.ngrams is not None
 
-    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+    def lookup(self, requests: DraftRequests) -> list[DraftTree]:
         if self.ngrams is None:
-            return super().look_up(requests)
-        return self.ngrams.look_up(requests)
+            return super().lookup(requests)
+        return self.ngrams.lookup(requests)
 
     @property
     def device_branches(self) -> NgramBranches | None:

@@ -38,20 +38,20 @@ class LateContextDrafter(Drafter):
             slots = cast(HostCache, self.cache).slots(req_index, num_cached)
             self.backlog.begin(req_id, slots)
 
-    def put_off(self, puts_off: bool) -> None:
-        self.backlog.put_off(puts_off)
+    def set_deferred(self, is_deferring: bool) -> None:
+        self.backlog.set_deferred(is_deferring)
 
-    def context_debt(self, req_ids: Sequence[str]) -> list[float]:
+    def pending_context_ms(self, req_ids: Sequence[str]) -> list[float]:
         backlog = self.backlog
         return [
             math.inf if backlog.is_incomplete(req_id) else count * backlog.token_ms
             for req_id, count in zip(req_ids, backlog.num_waiting(req_ids), strict=True)
         ]
 
-    def pay_debts(self, requests: DraftRequests) -> None:
+    def materialize_context(self, requests: DraftRequests) -> None:
         self.backlog.write(requests.for_forward()[1].req_ids)
 
-    def catch_up(self) -> None:
+    def flush_context(self) -> None:
         self.backlog.flush()
 
     def forget(self, req_ids: Iterable[str]) -> None:

@@ -152,7 +152,7 @@ class NgramBranches:
             self._pending.pop(req_id, None)
             self._latest.pop(req_id, None)
         self._learn(req_id, tokens)
-        found = index.look_up(tokens, self.count, min(depth, self.max_length), self.vocab_size)
+        found = index.lookup(tokens, self.count, min(depth, self.max_length), self.vocab_size)
         found = [(size, branch) for size, branch in found if branch]
         self._pending[req_id] = (len(tokens), found)
         chains = [
@@ -163,7 +163,7 @@ class NgramBranches:
         self._latest[req_id] = (asked, chains)
         return chains
 
-    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+    def lookup(self, requests: DraftRequests) -> list[DraftTree]:
         """One tree per request, of branches alone; empty where only a chain is wanted."""
         trees = []
         for r, req_id in enumerate(requests.req_ids):

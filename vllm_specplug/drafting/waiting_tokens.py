@@ -18,7 +18,7 @@ _WRITTEN, _MISSING = -1, -2
 _FREE, _ENDED = -1, -2
 
 
-class WaitingTokens:
+class DeferredTokens:
     """Rows of tokens that wait, found by request and by cache slot; on the host.
 
     Args:
@@ -44,7 +44,7 @@ class WaitingTokens:
         import torch
 
         slots = columns[-1].numpy()
-        self._let_go(slots)
+        self._release(slots)
         rows = self._room_for(columns, len(slots))
         if rows is None:
             return False
@@ -59,10 +59,10 @@ class WaitingTokens:
 
     def written(self, slots: np.ndarray) -> None:
         """The context of the tokens at these slots is in the cache."""
-        self._let_go(slots)
+        self._release(slots)
         self._states[slots] = _WRITTEN
 
-    def look_up(self, slots: np.ndarray) -> tuple[np.ndarray, bool]:
+    def lookup(self, slots: np.ndarray) -> tuple[np.ndarray, bool]:
         """The rows in which tokens at these slots wait, and whether the context of all others is
         in the cache."""
         self._reach(slots)
@@ -96,7 +96,7 @@ class WaitingTokens:
             more = max(most, 2 * len(self._states)) - len(self._states)
             self._states = np.append(self._states, np.full(more, _MISSING))
 
-    def _let_go(self, slots: np.ndarray) -> None:
+    def _release(self, slots: np.ndarray) -> None:
         """These slots have new tokens: what waited for them is of no use."""
         self._reach(slots)
         if self.num_tokens:

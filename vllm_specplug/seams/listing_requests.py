@@ -11,7 +11,7 @@ REQUEST_SEAMS: tuple[Seam, ...] = (
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         "min_p and logit_bias are refused under any speculation; the walk honours them",
         "vLLM asks the method which options it honours",
-        make="vllm_specplug.vllm_process.sampling_options:honouring_trees",
+        make="vllm_specplug.vllm_process.sampling_options:wrap_sampling_params",
     ),
     Wrap(
         "request_body",

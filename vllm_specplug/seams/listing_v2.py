@@ -58,7 +58,7 @@ GRAPHS_OF_TREES = Replace(
     "full graphs take decoding requests of unequal numbers of rows for vLLM's adaptive "
     "verification alone; in place while a runner of trees makes its graphs",
     HAS_TREES,
-    make="vllm_specplug.vllm_v2.graph_trees:taking_ragged_steps",
+    make="vllm_specplug.vllm_v2.graph_trees:wrap_graph_manager",
 )
 
 
@@ -75,7 +75,7 @@ V2_ADMISSION = (
         "vllm.config.vllm:VllmConfig._validate_v2_model_runner",
         "on a CPU without Triton our methods bring the kernels that V2 needs",
         HAS_CPU_KERNELS,
-        make="vllm_specplug.vllm_process.model_runner:not_asking_for_triton",
+        make="vllm_specplug.vllm_process.model_runner:wrap_v2_check",
     ),
     Wrap(
         "model_runner_v2",

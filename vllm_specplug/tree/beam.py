@@ -138,8 +138,8 @@ def draft_level_by_level(
     *,
     beam_widths: Sequence[int] | None = None,
     frontier_width: int | None = FRONTIER_WIDTH,
-    least_node: float = 0.0,
-    least_level: float = 0.0,
+    min_node_prob: float = 0.0,
+    min_level_prob: float = 0.0,
 ) -> list[DraftTree]:
     """Trees of R requests, one call of `expand` per level.
 
@@ -161,11 +161,12 @@ def draft_level_by_level(
         beam_widths: widths of the levels, or None.
         frontier_width: most nodes of one request expanded in one level, without `beam_widths`;
             None for any number.
-        least_node: least probability of a node for its children to be drafted; anchors get theirs.
-        least_level: least sum over the nodes of a level that would be expanded, of all requests,
+        min_node_prob: least probability of a node for its children to be drafted; those of
+            anchors always are.
+        min_level_prob: least sum over the nodes of a level that would be expanded, of all requests,
             for the next one to be drafted.
     """
-    least_score = math.log(least_node) if least_node > 0 else -math.inf
+    least_score = math.log(min_node_prob) if min_node_prob > 0 else -math.inf
     growing = [_Growing(anchor) for anchor in anchors]
     levels = max(depths, default=0)
     if beam_widths is not None:
@@ -181,7 +182,7 @@ def draft_level_by_level(
             break
         counts = [len(growing[r].front) for r in expanded]
         front = np.concatenate([growing[r].front for r in expanded])
-        if level and float(np.exp(front["score"]).sum()) < least_level:
+        if level and float(np.exp(front["score"]).sum()) < min_level_prob:
             break
         frontier = Frontier(
             requests=np.repeat(np.array(expanded, np.int64), counts),

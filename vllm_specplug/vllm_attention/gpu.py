@@ -67,17 +67,17 @@ def warm_up_store(
 ) -> None:
     """Compiles what a layer launches when it stores keys and values of `dtype`; stores nothing."""
     from vllm_specplug.kernels.finite_values_triton import (
-        contain_nonfinite_triton,
-        contain_token_scales_triton,
+        isolate_nonfinite_triton,
+        isolate_token_scales_triton,
     )
 
     if not features.token_scales:
         stored = torch.zeros(2, 1, *values.shape[2:], dtype=dtype, device=values.device)
-        contain_nonfinite_triton(*stored)
+        isolate_nonfinite_triton(*stored)
         return
     assert features.key_scales is not None and features.value_scales is not None
     no_slot = torch.full((1,), -1, dtype=torch.int64, device=values.device)
-    contain_token_scales_triton(
+    isolate_token_scales_triton(
         values, features.key_scales, features.value_scales, no_slot, floats=not features.int8_cache
     )
 
@@ -95,10 +95,10 @@ class _DeviceAttentionMixin(TreeAttentionMixin):
         return scales
 
     def storable(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from vllm_specplug.kernels.finite_values_triton import contain_nonfinite_triton
+        from vllm_specplug.kernels.finite_values_triton import isolate_nonfinite_triton
 
         # In place: nothing else reads them, and whether there is any is not known on the host.
-        contain_nonfinite_triton(key, value)
+        isolate_nonfinite_triton(key, value)
         return key, value
 
 
@@ -171,10 +171,10 @@ class TreeTritonAttentionImpl(_DeviceAttentionMixin, TritonAttentionImpl):
     ) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         if self.kv_cache_dtype in TOKEN_SCALE_CACHES:
-            from vllm_specplug.kernels.finite_values_triton import contain_token_scales_triton
+            from vllm_specplug.kernels.finite_values_triton import isolate_token_scales_triton
 
             _, values = gpu_cache_views(kv_cache)
-            contain_token_scales_triton(
+            isolate_token_scales_triton(
                 values[..., : value.shape[2]],
                 self._k_scale_cache,
                 self._v_scale_cache,

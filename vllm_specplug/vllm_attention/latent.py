@@ -22,7 +22,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
-from vllm_specplug.kernels import LatentSpan, contain_nonfinite, latent_attn
+from vllm_specplug.kernels import LatentSpan, isolate_nonfinite, latent_attn
 from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows, tree_rows_of
 
 
@@ -73,7 +73,7 @@ class TreeCPUMLAImpl(CPUMLAImpl):
         k_scale: torch.Tensor,
     ) -> None:
         # A latent row is keys and values in one; its rotary key alone is no value.
-        k_pe, latents = contain_nonfinite(k_pe, kv_c_normed.unsqueeze(1))
+        k_pe, latents = isolate_nonfinite(k_pe, kv_c_normed.unsqueeze(1))
         super().do_kv_cache_update(
             latents.squeeze(1), k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
         )

@@ -15,7 +15,7 @@ from vllm_specplug.kernels import (
     CpuKvLayout,
     TreeAttnMetadata,
     TreeLayer,
-    contain_nonfinite,
+    isolate_nonfinite,
     tree_attn,
     tree_metadata,
 )
@@ -175,7 +175,7 @@ class TreeAttentionMixin:
         value: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the cache may hold of them; see `kernels.finite_values`."""
-        return contain_nonfinite(key, value)
+        return isolate_nonfinite(key, value)
 
     def do_kv_cache_update(
         self,

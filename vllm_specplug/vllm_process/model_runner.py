@@ -38,7 +38,7 @@ def admitting_trees(original: Callable[[Any], list[str]]) -> Callable[[Any], lis
     return unsupported_features
 
 
-def not_asking_for_triton(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def wrap_v2_check(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """The check of a V2 config. With a method of this package it passes on a CPU without Triton."""
 
     def validate(self: Any) -> None:

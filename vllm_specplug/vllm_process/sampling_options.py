@@ -24,7 +24,7 @@ def _check_budget(extra_args: dict[str, Any] | None, options: Any) -> None:
         raise VLLMValidationError(str(error), parameter=named_arg(error)) from None
 
 
-def honouring_trees(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_sampling_params(original: Callable[..., None]) -> Callable[..., None]:
     """`SamplingParams._validate_spec_decode`: `min_p` and `logit_bias` pass for trees, what a
     request asks of the tree budget is checked."""
 

@@ -56,7 +56,7 @@ from vllm_specplug.vllm_process.versions import SeamReport, device_problem, refu
 logger = init_logger("vllm.specplug.config")
 
 # What `custom_class` instantiates; the worker replaces it by the method's drafter.
-PROPOSER_PATH = "vllm_specplug.vllm_worker.proposer.TreeProposer"
+PROPOSER_PATH = "vllm_specplug.vllm_worker.proposer.DrafterHost"
 
 WORKERS = {
     "cpu": "vllm_specplug.vllm_v1.worker_cpu.TreeCPUWorker",

@@ -41,7 +41,7 @@ from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.layer_states import collect_layer_states
-from vllm_specplug.vllm_worker.proposer import TreeProposer
+from vllm_specplug.vllm_worker.proposer import DrafterHost
 from vllm_specplug.vllm_worker.ranks import first_rank_trees
 from vllm_specplug.vllm_worker.state_layers import check_state_blocks
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
@@ -59,7 +59,7 @@ else:
 class TreeRunnerMixin(_Runner):
     """Put before `GPUModelRunner` or a subclass of it."""
 
-    drafter: TreeProposer
+    drafter: DrafterHost
 
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
         with LOGITS_PROCESSORS.applied():

@@ -60,7 +60,7 @@ class DeviceNgrams:
         self._table = torch.empty(0)
         self._known = -1
 
-    def look_up(
+    def lookup(
         self,
         # [S, most tokens] int32
         history: torch.Tensor,
@@ -109,6 +109,6 @@ class DeviceNgrams:
         one = torch.ones(1, dtype=torch.int32, device=self.device)
         slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         requests = DeviceRequests(slot, one, one, one, 1, num_nodes, 2)
-        found = self.look_up(history, slot, one, requests)
+        found = self.lookup(history, slot, one, requests)
         alone = self.merged(None, found, requests, alone=True)[1]
         self.merged(alone, found, requests, alone=False)

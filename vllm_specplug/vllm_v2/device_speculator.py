@@ -61,14 +61,14 @@ class DeviceSpeculator(TreeSpeculator):
         self.vllm_config = vllm_config
         self.known: dict[str, KnownTokens] = {}
         # Of running requests: grows with every step by the most tokens that it can give them.
-        self.grown: dict[str, int] = {}
+        self.len_upper_bound: dict[str, int] = {}
         # And how many tokens they have at least.
-        self.least: dict[str, int] = {}
+        self.len_lower_bound: dict[str, int] = {}
         # Trees built on the device and their rows, by running request.
         self.copies: dict[str, tuple[TreesCopy, int]] = {}
         self.draft_graphs: DraftGraphs | None = None
         # Steps and drafts that the host has not looked at yet, in their order.
-        self._late: deque[_LateStep | _LateDraft] = deque()
+        self._late: deque[_PendingStep | _PendingDraft] = deque()
         # Made with the first trees: the drafter is loaded, and the budget calibrated, by then.
         self._ngrams: DeviceNgrams | None = None
         self._late_budget: LateBudget | None = None
@@ -105,19 +105,19 @@ class DeviceSpeculator(TreeSpeculator):
         super().add(req_id, extra_args, plain, token_ids)
         self.known[req_id] = KnownTokens(token_ids)
         # Of what was kept for it nothing holds.
-        self.grown[req_id] = self.grown.get(req_id, 0) + self.max_model_len
-        self.least[req_id] = len(token_ids)
+        self.len_upper_bound[req_id] = self.len_upper_bound.get(req_id, 0) + self.max_model_len
+        self.len_lower_bound[req_id] = len(token_ids)
 
     def forget(self, gone: Sequence[str], ended: Sequence[str]) -> None:
         # An engine that goes idle has no later step to count the last ones in.
-        self._look_back()
+        self._drain_completed()
         super().forget(gone, ended)
         if self._late_budget is not None:
             self._late_budget.forget(gone)
         for req_id in gone:
             self.known.pop(req_id, None)
-            self.grown.pop(req_id, None)
-            self.least.pop(req_id, None)
+            self.len_upper_bound.pop(req_id, None)
+            self.len_lower_bound.pop(req_id, None)
             self.copies.pop(req_id, None)
 
     def tree_of(self, req_id: str) -> DraftTree | None:
@@ -187,7 +187,7 @@ class DeviceSpeculator(TreeSpeculator):
         # A row with logits gives a token at most.
         counts = np.diff(input_batch.cu_num_logits_np[: len(input_batch.req_ids) + 1])
         for req_id, count in zip(input_batch.req_ids, counts.tolist(), strict=True):
-            self.grown[req_id] += count
+            self.len_upper_bound[req_id] += count
         committed = _all_rows(final, aux_hidden_states)
         if self.spec.reads_next_tokens:
             following = self._next_tokens(input_batch, final)
@@ -195,11 +195,11 @@ class DeviceSpeculator(TreeSpeculator):
         self.proposer.drafter.observe(replace(committed, output_states=last_hidden_states))
         if self._reads_nothing:
             # The next step was scheduled before what comes now.
-            self._look_back()
+            self._drain_completed()
             trees = {r: self.copies[r] for r in input_batch.req_ids if r in self.copies}
             source, milliseconds = self._pace(input_batch)
             record = self.running()
-            self._late.append(_LateStep(input_batch, copy, trees, record, source, milliseconds))
+            self._late.append(_PendingStep(input_batch, copy, trees, record, source, milliseconds))
             drafted = self._draft_on_device(input_batch, num_sampled, most, self._asked)
             self._asked = self.reserved = self._shared(self.reserved)
             return drafted
@@ -216,23 +216,23 @@ class DeviceSpeculator(TreeSpeculator):
             return drafter.source, 0.0
         return drafter.source, 1e3 * (now - before)
 
-    def _look_back(self) -> None:
+    def _drain_completed(self) -> None:
         """Learns from the steps and decides on the trees whose copies have come."""
         while self._late and self._late[0].has_come:
             late = self._late.popleft()
-            if isinstance(late, _LateStep):
+            if isinstance(late, _PendingStep):
                 self._learn(late)
             else:
                 self._decide(late)
 
-    def _learn(self, late: _LateStep) -> None:
+    def _learn(self, late: _PendingStep) -> None:
         read = late.copy.read()
         trees = {req_id: copy.read(row) for req_id, (copy, row) in late.trees.items()}
         self.record(late.input_batch, read.walk, read.seq_lens, trees, late.record)
         sampled = read.sampled.tolist()
         for req_id, total in zip(late.input_batch.req_ids, read.totals.tolist(), strict=True):
-            if req_id in self.least:
-                self.least[req_id] = max(self.least[req_id], total)
+            if req_id in self.len_lower_bound:
+                self.len_lower_bound[req_id] = max(self.len_lower_bound[req_id], total)
         if late.source is not None and late.milliseconds:
             tokens = sum(sampled) / len(sampled)
             self.proposer.drafter.learn(late.source, tokens, late.milliseconds)
@@ -244,11 +244,11 @@ class DeviceSpeculator(TreeSpeculator):
                 copy, row = late.trees[req_id]
                 self._ngrams.learn(copy.branches(row), latest[i, -sampled[i] :])
 
-    def _decide(self, late: _LateDraft) -> None:
+    def _decide(self, late: _PendingDraft) -> None:
         """What trees were worth, as rows of the step that is scheduled next."""
         assert self._late_budget is not None
         copy, rows = late.copy, late.rows
-        trees, found = ([some[row] for row in rows] for some in (copy.whole, copy.alone))
+        trees, found = ([some[row] for row in rows] for some in (copy.merged, copy.lookup_only))
         room = [late.room[row] for row in rows]
         wanted = self._late_budget.wanted(late.plan, trees, found, room)
         self._ask_for({**dict.fromkeys(late.decoding, 0), **wanted})
@@ -295,7 +295,7 @@ class DeviceSpeculator(TreeSpeculator):
             trees = self._own_trees(requests, None if late is None else forward, depths)
             if (ngrams := self.ngrams) is not None:
                 history = states.all_token_ids.gpu
-                found = ngrams.look_up(history, slots, inputs.lengths, requests)
+                found = ngrams.lookup(history, slots, inputs.lengths, requests)
                 trees, *others = ngrams.merged(trees, found, requests, alone=late is not None)
                 alone = others[0] if others else None
         if trees is None:
@@ -380,10 +380,10 @@ class DeviceSpeculator(TreeSpeculator):
             self.req_states.all_token_ids.gpu,
             slots,
             req_ids,
-            [self.grown[req_id] for req_id in req_ids],
+            [self.len_upper_bound[req_id] for req_id in req_ids],
             (budgets > 0).tolist(),
             # Without the anchor; what the forward emits comes behind its tokens.
-            least=[self.least[req_id] - 1 for req_id in req_ids],
+            least=[self.len_lower_bound[req_id] - 1 for req_id in req_ids],
             most=bounds.tolist(),
             penalties=device_penalties(
                 [self.penalties.get(req_id) for req_id in req_ids], self.req_states, slots
@@ -401,7 +401,7 @@ class DeviceSpeculator(TreeSpeculator):
 
     def _plan(
         self, input_batch: Any, budgets: np.ndarray, longest: np.ndarray, room: np.ndarray
-    ) -> _LateDraft | None:
+    ) -> _PendingDraft | None:
         """What an adaptive budget decides before drafting; None under a fixed one."""
         planner = self.planner
         if planner.adaptive is None:
@@ -432,7 +432,7 @@ class DeviceSpeculator(TreeSpeculator):
                 batch,
             )
         decoding = [req_ids[row] for row in np.flatnonzero(is_decoding)]
-        return _LateDraft(plan, rows, decoding, room.tolist())
+        return _PendingDraft(plan, rows, decoding, room.tolist())
 
     def _budgets(self, input_batch: Any, most: int) -> np.ndarray:
         """Most nodes of each request's next tree, int32 [R], as far as the host knows."""
@@ -494,7 +494,7 @@ class DeviceSpeculator(TreeSpeculator):
 
 
 @dataclass(frozen=True)
-class _LateStep:
+class _PendingStep:
     """A step that the host looks at once its copy has come."""
 
     input_batch: Any
@@ -513,7 +513,7 @@ class _LateStep:
 
 
 @dataclass(frozen=True)
-class _LateDraft:
+class _PendingDraft:
     """Trees that an adaptive budget decides on once their copy has come."""
 
     # of the requests at `rows` of the batch; None where there are none

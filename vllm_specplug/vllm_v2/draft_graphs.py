@@ -102,7 +102,7 @@ class DraftGraphs(CudaGraphManager):
         if not self._drafter.can_be_captured:
             return
         # What waits would be written by every replay.
-        self._drafter.catch_up()
+        self._drafter.flush_context()
 
         def forward_of(
             desc: BatchExecutionDescriptor, warmup: bool
@@ -136,7 +136,7 @@ class DraftGraphs(CudaGraphManager):
         )
         if desc.cg_mode != CUDAGraphMode.FULL or not self._drafter.enter_graph(requests):
             return None
-        self._drafter.catch_up()
+        self._drafter.flush_context()
         self._fill(requests, chosen, desc.num_tokens)
         self.run_fullgraph(desc)
         return DeviceTrees(*(tensor[: len(requests)] for tensor in vars(self.trees).values()))

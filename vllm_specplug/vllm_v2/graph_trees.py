@@ -117,7 +117,7 @@ class GraphTrees:
         )
 
 
-def taking_ragged_steps(stock: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_graph_manager(stock: Callable[..., Any]) -> Callable[..., Any]:
     """`ModelCudaGraphManager` whose full graphs take decoding requests of any number of rows.
 
     Seam: graphs_of_trees.

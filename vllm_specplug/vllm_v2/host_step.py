@@ -197,15 +197,15 @@ class TreesCopy:
 
     def read(self, row: int) -> DraftTree:
         """The tree of one request, cut to its rows; waits for it."""
-        return self.whole[row].prefix(self._room[row])
+        return self.merged[row].prefix(self._room[row])
 
     @cached_property
-    def whole(self) -> list[DraftTree]:
+    def merged(self) -> list[DraftTree]:
         """[R] as they were drafted; waits for them."""
         return self._split(*self._trees)
 
     @cached_property
-    def alone(self) -> list[DraftTree]:
+    def lookup_only(self) -> list[DraftTree]:
         """[R] those of branches alone; empty where they were not asked for."""
         return self._split(*self._alone)
 

@@ -51,7 +51,7 @@ from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.layer_states import collect_layer_states
-from vllm_specplug.vllm_worker.proposer import TreeProposer
+from vllm_specplug.vllm_worker.proposer import DrafterHost
 from vllm_specplug.vllm_worker.state_layers import check_state_blocks
 
 logger = init_logger("vllm.specplug.runner")
@@ -236,7 +236,7 @@ class TreeRunnerV2Mixin(_Runner):
         return RunnerState(self)
 
     @property
-    def drafter(self) -> TreeProposer:
+    def drafter(self) -> DrafterHost:
         """The method's drafter and its layers."""
         return self.speculator.proposer
 

@@ -86,7 +86,7 @@ class TreeSampler:
             input_batch.seq_lens_cpu_upper_bound.numpy(),
             return_logprobs=scores is not None,
         )
-        trees = self.stops.within(trees, token_ids)
+        trees = self.stops.mask_after_stop(trees, token_ids)
         walk = walk_trees(trees, samples, token_ids)
         self.walked(walk)
         num_sampled, num_rejected = get_num_sampled_and_rejected(

@@ -25,7 +25,7 @@ from vllm_specplug.vllm_v2.penalty_processor import draft_penalty
 from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests, next_tokens
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner
 from vllm_specplug.vllm_worker.penalty import request_penalty
-from vllm_specplug.vllm_worker.proposer import TreeProposer
+from vllm_specplug.vllm_worker.proposer import DrafterHost
 from vllm_specplug.vllm_worker.ranks import (
     each_rank_schedules,
     first_rank_reservation,
@@ -59,7 +59,7 @@ class TreeSpeculator(BaseSpeculator):
         self.spec = spec
         self.device = device
         self.req_states = req_states
-        self.proposer = TreeProposer(vllm_config)
+        self.proposer = DrafterHost(vllm_config)
         model = vllm_config.model_config
         self.max_model_len: int = model.max_model_len
         self.store = TreeStore(

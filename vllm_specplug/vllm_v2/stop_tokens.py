@@ -52,7 +52,7 @@ class StopTokens:
             row[: len(kept)] = kept
         self.token_ids[slots] = to_device(rows, self.token_ids.device)
 
-    def within(
+    def mask_after_stop(
         self,
         trees: StepTrees,
         # [M] token of every row

@@ -29,7 +29,7 @@ _FORCED = 1.0e9
 _INF = float("inf")
 
 
-class _OnTrees:
+class TreeAwareParam:
     """One of vLLM's parameters: its own in steps without drafts, along paths in the others."""
 
     def __init__(self, stock: Any, params: TreeParams) -> None:
@@ -57,7 +57,7 @@ class _OnTrees:
         raise NotImplementedError
 
 
-class TreePenalties(_OnTrees):
+class TreePenalties(TreeAwareParam):
     """vLLM's kernel penalises committed tokens; those of a row's path are then computed once more,
     from the logits before it, with their number on the path added."""
 
@@ -85,7 +85,7 @@ class TreePenalties(_OnTrees):
         return logits.scatter_(1, tokens, after)
 
 
-class TreeBadWords(_OnTrees):
+class TreeBadWords(TreeAwareParam):
     """The last token of a word whose other tokens end a row's sequence."""
 
     def __init__(self, stock: Any, params: TreeParams) -> None:
@@ -128,7 +128,7 @@ class TreeBadWords(_OnTrees):
         return logits.scatter_reduce_(1, last, torch.where(matches, -_INF, _INF), "amin")
 
 
-class TreeThinkingBudget(_OnTrees):
+class TreeThinkingBudget(TreeAwareParam):
     """The end of thinking, forced on rows whose path has used the budget up."""
 
     def is_used(self, slots: np.ndarray) -> bool:
@@ -174,7 +174,7 @@ class TreeThinkingBudget(_OnTrees):
         return logits.scatter_(1, token, forced)
 
 
-class TreeContextualPenalty(_OnTrees):
+class TreeContextualPenalty(TreeAwareParam):
     """The plugin's own penalty, whose window ends with each row's path."""
 
     def is_used(self, slots: np.ndarray) -> bool:
@@ -184,7 +184,7 @@ class TreeContextualPenalty(_OnTrees):
         return self.stock.apply_along(paths, logits, ctx)
 
 
-class TreeProcessor(_OnTrees):
+class TreeProcessor(TreeAwareParam):
     """A processor of somebody's own, shown what plain decoding would show it.
 
     It may read a row's past from anywhere: the rows above it, or its request's committed tokens.

@@ -232,10 +232,10 @@ class DevicePartialCache:
     def _take_in(
         self, columns: torch.Tensor, lens: torch.Tensor, block_table: torch.Tensor
     ) -> None:
-        from vllm_specplug.kernels.partial_cache_triton import take_in_triton
+        from vllm_specplug.kernels.partial_cache_triton import append_to_tail_triton
 
         for layers in self.layers:
-            take_in_triton(
+            append_to_tail_triton(
                 layers, columns, lens, self.covered, self.tails, block_table, blocks=self.blocks
             )
 

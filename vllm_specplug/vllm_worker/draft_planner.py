@@ -256,8 +256,8 @@ class DraftPlanner:
             self.clock.measure(start, self.clock.mark(), drafted)
             largest = max(tree.num_nodes for tree in trees)
             self.stats.tree_budget = max(requests.budgets) if budget is None else largest
-            looks_up = drafter.looks_up and not (budget and budget.lookups.is_resting)
-            if batch.req_ids and budget is not None and budget.is_resting and not looks_up:
+            has_lookup = drafter.has_lookup and not (budget and budget.lookups.is_resting)
+            if batch.req_ids and budget is not None and budget.is_resting and not has_lookup:
                 self._resting = list(batch.req_ids)
                 self._plain = {
                     reason: count - self._plain_before.get(reason, 0)
@@ -278,20 +278,20 @@ class DraftPlanner:
         """The trees of fixed budgets; there may be no requests."""
         if self.options.tree_budget == 0:
             # Only who asks is drafted for, and pays for its context then.
-            drafter.put_off(True)
+            drafter.set_deferred(True)
             if not len(requests):
                 return []
         show_committed()
         if not len(requests):
             return []
-        has_context = [debt < math.inf for debt in drafter.context_debt(requests.req_ids)]
+        has_context = [debt < math.inf for debt in drafter.pending_context_ms(requests.req_ids)]
         if all(has_context):
             return self._valid(drafter.propose(requests))
         requests.forward_depths[:] = [
             depth if is_known else 0
             for depth, is_known in zip(requests.depths, has_context, strict=True)
         ]
-        draft = drafter.propose if any(has_context) else drafter.look_up
+        draft = drafter.propose if any(has_context) else drafter.lookup
         trees = self._valid(draft(requests))
         lost = sum(
             not (is_known or tree.num_nodes or r in self._dropped)
@@ -316,12 +316,12 @@ class DraftPlanner:
         fixed = [self.has_own_budget(req_id) for req_id in requests.req_ids]
         began = time.perf_counter()
         # What drafts without a forward is as cheap, and as uncertain, as a lookup.
-        may_rest = (drafter.looks_up or not deepest) and not any(fixed)
+        may_rest = (drafter.has_lookup or not deepest) and not any(fixed)
         rests = may_rest and budget.lookups.rests(len(requests))
         found = [DraftTree.empty()] * len(requests)
         if not rests:
-            found = self._valid(drafter.look_up(requests))
-        debts = drafter.context_debt(requests.req_ids)
+            found = self._valid(drafter.lookup(requests))
+        debts = drafter.pending_context_ms(requests.req_ids)
         depths = budget.plan(
             NextStep(
                 req_ids=requests.req_ids,
@@ -340,7 +340,7 @@ class DraftPlanner:
             ),
             found,
         )
-        drafter.put_off(not budget.expects_drafts)
+        drafter.set_deferred(not budget.expects_drafts)
         drafted = found
         count = sum(1 for depth in depths if depth)
         if count:
@@ -348,15 +348,17 @@ class DraftPlanner:
             if budget.worth is not None:
                 worth = budget.worth
                 # Rows that are reserved cost what they cost: they are filled.
-                least_node = worth.node if room is None else 0.0
-                requests = replace(requests, least_node=least_node, least_level=worth.level)
+                min_node_prob = worth.node if room is None else 0.0
+                requests = replace(
+                    requests, min_node_prob=min_node_prob, min_level_prob=worth.level
+                )
             show_committed()
             owes = any(debt and depth for debt, depth in zip(debts, depths, strict=True))
             if owes or not self._has_forward:
                 # Work of the steps without drafts; as a part of this one's time it would make
                 # drafting look dear where it is rare.
-                drafter.catch_up()
-                drafter.pay_debts(requests)
+                drafter.flush_context()
+                drafter.materialize_context(requests)
                 start = self.clock.mark()
         elif not deepest:
             show_committed()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _UNIT_ROWS = 256
 
 
-class TreeProposer:
+class DrafterHost:
     """Owns the method's drafter and the cache layers it needs in vLLM's pages."""
 
     def __init__(self, vllm_config: Any) -> None:

@@ -331,7 +331,7 @@ def test_a_rest_that_is_not_asked_for_step_by_step_is_the_same_rest() -> None:
     assert told_steps > 300 and 0 < sum(probes[300:]) < 30
     told._note_rest()
     for name in ("_due", "_emitted"):
-        np.testing.assert_allclose(getattr(asked.pace, name), getattr(told.pace, name))
+        np.testing.assert_allclose(getattr(asked.fairness, name), getattr(told.fairness, name))
     assert asked._plain_credit == pytest.approx(told._plain_credit)
 
 

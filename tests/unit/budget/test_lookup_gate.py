@@ -50,10 +50,10 @@ def test_steps_that_nobody_asked_about_count() -> None:
     gate = LookupGate()
     _looked_up(gate, 16, worth_ms=0.0)
     assert gate.is_resting and gate.rests(8)
-    gate.pass_by(6)
+    gate.advance(6)
     assert gate.is_resting and gate.rests(8)
     assert not gate.is_resting and not gate.rests(8)
-    gate.pass_by(3)
+    gate.advance(3)
     assert not gate.rests(8)
 
 

@@ -88,7 +88,7 @@ ROW_BYTES = 4 * 4 + 8
 
 def _idle(cache: _Cache, rows: int = 100) -> ContextBacklog:
     backlog = ContextBacklog(cache.write, 4, rows * ROW_BYTES)
-    backlog.put_off(True)
+    backlog.set_deferred(True)
     return backlog
 
 
@@ -113,11 +113,11 @@ def test_where_drafts_pay_nothing_is_put_off_but_what_was_stays_so() -> None:
     cache = _Cache()
     backlog = _idle(cache)
     _step(backlog, ["a"], [(0, 5)])
-    backlog.put_off(False)
+    backlog.set_deferred(False)
     _step(backlog, ["a"], [(5, 12)])
     assert sorted(cache.values) == list(range(5, 12))
     _step(backlog, ["a"], [(12, 13)])
-    backlog.put_off(True)
+    backlog.set_deferred(True)
     assert 12 in cache.values, "joined tokens are not put off later"
     backlog.write(["a"])
     assert sorted(cache.values) == list(range(13))
@@ -265,7 +265,7 @@ def test_what_is_put_off_survives_a_random_service() -> None:
             assert [cache.values[slot] for slot in slots] == expected
             drafted += 1
         else:
-            backlog.put_off(bool(rng.integers(0, 3)))
+            backlog.set_deferred(bool(rng.integers(0, 3)))
     assert drafted > 100 and refused > 3 and shared > 50, (drafted, refused, shared)
 
 

@@ -224,7 +224,7 @@ def test_children_of_improbable_nodes_are_not_drafted(least: float) -> None:
     whole, cut = BranchModel(5, 2), BranchModel(5, 2)
     args = ([3, 1], [30, 30], [4, 4], [VOCAB, VOCAB])
     expected = draft_level_by_level(*args, whole.expand)
-    found = draft_level_by_level(*args, cut.expand, least_node=least)
+    found = draft_level_by_level(*args, cut.expand, min_node_prob=least)
     assert sum(map(len, cut.calls)) < sum(map(len, whole.calls))
     for r, (tree, full) in enumerate(zip(found, expected, strict=True)):
         tree.validate()
@@ -238,11 +238,11 @@ def test_children_of_improbable_nodes_are_not_drafted(least: float) -> None:
 def test_no_level_is_drafted_that_promises_too_little() -> None:
     model = BranchModel(5, 2)
     args = ([3, 1], [6, 6], [4, 4], [VOCAB, VOCAB])
-    draft_level_by_level(*args, model.expand, least_level=1.2)
+    draft_level_by_level(*args, model.expand, min_level_prob=1.2)
     # Anchors get their children whatever is asked.
     assert 1 < len(model.calls) < 4
     lone = BranchModel(5, 2)
-    draft_level_by_level(*args, lone.expand, least_level=3.0)
+    draft_level_by_level(*args, lone.expand, min_level_prob=3.0)
     assert len(lone.calls) == 1
 
 

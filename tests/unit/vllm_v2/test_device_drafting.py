@@ -201,8 +201,8 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
             max_seq_len=np.full(slots, 200, np.int32),
             prefill_len=SimpleNamespace(np=np.full(slots, 9, np.int32)),
         ),
-        trees={}, copies={}, known=dict.fromkeys("abc"), grown=dict.fromkeys("abc", 256),
-        least=dict.fromkeys("abc", 9), penalties={}, _paced=(0.0, []),
+        trees={}, copies={}, known=dict.fromkeys("abc"), len_upper_bound=dict.fromkeys("abc", 256),
+        len_lower_bound=dict.fromkeys("abc", 9), penalties={}, _paced=(0.0, []),
         reserved=None, _asked=None,
         schedules_ahead=True, each_rank_schedules=False,
         max_num_tokens=64, _ngrams=None, _late_budget=None, extra_args={}, plain={},
@@ -463,7 +463,7 @@ def test_reserved_rows_hold_for_the_trees_that_fill_them(
     # Decided since the last output left: for the step after.
     made.reserved = ReservedRows({"a": 0, "b": 9}, others=0)
     propose(made, step)
-    assert isinstance(made._late[-1], device_speculator._LateDraft)
+    assert isinstance(made._late[-1], device_speculator._PendingDraft)
     assert made._late[-1].room == [5, 0, 3]
     assert made._late[-1].rows == [0, 1, 2] and made._late[-1].decoding == ["a", "b", "c"]
 

@@ -17,7 +17,7 @@ from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.vllm_attention.full_graphs import replays_decoding, wants_full_graphs
 from vllm_specplug.vllm_v2 import device_speculator, worker_gpu
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
-from vllm_specplug.vllm_v2.graph_trees import narrower, taking_ragged_steps
+from vllm_specplug.vllm_v2.graph_trees import narrower, wrap_graph_manager
 from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin
 
 
@@ -159,7 +159,7 @@ def test_larger_steps_of_trees_have_graphs(
         made.vllm_config = step_limit(limit)
         return made
 
-    manager = taking_ragged_steps(stock)()
+    manager = wrap_graph_manager(stock)()
     # In vLLM's order. Its buffers for outputs are as large as the first one's.
     modes = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
     captured = [desc for mode in modes for desc in manager._capture_descs[mode]]
@@ -192,7 +192,7 @@ def test_vllm_takes_the_fewest_places_that_do() -> None:
         made.vllm_config = step_limit(64)
         return made
 
-    manager = taking_ragged_steps(stock)()
+    manager = wrap_graph_manager(stock)()
     captured = manager._capture_descs[CUDAGraphMode.FULL]
     assert [(d.num_tokens, d.max_query_len, d.num_reqs) for d in captured] == [
         (64, 17, 32), (64, 17, 4), (64, 16, 32), (64, 16, 4), (16, 16, 16), (16, 16, 1), (1, 16, 1),

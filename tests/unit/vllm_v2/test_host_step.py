@@ -41,9 +41,9 @@ def same(a: DraftTree, b: DraftTree) -> bool:
 def test_trees_arrive_whole_and_cut_to_their_rows() -> None:
     copy = TreesCopy(on_device(TREES), torch.tensor([2, 3, 9], dtype=torch.int32))
     for row, tree in enumerate(TREES):
-        assert same(copy.whole[row], tree)
+        assert same(copy.merged[row], tree)
         assert same(copy.read(row), tree.prefix((2, 3, 9)[row]))
-        assert copy.alone[row].num_nodes == 0 and copy.branches(row) == []
+        assert copy.lookup_only[row].num_nodes == 0 and copy.branches(row) == []
 
 
 def test_branches_arrive_beside_the_trees_they_make() -> None:
@@ -54,7 +54,7 @@ def test_branches_arrive_beside_the_trees_they_make() -> None:
     room = torch.zeros(3, dtype=torch.int32)
     copy = TreesCopy(on_device(TREES), room, on_device(alone), (sizes, tokens))
     for row in range(3):
-        assert same(copy.whole[row], TREES[row]) and same(copy.alone[row], alone[row])
+        assert same(copy.merged[row], TREES[row]) and same(copy.lookup_only[row], alone[row])
     assert copy.branches(0) == [(4, [0, 1, 2]), (1, [3, 4, 5])]
     assert copy.branches(1) == []
     assert copy.branches(2) == [(2, [12, 13])]
@@ -70,4 +70,4 @@ def test_some_requests_are_drafted_for_and_their_trees_spread() -> None:
     assert some.rows is not None and some.rows.tolist() == [1, 3] and some.deepest == 3
     whole = TreesCopy(on_device([TREES[0], TREES[2]]).spread(rows, 4), ints + 9)
     wanted = [DraftTree.empty(), TREES[0], DraftTree.empty(), TREES[2]]
-    assert all(same(whole.whole[row], tree) for row, tree in enumerate(wanted))
+    assert all(same(whole.merged[row], tree) for row, tree in enumerate(wanted))

@@ -30,7 +30,7 @@ def test_a_walk_ends_where_it_ends_on_the_host(
     table.put(torch.arange(SLOTS), [set(range(VOCAB))] * SLOTS)
     slots = [(3 * i + 1) % SLOTS for i in range(len(batch))]
     table.put(torch.tensor(slots), ends[: len(batch)])
-    walk = walk_trees(table.within(step, tokens), samples, tokens)
+    walk = walk_trees(table.mask_after_stop(step, tokens), samples, tokens)
     expected = walk_on_host(
         batch,
         step.rows.starts[:-1].tolist(),
@@ -48,10 +48,10 @@ def test_a_token_that_ends_the_request_is_emitted_and_is_the_last() -> None:
     step, tokens, _ = attached([DraftTree.chain([4, 5, 2])])
     samples = torch.tensor([4, 5, 2, 3, *[0] * 9])
     table = StopTokens(SLOTS, CPU)
-    past = walk_trees(table.within(step, tokens), samples, tokens)
+    past = walk_trees(table.mask_after_stop(step, tokens), samples, tokens)
     assert past.emitted[0, : int(past.lengths[0]) + 1].tolist() == [4, 5, 2, 3]
     table.put(torch.tensor([1]), [{5}])
-    walk = walk_trees(table.within(step, tokens), samples, tokens)
+    walk = walk_trees(table.mask_after_stop(step, tokens), samples, tokens)
     assert walk.emitted[0, : int(walk.lengths[0]) + 1].tolist() == [4, 5]
 
 

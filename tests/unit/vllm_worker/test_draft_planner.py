@@ -181,7 +181,7 @@ class _LateDrafter(ChainDrafter):
         super().__init__(**options)
         self.clock, self.caught_up = clock, 0
 
-    def catch_up(self) -> None:
+    def flush_context(self) -> None:
         self.caught_up += 1
         self.clock[0] += 50.0
 
@@ -305,8 +305,8 @@ class _BrokenDrafter(ChainDrafter):
         super().__init__()
         self.broken, self.in_lookups = broken, in_lookups
 
-    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
-        found = super().look_up(requests)
+    def lookup(self, requests: DraftRequests) -> list[DraftTree]:
+        found = super().lookup(requests)
         return [found[0], self.broken] if self.in_lookups else found
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
@@ -389,12 +389,12 @@ def test_a_batch_at_rest_is_not_asked_about_again_and_counted_all_the_same() -> 
     assert planner.stats.plain_steps == {"budget": 3 * 7}
 
 
-@pytest.mark.parametrize("change", ["joined", "left", "ended", "looks_up"])
+@pytest.mark.parametrize("change", ["joined", "left", "ended", "has_lookup"])
 def test_another_batch_ends_the_rest(change: str) -> None:
     planner = planner_of(draft_ms=60.0)
     drafter = ChainDrafter()
     ids = _at_rest(planner, drafter)
-    if change == "looks_up":
+    if change == "has_lookup":
         # With lookups every step may find something, until they rest themselves.
         planner = planner_of(draft_ms=60.0)
         _at_rest(planner, _LookingDrafter())
@@ -412,7 +412,7 @@ def test_another_batch_ends_the_rest(change: str) -> None:
 class _LookingDrafter(ChainDrafter):
     """Looks things up, and finds nothing."""
 
-    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
+    def lookup(self, requests: DraftRequests) -> list[DraftTree]:
         return [DraftTree.empty()] * len(requests)
 
 
@@ -426,13 +426,13 @@ class _OwingDrafter(ChainDrafter):
         self.is_off: list[bool] = []
         self.shown = False
 
-    def put_off(self, puts_off: bool) -> None:
-        self.is_off.append(puts_off)
+    def set_deferred(self, is_deferring: bool) -> None:
+        self.is_off.append(is_deferring)
 
-    def context_debt(self, req_ids: Any) -> list[float]:
+    def pending_context_ms(self, req_ids: Any) -> list[float]:
         return [self.debts.get(req_id, 0.0) for req_id in req_ids]
 
-    def pay_debts(self, requests: DraftRequests) -> None:
+    def materialize_context(self, requests: DraftRequests) -> None:
         assert self.shown, "it has not seen what it is to work on"
         for req_id in requests.for_forward()[1].req_ids:
             self.paid.append(req_id)

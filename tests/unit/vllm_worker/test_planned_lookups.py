@@ -23,8 +23,8 @@ class _FindingDrafter(ChainDrafter):
         self.looked += 1
         return [DraftTree.chain([1], np.array([self.score]))] * len(requests)
 
-    def look_up(self, requests: DraftRequests) -> list[DraftTree]:
-        return self._find(requests) if self.forward_depth else super().look_up(requests)
+    def lookup(self, requests: DraftRequests) -> list[DraftTree]:
+        return self._find(requests) if self.forward_depth else super().lookup(requests)
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         return super().propose(requests) if self.forward_depth else self._find(requests)

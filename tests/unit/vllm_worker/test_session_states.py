@@ -28,6 +28,7 @@ class _Runner(TreeRunnerMixin, _Stock):
         self.proposed_trees: Any = {}
         self.tree_constrained = ConstrainedRequests()
         self.mamba_state_idx = blocks
+        self.input_batch: Any = SimpleNamespace(thinking_budget_state_holder=None)
 
 
 def test_v1_forgets_the_blocks_of_what_ends_and_no_others() -> None:

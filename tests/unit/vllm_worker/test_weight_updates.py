@@ -52,7 +52,7 @@ class Head:
 def _proposer(head: Head, monkeypatch: pytest.MonkeyPatch, **model: Any) -> Any:
     for name in ("prepare_state_layers", "check_target_layers", "_check_forward", "draft_linear"):
         monkeypatch.setattr(proposer, name, lambda *args, **kwargs: None)
-    made = object.__new__(proposer.TreeProposer)
+    made = object.__new__(proposer.DrafterHost)
     made.drafter, made.tables = head, None  # type: ignore[assignment]
     made.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(

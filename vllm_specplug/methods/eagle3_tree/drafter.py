@@ -97,7 +97,7 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
             # Of a device rows are in no order; those that were not accepted repeat their root's.
             places = (rows == last[:, None]).int().argmax(1) - len(rows)
             self._root_places = self._root_outputs = None
-            if self.backlog.puts_off:
+            if self.backlog.is_deferring:
                 # Other tokens may be written before these, or instead of them.
                 self._root_outputs = outputs[places]
             else:
@@ -137,8 +137,8 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
             depths,
             requests.widths,
             self.counted(self._expander(requests)),
-            least_node=requests.least_node,
-            least_level=requests.least_level,
+            min_node_prob=requests.min_node_prob,
+            min_level_prob=requests.min_level_prob,
             frontier_width=self.options.settings.expand_width,
         )
 

@@ -192,8 +192,8 @@ class LongSpecDrafter(HeadDrafter):
             depths,
             requests.widths,
             self.counted(self._expander(requests)),
-            least_node=requests.least_node,
-            least_level=requests.least_level,
+            min_node_prob=requests.min_node_prob,
+            min_level_prob=requests.min_level_prob,
             beam_widths=self.options.settings.beam_widths,
         )
 

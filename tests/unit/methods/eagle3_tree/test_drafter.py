@@ -68,7 +68,7 @@ def test_rows_of_a_device_are_in_no_order(tmp_path: Path) -> None:
     ordered, shuffled = (World(tmp_path, device_cache=True) for _ in range(2))
     for world in (ordered, shuffled):
         world.commit_all()
-        world.drafter.catch_up()
+        world.drafter.flush_context()
     states = ordered.drafter._roots
     aux = [torch.randn(6, 16) for _ in range(3)]
     rows = torch.tensor([0, 3, 0, 0, 4, 5])
@@ -80,7 +80,7 @@ def test_rows_of_a_device_are_in_no_order(tmp_path: Path) -> None:
             last_rows=torch.tensor([3, 5]), next_token_ids=torch.zeros(6, dtype=torch.int64),
         )
     )  # fmt: skip
-    shuffled.drafter.catch_up()
+    shuffled.drafter.flush_context()
     taken = CommittedTokens(aux, torch.tensor([3, 5]), torch.zeros(2), torch.zeros(2))
     expected = ordered.drafter.target_states(ordered.drafter.target_outputs(taken))
     torch.testing.assert_close(shuffled.drafter._roots, expected)
@@ -131,7 +131,7 @@ def test_chunks_leave_the_context_of_one_pass(tmp_path: Path) -> None:
     cut.commit([(0, 0, 1), (1, 0, 3), (2, 0, 16), (3, 0, 1)])
     cut.commit([(1, 3, 6), (2, 16, 19), (3, 1, 32)])
     cut.commit([(0, 0, 1), (1, 5, 6), (2, 18, 19), (3, 31, 32)])
-    whole.drafter.catch_up(), cut.drafter.catch_up()
+    whole.drafter.flush_context(), cut.drafter.flush_context()
     for r, n in enumerate(LENGTHS):
         slots = slice(100 * r, 100 * r + n - 1)
         torch.testing.assert_close(cut.cache.key[slots], whole.cache.key[slots])
@@ -149,7 +149,7 @@ def test_what_no_draft_needs_waits_and_leaves_the_drafts_as_they_are(tmp_path: P
              [(0, 0, 1), (1, 5, 6), (2, 18, 19), (3, 31, 32)]]  # fmt: skip
     for i, step in enumerate(steps):
         late.commit(step), soon.commit(step)
-        soon.drafter.catch_up()
+        soon.drafter.flush_context()
         if i == 1:
             assert late.cache.key.isnan().all()
             late.drafter.forget(["another"])
@@ -176,11 +176,11 @@ def test_only_the_last_slot_depends_on_the_next_token(tmp_path: Path) -> None:
     """Hence a hit of cached blocks needs its last one again, and no other."""
     world = World(tmp_path)
     world.commit_all()
-    world.drafter.catch_up()
+    world.drafter.flush_context()
     key = world.cache.key.clone()
     world.tokens[2][16] = (world.tokens[2][16] + 1) % VOCAB
     world.commit_all()
-    world.drafter.catch_up()
+    world.drafter.flush_context()
     changed = (world.cache.key != key).flatten(1).any(1) & ~key.flatten(1).isnan().any(1)
     assert changed.nonzero().flatten().tolist() == [200 + 15]
 

@@ -16,15 +16,15 @@ from vllm_specplug.budget.cost_curve import Floats
 
 Ints = npt.NDArray[np.int64]
 
-PULL = 20.0
+GAIN = 20.0
 """Weight for being behind by all of one's tokens: at 5 % a token counts twice."""
-_MOST = 4.0
+MAX_WEIGHT = 4.0
 """Largest weight. More would let one hopeless request forbid drafts to all others."""
 _PRIOR_TOKENS = 8.0
 """Tokens on time that every request is taken to begin with: one dear step is no trend."""
 
 
-class Pace:
+class FairnessWeights:
     """Tokens of each request beside those that plain decoding would have given it meanwhile.
 
     Requests that may not draft share one entry, which is reset whenever there are none.
@@ -73,7 +73,7 @@ class Pace:
         slots = np.append(slots, -1)
         due, emitted = self._due[slots], self._emitted[slots]
         behind = (due - emitted) / (emitted + _PRIOR_TOKENS)
-        weights = np.clip(1.0 + PULL * behind, 1.0, _MOST)
+        weights = np.clip(1.0 + GAIN * behind, 1.0, MAX_WEIGHT)
         own, others = weights[:-1], max(0, num_roots - len(slots) + 1) * weights[-1]
         result: Floats = own * (num_roots / (own.sum() + others))
         return result

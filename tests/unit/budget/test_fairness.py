@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.budget.simulation import DEPTH, Machine, Server
 from vllm_specplug.budget import AdaptiveBudget, RowBudget, StepCostModel
-from vllm_specplug.budget.pace import PULL, Pace
+from vllm_specplug.budget.fairness import GAIN, FairnessWeights
 
 # Rows are dear from the fifth on: a small model on one core without matrix units.
 DEAR_ROWS = (26.0, 31.0, 40.0, 60.0, 98.0, 175.0, 330.0, 640.0)
@@ -20,7 +20,7 @@ def slots(*numbers: int) -> np.ndarray:
 
 def test_equal_requests_count_alike() -> None:
     """Negative control of all others: without a difference nothing is weighed."""
-    all_pace = Pace()
+    all_pace = FairnessWeights()
     for _ in range(20):
         all_pace.step(slots(0, 1), 2, 1.3)
         all_pace.accepted(slots(0, 1), slots(1, 1))
@@ -28,7 +28,7 @@ def test_equal_requests_count_alike() -> None:
 
 
 def test_who_is_behind_counts_more_until_it_caught_up() -> None:
-    both = Pace()
+    both = FairnessWeights()
     for _ in range(20):
         both.step(slots(0, 1), 2, 1.3)
         both.accepted(slots(0, 1), slots(0, 2))
@@ -39,7 +39,7 @@ def test_who_is_behind_counts_more_until_it_caught_up() -> None:
 
 
 def test_one_dear_step_is_no_trend() -> None:
-    both = Pace()
+    both = FairnessWeights()
     both.step(slots(0, 1), 2, 1.3)
     both.accepted(slots(1), slots(3))
     assert both.weights(slots(0), 1)[0] == 1.0
@@ -47,7 +47,7 @@ def test_one_dear_step_is_no_trend() -> None:
 
 
 def test_a_hopeless_request_cannot_forbid_all_drafts() -> None:
-    some = Pace()
+    some = FairnessWeights()
     for _ in range(500):
         some.step(slots(0, 1), 2, 2.0)
         some.accepted(slots(1), slots(2))
@@ -56,7 +56,7 @@ def test_a_hopeless_request_cannot_forbid_all_drafts() -> None:
 
 
 def test_requests_that_may_not_draft_are_protected_as_one() -> None:
-    some = Pace()
+    some = FairnessWeights()
     for _ in range(20):
         some.step(slots(0), 3, 1.2)
         some.accepted(slots(0), slots(1))
@@ -67,7 +67,7 @@ def test_requests_that_may_not_draft_are_protected_as_one() -> None:
 
 
 def test_a_slot_forgets_and_ended_requests_change_none() -> None:
-    some = Pace()
+    some = FairnessWeights()
     some.reset(100)
     for _ in range(20):
         some.step(slots(100, -1, 1), 3, 1.5)
@@ -80,7 +80,7 @@ def test_a_slot_forgets_and_ended_requests_change_none() -> None:
 
 def _served(monkeypatch: pytest.MonkeyPatch, pull: float) -> tuple[float, float]:
     """Throughput over plain decoding, and the pace of the slowest twentieth of the requests."""
-    monkeypatch.setattr("vllm_specplug.budget.pace.PULL", pull)
+    monkeypatch.setattr("vllm_specplug.budget.fairness.GAIN", pull)
     machine = Machine(times=DEAR_ROWS)
     ratios, paces = [], []
     for seed in (0, 1):
@@ -95,7 +95,7 @@ def _served(monkeypatch: pytest.MonkeyPatch, pull: float) -> tuple[float, float]
 
 def test_the_slowest_do_not_pay_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     unweighed, left_behind = _served(monkeypatch, 0.0)
-    weighed, slowest = _served(monkeypatch, PULL)
+    weighed, slowest = _served(monkeypatch, GAIN)
     assert left_behind < 0.88, "the texts are too alike to show anything"
     assert slowest > 0.91
     assert weighed > unweighed - 0.05 and weighed > 1.0
