@@ -229,6 +229,13 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "vllm.exceptions:VLLMValidationError",
         "vllm.v1.executor.abstract:Executor",
     ),
+    *uses(
+        "cpu_memory",
+        "vLLM's default share of a CPU's memory is refused where other processes use some",
+        "vLLM sizes a CPU's KV cache by what is free",
+        "vllm.utils.cpu_resource_utils:get_allowed_cpu_list",
+        "vllm.utils.cpu_resource_utils:get_memory_node_info",
+    ),
     *ZEROED_PAGES_USES,
     *overrides(
         "config",

@@ -12,6 +12,7 @@ from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.kernels.cuda_contract import E4M3_CACHES, TOKEN_SCALE_CACHES
 from vllm_specplug.options import check_v2_feature, tree_option_names
 from vllm_specplug.registry import find_method, get_method, owners_of
+from vllm_specplug.vllm_process.cpu_memory import fit_to_free_memory
 from vllm_specplug.vllm_process.refusal import refused
 from vllm_specplug.vllm_process.spec_config import (
     SpecPlugSpeculativeConfig,
@@ -357,6 +358,8 @@ def checked(original: Callable[..., Any]) -> Callable[..., Any]:
             if self.max_num_scheduled_tokens is None:
                 _take_prompts_whole(vllm_config)
             check_engine_config(vllm_config)
+            if tree_config(vllm_config) is not None:
+                fit_to_free_memory(vllm_config)
         except ValueError as error:
             message = refusal_message(error)
             if message is None:

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker on a CPU may take of the memory, where vLLM's default does not fit.
+
+Unless its KV cache has a size, vLLM's worker takes `gpu_memory_utilization` (0.92) of all memory,
+and ends where less than that is free, which is the usual state of a small machine.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+
+_logger = logging.getLogger("vllm.specplug")
+
+# What vLLM's other processes take between this look and the worker's, at most.
+_OTHER_PROCESSES = 2 << 30
+_SHARE_OF_FREE = 0.75
+
+
+def fit_to_free_memory(vllm_config: Any) -> None:
+    """Lowers the share of the memory that CPU workers take, where vLLM's default would be refused.
+
+    A share or a KV cache size that the user gave stays.
+    """
+    cache = vllm_config.cache_config
+    default = type(cache).gpu_memory_utilization
+    if (
+        vllm_config.device_config.device_type != "cpu"
+        or cache.kv_cache_memory_bytes is not None
+        or cache.gpu_memory_utilization != default
+    ):
+        return
+    memory = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+    asked = memory.total_memory * default
+    if asked <= memory.available_memory - _OTHER_PROCESSES:
+        return
+    # Workers of several ranks may lie on one node.
+    granted = memory.available_memory * _SHARE_OF_FREE / vllm_config.parallel_config.world_size
+    cache.gpu_memory_utilization = granted / memory.total_memory
+    _logger.warning(
+        "vLLM takes %.0f %% of a CPU's memory (%.1f GiB) unless told otherwise, and %.1f GiB are "
+        "free. Each worker takes %.1f GiB instead. Set VLLM_CPU_KVCACHE_SPACE to the GiB that its "
+        "KV cache is to have.",
+        100 * default,
+        asked / 2**30,
+        memory.available_memory / 2**30,
+        granted / 2**30,
+    )
