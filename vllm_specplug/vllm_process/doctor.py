@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata as metadata
 import platform
 import time
 from typing import TYPE_CHECKING, Any
 
+from vllm_specplug.cpu_environment import REMEDY, find_problems, version_of
 from vllm_specplug.options import check_target
 from vllm_specplug.seams import ALL_SEAMS, WORKER_SEAMS
 from vllm_specplug.vllm_process.versions import SUPPORTED_TEXT, check_vllm, device_problem
@@ -24,7 +24,8 @@ def collect(
     """Everything the doctor knows; `ok` is true when our methods can run here.
 
     Keys: versions, device, vllm (version, supported, problem, missing), kernel, seams,
-    self_test (ok, seconds, detail) and ok.
+    self_test (ok, seconds, detail) and ok. Where the environment of vLLM's CPU build is broken:
+    versions, problem (cause and remedy) and ok.
 
     Args:
         target: the model whose attention kernels are to serve, on CUDA; an 8B model without one.
@@ -33,6 +34,8 @@ def collect(
     Raises:
         ValueError: when the target cannot be read.
     """
+    if problems := find_problems():
+        return {"versions": _versions(), "problem": f"{problems}. {REMEDY}", "ok": False}
     shape = None if target is None else target_shape(target, num_ranks)
     report: dict[str, Any] = {
         "versions": _versions(),
@@ -47,13 +50,10 @@ def collect(
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+    return {
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in _DISTRIBUTIONS},
+    }
 
 
 def _device() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_specplug.cpu_environment import Problems
 from vllm_specplug.vllm_process import doctor
 
 pytest.importorskip("vllm")
@@ -57,3 +58,13 @@ def test_the_kernels_of_a_device_are_asked_about_the_target(
     asked.clear()
     assert doctor.collect()["ok"]
     assert asked == [cuda_doctor.USUAL_SHAPE] * 2
+
+
+def test_a_broken_environment_is_one_cause_and_one_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_problems", lambda: Problems(("torchvision",), unnamed=True))
+    # Nothing that fails in such an environment is tried.
+    monkeypatch.delattr(doctor, "_vllm")
+    report = doctor.collect()
+    assert report["ok"] is False and set(report) == {"versions", "problem", "ok"}
+    assert report["problem"].startswith("torchvision cannot be imported")
+    assert report["problem"].endswith("Run `specplug doctor --fix`")
