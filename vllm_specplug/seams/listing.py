@@ -14,7 +14,7 @@ from vllm_specplug.seams.listing_gpu import (
     GPU_V1_USES,
 )
 from vllm_specplug.seams.listing_latent import LATENT_SEAMS
-from vllm_specplug.seams.listing_pages import ZEROED_PAGES, ZEROED_PAGES_USES
+from vllm_specplug.seams.listing_pages import CPU_MEMORY_USES, ZEROED_PAGES, ZEROED_PAGES_USES
 from vllm_specplug.seams.listing_products import CPU_PRODUCTS, PRODUCT_USES
 from vllm_specplug.seams.listing_requests import REQUEST_SEAMS
 from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
@@ -229,13 +229,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "vllm.exceptions:VLLMValidationError",
         "vllm.v1.executor.abstract:Executor",
     ),
-    *uses(
-        "cpu_memory",
-        "vLLM's default share of a CPU's memory is refused where other processes use some",
-        "vLLM sizes a CPU's KV cache by what is free",
-        "vllm.utils.cpu_resource_utils:get_allowed_cpu_list",
-        "vllm.utils.cpu_resource_utils:get_memory_node_info",
-    ),
+    *CPU_MEMORY_USES,
     *ZEROED_PAGES_USES,
     *overrides(
         "config",

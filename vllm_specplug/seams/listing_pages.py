@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the list that concerns pages which several KV cache groups share; `listing` has the
-whole."""
+"""The part of the list that concerns KV caches: their size on a CPU, and pages that several groups
+share. `listing` has the whole."""
 
 from __future__ import annotations
 
@@ -30,5 +30,15 @@ ZEROED_PAGES_USES: tuple[Seam, ...] = (
         "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
         _WHY,
         CONTAINED,
+    ),
+)
+
+CPU_MEMORY_USES: tuple[Seam, ...] = (
+    *uses(
+        "cpu_memory",
+        "vLLM's default share of a CPU's memory is refused where other processes use some",
+        "vLLM sizes a CPU's KV cache by what is free",
+        "vllm.utils.cpu_resource_utils:get_allowed_cpu_list",
+        "vllm.utils.cpu_resource_utils:get_memory_node_info",
     ),
 )
