@@ -117,7 +117,7 @@ class Calibrator:
         # The first forward of a process allocates; it is not counted.
         self._together_on_target(lambda: self.state.dummy_forward(1, context))
         sizes: list[int] = []
-        for rows in filter(self._fits, _ROWS if self.state.is_host else _DEVICE_ROWS):
+        for rows in filter(self._fits, self._sizes()):
             # Early enough for at least two more passes.
             if len(sizes) >= 2 and self._has_passed(0.25):
                 break
@@ -148,6 +148,15 @@ class Calibrator:
                 self._time_trees("far trees", trees, most)
             passes += 1
         return self._calibration(probe_rows * span, trees, span)
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Rows to time, the most telling first."""
+        if self.state.is_host:
+            return _ROWS
+        # vLLM's memory profile had the logits of no larger step.
+        most = self.state.max_requests * (self.state.drafter_options.num_nodes + 1)
+        limit = self.state.vllm_config.speculative_config.max_step_rows or most
+        return tuple(rows for rows in _DEVICE_ROWS if rows <= min(most, limit))
 
     def _fits(self, rows: int) -> bool:
         """Whether vLLM's dummy batch of that many rows fits the block tables, which have room for

@@ -61,7 +61,7 @@ class SleepingRunner:
             speculative_config=SimpleNamespace(
                 plugin_method="jetspec", head_path="head", num_speculative_tokens=8,
                 draft_depth=3, tree_width=4, tree_kernel="auto", draft_weights="auto",
-                target_products="auto",
+                target_products="auto", max_step_rows=None,
             ),
             model_config=SimpleNamespace(
                 model="m", dtype=torch.float32, max_model_len=1024, quantization=None,

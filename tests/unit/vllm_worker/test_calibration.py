@@ -247,14 +247,19 @@ def test_no_dummy_batch_outgrows_its_block_tables(requests: int, length: int) ->
     assert all(0 < most_rows <= context <= length for most_rows, context in seen), seen
 
 
-def test_on_a_device_nodes_do_not_read_the_context_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("limit", "most"), [(None, 1024), (300, 256)])
+def test_on_a_device_nodes_do_not_read_the_context_again(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, most: int
+) -> None:
     """Calls are launched ahead, and a tree's rows share what they read."""
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     runner, calls = _ClockedRunner(monkeypatch, (9.0, 9.0)), []
     runner.device, runner.max_num_tokens = torch.device("meta"), 2048
+    runner.scheduler_config.max_num_seqs = 128
+    runner.vllm_config.speculative_config.max_step_rows = limit
 
     def dummy_run(rows: int, context_len: int, *, uniform_decode: bool = False) -> Any:
-        requests = rows // 9 if uniform_decode else min(rows, 16)
+        requests = rows // 9 if uniform_decode else min(rows, 128)
         context = context_len + -(-rows // requests)
         calls.append(rows)
         reads = 1e-6 * requests * context + 2e-8 * (rows - requests) * context
@@ -266,5 +271,6 @@ def test_on_a_device_nodes_do_not_read_the_context_again(monkeypatch: pytest.Mon
     # Milliseconds; beside the context, rows attend each other.
     assert measured.context_ms == pytest.approx(1e-3, rel=0.05)
     assert measured.attention_ms == pytest.approx(2e-5, rel=0.1)
-    assert measured.rows[-1] == 1024.0
+    # No step has more rows with logits.
+    assert measured.rows[-1] == most
     assert calls[1:5] == [1] * module._DEVICE_CALLS
