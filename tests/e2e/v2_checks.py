@@ -466,10 +466,12 @@ def check_step_costs_are_measured_and_learnt() -> None:
         start_budget(planner, made.runner.state)
         with calls(planner.adaptive.costs, "observe_verify") as seen:
             generate(made.tree, PROMPTS[:4], greedy(max_tokens=12, ignore_eos=True))
-        # Steps of decoding rows alone: rows, logits, tokens attended, milliseconds.
+        # Steps of only decoding rows: rows, logits, tokens that roots attended, milliseconds, and
+        # tokens that nodes attended.
         assert len(seen) >= 3
-        for rows, sampled, context, milliseconds in seen:
-            assert 1 <= rows == sampled <= 28 and context > rows * 4 and 0 < milliseconds < 1e4
+        for rows, sampled, context, milliseconds, more_context in seen:
+            assert 1 <= rows == sampled <= 28 and 0 < milliseconds < 1e4
+            assert context > 0 and context + more_context > rows * 4
 
 
 def check_rows_that_run_out() -> None:

@@ -50,7 +50,7 @@ def check_walks_past_the_end_of_an_answer_differ() -> None:
     made = engines(ahead=False)
     OracleDrafter.sequences = []
     with (
-        patch.object(StopTokens, "within", lambda self, trees, token_ids: trees),
+        patch.object(StopTokens, "mask_after_stop", lambda self, trees, token_ids: trees),
         pytest.raises(AssertionError, match="differs"),
     ):
         compare(made, sessions(made))
