@@ -70,7 +70,7 @@ class RunnerState(RunnerView):
 
     # -- forwards beside the step ---------------------------------------------------------
 
-    def dummy_forward(self, rows: int, context: int) -> torch.Tensor:
+    def dummy_forward(self, rows: int, context: int, **more: Any) -> torch.Tensor:
         lora = self.runner.lora_config
         hidden, _ = self.runner._dummy_run(
             rows,
@@ -78,14 +78,13 @@ class RunnerState(RunnerView):
             profile_seq_lens=context,
             remove_lora=False,
             num_active_loras=0 if lora is None else lora.max_loras,
+            **more,
         )
         return hidden
 
     def trees_forward(self, trees: int, context: int) -> None:
         rows = trees * (self.drafter_options.num_nodes + 1)
-        self.runner._dummy_run(
-            rows, force_attention=True, uniform_decode=True, profile_seq_lens=context
-        )
+        self.dummy_forward(rows, context, uniform_decode=True)
 
     def adapters(self, req_indices: Sequence[int]) -> tuple[list[int], set[Any]]:
         batch = self.runner.input_batch

@@ -127,11 +127,14 @@ class Calibrator:
         most = min(longest, 2048)
         span = most - context if most - context >= _MIN_ATTENTION_SPAN else 0
         probe_rows = min(_CONTEXT_ROWS, self.state.max_rows)
-        nodes = self.state.drafter_options.num_nodes
-        trees = 0
-        if not self.state.is_host:
-            most_trees = self.state.max_rows // (nodes + 1)
-            trees = min(_CONTEXT_ROWS, self.state.max_requests, most_trees)
+        tree_rows = self.state.drafter_options.num_nodes + 1
+        trees = min(_CONTEXT_ROWS, self.state.max_requests, self.state.max_rows // tree_rows)
+        # Their rows attend each other.
+        short = max(context, tree_rows)
+        tree_span = max(0, most - short)
+        # Layers with a state take rows of trees only beside their states.
+        if self.state.is_host or self.state.state_layers.names or tree_span < _MIN_ATTENTION_SPAN:
+            trees = 0
         passes = 0
         # Never a single one: it may have been interrupted.
         while passes < 2 or (passes < _PASSES and not self._has_passed(1.0)):
@@ -143,11 +146,11 @@ class Calibrator:
             if span:
                 self._time_forward("near", probe_rows, context)
                 self._time_forward("far", probe_rows, most)
-            if span and trees:
-                self._time_trees("near trees", trees, context)
+            if trees:
+                self._time_trees("near trees", trees, short)
                 self._time_trees("far trees", trees, most)
             passes += 1
-        return self._calibration(probe_rows * span, trees, span)
+        return self._calibration(probe_rows * span, trees * tree_span)
 
     def _sizes(self) -> tuple[int, ...]:
         """Rows to time, the most telling first."""
@@ -165,12 +168,12 @@ class Calibrator:
         longest = rows // requests + rows % requests
         return rows <= self.state.max_rows and longest <= self.state.max_model_len
 
-    def _calibration(self, attended: int, trees: int, span: int) -> Calibration:
+    def _calibration(self, attended: int, attended_by_trees: int) -> Calibration:
         """Values broadcast from the first worker.
 
         Args:
             attended: tokens that the rows of "far" forwards attend more than those of "near" ones.
-            trees: trees of forwards of trees; each attends `span` tokens more.
+            attended_by_trees: the same of trees, each counted once.
         """
         keys = list(self._times)
         best = self.share([max(min(self._times[key]), 1e-4) for key in keys])
@@ -188,7 +191,7 @@ class Calibrator:
         context_ms = longer_ms("near", "far") / attended if attended else 0.0
         attention_ms = context_ms
         if "far trees" in by_part:
-            tree_ms = longer_ms("near trees", "far trees") / (trees * span)
+            tree_ms = longer_ms("near trees", "far trees") / attended_by_trees
             nodes = self.state.drafter_options.num_nodes
             attention_ms = max(0.0, tree_ms - context_ms) / nodes
         return Calibration(

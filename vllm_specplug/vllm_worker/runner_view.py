@@ -129,10 +129,10 @@ class RunnerView(ABC):
         """Whether forwards run on the CPU."""
         return self.device.type == "cpu"
 
+    @abstractmethod
     def trees_forward(self, trees: int, context: int) -> None:
-        """A forward of `trees` trees of the most nodes that attend `context` tokens; on a device
-        only."""
-        raise NotImplementedError
+        """Runs a forward of `trees` requests with as many rows as the largest tree, which attend
+        `context` tokens. Not for layers with a state."""
 
     def _state_forward(self, rows: int, context: int) -> torch.Tensor:
         if not self.state_layers.names:

@@ -23,7 +23,7 @@ HEADS, DIM, LAYERS, REQUESTS, CONTEXT = 2, 16, 3, 4, 512
 class State(RunnerView):
     """A runner before and after its caches are made, in blocks of `block_size` tokens."""
 
-    dummy_forward = wait_for_device = adapters = None  # type: ignore[assignment]
+    dummy_forward = trees_forward = wait_for_device = adapters = None  # type: ignore[assignment]
 
     def __init__(self, drafter: Any, block_size: int) -> None:
         spec = FullAttentionSpec(
