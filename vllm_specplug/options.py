@@ -274,21 +274,6 @@ def is_number(hint: Any) -> bool:
     return bool not in parts and bool({int, float} & set(parts))
 
 
-def check_v2_feature(method: str, *, uses_v2: bool, asked: bool) -> None:
-    """Refuses features that bring in vLLM's V2 model runner where nobody asked for it.
-
-    Raises:
-        ValueError: naming the method and what to do.
-    """
-    if uses_v2 != asked:
-        raise ValueError(
-            f"Speculative method {method!r} was configured for vLLM's {'V2' if asked else 'V1'} "
-            f"model runner, and this engine takes the {'V2' if uses_v2 else 'V1'} one. "
-            "Watermarking and HiSparse bring in V2: leave them out. All processes of a server "
-            "need the same VLLM_USE_V2_MODEL_RUNNER."
-        )
-
-
 def shown(value: object) -> str:
     """A value from outside, for a message: short, whatever it is."""
     try:

@@ -63,9 +63,9 @@ def use_worker() -> None:
 def runner_class() -> type:
     """Of engines with trees."""
     if ON_GPU:
-        from vllm_specplug.vllm_v2.worker_gpu import TreeGPUModelRunnerV2
+        from vllm_specplug.vllm_v2.worker_gpu import TreeGPUModelRunner
 
-        return TreeGPUModelRunnerV2
+        return TreeGPUModelRunner
     from tests.e2e.cuda_v2_worker import InterpretedRunner
 
     return InterpretedRunner

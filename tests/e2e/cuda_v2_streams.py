@@ -127,4 +127,4 @@ for _name in (
 def use_stream_worker() -> None:
     """Drafting engines that this process builds from here on run on the pretended device."""
     cuda_v2_worker.use_cuda_worker()
-    spec_config.WORKERS_V2["cpu"] = f"{__name__}.{StreamWorker.__name__}"
+    spec_config.WORKERS["cpu"] = f"{__name__}.{StreamWorker.__name__}"

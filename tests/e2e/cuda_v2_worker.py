@@ -28,7 +28,7 @@ from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_process import engine_args, spec_config
 from vllm_specplug.vllm_v2 import device_trees, worker_gpu
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
-from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin, TreeGPUWorkerV2
+from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin, TreeGPUWorker
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 from vllm_specplug.vllm_worker.step_clock import DeviceClock, StepClock
 
@@ -81,7 +81,7 @@ class InterpretedTreeBackend(CudaTreeBackend):
 
 
 class InterpretedRunner(DeviceRunnerMixin, cpu_runner.CPUModelRunner):
-    """`TreeGPUModelRunnerV2` on a CPU; with full graphs, where `pretended_graphs` is entered."""
+    """`TreeGPUModelRunner` on a CPU; with full graphs, where `pretended_graphs` is entered."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if wants_full_graphs():
@@ -97,8 +97,8 @@ class InterpretedRunner(DeviceRunnerMixin, cpu_runner.CPUModelRunner):
         return InterpretedTreeBackend("triton", self.state.num_query_heads, limits, self.device)
 
 
-class InterpretedWorker(TreeGPUWorkerV2, CPUWorker):
-    """`TreeGPUWorkerV2` on a CPU."""
+class InterpretedWorker(TreeGPUWorker, CPUWorker):
+    """`TreeGPUWorker` on a CPU."""
 
     runner_class: type[InterpretedRunner] = InterpretedRunner
 
@@ -138,10 +138,10 @@ def profiled() -> Iterator[None]:
 
 def use_cuda_worker() -> None:
     """Engines that this process builds from here on run as on CUDA, plain ones included."""
-    spec_config.WORKERS_V2["cpu"] = f"{__name__}.{InterpretedWorker.__name__}"
-    spec_config.CAPABILITIES_V2["cpu"] = spec_config.CAPABILITIES_V2["cuda"]
+    spec_config.WORKERS["cpu"] = f"{__name__}.{InterpretedWorker.__name__}"
+    spec_config.CAPABILITIES["cpu"] = spec_config.CAPABILITIES["cuda"]
     device_trees.has_kernels = lambda device: True
-    assert Capability.HOST_BRANCHES not in spec_config.CAPABILITIES_V2["cpu"]
+    assert Capability.HOST_BRANCHES not in spec_config.CAPABILITIES["cpu"]
     engine_args.SERVED_CACHES["cpu"] = engine_args.SERVED_CACHES["cuda"]
     # vLLM's cache writes look for it.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)

@@ -50,7 +50,7 @@ def failures(module: str, folder: Path, *only: str) -> dict[str, str | None]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("triton")
-    return tmp_path_factory.mktemp("cuda_v2")
+    return tmp_path_factory.mktemp("cuda")
 
 
 @pytest.mark.parametrize(("module", "name"), CHECKS)

@@ -102,7 +102,7 @@ def machine_pair(method: str, ahead: bool | None, target: dict[str, Any] | None 
     made = pair(method, tree=tree | ({} if ahead is None else {"async_scheduling": ahead}), **model)
     scheduler, runner = type(core_of(made.tree).scheduler).__name__, type(made.runner).__name__
     assert scheduler == ("AsyncScheduler" if ahead else "Scheduler"), scheduler
-    assert runner == ("TreeCPUModelRunner" if ahead is None else "TreeCPUModelRunnerV2"), runner
+    assert runner == ("TreeCPUModelRunner" if ahead is None else "TreeCPUModelRunner"), runner
     return made
 
 

@@ -4,8 +4,6 @@
 from vllm_specplug.seams.listing import (
     ALL_SEAMS,
     CPU_BACKENDS,
-    CPU_RUNNER,
-    LOGITS_PROCESSORS,
     PROCESS_SEAMS,
     REFUSAL,
     WORKER_SEAMS,
@@ -15,7 +13,7 @@ from vllm_specplug.seams.listing_latent import LATENT_SEAMS
 from vllm_specplug.seams.listing_products import CPU_PRODUCTS
 from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
-    CPU_RUNNER_V2,
+    CPU_RUNNER,
     DEVICE_SPECULATOR,
     GRAPHS_OF_TREES,
     SPECULATOR,
@@ -31,13 +29,11 @@ __all__ = [
     "CPU_BACKENDS",
     "CPU_PRODUCTS",
     "CPU_RUNNER",
-    "CPU_RUNNER_V2",
     "CPU_STATE_SEAMS",
     "DEVICE_SPECULATOR",
     "DEVICE_STATE_SEAMS",
     "GRAPHS_OF_TREES",
     "LATENT_SEAMS",
-    "LOGITS_PROCESSORS",
     "PROCESS_SEAMS",
     "REFUSAL",
     "V2_CPU_ADMISSION",

@@ -11,7 +11,6 @@ from __future__ import annotations
 from vllm_specplug.seams.listing_gpu import (
     ATTENTION_BACKENDS,
     GPU_USES,
-    GPU_V1_USES,
 )
 from vllm_specplug.seams.listing_latent import LATENT_SEAMS
 from vllm_specplug.seams.listing_pages import CPU_MEMORY_USES, ZEROED_PAGES, ZEROED_PAGES_USES
@@ -19,7 +18,7 @@ from vllm_specplug.seams.listing_products import CPU_PRODUCTS, PRODUCT_USES
 from vllm_specplug.seams.listing_requests import REQUEST_SEAMS
 from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.listing_v2 import (
-    CPU_RUNNER_V2,
+    CPU_RUNNER,
     DEVICE_SPECULATOR,
     GRAPHS_OF_TREES,
     SPECULATOR,
@@ -42,7 +41,6 @@ from vllm_specplug.seams.reasons import (
     uses,
 )
 from vllm_specplug.seams.seam import (
-    Append,
     InstanceAttribute,
     Overrides,
     Register,
@@ -56,10 +54,8 @@ from vllm_specplug.seams.seam import (
 _PUBLIC = "never: it is public"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
-_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 _BACKENDS = "vllm.v1.attention.backends"
-_PROCESSORS = "vllm.v1.sample.logits_processor"
 # -- changes ------------------------------------------------------------------------------------
 
 _WHY_STATS = "statistics are made in a worker and scraped in the API server"
@@ -140,19 +136,12 @@ PROCESS_SEAMS = SeamSet(
             )
         ),
         *V2_ADMISSION,
-        Append(
-            "penalty_processor",
-            f"{_PROCESSORS}:BUILTIN_LOGITS_PROCESSORS",
-            _WHY_PENALTY,
-            _HAS_PROCESSORS,
-            item="vllm_specplug.vllm_process.penalty:make_processor",
-        ),
         Wrap(
             "penalty_processor",
             "vllm.v1.worker.gpu.sample.logits_processor.loader:_load_v2_logitsprocs",
             _WHY_PENALTY,
             _HAS_PROCESSORS,
-            make="vllm_specplug.vllm_process.penalty:with_penalty_on_v2",
+            make="vllm_specplug.vllm_process.penalty:with_penalty",
         ),
         Wrap(
             "penalty_processor",
@@ -178,24 +167,6 @@ REFUSAL = SeamSet(
     )
 )
 
-LOGITS_PROCESSORS = Replace(
-    "logits_processors",
-    "vllm.v1.worker.gpu_model_runner:build_logitsprocs",
-    "under speculation vLLM builds min_tokens alone and refuses custom processors; in place while "
-    "a tree runner is built",
-    "vLLM builds all processors for methods that sample row by row",
-    make="vllm_specplug.vllm_v1.logits_processors:plain_builder",
-)
-
-CPU_RUNNER = Replace(
-    "cpu_runner",
-    "vllm.v1.worker.cpu_worker:CPUModelRunner",
-    "CPUWorker names its runner class as a global; in place during init_device",
-    "CPUWorker gains the _make_model_runner seam that the GPU worker has",
-    make="vllm_specplug.vllm_v1.worker_cpu:tree_runner_class",
-)
-
-_DUMMY_LORAS = ("maybe_setup_dummy_loras", "maybe_select_dummy_loras", "maybe_remove_all_loras")
 _WHY_STATE = "rows, tokens and caches of the step are in no argument that the runner hands over"
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
@@ -292,7 +263,6 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vllm.distributed:get_tp_group",
         "vllm.distributed:get_world_group",
         "vllm.distributed:tensor_model_parallel_all_gather",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     ),
     *uses(
         "layer_support",
@@ -306,56 +276,6 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
         "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
     ),
-    *overrides(
-        "runner_step",
-        "a step is timed, its statistics leave with its output, and drafts that constrain a "
-        "grammar leave with their parents",
-        HAS_TREES,
-        _RUNNER,
-        "__init__",
-        "execute_model",
-        "sample_tokens",
-        "take_draft_token_ids",
-    ),
-    *overrides(
-        "runner_inputs",
-        "state of requests that ended is dropped in every step, the empty ones too; rotary "
-        "positions follow depth; tree rows are attached to the attention metadata, but not to that "
-        "of dummy batches",
-        HAS_TREES,
-        _RUNNER,
-        "_update_states",
-        "_prepare_inputs",
-        "_build_attention_metadata",
-        "_dummy_run",
-    ),
-    *overrides(
-        "runner_sample",
-        "acceptance is a walk; compaction must end before blocks are hashed; vLLM rewinds CPU "
-        "generators of prompt chunks, which raises, and counts NaN of rows as of requests",
-        "a registered method may bring its own acceptance",
-        _RUNNER,
-        "_sample",
-        "_bookkeeping_sync",
-        "_get_nans_in_logits",
-    ),
-    *overrides(
-        "runner_draft",
-        "custom proposers get neither hidden states nor per-request limits",
-        "https://github.com/vllm-project/vllm/pull/39487 passes hidden states",
-        _RUNNER,
-        "propose_draft_token_ids",
-        "_input_fits_in_drafter",
-    ),
-    *overrides(
-        "runner_setup",
-        "drafters read the target's hidden states; caches are known only after allocation",
-        HAS_REGISTRY,
-        _RUNNER,
-        "_get_eagle3_aux_layers_from_config",
-        "_setup_eagle3_aux_hidden_state_outputs",
-        "initialize_kv_cache",
-    ),
     *uses(
         "layer_states",
         "heads read outputs of decoder layers, which only some of vLLM's classes return",
@@ -363,35 +283,10 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
         "vllm.model_executor.models.interfaces:supports_eagle3",
     ),
-    *(
-        InstanceAttribute("runner_state", f"{owner}.{name}", _WHY_STATE, HAS_TREES)
-        for owner, names in (
-            (
-                _RUNNER,
-                "vllm_config model_config parallel_config compilation_config device dtype "
-                "max_model_len max_num_reqs max_num_tokens kv_cache_config enable_prompt_embeds "
-                "model drafter sampler input_batch requests positions query_start_loc "
-                "discard_request_mask lora_config uses_mrope mrope_positions",
-            ),
-            (
-                "vllm.v1.worker.gpu_input_batch:InputBatch",
-                "num_computed_tokens_cpu num_tokens_no_spec token_ids_cpu is_token_ids "
-                "req_output_token_ids generators logitsprocs sampling_metadata block_table "
-                "request_lora_mapping lora_id_to_lora_request thinking_budget_state_holder",
-            ),
-            (
-                "vllm.v1.worker.gpu_input_batch:CachedRequestState",
-                "req_id sampling_params output_token_ids",
-            ),
-        )
-        for name in names.split()
-    ),
     *uses(
         "runner_state",
         _WHY_STATE,
         HAS_TREES,
-        f"{_RUNNER}.get_kv_cache_spec",
-        *(f"{_RUNNER}.{name}" for name in ("_sync_device", "_set_active_loras", *_DUMMY_LORAS)),
         "vllm.model_executor.models.utils:extract_layer_index",
         "vllm.forward_context:set_forward_context",
         "vllm.v1.kv_cache_interface:FullAttentionSpec",
@@ -417,48 +312,6 @@ _WORKER_USES: tuple[Seam, ...] = (
     ),
     *PRODUCT_USES,
     *uses(
-        "target_sampler",
-        "each visited node is sampled as plain decoding would sample it",
-        "vLLM's sampler takes (request, depth) rows",
-        "vllm.sampling_params:SamplingParams",
-        "vllm.v1.outputs:LogprobsTensors",
-        "vllm.v1.outputs:SamplerOutput",
-        "vllm.v1.sample.metadata:SamplingMetadata",
-        f"{_PROCESSORS}:LogitsProcessors",
-        f"{_PROCESSORS}.builtin:LogitBiasLogitsProcessor",
-        f"{_PROCESSORS}.builtin:MinPLogitsProcessor",
-        f"{_PROCESSORS}.builtin:MinTokensLogitsProcessor",
-        "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.has_tracked_requests",
-    ),
-    *(
-        InstanceAttribute(
-            "target_sampler",
-            f"vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.{name}",
-            "only requests that still walk count down their thinking budgets, and no request that "
-            "has none",
-            "vLLM's sampler takes (request, depth) rows, and moves clear the slot they move to",
-        )
-        for name in ("_state", "in_spec_mode")
-    ),
-    *uses(
-        "penalty_processor",
-        _WHY_PENALTY,
-        _HAS_PROCESSORS,
-        f"{_PROCESSORS}.builtin:process_dict_updates",
-        f"{_PROCESSORS}.interface:BatchUpdate",
-        f"{_PROCESSORS}.interface:LogitsProcessor",
-    ),
-    *overrides(
-        "penalty_processor",
-        _WHY_PENALTY,
-        _PUBLIC,
-        f"{_PROCESSORS}.interface:LogitsProcessor",
-        "__init__",
-        "apply",
-        "is_argmax_invariant",
-        "update_state",
-    ),
-    *uses(
         "attention_choice",
         "vLLM remembers which backend it chose; an earlier choice must be forgotten",
         f"vLLM takes a mask per request ({TREE})",
@@ -475,7 +328,6 @@ _CPU_USES: tuple[Seam, ...] = (
         _WHY_BACKEND,
         f"vLLM takes a mask per request ({TREE})",
         "vllm.v1.worker.cpu_worker:CPUWorker",
-        "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
         f"{_BACKENDS}.cpu_attn:CPUAttentionBackend",
         f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl",
         f"{_BACKENDS}.cpu_attn:_get_attn_isa",
@@ -522,17 +374,7 @@ WORKER_SEAMS = {
     "cpu": SeamSet(
         (
             *_WORKER_USES,
-            LOGITS_PROCESSORS,
             CPU_RUNNER,
-            CPU_PRODUCTS,
-            *CPU_BACKENDS.seams,
-            *_CPU_USES,
-        )
-    ),
-    "cpu_v2": SeamSet(
-        (
-            *_WORKER_USES,
-            CPU_RUNNER_V2,
             SPECULATOR,
             *V2_CPU_KERNELS.seams,
             CPU_PRODUCTS,
@@ -545,16 +387,6 @@ WORKER_SEAMS = {
     "cuda": SeamSet(
         (
             *_WORKER_USES,
-            LOGITS_PROCESSORS,
-            *ATTENTION_BACKENDS.seams,
-            *GPU_WEIGHT_USES,
-            *GPU_USES,
-            *GPU_V1_USES,
-        )
-    ),
-    "cuda_v2": SeamSet(
-        (
-            *_WORKER_USES,
             DEVICE_SPECULATOR,
             GRAPHS_OF_TREES,
             *ATTENTION_BACKENDS.seams,
@@ -565,16 +397,13 @@ WORKER_SEAMS = {
         )
     ),
 }
-"""By device, and by model runner where it is V2: what a worker that verifies trees relies on,
-beyond what every process does."""
+"""By device: what a worker that verifies trees relies on, beyond what every process does."""
 
 ALL_SEAMS: tuple[Seam, ...] = (
     *PROCESS_CHECKS.seams,
     *REFUSAL.seams,
     *_WORKER_USES,
-    LOGITS_PROCESSORS,
     CPU_RUNNER,
-    CPU_RUNNER_V2,
     SPECULATOR,
     DEVICE_SPECULATOR,
     GRAPHS_OF_TREES,
@@ -592,6 +421,5 @@ ALL_SEAMS: tuple[Seam, ...] = (
     *ATTENTION_BACKENDS.seams,
     *GPU_WEIGHT_USES,
     *GPU_USES,
-    *GPU_V1_USES,
     *V2_GPU_USES,
 )

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the list that concerns CUDA, with either of vLLM's model runners."""
+"""The part of the list that concerns CUDA."""
 
 from __future__ import annotations
 
 from vllm_specplug.seams.reasons import (
     CONTAINED,
-    REGISTRY,
     TREE,
     WHY_CONTAINED,
     overrides,
@@ -13,7 +12,6 @@ from vllm_specplug.seams.reasons import (
 )
 from vllm_specplug.seams.seam import InstanceAttribute, Register, Seam, SeamSet
 
-_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BACKENDS = "vllm.v1.attention.backends"
 _QUANT_SCALES = "vllm.model_executor.layers.attention.attention:set_default_quant_scales"
@@ -105,15 +103,5 @@ GPU_USES: tuple[Seam, ...] = (
         "_make_model_runner",
         "compile_or_warm_up_model",
         "_maybe_activate_jit_monitor",
-    ),
-)
-
-GPU_V1_USES: tuple[Seam, ...] = (
-    *overrides(
-        "gpu_worker",
-        "drafts and the logits of all rows are memory that the KV cache must not get",
-        f"a method may take part in the memory profile ({REGISTRY})",
-        _RUNNER,
-        "profile_run",
     ),
 )

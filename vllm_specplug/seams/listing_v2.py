@@ -28,8 +28,8 @@ _WHY_KERNELS = (
     "without Triton the V2 runner has no kernels on a CPU; in place in workers of tree methods"
 )
 
-CPU_RUNNER_V2 = Replace(
-    "cpu_runner_v2",
+CPU_RUNNER = Replace(
+    "cpu_runner",
     "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
     "CPUWorker names its V2 runner class in its code; in place during init_device",
     "CPUWorker gains the _make_model_runner seam that the GPU worker has",
@@ -63,6 +63,13 @@ GRAPHS_OF_TREES = Replace(
 
 
 V2_ADMISSION = (
+    Replace(
+        "model_runner_v2",
+        "vllm.config.vllm:VllmConfig.use_v2_model_runner",
+        "on a CPU without Triton vLLM takes V1, in which no trees run",
+        HAS_CPU_KERNELS,
+        make="vllm_specplug.vllm_process.model_runner:takes_v2",
+    ),
     Wrap(
         "model_runner_v2",
         "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",

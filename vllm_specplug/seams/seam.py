@@ -272,27 +272,6 @@ class Add(Replace):
 
 
 @dataclass(eq=False)
-class Append(Seam):
-    """An entry added to one of vLLM's lists; `item` names it."""
-
-    item: str = ""
-    kind: ClassVar[str] = "appends to"
-
-    def _apply(self) -> None:
-        entries, item = resolve(self.target), resolve(self.item)
-        if any(entry is item for entry in entries):
-            raise SeamError(f"{self.name} has {self.item} already")
-        entries.append(item)
-
-    def _undo(self) -> None:
-        entries, item = resolve(self.target), resolve(self.item)
-        places = [i for i, entry in enumerate(entries) if entry is item]
-        if not places:
-            raise SeamError(f"{self.name} no longer has {self.item}")
-        del entries[places[0]]
-
-
-@dataclass(eq=False)
 class Retype(Seam):
     """The declared type of a class's field; `target` is the class, `annotation` names the type."""
 

@@ -12,8 +12,8 @@ from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 
 
 def wants_full_graphs(vllm_config: Any = None) -> bool:
-    """Whether decoding batches are to be captured whole, on V1 uniform ones alone, and on V2 drafts
-    as well: as the variable says, or where it is not set as `captures_by_default`."""
+    """Whether decoding batches and drafts are captured whole: as the variable says, or where it is
+    not set as `captures_by_default`."""
     asked = os.environ.get(FULL_GRAPHS_VARIABLE)
     if asked is None:
         return vllm_config is not None and captures_by_default(vllm_config)
@@ -31,13 +31,12 @@ def replays_decoding(vllm_config: Any) -> bool:
 
 
 def captures_by_default(vllm_config: Any) -> bool:
-    """Where graphs of trees have run on a device: on V2, on one rank, without LoRA adapters and
-    recurrent states."""
+    """Where graphs of trees have run on a device: on one rank, without LoRA adapters and recurrent
+    states."""
     spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     return (
-        getattr(spec, "uses_v2", False)
-        # It waits for the host.
-        and spec.tree_kernel != "reference"
+        # The reference waits for the host; a speculative config of vLLM's own has no such field.
+        getattr(spec, "tree_kernel", "reference") != "reference"
         and parallel.world_size == parallel.data_parallel_size == 1
         and vllm_config.lora_config is None
         and not vllm_config.model_config.is_hybrid

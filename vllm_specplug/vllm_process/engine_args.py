@@ -10,7 +10,7 @@ from typing import Any
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.kernels.cuda_contract import E4M3_CACHES, TOKEN_SCALE_CACHES
-from vllm_specplug.options import check_v2_feature, tree_option_names
+from vllm_specplug.options import tree_option_names
 from vllm_specplug.registry import find_method, get_method, owners_of
 from vllm_specplug.vllm_process.cpu_memory import fit_to_free_memory
 from vllm_specplug.vllm_process.refusal import refused
@@ -54,23 +54,6 @@ def check_option_names(
             )
 
 
-def check_scheduling(vllm_config: Any) -> None:
-    """Refuses asynchronous scheduling of one of our methods on V1, where vLLM would refuse it
-    without naming the method.
-
-    Raises:
-        ValueError: naming the method and the setting.
-    """
-    spec = tree_config(vllm_config)
-    if spec is not None and vllm_config.scheduler_config.async_scheduling and not spec.uses_v2:
-        _refuse(
-            str(spec.plugin_method),
-            "async_scheduling=True in vLLM's V1 model runner",
-            "Leave async scheduling out, or set VLLM_USE_V2_MODEL_RUNNER=1 where V2 serves the "
-            "method",
-        )
-
-
 def check_engine_config(vllm_config: Any) -> None:
     """Refuses targets and engine options that trees do not support.
 
@@ -108,9 +91,7 @@ def check_engine_config(vllm_config: Any) -> None:
             "of a step",
         )
     _check_kv_transfer(method, vllm_config)
-    check_v2_feature(method, uses_v2=vllm_config.use_v2_model_runner, asked=spec.uses_v2)
-    if spec.uses_v2:
-        _check_v2(method, vllm_config)
+    _check_row_features(method, vllm_config)
     if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16", "float16"):
         _refuse(
             method,
@@ -135,12 +116,11 @@ def check_engine_config(vllm_config: Any) -> None:
             "Replicas run every forward together, and a draft forward is one replica's own: "
             "use another setting of that option, or data_parallel_size=1",
         )
-    check_scheduling(vllm_config)
     _check_token_budget(method, spec, vllm_config.scheduler_config)
 
 
-def _check_v2(method: str, vllm_config: Any) -> None:
-    """What vLLM has on V2 alone and a tree would get wrong."""
+def _check_row_features(method: str, vllm_config: Any) -> None:
+    """Refuses features of vLLM that take a request's rows for consecutive tokens."""
     if vllm_config.watermark_config is not None:
         _refuse(method, "watermarking", "It reads the rows before each row; leave watermarking out")
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
@@ -188,8 +168,8 @@ _DELTA_NET = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_valu
 
 
 def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
-    """Layers with a recurrent state: that of Gated DeltaNet can follow a tree, on a CPU, and on
-    CUDA in the V2 runner. Whether all layers are such is seen once they are built."""
+    """Refuses recurrent layers whose state cannot follow a tree: all but Gated DeltaNet. Whether
+    all layers are such is seen once they are built."""
     model = vllm_config.model_config
     if not all(hasattr(model.hf_text_config, name) for name in _DELTA_NET):
         _refuse(
@@ -199,14 +179,6 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
             "and Gated DeltaNet layers",
         )
     device = vllm_config.device_config.device_type
-    if device != "cpu" and not spec.uses_v2:
-        _refuse(
-            method,
-            f"Gated DeltaNet layers on {device!r} in vLLM's V1 model runner "
-            f"({model.architectures[0]})",
-            "The V2 runner has their trees: leave VLLM_USE_V2_MODEL_RUNNER out, or set it to 1, "
-            "which also says what keeps this engine on V1",
-        )
     dtype = str(model.dtype).removeprefix("torch.")
     if device == "cpu" and dtype not in STATE_DTYPES:
         _refuse(

@@ -84,11 +84,11 @@ def _made_for(config: Mapping[str, Any]) -> str | None:
 
 
 def _needs(needs: frozenset[Capability]) -> dict[str, Any]:
-    from vllm_specplug.vllm_process.spec_config import device_capabilities
+    from vllm_specplug.vllm_process.spec_config import CAPABILITIES
 
     return {
         "capabilities": sorted(needs),
-        "devices": [name for name, given in device_capabilities().items() if needs <= given],
+        "devices": [name for name, given in CAPABILITIES.items() if needs <= given],
     }
 
 

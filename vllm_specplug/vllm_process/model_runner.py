@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""V2 admits our methods where vLLM would take it and it serves them.
+"""Tree methods run in vLLM's V2 model runner.
 
 Seams: model_runner_v2, v2_cpu_admission.
 
-What: `VllmConfig._get_v2_model_runner_unsupported_features` leaves out the entry that stands for
-our methods: they reach vLLM as `custom_class`, which V2 does not run. And on a CPU
-`VllmConfig._validate_v2_model_runner` does not ask for Triton: workers put kernels in its place.
-`VllmConfig.__post_init__` runs as if nobody had asked for asynchronous scheduling, which is set
-when it is done: vLLM admits it by the names of its own methods, and its CPU platform switches it
-off without a word. An engine process checks its config this way once more.
+What: `VllmConfig.use_v2_model_runner` is true of a config with a tree method, and
+`_get_v2_model_runner_unsupported_features` leaves out the entry that stands for our methods: they
+reach vLLM as `custom_class`, which V2 does not run. On a CPU `_validate_v2_model_runner` does not
+ask for Triton: workers put kernels in its place. `VllmConfig.__post_init__` runs as if nobody had
+asked for asynchronous scheduling, which is set when it is done: vLLM admits it by the names of its
+own methods, and its CPU platform switches it off without a word. An engine process checks its
+config this way once more.
 
 Remove when: vLLM has a proposer registry, and CPU kernels for V2.
 """
@@ -20,9 +21,16 @@ from typing import Any
 
 from vllm_specplug.seams import V2_CPU_ADMISSION
 from vllm_specplug.seams.seam import resolve
-from vllm_specplug.vllm_process.engine_args import check_scheduling
-from vllm_specplug.vllm_process.runner_choice import asked_for_v2
 from vllm_specplug.vllm_process.spec_config import tree_config
+
+
+def takes_v2(stock: property) -> property:
+    """`VllmConfig.use_v2_model_runner`, true of a config with a tree method."""
+
+    def use_v2_model_runner(self: Any) -> bool:
+        return tree_config(self) is not None or stock.__get__(self)
+
+    return property(use_v2_model_runner)
 
 
 def admitting_trees(original: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
@@ -31,7 +39,7 @@ def admitting_trees(original: Callable[[Any], list[str]]) -> Callable[[Any], lis
     def unsupported_features(self: Any) -> list[str]:
         features = original(self)
         spec = tree_config(self)
-        if spec is None or not spec.uses_v2:
+        if spec is None:
             return features
         return [name for name in features if name != f"speculative method {spec.method!r}"]
 
@@ -39,14 +47,24 @@ def admitting_trees(original: Callable[[Any], list[str]]) -> Callable[[Any], lis
 
 
 def wrap_v2_check(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The check of a V2 config. With a method of this package it passes on a CPU without Triton."""
+    """The check of a V2 config. With a tree method it passes on a CPU without Triton.
+
+    Raises:
+        ValueError: naming the method and what vLLM's V2 runner does not support.
+    """
 
     def validate(self: Any) -> None:
         from vllm.platforms import current_platform
 
         spec = tree_config(self)
-        is_ours = spec is not None and spec.uses_v2
-        if not is_ours or not current_platform.is_cpu() or resolve(V2_CPU_ADMISSION.target):
+        if spec is None:
+            return original(self)
+        if lacking := self._get_v2_model_runner_unsupported_features():
+            raise ValueError(
+                f"Speculative method {spec.plugin_method!r} runs in vLLM's V2 model runner, which "
+                f"does not support {', '.join(lacking)}. Leave that out, or the method."
+            )
+        if not current_platform.is_cpu() or resolve(V2_CPU_ADMISSION.target):
             return original(self)
         with V2_CPU_ADMISSION.applied():
             return original(self)
@@ -55,15 +73,11 @@ def wrap_v2_check(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def keeping_async_scheduling(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A config's completion. With a method of this package that runs on V2, steps are scheduled
-    ahead of the host: on a GPU unless told not to, on a CPU when asked."""
+    """A config's completion. With a tree method, steps are scheduled ahead of the host: on a GPU
+    unless told not to, on a CPU when asked."""
 
     def post_init(self: Any) -> None:
-        spec = tree_config(self)
-        if spec is not None and spec.uses_v2 and takes_v1(self):
-            spec.take_v1()
-        check_scheduling(self)
-        if spec is None or not spec.uses_v2:
+        if tree_config(self) is None:
             original(self)
             return
         scheduler, parallel = self.scheduler_config, self.parallel_config
@@ -77,14 +91,6 @@ def keeping_async_scheduling(original: Callable[[Any], None]) -> Callable[[Any],
             parallel.disable_nccl_for_dp_synchronization = True
 
     return post_init
-
-
-def takes_v1(vllm_config: Any) -> bool:
-    """Whether V1 is taken for a config that trees took V2 for, unless V2 was asked for: for what
-    vLLM's V2 lacks besides trees."""
-    if asked_for_v2() is not None:
-        return False
-    return bool(vllm_config._get_v2_model_runner_unsupported_features())
 
 
 def schedules_ahead(vllm_config: Any, asked: bool | None) -> bool:

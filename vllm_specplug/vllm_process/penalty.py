@@ -2,7 +2,7 @@
 """The contextual penalty for every server the plugin is installed in, speculating or not.
 
 Seam: penalty_processor. vLLM's own entry point for logits processors is not used: it loads the
-same classes into both model runners, whose interfaces differ, and fails hard in the other one.
+same classes into both of its model runners, whose interfaces differ. The processor is V2's.
 """
 
 from __future__ import annotations
@@ -19,33 +19,27 @@ from vllm_specplug.request_params import (
 )
 from vllm_specplug.vllm_process.spec_config import tree_config
 
-_PROCESSOR = "vllm_specplug.vllm_v1.penalty_processor"
-_PROCESSOR_V2 = "vllm_specplug.vllm_v2.penalty_processor"
+_PROCESSOR = "vllm_specplug.vllm_v2.penalty_processor"
 
 
-def make_processor(vllm_config: Any, device: Any, is_pin_memory: bool) -> Any:
-    """What vLLM calls to build the processor; imported only where a runner is built."""
-    module = importlib.import_module(_PROCESSOR)
-    return module.ContextualPenaltyProcessor(vllm_config, device, is_pin_memory)
-
-
-class PenaltyProcessorV2:
-    """What V2 calls to build its processor; the front end loads the list of them as well."""
+class PenaltyProcessor:
+    """What vLLM calls to build the processor; the front end loads the list of them as well."""
 
     def __new__(cls, vllm_config: Any, req_states: Any) -> Any:
-        module = importlib.import_module(_PROCESSOR_V2)
-        return module.ContextualPenaltyV2(vllm_config, req_states)
+        # Imported only where a runner is built.
+        module = importlib.import_module(_PROCESSOR)
+        return module.ContextualPenalty(vllm_config, req_states)
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Nothing: `check_request` did."""
 
 
-def with_penalty_on_v2(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
-    """V2's list of custom processors, the plugin's before a user's own, as on V1."""
+def with_penalty(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    """The list of custom processors, the plugin's before a user's own."""
 
     def load(logits_processors: Any) -> list[Any]:
-        return [PenaltyProcessorV2, *original(logits_processors)]
+        return [PenaltyProcessor, *original(logits_processors)]
 
     return load
 
@@ -81,10 +75,11 @@ def _unavailable(vllm_config: Any) -> str | None:
             f"speculative method {vllm_config.speculative_config.method!r} does not apply it; use "
             "one of vllm-specplug's methods, or none"
         )
-    is_v2 = getattr(vllm_config, "use_v2_model_runner", False)
-    if vllm_config.scheduler_config.async_scheduling and not is_v2:
-        # The sampled tokens of the last step are not known yet when the next one is sampled.
-        return "async scheduling hides the latest tokens; start with --no-async-scheduling"
+    if not vllm_config.use_v2_model_runner:
+        return (
+            "this server runs in vLLM's V1 model runner; use one of vllm-specplug's methods, or "
+            "set VLLM_USE_V2_MODEL_RUNNER=1 where vLLM has it"
+        )
     return None
 
 

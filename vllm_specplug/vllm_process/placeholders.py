@@ -34,7 +34,7 @@ def drafts_by_batch_size(spec: Any, scheduler_config: Any, nodes: int) -> list[i
     most = scheduler_config.max_num_seqs
     # No request leaves as much as one.
     sizes = [max(1, size) for size in range(most + 1)]
-    if not spec.uses_v2 or (spec.tree_budget == "auto" and not scheduler_config.async_scheduling):
+    if spec.tree_budget == "auto" and not scheduler_config.async_scheduling:
         # The scheduler gets the trees themselves, of the sizes that the worker chose.
         return [nodes for _ in sizes]
     if spec.tree_budget != "auto":

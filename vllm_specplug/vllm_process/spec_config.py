@@ -50,7 +50,8 @@ from vllm_specplug.registry import (
     misfit,
     owners_of,
 )
-from vllm_specplug.vllm_process.runner_choice import asked_for_v2, log_fall_back, takes_v2
+from vllm_specplug.seams import V2_CPU_ADMISSION
+from vllm_specplug.seams.seam import resolve
 from vllm_specplug.vllm_process.versions import SeamReport, device_problem, refusal_text
 
 logger = init_logger("vllm.specplug.config")
@@ -59,10 +60,9 @@ logger = init_logger("vllm.specplug.config")
 PROPOSER_PATH = "vllm_specplug.vllm_worker.proposer.DrafterHost"
 
 WORKERS = {
-    "cpu": "vllm_specplug.vllm_v1.worker_cpu.TreeCPUWorker",
-    "cuda": "vllm_specplug.vllm_v1.worker_gpu.TreeGPUWorker",
+    "cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorker",
+    "cuda": "vllm_specplug.vllm_v2.worker_gpu.TreeGPUWorker",
 }
-# What the adapter of each device gives a drafter.
 CAPABILITIES = {
     "cpu": frozenset(Capability),
     "cuda": frozenset(
@@ -71,30 +71,13 @@ CAPABILITIES = {
             Capability.OUTPUT_STATES,
             Capability.NEXT_TOKENS,
             Capability.CONTEXT_CACHE,
+            Capability.WINDOW,
+            Capability.TARGET_CACHE,
+            Capability.TARGET_FORWARD,
         }
     ),
 }
-# The same for vLLM's V2 model runner.
-WORKERS_V2 = {
-    "cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorkerV2",
-    "cuda": "vllm_specplug.vllm_v2.worker_gpu.TreeGPUWorkerV2",
-}
-CAPABILITIES_V2 = {
-    "cpu": frozenset(Capability),
-    "cuda": CAPABILITIES["cuda"]
-    | {Capability.WINDOW, Capability.TARGET_CACHE, Capability.TARGET_FORWARD},
-}
-
-
-def device_capabilities() -> dict[str, frozenset[Capability]]:
-    """What a drafter is given on each device that trees run on, by the model runner in use; by
-    either, where none was asked for: what the one does not give takes the other."""
-    asked = asked_for_v2()
-    if asked is not None:
-        return CAPABILITIES_V2 if asked else CAPABILITIES
-    return {
-        name: given | CAPABILITIES_V2.get(name, frozenset()) for name, given in CAPABILITIES.items()
-    }
+"""What a drafter is given on each device."""
 
 
 def current_device() -> str:
@@ -122,8 +105,6 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
     """Set when the method is the plugin's; `method` then reads "custom_class". Never given."""
     plan: DraftPlan | None = Field(default=None, init=False)
     """What the method made of its options and its head."""
-    uses_v2: bool = Field(default=False, init=False)
-    """Whether trees run in vLLM's V2 model runner."""
 
     @model_validator(mode="before")
     @classmethod
@@ -229,9 +210,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         device = current_device()
         method = get_method(str(self.plugin_method))
         needs = self.needs()
-        none: frozenset[Capability] = frozenset()
-        given = CAPABILITIES.get(device, none) | CAPABILITIES_V2.get(device, none)
-        missing = sorted(needs - given)
+        missing = sorted(needs - CAPABILITIES.get(device, frozenset()))
         problem = device_problem(device) if device in WORKERS else None
         if problem:
             raise ValueError(refusal_text(method.name, SeamReport("", problem)))
@@ -242,9 +221,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 f"{current_platform.device_name!r} in this release{lacking}. Use a CPU build of "
                 "vLLM, or a chain method of vLLM's own."
             )
-        self.uses_v2 = self._uses_v2(device, needs)
-        if not self.uses_v2:
-            self._check_v1(device)
+        _check_model_runner(method.name, device)
         parallel = self.target_parallel_config
         ranks = parallel.tensor_parallel_size
         unshared = sorted(method.needs & ONE_RANK)
@@ -263,62 +240,12 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 f"speculative method {self.plugin_method!r}, which brings its own worker. "
                 "Leave --worker-cls out."
             )
-        parallel.worker_cls = (WORKERS_V2 if self.uses_v2 else WORKERS)[device]
+        parallel.worker_cls = WORKERS[device]
 
     def needs(self) -> frozenset[Capability]:
         """What the method and its head need of the adapter of a device."""
         method = get_method(str(self.plugin_method))
         return method.needs | (self.plan.needs if self.plan else frozenset())
-
-    def _uses_v2(self, device: str, needs: frozenset[Capability]) -> bool:
-        """`takes_v2`, but for what V1 alone serves: there nobody who did not ask for V2 gets it.
-
-        Raises:
-            ValueError: when V2 was asked for and cannot serve these options.
-        """
-        lacks = self._lacks_on_v2(device, needs) if takes_v2() else None
-        if lacks is None:
-            return takes_v2()
-        method = str(self.plugin_method)
-        if asked_for_v2():
-            raise ValueError(
-                f"Speculative method {method!r} does not run in vLLM's V2 model runner here: "
-                f"{lacks}. Unset VLLM_USE_V2_MODEL_RUNNER, or set it to 0, to use V1."
-            )
-        log_fall_back(method, lacks)
-        return False
-
-    def _lacks_on_v2(self, device: str, needs: frozenset[Capability]) -> str | None:
-        """Why V2 cannot serve these options, where V1 might; None where it can."""
-        if device not in WORKERS_V2:
-            return f"V2 does not serve trees on {device} in this release"
-        missing = sorted(needs - CAPABILITIES_V2[device])
-        if missing:
-            return f"V2 on {device} does not give the method {', '.join(missing)}"
-        if self.tree_kernel == "triton" and device == "cpu":
-            return "V2 has no interpreted kernels (tree_kernel='triton')"
-        return None
-
-    def _check_v1(self, device: str) -> None:
-        """Raises a ValueError where V1, which is taken, does not give the method what it needs."""
-        missing = sorted(self.needs() - CAPABILITIES[device])
-        if missing:
-            raise ValueError(
-                f"Speculative method {self.plugin_method!r} does not run in vLLM's V1 model runner "
-                f"on {device}, which does not give it {', '.join(missing)}. Unset "
-                "VLLM_USE_V2_MODEL_RUNNER, and leave out what vLLM's V2 model runner does not "
-                "serve, or use another method."
-            )
-
-    def take_v1(self) -> None:
-        """Takes V1 for V2 where the whole engine config makes vLLM do so.
-
-        Raises:
-            ValueError: when V1 does not serve the method.
-        """
-        self.uses_v2 = False
-        self._check_v1(current_device())
-        self.target_parallel_config.worker_cls = WORKERS[current_device()]
 
     def compute_hash(self) -> str:
         """The parent's hash, plus what changes the compiled graph: auxiliary layers, products."""
@@ -338,6 +265,29 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             f"nodes={self.num_speculative_tokens}, budget={self.tree_budget!r}, "
             f"depth={self.draft_depth}, "
             f"width={self.tree_width}, builder={self.tree_builder!r})"
+        )
+
+
+def _check_model_runner(method: str, device: str) -> None:
+    """Trees run in vLLM's V2 model runner, on a CPU without Triton by kernels of this package.
+
+    Raises:
+        ValueError: when the environment asks for V1.
+    """
+    from vllm import envs
+
+    asked = envs.VLLM_USE_V2_MODEL_RUNNER
+    if asked is False:
+        raise ValueError(
+            f"VLLM_USE_V2_MODEL_RUNNER=0 cannot be combined with speculative method {method!r}, "
+            "which runs in vLLM's V2 model runner only. Unset VLLM_USE_V2_MODEL_RUNNER."
+        )
+    if asked is None and device == "cpu" and not resolve(V2_CPU_ADMISSION.target):
+        logger.info(
+            "Speculative method %r takes vLLM's V2 model runner, with CPU kernels of this package "
+            "in place of Triton's. Plain vLLM takes V1 on this machine: greedy answers are the "
+            "same, seeded ones are not, because the two runners draw other random numbers.",
+            method,
         )
 
 

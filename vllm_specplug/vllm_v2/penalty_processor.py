@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contextual penalty as one of V2's logits processors; `accept.contextual_penalty` says what it
+"""The contextual penalty as one of V2's logits processors; `tree.contextual_penalty` says what it
 is.
 
 Windows are read where V2 keeps committed tokens, on the device: steps may be scheduled ahead.
@@ -18,10 +18,10 @@ import torch
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-from vllm_specplug.accept.contextual_penalty import penalise, recent_tokens
 from vllm_specplug.drafting.device_requests import DevicePenalties
 from vllm_specplug.drafting.drafter import DraftPenalty
 from vllm_specplug.kernels import to_device
+from vllm_specplug.tree.contextual_penalty import penalise, recent_tokens
 from vllm_specplug.vllm_v2.tree_paths import TreePaths, output_tail
 from vllm_specplug.vllm_worker.penalty import request_penalty
 
@@ -29,7 +29,7 @@ from vllm_specplug.vllm_worker.penalty import request_penalty
 MOST_ELEMENTS = 1 << 20
 
 
-class ContextualPenaltyV2(LogitsProcessor):
+class ContextualPenalty(LogitsProcessor):
     """Penalises recent tokens of the requests that ask for it."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:

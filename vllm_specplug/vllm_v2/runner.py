@@ -37,7 +37,6 @@ from vllm_specplug.vllm_v2.device_trees import (
     set_positions,
 )
 from vllm_specplug.vllm_v2.host_step import StepRecord
-from vllm_specplug.vllm_v2.runner_state import RunnerState
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.state_blocks import keep_states_as_committed, move_states_by_block
@@ -52,6 +51,7 @@ from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.layer_states import collect_layer_states
 from vllm_specplug.vllm_worker.proposer import DrafterHost
+from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.state_layers import check_state_blocks
 
 logger = init_logger("vllm.specplug.runner")
@@ -85,7 +85,7 @@ def _stop_tokens(request: Any) -> set[int]:
     return set() if params is None else stop_tokens_of(params)
 
 
-class TreeRunnerV2Mixin(_Runner):
+class TreeRunnerMixin(_Runner):
     """Put before V2's `GPUModelRunner` or a subclass of it."""
 
     speculator: TreeSpeculator
@@ -231,9 +231,9 @@ class TreeRunnerV2Mixin(_Runner):
         start_budget(self.planner, self.state)
 
     @cached_property
-    def state(self) -> RunnerState:
+    def state(self) -> RunnerView:
         """vLLM's side of this runner, beside its steps."""
-        return RunnerState(self)
+        return RunnerView(self)
 
     @property
     def drafter(self) -> DrafterHost:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.vllm_v2.penalty_processor import ContextualPenaltyV2
+from vllm_specplug.vllm_v2.penalty_processor import ContextualPenalty
 from vllm_specplug.vllm_v2.tree_paths import StepParents, TreePaths, output_tail, tree_paths
 
 # Added to logits by vLLM for a token that must come next.
@@ -287,7 +287,7 @@ class TreeParams:
                 return TreeBadWords(processor, self)
             if type(processor) is LogitBiasState:
                 return processor
-            if type(processor) is ContextualPenaltyV2:
+            if type(processor) is ContextualPenalty:
                 return TreeContextualPenalty(processor, self)
             return TreeProcessor(processor, self, sampler.req_states)
 

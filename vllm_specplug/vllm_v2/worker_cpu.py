@@ -14,13 +14,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.seams import (
     CPU_BACKENDS,
-    CPU_RUNNER_V2,
+    CPU_RUNNER,
     SPECULATOR,
     V2_CPU_KERNELS,
     V2_CPU_WORKER,
 )
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
-from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
+from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
 from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
 from vllm_specplug.vllm_worker.linear import takes_plain_rows
 from vllm_specplug.vllm_worker.start_up import (
@@ -32,7 +32,7 @@ from vllm_specplug.vllm_worker.start_up import (
 from vllm_specplug.vllm_worker.weight_updates import PacksTarget
 
 
-class TreeCPUModelRunnerV2(TreeRunnerV2Mixin, CPUModelRunner):  # type: ignore[misc]  # overrides
+class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]  # overrides
     """vLLM's V2 CPU runner, verifying trees."""
 
     def make_tree_backend(self) -> TreeBackend:
@@ -45,18 +45,18 @@ class TreeCPUModelRunnerV2(TreeRunnerV2Mixin, CPUModelRunner):  # type: ignore[m
 
 
 def tree_runner_class(stock: type) -> type:
-    """What vLLM's worker builds instead of its own V2 runner. Seam: cpu_runner_v2."""
-    return TreeCPUModelRunnerV2
+    """What vLLM's worker builds instead of its own V2 runner. Seam: cpu_runner."""
+    return TreeCPUModelRunner
 
 
-class TreeCPUWorkerV2(OwnKernels, PacksTarget, CPUWorker):
+class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
-    Seams: cpu_runner_v2, speculator, cpu_backend, v2_cpu_admission, v2_cpu_kernels, cpu_products,
+    Seams: cpu_runner, speculator, cpu_backend, v2_cpu_admission, v2_cpu_kernels, cpu_products,
     cpu_worker, weight_updates.
     """
 
-    model_runner: Any  # a TreeCPUModelRunnerV2
+    model_runner: Any  # a TreeCPUModelRunner
     model_config: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -79,18 +79,12 @@ class TreeCPUWorkerV2(OwnKernels, PacksTarget, CPUWorker):
 
     def init_device(self) -> None:
         spec: Any = self.vllm_config.speculative_config
-        if not self.use_v2_model_runner:
-            raise ValueError(
-                f"Speculative method {spec.plugin_method!r} was configured for vLLM's V2 model "
-                "runner, and this worker has VLLM_USE_V2_MODEL_RUNNER=0. Give all processes of "
-                "the server the same environment."
-            )
         choose_kernel(spec.tree_kernel, self.model_config.dtype)
-        require_seams("cpu_v2")
+        require_seams("cpu")
         CPU_BACKENDS.apply()
         if self.model_config.use_mla:
             use_latent_seams()
         if not HAS_TRITON:
             V2_CPU_KERNELS.apply()
-        with CPU_RUNNER_V2.applied(), SPECULATOR.applied():
+        with CPU_RUNNER.applied(), SPECULATOR.applied():
             super().init_device()

@@ -11,13 +11,12 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
-from vllm_specplug.options import check_v2_feature
 from vllm_specplug.seams import DEVICE_SPECULATOR, GRAPHS_OF_TREES
 from vllm_specplug.vllm_attention.device_states import rehearse
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
-from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
+from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
 from vllm_specplug.vllm_worker.attention_backend import claim_attention_backend
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits
 from vllm_specplug.vllm_worker.drafter_memory import drafter_memory, most_tree_rows
@@ -26,7 +25,7 @@ from vllm_specplug.vllm_worker.start_up import require_seams
 from vllm_specplug.vllm_worker.weight_updates import FollowsTarget
 
 
-class DeviceRunnerMixin(TreeRunnerV2Mixin):
+class DeviceRunnerMixin(TreeRunnerMixin):
     """Put before a V2 runner whose memory is a device's."""
 
     tree_backend: CudaTreeBackend
@@ -93,27 +92,25 @@ def _sample_all(logits: torch.Tensor) -> None:
     apply_top_k_top_p(logits.float(), top_k, top_p)
 
 
-class TreeGPUModelRunnerV2(DeviceRunnerMixin, GPUModelRunner):  # type: ignore[misc]  # overrides
+class TreeGPUModelRunner(DeviceRunnerMixin, GPUModelRunner):  # type: ignore[misc]  # overrides
     """vLLM's V2 CUDA runner, verifying trees."""
 
 
-class TreeGPUWorkerV2(FollowsTarget, Worker):
+class TreeGPUWorker(FollowsTarget, Worker):
     """vLLM's CUDA worker. Seams: gpu_worker, gpu_backend, device_speculator,
     weight_updates."""
 
     device: Any
-    model_runner: Any  # a TreeGPUModelRunnerV2
+    model_runner: Any  # a TreeGPUModelRunner
 
     def init_device(self) -> None:
-        spec: Any = self.vllm_config.speculative_config
-        check_v2_feature(spec.plugin_method, uses_v2=self.use_v2_model_runner, asked=True)
-        require_seams("cuda_v2")
+        require_seams("cuda")
         claim_attention_backend(self.vllm_config)
         with DEVICE_SPECULATOR.applied():
             super().init_device()
 
-    def _make_model_runner(self) -> TreeGPUModelRunnerV2:
-        return TreeGPUModelRunnerV2(self.vllm_config, self.device)
+    def _make_model_runner(self) -> TreeGPUModelRunner:
+        return TreeGPUModelRunner(self.vllm_config, self.device)
 
     def compile_or_warm_up_model(self) -> Any:
         # Before graphs are captured: a kernel that compiles during a capture would break it.

@@ -378,7 +378,6 @@ def _digest(state: RunnerView) -> str:
     spec = config.speculative_config
     factors = [
         # How it is measured.
-        state.name,
         _DEVICE_ROWS,
         _DEVICE_CALLS,
         _PASSES,

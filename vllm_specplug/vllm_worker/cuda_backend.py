@@ -3,16 +3,15 @@
 
 Metadata of a step goes to the device in two small copies from pinned memory; ancestor words are
 made there. That memory must not be rewritten while a copy of it is under way, so it is not filled
-again before the last copies are done. They mostly are: on V1 the host's wait for the sampled tokens
-separates two steps; on V2, which may schedule ahead, trees and their words are made on the device,
-and whoever fills buffers from the host (a draft in pages) has waited for the step's tokens first.
+again before the last copies are done. They mostly are: trees and their words are made on the
+device, and a draft in pages, which fills buffers from the host, has waited for the step's tokens.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,22 +112,12 @@ class TreeBuffers:
         # R arrays: row of each row's parent in its own tree, -1 for none
         parents: Sequence[np.ndarray],
         block_table: torch.Tensor,
-        *,
-        places: int | None = None,
-        max_rows: int | None = None,
-        max_context: int | None = None,
     ) -> TreeAttnMetadata:
-        """Metadata of R trees.
-
-        Args:
-            places: columns of the plan, where more than R; the rest are trees of no rows.
-            max_rows: bound for the launch; the largest tree if not given.
-            max_context: likewise, of the context.
-        """
+        """Metadata of R trees; R is at least 1."""
         if self.sent is not None:
             self.sent.synchronize()
         counts = [len(p) for p in parents]
-        num_trees = len(counts) if places is None else places
+        num_trees = len(counts)
         size = PLAN_ROWS * num_trees
         host = self.plan_host[: size + num_trees + 1].numpy()
         values = host[:size].reshape(PLAN_ROWS, num_trees)
@@ -139,28 +128,22 @@ class TreeBuffers:
         side_by_side = list(req_indices) == list(range(len(counts))) and (
             list(row_starts) == ends[:-1].tolist()
         )
-        # A graph is captured for trees side by side, and replayed for nothing else.
-        assert side_by_side or places is None, (req_indices, row_starts)
         if side_by_side:
-            host[size:] = ends[-1] if counts else 0
-            host[size : size + len(counts)] = row_starts
-        if counts:
-            self.parents_host.numpy()[:total] = np.concatenate(parents)
-        # A graph reads as many rows as there are places for.
-        rows = total if places is None else places * (max_rows or 0)
+            host[size:-1], host[-1] = row_starts, ends[-1]
+        self.parents_host.numpy()[:total] = np.concatenate(parents)
         self.plan[: len(host)].copy_(self.plan_host[: len(host)], non_blocking=True)
         self.parents[:total].copy_(self.parents_host[:total], non_blocking=True)
         if self.sent is not None:
             self.sent.record()
-        max_rows = max_rows or max(counts)
+        max_rows = max(counts)
         width = -(-max_rows // 64)
         return TreeAttnMetadata(
             plan=self.plan[:size].view(PLAN_ROWS, num_trees),
-            parent_rows=self.parents[:rows],
+            parent_rows=self.parents[:total],
             block_table=block_table,
             max_rows=max_rows,
-            max_context=max(context_lens) if max_context is None else max_context,
-            mask_words=self.words[: rows * width].view(rows, width),
+            max_context=max(context_lens),
+            mask_words=self.words[: total * width].view(total, width),
             query_starts=self.plan[size : len(host)] if side_by_side else None,
         )
 
@@ -188,7 +171,7 @@ class LayerSample:
 
 
 class CudaKernels:
-    """The kernels of `kernels.cuda_dispatch` over vLLM's GPU cache, for both runners.
+    """The kernels of `kernels.cuda_dispatch` over vLLM's GPU cache.
 
     Args:
         requested: option `tree_kernel`.
@@ -209,7 +192,6 @@ class CudaKernels:
         self.num_heads = num_heads
         self.limits = limits
         self.device = device
-        self.buffers = TreeBuffers(limits, device)
         # The model's, also where the caches hold other numbers; set with them.
         self.dtype: torch.dtype
         # Chosen once the cache is known; none while vLLM measures graphs with a small one.
@@ -343,6 +325,8 @@ class CudaKernels:
             warm_up_store(sample.values, self.dtype, sample.features)
         if not self.kernel.reads_words:
             return
+        one_tree = replace(self.limits, num_requests=1, num_rows=self.limits.tree_rows)
+        buffers = TreeBuffers(one_tree, self.device)
         for sample, rows in ((s, rows) for s in self.samples for rows in self._warm_up_rows(s)):
             features, head_dim = sample.features, sample.keys.shape[3]
             query = torch.zeros(
@@ -354,7 +338,8 @@ class CudaKernels:
             # Side by side, as most steps are, and apart, as beside chunks of prompts; without and
             # with a split context, for splits follow the bound, as in a captured graph.
             for apart, context in itertools.product((False, True), (0, self.limits.context)):
-                metadata = self.buffers.fill([0], [0], [0], [chain], blocks, max_context=context)
+                metadata = buffers.fill([0], [0], [0], [chain], blocks)
+                metadata.max_context = context
                 if apart:
                     metadata.query_starts = None
                 self.fill_words(metadata)

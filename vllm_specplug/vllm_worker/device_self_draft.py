@@ -21,9 +21,9 @@ from vllm.logger import init_logger
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import DraftRequests, PartialCacheSpec, device_tensor
 from vllm_specplug.kernels import TreeAttnMetadata, to_device
-from vllm_specplug.kvcache.partial_cache import RECENT
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention
 from vllm_specplug.vllm_worker.cuda_backend import CudaDraftRows, CudaKernels
+from vllm_specplug.vllm_worker.partial_cache import RECENT
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.self_draft import regions_of
 

@@ -49,11 +49,9 @@ def rehearsal(
         depths=[depth] * count,
         forward_depths=[depth] * count,
     )
-    state.rehearsal_requests = count
     try:
         yield requests
     finally:
-        state.rehearsal_requests = 0
         state.drafter.forget(requests.req_ids)
 
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both of vLLM's model runners have under the same names.
+"""vLLM's V2 model runner seen from outside: its engine, forwards beside its steps, its caches.
 
-What calibration, draft forwards and drafters' caches need to know of a runner, they ask here and
-get as plain values; each runner's own `RunnerState` adds what differs.
+What calibration, draft forwards and drafters' caches need to know of the runner, they ask here and
+get as plain values.
 
-Seam: runner_state.
+Seams: runner_state, runner_v2_state.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specplug.drafting.drafter import DrafterOptions
+from vllm_specplug.kernels import to_device
 from vllm_specplug.vllm_attention.state_rows import StateStep, rehearsed_step
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_groups
 from vllm_specplug.vllm_worker.state_layers import StateLayers
@@ -28,20 +28,15 @@ if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter, DraftRequests
 
 
-class RunnerView(ABC):
+class RunnerView:
     """A model runner, or a subclass's instance, seen from outside.
 
     Args:
-        runner: vLLM's runner with one of the package's mixins.
+        runner: vLLM's runner with `TreeRunnerMixin`.
     """
-
-    name: str
-    """Which of vLLM's runners it is: their forwards take different times."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.rehearsal_requests = 0
-        """Rows of the block table that a draft forward without requests may read."""
 
     # -- the engine -----------------------------------------------------------------------
 
@@ -97,7 +92,8 @@ class RunnerView(ABC):
 
     def state_step(self, requests: Any, parents: torch.Tensor) -> StateStep:
         """A step's trees in those layers; `parents` on the host."""
-        return StateStep(requests, parents)
+        make: type[StateStep] = self.runner.tree_backend.state_step
+        return make(requests, to_device(parents.numpy(), self.device))
 
     @property
     def drafter_options(self) -> DrafterOptions:
@@ -105,9 +101,12 @@ class RunnerView(ABC):
 
     # -- forwards beside the step ---------------------------------------------------------
 
-    @abstractmethod
     def dummy_forward(self, rows: int, context: int) -> torch.Tensor:
         """A forward of `rows` rows that attend `context` tokens; hidden states [>= rows, H]."""
+        # vLLM makes a request of each row while there are slots, and puts the context before it.
+        longest = -(-rows // min(rows, self.max_requests))
+        hidden, _ = self.runner._dummy_run(rows, context_len=max(0, context - longest))
+        return hidden
 
     def tree_forward(self, rows: int, context: int) -> torch.Tensor:
         """`dummy_forward` whose rows are trees to attention on a CPU, and to layers with a state,
@@ -129,10 +128,13 @@ class RunnerView(ABC):
         """Whether forwards run on the CPU."""
         return self.device.type == "cpu"
 
-    @abstractmethod
     def trees_forward(self, trees: int, context: int) -> None:
         """Runs a forward of `trees` requests with as many rows as the largest tree, which attend
         `context` tokens. Not for layers with a state."""
+        rows = self.drafter_options.num_nodes + 1
+        self.runner._dummy_run(
+            trees * rows, uniform_decode=True, context_len=max(0, context - rows)
+        )
 
     def _state_forward(self, rows: int, context: int) -> torch.Tensor:
         if not self.state_layers.names:
@@ -149,11 +151,14 @@ class RunnerView(ABC):
 
     def draft(self, requests: DraftRequests) -> None:
         """A draft forward for requests of no batch, as steps have it."""
-        self.drafter.propose(requests)
+        graphs = getattr(self.runner.speculator, "draft_graphs", None)
+        if graphs is None or not graphs.rehearse(requests):
+            self.drafter.propose(requests)
 
-    @abstractmethod
     def wait_for_device(self) -> None:
         """Returns when the device is idle."""
+        if not self.is_host:
+            torch.accelerator.synchronize()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's logits [rows, V] of hidden states [rows, H], by no request's adapter."""
@@ -175,14 +180,21 @@ class RunnerView(ABC):
             return
         try:
             with self.runner.maybe_setup_dummy_loras(config):
-                yield
+                # Dummy forwards make adapters and remove them, every one of them.
+                self.runner.has_dummy_adapters = True
+                try:
+                    yield
+                finally:
+                    self.runner.has_dummy_adapters = False
         finally:
             # vLLM leaves them behind a failure, and their numbers are those of real adapters.
             self.runner.maybe_remove_all_loras(config)
 
-    @abstractmethod
     def adapters(self, req_indices: Sequence[int]) -> tuple[list[int], set[Any]]:
         """LoRA ids of requests of the batch, 0 for none, and vLLM's requests for those adapters."""
+        ids, requests = self.runner.step_adapters
+        # A rehearsal's requests are in no batch.
+        return [ids[i] if i < len(ids) else 0 for i in req_indices], requests
 
     def adapter_names(self, count: int) -> list[str | None]:
         """LoRA adapters of the first `count` requests of the batch, "" for none; None for all on
@@ -251,7 +263,8 @@ class RunnerView(ABC):
             (s.block_size, s.page_size_bytes) for s in specs if isinstance(s, FullAttentionSpec)
         ]
 
-    @abstractmethod
     def block_table(self, group: int = 0) -> torch.Tensor:
-        """int32 [>= B, max_blocks] of the batch in a KV cache group, in its order, on the
-        device."""
+        """int32 [slots, max_blocks] in a KV cache group on the device: requests of the batch come
+        first, in its order."""
+        table: torch.Tensor = self.runner.block_tables.input_block_tables[group]
+        return table

@@ -18,9 +18,9 @@ from vllm.logger import init_logger
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import DraftRequests, PartialCacheSpec
 from vllm_specplug.kernels import TreeAttnMetadata, causal_words, tree_attn
-from vllm_specplug.kvcache.partial_cache import PartialCache, PartialContext
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention
+from vllm_specplug.vllm_worker.partial_cache import PartialCache, PartialContext
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 logger = init_logger("vllm.specplug.self_draft")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specplug.accept.contextual_penalty import (
+from vllm_specplug.tree.contextual_penalty import (
     RecentTokens,
     penalise,
     penalise_where,

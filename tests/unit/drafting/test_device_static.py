@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.accept.contextual_penalty import penalise
+from vllm_specplug.tree.contextual_penalty import penalise
 from vllm_specplug.drafting.device_levels import read_trees, static_levels
 from vllm_specplug.drafting.device_requests import DevicePenalties
 from vllm_specplug.drafting.drafter import DraftPenalty

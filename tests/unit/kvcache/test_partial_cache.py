@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_specplug.kernels.cpu_layout import make_layout, standard_tables
-from vllm_specplug.kvcache.partial_cache import RECENT, PartialCache, pool_bytes
+from vllm_specplug.vllm_worker.partial_cache import RECENT, PartialCache, pool_bytes
 
 LAYERS, BLOCKS, HEADS, BLOCK, DIM = 2, 24, 2, 32, 32
 BUDGET, SINK = 80, 5

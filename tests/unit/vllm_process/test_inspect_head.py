@@ -131,5 +131,5 @@ def test_devices_are_those_of_the_model_runner(
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert inspect_head(head)["needs"]["devices"] == ["cpu", "cuda"]
     fewer = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
-    monkeypatch.setattr(spec_config, "CAPABILITIES_V2", fewer)
+    monkeypatch.setattr(spec_config, "CAPABILITIES", fewer)
     assert inspect_head(head)["needs"]["devices"] == []

@@ -116,10 +116,10 @@ def test_v2_builds_its_own_processor() -> None:
     from vllm.v1.worker.gpu.sample.logits_processor import loader
 
     from vllm_specplug.vllm_process import install
-    from vllm_specplug.vllm_process.penalty import PenaltyProcessorV2
+    from vllm_specplug.vllm_process.penalty import PenaltyProcessor
 
     install()
-    assert loader._load_v2_logitsprocs(None) == [PenaltyProcessorV2]
+    assert loader._load_v2_logitsprocs(None) == [PenaltyProcessor]
     loader.build_custom_logits_processors_params_validator(None)(SamplingParams())
 
 

@@ -332,12 +332,12 @@ def test_what_v2_does_not_give_is_named(
     assert engine_config(target, heads).speculative_config.uses_v2
     with monkeypatch.context() as patch:
         fewer = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
-        patch.setattr(spec_config, "CAPABILITIES_V2", fewer)
+        patch.setattr(spec_config, "CAPABILITIES", fewer)
         with pytest.raises(
             ValueError, match="'tokenswift' .*V2 on cpu does not give the method target_forward"
         ):
             engine_config(target, heads)
-    monkeypatch.setattr(spec_config, "WORKERS_V2", {})
+    monkeypatch.setattr(spec_config, "WORKERS", {})
     with pytest.raises(ValueError, match="'ngram_tree' .*V2.*on cpu.*VLLM_USE_V2_MODEL_RUNNER"):
         engine_config(target, {"method": "ngram_tree"})
 
@@ -394,11 +394,11 @@ def test_a_worker_told_to_use_another_runner_starts_nothing(
 
     from vllm_specplug.vllm_v1.worker_cpu import TreeCPUWorker
     from vllm_specplug.vllm_v1.worker_gpu import TreeGPUWorker
-    from vllm_specplug.vllm_v2.worker_cpu import TreeCPUWorkerV2
-    from vllm_specplug.vllm_v2.worker_gpu import TreeGPUWorkerV2
+    from vllm_specplug.vllm_v2.worker_cpu import TreeCPUWorker
+    from vllm_specplug.vllm_v2.worker_gpu import TreeGPUWorker
 
     config = engine_config(target, {"method": "ngram_tree"})
-    for worker_class in (TreeCPUWorker, TreeGPUWorker, TreeCPUWorkerV2, TreeGPUWorkerV2):
+    for worker_class in (TreeCPUWorker, TreeGPUWorker, TreeCPUWorker, TreeGPUWorker):
         worker = worker_class.__new__(worker_class)
         WorkerBase.__init__(worker, config, 0, 0, "tcp://127.0.0.1:0")
         worker.use_v2_model_runner = worker_class in (TreeCPUWorker, TreeGPUWorker)

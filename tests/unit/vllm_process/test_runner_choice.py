@@ -11,7 +11,7 @@ import pytest
 from tests.unit.engine_config import engine_config
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.registry import get_method, method_names
-from vllm_specplug.vllm_process.spec_config import CAPABILITIES, CAPABILITIES_V2
+from vllm_specplug.vllm_process.spec_config import CAPABILITIES, CAPABILITIES
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -91,9 +91,9 @@ def lacking(monkeypatch: pytest.MonkeyPatch, what: str) -> dict[str, Any]:
     from vllm_specplug.vllm_process import spec_config
 
     if what == "device":
-        monkeypatch.setattr(spec_config, "WORKERS_V2", {})
+        monkeypatch.setattr(spec_config, "WORKERS", {})
     elif what == "capability":
-        monkeypatch.setattr(spec_config, "CAPABILITIES_V2", {"cpu": frozenset()})
+        monkeypatch.setattr(spec_config, "CAPABILITIES", {"cpu": frozenset()})
         monkeypatch.setattr(spec_config.get_method("ngram_tree").__class__, "needs", _needs())
     else:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -188,7 +188,7 @@ def test_devices_of_a_method_are_those_of_the_runner_it_would_take(
     from vllm_specplug.vllm_process import spec_config
 
     nothing: dict[str, Any] = {"cpu": frozenset()}
-    monkeypatch.setattr(spec_config, "CAPABILITIES_V2", nothing)
+    monkeypatch.setattr(spec_config, "CAPABILITIES", nothing)
     with_triton(monkeypatch)
     assert spec_config.device_capabilities() == spec_config.CAPABILITIES
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
@@ -224,7 +224,7 @@ def test_cuda_takes_the_runner_that_vllm_takes(
     monkeypatch.setenv("SPECPLUG_FULL_CUDA_GRAPHS", full_graphs)
     config = start(target)
     assert runner_of(config) == expected
-    name = {"V1": "vllm_v1.worker_gpu.TreeGPUWorker", "V2": "vllm_v2.worker_gpu.TreeGPUWorkerV2"}
+    name = {"V1": "vllm_v1.worker_gpu.TreeGPUWorker", "V2": "vllm_v2.worker_gpu.TreeGPUWorker"}
     assert config.parallel_config.worker_cls == f"vllm_specplug.{name[expected]}"
     assert not warnings
 
@@ -274,7 +274,7 @@ def test_targets_of_every_kind_take_the_runner_of_plain_vllm_on_cuda(
 
 @pytest.mark.parametrize(
     ("capabilities", "refused"),
-    [(CAPABILITIES, {"longspec", "tokenswift"}), (CAPABILITIES_V2, set())],
+    [(CAPABILITIES, {"longspec", "tokenswift"}), (CAPABILITIES, set())],
 )
 def test_methods_that_cuda_gives_what_they_need(
     capabilities: dict[str, frozenset[Capability]], refused: set[str]

@@ -7,7 +7,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 
-from vllm_specplug.accept.contextual_penalty import penalise
+from vllm_specplug.tree.contextual_penalty import penalise
 from vllm_specplug.vllm_v1.penalty_processor import ContextualPenaltyProcessor
 
 PENALISED = SamplingParams(extra_args={"specplug_penalty": 1.5, "specplug_penalty_window": 3})

@@ -41,7 +41,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
         "ModelCudaGraphManager",
         lambda **asked: SimpleNamespace(asked=asked, _candidates={}, _capture_descs={}),
     )
-    stock = worker_gpu.TreeRunnerV2Mixin
+    stock = worker_gpu.TreeRunnerMixin
     monkeypatch.setattr(stock, "initialize_kv_cache", _Stock.initialize_kv_cache)
     made: Any = object.__new__(_Runner)
     made.drafter = SimpleNamespace(state_layers=SimpleNamespace(names=[]))

@@ -23,7 +23,7 @@ from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2 import sampler as sampler_module
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
-from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
+from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_v2.tree_params import TreeBadWords, TreePenalties, TreeThinkingBudget
@@ -102,7 +102,7 @@ class _Stock:
         return self.rejection_sampler(hidden_states, batch)  # type: ignore[attr-defined]
 
 
-class _Runner(TreeRunnerV2Mixin, _Stock): ...
+class _Runner(TreeRunnerMixin, _Stock): ...
 
 
 def _runner(step: Step) -> Any:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from vllm_specplug.seams import V2_CPU_KERNELS
-from vllm_specplug.vllm_v2.penalty_processor import ContextualPenaltyV2, draft_penalty
+from vllm_specplug.vllm_v2.penalty_processor import ContextualPenalty, draft_penalty
 from vllm_specplug.vllm_v2.tree_params import TreeParams
 from vllm_specplug.vllm_v2.tree_paths import tree_paths
 
@@ -459,7 +459,7 @@ def contextual(seed: int) -> tuple[list[Request], torch.Tensor]:
 
 def penalised(requests: list[Request], logits: torch.Tensor, in_trees: bool = True) -> torch.Tensor:
     sampler = make_sampler(requests)
-    sampler.logits_processors.append(ContextualPenaltyV2(None, sampler.req_states))
+    sampler.logits_processors.append(ContextualPenalty(None, sampler.req_states))
     if in_trees:
         TreeParams(sampler, lambda: step_parents(requests), NODES)
     slots = begin(sampler, requests)
@@ -468,7 +468,7 @@ def penalised(requests: list[Request], logits: torch.Tensor, in_trees: bool = Tr
 
 def expected_penalised(requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
     """Token by token, from the definition."""
-    from vllm_specplug.accept.contextual_penalty import penalise, recent_tokens
+    from vllm_specplug.tree.contextual_penalty import penalise, recent_tokens
     from vllm_specplug.request_params import parse_penalty
 
     rows, logits, first = [], logits.clone(), 0

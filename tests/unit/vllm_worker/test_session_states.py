@@ -10,7 +10,7 @@ import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 
 from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
-from vllm_specplug.vllm_v2.runner import TreeRunnerV2Mixin
+from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
 from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 
 
@@ -51,7 +51,7 @@ def test_v2_takes_a_sessions_block_along_to_its_new_slot() -> None:
         model_state=SimpleNamespace(_mamba_state_idx_gpu=blocks),
         req_states=SimpleNamespace(req_id_to_index=slots),
     )
-    with TreeRunnerV2Mixin._sessions_keep_their_states(runner, ["session", "new"]):
+    with TreeRunnerMixin._sessions_keep_their_states(runner, ["session", "new"]):
         # vLLM adds both, with blocks that follow from their numbers of tokens.
         slots |= {"session": 2, "new": 1}
         blocks[1:] = torch.tensor([5, 3])

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Trees on vLLM's V1 model runner, in the order of a step."""
