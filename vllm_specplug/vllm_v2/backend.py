@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.drafter import DraftCache
+from vllm_specplug.drafting.drafter import (
+    DeviceTargetCache,
+    DeviceWindow,
+    DraftCache,
+    DraftWindow,
+    PartialCacheSpec,
+    TargetCache,
+    TargetForward,
+    WindowSpec,
+)
 from vllm_specplug.kernels import TreeAttnMetadata, TreeLayer, compact_kv, tree_metadata
 from vllm_specplug.vllm_attention.state_rows import StateStep
 from vllm_specplug.vllm_attention.tree_rows import (
@@ -27,8 +36,10 @@ from vllm_specplug.vllm_attention.tree_rows import (
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, path_moves
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
 from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer, PagedDraftCache
+from vllm_specplug.vllm_worker.runner_view import RunnerView
+from vllm_specplug.vllm_worker.self_draft import SelfDraft
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
-from vllm_specplug.vllm_worker.window_cache import HostMemory
+from vllm_specplug.vllm_worker.window_cache import PagedTargetCache, WindowCache
 
 _NO_NODES = np.empty(0, np.int32)
 
@@ -95,6 +106,20 @@ class TreeBackend(ABC):
     ) -> DraftCache:
         """The drafter's pages."""
 
+    @abstractmethod
+    def draft_window(self, spec: WindowSpec, state: RunnerView) -> DraftWindow | DeviceWindow:
+        """The windows of a drafter."""
+
+    @abstractmethod
+    def target_cache(
+        self, kv_cache: torch.Tensor, block_table: BlockTable, scale: float
+    ) -> TargetCache | DeviceTargetCache:
+        """What drafts attend of one layer of the target."""
+
+    @abstractmethod
+    def self_draft(self, state: RunnerView, spec: PartialCacheSpec) -> TargetForward:
+        """The target as its own draft."""
+
 
 def step_plan(trees: StepTrees) -> torch.Tensor:
     """int32 [5, R], see `TreeAttnMetadata.plan`: every request is a tree, if only of its root."""
@@ -111,7 +136,7 @@ def step_plan(trees: StepTrees) -> torch.Tensor:
     )
 
 
-class CpuTreeBackend(HostMemory, TreeBackend):
+class CpuTreeBackend(TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache.
 
     Args:
@@ -204,3 +229,14 @@ class CpuTreeBackend(HostMemory, TreeBackend):
         self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
     ) -> DraftCache:
         return PagedDraftCache(layers, block_table, scale)
+
+    def draft_window(self, spec: WindowSpec, state: RunnerView) -> WindowCache:
+        return WindowCache(spec, state.max_requests, state.dtype)
+
+    def target_cache(
+        self, kv_cache: torch.Tensor, block_table: BlockTable, scale: float
+    ) -> PagedTargetCache:
+        return PagedTargetCache(kv_cache, block_table, scale)
+
+    def self_draft(self, state: RunnerView, spec: PartialCacheSpec) -> TargetForward:
+        return SelfDraft(state, spec)

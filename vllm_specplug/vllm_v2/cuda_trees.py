@@ -13,6 +13,12 @@ from typing import Any
 
 import torch
 
+from vllm_specplug.drafting.drafter import (
+    DraftCache,
+    PartialCacheSpec,
+    TargetForward,
+    WindowSpec,
+)
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.vllm_attention.device_states import DeviceStateStep
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, TreeRows
@@ -20,7 +26,12 @@ from vllm_specplug.vllm_v2 import device_trees
 from vllm_specplug.vllm_v2.backend import TreeBackend, step_plan
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees
-from vllm_specplug.vllm_worker.cuda_backend import CudaKernels
+from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
+from vllm_specplug.vllm_worker.device_draft_cache import CudaDraftCache
+from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft
+from vllm_specplug.vllm_worker.device_window import DeviceWindowCache, PagedDeviceTargetCache
+from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer
+from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.step_clock import DeviceClock, StepClock
 
 
@@ -91,6 +102,27 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
         )
         self.fill_words(metadata)
         return DeviceTreeRows(metadata, self.kernel.run, self.views, covers_batch=True)
+
+    # -- what drafters keep -------------------------------------------------------------------
+
+    def draft_cache(
+        self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
+    ) -> DraftCache:
+        return CudaDraftCache(self, layers, block_table, scale)
+
+    def draft_window(self, spec: WindowSpec, state: RunnerView) -> DeviceWindowCache:
+        return DeviceWindowCache(self, spec, state.max_requests, state.dtype)
+
+    def target_cache(
+        self, kv_cache: torch.Tensor, block_table: BlockTable, scale: float
+    ) -> PagedDeviceTargetCache:
+        return PagedDeviceTargetCache(self, kv_cache, block_table, scale)
+
+    def self_draft(self, state: RunnerView, spec: PartialCacheSpec) -> TargetForward:
+        draft = DeviceSelfDraft(state, spec, self)
+        if self.device.type == "cuda":
+            draft.pool.warm_up(self.num_heads, self.dtype)
+        return draft
 
     def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
         from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton

@@ -42,11 +42,11 @@ from vllm_specplug.vllm_v2.host_step import (
     HostStep,
     KnownTokens,
     StepCopy,
-    StepRecord,
     TreesCopy,
 )
 from vllm_specplug.vllm_v2.penalty_processor import device_penalties
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
+from vllm_specplug.vllm_v2.step_context import StepRecord
 from vllm_specplug.vllm_v2.step_input import HostRequest
 from vllm_specplug.vllm_worker.draft_planner import Batch
 from vllm_specplug.vllm_worker.late_budget import LateBudget
@@ -181,9 +181,9 @@ class DeviceSpeculator(TreeSpeculator):
         num_sampled: torch.Tensor,
         most: int,
     ) -> torch.Tensor:
-        final = self.committed_rows(input_batch)
+        final = self.step.committed(input_batch)
         width = self.store.num_nodes + 1
-        copy = StepCopy(self.req_states, input_batch, self.walk(), num_sampled, width)
+        copy = StepCopy(self.req_states, input_batch, self.step.walk, num_sampled, width)
         # A row with logits gives a token at most.
         counts = np.diff(input_batch.cu_num_logits_np[: len(input_batch.req_ids) + 1])
         for req_id, count in zip(input_batch.req_ids, counts.tolist(), strict=True):
@@ -198,13 +198,13 @@ class DeviceSpeculator(TreeSpeculator):
             self._drain_completed()
             trees = {r: self.copies[r] for r in input_batch.req_ids if r in self.copies}
             source, milliseconds = self._pace(input_batch)
-            record = self.running()
+            record = self.step.record(self.planner.running)
             self._late.append(_PendingStep(input_batch, copy, trees, record, source, milliseconds))
             drafted = self._draft_on_device(input_batch, num_sampled, most, self._asked)
             self._asked = self.reserved = self._shared(self.reserved)
             return drafted
         read = copy.read()
-        self.record(input_batch, read.walk, read.seq_lens, self.trees)
+        self.learn(input_batch, read.walk, read.seq_lens, self.trees)
         return self._draft(input_batch, self._batch(input_batch, read), most)
 
     def _pace(self, input_batch: Any) -> tuple[str | None, float]:
@@ -228,7 +228,7 @@ class DeviceSpeculator(TreeSpeculator):
     def _learn(self, late: _PendingStep) -> None:
         read = late.copy.read()
         trees = {req_id: copy.read(row) for req_id, (copy, row) in late.trees.items()}
-        self.record(late.input_batch, read.walk, read.seq_lens, trees, late.record)
+        self.learn(late.input_batch, read.walk, read.seq_lens, trees, late.record)
         sampled = read.sampled.tolist()
         for req_id, total in zip(late.input_batch.req_ids, read.totals.tolist(), strict=True):
             if req_id in self.len_lower_bound:

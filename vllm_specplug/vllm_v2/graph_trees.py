@@ -21,7 +21,7 @@ from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.kernels.cuda_contract import PLAN_ROWS
 from vllm_specplug.vllm_v2 import device_trees
 from vllm_specplug.vllm_v2.device_trees import StepTrees
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 
 def row_parents(

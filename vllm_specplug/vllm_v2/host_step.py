@@ -135,19 +135,6 @@ class StepCopy:
         )
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """What is kept of a step until the host has read its walk."""
-
-    # marks of the clock
-    walked: Any
-    compacted: Any
-    # `DraftPlanner.running`
-    running: Any
-    # LoRA adapter of each request, see `RunnerView.adapter_names`; empty on an engine without any
-    adapters: tuple[str | None, ...] = ()
-
-
 def trees_table(
     trees: DeviceTrees,
     room: torch.Tensor,

@@ -8,7 +8,6 @@ visits are never looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,8 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 
-from vllm_specplug.vllm_v2.device_trees import (
-    StepTrees,
-    Walk,
-    along_paths,
-    emitting_rows,
-    walk_trees,
-)
+from vllm_specplug.vllm_v2.device_trees import along_paths, emitting_rows, walk_trees
+from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 
 
@@ -34,8 +28,7 @@ class TreeSampler:
 
     Args:
         sampler: vLLM's sampler.
-        trees: the running step's trees.
-        walked: is told the walk, once per step.
+        step: the running step; has its trees, and is given their walk.
         stops: tokens that end requests.
     """
 
@@ -45,13 +38,11 @@ class TreeSampler:
     def __init__(
         self,
         sampler: Any,
-        trees: Callable[[], StepTrees],
-        walked: Callable[[Walk], None],
+        step: StepContext,
         stops: StopTokens,
     ) -> None:
         self.sampler = sampler
-        self.trees = trees
-        self.walked = walked
+        self.step = step
         self.stops = stops
 
     def __call__(
@@ -68,7 +59,8 @@ class TreeSampler:
         bool [M] have no grammar mask of their own and are not accepted.
         """
         sampler = self.sampler
-        trees = self.trees()
+        trees = self.step.trees
+        assert trees is not None
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         if invalid_drafts is not None:
             trees = trees.without(invalid_drafts)
@@ -87,8 +79,7 @@ class TreeSampler:
             return_logprobs=scores is not None,
         )
         trees = self.stops.mask_after_stop(trees, token_ids)
-        walk = walk_trees(trees, samples, token_ids)
-        self.walked(walk)
+        self.step.walk = walk = walk_trees(trees, samples, token_ids)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             walk.lengths + 1,
             input_batch.seq_lens,

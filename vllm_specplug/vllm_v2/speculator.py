@@ -7,8 +7,9 @@ device's memory is the host's, so they read what they need of it and nothing has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +21,14 @@ from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.device_trees import Committed, TreeStore, Walk
-from vllm_specplug.vllm_v2.host_step import StepRecord
 from vllm_specplug.vllm_v2.penalty_processor import draft_penalty
-from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests, next_tokens
+from vllm_specplug.vllm_v2.step_context import StepContext, StepRecord
+from vllm_specplug.vllm_v2.step_input import (
+    HostRequest,
+    host_requests,
+    next_tokens,
+    verified_step,
+)
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner
 from vllm_specplug.vllm_worker.penalty import request_penalty
 from vllm_specplug.vllm_worker.proposer import DrafterHost
@@ -35,17 +41,11 @@ from vllm_specplug.vllm_worker.ranks import (
 if TYPE_CHECKING:
     from vllm_specplug.metrics import StepStats
 
-# Reads the host's view of a batch: its input batch, request states and sample counts.
-CommittedRows = Callable[[Any], Committed]
-
 
 class TreeSpeculator(BaseSpeculator):
     """Drafts one tree per request of a batch.
 
-    Args:
-        committed_rows: what of the running step is final.
-        stats: where decisions are counted.
-        max_step_rows: most rows of one step.
+    `start` completes it.
     """
 
     supports_mm_inputs = False
@@ -84,22 +84,13 @@ class TreeSpeculator(BaseSpeculator):
         self.begun: set[str] = set()
         self.planner: DraftPlanner
         self.stats: StepStats
-        self.committed_rows: CommittedRows
+        self.step: StepContext
         self.max_num_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
 
-    def begin(
-        self,
-        planner: DraftPlanner,
-        stats: StepStats,
-        committed_rows: CommittedRows,
-        walk: Callable[[], Walk | None],
-        running: Callable[[], StepRecord],
-        record: Callable[..., None],
-    ) -> None:
-        """Gives what only a whole runner has: what of the running step is final, its walk, its
-        times, and what takes that which a speculator reads of a step."""
-        self.planner, self.stats, self.committed_rows = planner, stats, committed_rows
-        self.walk, self.running, self.record = walk, running, record
+    def start(self, planner: DraftPlanner, stats: StepStats, step: StepContext) -> None:
+        """Gives what only a whole runner has: the planner, where decisions are counted, and the
+        running step."""
+        self.planner, self.stats, self.step = planner, stats, step
 
     # -- requests that come and go -----------------------------------------------------------
 
@@ -181,7 +172,7 @@ class TreeSpeculator(BaseSpeculator):
         most: int,
     ) -> torch.Tensor:
         drafter = self.proposer.drafter
-        final = self.committed_rows(input_batch)
+        final = self.step.committed(input_batch)
         committed = _committed_tokens(final, input_batch, aux_hidden_states)
         batch = host_requests(self.req_states, input_batch, num_sampled)
         if self.spec.reads_next_tokens:
@@ -194,6 +185,35 @@ class TreeSpeculator(BaseSpeculator):
                 # Its first step has no drafts, and its rows are in the order of positions.
                 drafter.begin(req_id, i, int(final.positions[input_batch.query_start_loc_np[i]]))
         return self._draft(input_batch, batch, most)
+
+    def learn(
+        self,
+        input_batch: Any,
+        walk: Walk | None,
+        seq_lens: torch.Tensor | np.ndarray,
+        trees: Mapping[str, DraftTree],
+        record: StepRecord | None = None,
+    ) -> None:
+        """Counts a step's trees and learns from them and from its time.
+
+        Args:
+            walk: in the host's memory, as `seq_lens`; None in a step without drafts.
+            trees: those it verified, before they were cut to what was scheduled.
+            record: of a step that may be over; None for the running one.
+        """
+        record = record or self.step.record(self.planner.running)
+        step = verified_step(input_batch, trees, walk, seq_lens)
+        step_nodes = 0
+        adapters = record.adapters or (None,) * len(step.requests)
+        for r, adapter in zip(step.requests, adapters, strict=True):
+            if r.tree is not None and r.tree.num_nodes:
+                self.stats.observe_draft(r.tree.num_nodes, len(r.accepted_path), adapter)
+                step_nodes += r.tree.num_nodes
+        self.planner.observe(step, input_batch.req_ids, record.walked, record.running)
+        if step_nodes:
+            self.stats.observe_step_nodes(step_nodes)
+            compacted = partial(self.stats.observe_ms, "compact")
+            self.planner.clock.measure(record.walked, record.compacted, compacted)
 
     def _draft(self, input_batch: Any, batch: list[HostRequest], most: int) -> torch.Tensor:
         """Trees of a batch that the host knows, of `most` nodes at most: kept, and their token ids

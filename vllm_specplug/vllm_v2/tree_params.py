@@ -14,7 +14,6 @@ Letters: M logits rows of the step, P the longest path, B bad words, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,8 @@ import numpy as np
 import torch
 
 from vllm_specplug.vllm_v2.penalty_processor import ContextualPenalty
-from vllm_specplug.vllm_v2.tree_paths import StepParents, TreePaths, output_tail, tree_paths
+from vllm_specplug.vllm_v2.step_context import StepContext
+from vllm_specplug.vllm_v2.tree_paths import TreePaths, output_tail, tree_paths
 
 # Added to logits by vLLM for a token that must come next.
 _FORCED = 1.0e9
@@ -32,20 +32,21 @@ _INF = float("inf")
 class TreeAwareParam:
     """One of vLLM's parameters: its own in steps without drafts, along paths in the others."""
 
-    def __init__(self, stock: Any, params: TreeParams) -> None:
+    def __init__(self, stock: Any, step: StepContext, longest_path: int) -> None:
         self.stock = stock
-        self.params = params
+        self.step = step
+        self.longest_path = longest_path
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor | None:
-        parents = self.params.parents()
+        parents = self.step.trees
         if parents is None:
             return self.stock.apply(logits, ctx)
         if not self.is_used(ctx.idx_mapping_np):
             return logits
-        paths = tree_paths(parents, ctx.input_ids, ctx.expanded_local_pos, self.params.longest_path)
+        paths = tree_paths(parents, ctx.input_ids, ctx.expanded_local_pos, self.longest_path)
         return self.apply_along(paths, logits, ctx)
 
     def is_used(self, slots: np.ndarray) -> bool:
@@ -88,8 +89,8 @@ class TreePenalties(TreeAwareParam):
 class TreeBadWords(TreeAwareParam):
     """The last token of a word whose other tokens end a row's sequence."""
 
-    def __init__(self, stock: Any, params: TreeParams) -> None:
-        super().__init__(stock, params)
+    def __init__(self, stock: Any, step: StepContext, longest_path: int) -> None:
+        super().__init__(stock, step, longest_path)
         # [slots] tokens of the longest word but its last
         self.longest = np.zeros(stock.req_states.max_num_reqs, dtype=np.int64)
 
@@ -192,8 +193,8 @@ class TreeProcessor(TreeAwareParam):
     stands behind the committed tokens, and no other row is there.
     """
 
-    def __init__(self, stock: Any, params: TreeParams, req_states: Any) -> None:
-        super().__init__(stock, params)
+    def __init__(self, stock: Any, step: StepContext, longest_path: int, req_states: Any) -> None:
+        super().__init__(stock, step, longest_path)
         self.req_states = req_states
         # [slots] whether it changes the request's logits
         self.is_active = np.zeros(req_states.max_num_reqs, dtype=bool)
@@ -206,7 +207,7 @@ class TreeProcessor(TreeAwareParam):
         return bool(np.any(self.is_active[slots]))
 
     def apply_along(self, paths: TreePaths, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-        parents = self.params.parents()
+        parents = self.step.trees
         assert parents is not None
         total_lens, all_token_ids = (
             self.req_states.total_len.gpu,
@@ -261,35 +262,29 @@ class TreeProcessor(TreeAwareParam):
         return (ctx.pos[rows] + 1).numpy().astype(ctx.seq_lens_upper_bound_np.dtype)
 
 
-class TreeParams:
-    """Puts the above into one of vLLM's samplers.
+def put_on_trees(sampler: Any, step: StepContext, longest_path: int) -> None:
+    """Puts the above into one of vLLM's samplers, before its first request.
 
     Args:
-        sampler: vLLM's sampler, before its first request.
-        parents: the running step's rows as trees; None in a step without drafts.
+        step: the running step; has no trees where there are no drafts.
         longest_path: the greatest depth a node can have.
     """
+    from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+    from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 
-    def __init__(
-        self, sampler: Any, parents: Callable[[], StepParents | None], longest_path: int
-    ) -> None:
-        from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
-        from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+    def on_trees(processor: Any) -> Any:
+        # By what vLLM builds itself; a subclass is somebody else's.
+        if processor is sampler.penalties_state:
+            return TreePenalties(processor, step, longest_path)
+        if type(processor) is BadWordsState:
+            return TreeBadWords(processor, step, longest_path)
+        if type(processor) is LogitBiasState:
+            return processor
+        if type(processor) is ContextualPenalty:
+            return TreeContextualPenalty(processor, step, longest_path)
+        return TreeProcessor(processor, step, longest_path, sampler.req_states)
 
-        self.parents = parents
-        self.longest_path = longest_path
-
-        def on_trees(processor: Any) -> Any:
-            # By what vLLM builds itself; a subclass is somebody else's.
-            if processor is sampler.penalties_state:
-                return TreePenalties(processor, self)
-            if type(processor) is BadWordsState:
-                return TreeBadWords(processor, self)
-            if type(processor) is LogitBiasState:
-                return processor
-            if type(processor) is ContextualPenalty:
-                return TreeContextualPenalty(processor, self)
-            return TreeProcessor(processor, self, sampler.req_states)
-
-        sampler.logits_processors[:] = map(on_trees, sampler.logits_processors)
-        sampler.thinking_budget_state = TreeThinkingBudget(sampler.thinking_budget_state, self)
+    sampler.logits_processors[:] = map(on_trees, sampler.logits_processors)
+    sampler.thinking_budget_state = TreeThinkingBudget(
+        sampler.thinking_budget_state, step, longest_path
+    )

@@ -18,7 +18,7 @@ from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
 from vllm_specplug.vllm_worker.attention_backend import claim_attention_backend
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.drafter_memory import drafter_memory, most_tree_rows
 from vllm_specplug.vllm_worker.rehearsal import profile_largest_step, warm_up_draft
 from vllm_specplug.vllm_worker.start_up import require_seams

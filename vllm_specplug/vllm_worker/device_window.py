@@ -22,7 +22,8 @@ from vllm_specplug.drafting.drafter import (
     device_tensor,
 )
 from vllm_specplug.kernels.finite_values import make_finite
-from vllm_specplug.vllm_worker.cuda_backend import CudaDraftRows, CudaKernels, table_rows
+from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
+from vllm_specplug.vllm_worker.device_draft_cache import CudaDraftRows, table_rows
 from vllm_specplug.vllm_worker.draft_cache import BlockTable
 from vllm_specplug.vllm_worker.window_cache import WINDOW_PAGE, Rings
 

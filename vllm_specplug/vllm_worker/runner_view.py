@@ -141,11 +141,11 @@ class RunnerView:
             return self.dummy_forward(rows, context)
         most = self.drafter_options.num_nodes + 1
         step = rehearsed_step(rows, self.max_requests, most, self.state_step)
-        self.runner.rehearsed_states = step
+        self.runner.step.rehearsed_states = step
         try:
             hidden = self.dummy_forward(rows, context)
         finally:
-            self.runner.rehearsed_states = None
+            self.runner.step.rehearsed_states = None
         step.commit(step.starts[1:] - 1)
         return hidden
 
@@ -192,18 +192,9 @@ class RunnerView:
 
     def adapters(self, req_indices: Sequence[int]) -> tuple[list[int], set[Any]]:
         """LoRA ids of requests of the batch, 0 for none, and vLLM's requests for those adapters."""
-        ids, requests = self.runner.step_adapters
+        ids, requests = self.runner.step.adapters
         # A rehearsal's requests are in no batch.
         return [ids[i] if i < len(ids) else 0 for i in req_indices], requests
-
-    def adapter_names(self, count: int) -> list[str | None]:
-        """LoRA adapters of the first `count` requests of the batch, "" for none; None for all on
-        an engine without any."""
-        if self.runner.lora_config is None:
-            return [None] * count
-        ids, requests = self.adapters(range(count))
-        names = {request.lora_int_id: request.lora_name for request in requests}
-        return [names.get(i, "") for i in ids]
 
     def forward(
         self,

@@ -17,8 +17,6 @@ import torch
 
 from vllm_specplug.drafting.drafter import (
     DraftRequests,
-    PartialCacheSpec,
-    TargetForward,
     WindowSpec,
     WindowTokens,
 )
@@ -31,7 +29,6 @@ from vllm_specplug.kernels import (
 from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.options import option_error
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
-from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 # Tokens of a page of a ring, on every device. Not those of the attention's caches: how many these
 # have is only known once vLLM has shared out the memory, and windows count before.
@@ -208,23 +205,3 @@ class PagedTargetCache:
             return output
 
         return attend
-
-
-class HostMemory:
-    """A backend of trees whose device's memory is the host's."""
-
-    def draft_window(self, spec: WindowSpec, state: RunnerView) -> WindowCache:
-        """The windows of a drafter."""
-        return WindowCache(spec, state.max_requests, state.dtype)
-
-    def target_cache(
-        self, kv_cache: torch.Tensor, block_table: Callable[[], torch.Tensor], scale: float
-    ) -> PagedTargetCache:
-        """What drafts attend of one layer of the target."""
-        return PagedTargetCache(kv_cache, block_table, scale)
-
-    def self_draft(self, state: RunnerView, spec: PartialCacheSpec) -> TargetForward:
-        """The target as its own draft."""
-        from vllm_specplug.vllm_worker.self_draft import SelfDraft
-
-        return SelfDraft(state, spec)

@@ -18,20 +18,9 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.drafter import (
-    DeviceTargetCache,
-    DraftCache,
-    DraftRequests,
-    PartialCacheSpec,
-    TargetForward,
-    WindowSpec,
-    device_tensor,
-)
 from vllm_specplug.kernels import TreeAttnMetadata, pinned
 from vllm_specplug.kernels.cuda_contract import (
     FULL_GRAPHS_VARIABLE,
-    MAX_TREE_ROWS,
     PLAN_ROWS,
 )
 from vllm_specplug.kernels.cuda_dispatch import (
@@ -42,19 +31,16 @@ from vllm_specplug.kernels.cuda_dispatch import (
     choose_cuda_kernel,
 )
 from vllm_specplug.kernels.features import PLAIN, AttnFeatures, FeatureKind
-from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.kernels.metadata import plan_columns
 from vllm_specplug.vllm_attention.full_graphs import replays_decoding, wants_full_graphs
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views, warm_up_store, without_scales
 from vllm_specplug.vllm_attention.tree_rows import CacheViews
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
-from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer
 from vllm_specplug.vllm_worker.ranks import slowest_rank_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 if TYPE_CHECKING:
     from vllm_specplug.kernels.kv_compact_triton import LayerCaches
-    from vllm_specplug.vllm_worker.device_window import DeviceWindowCache
 
 logger = init_logger("vllm.specplug.cuda")
 
@@ -374,190 +360,3 @@ class CudaKernels:
             fill_tree_words(
                 metadata.plan, metadata.parent_rows, metadata.mask_words, metadata.max_rows
             )
-
-    def draft_cache(
-        self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
-    ) -> DraftCache:
-        return CudaDraftCache(self, layers, block_table, scale)
-
-    def draft_window(self, spec: WindowSpec, state: RunnerView) -> DeviceWindowCache:
-        """The windows of a drafter."""
-        from vllm_specplug.vllm_worker.device_window import DeviceWindowCache
-
-        return DeviceWindowCache(self, spec, state.max_requests, state.dtype)
-
-    def target_cache(
-        self, kv_cache: torch.Tensor, block_table: BlockTable, scale: float
-    ) -> DeviceTargetCache:
-        """What drafts attend of one layer of the target."""
-        from vllm_specplug.vllm_worker.device_window import PagedDeviceTargetCache
-
-        return PagedDeviceTargetCache(self, kv_cache, block_table, scale)
-
-    def self_draft(self, state: RunnerView, spec: PartialCacheSpec) -> TargetForward:
-        """The target as its own draft."""
-        from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft
-
-        draft = DeviceSelfDraft(state, spec, self)
-        if self.device.type == "cuda":
-            draft.pool.warm_up(self.num_heads, self.dtype)
-        return draft
-
-
-def table_rows(requests: DraftRequests | DeviceRequests, device: torch.device) -> torch.Tensor:
-    """int32 [R]: each request's row of the batch's block table."""
-    if not isinstance(requests, DeviceRequests):
-        return device_tensor(requests.req_indices, device).to(torch.int32)
-    if requests.rows is not None:
-        return requests.rows
-    return torch.arange(len(requests), dtype=torch.int32, device=device)
-
-
-class CudaDraftRows:
-    """Attention of drafted rows over caches on the device; their own keys and values are in none.
-
-    Args:
-        kv_caches: [num_blocks, Hkv, block_size, 2 * Dh] of each layer.
-    """
-
-    def __init__(
-        self,
-        backend: CudaKernels,
-        kv_caches: list[torch.Tensor],
-        block_table: BlockTable,
-        scale: float,
-    ) -> None:
-        self.backend = backend
-        self.block_table = block_table
-        self.scale = scale
-        self.kv_caches = kv_caches
-        views = backend.views_of(kv_caches[0])
-        self.views = [views(cache) for cache in kv_caches]
-        self.kernel: ChosenKernel | None = None
-
-    def attention_of(
-        self, metadata: TreeAttnMetadata
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Attention of rows whose own keys and values are not in the cache."""
-        # A draft is made for any requests of the batch, which leaves gaps: no kernel is to have a
-        # variant for each.
-        metadata.query_starts = None
-        needs_words = metadata.mask_kind == "tree"
-
-        def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            nonlocal needs_words
-            output = torch.empty_like(query, memory_format=torch.contiguous_format)
-            kernel = self.kernel_for(query, key)
-            if needs_words:
-                # Here, as the kernel may be another one than the target's.
-                self.backend.fill_words(metadata, kernel)
-                needs_words = False
-            kernel.run(query, *self.views[layer], output, metadata, self.scale, key, value)
-            return output
-
-        return attend
-
-    def metadata_of(
-        self,
-        requests: DraftRequests | DeviceRequests,
-        # [R]
-        context_lens: torch.Tensor,
-        # [R, rows] int32
-        parent_rows: torch.Tensor,
-        # [R] int32 of the block table; None for those of the batch
-        tables: torch.Tensor | None = None,
-    ) -> TreeAttnMetadata:
-        """Metadata of as many rows for each request, of none where it gets no draft."""
-        device, (count, rows) = self.backend.device, parent_rows.shape
-        starts = torch.arange(0, count * rows, rows, dtype=torch.int32, device=device)
-        counts = torch.full_like(starts, rows)
-        if isinstance(requests, DeviceRequests):
-            counts = torch.where(requests.budgets > 0, counts, 0)
-            longest = requests.max_context
-        else:
-            longest = max(requests.context_lens)
-        if tables is None:
-            tables = table_rows(requests, device)
-        words = (count * rows, -(-rows // 64))
-        return TreeAttnMetadata(
-            torch.stack([tables, starts, counts, context_lens.to(torch.int32), starts]),
-            self.block_table(),
-            max_rows=rows,
-            max_context=longest,
-            mask_words=torch.empty(words, dtype=torch.int64, device=device),
-            parent_rows=parent_rows.flatten(),
-        )
-
-    def kernel_for(self, query: torch.Tensor, key: torch.Tensor) -> ChosenKernel:
-        """The head may have other heads than the target, so its kernel is chosen for it."""
-        if self.kernel is None:
-            block_size = self.views[0][0].shape[1]
-            shape = (query.shape[1], key.shape[1], query.shape[2], block_size)
-            self.kernel = self.backend.choose(KernelShape.of(shape, query.dtype), for_drafts=True)
-        return self.kernel
-
-
-class CudaDraftCache(CudaDraftRows):
-    """`drafting.drafter.DraftCache` over the pages of `DraftKVLayer`s, on the device."""
-
-    def __init__(
-        self,
-        backend: CudaKernels,
-        layers: list[DraftKVLayer],
-        block_table: BlockTable,
-        scale: float,
-    ) -> None:
-        super().__init__(backend, [layer.kv_cache for layer in layers], block_table, scale)
-        self.write_layer = backend.cache_writer()
-        limits = backend.limits
-        self.buffers = TreeBuffers(
-            StepLimits(
-                limits.num_requests,
-                limits.num_requests * MAX_TREE_ROWS,
-                MAX_TREE_ROWS,
-                limits.context,
-            ),
-            backend.device,
-        )
-
-    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
-        make_finite(keys, values)
-        for kv_cache, key, value in zip(self.kv_caches, keys, values, strict=True):
-            self.write_layer(key, value, kv_cache, slots)
-
-    def block_attention(
-        self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Attention of `rows` block rows per request over its paged context and the block."""
-        # Masks differ only beside sliding windows, which this device's adapter does not give.
-        assert isinstance(causal, bool), causal
-        if isinstance(requests, DeviceRequests):
-            chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=self.backend.device)
-            parents = chain.repeat(len(requests), 1)
-            metadata = self.metadata_of(requests, requests.context_lens, parents)
-        else:
-            block = np.arange(-1, rows - 1, dtype=np.int32)
-            metadata = self.buffers.fill(
-                requests.req_indices,
-                range(0, rows * len(requests), rows),
-                requests.context_lens,
-                [block] * len(requests),
-                self.block_table(),
-            )
-        if not causal:
-            metadata.mask_kind = "full"
-        return self.attention_of(metadata)
-
-    def tree_attention(
-        self,
-        requests: DraftRequests | DeviceRequests,
-        # [R]
-        context_lens: torch.Tensor,
-        # [R, rows] int32
-        parent_rows: torch.Tensor,
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Attention of tree rows over their paged context and their branch; see the protocol."""
-        return self.attention_of(self.metadata_of(requests, context_lens, parent_rows))
