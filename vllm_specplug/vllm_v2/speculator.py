@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
+from vllm_specplug.drafting.committed_tokens import CommittedSteps, CommittedTokens
+from vllm_specplug.drafting.drafter import DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
@@ -92,6 +94,12 @@ class TreeSpeculator(BaseSpeculator):
         running step."""
         self.planner, self.stats, self.step = planner, stats, step
 
+    @cached_property
+    def committed_steps(self) -> CommittedSteps:
+        """What the drafter has not seen. The hidden states of a device are not kept for it: a graph
+        writes where its last replay did."""
+        return CommittedSteps(self.proposer.drafter, keeps=self.device.type == "cpu")
+
     # -- requests that come and go -----------------------------------------------------------
 
     def add(
@@ -117,6 +125,8 @@ class TreeSpeculator(BaseSpeculator):
 
     def forget(self, gone: Sequence[str], ended: Sequence[str]) -> None:
         """Drops state of requests that are not running any more; of those in `ended` for good."""
+        if gone:
+            self.committed_steps.flush()
         self.proposer.drafter.forget(gone)
         self.planner.forget(ended)
         self.begun.difference_update(gone)
@@ -171,20 +181,53 @@ class TreeSpeculator(BaseSpeculator):
         num_sampled: torch.Tensor,
         most: int,
     ) -> torch.Tensor:
+        req_ids = list(input_batch.req_ids)
+        self._observe(input_batch, req_ids, last_hidden_states, aux_hidden_states, num_sampled)
+        # The ranks of a group wait for the first one's trees.
+        may_rest = not self.schedules_ahead and get_tensor_model_parallel_world_size() == 1
+        may_rest = may_rest and bool((num_sampled > 0).all())
+        if may_rest and self.planner.rests(req_ids):
+            return torch.zeros((len(req_ids), self.store.num_nodes), dtype=torch.int64)
+        batch = host_requests(self.req_states, input_batch, num_sampled)
+        return self._draft(input_batch, batch, most, req_ids if may_rest else ())
+
+    def _observe(
+        self,
+        input_batch: Any,
+        req_ids: list[str],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+    ) -> None:
+        """Shows the drafter what the step committed, now or once it needs to know."""
         drafter = self.proposer.drafter
         final = self.step.committed(input_batch)
-        committed = _committed_tokens(final, input_batch, aux_hidden_states)
-        batch = host_requests(self.req_states, input_batch, num_sampled)
+        if self.committed_steps.is_late:
+            # The next step writes its own in the same place.
+            final = replace(final, slots=final.slots.clone(), positions=final.positions.clone())
+        make = partial(
+            _committed_tokens,
+            final,
+            req_ids,
+            input_batch.query_start_loc_np[: len(req_ids) + 1].copy(),
+            aux_hidden_states,
+            self.step.walk is None,
+        )
+        following = None
         if self.spec.reads_next_tokens:
-            following = next_tokens(committed.positions.numpy(), batch)
-            committed = replace(committed, next_token_ids=torch.from_numpy(following))
-        drafter.observe(replace(committed, output_states=last_hidden_states))
-        for i, req_id in enumerate(input_batch.req_ids):
-            if req_id not in self.begun:
-                self.begun.add(req_id)
-                # Its first step has no drafts, and its rows are in the order of positions.
-                drafter.begin(req_id, i, int(final.positions[input_batch.query_start_loc_np[i]]))
-        return self._draft(input_batch, batch, most)
+            batch = host_requests(self.req_states, input_batch, num_sampled)
+            following = torch.from_numpy(next_tokens(make().positions.numpy(), batch))
+        self.committed_steps.add(
+            lambda: replace(make(), next_token_ids=following, output_states=last_hidden_states)
+        )
+        new = [i for i, req_id in enumerate(req_ids) if req_id not in self.begun]
+        if new:
+            self.committed_steps.flush()
+        for i in new:
+            self.begun.add(req_ids[i])
+            # Its first step has no drafts, and its rows are in the order of positions.
+            first = int(final.positions[input_batch.query_start_loc_np[i]])
+            drafter.begin(req_ids[i], i, first)
 
     def learn(
         self,
@@ -215,12 +258,25 @@ class TreeSpeculator(BaseSpeculator):
             compacted = partial(self.stats.observe_ms, "compact")
             self.planner.clock.measure(record.walked, record.compacted, compacted)
 
-    def _draft(self, input_batch: Any, batch: list[HostRequest], most: int) -> torch.Tensor:
+    def _draft(
+        self,
+        input_batch: Any,
+        batch: list[HostRequest],
+        most: int,
+        may_rest: Sequence[str] = (),
+    ) -> torch.Tensor:
         """Trees of a batch that the host knows, of `most` nodes at most: kept, and their token ids
-        int64 [R, N]."""
+        int64 [R, N].
+
+        Args:
+            may_rest: the batch's requests, where nothing need be drafted for the next one either.
+        """
         drafter = self.proposer.drafter
         requests, others = self._draft_requests(batch, most)
-        drafted = self.planner.draft(drafter, requests, others, self._room(requests))
+        others.req_ids = may_rest
+        drafted = self.planner.draft(
+            drafter, requests, others, self._room(requests), self.committed_steps.flush
+        )
         drafted = first_rank_trees(drafted, requests.budgets)
         trees = [DraftTree.empty()] * len(batch)
         for i, tree in zip(requests.req_indices, drafted, strict=True):
@@ -333,18 +389,35 @@ class TreeSpeculator(BaseSpeculator):
 
 
 def _committed_tokens(
-    committed: Committed, input_batch: Any, aux_hidden_states: list[torch.Tensor] | None
+    committed: Committed,
+    req_ids: list[str],
+    # [R + 1] first row of each request
+    starts: np.ndarray,
+    aux_hidden_states: list[torch.Tensor] | None,
+    is_plain: bool,
 ) -> CommittedTokens:
-    """What a drafter observes. Rows that committed nothing are left out, which reads the device."""
-    kept = committed.slots >= 0
-    req_ids = list(input_batch.req_ids)
-    counts = np.diff(input_batch.query_start_loc_np[: len(req_ids) + 1])
+    """What a drafter observes; rows that committed nothing are left out, which reads the device.
+
+    Args:
+        is_plain: whether the step had no drafts, so that every row committed its token.
+    """
+    owners = np.arange(len(req_ids)).repeat(np.diff(starts))
+    if not is_plain:
+        kept = committed.slots >= 0
+        committed = replace(
+            committed,
+            computed_rows=committed.computed_rows[kept],
+            positions=committed.positions[kept],
+            slots=committed.slots[kept],
+        )
+        owners = owners[kept.numpy()]
     return CommittedTokens(
         aux_hidden_states=aux_hidden_states or [],
-        rows=committed.computed_rows[kept],
-        positions=committed.positions[kept],
-        slots=committed.slots[kept],
+        rows=committed.computed_rows,
+        positions=committed.positions,
+        slots=committed.slots,
         last_rows=committed.last_rows,
         req_ids=req_ids,
-        owners=np.arange(len(req_ids)).repeat(counts)[kept.numpy()],
+        owners=owners,
+        in_order=is_plain,
     )
