@@ -25,7 +25,7 @@ import torch
 import vllm_specplug.methods.dels.drafter as dels
 from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
 from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
-from vllm_specplug.methods.dels.options import DelsSettings
+from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 from vllm_specplug.vllm_worker.linear import packed_linear
 

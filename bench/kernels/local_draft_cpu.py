@@ -21,7 +21,7 @@ import torch
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.block.drafter import build_best_first, top_candidates
 from vllm_specplug.methods.dels.checkpoint import load_local_head
-from vllm_specplug.methods.dels.options import DelsSettings
+from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.dels.unigram import load_unigram
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.train.target import TargetWeights

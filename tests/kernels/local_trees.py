@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm_specplug.kernels import top_candidates
-from vllm_specplug.methods.dels.options import DelsSettings
+from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 from vllm_specplug.methods.local.tree import BranchConfidence, LocalTreeBuilder
 

@@ -203,13 +203,18 @@ def bench(
         plan = plan_from(config, flags, server or [], console)
         sweep = Sweep(plan, out, cache_dir() / "logs", console)
         outcome = sweep.run(time_limit)
+    _publish(sweep, plan, out, report, console)
+    _leave(outcome, console)
+
+
+def _publish(sweep: Sweep, plan: BenchPlan, out: Path, report: bool, console: Console) -> None:
+    """Writes and prints what a sweep measured."""
     results = summarize(sweep, provenance(plan.execution))
     written = write_results(results, out)
     if report:
         written.append(write_page([results], out / "report.html"))
     console.print(to_markdown(results), markup=False, highlight=False, soft_wrap=True)
     console.print(f"written: {', '.join(str(path) for path in written)}", markup=False)
-    _leave(outcome, console)
 
 
 def _leave(outcome: Outcome, console: Console) -> None:

@@ -196,19 +196,29 @@ class DraftGate:
             return GateDecision(depths, gain, is_probe)
         self.is_on = False
         self._steps_since_forward += 1
-        probe_ms = float(draft_ms(1, self.deepest))
-        # In turn, so that no request depends on another's estimate for ever; but not of those that
-        # owe more than the probe itself, unless all do.
+        probed = self._probe(allowed, debts, float(draft_ms(1, self.deepest)), float(step_ms[0]))
+        if probed is None:
+            return GateDecision(depths, 1.0)
+        depths[probed] = limits[probed]
+        return GateDecision(depths, gain, is_probe=True)
+
+    def _probe(
+        self, allowed: npt.NDArray[np.bool_], debts: Floats, probe_ms: float, plain_ms: float
+    ) -> int | None:
+        """Index of a request to draft for although it does not pay; None for none.
+
+        In turn, so that no request depends on another's estimate for ever; but not of those that
+        owe more than the probe itself, unless all do.
+        """
         most_debt = max(probe_ms, float(debts[allowed].min()))
         candidates = np.flatnonzero(allowed & (debts <= most_debt))
-        chosen_one = int(candidates[self._probes % len(candidates)])
-        price = probe_ms + float(debts[chosen_one])
-        if self._steps_since_forward * PROBE_SHARE * float(step_ms[0]) >= price:
-            self._probes += 1
-            self._steps_since_forward = 0
-            depths[chosen_one] = limits[chosen_one]
-            return GateDecision(depths, gain, is_probe=True)
-        return GateDecision(depths, 1.0)
+        chosen = int(candidates[self._probes % len(candidates)])
+        price = probe_ms + float(debts[chosen])
+        if self._steps_since_forward * PROBE_SHARE * plain_ms < price:
+            return None
+        self._probes += 1
+        self._steps_since_forward = 0
+        return chosen
 
     def _sees_deeper(
         self,

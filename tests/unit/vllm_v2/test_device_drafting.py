@@ -38,7 +38,7 @@ from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.dels.drafter import DelsDrafter
-from vllm_specplug.methods.dels.options import DelsSettings
+from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
 from vllm_specplug.methods.dspark_tree.options import DSparkSettings
 from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head

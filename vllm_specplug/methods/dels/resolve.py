@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_specplug.methods.dels.checkpoint import inspect_local_head, resolve_local_head
-from vllm_specplug.methods.dels.options import DelsOptions, DelsSettings, depth_weights
+from vllm_specplug.methods.dels.settings import DelsSettings, depth_weights
 from vllm_specplug.methods.dels.unigram import (
     RELEASED_UNIGRAM_NAME,
     UNIGRAM_NAME,
@@ -16,6 +16,9 @@ from vllm_specplug.methods.dels.unigram import (
     tokenizer_fingerprint,
 )
 from vllm_specplug.options import option_error
+
+if TYPE_CHECKING:
+    from vllm_specplug.methods.dels.options import DelsOptions
 
 logger = logging.getLogger("vllm.specplug.config")
 

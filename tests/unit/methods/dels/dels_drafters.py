@@ -12,7 +12,7 @@ from tests.e2e.tiny import HIDDEN
 from tests.unit.methods.block.block_requests import VOCAB, NoContext
 from vllm_specplug.drafting.drafter import Drafter, DrafterOptions, TargetWeights
 from vllm_specplug.methods.block.fused_head import plain_linear
-from vllm_specplug.methods.dels.options import DelsSettings
+from vllm_specplug.methods.dels.settings import DelsSettings
 
 
 def load_drafter(

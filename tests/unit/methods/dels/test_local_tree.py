@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.methods.dels.local_heads import KINDS, H, V, make
-from vllm_specplug.methods.dels.options import DelsSettings
+from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import build_tree

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_specplug.methods.dels.options import depth_weights
+from vllm_specplug.methods.dels.settings import depth_weights
 
 
 @pytest.mark.parametrize(("first_depth", "leading"), [(1, ()), (2, (0.0,))])

@@ -114,27 +114,12 @@ def features(
 
         if length:
             tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
-            rng = random.Random(seed)
-            kinds = {
-                "conversations": (
-                    a.prompt_ids + a.answer_ids for p in files for a in answers.read_answers(p)
-                ),
-                "documents": (
-                    tokenizer(p.read_text(encoding="utf-8", errors="ignore"))["input_ids"]
-                    for p in rng.sample(documents, len(documents))
-                ),
-            }
-            streams = {k: fixed_lengths(parts, length) for k, parts in kinds.items()}
-            made: list[TokenSequence] = []
-            # In turn, so that a limit takes as many of one kind as of the other.
-            while streams and (not max_sequences or len(made) < max_sequences):
-                for kind in list(streams):
-                    tokens = next(streams[kind], None)
-                    if tokens is None:
-                        del streams[kind]
-                    else:
-                        made.append(TokenSequence(np.array(tokens, np.int64), 1, kind))
-            made = made[: max_sequences or None]
+            made = [
+                TokenSequence(np.array(tokens, np.int64), 1, kind)
+                for kind, tokens in _in_turn(
+                    _streams(files, documents, tokenizer, seed), length, max_sequences
+                )
+            ]
             with common.progress("sequences") as bar:
                 task = bar.add_task("features", total=len(made))
                 for number, start in enumerate(range(0, len(made), 16)):
@@ -149,19 +134,53 @@ def features(
             for number, (name, aside, rest) in enumerate(parts):
 
                 def sequences(part: list[Any]) -> list[TokenSequence]:
-                    return [
-                        TokenSequence(
-                            np.array(a.prompt_ids + a.answer_ids, np.int64),
-                            len(a.prompt_ids),
-                            a.source,
-                        )
-                        for a in part
-                    ]
+                    tokens = [np.array(a.prompt_ids + a.answer_ids, np.int64) for a in part]
+                    prompts = [(len(a.prompt_ids), a.source) for a in part]
+                    return [TokenSequence(t, *p) for t, p in zip(tokens, prompts, strict=True)]
 
                 if heldout is not None:
                     write(heldout / name, sequences(aside), False, number)
                 write(out / name, sequences(rest), anchor_offsets, number)
                 bar.update(task, completed=number + 1)
+
+
+def _streams(
+    files: Sequence[Path], documents: Sequence[Path], tokenizer: Any, seed: int
+) -> dict[str, Iterator[Sequence[int]]]:
+    """Token ids of the answers in `files`, and of the documents in a random order, by kind."""
+    from vllm_specplug.train import answers
+
+    def conversations() -> Iterator[Sequence[int]]:
+        for path in files:
+            for answer in answers.read_answers(path):
+                yield answer.prompt_ids + answer.answer_ids
+
+    def texts() -> Iterator[Sequence[int]]:
+        for path in random.Random(seed).sample(documents, len(documents)):
+            yield tokenizer(path.read_text(encoding="utf-8", errors="ignore"))["input_ids"]
+
+    return {"conversations": conversations(), "documents": texts()}
+
+
+def _in_turn(
+    streams: dict[str, Iterator[Sequence[int]]], length: int, most: int
+) -> Iterator[tuple[str, list[int]]]:
+    """Kinds and sequences of `length` tokens, at most `most` of them; 0 means all.
+
+    Kinds take turns, so that a limit takes as many of one as of the other.
+    """
+    left = {kind: iter(fixed_lengths(parts, length)) for kind, parts in streams.items()}
+    count = 0
+    while left:
+        for kind in list(left):
+            tokens = next(left[kind], None)
+            if tokens is None:
+                del left[kind]
+                continue
+            yield kind, tokens
+            count += 1
+            if count == most:
+                return
 
 
 @common.with_shared_options(compile=False, eval_sequences=24)
