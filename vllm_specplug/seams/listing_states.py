@@ -17,8 +17,7 @@ _WHY_BLOCKS = (
     "with prefix caching vLLM copies states between blocks with Triton kernels, and by how many "
     "states of drafts were accepted"
 )
-_V1_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-_V2_STATE = "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState"
+_MODEL_STATE = "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState"
 _HAS_STATES = f"vLLM takes parents of drafts in layers with a state ({TREE})"
 
 # With kernels of any kind.
@@ -43,11 +42,11 @@ STATE_SEAMS = SeamSet(
             _WHY_BLOCKS,
             _HAS_STATES,
             "vllm.v1.kv_cache_interface:MambaSpec",
-            f"{_V2_STATE}.preprocess_state",
-            f"{_V2_STATE}.postprocess_state",
+            f"{_MODEL_STATE}.preprocess_state",
+            f"{_MODEL_STATE}.postprocess_state",
         ),
         InstanceAttribute(
-            "state_blocks", f"{_V2_STATE}._mamba_state_idx_gpu", _WHY_BLOCKS, _HAS_STATES
+            "state_blocks", f"{_MODEL_STATE}._mamba_state_idx_gpu", _WHY_BLOCKS, _HAS_STATES
         ),
         *uses(
             "state_rows",
@@ -110,24 +109,6 @@ CPU_STATE_SEAMS = SeamSet(
             _HAS_STATES,
             make="vllm_specplug.vllm_worker.state_layers:without_draft_states",
         ),
-        Wrap(
-            "state_blocks",
-            "vllm.v1.worker.mamba_utils:batch_memcpy",
-            _WHY_BLOCKS,
-            _HAS_STATES,
-            make="vllm_specplug.vllm_worker.state_layers:host_copies",
-        ),
-        *overrides(
-            "state_blocks",
-            _WHY_BLOCKS,
-            _HAS_STATES,
-            _V1_RUNNER,
-            "_get_mamba_bufs",
-            "_update_states_after_model_execute",
-        ),
-        InstanceAttribute(
-            "state_blocks", f"{_V1_RUNNER}.mamba_state_idx", _WHY_BLOCKS, _HAS_STATES
-        ),
         *uses(
             "state_rows",
             _WHY_STATES,
@@ -138,7 +119,7 @@ CPU_STATE_SEAMS = SeamSet(
     )
 )
 
-# On CUDA, in the V2 runner.
+# On CUDA.
 DEVICE_STATE_SEAMS = SeamSet(
     (
         Wrap(

@@ -371,7 +371,15 @@ V2_USES: tuple[Seam, ...] = (
         "runner_v2_state",
         "step costs are measured with vLLM's dummy batches; the target drafts for itself",
         HAS_TREES,
-        f"{_RUNNER_V2}._dummy_run",
+        *(
+            f"{_RUNNER_V2}.{name}"
+            for name in (
+                "_dummy_run",
+                "get_kv_cache_spec",
+                "maybe_select_dummy_loras",
+                "maybe_remove_all_loras",
+            )
+        ),
     ),
     *(
         InstanceAttribute(
@@ -396,6 +404,23 @@ V2_USES: tuple[Seam, ...] = (
             "block_tables",
             "lora_config",
         ]
+    ),
+    *(
+        InstanceAttribute(
+            "runner_v2_setup",
+            f"{_RUNNER_V2}.{name}",
+            "a tree's metadata, parameters and walk go where the runner keeps its own",
+            HAS_TREES,
+        )
+        for name in (
+            "sampler",
+            "rejection_sampler",
+            "model_state",
+            "req_states",
+            "num_speculative_steps",
+            "use_aux_hidden_state_outputs",
+            "cache_config",
+        )
     ),
     *uses(
         "speculator",

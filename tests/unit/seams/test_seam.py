@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_specplug.seams.seam import Add, Append, Replace, Retype, Seam, SeamError, SeamSet, Wrap
+from vllm_specplug.seams.seam import Add, Replace, Retype, Seam, SeamError, SeamSet, Wrap
 
 
 class Base:
@@ -30,8 +30,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("seam_host")
     members = {"run": Host.run, "__annotations__": dict(Host.__annotations__)}
     module.Host = type("Host", (Base,), members)
-    module.entries = ["first"]
-    module.item = object()
     module.around = lambda stock: lambda self: f"around {stock(self)}"
     module.yes = lambda stock: True
     module.fails = lambda stock: 1 / 0
@@ -41,10 +39,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def wrap(path: str, make: str = "around") -> Wrap:
     return Wrap("key", f"seam_host:{path}", "why", "never", make=f"seam_host:{make}")
-
-
-def append() -> Append:
-    return Append("key", "seam_host:entries", "why", "never", item="seam_host:item")
 
 
 def test_a_wrapper_is_undone_to_the_object_that_was_there(host: Any) -> None:
@@ -107,34 +101,37 @@ def test_a_global_that_some_releases_lack_is_put_back(host: Any, before: bool | 
 
 
 def test_a_set_is_applied_whole_or_not_at_all(host: Any) -> None:
-    before = dict(vars(host.Host)), list(host.entries), dict(host.Host.__annotations__)
+    before = dict(vars(host.Host)), dict(host.Host.__annotations__)
     retype = Retype("key", "seam_host:Host", "why", "never", "size", "seam_host:Host")
-    good = [wrap("Host.run"), append(), retype]
+    good = [wrap("Host.run"), retype]
     seams = SeamSet([*good, wrap("Host.inherited", "fails")])
     with pytest.raises(SeamError, match=r"Host\.inherited could not.*division.*vLLM is as it was"):
         seams.apply()
-    after = dict(vars(host.Host)), list(host.entries), dict(host.Host.__annotations__)
+    after = dict(vars(host.Host)), dict(host.Host.__annotations__)
     assert after == before and not seams.is_applied
     works = SeamSet(good)
     works.apply()
     works.apply()
-    assert works.is_applied and host.entries == ["first", host.item]
+    assert works.is_applied and host.Host().run() == "around stock"
     assert host.Host.__annotations__["size"] == host.Host | None
     works.undo()
-    after = dict(vars(host.Host)), list(host.entries), dict(host.Host.__annotations__)
+    after = dict(vars(host.Host)), dict(host.Host.__annotations__)
     assert after == before and not works.is_applied
 
 
 def test_what_cannot_be_taken_back_is_said(host: Any) -> None:
     def meddling(stock: Any) -> Any:
-        host.entries.remove(host.item)
+        host.Host.run = lambda self: "theirs"
         raise ValueError("too late")
 
+    before = dict(host.Host.__annotations__)
     host.meddling = meddling
-    seams = SeamSet([wrap("Host.run"), append(), wrap("Host.inherited", "meddling")])
-    with pytest.raises(SeamError, match=r"too late\. Not taken back: seam_host\.entries no longer"):
+    retype = Retype("key", "seam_host:Host", "why", "never", "size", "seam_host:Host")
+    seams = SeamSet([retype, wrap("Host.run"), wrap("Host.inherited", "meddling")])
+    with pytest.raises(SeamError, match=r"too late\. Not taken back: seam_host\.Host\.run was"):
         seams.apply()
-    assert host.Host().run() == "stock"
+    assert host.Host().run() == "theirs"
+    assert host.Host.__annotations__ == before
 
 
 def test_missing_targets_are_found_without_applying() -> None:
