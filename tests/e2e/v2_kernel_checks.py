@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 
 from tests.e2e.pair import assert_same_output, generate, make_engine
-from vllm_specplug.seams import V2_CPU_ADMISSION, V2_CPU_KERNELS
+from vllm_specplug.seams import CPU_ADMISSION, CPU_KERNELS
 
 _PROMPTS = [np.random.default_rng(i).integers(6, 350, 5 + 9 * i).tolist() for i in range(4)]
 _LENGTH = {"max_tokens": 10, "ignore_eos": True}
@@ -37,8 +37,8 @@ def v1() -> Any:
 
 @cache
 def v2() -> Any:
-    V2_CPU_ADMISSION.apply()
-    V2_CPU_KERNELS.apply()
+    CPU_ADMISSION.apply()
+    CPU_KERNELS.apply()
     with runner(2):
         return make_engine(None, max_num_batched_tokens=24)
 
@@ -60,7 +60,7 @@ def interpreted_kernels() -> Iterator[list[str]]:
             launched.append(self.name)
             return self.kernel[grid]
 
-    modules = {s.target.partition(":")[0] for s in V2_CPU_KERNELS.seams if PREFIX in s.target}
+    modules = {s.target.partition(":")[0] for s in CPU_KERNELS.seams if PREFIX in s.target}
     patches = []
     for path in modules:
         name = path.removeprefix(f"{PREFIX}.")

@@ -15,10 +15,10 @@ def use_v2() -> None:
     import vllm.v1.worker.gpu_worker as gpu_worker
     from vllm.triton_utils import HAS_TRITON
 
-    from vllm_specplug.seams import V2_CPU_ADMISSION, V2_CPU_KERNELS
+    from vllm_specplug.seams import CPU_ADMISSION, CPU_KERNELS
 
     if not HAS_TRITON:
-        V2_CPU_ADMISSION.apply()
-        V2_CPU_KERNELS.apply()
+        CPU_ADMISSION.apply()
+        CPU_KERNELS.apply()
         # From 0.33 on; as the seam does it, which a worker of a tree method applies by itself.
         gpu_worker.HAS_TRITON = True

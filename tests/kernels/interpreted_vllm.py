@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from vllm_specplug.seams import V2_CPU_KERNELS
+from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.seams.seam import resolve
 
 PREFIX = "vllm.v1.worker.gpu"
@@ -66,7 +66,7 @@ def our_kernels(name: str) -> dict[str, Any]:
     target = f"{PREFIX}.{name}:"
     return {
         seam.attribute: resolve(seam.make)
-        for seam in V2_CPU_KERNELS.seams
+        for seam in CPU_KERNELS.seams
         if seam.target.startswith(target)
     }
 

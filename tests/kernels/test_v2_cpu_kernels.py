@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.interpreted_vllm import check, run_both, same
-from vllm_specplug.seams import V2_CPU_KERNELS
+from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_v2.cpu_kernels.inputs import zero_kv_blocks
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -67,7 +67,7 @@ class Batch:
 
 
 def test_every_kernel_has_the_parameters_of_vllms() -> None:
-    assert V2_CPU_KERNELS.verify() == []
+    assert CPU_KERNELS.verify() == []
 
 
 @few

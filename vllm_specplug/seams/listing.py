@@ -16,24 +16,23 @@ from vllm_specplug.seams.listing_latent import LATENT_SEAMS
 from vllm_specplug.seams.listing_pages import CPU_MEMORY_USES, ZEROED_PAGES, ZEROED_PAGES_USES
 from vllm_specplug.seams.listing_products import CPU_PRODUCTS, PRODUCT_USES
 from vllm_specplug.seams.listing_requests import REQUEST_SEAMS
-from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
-from vllm_specplug.seams.listing_v2 import (
+from vllm_specplug.seams.listing_runner import (
+    CPU_ADMISSION,
+    CPU_KERNELS,
     CPU_RUNNER,
+    CPU_RUNNER_USES,
     DEVICE_SPECULATOR,
+    GPU_RUNNER_USES,
     GRAPHS_OF_TREES,
+    MODEL_RUNNER,
+    RUNNER_USES,
     SPECULATOR,
-    V2_ADMISSION,
-    V2_CPU_ADMISSION,
-    V2_CPU_KERNELS,
-    V2_CPU_USES,
-    V2_GPU_USES,
-    V2_USES,
 )
+from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.listing_weights import CPU_WEIGHT_USES, GPU_WEIGHT_USES, WEIGHT_USES
 from vllm_specplug.seams.reasons import (
     CONTAINED,
     HAS_REGISTRY,
-    HAS_TREES,
     REGISTRY,
     TREE,
     WHY_CONTAINED,
@@ -135,7 +134,7 @@ PROCESS_SEAMS = SeamSet(
                 (_GRAMMARS, "grammar_bitmask", "grammar_bitmask"),
             )
         ),
-        *V2_ADMISSION,
+        *MODEL_RUNNER,
         Wrap(
             "penalty_processor",
             "vllm.v1.worker.gpu.sample.logits_processor.loader:_load_v2_logitsprocs",
@@ -167,7 +166,6 @@ REFUSAL = SeamSet(
     )
 )
 
-_WHY_STATE = "rows, tokens and caches of the step are in no argument that the runner hands over"
 _WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
 CPU_BACKENDS = SeamSet(
@@ -284,14 +282,6 @@ _WORKER_USES: tuple[Seam, ...] = (
         "vllm.model_executor.models.interfaces:supports_eagle3",
     ),
     *uses(
-        "runner_state",
-        _WHY_STATE,
-        HAS_TREES,
-        "vllm.model_executor.models.utils:extract_layer_index",
-        "vllm.forward_context:set_forward_context",
-        "vllm.v1.kv_cache_interface:FullAttentionSpec",
-    ),
-    *uses(
         "draft_kv_layer",
         "draft context lives in vLLM's pages, so prefix hits and preemption hold",
         "vLLM offers cache-only layers to proposers",
@@ -376,12 +366,12 @@ WORKER_SEAMS = {
             *_WORKER_USES,
             CPU_RUNNER,
             SPECULATOR,
-            *V2_CPU_KERNELS.seams,
+            *CPU_KERNELS.seams,
             CPU_PRODUCTS,
             *CPU_BACKENDS.seams,
             *_CPU_USES,
-            *V2_CPU_USES,
-            *V2_USES,
+            *CPU_RUNNER_USES,
+            *RUNNER_USES,
         )
     ),
     "cuda": SeamSet(
@@ -392,8 +382,8 @@ WORKER_SEAMS = {
             *ATTENTION_BACKENDS.seams,
             *GPU_WEIGHT_USES,
             *GPU_USES,
-            *V2_USES,
-            *V2_GPU_USES,
+            *RUNNER_USES,
+            *GPU_RUNNER_USES,
         )
     ),
 }
@@ -414,12 +404,12 @@ ALL_SEAMS: tuple[Seam, ...] = (
     *DEVICE_STATE_SEAMS.seams,
     *LATENT_SEAMS.seams,
     *_CPU_USES,
-    V2_CPU_ADMISSION,
-    *V2_CPU_KERNELS.seams,
-    *V2_CPU_USES,
-    *V2_USES,
+    CPU_ADMISSION,
+    *CPU_KERNELS.seams,
+    *CPU_RUNNER_USES,
+    *RUNNER_USES,
     *ATTENTION_BACKENDS.seams,
     *GPU_WEIGHT_USES,
     *GPU_USES,
-    *V2_GPU_USES,
+    *GPU_RUNNER_USES,
 )

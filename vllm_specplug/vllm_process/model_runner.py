@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree methods run in vLLM's V2 model runner.
 
-Seams: model_runner_v2, v2_cpu_admission.
+Seams: model_runner_v2, cpu_admission.
 
 What: `VllmConfig.use_v2_model_runner` is true of a config with a tree method, and
 `_get_v2_model_runner_unsupported_features` leaves out the entry that stands for our methods: they
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_specplug.seams import V2_CPU_ADMISSION
+from vllm_specplug.seams import CPU_ADMISSION
 from vllm_specplug.seams.seam import resolve
 from vllm_specplug.vllm_process.spec_config import tree_config
 
@@ -64,9 +64,9 @@ def wrap_v2_check(original: Callable[[Any], None]) -> Callable[[Any], None]:
                 f"Speculative method {spec.plugin_method!r} runs in vLLM's V2 model runner, which "
                 f"does not support {', '.join(lacking)}. Leave that out, or the method."
             )
-        if not current_platform.is_cpu() or resolve(V2_CPU_ADMISSION.target):
+        if not current_platform.is_cpu() or resolve(CPU_ADMISSION.target):
             return original(self)
-        with V2_CPU_ADMISSION.applied():
+        with CPU_ADMISSION.applied():
             return original(self)
 
     return validate

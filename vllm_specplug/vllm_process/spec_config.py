@@ -50,7 +50,7 @@ from vllm_specplug.registry import (
     misfit,
     owners_of,
 )
-from vllm_specplug.seams import V2_CPU_ADMISSION
+from vllm_specplug.seams import CPU_ADMISSION
 from vllm_specplug.seams.seam import resolve
 from vllm_specplug.vllm_process.versions import SeamReport, device_problem, refusal_text
 
@@ -282,7 +282,7 @@ def _check_model_runner(method: str, device: str) -> None:
             f"VLLM_USE_V2_MODEL_RUNNER=0 cannot be combined with speculative method {method!r}, "
             "which runs in vLLM's V2 model runner only. Unset VLLM_USE_V2_MODEL_RUNNER."
         )
-    if asked is None and device == "cpu" and not resolve(V2_CPU_ADMISSION.target):
+    if asked is None and device == "cpu" and not resolve(CPU_ADMISSION.target):
         logger.info(
             "Speculative method %r takes vLLM's V2 model runner, with CPU kernels of this package "
             "in place of Triton's. Plain vLLM takes V1 on this machine: greedy answers are the "

@@ -3,7 +3,7 @@
 
 vLLM's scheduler stays stock: the N nodes of a tree are N draft tokens to it. Nothing between the
 start of a step and its emitted tokens is read on the host, so steps may be scheduled ahead. The
-overrides below follow the order of a step. Seams: runner_v2_*.
+overrides below follow the order of a step. Seams: runner_*.
 """
 
 from __future__ import annotations

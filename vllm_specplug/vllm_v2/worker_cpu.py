@@ -14,10 +14,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.seams import (
     CPU_BACKENDS,
+    CPU_KERNELS,
     CPU_RUNNER,
+    CPU_WORKER_ADMISSION,
     SPECULATOR,
-    V2_CPU_KERNELS,
-    V2_CPU_WORKER,
 )
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
@@ -52,7 +52,7 @@ def tree_runner_class(stock: type) -> type:
 class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
     """vLLM's CPU worker; it names its runner class as a module global.
 
-    Seams: cpu_runner, speculator, cpu_backend, v2_cpu_admission, v2_cpu_kernels, cpu_products,
+    Seams: cpu_runner, speculator, cpu_backend, cpu_admission, cpu_kernels, cpu_products,
     cpu_worker, weight_updates.
     """
 
@@ -60,7 +60,7 @@ class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
     model_config: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with nullcontext() if HAS_TRITON else V2_CPU_WORKER.applied():
+        with nullcontext() if HAS_TRITON else CPU_WORKER_ADMISSION.applied():
             super().__init__(*args, **kwargs)
 
     def determine_available_memory(self) -> int:
@@ -85,6 +85,6 @@ class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
         if self.model_config.use_mla:
             use_latent_seams()
         if not HAS_TRITON:
-            V2_CPU_KERNELS.apply()
+            CPU_KERNELS.apply()
         with CPU_RUNNER.applied(), SPECULATOR.applied():
             super().init_device()

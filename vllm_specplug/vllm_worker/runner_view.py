@@ -4,7 +4,7 @@
 What calibration, draft forwards and drafters' caches need to know of the runner, they ask here and
 get as plain values.
 
-Seams: runner_state, runner_v2_state.
+Seam: runner_state.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
-from vllm_specplug.seams import V2_CPU_KERNELS
+from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_v2.penalty_processor import ContextualPenalty, draft_penalty
 from vllm_specplug.vllm_v2.tree_params import TreeParams
 from vllm_specplug.vllm_v2.tree_paths import tree_paths
@@ -39,11 +39,11 @@ def _kernels():
     if HAS_TRITON:
         yield
         return
-    was_applied = V2_CPU_KERNELS.is_applied
-    V2_CPU_KERNELS.apply()
+    was_applied = CPU_KERNELS.is_applied
+    CPU_KERNELS.apply()
     yield
     if not was_applied:
-        V2_CPU_KERNELS.undo()
+        CPU_KERNELS.undo()
 
 
 @dataclass
@@ -468,8 +468,8 @@ def penalised(requests: list[Request], logits: torch.Tensor, in_trees: bool = Tr
 
 def expected_penalised(requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
     """Token by token, from the definition."""
-    from vllm_specplug.tree.contextual_penalty import penalise, recent_tokens
     from vllm_specplug.request_params import parse_penalty
+    from vllm_specplug.tree.contextual_penalty import penalise, recent_tokens
 
     rows, logits, first = [], logits.clone(), 0
     for request in requests:

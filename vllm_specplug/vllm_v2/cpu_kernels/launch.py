@@ -54,10 +54,10 @@ def next_power_of_2(number: int) -> int:
 
 
 def make_next_power_of_2(stock: None) -> Callable[[int], int]:
-    """What vLLM's placeholder for Triton lacks. Seam: v2_cpu_kernels."""
+    """What vLLM's placeholder for Triton lacks. Seam: cpu_kernels."""
     return next_power_of_2
 
 
 def triton_stands_in(stock: bool) -> bool:
-    """Whether vLLM's config may take Triton for installed. Seam: v2_cpu_admission."""
+    """Whether vLLM's config may take Triton for installed. Seam: cpu_admission."""
     return True

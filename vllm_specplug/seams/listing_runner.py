@@ -21,9 +21,9 @@ from vllm_specplug.seams.seam import (
     Wrap,
 )
 
-_V2 = "vllm.v1.worker.gpu"
-_RUNNER_V2 = f"{_V2}.model_runner:GPUModelRunner"
-_CPU_KERNELS = "vllm_specplug.vllm_v2.cpu_kernels"
+_WORKER = "vllm.v1.worker.gpu"
+_RUNNER = f"{_WORKER}.model_runner:GPUModelRunner"
+_OWN_KERNELS = "vllm_specplug.vllm_v2.cpu_kernels"
 _WHY_KERNELS = (
     "without Triton the V2 runner has no kernels on a CPU; in place in workers of tree methods"
 )
@@ -38,23 +38,23 @@ CPU_RUNNER = Replace(
 
 SPECULATOR = Replace(
     "speculator",
-    f"{_V2}.model_runner:init_speculator",
-    "V2's list of speculators is closed; in place while a tree runner is built",
+    f"{_WORKER}.model_runner:init_speculator",
+    "vLLM's list of speculators is closed; in place while a tree runner is built",
     HAS_REGISTRY,
     make="vllm_specplug.vllm_v2.runner:make_speculator",
 )
 
 DEVICE_SPECULATOR = Replace(
     "device_speculator",
-    f"{_V2}.model_runner:init_speculator",
-    "V2's list of speculators is closed; in place while a tree runner of a device is built",
+    f"{_WORKER}.model_runner:init_speculator",
+    "vLLM's list of speculators is closed; in place while a tree runner of a device is built",
     HAS_REGISTRY,
     make="vllm_specplug.vllm_v2.device_speculator:make_device_speculator",
 )
 
 GRAPHS_OF_TREES = Replace(
     "graphs_of_trees",
-    f"{_V2}.model_runner:ModelCudaGraphManager",
+    f"{_WORKER}.model_runner:ModelCudaGraphManager",
     "full graphs take decoding requests of unequal numbers of rows for vLLM's adaptive "
     "verification alone; in place while a runner of trees makes its graphs",
     HAS_TREES,
@@ -62,7 +62,7 @@ GRAPHS_OF_TREES = Replace(
 )
 
 
-V2_ADMISSION = (
+MODEL_RUNNER = (
     Replace(
         "model_runner_v2",
         "vllm.config.vllm:VllmConfig.use_v2_model_runner",
@@ -94,40 +94,40 @@ V2_ADMISSION = (
     ),
 )
 
-V2_CPU_ADMISSION = Replace(
-    "v2_cpu_admission",
+CPU_ADMISSION = Replace(
+    "cpu_admission",
     "vllm.config.vllm:HAS_TRITON",
     "vLLM refuses the V2 runner without Triton; in place while the config of a tree method is "
     "checked",
     HAS_CPU_KERNELS,
-    make=f"{_CPU_KERNELS}.launch:triton_stands_in",
+    make=f"{_OWN_KERNELS}.launch:triton_stands_in",
 )
 
-V2_CPU_WORKER = Add(
-    "v2_cpu_admission",
+CPU_WORKER_ADMISSION = Add(
+    "cpu_admission",
     "vllm.v1.worker.gpu_worker:HAS_TRITON",
     "from 0.33 on a worker refuses the V2 runner without Triton as well; in place while one of a "
     "tree method is made",
     HAS_CPU_KERNELS,
-    make=f"{_CPU_KERNELS}.launch:triton_stands_in",
+    make=f"{_OWN_KERNELS}.launch:triton_stands_in",
 )
 
-V2_CPU_KERNELS = SeamSet(
+CPU_KERNELS = SeamSet(
     (
         ReplaceKernel(
-            "v2_cpu_kernels",
+            "cpu_kernels",
             "vllm.v1.worker.utils:_zero_kv_blocks_kernel",
             _WHY_KERNELS,
             HAS_CPU_KERNELS,
-            make=f"{_CPU_KERNELS}.inputs:zero_kv_blocks",
+            make=f"{_OWN_KERNELS}.inputs:zero_kv_blocks",
         ),
         *(
             ReplaceKernel(
-                "v2_cpu_kernels",
-                f"{_V2}.{module}:_{name}_kernel",
+                "cpu_kernels",
+                f"{_WORKER}.{module}:_{name}_kernel",
                 _WHY_KERNELS,
                 HAS_CPU_KERNELS,
-                make=f"{_CPU_KERNELS}.{ours}:{name}",
+                make=f"{_OWN_KERNELS}.{ours}:{name}",
             )
             for ours, module, names in (
                 (
@@ -167,52 +167,56 @@ V2_CPU_KERNELS = SeamSet(
             for name in names.split()
         ),
         Add(
-            "v2_cpu_kernels",
+            "cpu_kernels",
             "vllm.triton_utils:triton.next_power_of_2",
             _WHY_KERNELS,
             HAS_CPU_KERNELS,
-            make=f"{_CPU_KERNELS}.launch:make_next_power_of_2",
+            make=f"{_OWN_KERNELS}.launch:make_next_power_of_2",
         ),
     )
 )
 
-V2_CPU_USES: tuple[Seam, ...] = (
+CPU_RUNNER_USES: tuple[Seam, ...] = (
     *uses(
-        "runner_v2_setup",
+        "runner_setup",
         "drafters read the target's hidden states; caches are known only after allocation",
         HAS_REGISTRY,
         "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
     ),
     *overrides(
-        "v2_cpu_admission",
+        "cpu_admission",
         "from 0.33 on a worker refuses the V2 runner without Triton",
         HAS_CPU_KERNELS,
         "vllm.v1.worker.cpu_worker:CPUWorker",
         "__init__",
     ),
-    V2_CPU_WORKER,
+    CPU_WORKER_ADMISSION,
     *uses(
-        "v2_cpu_kernels",
+        "cpu_kernels",
         "from 0.33 on cached draft logits come with seeds by step",
         HAS_CPU_KERNELS,
-        f"{_V2}.sample:gumbel",
+        f"{_WORKER}.sample:gumbel",
     ),
 )
 
+_WHY_STATE = (
+    "what calibration, draft forwards and drafters' caches need of the runner is in no argument "
+    "that it hands over"
+)
 _WHY_HISTORY = (
     "n-gram lookups read whole token histories in every step, which vLLM keeps in the host's memory"
 )
 
-V2_GPU_USES: tuple[Seam, ...] = (
+GPU_RUNNER_USES: tuple[Seam, ...] = (
     *uses(
         "device_ngrams",
         _WHY_HISTORY,
         "a registered method may ask for them on the device, as vLLM's own does",
-        f"{_V2}.buffer_utils:StagedWriteTensor",
+        f"{_WORKER}.buffer_utils:StagedWriteTensor",
     ),
     InstanceAttribute(
         "device_ngrams",
-        f"{_V2}.states:RequestState.all_token_ids",
+        f"{_WORKER}.states:RequestState.all_token_ids",
         _WHY_HISTORY,
         "a registered method may ask for them on the device, as vLLM's own does",
     ),
@@ -220,23 +224,23 @@ V2_GPU_USES: tuple[Seam, ...] = (
         "graphs_of_trees",
         "draft forwards are captured as vLLM captures those of its own methods",
         HAS_REGISTRY,
-        f"{_V2}.cudagraph_utils:CudaGraphManager.capture",
-        f"{_V2}.cudagraph_utils:CudaGraphManager.dispatch",
-        f"{_V2}.cudagraph_utils:CudaGraphManager.run_fullgraph",
-        f"{_V2}.cudagraph_utils:BatchExecutionDescriptor",
+        f"{_WORKER}.cudagraph_utils:CudaGraphManager.capture",
+        f"{_WORKER}.cudagraph_utils:CudaGraphManager.dispatch",
+        f"{_WORKER}.cudagraph_utils:CudaGraphManager.run_fullgraph",
+        f"{_WORKER}.cudagraph_utils:BatchExecutionDescriptor",
         "vllm.config.compilation:CUDAGraphMode",
     ),
     *overrides(
         "graphs_of_trees",
         "draft forwards are captured as vLLM captures those of its own methods",
         HAS_REGISTRY,
-        f"{_V2}.cudagraph_utils:CudaGraphManager",
+        f"{_WORKER}.cudagraph_utils:CudaGraphManager",
         "__init__",
     ),
     *(
         InstanceAttribute(
             "graphs_of_trees",
-            f"{_V2}.cudagraph_utils:CudaGraphManager.{name}",
+            f"{_WORKER}.cudagraph_utils:CudaGraphManager.{name}",
             "vLLM's graphs differ in rows or in requests, drafts of trees in depth as well, and "
             "ragged steps in both",
             HAS_REGISTRY,
@@ -253,143 +257,135 @@ V2_GPU_USES: tuple[Seam, ...] = (
         "gpu_worker",
         "drafts and the logits of all rows are memory that the KV cache must not get",
         HAS_REGISTRY,
-        _RUNNER_V2,
+        _RUNNER,
         "profile_run",
     ),
 )
 
-V2_USES: tuple[Seam, ...] = (
+RUNNER_USES: tuple[Seam, ...] = (
     *uses(
         "tree_params",
         "penalties, bad words and thinking budgets read the rows before a row, which are not its "
         "ancestors",
         HAS_TREES,
-        f"{_V2}.sample.bad_words:BadWordsState",
-        f"{_V2}.sample.logit_bias:LogitBiasState",
+        f"{_WORKER}.sample.bad_words:BadWordsState",
+        f"{_WORKER}.sample.logit_bias:LogitBiasState",
     ),
     *uses(
         "penalty_processor",
-        "the contextual penalty reads committed tokens where V2 keeps them",
+        "the contextual penalty reads committed tokens where vLLM keeps them",
         "the entry point distinguishes the model runners",
-        f"{_V2}.sample.logits_processor:LogitsProcessor",
-        f"{_V2}.buffer_utils:UvaBackedTensor",
+        f"{_WORKER}.sample.logits_processor:LogitsProcessor",
+        f"{_WORKER}.buffer_utils:UvaBackedTensor",
     ),
     *overrides(
         "penalty_processor",
-        "the contextual penalty reads committed tokens where V2 keeps them",
+        "the contextual penalty reads committed tokens where vLLM keeps them",
         "the entry point distinguishes the model runners",
-        f"{_V2}.sample.logits_processor:LogitsProcessor",
+        f"{_WORKER}.sample.logits_processor:LogitsProcessor",
         "__init__",
         "add_request",
         "apply_staged_writes",
         "apply",
     ),
     *overrides(
-        "runner_v2_step",
+        "runner_step",
         "a step is timed, its statistics leave with its output, and a scheduler that waits for "
         "drafts is told how many there are",
         HAS_TREES,
-        _RUNNER_V2,
+        _RUNNER,
         "__init__",
         "execute_model",
         "sample_tokens",
         "take_draft_token_ids",
     ),
     *overrides(
-        "runner_v2_inputs",
+        "runner_inputs",
         "trees are kept by request slot; rotary positions follow depth",
         HAS_TREES,
-        _RUNNER_V2,
+        _RUNNER,
         "finish_requests",
         "add_requests",
         "prepare_attn",
     ),
     *overrides(
-        "runner_v2_inputs",
+        "runner_inputs",
         "every dummy forward makes LoRA adapters and removes them, those of a calibration too",
-        "V2's dummy forwards take remove_lora",
-        _RUNNER_V2,
+        "vLLM's dummy forwards take remove_lora",
+        _RUNNER,
         "maybe_setup_dummy_loras",
     ),
     *overrides(
-        "runner_v2_inputs",
+        "runner_inputs",
         "one row with logits per request is mapped to its LoRA adapter, and a tree has many",
         "V2 maps as many as there are, as V1 does",
-        _RUNNER_V2,
+        _RUNNER,
         "_set_active_loras",
     ),
     Overrides(
-        "runner_v2_inputs",
-        f"{_V2}.model_states.interface:ModelState.prepare_attn",
+        "runner_inputs",
+        f"{_WORKER}.model_states.interface:ModelState.prepare_attn",
         "tree rows are attached to the attention metadata",
         HAS_TREES,
     ),
     Overrides(
-        "runner_v2_inputs",
-        f"{_V2}.model_states.interface:ModelState.prepare_inputs",
+        "runner_inputs",
+        f"{_WORKER}.model_states.interface:ModelState.prepare_inputs",
         "rotary positions on several axes follow depth, too; vLLM makes them after the others",
         HAS_TREES,
     ),
     *overrides(
-        "runner_v2_sample",
+        "runner_sample",
         "compaction must end before blocks are hashed",
         "a registered method may bring its own acceptance",
-        _RUNNER_V2,
+        _RUNNER,
         "sample",
     ),
     *uses(
-        "runner_v2_sample",
+        "runner_sample",
         "acceptance is a walk over the samples of all rows",
         "a registered method may bring its own acceptance",
         "vllm.config.model:PROCESSED_LOGPROBS_MODES",
-        f"{_V2}.input_batch:get_num_sampled_and_rejected",
-        f"{_V2}.metrics.logits:get_num_nans",
-        f"{_V2}.sample.bad_words:BadWordsState",
-        f"{_V2}.sample.logit_bias:LogitBiasState",
-        f"{_V2}.sample.logprob:compute_topk_scores",
-        f"{_V2}.sample.output:SamplerOutput",
-        f"{_V2}.sample.output:SamplingMaskTensors",
-        f"{_V2}.sample.sampler:Sampler.get_logprobs_dims",
-        f"{_V2}.sample.sampler:Sampler.sample",
+        f"{_WORKER}.input_batch:get_num_sampled_and_rejected",
+        f"{_WORKER}.metrics.logits:get_num_nans",
+        f"{_WORKER}.sample.bad_words:BadWordsState",
+        f"{_WORKER}.sample.logit_bias:LogitBiasState",
+        f"{_WORKER}.sample.logprob:compute_topk_scores",
+        f"{_WORKER}.sample.output:SamplerOutput",
+        f"{_WORKER}.sample.output:SamplingMaskTensors",
+        f"{_WORKER}.sample.sampler:Sampler.get_logprobs_dims",
+        f"{_WORKER}.sample.sampler:Sampler.sample",
     ),
     *overrides(
-        "runner_v2_setup",
+        "runner_setup",
         "drafters read the target's hidden states; caches are known only after allocation",
         HAS_REGISTRY,
-        _RUNNER_V2,
+        _RUNNER,
         "load_model",
         "initialize_kv_cache",
     ),
     *uses(
-        "runner_v2_setup",
+        "runner_setup",
         "drafters read the target's hidden states; caches are known only after allocation",
         HAS_REGISTRY,
         "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
         "vllm.triton_utils:HAS_TRITON",
     ),
     *uses(
-        "runner_v2_state",
-        "step costs are measured with vLLM's dummy batches; the target drafts for itself",
+        "runner_state",
+        _WHY_STATE,
         HAS_TREES,
-        *(
-            f"{_RUNNER_V2}.{name}"
-            for name in (
-                "_dummy_run",
-                "get_kv_cache_spec",
-                "maybe_select_dummy_loras",
-                "maybe_remove_all_loras",
-            )
-        ),
+        "vllm.model_executor.models.utils:extract_layer_index",
+        "vllm.forward_context:set_forward_context",
+        "vllm.v1.kv_cache_interface:FullAttentionSpec",
+        f"{_RUNNER}._dummy_run",
+        f"{_RUNNER}.get_kv_cache_spec",
+        f"{_RUNNER}.maybe_select_dummy_loras",
+        f"{_RUNNER}.maybe_remove_all_loras",
     ),
     *(
-        InstanceAttribute(
-            "runner_v2_state",
-            f"{_RUNNER_V2}.{name}",
-            "what drafters' caches and forwards beside the steps need is in no argument that the "
-            "runner hands over",
-            HAS_TREES,
-        )
-        for name in [
+        InstanceAttribute("runner_state", f"{_RUNNER}.{name}", _WHY_STATE, HAS_TREES)
+        for name in (
             "vllm_config",
             "model_config",
             "parallel_config",
@@ -403,12 +399,12 @@ V2_USES: tuple[Seam, ...] = (
             "kv_cache_config",
             "block_tables",
             "lora_config",
-        ]
+        )
     ),
     *(
         InstanceAttribute(
-            "runner_v2_setup",
-            f"{_RUNNER_V2}.{name}",
+            "runner_setup",
+            f"{_RUNNER}.{name}",
             "a tree's metadata, parameters and walk go where the runner keeps its own",
             HAS_TREES,
         )
@@ -424,15 +420,15 @@ V2_USES: tuple[Seam, ...] = (
     ),
     *uses(
         "speculator",
-        "V2 asks a speculator for the next drafts",
+        "vLLM's runner asks a speculator for the next drafts",
         HAS_REGISTRY,
-        f"{_V2}.spec_decode.speculator:BaseSpeculator",
+        f"{_WORKER}.spec_decode.speculator:BaseSpeculator",
     ),
     *overrides(
         "speculator",
-        "V2 asks a speculator for the next drafts",
+        "vLLM's runner asks a speculator for the next drafts",
         HAS_REGISTRY,
-        f"{_V2}.spec_decode.speculator:BaseSpeculator",
+        f"{_WORKER}.spec_decode.speculator:BaseSpeculator",
         "init_cudagraph_manager",
         "capture",
         "propose",
