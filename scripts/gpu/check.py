@@ -32,6 +32,7 @@ from problems import TREE_KERNELS, Problem, ProblemSpec, unsupported  # noqa: E4
 from report import Report  # noqa: E402
 
 from vllm_specplug.kernels import cuda_dispatch  # noqa: E402
+from vllm_specplug.tree import DraftTree, build_tree  # noqa: E402
 
 # Of ||out - ref|| / ||ref||.
 LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 1e-4}
@@ -218,16 +219,23 @@ class KernelChecks:
         record["replays"] = 4
 
 
+def accepted_path(tree: DraftTree, samples: np.ndarray) -> list[int]:
+    """Nodes that the walk accepts; `samples` are the root's, then each node's."""
+    path: list[int] = []
+    node = -1
+    while (child := tree.child_of(node, int(samples[node + 1]))) is not None:
+        path.append(child)
+        node = child
+    return path
+
+
 def check_step_kernels(record: dict, device: torch.device) -> None:
     """Words, compaction, builder and walk against the CPU implementations."""
-    from vllm_specplug.accept import walk_trees
     from vllm_specplug.kernels import ancestor_words
     from vllm_specplug.kernels.kv_compact_triton import LayerCaches, compact_paths_triton
     from vllm_specplug.kernels.step_trees_triton import walk_trees_triton
     from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
     from vllm_specplug.kernels.tree_words_triton import fill_tree_words
-    from vllm_specplug.kvcache import path_moves
-    from vllm_specplug.tree import DraftTree, build_tree
 
     rng = np.random.default_rng(0)
     big = device.type == "cuda"
@@ -273,9 +281,7 @@ def check_step_kernels(record: dict, device: torch.device) -> None:
                 children = np.flatnonzero(tree.parent_indices == row - 1)
                 if len(children) and rng.random() < 0.8:
                     samples[start + row] = tree.token_ids[rng.choice(children)]
-        wanted_walk = walk_trees(
-            trees, starts[:-1].tolist(), lambda at, live, drawn=samples: [int(drawn[r]) for r in at]
-        )
+        wanted_paths = [accepted_path(t, samples[s:]) for t, s in zip(trees, starts, strict=False)]
         flat_tokens = np.concatenate([np.concatenate([[-5], t.token_ids]) for t in trees])
         # In the walk a parent is a row of all trees.
         parent_rows = flat_parents + torch.from_numpy(np.repeat(starts[:-1], rows))
@@ -285,8 +291,10 @@ def check_step_kernels(record: dict, device: torch.device) -> None:
             parent_rows.to(device), torch.from_numpy(starts).to(device), budget + 1,
         )  # fmt: skip
         for r, length in enumerate(lengths.tolist()):
-            assert paths[r, :length].tolist() == wanted_walk.accepted_paths[r], (turn, r)
-            assert emitted[r, : length + 1].tolist() == wanted_walk.token_ids[r], (turn, r)
+            path = wanted_paths[r]
+            assert paths[r, :length].tolist() == path, (turn, r)
+            wanted_tokens = [samples[starts[r] + 1 + node] for node in (-1, *path)]
+            assert emitted[r, : length + 1].tolist() == wanted_tokens, (turn, r)
 
         page, heads, dim, layers = (16, 8, 128, 36) if big else (8, 2, 8, 2)
         contexts = rng.integers(0, 300, batch)
@@ -299,14 +307,19 @@ def check_step_kernels(record: dict, device: torch.device) -> None:
             for _ in range(layers)
         ]
         expected = [c.clone() for c in caches]
-        moves = path_moves(
-            [(p, int(c), b.numpy()) for p, c, b in
-             zip(wanted_walk.accepted_paths, contexts, table, strict=True)], page,
-        )  # fmt: skip
-        for cache in expected:
-            flat = cache.view(-1, heads, 2 * dim)
-            for source, target in zip(*moves, strict=True):
-                flat[int(target)] = flat[int(source)]
+        moves = [
+            tuple(
+                int(row[(context + 1 + index) // page]) * page + (context + 1 + index) % page
+                for index in (node, place)
+            )
+            for path, context, row in zip(wanted_paths, contexts.tolist(), table, strict=True)
+            for place, node in enumerate(path)
+            if place != node
+        ]
+        for cache, before in zip(expected, caches, strict=True):
+            flat, unmoved = (c.view(-1, heads, 2 * dim) for c in (cache, before))
+            for source, target in moves:
+                flat[target] = unmoved[source]
         compact_paths_triton(
             LayerCaches.of([tuple(c.split(dim, dim=-1)) for c in caches]),
             paths, lengths, torch.from_numpy(contexts.astype(np.int32)).to(device),
@@ -314,7 +327,7 @@ def check_step_kernels(record: dict, device: torch.device) -> None:
         )  # fmt: skip
         for cache, want in zip(caches, expected, strict=True):
             assert torch.equal(cache, want), turn
-        record["moves"] = record.get("moves", 0) + len(moves[0])
+        record["moves"] = record.get("moves", 0) + len(moves)
 
 
 # The interpreter and torch start within this.

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.kvcache import path_moves
 from vllm_specplug.tree import build_tree
 
 pytest.importorskip("triton")
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_compaction_moves_every_layer_as_ordered_moves_would(dtype):
+def test_compaction_gathers_every_layers_paths(dtype):
     page, heads, head_dim, layers = 8, 3, 5, 2
     paths = [[0, 1, 2], [0, 2, 5, 6, 11], [3], [], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
     contexts = [5, 6, 0, 40, 15]
@@ -37,13 +36,16 @@ def test_compaction_moves_every_layer_as_ordered_moves_would(dtype):
         for _ in range(layers)
     ]
     expected = [c.clone() for c in caches]
-    sources, targets = path_moves(
-        [(p, c, b.numpy()) for p, c, b in zip(paths, contexts, blocks, strict=True)], page
-    )
-    assert len(sources) > 10
-    for cache in expected:
-        for source, target in zip(sources, targets, strict=True):
-            cache[target // page, :, target % page] = cache[source // page, :, source % page]
+    moves = 0
+    for path, context, row in zip(paths, contexts, blocks.tolist(), strict=True):
+        for place, node in enumerate(path):
+            (target, to), (source, at) = (
+                divmod(context + 1 + index, page) for index in (place, node)
+            )
+            moves += place != node
+            for cache, before in zip(expected, caches, strict=True):
+                cache[row[target], :, to] = before[row[source], :, at]
+    assert moves > 10
 
     padded = torch.zeros(len(paths), 9, dtype=torch.int32)
     for r, path in enumerate(paths):

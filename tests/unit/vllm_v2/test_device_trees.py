@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB, attached, input_batch, stored, trees
-from vllm_specplug.accept import walk_trees as walk_on_host
+from tests.unit.vllm_v2.walk_oracle import walk_on_host
 from vllm_specplug.kernels import ancestor_words as words_on_host
-from vllm_specplug.kvcache import path_moves as moves_on_host
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.device_trees import (
     NO_NODE,
@@ -85,31 +85,71 @@ def test_the_walk_is_that_of_the_host(batch: list[DraftTree], seed: int) -> None
                 row = starts[i] + 1 + int(tree.parent_indices[node])
                 samples[row] = int(tree.token_ids[node])
     walk = walk_trees(step, samples, tokens)
-    expected = walk_on_host(batch, starts[:-1], lambda rows, live: samples[rows].tolist())
     emitting = emitting_rows(step, walk)
-    for i, (path, emitted) in enumerate(
-        zip(expected.accepted_paths, expected.token_ids, strict=True)
+    # A slot is its block and offset; blocks in no order.
+    slots = np.concatenate([_slots(context, rng, 40 * i) for i, context in enumerate(contexts)])
+    cache = torch.arange(len(batch) * 40 * BLOCK)
+    for source, target in zip(
+        *(t.flatten() for t in path_moves(step, walk, torch.from_numpy(slots))), strict=True
     ):
+        cache[target] = cache[source].clone()
+    for i, tree in enumerate(batch):
+        path, emitted = walk_on_host(tree, samples[starts[i] : starts[i + 1]].tolist())
         assert walk.lengths[i] == len(path)
-        assert walk.emitted[i, : len(path) + 1].tolist() == list(emitted)
+        assert walk.emitted[i, : len(path) + 1].tolist() == emitted
         rows = [starts[i], *(starts[i] + 1 + node for node in path)]
         assert walk.path_rows[i, : len(rows)].tolist() == rows
         assert emitting[starts[i] : starts[i] + len(rows)].tolist() == rows
+        # One move after the other, no row of the path is lost.
+        behind_root = slots[starts[i] : starts[i] + len(rows)]
+        assert cache[behind_root].tolist() == slots[rows].tolist()
 
-    # A slot is its block and offset; blocks in no order.
-    blocks = [rng.permutation(40) + 40 * i for i in range(len(batch))]
-    slots = np.concatenate(
-        [
-            blocks[i][(contexts[i] + np.arange(13)) // BLOCK] * BLOCK
-            + (contexts[i] + np.arange(13)) % BLOCK
-            for i in range(len(batch))
-        ]
+
+def _slots(context: int, rng: np.random.Generator, first_block: int) -> np.ndarray:
+    """Cache slots of a root at position `context` and of the 12 rows behind it."""
+    blocks, positions = first_block + rng.permutation(40), context + np.arange(13)
+    return blocks[positions // BLOCK] * BLOCK + positions % BLOCK
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_two_tokens_have_the_targets_joint_distribution(biased: bool) -> None:
+    """Though drafts hold some of them. The control draws again where no child has the sample."""
+    trials, draws = 20_000, np.random.default_rng(0)
+    target = np.random.default_rng(1)
+    first, second = target.dirichlet(np.ones(4)), target.dirichlet(np.ones(4), size=4)
+    tree = DraftTree(
+        np.array([2, 0, 2, 1]),
+        np.array([-1, -1, 0, 0], np.int32),
+        np.array([1, 1, 2, 2], np.int32),
+        np.zeros(4, np.float32),
     )
-    sources, targets = path_moves(step, walk, torch.from_numpy(slots))
-    moved = sources != targets
-    host = moves_on_host(zip(expected.accepted_paths, contexts, blocks, strict=True), BLOCK)
-    assert sources[moved].tolist() == host[0].tolist()
-    assert targets[moved].tolist() == host[1].tolist()
+    # Requests that are walked together.
+    together = 100
+    slots, contexts = list(range(together)), [5] * together
+    store = TreeStore(together, 4, VOCAB, CPU)
+    tokens = torch.nn.functional.pad(stored(store, [tree] * together, slots, contexts), (1, 0))
+    step = attach_trees(store, step_rows(input_batch(slots, contexts, [4] * together), 4))
+    pairs = np.zeros((4, 4))
+    accepted = 0
+    for _ in range(trials // together):
+        drawn = np.empty((together, 5), np.int64)
+        for row, p in enumerate([first, *second[tree.token_ids]]):
+            drawn[:, row] = draws.choice(4, together, p=p)
+            if biased:
+                held = tree.token_ids[tree.parent_indices == row - 1]
+                drawn[:, row] = np.where(
+                    np.isin(drawn[:, row], held), drawn[:, row], draws.choice(4, together, p=p)
+                )
+        walk = walk_trees(step, torch.from_numpy(drawn).flatten(), tokens.flatten())
+        accepted += int(walk.lengths.sum())
+        for emitted, length in zip(walk.emitted.tolist(), walk.lengths.tolist(), strict=True):
+            # Without an accepted draft the next step samples the second token plainly.
+            last = emitted[1] if length else draws.choice(4, p=second[emitted[0]])
+            pairs[emitted[0], last] += 1
+    assert trials / 4 < accepted < trials * 2
+    expected = trials * first[:, None] * second
+    p_value = stats.chisquare(pairs.flatten(), expected.flatten()).pvalue
+    assert p_value < 1e-6 if biased else p_value > 1e-3
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.data())
