@@ -123,12 +123,10 @@ def test_needs_are_those_of_the_head_where_the_target_is_known(folder: Path) -> 
     assert "context_window" in needs["capabilities"] and needs["devices"] == ["cpu"]
 
 
-def test_devices_are_those_of_the_model_runner(
+def test_devices_are_those_that_give_what_the_method_needs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = str(folder / "tokenswift")
-    assert "cpu" in inspect_head(head)["needs"]["devices"]
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert inspect_head(head)["needs"]["devices"] == ["cpu", "cuda"]
     fewer = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
     monkeypatch.setattr(spec_config, "CAPABILITIES", fewer)

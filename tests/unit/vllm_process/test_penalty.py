@@ -15,9 +15,8 @@ from vllm_specplug.vllm_process.penalty import check_request
 
 def _config(**overrides):
     plain = {
-        "use_v2_model_runner": False,
+        "use_v2_model_runner": True,
         "speculative_config": None,
-        "scheduler_config": SimpleNamespace(async_scheduling=False),
         "model_config": SimpleNamespace(max_model_len=4096),
     }
     return SimpleNamespace(**{**plain, **overrides})
@@ -93,7 +92,7 @@ def test_misspelt_names_are_refused_with_the_near_one(name, near) -> None:
     ("overrides", "reason"),
     [
         ({"speculative_config": SimpleNamespace(method="ngram")}, "'ngram'"),
-        ({"scheduler_config": SimpleNamespace(async_scheduling=True)}, "--no-async-scheduling"),
+        ({"use_v2_model_runner": False}, "V1 model runner; use one of .* methods, or set VLLM_USE"),
     ],
 )
 def test_a_server_that_would_not_apply_it_says_so(overrides, reason) -> None:
@@ -103,16 +102,8 @@ def test_a_server_that_would_not_apply_it_says_so(overrides, reason) -> None:
     check_request(_config(**overrides), SamplingParams())
 
 
-def test_v2_applies_it_scheduled_ahead_as_well() -> None:
-    asks = SamplingParams(extra_args={"specplug_penalty": 1.2})
-    ahead = SimpleNamespace(async_scheduling=True)
-    check_request(_config(use_v2_model_runner=True, scheduler_config=ahead), asks)
-    others = _config(use_v2_model_runner=True, speculative_config=SimpleNamespace(method="ngram"))
-    with pytest.raises(VLLMValidationError, match="'ngram'"):
-        check_request(others, asks)
-
-
-def test_v2_builds_its_own_processor() -> None:
+def test_vllm_checks_requests_and_builds_the_processor() -> None:
+    from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.gpu.sample.logits_processor import loader
 
     from vllm_specplug.vllm_process import install
@@ -121,17 +112,6 @@ def test_v2_builds_its_own_processor() -> None:
     install()
     assert loader._load_v2_logitsprocs(None) == [PenaltyProcessor]
     loader.build_custom_logits_processors_params_validator(None)(SamplingParams())
-
-
-def test_vllm_checks_requests_and_builds_the_processor() -> None:
-    from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
-
-    from vllm_specplug.vllm_process import install
-    from vllm_specplug.vllm_process.penalty import make_processor
-
-    install()
-    assert BUILTIN_LOGITS_PROCESSORS.count(make_processor) == 1
     build = InputProcessor._build_logits_processors_params_validator
     assert build.__module__ == "vllm.v1.engine.input_processor" and build.__wrapped__
     assert build.__code__.co_filename.endswith("penalty.py")

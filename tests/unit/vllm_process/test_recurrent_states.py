@@ -12,9 +12,8 @@ import pytest
 @pytest.mark.parametrize(
     ("device", "dtype", "options", "message"),
     [
-        ("cuda", "bfloat16", {"uses_v2": True}, None),
-        ("cuda", "float32", {"uses_v2": True, "tree_kernel": "triton"}, None),
-        ("cuda", "bfloat16", {}, "on 'cuda' in vLLM's V1 .*VLLM_USE_V2_MODEL_RUNNER out"),
+        ("cuda", "bfloat16", {}, None),
+        ("cuda", "float32", {"tree_kernel": "triton"}, None),
         ("cpu", "bfloat16", {}, None),
         ("cpu", "bfloat16", {"tree_kernel": "triton"}, 'tree_kernel="auto"'),
     ],
@@ -34,7 +33,7 @@ def test_recurrent_states_by_device(
             architectures=["Qwen3NextForCausalLM"],
         ),
     )  # fmt: skip
-    spec: Any = SimpleNamespace(**{"tree_kernel": "auto", "uses_v2": False, "plan": None} | options)
+    spec: Any = SimpleNamespace(**{"tree_kernel": "auto", "plan": None} | options)
     if message is None:
         _check_states("jetspec", spec, config)
         return

@@ -161,7 +161,6 @@ def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*on the last rank alone"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "'int8_per_token_head'.*, or one of fp8"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' of a target of dtype float32"),
-        ({"async_scheduling": True}, "'jetspec' .*async_scheduling=True"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0"),
         ({"max_num_batched_tokens": 256, "max_num_seqs": 4}, None),
         ({"max_num_scheduled_tokens": 8}, "needs 9 rows .*max_num_scheduled_tokens=8"),
@@ -207,12 +206,8 @@ def test_fp8_caches_are_read_by_whom_they_can_be(
         ("cuda", "int4_per_token_head", None, {}, "'int4_per_token_head' of .*, or one of fp8"),
         ("cuda", "int8_per_token_head", None, {"tree_kernel": "reference"}, "tree_kernel='ref"),
         ("cuda", "fp8", None, {"tree_kernel": "reference"}, "tree_kernel='reference'"),
-        ("cuda", "fp8", None, {"uses_v2": True}, None),
-        ("cuda", "auto", {"num_bits": 8}, {"uses_v2": True}, None),
-        ("cuda", "int8_per_token_head", None, {"uses_v2": True}, None),
-        ("cuda", "int4_per_token_head", None, {"uses_v2": True}, "'int4_per_token_head' of .*"),
-        ("cpu", "fp8_per_token_head", None, {"uses_v2": True}, "'fp8_per_token_head' of .* on 'c"),
-        ("cpu", "fp8_e5m2", None, {"uses_v2": True}, None),
+        ("cpu", "fp8_per_token_head", None, {}, "'fp8_per_token_head' of .* on 'cpu'"),
+        ("cpu", "fp8_e5m2", None, {}, None),
         ("cpu", "auto", {"num_bits": 8}, {}, None),
         ("xpu", "fp8", None, {}, "'fp8' of .* on 'xpu'"),
     ],
@@ -228,7 +223,7 @@ def test_quantised_caches_by_device(
         model_config=SimpleNamespace(dtype="torch.bfloat16"),
         quant_config=SimpleNamespace(kv_cache_scheme=scheme),
     )
-    fields = {"tree_kernel": "auto", "uses_v2": False, "plan": None, "needs": frozenset, **options}
+    fields = {"tree_kernel": "auto", "plan": None, "needs": frozenset, **options}
     spec: Any = SimpleNamespace(**fields)
     if message is None:
         _check_cache_dtype("jetspec", spec, config)
@@ -271,80 +266,28 @@ def test_microbatching(target: Path, field: str, value: Any) -> None:
         check_engine_config(config)
 
 
-@pytest.mark.parametrize("asked", [None, True, False])
-def test_the_v2_model_runner_is_taken_where_it_is_asked_for(
-    target: Path, monkeypatch: pytest.MonkeyPatch, asked: bool | None
+@pytest.mark.parametrize(
+    ("part", "field", "message"),
+    [
+        (None, "watermark_config", "watermarking"),
+        ("parallel_config", "enable_batch_sharded_sampling", "enable_batch_sharded_sampling=True"),
+        ("model_config", "enable_trace_replay", "enable_trace_replay=True"),
+        ("aux_output_config", "enable_return_routed_experts", "enable_return_routed_experts=True"),
+    ],
+)
+def test_what_takes_rows_for_consecutive_tokens_is_named(
+    target: Path, part: str | None, field: str, message: str
 ) -> None:
-    """Also on a CPU without Triton, and ahead of the host where that is asked for, too."""
-    options = {"method": "ngram_tree"}
-    for value, worker in (("1", "vllm_v2"), ("0", "vllm_v1")):
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
-        engine = {"async_scheduling": asked} if value == "1" else {}
-        config = engine_config(target, options, **engine)
-        assert f".{worker}." in config.parallel_config.worker_cls
-        assert config.use_v2_model_runner == (value == "1")
-        assert config.scheduler_config.async_scheduling == bool(engine and asked)
-        is_async = config.scheduler_config.get_scheduler_cls().__name__ == "AsyncScheduler"
-        assert is_async == config.scheduler_config.async_scheduling
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    assert not engine_config(target, options).use_v2_model_runner
-
-
-@pytest.mark.parametrize("asked", [None, True, False])
-def test_an_engine_process_keeps_the_way_of_scheduling(
-    target: Path, monkeypatch: pytest.MonkeyPatch, asked: bool | None
-) -> None:
-    """It checks the config again once it is connected, as `EngineCoreProc` does."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    config = engine_config(target, {"method": "ngram_tree"}, async_scheduling=asked)
-    config = pickle.loads(pickle.dumps(config))
-    config.__post_init__()
-    assert config.scheduler_config.async_scheduling == bool(asked)
-    assert config.parallel_config.disable_nccl_for_dp_synchronization == bool(asked)
-
-
-def test_what_v2_does_not_give_is_named(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm_specplug.drafting.method import Capability
-    from vllm_specplug.vllm_process import spec_config
     from vllm_specplug.vllm_process.engine_args import check_engine_config
 
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     config = engine_config(target, {"method": "ngram_tree"})
-    with monkeypatch.context() as patch:
-        patch.setattr(config, "watermark_config", object())
-        with pytest.raises(ValueError, match="'ngram_tree' .*watermarking"):
-            check_engine_config(config)
-    with monkeypatch.context() as patch:
-        patch.setattr(config.parallel_config, "enable_batch_sharded_sampling", True)
-        with pytest.raises(ValueError, match="'ngram_tree' .*enable_batch_sharded_sampling=True"):
-            check_engine_config(config)
-    with monkeypatch.context() as patch:
-        patch.setattr(config.model_config, "enable_trace_replay", True)
-        with pytest.raises(ValueError, match="'ngram_tree' .*enable_trace_replay=True"):
-            check_engine_config(config)
-    with monkeypatch.context() as patch:
-        patch.setattr(config.aux_output_config, "enable_return_routed_experts", True)
-        with pytest.raises(ValueError, match="'ngram_tree' .*enable_return_routed_experts=True"):
-            check_engine_config(config)
-    heads = {"method": "tokenswift", "model": str(make_tokenswift_heads(tmp_path / "heads", VOCAB))}
-    assert engine_config(target, heads).speculative_config.uses_v2
-    with monkeypatch.context() as patch:
-        fewer = {"cpu": frozenset(Capability) - {Capability.TARGET_FORWARD}}
-        patch.setattr(spec_config, "CAPABILITIES", fewer)
-        with pytest.raises(
-            ValueError, match="'tokenswift' .*V2 on cpu does not give the method target_forward"
-        ):
-            engine_config(target, heads)
-    monkeypatch.setattr(spec_config, "WORKERS", {})
-    with pytest.raises(ValueError, match="'ngram_tree' .*V2.*on cpu.*VLLM_USE_V2_MODEL_RUNNER"):
-        engine_config(target, {"method": "ngram_tree"})
+    check_engine_config(config)
+    setattr(config if part is None else getattr(config, part), field, True)
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*{message}"):
+        check_engine_config(config)
 
 
-def test_rows_that_are_reserved_ahead_follow_the_budget(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_are_reserved_ahead_follow_the_budget(target: Path) -> None:
     from vllm_specplug.vllm_process.placeholders import drafts_by_batch_size
 
     def table(ahead: bool = True, **options: Any) -> list[int]:
@@ -355,7 +298,6 @@ def test_rows_that_are_reserved_ahead_follow_the_budget(
 
     options = {"num_speculative_tokens": 16, "max_step_rows": 24}
     assert table(False, **options) == [16] * 5
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert table(**options) == [16, 16, 11, 7, 5]
     # A scheduler that waits is told what the adaptive budget decided.
     assert table(False, **options) == [16] * 5
@@ -365,13 +307,10 @@ def test_rows_that_are_reserved_ahead_follow_the_budget(
     assert table(num_speculative_tokens=16, max_step_rows=6) == [5, 5, 2, 1, 0]
 
 
-def test_rows_reserved_ahead_leave_some_for_one_more_request(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_reserved_ahead_leave_some_for_one_more_request(target: Path) -> None:
     """Else requests that fill the step keep all others out until one of them ends."""
     from vllm_specplug.vllm_process.placeholders import drafts_by_batch_size
 
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     options = {"method": "ngram_tree", "num_speculative_tokens": 63}
     engine = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "async_scheduling": True}
     config = engine_config(target, options, **engine)
@@ -379,31 +318,6 @@ def test_rows_reserved_ahead_leave_some_for_one_more_request(
     for size in range(1, 6):
         assert size * (1 + table[size]) < 64, size
     assert 6 * (1 + table[6]) <= 64 and min(table) > 0
-
-
-def test_asynchronous_scheduling_needs_v2(target: Path) -> None:
-    with pytest.raises(ValueError, match="async_scheduling=True.*VLLM_USE_V2_MODEL_RUNNER=1"):
-        engine_config(target, {"method": "ngram_tree"}, async_scheduling=True)
-
-
-def test_a_worker_told_to_use_another_runner_starts_nothing(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A config may reach a worker without `EngineArgs`."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    from vllm_specplug.vllm_v1.worker_cpu import TreeCPUWorker
-    from vllm_specplug.vllm_v1.worker_gpu import TreeGPUWorker
-    from vllm_specplug.vllm_v2.worker_cpu import TreeCPUWorker
-    from vllm_specplug.vllm_v2.worker_gpu import TreeGPUWorker
-
-    config = engine_config(target, {"method": "ngram_tree"})
-    for worker_class in (TreeCPUWorker, TreeGPUWorker, TreeCPUWorker, TreeGPUWorker):
-        worker = worker_class.__new__(worker_class)
-        WorkerBase.__init__(worker, config, 0, 0, "tcp://127.0.0.1:0")
-        worker.use_v2_model_runner = worker_class in (TreeCPUWorker, TreeGPUWorker)
-        with pytest.raises(ValueError, match="'ngram_tree' .*VLLM_USE_V2_MODEL_RUNNER"):
-            worker.init_device()
 
 
 @pytest.mark.parametrize(
@@ -565,5 +479,3 @@ def test_what_multimodal_targets_do_not_give_is_named(
         patch.setattr(config.model_config, "multimodal_config", pruned)
         with pytest.raises(ValueError, match=r"'ngram_tree' .*video_pruning_rate=0.5"):
             check_engine_config(config)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    check_engine_config(engine_config(target, {"method": "ngram_tree"}))

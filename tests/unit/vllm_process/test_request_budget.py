@@ -71,7 +71,7 @@ def test_only_our_schedulers_decline_placeholders(
         self.vllm_config = SimpleNamespace(speculative_config=_spec("jetspec" if ours else None))
         self.dynamic_sd_lookup = None
         self.num_spec_tokens = 6
-        self.scheduler_config = SimpleNamespace(max_num_seqs=4)
+        self.scheduler_config = SimpleNamespace(max_num_seqs=4, async_scheduling=False)
 
     monkeypatch.setattr(Scheduler, "__init__", without_placeholders(init))
     assert Scheduler().dynamic_sd_lookup == table
