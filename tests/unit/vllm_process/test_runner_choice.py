@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.engine_config import engine_config
 from vllm_specplug.registry import get_method, method_names
 from vllm_specplug.vllm_process import spec_config
+from vllm_specplug.vllm_process.model_runner import schedules_ahead
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -144,6 +146,26 @@ def test_plain_vllm_still_needs_triton_for_v2(
     assert engine_config(target, TREES).use_v2_model_runner
     with pytest.raises(ValueError, match="Triton"):
         engine_config(target, None)
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("can", [True, False])
+def test_on_a_device_steps_are_scheduled_ahead_unless_told_not_to(
+    monkeypatch: pytest.MonkeyPatch, asked: bool | None, can: bool
+) -> None:
+    from vllm.v1.executor.abstract import Executor
+
+    executor = SimpleNamespace(supports_async_scheduling=lambda: can)
+    monkeypatch.setattr(Executor, "get_class", lambda config: executor)
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cuda"),
+        parallel_config=SimpleNamespace(distributed_executor_backend="slow"),
+    )
+    if asked and not can:
+        with pytest.raises(ValueError, match="async_scheduling=True .*backend='slow'"):
+            schedules_ahead(config, asked)
+        return
+    assert schedules_ahead(config, asked) == (can and asked is not False)
 
 
 # -- devices -------------------------------------------------------------------------------
