@@ -141,19 +141,14 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
 }
 
 
-# Kernels by device. "triton" on CPU is Triton's interpreter, for tests.
 KERNELS_OF_DEVICE = {
-    "cpu": ("auto", "cpp", "reference", "triton"),
+    "cpu": ("auto", "cpp", "reference"),
     "cuda": ("auto", "cute", "cute_ws", "flash", "triton", "reference"),
 }
 
 
-def check_kernel(name: str, device_type: str, interpreted: bool) -> None:
-    """Raises ValueError where `name` is no kernel of the device.
-
-    Args:
-        interpreted: whether TRITON_INTERPRET is set.
-    """
+def check_kernel(name: str, device_type: str) -> None:
+    """Raises ValueError where `name` is no kernel of the device."""
     legal = KERNELS_OF_DEVICE[device_type]
     if name not in legal:
         raise option_error(
@@ -161,13 +156,6 @@ def check_kernel(name: str, device_type: str, interpreted: bool) -> None:
             name,
             f"kernels of a {device_type} device are {', '.join(legal)}",
             'Use "auto"',
-        )
-    if name == "triton" and device_type == "cpu" and not interpreted:
-        raise option_error(
-            "tree_kernel",
-            name,
-            "on a CPU it only runs in Triton's interpreter, for tests",
-            'Use "auto", or set TRITON_INTERPRET=1',
         )
 
 

@@ -12,12 +12,14 @@ from pydantic import ValidationError
 from vllm_specplug.options import (
     TreeOptions,
     changed_tree_options,
+    check_kernel,
     check_num_nodes,
     check_target,
     check_tree_budget,
     check_tree_depth,
     check_tree_shape,
     check_vllm_options,
+    max_scheduled_rows,
 )
 
 
@@ -108,3 +110,32 @@ def test_a_target_that_is_not_there(tmp_path: Path, model: str, reason: str | No
     with pytest.raises(ValueError) as error:
         check_target(model)
     assert str(error.value).startswith(f"target={model!r} is not usable: {reason}. Give the folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("auto", "cpu cuda"),
+        ("reference", "cpu cuda"),
+        ("cpp", "cpu"),
+        ("cute", "cuda"),
+        ("triton", "cuda"),
+    ],
+)
+def test_kernels_by_device(name: str, devices: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No environment makes a CPU run a GPU's kernels."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for device in ("cpu", "cuda"):
+        if device in devices.split():
+            check_kernel(name, device)
+            continue
+        with pytest.raises(ValueError, match=f"tree_kernel='{name}'.*of a {device} device are"):
+            check_kernel(name, device)
+
+
+@pytest.mark.parametrize(("scheduled", "expected"), [(None, 512), (64, 64), (1024, 512)])
+def test_steps_hold_no_more_rows_than_the_scheduler_gives_them(
+    scheduled: int | None, expected: int
+) -> None:
+    config = SimpleNamespace(max_num_batched_tokens=512, max_num_scheduled_tokens=scheduled)
+    assert max_scheduled_rows(config) == expected

@@ -186,12 +186,6 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
             f"dtype={dtype} on a target with Gated DeltaNet layers ({model.architectures[0]})",
             'vLLM\'s CPU kernels for them take bfloat16 alone: set dtype="bfloat16"',
         )
-    if device == "cpu" and spec.tree_kernel == "triton":
-        _refuse(
-            method,
-            f"tree_kernel='triton' on a target with recurrent states ({model.architectures[0]})",
-            'The interpreted kernel knows one cache group: use tree_kernel="auto"',
-        )
     option = spec.plan.target_forward_option if spec.plan else None
     if option:
         _refuse(
@@ -278,7 +272,7 @@ def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config
     served = SERVED_CACHES[device]
     if wanted not in ("auto", *served):
         _refuse(method, f"{what} on {device!r}", f"{remedy}, or one of {', '.join(served)}")
-    if spec.tree_kernel == {"cpu": "triton", "cuda": "reference"}[device]:
+    if device == "cuda" and spec.tree_kernel == "reference":
         _refuse(method, f"{what} and tree_kernel={spec.tree_kernel!r}", remedy)
     if _reads_target_cache(spec):
         option = spec.plan.target_forward_option if spec.plan else None

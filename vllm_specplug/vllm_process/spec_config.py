@@ -8,7 +8,6 @@ vLLM reads the annotations of config classes as types: no `from __future__ impor
 """
 
 import difflib
-import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -231,7 +230,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 f"{method.name!r}: it needs {', '.join(unshared)}, and a rank has some of the KV "
                 "heads. Use --tensor-parallel-size 1, or another method."
             )
-        check_kernel(self.tree_kernel, device, os.environ.get("TRITON_INTERPRET") == "1")
+        check_kernel(self.tree_kernel, device)
         check_draft_weights(self.draft_weights, device)
         check_target_products(self.target_products, device)
         if parallel.worker_cls != "auto":

@@ -23,9 +23,6 @@ def choose_kernel(name: str, dtype: torch.dtype) -> None:
         ValueError: when "cpp" is asked for and there is no compiled kernel.
     """
     choose_reference(name == "reference")
-    if name == "triton":
-        logger.warning("Tree attention: Triton kernels run in the interpreter, for tests only")
-        return
     chosen = describe(dtype)
     if name == "cpp" and chosen["kernel"] != "cpp":
         raise option_error(
