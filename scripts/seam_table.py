@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of seams in docs/compatibility.md.
+"""The table of seams in docs/vllm_releases.md.
 
 python scripts/seam_table.py [--write]
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_specplug.seams import ALL_SEAMS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "vllm_releases.md"
 _START, _END = "<!-- seams -->", "<!-- /seams -->"
 
 
