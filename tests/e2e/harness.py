@@ -251,16 +251,19 @@ def run_engine(
     sabotage: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
     own_processes: bool = False,
-    v2: bool = False,
+    stock: bool = False,
     float32_states: bool = False,
 ) -> EngineResult:
-    """Runs `calls` on an engine in a process of its own; plain engines once for the same calls.
+    """Runs `calls` on an engine in a process of its own, once for the same job.
+
+    A plain engine runs on the model runner that engines with trees have, with its kernels: the two
+    then differ in speculation alone.
 
     Args:
         env: variables; without `own_processes` also such as vLLM reads while it is imported.
         own_processes: the engine and each of its workers have a process, as when serving; tensor
             parallelism needs it.
-        v2: on Model Runner V2.
+        stock: a plain engine runs as its users have it, on the model runner that vLLM takes.
         float32_states: with vLLM's CPU kernels for Gated DeltaNet in float32; see `hybrids`.
 
     Raises:
@@ -269,11 +272,11 @@ def run_engine(
     if speculative is not None:
         engine = {**engine, "speculative_config": speculative}
     job = json.dumps({"engine": engine, "calls": calls, "sabotage": sabotage,
-                      "own_processes": own_processes, "v2": v2,
+                      "own_processes": own_processes, "stock": stock,
                       "float32_states": float32_states})  # fmt: skip
-    if speculative is None and not env:
-        return _shared_result(job, own_processes)
-    return _run_job(job, env, own_processes)
+    if env:
+        return _run_job(job, env, own_processes)
+    return _shared_result(job, own_processes)
 
 
 def dropped_blocks(options: dict[str, Any]) -> int:
@@ -289,7 +292,7 @@ _READ_LATE = {"VLLM_PLUGINS"}
 
 
 def _shared_result(job: str, own_processes: bool) -> EngineResult:
-    """A plain engine's result, made once for all tests and all workers of a run."""
+    """A job's result, made once for all tests and all workers of a run."""
     name = hashlib.sha256(job.encode()).hexdigest()
     path = Path(os.environ["SPECPLUG_TESTS_SHARED"], name)
     with path.with_suffix(".lock").open("w") as lock:

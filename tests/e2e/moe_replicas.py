@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.sabotage import sabotage
+
 PROMPTS = [[(7 * i + 11 * n) % 290 + 10 for i in range(n)] for n in (3, 20, 41, 70, 33, 5)]
 TOKENS = 40
 # Requests of each replica, by place in PROMPTS, and nodes of their trees; run one after another.
@@ -122,9 +124,7 @@ def _replica(folder: str, job: dict[str, Any], rank: int) -> Any:
     CpuCommunicator.reduce_scatterv = _reduce_scatterv  # type: ignore[method-assign]
     llm = _engine(folder, job["options"])
     if job["sabotage"]:
-        import vllm_specplug.vllm_v1.tree_backend as tree_backend
-
-        tree_backend.compact_kv = lambda *args, **kwargs: None
+        sabotage("compaction")
     answers, dummies = [], []
     for places, nodes in ROUNDS:
         with _dummy_runs(llm) as rows:
@@ -136,7 +136,8 @@ def _replica(folder: str, job: dict[str, Any], rank: int) -> Any:
 def main(folder: str, job_text: str) -> None:
     """Runs the engines of `job_text` and writes `alone`, `0` and `1` into `folder`."""
     job = json.loads(job_text)
-    if job["v2"]:
+    if job["options"] is None:
+        # On the runner that trees have.
         from tests.e2e.v2_setup import use_v2
 
         use_v2()

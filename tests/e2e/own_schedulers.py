@@ -27,7 +27,7 @@ _TIME_LIMIT_S = 300.0
 def run_ranks(
     engine: dict[str, Any], calls: list[dict[str, Any]], folder: Path, *sabotage: str
 ) -> list[EngineResult]:
-    """Runs `calls` on every rank, on V2; the result of each.
+    """Runs `calls` on every rank; the result of each.
 
     Raises:
         AssertionError: with the end of the log when a rank fails.
@@ -37,17 +37,8 @@ def run_ranks(
         "distributed_executor_backend": "external_launcher",
     }  # fmt: skip
     job, result, log = (folder / f"ranks.{kind}" for kind in ("job", "json", "log"))
-    job.write_text(
-        json.dumps(
-            {
-                "engine": engine,
-                "calls": calls,
-                "sabotage": sabotage,
-                "own_processes": False,
-                "v2": True,
-            }
-        )  # fmt: skip
-    )
+    made = {"engine": engine, "calls": calls, "sabotage": sabotage, "own_processes": False}
+    job.write_text(json.dumps(made))
     status = run_forked("tests.e2e.own_schedulers", [str(job), str(result)], log)
     if status:
         raise AssertionError(f"ranks ended with {status}:\n{log.read_text()[-6000:]}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of the target on two tensor parallel ranks, on both model runners."""
+"""LoRA adapters of the target on two tensor parallel ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(folder: Path, v2: bool, speculative: dict[str, Any] | None) -> EngineResult:
+def _run(folder: Path, speculative: dict[str, Any] | None) -> EngineResult:
     each = [None, *((name, i, str(folder / name)) for i, name in enumerate(MODULES, 1))]
     call = {
         "prompts": [prompt for prompt in PROMPTS for _ in each],
@@ -46,19 +46,17 @@ def _run(folder: Path, v2: bool, speculative: dict[str, Any] | None) -> EngineRe
         [call],
         speculative=speculative,
         own_processes=True,
-        v2=v2,
     )
 
 
-@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("method", ["jetspec", "ngram_tree"])
-def test_two_ranks_answer_by_adapter(folder: Path, v2: bool, method: str) -> None:
-    plain = _run(folder, v2, None).token_ids()
+def test_two_ranks_answer_by_adapter(folder: Path, method: str) -> None:
+    plain = _run(folder, None).token_ids()
     count = len(MODULES) + 1
     for i in range(0, len(plain), count):
         assert len({tuple(ids) for ids in plain[i : i + count]}) == count, "an adapter is idle"
     options = {"num_speculative_tokens": 12, "tree_budget": 12, "max_step_rows": 512}
     head = {"model": str(folder / "head")} if method == "jetspec" else {}
-    tree = _run(folder, v2, {"method": method, **options, **head})
+    tree = _run(folder, {"method": method, **options, **head})
     assert tree.token_ids() == plain
     assert_drafted(tree, least_acceptance=0.0)

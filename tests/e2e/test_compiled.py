@@ -22,7 +22,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
-def test_v2_in_processes_of_its_own(target: Path, tmp_path: Path, ahead: bool) -> None:
+def test_an_engine_in_processes_of_its_own(target: Path, tmp_path: Path, ahead: bool) -> None:
     """As users start it, and with as few rows as its trees need."""
     head = make_head(tmp_path / "head", VOCAB)
     speculative = {"method": "jetspec", "model": str(head), "num_speculative_tokens": 23}
@@ -31,8 +31,8 @@ def test_v2_in_processes_of_its_own(target: Path, tmp_path: Path, ahead: bool) -
         "max_num_batched_tokens": 24,
     }  # fmt: skip
     calls = [with_own_budgets(call) for call in CALLS]
-    tree = run_engine(engine, calls, speculative=speculative, own_processes=True, v2=True)
-    assert tree.token_ids() == run_engine(tiny_engine(target), CALLS, v2=True).token_ids()
+    tree = run_engine(engine, calls, speculative=speculative, own_processes=True)
+    assert tree.token_ids() == run_engine(tiny_engine(target), CALLS).token_ids()
     assert_drafted(tree, least_acceptance=0.0)
 
 

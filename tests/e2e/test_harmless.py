@@ -52,7 +52,7 @@ def _run(target: Path, method: str, env: dict[str, str]) -> EngineResult:
     # Under speculation of its own, vLLM draws a seeded request differently from run to run.
     params = [p for p in PARAMS if SPECULATIVE[method] is None or "seed" not in p]
     calls = [{"prompts": prompts[: len(params)], "params": params}] * 2
-    return run_engine(engine, calls, speculative=SPECULATIVE[method], env=env)
+    return run_engine(engine, calls, speculative=SPECULATIVE[method], env=env, stock=True)
 
 
 @pytest.mark.parametrize("method", SPECULATIVE)

@@ -15,7 +15,6 @@ from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.xdist_group("hybrid_modes")]
 
-RUNNERS = pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 CALLS = [
     {"prompts": PROMPTS, "params": PARAMS},
     {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}},
@@ -32,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(models: Path, v2: bool, drafts: bool, *sabotage: str, **engine: Any) -> EngineResult:
+def _run(models: Path, drafts: bool, *sabotage: str, **engine: Any) -> EngineResult:
     speculative = {
         "method": "jetspec", "model": str(models / "head"), "num_speculative_tokens": 12,
         "tree_budget": 12, "max_step_rows": 512,
@@ -43,7 +42,6 @@ def _run(models: Path, v2: bool, drafts: bool, *sabotage: str, **engine: Any) ->
         speculative=speculative if drafts else None,
         sabotage=sabotage,
         own_processes="tensor_parallel_size" in engine,
-        v2=v2,
         float32_states=True,
     )
 
@@ -52,19 +50,17 @@ def _tokens(result: EngineResult) -> list[list[list[int]]]:
     return [result.token_ids(call) for call in range(len(CALLS))]
 
 
-@RUNNERS
-def test_compiled(models: Path, v2: bool) -> None:
-    tree = _run(models, v2, True, **COMPILED)
-    assert _tokens(tree) == _tokens(_run(models, v2, False))
+def test_compiled(models: Path) -> None:
+    tree = _run(models, True, **COMPILED)
+    assert _tokens(tree) == _tokens(_run(models, False))
     assert_drafted(tree, least_acceptance=0.0)
 
 
-@RUNNERS
-def test_two_ranks(models: Path, v2: bool) -> None:
+def test_two_ranks(models: Path) -> None:
     """Each has half the heads of every state, and commits what the first one's trees accept."""
-    plain = _tokens(_run(models, v2, False, **TWO_RANKS))
-    tree = _run(models, v2, True, "drafts", **TWO_RANKS)
+    plain = _tokens(_run(models, False, **TWO_RANKS))
+    tree = _run(models, True, "drafts", **TWO_RANKS)
     assert _tokens(tree) == plain
     assert_drafted(tree, least_acceptance=0.0)
-    wrong = _run(models, v2, True, "states", **TWO_RANKS)
+    wrong = _run(models, True, "states", **TWO_RANKS)
     assert _tokens(wrong) != plain

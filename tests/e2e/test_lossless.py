@@ -3,12 +3,14 @@
 
 The real target and the heads that come with the project. One engine of each configuration gets
 everything that a server gets: prompts cut into chunks beside decoding requests, a cache too small
-for them, prefixes it has generated itself, all kinds of parameters. Single situations, and more
-requests of each, are in test_situations.py.
+for them, prefixes it has generated itself, all kinds of parameters. Plain engines run on the model
+runner that trees have; greedy tokens are also compared with those of the one that vLLM takes by
+itself. Single situations, and more requests of each, are in test_situations.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -60,7 +62,7 @@ OPTIONS: list[dict[str, Any]] = [
     _greedy(24, repetition_penalty=1.3),
     _greedy(24, presence_penalty=0.7, frequency_penalty=0.4),
     _greedy(24, bad_words=[" the", " of"]),
-    # As many as V2 takes.
+    # As many as the runner takes.
     _greedy(24, allowed_token_ids=list(range(0, 49152, 48))),
     _greedy(24, logprobs=3),
     _greedy(40, structured_outputs={"json": SCHEMA}),
@@ -80,18 +82,15 @@ def _calls() -> list[dict[str, Any]]:
     ]
 
 
-def _plain(v2: bool = False) -> EngineResult:
-    """Plain decoding, with room for everything.
-
-    Plain vLLM cannot cut a seeded prompt into chunks on CPU; with trees it can be.
-    """
+def _plain(stock: bool = False) -> EngineResult:
+    """Plain decoding, with room for everything."""
     engine = engine_args(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=8192)
-    return run_engine(engine, _calls()[:3], v2=v2)
+    return run_engine(engine, _calls()[:3], stock=stock)
 
 
-def _expected(v2: bool) -> dict[str, list[dict[str, Any]]]:
+def _expected() -> dict[str, list[dict[str, Any]]]:
     """Outputs by call; "first" and "continued" are parts of "long"."""
-    plain = _plain(v2)
+    plain = _plain()
     by_call = {name: plain.outputs(i) for i, name in enumerate(CALLS[:3])}
     long = [o["token_ids"] for o in by_call["long"][:4]]
     by_call["first"] = [{"token_ids": ids[:FIRST]} for ids in long]
@@ -108,6 +107,7 @@ def _tree_engine() -> dict[str, Any]:
         # Eight long answers do not fit.
         num_gpu_blocks_override=20,
         enable_prefix_caching=True,
+        long_prefill_token_threshold=48,
     )
 
 
@@ -120,28 +120,39 @@ _IN_EVERY_RUN = {f"{name}_default" for name in DEFAULTS}
 _IN_EVERY_RUN -= {"ddtree_default", "dspark_tree_default"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.full)
-        for name in CONFIGURATIONS
-    ],
-)
+def _by_tier(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(n, marks=() if n in _IN_EVERY_RUN else pytest.mark.full) for n in names]
+
+
+@pytest.mark.parametrize("name", _by_tier(CONFIGURATIONS))
 def test_output_equals_plain_decoding(name: str) -> None:
-    _check(name)
+    _check(name, _tree(name))
 
 
 # In every run test_v2.py compares both schedulers on a small target.
 @pytest.mark.full
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_output_equals_plain_decoding_on_v2(name: str, ahead: bool) -> None:
-    _check(name, v2=True, async_scheduling=ahead, long_prefill_token_threshold=48)
+def test_output_equals_plain_decoding_scheduled_ahead(name: str) -> None:
+    _check(name, _tree(name, async_scheduling=True))
 
 
-def _check(name: str, v2: bool = False, **engine: Any) -> None:
-    expected = _expected(v2)
-    first = expected["first"]
+@pytest.mark.parametrize("name", _by_tier(f"{name}_default" for name in DEFAULTS))
+def test_greedy_output_is_that_of_the_runner_vllm_takes(name: str) -> None:
+    """Plain vLLM as its users have it, on the other model runner and with its kernels."""
+    stock, tree = _plain(stock=True), _tree(name)
+    for i, call in enumerate(_calls()[:3]):
+        each = call["params"] if isinstance(call["params"], list) else [call["params"]]
+        each = each * (len(call["prompts"]) // len(each))
+        greedy = [k for k, params in enumerate(each) if not params["temperature"]]
+        expected, actual = stock.token_ids(i), tree.token_ids(i)
+        difference = first_difference([expected[k] for k in greedy], [actual[k] for k in greedy])
+        assert difference is None, f"{CALLS[i]}: {difference}"
+    assert_drafted(tree, least_acceptance=0.0)
+
+
+def _tree(name: str, **engine: Any) -> EngineResult:
+    """All of `CALLS` with trees."""
+    first = _expected()["first"]
     calls = [
         *_calls(),
         {
@@ -151,7 +162,11 @@ def _check(name: str, v2: bool = False, **engine: Any) -> None:
     ]
     if "tree_budget" not in CONFIGURATIONS[name]:
         calls = [with_own_budgets(call) for call in calls]
-    tree = run_engine({**_tree_engine(), **engine}, calls, speculative=CONFIGURATIONS[name], v2=v2)
+    return run_engine({**_tree_engine(), **engine}, calls, speculative=CONFIGURATIONS[name])
+
+
+def _check(name: str, tree: EngineResult) -> None:
+    expected = _expected()
     for i, call in enumerate(CALLS):
         wanted = [o["token_ids"] for o in expected[call]]
         difference = first_difference(wanted, tree.token_ids(i))

@@ -39,7 +39,7 @@ def _run(folder: Path, options: dict[str, Any] | None, **job: Any) -> list[Any]:
 
     if options is not None:
         options = {"model": str(folder / "head"), "num_speculative_tokens": 12, **options}
-    job = {"options": options, "v2": False, "sabotage": False, **job}
+    job = {"options": options, "sabotage": False, **job}
     log = folder / "log"
     args = [str(folder), json.dumps({**job, "port": get_open_port()})]
     assert run_forked("tests.e2e.moe_replicas", args, log, timeout_s=500) == 0, log.read_text()
@@ -63,12 +63,11 @@ def _expected(plain: list[list[int]]) -> list[Any]:
     return [[[plain[place] for place in places[rank]] for places, _ in ROUNDS] for rank in range(2)]
 
 
-@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("budget", [12, "auto"])
 def test_an_idle_replica_neither_stops_nor_changes_the_other(
-    folder: Path, plain: list[list[int]], budget: Any, v2: bool
+    folder: Path, plain: list[list[int]], budget: Any
 ) -> None:
-    replicas = _run(folder, {"method": "jetspec", "tree_budget": budget}, v2=v2)
+    replicas = _run(folder, {"method": "jetspec", "tree_budget": budget})
     assert _answers(replicas) == _expected(plain)
     for rank, replica in enumerate(replicas):
         counters = replica["counters"]

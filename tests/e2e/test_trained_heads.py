@@ -22,31 +22,29 @@ MODULE = "trained_head_checks"
 
 
 @cache
-def failures(on_v1: bool, *only: str) -> dict[str, str | None]:
+def failures(*only: str) -> dict[str, str | None]:
     """Of checks run in one process."""
     with TemporaryDirectory() as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
         arguments = [f"tests.e2e.{MODULE}", str(result), *only]
-        run_forked("tests.e2e.pair", arguments, log, env={"SPECPLUG_HEADS_V1": str(int(on_v1))})
+        run_forked("tests.e2e.pair", arguments, log)
         assert result.is_file(), log.read_text()[-6000:]
         return json.loads(result.read_text())
 
 
 def test_a_head_for_windows_and_groups() -> None:
     name = "check_gemma_3"
-    assert failures(False, name)[name] is None
+    assert failures(name)[name] is None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("on_v1", [False, True], ids=["v2", "v1"])
 @pytest.mark.parametrize("name", written_checks(MODULE))
-def test_each_family(on_v1: bool, name: str) -> None:
-    assert failures(on_v1)[name] is None
+def test_each_family(name: str) -> None:
+    assert failures()[name] is None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("on_v1", [False, True], ids=["v2", "v1"])
-def test_layers_of_two_ranks(on_v1: bool) -> None:
+def test_layers_of_two_ranks() -> None:
     """Of a class that returns none; compiled, as users start it."""
     made = trained("Gemma3", "eagle3")
     engine = {
@@ -58,13 +56,12 @@ def test_layers_of_two_ranks(on_v1: bool) -> None:
         {"prompts": PROMPTS, "params": {**params, "temperature": 0.0}},
         {"prompts": PROMPTS, "params": {**params, "temperature": 0.8, "seed": 7}},
     ]
-    options = {"own_processes": True, "v2": not on_v1}
-    plain = run_engine(engine, calls, **options)
+    plain = run_engine(engine, calls, own_processes=True)
     speculative = {
         "method": "eagle3_tree", "model": str(made.head), "num_speculative_tokens": 16,
         "tree_budget": 16, "ngram_topk": 0, "max_step_rows": 512,
     }  # fmt: skip
-    tree = run_engine(engine, calls, speculative=speculative, **options)
+    tree = run_engine(engine, calls, speculative=speculative, own_processes=True)
     for call in range(len(calls)):
         assert tree.token_ids(call) == plain.token_ids(call)
     # A tree of sixteen nodes has at most a quarter of them accepted.

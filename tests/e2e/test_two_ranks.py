@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor parallel ranks on Model Runner V2: the first one's trees and clock are everybody's.
+"""Two tensor parallel ranks: the first one's trees and clock are everybody's.
 
 The second rank drafts other trees by a clock of its own, so that nothing but what it is told makes
 the two agree.
@@ -22,7 +22,7 @@ from tests.e2e.tiny import (
 )
 from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("v2_ranks")]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("two_ranks")]
 
 CALLS = [
     {"prompts": PROMPTS, "params": PARAMS},
@@ -51,7 +51,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run(heads: Path, method: str | None, ahead: bool, *sabotage: str) -> EngineResult:
     engine = {**tiny_engine(heads / "target"), "tensor_parallel_size": 2}
     if method is None:
-        return run_engine(engine, CALLS, own_processes=True, v2=True)
+        return run_engine(engine, CALLS, own_processes=True)
     # The default budget, which follows the clock.
     spec = {"num_speculative_tokens": 12, "max_step_rows": 512, **METHODS[method]}
     for name in ("model", "local_head"):
@@ -63,7 +63,6 @@ def _run(heads: Path, method: str | None, ahead: bool, *sabotage: str) -> Engine
         speculative=spec,
         sabotage=sabotage,
         own_processes=True,
-        v2=True,
     )
 
 
