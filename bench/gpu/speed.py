@@ -178,8 +178,6 @@ class Speed:
             engine["kv_cache_memory_bytes"] = 2**28
             env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                    "OMP_NUM_THREADS": "1"}  # fmt: skip
-            if arm.nodes:
-                env["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         log = self.report.path.parent / f"{arm.name.replace(', ', '-').replace(' ', '_')}.log"
         return {
             "engine": engine, "speculative": self.speculative(arm), "stock": arm.is_stock,

@@ -4,7 +4,7 @@
     python scripts/gpu/lossless.py --out OUT [--jobs 8] [--only 'NAME;..'] [--seconds 240]
 
 Engines run side by side in processes of their own, so times mean nothing here. In float32, greedy
-and seeded tokens must be those of plain decoding by the same runner; in bfloat16, where near ties
+and seeded tokens must be those of plain decoding; in bfloat16, where near ties
 round apart, the share of equal tokens is told. A method that drafts nothing fails.
 """
 
@@ -43,7 +43,6 @@ GRAPHS = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
 PIECES = {"SPECPLUG_FULL_CUDA_GRAPHS": "0"}
-V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,6 @@ def cases() -> list[Case]:
         Case("ngram_tree, whole graphs", of["ngram_tree"], engine=GRAPHS),
         Case("jetspec, no graphs of trees", jetspec, engine=GRAPHS, env=PIECES),
         Case("jetspec, waiting scheduler", jetspec, engine={"async_scheduling": False}),
-        Case("plain float32 V1", None, env=V1),
-        Case("jetspec V1", jetspec, plain="plain float32 V1", env=V1),
-        Case("ngram_tree V1", of["ngram_tree"], plain="plain float32 V1", env=V1),
         Case("plain, compiled", None, engine={"enforce_eager": False}),
         Case("jetspec, compiled", jetspec, plain="plain, compiled",
              engine={"enforce_eager": False}),

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "bench" / "results"
-SCRIPTS = ("equal_serving", "lookups", "model_runners")
+SCRIPTS = ("equal_serving", "lookups")
 
 
 @pytest.fixture(autouse=True)
@@ -83,46 +83,6 @@ def test_ratios_pair_cells_of_one_round() -> None:
     found = harness.by_load(cells)["1 at once"]
     assert [c["round"] for c in found["a"]] == [0, 1]
     assert harness.ratios(found["a"], found["plain"], harness.decode_rate) == [2.0]
-
-
-def test_model_runners_are_compared_with_v1() -> None:
-    runners = script("model_runners")
-    speeds = {"V1": 10.0, "V2": 12.0, "V2 ahead": 15.0}
-    batches = [str(batch) for batch in runners.BATCHES]
-    rounds = [
-        {side: dict.fromkeys(batches, speed + more) for side, speed in speeds.items()}
-        for more in (0.0, 2.0)
-    ]
-    page = runners.page(rounds, {})
-    header, row = page.sections[0].header, page.sections[0].rows[0]
-    assert header[-2:] == ("V2 over V1", "V2 ahead over V1")
-    assert row[1] == "11.0 (10.0 to 12.0)"
-    assert row[-2:] == ["1.18 x (1.17 to 1.20)", "1.46 x (1.42 to 1.50)"]
-
-
-SIDE = """
-import os, sys
-sys.path.insert(0, sys.argv[-1])
-from sides import answer
-print("what an engine says")
-answer(lambda batch: batch * float(os.environ["FACTOR"]) if batch < 9 else 1 / 0)
-"""
-
-
-def test_sides_answer_in_turns_and_one_that_ends_says_why(tmp_path: Path) -> None:
-    sides = script("sides")
-    (tmp_path / "side.py").write_text(SIDE)
-
-    def start(side: str) -> Any:
-        return sides.Side(str(tmp_path / "side.py"), [str(ROOT / "bench")], {"FACTOR": side})
-
-    rounds = sides.in_turns(start, ["2", "3"], (1, 4), 2)
-    assert rounds == 2 * [{"2": {"1": 2.0, "4": 8.0}, "3": {"1": 3.0, "4": 12.0}}]
-    assert sides.table(rounds, ["2", "3"], (4,), 1) == [
-        ["4", "8.0 (8.0 to 8.0)", "12.0 (12.0 to 12.0)", "1.50 x (1.50 to 1.50)"]
-    ]
-    with pytest.raises(SystemExit, match="ZeroDivisionError"):
-        sides.in_turns(start, ["2"], (9,), 1)
 
 
 def test_the_slowest_answers_are_compared_where_they_were_measured() -> None:
