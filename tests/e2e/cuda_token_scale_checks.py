@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches in which each token and head has a scale of its own, on V2 as on CUDA, against plain V2
-over the same cache; see `cuda_v2_checks`."""
+"""Caches in which each token and head has a scale of its own, as on CUDA, against plain vLLM
+over the same cache; see `cuda_checks`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda_v2_checks  # noqa: F401  # isort: skip
+import tests.e2e.cuda_checks  # noqa: F401  # isort: skip
 
 import torch
 
-from tests.e2e import cuda_v2_device
-from tests.e2e.cuda_v2_checks import PROMPTS, compare_windows, engines, is_equal
+from tests.e2e import cuda_device
+from tests.e2e.cuda_checks import PROMPTS, compare_windows, engines, is_equal
 from tests.e2e.number_format_checks import VOCAB, folder, head
 from tests.e2e.option_checks import greedy
 from tests.e2e.pair import Pair, generate
@@ -83,7 +83,7 @@ def _check_with_controls(kind: str, stored: torch.dtype) -> None:
 def check_int8_caches_in_groups() -> None:
     """gpt-oss over such a cache: windows of 16 and full attention in KV cache groups of their
     own, and sinks."""
-    cuda_v2_device.need_experts()
+    cuda_device.need_experts()
     made = engines(
         ahead=False, target={**engine_of("GptOss"), "kv_cache_dtype": "int8_per_token_head"}
     )

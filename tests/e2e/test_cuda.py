@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees on V2 as on CUDA: the CUDA worker's classes, vLLM's Triton attention and the package's
+"""Trees as on CUDA: the CUDA worker's classes, vLLM's Triton attention and the package's
 Triton kernels, in Triton's interpreter, where there is no GPU."""
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ pytestmark = pytest.mark.e2e
 CHECKS = [
     pytest.param(module, name, marks=[pytest.mark.full, pytest.mark.xdist_group(module)])
     for module in (
-        "cuda_v2_checks",
-        "cuda_v2_draft_checks",
-        "cuda_v2_graph_checks",
-        "cuda_v2_hybrid_checks",
-        "cuda_v2_self_checks",
-        "cuda_v2_stream_checks",
-        "cuda_v2_stream_target_checks",
-        "cuda_v2_token_scale_checks",
-        "cuda_v2_vision_checks",
-        "cuda_v2_window_checks",
+        "cuda_checks",
+        "cuda_draft_checks",
+        "cuda_graph_checks",
+        "cuda_hybrid_checks",
+        "cuda_self_checks",
+        "cuda_stream_checks",
+        "cuda_stream_target_checks",
+        "cuda_token_scale_checks",
+        "cuda_vision_checks",
+        "cuda_window_checks",
     )
     for name in written_checks(module)
 ]
@@ -54,14 +54,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("module", "name"), CHECKS)
-def test_cuda_v2(module: str, name: str, folder: Path) -> None:
+def test_cuda(module: str, name: str, folder: Path) -> None:
     found = failures(module, folder)
     assert name in found, found
     assert found[name] is None, found[name]
 
 
-@pytest.mark.xdist_group("cuda_v2_defaults")
+@pytest.mark.xdist_group("cuda_defaults")
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_defaults(name: str, folder: Path) -> None:
-    found = failures("cuda_v2_checks", folder / "defaults", *DEFAULTS)
+    found = failures("cuda_checks", folder / "defaults", *DEFAULTS)
     assert found[name] is None, found[name]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and embeddings in prompts and positions on three axes, on trees of V2 as on CUDA, in
-Triton's interpreter; see test_cuda_v2.py.
+"""Images and embeddings in prompts and positions on three axes, on trees as on CUDA, in
+Triton's interpreter; see test_cuda.py.
 
 vLLM's kernel for rotary positions on several axes is interpreted, its vision towers run as they do
 on a CPU.
@@ -17,17 +17,17 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-from tests.e2e import cuda_v2_checks  # isort: skip
+from tests.e2e import cuda_checks  # isort: skip
 
 import pytest
 import torch
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
-from tests.e2e import cuda_v2_device, cuda_v2_states, mistral3_checks, vision_checks
+from tests.e2e import cuda_device, cuda_states, mistral3_checks, vision_checks
 from tests.e2e.budget_checks import FLAT, freeze_costs
-from tests.e2e.cuda_v2_checks import LateCopy, knowing_candidates, late_copies
-from tests.e2e.cuda_v2_draft_checks import knowing_levels
-from tests.e2e.cuda_v2_graph_checks import full_graphs, steps_from_graphs
+from tests.e2e.cuda_checks import LateCopy, knowing_candidates, late_copies
+from tests.e2e.cuda_draft_checks import knowing_levels
+from tests.e2e.cuda_graph_checks import full_graphs, steps_from_graphs
 from tests.e2e.embeds_checks import embeddings
 from tests.e2e.hybrids import wrapped_hybrid
 from tests.e2e.option_checks import greedy
@@ -46,7 +46,7 @@ from tests.e2e.wrapper_checks import mistral3_target
 from vllm_specplug.drafting.drafter import CommittedTokens
 from vllm_specplug.vllm_v2 import runner as runner_module
 
-cuda_v2_states.use_device_core()
+cuda_states.use_device_core()
 MRotaryEmbedding.forward_cpu = MRotaryEmbedding.forward_cuda  # type: ignore[method-assign]
 
 
@@ -58,10 +58,10 @@ def engines(
         target = {
             "model": make(family),
             "limit_mm_per_prompt": {"image": 2, "video": 0},
-            **cuda_v2_device.tower_arguments(),
-            **(cuda_v2_device.state_arguments() if family == "Qwen3_5" else {}),
+            **cuda_device.tower_arguments(),
+            **(cuda_device.state_arguments() if family == "Qwen3_5" else {}),
         }
-        return cuda_v2_checks.engines(method, ahead=ahead, target=target, **options)
+        return cuda_checks.engines(method, ahead=ahead, target=target, **options)
 
 
 def prompts() -> list[Any]:
@@ -123,9 +123,9 @@ def check_images_before_a_text_model_with_one_axis() -> None:
         target = {
             "model": mistral3_target(),
             "limit_mm_per_prompt": {"image": 2},
-            **cuda_v2_device.tower_arguments(),
+            **cuda_device.tower_arguments(),
         }
-        made = cuda_v2_checks.engines(ahead=True, target=target)
+        made = cuda_checks.engines(ahead=True, target=target)
     every = mistral3_checks.prompts()
     inputs = [every[i] for i in (0, 4, 5, 7)]
     compare(made, inputs, True)
@@ -153,7 +153,7 @@ def check_images_before_recurrent_states() -> None:
 
 def check_prompts_of_embeddings_beside_trees() -> None:
     """Whole ones, and some with tokens among the embeddings; prompts of tokens have drafts."""
-    made = cuda_v2_checks.engines(ahead=True, target={"enable_prompt_embeds": True})
+    made = cuda_checks.engines(ahead=True, target={"enable_prompt_embeds": True})
     tokens = [100 + i for i in range(40)]
     own = embeddings(tokens)
     is_token = [i % 3 == 0 for i in range(40)]

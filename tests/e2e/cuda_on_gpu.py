@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the checks of V2 as on CUDA on a GPU; see `cuda_v2_device`.
+"""Runs the checks as on CUDA on a GPU; see `cuda_device`.
 
-    python -m tests.e2e.cuda_v2_on_gpu --out OUT [--jobs 6] [--modules a,b] [--seconds 200]
+    python -m tests.e2e.cuda_on_gpu --out OUT [--jobs 6] [--modules a,b] [--seconds 200]
 
 Each module is a process of its own, several at once on the one GPU, with its log in OUT/MODULE.log
 and its results in OUT/MODULE.json. One that takes longer than `--seconds` is killed; what it had
@@ -23,14 +23,14 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 # Those that take longest first.
 MODULES = (
-    "cuda_v2_checks",
-    "cuda_v2_vision_checks",
-    "cuda_v2_graph_checks",
-    "cuda_v2_window_checks",
-    "cuda_v2_hybrid_checks",
-    "cuda_v2_self_checks",
-    "cuda_v2_draft_checks",
-    "cuda_v2_token_scale_checks",
+    "cuda_checks",
+    "cuda_vision_checks",
+    "cuda_graph_checks",
+    "cuda_window_checks",
+    "cuda_hybrid_checks",
+    "cuda_self_checks",
+    "cuda_draft_checks",
+    "cuda_token_scale_checks",
 )
 
 

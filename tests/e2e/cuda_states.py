@@ -2,7 +2,7 @@
 """Gated DeltaNet layers of a CPU as they are on CUDA, for engines in Triton's interpreter. On a GPU
 the rule over prompts alone is another one.
 
-To be imported after `cuda_v2_device`. vLLM's core of devices runs over its layout of states. Its
+To be imported after `cuda_device`. vLLM's core of devices runs over its layout of states. Its
 kernels of single rows and of gates are interpreted; the convolutions are those that vLLM has for
 CPUs, and the rule over prompts, which takes no float32, is done here token by token. All of it is
 the same with and without trees.
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.e2e.cuda_v2_device import ON_GPU
+from tests.e2e.cuda_device import ON_GPU
 from vllm_specplug.vllm_process import engine_args
 
 

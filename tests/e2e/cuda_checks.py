@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees on V2 as on CUDA, against plain V2, in Triton's interpreter; see test_cuda_v2.py. On a GPU,
-see cuda_v2_on_gpu.py.
+"""Trees as on CUDA, against plain vLLM, in Triton's interpreter; see test_cuda.py. On a GPU,
+see cuda_on_gpu.py.
 
 To be run with SPECPLUG_INTERPRETED_V2=1 or SPECPLUG_CHECKS_ON_GPU=1, set before vLLM is imported.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-from tests.e2e import cuda_v2_device  # isort: skip
+from tests.e2e import cuda_device  # isort: skip
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows
 from vllm_specplug.vllm_v2 import cuda_trees, host_step, worker_gpu
 from vllm_specplug.vllm_v2.host_step import HostCopy
 
-cuda_v2_device.use_worker()
+cuda_device.use_worker()
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 # One is longer than a step, so that its pieces come beside requests that decode.
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], list(range(20, 60)), [9, 9, 9]]
@@ -54,22 +54,22 @@ def engines(
         "num_speculative_tokens": nodes,
         "tree_budget": nodes if budget is None else budget,
         "ngram_topk": ngram_topk,
-        **cuda_v2_device.tree_options(),
+        **cuda_device.tree_options(),
         **(head or {}),
     }
     made = pair(
         method,
         speculative=options,
-        tree={"async_scheduling": ahead, **cuda_v2_device.tree_arguments(), **tree},
+        tree={"async_scheduling": ahead, **cuda_device.tree_arguments(), **tree},
         max_num_batched_tokens=32,
         max_num_seqs=4,
-        **cuda_v2_device.engine_arguments(),
+        **cuda_device.engine_arguments(),
         **(target or {}),
     )
     core = core_of(made.tree)
     assert type(core.scheduler).__name__ == ("AsyncScheduler" if ahead else "Scheduler")
-    assert isinstance(made.runner, cuda_v2_device.runner_class())
-    assert cuda_v2_device.KERNEL in ("auto", made.runner.tree_backend.kernel.name)
+    assert isinstance(made.runner, cuda_device.runner_class())
+    assert cuda_device.KERNEL in ("auto", made.runner.tree_backend.kernel.name)
     return made
 
 
@@ -96,7 +96,7 @@ def profiles() -> Iterator[list[int]]:
         counted.append(made.nbytes)
         return made
 
-    with patch.object(worker_gpu, "drafter_memory", drafter_memory), cuda_v2_device.profiled():
+    with patch.object(worker_gpu, "drafter_memory", drafter_memory), cuda_device.profiled():
         yield counted
 
 
@@ -132,7 +132,7 @@ def _changing(**changes: Any) -> Any:
 # vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
 def check_windows_and_sinks_in_groups() -> None:
     """gpt-oss: windows of 16 and full attention in KV cache groups of their own, and sinks."""
-    cuda_v2_device.need_experts()
+    cuda_device.need_experts()
     made = engines(ahead=True, target=engine_of("GptOss"))
     assert len(made.runner.kv_cache_config.kv_cache_groups) == 2
     backend = made.runner.tree_backend
@@ -410,11 +410,11 @@ def check_fp8_caches_with_scales() -> None:
 def check_fp8_caches_in_groups() -> None:
     """gpt-oss over such a cache: windows of 16 and full attention in KV cache groups of their
     own."""
-    cuda_v2_device.need_experts()
+    cuda_device.need_experts()
     made = engines(ahead=False, target={**engine_of("GptOss"), "kv_cache_dtype": "fp8"})
     assert len(made.runner.kv_cache_config.kv_cache_groups) == 2
     assert {c.dtype for c in made.runner.state.target_caches().values()} == {torch.uint8}
-    if cuda_v2_device.ON_GPU:
+    if cuda_device.ON_GPU:
         # There vLLM quantises queries, and then weights by tiles of its own, too.
         made.compare_up_to_ties(WINDOW_PROMPTS, 20, margin=0.25)
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees on V2 as on CUDA on a device that keeps the order of streams alone; see `cuda_v2_streams`.
+"""Trees as on CUDA on a device that keeps the order of streams alone; see `cuda_streams`.
 
 Each check compares with plain vLLM, and fails on any race.
 """
@@ -18,14 +18,14 @@ if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
     interpreted_v2.install()
 
 # Before vLLM's CPU worker.
-from tests.e2e import cuda_v2_streams  # isort: skip
+from tests.e2e import cuda_streams  # isort: skip
 
 import torch
 
 from tests import pretended_device
 from tests.e2e.budget_checks import FLAT, freeze_costs
-from tests.e2e.cuda_v2_checks import PROMPTS, compare, engines
-from tests.e2e.cuda_v2_graph_checks import (
+from tests.e2e.cuda_checks import PROMPTS, compare, engines
+from tests.e2e.cuda_graph_checks import (
     draft_replays,
     full_graphs,
     known_on_the_device,
@@ -40,8 +40,8 @@ from tests.stream_order import Race
 from vllm_specplug.vllm_v2 import device_speculator, host_step
 from vllm_specplug.vllm_v2.host_step import HostCopy
 
-cuda_v2_streams.use_stream_worker()
-device = cuda_v2_streams.device
+cuda_streams.use_stream_worker()
+device = cuda_streams.device
 PARAMS = [greedy(max_tokens=24, logprobs=2), seeded(1, max_tokens=24), greedy(max_tokens=20)]
 
 
@@ -72,7 +72,7 @@ def ordered() -> Iterator[None]:
 
 @contextmanager
 def knowing() -> Iterator[None]:
-    with cuda_v2_streams.on_device():
+    with cuda_streams.on_device():
         known = known_on_the_device(DEVICE)
         known.__enter__()
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where checks of V2 "as on CUDA" run, and what engines need there.
+"""Where checks "as on CUDA" run, and what engines need there.
 
 With SPECPLUG_INTERPRETED_V2=1 that is a CPU, with kernels in Triton's interpreter and classes of
-`cuda_v2_worker`. With SPECPLUG_CHECKS_ON_GPU=1 it is a GPU, and nothing stands in for anything;
+`cuda_worker`. With SPECPLUG_CHECKS_ON_GPU=1 it is a GPU, and nothing stands in for anything;
 SPECPLUG_CHECKS_KERNEL and SPECPLUG_CHECKS_ATTENTION then name a `tree_kernel` and vLLM's attention
 backend. Many engines live in one process, and many processes may share the GPU.
 
@@ -43,9 +43,9 @@ _replays = 0
 def use_worker() -> None:
     """Engines that this process builds from here on run here."""
     if not ON_GPU:
-        from tests.e2e import cuda_v2_worker
+        from tests.e2e import cuda_worker
 
-        cuda_v2_worker.use_cuda_worker()
+        cuda_worker.use_cuda_worker()
         return
     import torch
 
@@ -66,7 +66,7 @@ def runner_class() -> type:
         from vllm_specplug.vllm_v2.worker_gpu import TreeGPUModelRunner
 
         return TreeGPUModelRunner
-    from tests.e2e.cuda_v2_worker import InterpretedRunner
+    from tests.e2e.cuda_worker import InterpretedRunner
 
     return InterpretedRunner
 
@@ -102,7 +102,7 @@ def tower_arguments() -> dict[str, Any]:
 
 
 def state_arguments() -> dict[str, Any]:
-    """Of engines with recurrent states; see `cuda_v2_states`."""
+    """Of engines with recurrent states; see `cuda_states`."""
     return {"gdn_prefill_backend": "triton"} if ON_GPU else {}
 
 
@@ -128,7 +128,7 @@ def profiled() -> AbstractContextManager[None]:
     """Engines built inside are profiled before their caches are made."""
     if ON_GPU:
         return nullcontext()
-    from tests.e2e.cuda_v2_worker import profiled
+    from tests.e2e.cuda_worker import profiled
 
     return profiled()
 

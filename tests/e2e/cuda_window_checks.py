@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft layer over a window of its own and the target's last layer, on V2 as on CUDA; see
-`cuda_v2_checks`. Its trees are compared with those of the plain module, which reads the request's
+"""A draft layer over a window of its own and the target's last layer, as on CUDA; see
+`cuda_checks`. Its trees are compared with those of the plain module, which reads the request's
 tokens and the target's pages."""
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda_v2_checks  # noqa: F401  # isort: skip
+import tests.e2e.cuda_checks  # noqa: F401  # isort: skip
 
 import torch
 from transformers import AutoConfig
 
 from tests.e2e.budget_checks import FLAT, freeze_costs
-from tests.e2e.cuda_v2_checks import (
+from tests.e2e.cuda_checks import (
     PROMPTS,
     LateCopy,
     compare,
@@ -26,7 +26,7 @@ from tests.e2e.cuda_v2_checks import (
     late_copies,
     profiles,
 )
-from tests.e2e.cuda_v2_draft_checks import LevelDrafts, knowing
+from tests.e2e.cuda_draft_checks import LevelDrafts, knowing
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import target, watch_preemptions, watch_prefix_hits
 from vllm_specplug.drafting.device_requests import DeviceRequests

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of tensor parallel ranks on V2 as on CUDA, in Triton's interpreter; see
+"""An engine of tensor parallel ranks as on CUDA, in Triton's interpreter; see
 `engine_process`. To be run with SPECPLUG_INTERPRETED_V2=1, set before vLLM is imported.
 
 Ranks hear of their steps at different times, and each would draft from another source: nothing but
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 # Before vLLM: it puts Triton's interpreter in place.
-from tests.e2e.cuda_v2_checks import LateCopy  # isort: skip
+from tests.e2e.cuda_checks import LateCopy  # isort: skip
 
 from tests.e2e import engine_process
 from vllm_specplug.methods.tokenswift.draft_source import SourceChooser

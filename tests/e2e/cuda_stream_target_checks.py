@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Targets with recurrent states, images and adapters on a device that keeps the order of streams
-alone; see `cuda_v2_streams`.
+alone; see `cuda_streams`.
 
 Each check compares with plain vLLM and fails on any race; then it takes something away that orders
 the same engine's work, and fails unless that is noticed. LoRA's kernels are those that vLLM has for
@@ -18,14 +18,14 @@ from typing import Any
 from unittest.mock import patch
 
 # First: it puts the interpreter and the device in place.
-from tests.e2e import cuda_v2_stream_checks as streams  # isort: skip
+from tests.e2e import cuda_stream_checks as streams  # isort: skip
 
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as gated_delta
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
-from tests.e2e import adapter_checks, cuda_v2_hybrid_checks, cuda_v2_vision_checks
-from tests.e2e.cuda_v2_checks import PROMPTS, engines
+from tests.e2e import adapter_checks, cuda_hybrid_checks, cuda_vision_checks
+from tests.e2e.cuda_checks import PROMPTS, engines
 from tests.e2e.tiny import make_head
 from tests.pretended_device import Stream
 from vllm_specplug.vllm_attention import device_states
@@ -58,30 +58,28 @@ def aside(owner: Any, name: str) -> Any:
 def check_recurrent_states() -> None:
     """Rows of a step go over from the host, which waits for no step."""
     with tempfile.TemporaryDirectory() as folder, streams.knowing():
-        head = make_head(Path(folder) / "jetspec", cuda_v2_hybrid_checks.VOCAB, hidden=64)
+        head = make_head(Path(folder) / "jetspec", cuda_hybrid_checks.VOCAB, hidden=64)
         with streams.ordered():
-            made = cuda_v2_hybrid_checks.engines(
+            made = cuda_hybrid_checks.engines(
                 method="jetspec", ahead=True, nodes=10, budget=10, head={"model": str(head)}
             )
-            counts = cuda_v2_hybrid_checks.compared(made, least_accepted=10)
+            counts = cuda_hybrid_checks.compared(made, least_accepted=10)
         assert counts.skipping > 1 and counts.stale > 0, counts
         again = patch.object(device_states, "to_device", streams.kept_pinned())
-        is_noticed(
-            again, ("pinned", "device_states.py"), lambda: cuda_v2_hybrid_checks.compared(made)
-        )
+        is_noticed(again, ("pinned", "device_states.py"), lambda: cuda_hybrid_checks.compared(made))
 
 
 def check_images() -> None:
     """A tower's outputs, and positions on three axes, which the host stages."""
     with streams.ordered():
-        made = cuda_v2_vision_checks.engines(ahead=True)
-        inputs = cuda_v2_vision_checks.prompts()
-        cuda_v2_vision_checks.compare(made, inputs, True)
+        made = cuda_vision_checks.engines(ahead=True)
+        inputs = cuda_vision_checks.prompts()
+        cuda_vision_checks.compare(made, inputs, True)
     made.tree.llm_engine.reset_encoder_cache()
     is_noticed(
         aside(EncoderRunner, "execute_mm_encoder"),
         ("device memory",),
-        lambda: cuda_v2_vision_checks.compare(made, inputs, True),
+        lambda: cuda_vision_checks.compare(made, inputs, True),
     )
 
 

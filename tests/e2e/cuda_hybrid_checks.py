@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees over recurrent states on V2 as on CUDA, in Triton's interpreter; see test_cuda_v2.py."""
+"""Trees over recurrent states as on CUDA, in Triton's interpreter; see test_cuda.py."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 from unittest.mock import patch
 
 # First: it puts the interpreter in place.
-from tests.e2e import cuda_v2_checks  # isort: skip
+from tests.e2e import cuda_checks  # isort: skip
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.e2e import cuda_v2_device, cuda_v2_states, vision_checks
+from tests.e2e import cuda_device, cuda_states, vision_checks
 from tests.e2e.hybrids import ROPE_ON_AXES, make_hybrid_target
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import Counts, Pair, core_of, sequences_of, watch_prefix_hits
 from vllm_specplug.vllm_attention.device_states import DeviceStateStep
 
-cuda_v2_states.use_device_core()
+cuda_states.use_device_core()
 VOCAB = 300
 
 
 @cache
 def target(family: str | None = None, **config: Any) -> str:
     if family is None:
-        family = "Qwen3Next" if cuda_v2_device.has_experts() else "Qwen3_5Text"
+        family = "Qwen3Next" if cuda_device.has_experts() else "Qwen3_5Text"
     folder = Path(tempfile.mkdtemp(prefix="specplug-hybrid-")) / family
     if family == "Qwen3_5Text":
         vision_checks.have_torchvision()
@@ -43,9 +43,9 @@ def engines(*, ahead: bool, model: str | None = None, **options: Any) -> Pair:
     engine = {
         "model": model or target(),
         "skip_tokenizer_init": True,
-        **cuda_v2_device.state_arguments(),
+        **cuda_device.state_arguments(),
     }
-    return cuda_v2_checks.engines(ahead=ahead, target=engine, **options)
+    return cuda_checks.engines(ahead=ahead, target=engine, **options)
 
 
 def compared(made: Pair, **options: Any) -> Counts:
@@ -58,7 +58,7 @@ def compared(made: Pair, **options: Any) -> Counts:
         seeded(2, max_tokens=9, detokenize=False),
     ]
     params[2].extra_args = {"specplug_tree_budget": 0}
-    prompts = [*cuda_v2_checks.PROMPTS, [4, 3, 2, 1]]
+    prompts = [*cuda_checks.PROMPTS, [4, 3, 2, 1]]
     return made.compare(prompts, params, **options)[1]
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of whole forwards and of drafts on V2 as on CUDA, pretended where there is no GPU; see
-`cuda_v2_checks`."""
+"""Graphs of whole forwards and of drafts as on CUDA, pretended where there is no GPU; see
+`cuda_checks`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda_v2_checks  # noqa: F401  # isort: skip
+import tests.e2e.cuda_checks  # noqa: F401  # isort: skip
 
 import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
-from tests.e2e import cuda_v2_device
+from tests.e2e import cuda_device
 from tests.e2e.budget_checks import FLAT, freeze_costs
-from tests.e2e.cuda_v2_checks import WINDOW_PROMPTS, compare, compare_windows, engines
-from tests.e2e.cuda_v2_self_checks import LONG, SELF, watching
+from tests.e2e.cuda_checks import WINDOW_PROMPTS, compare, compare_windows, engines
+from tests.e2e.cuda_self_checks import LONG, SELF, watching
 from tests.e2e.option_checks import greedy
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair
@@ -37,7 +37,7 @@ from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 @contextmanager
 def full_graphs() -> Iterator[None]:
     """Engines built and run here capture and replay graphs."""
-    with cuda_v2_device.graphs(), patch.dict(os.environ, {FULL_GRAPHS_VARIABLE: "1"}):
+    with cuda_device.graphs(), patch.dict(os.environ, {FULL_GRAPHS_VARIABLE: "1"}):
         yield
 
 
@@ -46,7 +46,7 @@ def steps_from_graphs(made: Pair) -> Iterator[None]:
     """Forwards of decoding requests come from graphs, of which some hold rows and requests of
     padding."""
     manager, seen = made.runner.cudagraph_manager, []
-    dispatch, before = manager.dispatch, cuda_v2_device.num_replays()
+    dispatch, before = manager.dispatch, cuda_device.num_replays()
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         desc = dispatch(*args, **kwargs)
@@ -56,7 +56,7 @@ def steps_from_graphs(made: Pair) -> Iterator[None]:
     with patch.object(manager, "dispatch", dispatched):
         yield
     whole = [s for s in seen if s[2].cg_mode == CUDAGraphMode.FULL]
-    assert len(whole) > 2 and len(whole) <= cuda_v2_device.num_replays() - before, seen
+    assert len(whole) > 2 and len(whole) <= cuda_device.num_replays() - before, seen
     # Rows and requests of padding.
     assert any(rows for rows, *_ in whole) and any(requests for _, requests, _ in whole), seen
 
@@ -77,12 +77,12 @@ def check_ragged_trees_from_graphs() -> None:
 
 def check_groups_and_caches_of_bytes_from_graphs() -> None:
     """gpt-oss: windows, sinks and KV cache groups of their own; also over e4m3."""
-    cuda_v2_device.need_experts()
+    cuda_device.need_experts()
     for cache in ("auto", "fp8"):
         with full_graphs():
             made = engines(ahead=True, target={**engine_of("GptOss"), "kv_cache_dtype": cache})
             with steps_from_graphs(made):
-                if cuda_v2_device.ON_GPU and cache == "fp8":
+                if cuda_device.ON_GPU and cache == "fp8":
                     made.compare_up_to_ties(WINDOW_PROMPTS, 20, margin=0.25)
                 else:
                     assert compare_windows(made).skipping > 1
@@ -117,7 +117,7 @@ def check_adaptive_budget_from_graphs() -> None:
 
 @contextmanager
 def known_on_the_device(
-    device: torch.device | str | None = cuda_v2_device.DEVICE,
+    device: torch.device | str | None = cuda_device.DEVICE,
 ) -> Iterator[None]:
     """`knowing_candidates` and `knowing` in operations that a graph can hold and that wait for
     nothing: what follows an anchor in the first of the oracle's sequences that has it at its

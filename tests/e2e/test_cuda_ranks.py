@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor parallel ranks on V2 as on CUDA, in Triton's interpreter: a target that drafts for
+"""Two tensor parallel ranks as on CUDA, in Triton's interpreter: a target that drafts for
 itself runs on all of them or on none."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.e2e.fork_server import run_fresh
 from tests.e2e.tiny import make_target, make_tokenswift_heads
 from tests.e2e.tiny_engine import PARAMS, VOCAB, tiny_engine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.xdist_group("cuda_v2_ranks")]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.xdist_group("cuda_ranks")]
 
 # All of them outgrow the partial caches, one after the other, and there are two.
 PROMPTS = [[(5 * i + n) % 9 + 2 for i in range(n)] for n in (34, 30, 16)]
@@ -49,7 +49,7 @@ def _run(folder: Path, name: str, speculative: dict[str, Any] | None) -> dict[st
         # vLLM compiles what ranks do with tokens of others, and the interpreter is no compiler.
         "TORCHDYNAMO_DISABLE": "1",
     }
-    run_fresh("tests.e2e.cuda_v2_ranks", arguments, log, env=environment)
+    run_fresh("tests.e2e.cuda_ranks", arguments, log, env=environment)
     assert result.is_file(), log.read_text()[-6000:]
     found: dict[str, Any] = json.loads(result.read_text())
     return found

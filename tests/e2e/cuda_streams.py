@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA worker of V2 on a pretended device that keeps the order of streams alone.
+"""The CUDA worker on a pretended device that keeps the order of streams alone.
 
-`cuda_v2_worker` with `tests.pretended_device` entered in all that a worker does: the runner's
+`cuda_worker` with `tests.pretended_device` entered in all that a worker does: the runner's
 device is "cuda", and streams, events, pinned and mapped memory are the pretended device's. vLLM's
 own functions for these, which its CPU worker replaces, stand where they stand on CUDA. Plain
 engines stay as they are.
 
-To be imported after `interpreted_v2.install` and before `cuda_v2_worker`.
+To be imported after `interpreted_v2.install` and before `cuda_worker`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _async_tensor_h2d(*args: Any, **kwargs: Any) -> torch.Tensor:
 # Whoever imports it from here on gets one for both.
 torch_utils.async_tensor_h2d = buffer_utils.async_tensor_h2d = _async_tensor_h2d
 
-from tests.e2e import cuda_v2_worker  # noqa: E402
+from tests.e2e import cuda_worker  # noqa: E402
 from vllm_specplug.vllm_process import spec_config  # noqa: E402
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend  # noqa: E402
 from vllm_specplug.vllm_worker.cuda_backend import StepLimits  # noqa: E402
@@ -79,14 +79,14 @@ def on_device() -> Iterator[None]:
         yield
 
 
-class StreamTreeBackend(cuda_v2_worker.InterpretedTreeBackend):
+class StreamTreeBackend(cuda_worker.InterpretedTreeBackend):
     """With the device's own clock and kernels warmed up as on it."""
 
     def step_clock(self) -> StepClock:
         return CudaTreeBackend.step_clock(self)
 
 
-class StreamRunner(cuda_v2_worker.InterpretedRunner):
+class StreamRunner(cuda_worker.InterpretedRunner):
     """`InterpretedRunner` on the pretended device."""
 
     def __init__(self, vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> None:
@@ -97,7 +97,7 @@ class StreamRunner(cuda_v2_worker.InterpretedRunner):
         return StreamTreeBackend("triton", self.state.num_query_heads, limits, self.device)
 
 
-class StreamWorker(cuda_v2_worker.InterpretedWorker):
+class StreamWorker(cuda_worker.InterpretedWorker):
     """`InterpretedWorker` on the pretended device."""
 
     runner_class = StreamRunner
@@ -126,5 +126,5 @@ for _name in (
 
 def use_stream_worker() -> None:
     """Drafting engines that this process builds from here on run on the pretended device."""
-    cuda_v2_worker.use_cuda_worker()
+    cuda_worker.use_cuda_worker()
     spec_config.WORKERS["cpu"] = f"{__name__}.{StreamWorker.__name__}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA worker of V2 on a CPU: its classes and its kernels, in Triton's interpreter.
+"""The CUDA worker on a CPU: its classes and its kernels, in Triton's interpreter.
 
 To be imported after `interpreted_v2.install`. vLLM's Triton attention stands where it stands on
 CUDA, over a cache of that layout; what a CPU lacks is replaced here and nowhere else.
@@ -21,7 +21,7 @@ from vllm.v1.attention.ops import triton_reshape_and_cache_flash
 from vllm.v1.worker.cpu import model_runner as cpu_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from tests.e2e.cuda_v2_device import CAPTURED_ROWS
+from tests.e2e.cuda_device import CAPTURED_ROWS
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views

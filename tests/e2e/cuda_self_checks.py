@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target as its own draft, chained heads and n-grams on V2 as on CUDA; see `cuda_v2_checks`.
+"""The target as its own draft, chained heads and n-grams as on CUDA; see `cuda_checks`.
 Attention over partial caches is compared, row by row, with dense attention to the positions that
 the caches should hold."""
 
@@ -12,11 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda_v2_checks  # noqa: F401  # isort: skip
+import tests.e2e.cuda_checks  # noqa: F401  # isort: skip
 
 import torch
 
-from tests.e2e.cuda_v2_checks import LateCopy, compare, engines, late_copies, profiles
+from tests.e2e.cuda_checks import LateCopy, compare, engines, late_copies, profiles
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import watch_preemptions
 from vllm_specplug.kernels.reference import dense_attention
