@@ -101,14 +101,10 @@ def engine_roots(core: Any, runner: Any) -> dict[str, Any]:
         "scheduler": scheduler,
         "grammars": scheduler.structured_output_manager,
         "sampler": runner.sampler,
+        "speculator": runner.speculator,
+        "req_states": runner.req_states,
     }
-    if hasattr(runner, "speculator"):  # V2
-        roots |= {"speculator": runner.speculator, "req_states": runner.req_states}
-        processors = runner.sampler.logits_processors
-    else:
-        roots["input_batch"] = runner.input_batch
-        processors = runner.input_batch.logitsprocs.all
-    for processor in processors:
+    for processor in runner.sampler.logits_processors:
         roots[type(processor).__name__] = processor
     for name, module in list(sys.modules.items()):
         if _is_plugin_module(name):

@@ -8,8 +8,8 @@ what the plain engine gives that request alone. When all is done no block may be
 nothing may be kept of any request.
 
 Both engines live as long as the process and each plain answer is computed once, so that an
-example costs fractions of a second. The tree engine's model runner is a parameter: V1's, or V2's
-with a scheduler that waits for every step or works ahead of it.
+example costs fractions of a second. Whether the tree engine's scheduler waits for every step or
+works ahead of it is a parameter.
 
 Examples repeat: grammars, which compile in threads, are ready after a number of looks at their
 request instead of when the clock says so. Without that, an engine that has nothing else to do
@@ -38,6 +38,7 @@ from tests.e2e.pair import (
     pair,
     watch_prefix_hits,
 )
+from tests.e2e.v2_setup import use_v2
 from tests.kept_state import RequestNames, engine_roots, places_of
 
 VOCABULARY = range(6, 340)
@@ -91,18 +92,18 @@ def sampling_params(index: int, budget: int | None = None, **changes: Any) -> An
     return SamplingParams(**options)
 
 
-def machine_pair(method: str, ahead: bool | None, target: dict[str, Any] | None = None) -> Pair:
+def machine_pair(method: str, ahead: bool, target: dict[str, Any] | None = None) -> Pair:
     """The engines of a machine; `target` holds what is other than in `TREE_ENGINE`, and the
     model."""
+    use_v2()
     # Counting ranks is the only thing compiled here, and takes longer than all examples.
     torch.compiler.set_stance("force_eager")
     tree, model = {**TREE_ENGINE, **(target or {})}, {}
     if "model" in tree:
         model = {"model": tree.pop("model")}
-    made = pair(method, tree=tree | ({} if ahead is None else {"async_scheduling": ahead}), **model)
-    scheduler, runner = type(core_of(made.tree).scheduler).__name__, type(made.runner).__name__
+    made = pair(method, tree={**tree, "async_scheduling": ahead}, **model)
+    scheduler = type(core_of(made.tree).scheduler).__name__
     assert scheduler == ("AsyncScheduler" if ahead else "Scheduler"), scheduler
-    assert runner == ("TreeCPUModelRunner" if ahead is None else "TreeCPUModelRunner"), runner
     return made
 
 
@@ -189,8 +190,8 @@ class EngineMachine(RuleBasedStateMachine):
     """One example; the engine is shared by all."""
 
     method = "oracle"
-    ahead: ClassVar[bool | None] = None
-    """On V2, whether the scheduler works ahead; None on V1."""
+    ahead: ClassVar[bool] = False
+    """Whether the scheduler works ahead."""
     target: ClassVar[dict[str, Any] | None] = None
     """Of `machine_pair`."""
     totals: ClassVar[Counter[str]] = Counter()
@@ -361,10 +362,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
         assert not scheduler.requests and not scheduler.running and not scheduler.waiting
         runner = self.engines.runner
-        if self.ahead is None:
-            assert not runner.requests and not runner.proposed_trees
-        else:
-            assert not runner.req_states.req_id_to_index
+        assert not runner.req_states.req_id_to_index
         places = places_of(engine_roots(self.core, runner), self.watch.names.seen)
         assert not places, f"requests are kept in {places}"
         # Builders make valid trees of whatever a head computes: none was dropped.

@@ -28,7 +28,7 @@ def target() -> dict[str, Any]:
             "prefix_cache_retention_interval": None}  # fmt: skip
 
 
-def run_hybrid(ahead: bool | None) -> None:
+def run_hybrid(ahead: bool) -> None:
     totals = run_examples("oracle", ahead, target())
     print(dict(totals))
     assert totals["verified"] > 0 and totals["accepted"] > 0, totals
@@ -36,7 +36,7 @@ def run_hybrid(ahead: bool | None) -> None:
     assert (totals["stale"] > 0) == bool(ahead), totals
 
 
-def wrong_states_are_noticed(ahead: bool | None) -> None:
+def wrong_states_are_noticed(ahead: bool) -> None:
     """The negative control: the committed row is its parent."""
     from vllm_specplug.vllm_attention.state_rows import StateStep
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hybrid_machine` on V1."""
+"""`hybrid_machine` with a scheduler that waits for every step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from tests.fuzz.hybrid_machine import run_hybrid, wrong_states_are_noticed
 
 
 def check_recurrent_states() -> None:
-    run_hybrid(None)
+    run_hybrid(False)
 
 
 def check_wrong_states_are_noticed() -> None:
-    wrong_states_are_noticed(None)
+    wrong_states_are_noticed(False)

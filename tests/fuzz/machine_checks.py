@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state machine for every method, on V1; see test_state_machine.py.
+"""The state machine for every method; see test_state_machine.py.
 
 With `SPECPLUG_FUZZ_OUT=FOLDER` what each method's examples did is noted in `FOLDER/fuzz.md`.
 """
@@ -9,32 +9,35 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.fuzz.engine_machine import EngineMachine
-from tests.fuzz.report import command_line, note
+from tests.fuzz.engine_machine import EngineMachine, machine_pair
+from tests.fuzz.report import command_line, name_of_check, note
 
 # Examples of each method: a few in every run, thousands in all in the long one.
 EXAMPLES = int(os.environ.get("SPECPLUG_FUZZ_EXAMPLES", "8"))
 STEPS = 30
 
 
-def machine_name(method: str, ahead: bool | None) -> str:
-    """What the machine of a method is called: "METHOD", "v2-METHOD" or "v2-ahead-METHOD"."""
-    return {None: "", False: "v2-", True: "v2-ahead-"}[ahead] + method
+def machine_name(method: str, ahead: bool) -> str:
+    """What the machine of a method is called: "METHOD" or "ahead-METHOD"."""
+    return f"ahead-{method}" if ahead else method
 
 
 def run_examples(
-    method: str, ahead: bool | None = None, target: dict[str, Any] | None = None, **changes: Any
+    method: str, ahead: bool = False, target: dict[str, Any] | None = None, **changes: Any
 ) -> Counter[str]:
     """Runs the machine, on another target if one is given; what its examples did."""
     totals: Counter[str] = Counter()
     machine = type(
-        f"{machine_name(method, ahead).replace('-', '_')}_machine",
+        f"{name_of_check(machine_name(method, ahead))}_machine",
         (EngineMachine,),
         {"method": method, "ahead": ahead, "target": target, "totals": totals},
     )
@@ -52,19 +55,27 @@ def run_examples(
     return totals
 
 
-def run_method(method: str, ahead: bool | None = None) -> None:
-    """The examples of one method on one runner, noted; fails where they were empty."""
+def run_method(method: str, ahead: bool = False) -> None:
+    """The examples of one method, noted; fails where they were empty."""
     start = time.perf_counter()
     totals = run_examples(method, ahead)
     name = machine_name(method, ahead)
     print(f"{name}: {dict(totals)}")
     assert totals["verified"] > 0 and totals["accepted"] > 0, totals
     assert totals["preempted"] > 0 and totals["cached"] > 0, totals
-    assert (totals["stale"] > 0) == bool(ahead), totals
+    assert (totals["stale"] > 0) == ahead, totals
     if folder := os.environ.get("SPECPLUG_FUZZ_OUT"):
         variables = {"SPECPLUG_FUZZ_EXAMPLES": str(EXAMPLES), "SPECPLUG_FUZZ_OUT": folder}
         seconds = time.perf_counter() - start
         note(name, totals, seconds, Path(folder), command_line(name, variables))
+
+
+def method_checks(*methods: str, ahead: bool = False) -> dict[str, Callable[[], None]]:
+    """Checks for a module of many: one for each method."""
+    return {
+        name_of_check(machine_name(method, ahead)): partial(run_method, method, ahead)
+        for method in methods
+    }
 
 
 def check_oracle() -> None:
@@ -107,19 +118,37 @@ def check_ngram_tree() -> None:
     run_method("ngram_tree")
 
 
+def check_ahead_oracle() -> None:
+    run_method("oracle", ahead=True)
+
+
+def _is_noticed(ahead: bool, match: str) -> None:
+    with pytest.raises(AssertionError, match=match):
+        run_examples("oracle", ahead, phases=[Phase.generate], report_multiple_bugs=False)
+
+
 def check_lost_compaction_is_noticed() -> None:
     """The negative control: without it accepted paths that skip nodes leave wrong keys behind."""
-    import pytest
+    for ahead in (False, True):
+        backend = machine_pair("oracle", ahead).runner.tree_backend
+        backend.compact = lambda *args: None
+        try:
+            _is_noticed(ahead, match=r"^\('r\d+', \[")
+        finally:
+            del backend.compact
 
-    from vllm_specplug.vllm_v1 import tree_backend
 
-    compact = tree_backend.compact_kv
-    tree_backend.compact_kv = lambda *args, **kwargs: None
-    try:
-        with pytest.raises(AssertionError):
-            run_examples("oracle", phases=[Phase.generate], report_multiple_bugs=False)
-    finally:
-        tree_backend.compact_kv = compact
+def check_a_kept_request_is_noticed() -> None:
+    """A speculator that forgets nobody drafts as well as any other."""
+    for ahead in (False, True):
+        speculator = machine_pair("oracle", ahead).runner.speculator
+        forget = speculator.forget
+        speculator.forget = lambda *args: None
+        try:
+            _is_noticed(ahead, match="requests are kept in .*extra_args")
+        finally:
+            del speculator.forget
+            forget(list(speculator.extra_args), list(speculator.extra_args))
 
 
 def check_short_soak() -> None:

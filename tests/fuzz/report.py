@@ -59,7 +59,7 @@ def page(rows: dict[str, Any]) -> str:
         by = row["provenance"]
         packages = sorted(by["versions"].items())
         versions = ", ".join(f"{name} {value}" for name, value in packages if value)
-        command = by["command"].replace(f"check_{method}", "check_METHOD")
+        command = by["command"].replace(name_of_check(method), "check_METHOD")
         key = (command, str(by["commit"]), by["hardware"]["cpu"], versions)
         made.setdefault(key, []).append(method)
     lines.append("")
@@ -71,17 +71,18 @@ def page(rows: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def command_line(method: str, variables: dict[str, str]) -> str:
-    """The command that runs one method's check again."""
+def name_of_check(machine: str) -> str:
+    """Of a machine's function; see `machine_checks.machine_name`."""
+    return f"check_{machine.replace('-', '_')}"
+
+
+def command_line(machine: str, variables: dict[str, str]) -> str:
+    """The command that runs one machine's check again."""
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-    if method.startswith("v2-"):
-        name = method.replace("-", "_")
-        module, check = "v2_machine_checks", f"check_{name}"
-        if "oracle" not in name:
-            module = "v2_method_checks"
-    else:
-        name, _, kind = method.partition("-")
-        module, check = "machine_checks", f"check_{name}"
-        if kind:
-            module, check = "hard_head_checks", f"check_{kind}_{name}"
+    module = "machine_checks"
+    if machine.startswith("ahead-") and machine != "ahead-oracle":
+        module = "ahead_checks"
+    elif "-" in machine and machine != "ahead-oracle":
+        module = "hard_head_checks"
+    check = name_of_check(machine)
     return f"{settings} python -m tests.e2e.pair tests.fuzz.{module} out/failures.json {check}"

@@ -2,8 +2,8 @@
 """Any order of requests, aborts, preemptions, prefix hits and budgets leaves outputs as they are.
 
 `SPECPLUG_FUZZ_EXAMPLES=150 pytest tests/fuzz` runs thousands of examples, others each time; the
-default, the same few in every run, is what every run affords. On Model Runner V2 every run has the
-oracle alone: `make test-full` and `make fuzz` have all methods.
+default, the same few in every run, is what every run affords. Of schedulers that work ahead every
+run has the oracle's alone: `make test-full` and `make fuzz` have all methods.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import pytest
 
 from tests.e2e.pair import assert_check, check_names
 from tests.fuzz import (
+    ahead_checks,
     hard_head_checks,
+    hybrid_ahead_checks,
     hybrid_machine_checks,
     machine_checks,
-    v2_hybrid_ahead_checks,
-    v2_hybrid_machine_checks,
-    v2_machine_checks,
-    v2_method_checks,
 )
 from vllm_specplug.registry import method_names
 
@@ -33,17 +31,11 @@ def test_state_machine(name: str) -> None:
     assert_check("tests.fuzz.machine_checks", name, TIMEOUT_S)
 
 
-@pytest.mark.xdist_group("v2_machine_checks")
-@pytest.mark.parametrize("name", check_names(v2_machine_checks))
-def test_state_machine_on_v2(name: str) -> None:
-    assert_check("tests.fuzz.v2_machine_checks", name, TIMEOUT_S)
-
-
 @pytest.mark.full
-@pytest.mark.xdist_group("v2_machine_checks")
-@pytest.mark.parametrize("name", check_names(v2_method_checks))
-def test_state_machine_of_every_method_on_v2(name: str) -> None:
-    assert_check("tests.fuzz.v2_method_checks", name, TIMEOUT_S)
+@pytest.mark.xdist_group("ahead_checks")
+@pytest.mark.parametrize("name", check_names(ahead_checks))
+def test_state_machine_ahead(name: str) -> None:
+    assert_check("tests.fuzz.ahead_checks", name, TIMEOUT_S)
 
 
 @pytest.mark.full
@@ -59,22 +51,12 @@ def test_state_machine_of_recurrent_states(name: str) -> None:
     assert_check("tests.fuzz.hybrid_machine_checks", name, TIMEOUT_S)
 
 
-@pytest.mark.xdist_group("hybrid_machine_checks")
-@pytest.mark.parametrize("name", check_names(v2_hybrid_machine_checks))
-def test_state_machine_of_recurrent_states_on_v2(name: str) -> None:
-    assert_check("tests.fuzz.v2_hybrid_machine_checks", name, TIMEOUT_S)
-
-
 @pytest.mark.full
 @pytest.mark.xdist_group("hybrid_machine_checks")
-@pytest.mark.parametrize("name", check_names(v2_hybrid_ahead_checks))
+@pytest.mark.parametrize("name", check_names(hybrid_ahead_checks))
 def test_state_machine_of_recurrent_states_ahead(name: str) -> None:
-    assert_check("tests.fuzz.v2_hybrid_ahead_checks", name, TIMEOUT_S)
+    assert_check("tests.fuzz.hybrid_ahead_checks", name, TIMEOUT_S)
 
 
 def test_every_method_has_its_machine() -> None:
     assert {f"check_{name}" for name in method_names()} <= set(check_names(machine_checks))
-    confident = {f"check_confident_{name}" for name in method_names()}
-    assert confident <= set(check_names(hard_head_checks))
-    on_v2 = {f"check_v2_{name}" for name in v2_method_checks.METHODS}
-    assert len(on_v2) > 3 and on_v2 <= set(check_names(v2_method_checks))

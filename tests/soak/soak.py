@@ -131,15 +131,14 @@ def acceptance(samples: list[Sample]) -> float:
 
 def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any]]:
     from tests.e2e.pair import Pair, core_of, make_engine, watch_prefix_hits
+    from tests.e2e.v2_setup import use_v2
     from tests.fuzz.engine_machine import TREE_ENGINE
     from tests.kept_state import RequestNames, engine_roots, places_of
 
     trees = method != "none"
-    arguments = {**TREE_ENGINE, **CACHE}
-    if not trees:
-        # A seeded prompt that is cut into chunks ends plain vLLM on CPU: room for whole ones.
-        arguments["max_num_batched_tokens"] = 2048
-    llm = make_engine(method if trees else None, **arguments)
+    # Plain vLLM on the runner that trees have.
+    use_v2()
+    llm = make_engine(method if trees else None, **{**TREE_ENGINE, **CACHE})
     engines = Pair(None, llm)
     if trees:
         engines.watch()
@@ -175,8 +174,8 @@ def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any
             samples.append(
                 Sample(
                     step, resident_kib(), pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-                    len(scheduler.running), len(runner.requests),
-                    len(runner.proposed_trees) if trees else 0, len(places),
+                    len(scheduler.running), len(runner.req_states.req_id_to_index),
+                    len(runner.speculator.trees) if trees else 0, len(places),
                     counts.nodes, counts.accepted, EVERY / (now - since),
                 )
             )  # fmt: skip
