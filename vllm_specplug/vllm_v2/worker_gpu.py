@@ -89,7 +89,7 @@ def _sample_all(logits: torch.Tensor) -> None:
     rows, vocab_size = logits.shape
     top_k = torch.full((rows,), vocab_size - 1, dtype=torch.int32, device=logits.device)
     top_p = torch.full((rows,), 0.9, device=logits.device)
-    apply_top_k_top_p(logits.float(), top_k, top_p)
+    apply_top_k_top_p(logits.to(torch.float32, copy=True), top_k, top_p)
 
 
 class TreeGPUModelRunner(DeviceRunnerMixin, GPUModelRunner):  # type: ignore[misc]  # overrides
