@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.vllm_v1.sleeping_runner import SleepingRunner
+from tests.unit.vllm_worker.sleeping_runner import SleepingRunner
 from vllm_specplug.budget import Calibration
-from vllm_specplug.vllm_v2.runner_state import RunnerState as RunnerStateV2
 from vllm_specplug.vllm_worker import calibration as module
 from vllm_specplug.vllm_worker.calibration import Calibrator, calibrate
+from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 
 def _alone(values: list[float]) -> list[float]:
@@ -40,7 +40,6 @@ def test_measures_rows_context_and_drafts() -> None:
     assert [(n, depths) for n, depths in runner.drafter.drafter.rehearsed[:1]] == [(1, [3])]
     assert measured.draft_rows == (2.0, 4.0, 16.0, 64.0)
     assert len(runner.drafter.drafter.forgotten) == 16
-    assert runner.state.rehearsal_requests == 0
 
 
 def test_stops_in_time_with_what_it_has() -> None:
@@ -85,37 +84,6 @@ def test_other_options_are_another_calibration(cache_folder: Path) -> None:
     calibrate(other.state, _alone, is_first_rank=True)
     assert other.rows
     assert len(list((cache_folder / "calibration").iterdir())) == 2
-
-
-def test_runners_do_not_share_a_calibration(
-    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calibrate(SleepingRunner().state, _alone, is_first_rank=True)
-    other = SleepingRunner()
-    monkeypatch.setattr(type(other.state), "name", RunnerStateV2.name)
-    calibrate(other.state, _alone, is_first_rank=True)
-    assert other.rows
-    assert len(list((cache_folder / "calibration").iterdir())) == 2
-
-
-@pytest.mark.parametrize(("requests", "length"), [(16, 1024), (3, 40), (1, 24), (64, 9)])
-def test_v2s_dummy_batches_attend_what_v1s_do(requests: int, length: int) -> None:
-    """vLLM's dummies of V2 hold their own rows behind a context; V1's are of a whole length."""
-    runner, seen = SleepingRunner(), []
-    runner.scheduler_config.max_num_seqs, runner.max_model_len = requests, length
-
-    def dummy_run(rows: int, context_len: int) -> Any:
-        count = min(rows, requests)
-        # Rows are spread evenly, one more on the last ones.
-        seen.append((rows, context_len + -(-rows // count)))
-        return torch.zeros(rows, 4), None
-
-    runner._dummy_run = dummy_run  # type: ignore[method-assign, assignment]
-    state = RunnerStateV2(runner)
-    Calibrator(state, _alone).measure()
-    short = min(64, length - 1)
-    assert {attended for rows, attended in seen if rows <= short} >= {short}
-    assert all(0 < attended <= length for _, attended in seen), seen
 
 
 def test_times_of_a_busy_machine_are_used_but_not_kept(
@@ -209,7 +177,9 @@ class _ClockedRunner(SleepingRunner):
     def take(self, seconds: float) -> None:
         self.now += seconds * (3.0 if self.busy[0] <= self.now < self.busy[1] else 1.0)
 
-    def _dummy_run(self, rows: int, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _dummy_run(
+        self, rows: int, context_len: int, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.take(0.040 + 0.001 * rows)
         return torch.zeros(rows, 4), torch.zeros(1, 4)
 
@@ -230,21 +200,28 @@ def test_a_machine_busy_for_a_second_spoils_no_size(
     assert runner.now < 1.5 * module.TIME_LIMIT_S
 
 
-@pytest.mark.parametrize(("requests", "length"), [(1, 16), (3, 10), (1, 1), (2, 1000)])
-def test_no_dummy_batch_outgrows_its_block_tables(requests: int, length: int) -> None:
+@pytest.mark.parametrize(
+    ("requests", "length"),
+    [(16, 1024), (3, 40), (1, 24), (64, 9), (1, 16), (3, 10), (1, 1), (2, 1000)],
+)
+def test_dummy_batches_attend_the_context_and_no_more_than_their_block_tables(
+    requests: int, length: int
+) -> None:
     """Kernels read the table of a request of the whole context, and past its end after that."""
     runner = SleepingRunner()
     runner.scheduler_config.max_num_seqs, runner.max_model_len = requests, length
     forward, seen = runner._dummy_run, []
 
-    def dummy_run(rows: int, **kwargs: Any) -> Any:
-        count = min(rows, requests)
-        seen.append((rows // count + rows % count, kwargs["profile_seq_lens"]))
-        return forward(rows, **kwargs)
+    def dummy_run(rows: int, context_len: int, **kwargs: Any) -> Any:
+        # Rows are spread evenly, one more on the last ones.
+        seen.append((rows, context_len + -(-rows // min(rows, requests))))
+        return forward(rows, context_len, **kwargs)
 
     runner._dummy_run = dummy_run  # type: ignore[method-assign]
     assert Calibrator(runner.state, _alone).measure().rows[0] == 1
-    assert all(0 < most_rows <= context <= length for most_rows, context in seen), seen
+    short = min(64, length - 1)
+    assert {attended for rows, attended in seen if rows <= short} >= {short} - {0}
+    assert all(0 < attended <= length for _, attended in seen), seen
 
 
 def device_runner(
@@ -278,7 +255,7 @@ def test_on_a_device_nodes_do_not_read_the_context_again(
     """Calls are launched ahead, and a tree's rows share what they read."""
     runner, calls = device_runner(monkeypatch, nodes)
     runner.vllm_config.speculative_config.max_step_rows = limit
-    measured = Calibrator(RunnerStateV2(runner), _alone).measure()
+    measured = Calibrator(runner.state, _alone).measure()
     # Milliseconds.
     assert measured.context_ms == pytest.approx(1e-3, rel=0.01)
     assert measured.attention_ms == pytest.approx(2e-5, rel=0.01)
@@ -291,9 +268,9 @@ def test_layers_with_a_state_get_no_rows_of_trees_without_their_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner, calls = device_runner(monkeypatch)
-    state = RunnerStateV2(runner)
+    state = RunnerView(runner)
     monkeypatch.setattr(type(state), "state_layers", SimpleNamespace(names=("layer",)))
-    monkeypatch.setattr(type(state), "_state_forward", RunnerStateV2.dummy_forward)
+    monkeypatch.setattr(type(state), "_state_forward", RunnerView.dummy_forward)
     measured = Calibrator(state, _alone).measure()
     assert not any(are_trees for _, are_trees in calls)
     assert measured.attention_ms == measured.context_ms > 0

@@ -7,6 +7,7 @@ The device is pretended: storages that torch's operators make on the CPU are cou
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vllm import SamplingParams
+from vllm.triton_utils import HAS_TRITON
 
 from tests.e2e.tiny import HIDDEN, make_head
 from vllm_specplug.drafting.drafter import (
@@ -28,8 +32,8 @@ from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
-from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v1.target_sampler import TargetSampler
+from vllm_specplug.seams import V2_CPU_KERNELS
+from vllm_specplug.vllm_worker.state_layers import StateLayers
 
 CPU = torch.device("cpu")
 VOCAB, REQUESTS, NODES, TOKENS, DEPTH = 4096, 12, 7, 128, 4
@@ -87,15 +91,12 @@ class _Cache:
 
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from vllm.v1.sample.sampler import Sampler
-
-    from vllm_specplug.vllm_v1.worker_gpu import GPUModelRunner, TreeGPUModelRunner
+    from vllm_specplug.vllm_v2.worker_gpu import GPUModelRunner, TreeGPUModelRunner
 
     # As on CUDA: in torch.
     monkeypatch.setattr(block_head, "can_build_best_first", lambda device: False)
     monkeypatch.setattr("vllm_specplug.kernels.local_tree.can_build_local_trees", lambda _: False)
     monkeypatch.setattr(GPUModelRunner, "profile_run", lambda self, *args, **kwargs: None)
-    monkeypatch.setattr(GPUModelRunner, "_sync_device", lambda self: None)
     options = DrafterOptions(
         head_path=str(make_head(tmp_path / "head", VOCAB)), num_nodes=NODES, tree_depth=DEPTH,
         max_depth=NODES, tree_width=4, tree_builder="best_first", hybrid_lambda=0.1,
@@ -117,38 +118,64 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.__dict__.update(
         vllm_config=SimpleNamespace(
             speculative_config=SimpleNamespace(
-                num_speculative_tokens=NODES, aux_layers=drafter.config.target_layer_ids
+                num_speculative_tokens=NODES, aux_layers=drafter.config.target_layer_ids,
+                max_step_rows=TOKENS,
             )
         ),
         tree_backend=SimpleNamespace(make_workspace=lambda: None),
-        drafter=SimpleNamespace(drafter=drafter, options=options),
+        speculator=SimpleNamespace(
+            proposer=SimpleNamespace(
+                drafter=drafter, options=options, state_layers=StateLayers()
+            )
+        ),
         planner=SimpleNamespace(row_budget=SimpleNamespace(max_step_rows=TOKENS)),
         model=SimpleNamespace(compute_logits=lambda hidden: hidden @ weights.T),
         model_config=SimpleNamespace(
             get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: VOCAB
         ),
-        sampler=Sampler(), device=CPU, dtype=torch.float32, max_num_tokens=TOKENS,
+        num_speculative_steps=NODES, device=CPU, dtype=torch.float32, max_num_tokens=TOKENS,
         max_num_reqs=REQUESTS, max_model_len=64, lora_config=None,
     )  # fmt: skip
     return made
 
 
-def _largest_step(runner: Any) -> None:
-    """Rows for every request, all sampled with top-k and top-p, and a draft for every request."""
-    from vllm_specplug.vllm_v1.rehearsal import _dummy_sampling
+@pytest.fixture
+def sampler() -> Iterator[Any]:
+    """vLLM's, with a request in every slot that is sampled with top-k and top-p."""
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
 
+    was_applied = HAS_TRITON or V2_CPU_KERNELS.is_applied
+    if not was_applied:
+        V2_CPU_KERNELS.apply()
+    states = RequestState(REQUESTS, 64, TOKENS, NODES, VOCAB, CPU)
+    config: Any = SimpleNamespace(reasoning_config=None)
+    made = Sampler(config, REQUESTS, VOCAB, CPU, states)
+    params = SamplingParams(temperature=1.0, top_k=VOCAB - 1, top_p=0.9)
+    for i in range(REQUESTS):
+        states.add_request(str(i), 4, [1] * 8, 7, 40)
+        made.add_request(states.req_id_to_index[str(i)], params)
+    states.apply_staged_writes()
+    made.apply_staged_writes()
+    yield made
+    if not was_applied:
+        V2_CPU_KERNELS.undo()
+
+
+def _largest_step(runner: Any, sampler: Any) -> None:
+    """Rows for every request, all sampled with top-k and top-p, and a draft for every request."""
     drafter = runner.drafter.drafter
     rows = REQUESTS * (NODES + 1)
     hidden = torch.zeros(TOKENS, HIDDEN)
     aux = [torch.zeros(TOKENS, HIDDEN) for _ in runner.vllm_config.speculative_config.aux_layers]
     sample_hidden = hidden[torch.arange(rows)]
     logits = runner.model.compute_logits(sample_hidden)
-    sampler = TargetSampler(
-        runner.sampler, logits, _dummy_sampling(REQUESTS, logits, True, True),
-        [[] for _ in range(REQUESTS)], set(), at_once=True,
+    slots = torch.arange(REQUESTS, dtype=torch.int32)
+    places = torch.arange(NODES + 1, dtype=torch.int32).repeat(REQUESTS)
+    sampler.sample(
+        logits, slots.repeat_interleave(NODES + 1), slots, slots.numpy(), places.long() + 8,
+        torch.ones_like(places), places, np.full(REQUESTS, 9 + NODES, np.int32),
     )  # fmt: skip
-    tree = DraftTree.chain(np.arange(NODES))
-    sampler.walk([tree] * REQUESTS, list(range(0, rows, NODES + 1)))
     drafter.bind_cache(_Cache())
     every = torch.arange(TOKENS)
     drafter.observe(CommittedTokens(aux, every, every % 64, every))
@@ -161,20 +188,15 @@ def _largest_step(runner: Any) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("most_at_once", [1 << 25, 5 * VOCAB])
-def test_the_profile_run_takes_what_the_largest_step_takes(
-    runner: Any, monkeypatch: pytest.MonkeyPatch, most_at_once: int
-) -> None:
-    for name in ("target_sampler", "rehearsal"):
-        monkeypatch.setattr(f"vllm_specplug.vllm_v1.{name}.MAX_ELEMENTS_AT_ONCE", most_at_once)
+def test_the_profile_run_takes_what_the_largest_step_takes(runner: Any, sampler: Any) -> None:
     with torch.inference_mode(), LiveBytes() as step:
-        _largest_step(runner)
+        _largest_step(runner, sampler)
     with LiveBytes() as profile:
         runner.profile_run()
     assert step.most > REQUESTS * (NODES + 1) * VOCAB * 4
-    assert 1.0 <= profile.most / step.most < 1.2
+    # A step has a few numbers of each row besides.
+    assert 0.999 < profile.most / step.most < 1.2
     assert profile.now < VOCAB * 4
-    assert runner.state.rehearsal_requests == 0
 
 
 def test_draft_logits_are_made_in_pieces(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

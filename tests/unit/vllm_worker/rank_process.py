@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One tensor parallel CPU rank that drafts a step.
 
-Hidden states come out of vLLM's own all-reduce, the runner mixin and its planner are those that
+Hidden states come out of vLLM's own all-reduce, the speculator and its planner are those that
 serve. Written to FOLDER/RANK.json: the hidden states, the trees as drafted and as kept, and the
 reservations that the rank keeps where each rank wants its own.
 """
@@ -27,14 +27,14 @@ from vllm_specplug.budget import RowBudget
 from vllm_specplug.drafting.drafter import CommittedTokens, Drafter, DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import top_candidates
-from vllm_specplug.metrics import SpecPlugMetrics
+from vllm_specplug.metrics import StepStats
 from vllm_specplug.options import parse_request_budget
 from vllm_specplug.tree import DraftTree, build_tree
-from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
-from vllm_specplug.vllm_v1.tree_backend import CpuTreeBackend
+from vllm_specplug.vllm_v2.device_trees import TreeStore
+from vllm_specplug.vllm_v2.speculator import TreeSpeculator
+from vllm_specplug.vllm_v2.step_input import HostRequest
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.ranks import first_rank_reservation
-from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 NUM_REQUESTS, NODES, DEPTH, HIDDEN, VOCAB = 8, 12, 4, 64, 32
 
@@ -86,46 +86,25 @@ class HeadDrafter(Drafter):
         return self.made
 
 
-class Runner(TreeRunnerMixin):
-    """The mixin with what vLLM's runner would hold of `NUM_REQUESTS` decoding requests."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        options = SimpleNamespace(
-            num_speculative_tokens=NODES,
-            tree_budget=NODES,
-            max_draft_context=None,
-            max_request_budget=None,
-        )
-        assert parse_request_budget(None, options)
-        self.tree_metrics = SpecPlugMetrics(head="test", log_interval_s=1e9, is_reporting=False)
-        self.planner = DraftPlanner(options, RowBudget(NODES, 512), self.tree_metrics.stats, VOCAB)
-        self.drafter = SimpleNamespace(  # type: ignore[assignment]
-            drafter=drafter, options=SimpleNamespace(tree_width=4)
-        )
-        self.tree_spec = SimpleNamespace(reads_next_tokens=False)
-        self.tree_backend = CpuTreeBackend()
-        self.tree_step = TreeStep(
-            [StepRequest(r, r, r + 1, 10, DraftTree.empty()) for r in range(NUM_REQUESTS)]
-        )
-        self.proposed_trees, self.begun = {}, set()
-        ids = [f"r{i}" for i in range(NUM_REQUESTS)]
-        params = SimpleNamespace(max_tokens=None, extra_args=None)
-        self.requests = {
-            i: SimpleNamespace(req_id=i, sampling_params=params, output_token_ids=[]) for i in ids
-        }
-        self.input_batch = SimpleNamespace(
-            req_ids=ids,
-            num_tokens_no_spec=np.full(NUM_REQUESTS, 11),
-            token_ids_cpu=np.ones((NUM_REQUESTS, 16), np.int64),
-            is_token_ids=np.ones((NUM_REQUESTS, 16), bool),
-            logitsprocs=SimpleNamespace(non_argmax_invariant=[]),
-            block_table=[
-                SimpleNamespace(slot_mapping=SimpleNamespace(gpu=torch.arange(NUM_REQUESTS)))
-            ],
-        )
-        self.draft_group = 0
-        self.max_model_len, self.max_num_tokens, self.device = 512, 512, torch.device("cpu")
-        self.enable_prompt_embeds = False
+def speculator(drafter: Drafter) -> TreeSpeculator:
+    """With what it has of an engine whose requests decode."""
+    options = SimpleNamespace(
+        num_speculative_tokens=NODES,
+        tree_budget=NODES,
+        max_draft_context=None,
+        max_request_budget=None,
+    )
+    assert parse_request_budget(None, options)
+    made = object.__new__(TreeSpeculator)
+    made.stats, made.device = StepStats(), torch.device("cpu")
+    made.planner = DraftPlanner(options, RowBudget(NODES, 512), made.stats, VOCAB)
+    host: Any = SimpleNamespace(drafter=drafter, options=SimpleNamespace(tree_width=4))
+    made.proposer = host
+    made.store = TreeStore(NUM_REQUESTS, NODES, VOCAB, made.device)
+    made.trees, made.plain, made.penalties, made.extra_args = {}, {}, {}, {}
+    made.schedules_ahead, made.reserved = False, None
+    made.max_model_len = made.max_num_tokens = 512
+    return made
 
 
 def reserved_by(rank: int) -> list[Any]:
@@ -149,17 +128,17 @@ def main(rank: int, size: int, folder: str) -> None:
         initialize_model_parallel(size)
         hidden = reduced_hidden(rank, size)
         drafter = HeadDrafter(hidden)
-        runner = Runner(drafter)
-        drafts = runner.propose_draft_token_ids(
-            SimpleNamespace(finished_req_ids=set(), preempted_req_ids=None),
-            [[1]] * NUM_REQUESTS,
-            None, torch.empty(0), torch.empty(0), None, None,
-            SimpleNamespace(),
-            None,
-        )  # fmt: skip
+        made = speculator(drafter)
+        text = np.ones(11, np.int32)
+        batch = [HostRequest(f"r{i}", i, text, 512, True, 10) for i in range(NUM_REQUESTS)]
+        step: Any = SimpleNamespace(idx_mapping=torch.arange(NUM_REQUESTS))
+        token_ids = made._draft(step, batch, NODES)
         reserved = reserved_by(rank)
-    kept = [runner.proposed_trees[req_id] for req_id in runner.input_batch.req_ids]
-    assert [tree.token_ids.tolist() for tree in kept] == drafts
+    kept = [made.trees[request.req_id] for request in batch]
+    # What vLLM gets, and what the trees look like on the device.
+    for i, tree in enumerate(kept):
+        assert token_ids[i, : tree.num_nodes].tolist() == tree.token_ids.tolist()
+        assert made.store.parents[i, : tree.num_nodes].tolist() == tree.parent_indices.tolist()
     (Path(folder) / f"{rank}.json").write_text(
         json.dumps(
             {

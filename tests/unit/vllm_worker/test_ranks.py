@@ -14,20 +14,17 @@ import pytest
 
 from tests.e2e.fork_server import run_forked
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v1 import runner as runner_module
-from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
-from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 from vllm_specplug.vllm_worker.ranks import _packed, _unpacked
 
 
 def _run_all(module: str, arguments: list[list[Any]], folder: Path) -> None:
     """Runs `main` of a module here in a process for each list of arguments, side by side."""
     log = folder / "log"
-    job = [f"tests.unit.vllm_v1.{module}", json.dumps(arguments)]
+    job = [f"tests.unit.vllm_worker.{module}", json.dumps(arguments)]
     name = f"specplug-test-{uuid4().hex}"
     env = {"VLLM_DIST_IDENT": name}
     try:
-        status = run_forked("tests.unit.vllm_v1.side_by_side", job, log, env=env, timeout_s=300)
+        status = run_forked("tests.unit.vllm_worker.side_by_side", job, log, env=env, timeout_s=300)
     finally:
         # Processes that end without their destructors leave their shared memory.
         for left in Path("/dev/shm").glob(f"{name}*"):
@@ -118,43 +115,6 @@ def test_a_message_keeps_every_bit_and_cuts_what_is_over_budget() -> None:
         for name in ("token_ids", "parent_indices", "depths", "scores"):
             a, b = getattr(got, name), getattr(expected, name)
             assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
-
-
-def _runner(**trees: DraftTree) -> TreeRunnerMixin:
-    from vllm_specplug.metrics import StepStats
-
-    runner = object.__new__(TreeRunnerMixin)
-    runner.proposed_trees = trees
-    runner.tree_constrained = ConstrainedRequests()
-    runner.tree_metrics = SimpleNamespace(stats=StepStats())  # type: ignore[assignment]
-    return runner
-
-
-def test_drafts_without_a_tree_are_said_counted_and_never_a_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(
-        runner_module.logger, "error_once", lambda text, *args: said.append(text % args)
-    )
-    monkeypatch.setattr(runner_module, "get_tensor_model_parallel_rank", lambda: 2)
-    runner = _runner(a=_tree(7, 8, 9), b=_tree(1, 2, 3))
-    assert runner._tree_for("a", [7, 5], None) is None
-    assert runner._tree_for("nobody", [4], None) is None
-    assert runner.tree_metrics.stats.plain_steps == {"unmatched": 2}
-    assert "Rank 2 has no tree for 2 scheduled draft tokens" in said[0]
-    # Placeholders are vLLM's own and nobody's fault.
-    assert runner._tree_for("b", [-1, -1, -1], None) is None
-    assert len(said) == 2
-
-
-def test_a_request_left_out_of_a_step_keeps_its_tree() -> None:
-    runner = _runner(a=_tree(7, 8), b=_tree(1, 2, 3))
-    first = runner._tree_for("a", [7], None)
-    assert first is not None and first.num_nodes == 1
-    assert list(runner.proposed_trees) == ["b"]
-    later = runner._tree_for("b", [1, 2, 3], None)
-    assert later is not None and later.num_nodes == 3
 
 
 def test_vllms_worker_process_ends_with_a_worker_that_cannot_go_on(

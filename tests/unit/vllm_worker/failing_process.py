@@ -23,18 +23,18 @@ from vllm.distributed import (
     initialize_model_parallel,
 )
 
-from tests.unit.vllm_v1.sleeping_runner import SleepingRunner
-from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
+from tests.unit.vllm_worker.sleeping_runner import SleepingRunner
 from vllm_specplug.vllm_worker import ranks
+from vllm_specplug.vllm_worker.calibration import start_budget
 from vllm_specplug.vllm_worker.rehearsal import warm_up_draft
 
 TIMEOUT = timedelta(seconds=90)
 
 
-class Worker(TreeRunnerMixin, SleepingRunner):
+class Worker(SleepingRunner):
     def __init__(self) -> None:
-        SleepingRunner.__init__(self)
-        self.planner = SimpleNamespace(  # type: ignore[assignment]
+        super().__init__()
+        self.planner: Any = SimpleNamespace(
             is_adaptive=True, adaptive=None, row_budget=SimpleNamespace(max_step_rows=64)
         )
 
@@ -75,7 +75,7 @@ def main(rank: int, port: int, folder: str, where: str) -> None:
         except RuntimeError as error:
             refused = str(error)
         try:
-            worker.start_budget()
+            start_budget(worker.planner, worker.state)
         except (RuntimeError, SystemExit) as error:
             # vLLM's workers outlive the first; see the test.
             kind = type(error).__name__

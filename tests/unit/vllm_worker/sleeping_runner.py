@@ -11,7 +11,7 @@ import torch
 from vllm.config import CacheConfig
 
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v1.runner_state import RunnerState
+from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.state_layers import StateLayers
 
 
@@ -47,7 +47,7 @@ class SleepingRunner:
     def __init__(self, row_ms: float = 0.02) -> None:
         self.row_ms = row_ms
         self.rows: list[int] = []
-        self.state = RunnerState(self)
+        self.state = RunnerView(self)
         self.tree_backend = SimpleNamespace(rehearsed_rows=0)
         self.model = SimpleNamespace(compute_logits=lambda hidden: time.sleep(1e-4))
         self.drafter = SimpleNamespace(
@@ -56,7 +56,7 @@ class SleepingRunner:
             state_layers=StateLayers(),
         )
         self.scheduler_config = SimpleNamespace(max_num_seqs=16)
-        parallel = SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1)
+        parallel = SimpleNamespace(world_size=1, tensor_parallel_size=1, data_parallel_size=1)
         self.vllm_config = SimpleNamespace(
             speculative_config=SimpleNamespace(
                 plugin_method="jetspec", head_path="head", num_speculative_tokens=8,
@@ -65,22 +65,24 @@ class SleepingRunner:
             ),
             model_config=SimpleNamespace(
                 model="m", dtype=torch.float32, max_model_len=1024, quantization=None,
-                enforce_eager=True,
+                enforce_eager=True, is_hybrid=False,
             ),
             compilation_config=SimpleNamespace(cudagraph_mode="NONE"),
             cache_config=CacheConfig(block_size=16),
             parallel_config=parallel,
+            lora_config=None,
             scheduler_config=self.scheduler_config,
         )  # fmt: skip
 
-    def _dummy_run(self, rows: int, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _dummy_run(
+        self, rows: int, context_len: int, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.rows.append(rows)
-        context = kwargs["profile_seq_lens"]
+        # Requests as vLLM makes them: rows are spread evenly, behind the context.
+        context = context_len + -(-rows // min(rows, self.max_num_reqs))
         time.sleep(1e-3 * (1 + self.row_ms * rows + 2e-5 * rows * context))
         return torch.zeros(rows, 4), torch.zeros(1, 4)
 
     @property
     def max_num_reqs(self) -> int:
         return self.scheduler_config.max_num_seqs
-
-    def _sync_device(self) -> None: ...

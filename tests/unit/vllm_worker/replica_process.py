@@ -19,23 +19,22 @@ import torch
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-from tests.unit.vllm_v1.sleeping_runner import SleepingRunner
-from vllm_specplug.vllm_v1.runner import TreeRunnerMixin
-from vllm_specplug.vllm_worker.calibration import calibrate
+from tests.unit.vllm_worker.sleeping_runner import SleepingRunner
+from vllm_specplug.vllm_worker.calibration import calibrate, start_budget
 
 TIMEOUT = timedelta(seconds=30)
 
 
-class Replica(TreeRunnerMixin, SleepingRunner):
+class Replica(SleepingRunner):
     def __init__(self, row_ms: float) -> None:
-        SleepingRunner.__init__(self, row_ms)
-        self.planner = SimpleNamespace(  # type: ignore[assignment]
+        super().__init__(row_ms)
+        self.planner: Any = SimpleNamespace(
             is_adaptive=True, adaptive=None, row_budget=SimpleNamespace(max_step_rows=64)
         )
 
-    def _dummy_run(self, rows: int, **kwargs: Any) -> Any:
+    def _dummy_run(self, rows: int, context_len: int, **kwargs: Any) -> Any:
         torch.distributed.monitored_barrier(timeout=TIMEOUT)
-        return SleepingRunner._dummy_run(self, rows, **kwargs)
+        return super()._dummy_run(rows, context_len, **kwargs)
 
 
 def main(rank: int, port: int, folder: str) -> None:
@@ -47,9 +46,9 @@ def main(rank: int, port: int, folder: str) -> None:
         init_distributed_environment(1, 0, "env://", 0, "gloo")
         initialize_model_parallel(1)
         replica = Replica(row_ms=0.02 + 3.0 * rank)
-        replica.start_budget()
+        start_budget(replica.planner, replica.state)
     torch.distributed.monitored_barrier(timeout=TIMEOUT)
-    adaptive: Any = replica.planner.adaptive
+    adaptive = replica.planner.adaptive
     (Path(folder) / f"{rank}.json").write_text(
         json.dumps({"rows": replica.rows, "ms": float(adaptive.costs.verify_ms(8, 8, 0))})
     )
