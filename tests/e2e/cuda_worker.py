@@ -29,7 +29,7 @@ from vllm_specplug.vllm_process import engine_args, spec_config
 from vllm_specplug.vllm_v2 import device_trees, worker_gpu
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin, TreeGPUWorker
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.step_clock import DeviceClock, StepClock
 
 

@@ -20,7 +20,7 @@ from vllm_specplug.vllm_attention.gpu import TreeFlashAttentionImpl, TreeTritonA
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, attach_tree_rows
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cache_groups import target_groups
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -23,7 +23,7 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_attention.tree_rows import tree_rows_of
 from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 pytestmark = pytest.mark.usefixtures("interpreter")

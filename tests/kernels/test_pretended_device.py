@@ -12,7 +12,7 @@ import torch
 from tests.pretended_device import DEVICE, LATE_EVENTS, DeviceError, PretendedDevice
 from vllm_specplug.kernels import pinned, to_device
 from vllm_specplug.vllm_v2.host_step import HostCopy
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits, TreeBuffers
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits, TreeBuffers
 
 ROOM = 64
 
@@ -308,7 +308,7 @@ def test_a_steps_trees_reach_the_device_from_kept_buffers(
     assert made.parent_rows.tolist() == [-1, 0]
     races = found(device)
     assert (races == []) == waits
-    assert all("cuda_backend.py" in race for race in races)
+    assert all("cuda_kernels.py" in race for race in races)
     # The plan and the parents.
     assert waits or len({race.split(":")[0] + race.split("at")[1] for race in races}) == 2, races
 

@@ -56,7 +56,7 @@ from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
 from vllm_specplug.methods.mtp_tree.options import MtpSettings
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

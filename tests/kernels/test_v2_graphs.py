@@ -46,7 +46,7 @@ from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.device_trees import StepTrees, TreeStore, attach_trees, set_positions
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees, wrap_graph_manager
 from vllm_specplug.vllm_v2.step_input import step_rows
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -29,7 +29,7 @@ from vllm_specplug.vllm_v1.cuda_trees import (
 )
 from vllm_specplug.vllm_worker import cuda_backend
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
-from vllm_specplug.vllm_worker.cuda_backend import LayerSample, StepLimits, TreeBuffers
+from vllm_specplug.vllm_worker.cuda_kernels import LayerSample, StepLimits, TreeBuffers
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 CPU = torch.device("cpu")

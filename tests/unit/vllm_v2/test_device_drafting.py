@@ -49,12 +49,14 @@ from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
 from vllm_specplug.methods.longspec.options import LongSpecSettings
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2 import device_speculator
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.device_trees import committed_rows
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
-from vllm_specplug.vllm_v2.host_step import HostCopy, StepRecord
+from vllm_specplug.vllm_v2.host_step import HostCopy
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
-from vllm_specplug.vllm_worker.cuda_backend import CudaKernels, StepLimits
+from vllm_specplug.vllm_v2.step_context import StepRecord
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.late_budget import LateBudget
 
@@ -111,10 +113,10 @@ def on_the_device(
         )
     )  # fmt: skip
     limits = StepLimits(num_requests=4, num_rows=64, tree_rows=N + 1, context=256)
-    monkeypatch.setattr(CudaKernels, "cache_writer", lambda self: lambda *args: None)
+    monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
     kernel = ChosenKernel("cute", lambda *args: None, "")
-    monkeypatch.setattr(CudaKernels, "choose", lambda self, *shape, **use: kernel)
-    backend = CudaKernels("auto", 4, limits, META)
+    monkeypatch.setattr(CudaTreeBackend, "choose", lambda self, *shape, **use: kernel)
+    backend = CudaTreeBackend("auto", 4, limits, META)
     backend.kernel = kernel
     layers: Any = [
         SimpleNamespace(kv_cache=numbers(9, spec.num_kv_heads, 16, 2 * spec.head_dim))
@@ -208,10 +210,12 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
         max_num_tokens=64, _ngrams=None, _late_budget=None, extra_args={}, plain={},
         _late=device_speculator.deque(),
         draft_graphs=None,
-        committed_rows=lambda batch: committed_rows(step.trees, step.walk, step.slots, step.slots),
-        walk=lambda: step.walk,
-        running=lambda: StepRecord(None, None, planner.running),
-        record=lambda batch, walk, seq_lens, trees: seq_lens.tolist(),
+        step=SimpleNamespace(
+            walk=step.walk,
+            committed=lambda batch: committed_rows(step.trees, step.walk, step.slots, step.slots),
+            record=lambda running: StepRecord(None, None, running),
+        ),
+        learn=lambda batch, walk, seq_lens, trees: seq_lens.tolist(),
     )  # fmt: skip
     # Copies that have not come are not looked at.
     monkeypatch.setattr(HostCopy, "has_come", False)

@@ -25,9 +25,10 @@ from vllm_specplug.vllm_v2 import sampler as sampler_module
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v2.sampler import TreeSampler
+from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_v2.tree_params import TreeBadWords, TreePenalties, TreeThinkingBudget
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
 # Operations of one step's trees, each of which is a launch on a GPU. Less is better; more needs a
@@ -118,11 +119,9 @@ def _runner(step: Step) -> Any:
     runner.tree_backend = PretendedBackend()
     runner.num_speculative_steps = N
     runner.speculator = SimpleNamespace(store=step.store, trees={})
-    runner.planner = SimpleNamespace(clock=HostClock(), running=(None, None))
+    runner.planner = SimpleNamespace(clock=HostClock(), running=(None, None), is_resting=False)
     runner.tree_metrics = SimpleNamespace(stats=StepStats())
-    runner.step_adapters = (), set()
-    runner.state = SimpleNamespace(adapter_names=lambda count: [])
-    runner.tree_step = runner.tree_walk = runner.tree_slots = runner.tree_states = None
+    runner.step = StepContext()
     sampler = SimpleNamespace(
         compute_nans=False,
         return_sampling_mask=False,
@@ -131,13 +130,13 @@ def _runner(step: Step) -> Any:
         req_states=SimpleNamespace(prefill_len=SimpleNamespace(gpu=None)),
     )
     stops = StopTokens(SLOTS, torch.device("meta"))
-    runner.rejection_sampler = TreeSampler(sampler, runner._running_trees, runner._set_walk, stops)
+    runner.rejection_sampler = TreeSampler(sampler, runner.step, stops)
     return runner
 
 
 def _run(runner: Any, batch: Any) -> Any:
     tables, _ = runner.prepare_attn(batch)
-    runner.tree_backend.tree_rows(runner.tree_step, tables)
+    runner.tree_backend.tree_rows(runner.step.trees, tables)
     return _sample(runner, batch)
 
 
@@ -187,7 +186,7 @@ def test_a_step_from_a_graph_reads_nothing_and_keeps_to_its_launches(
 
     def run() -> Any:
         runner.prepare_attn(batch)
-        rows = backend.graph_rows(runner.tree_step, padded, tables)
+        rows = backend.graph_rows(runner.step.trees, padded, tables)
         assert rows.covers_batch and rows.metadata.plan.shape == (5, 6)
         assert rows.metadata.max_rows == N + 1 and rows.metadata.max_context == 256
         return _sample(runner, batch)
@@ -295,7 +294,7 @@ def test_each_kv_cache_group_is_compacted_by_its_own_block_table(
     slots = _numbers(3, step.batch.num_tokens)
     monkeypatch.setattr(_Stock, "prepare_attn", lambda self, batch: (tables, slots))
     runner.prepare_attn(step.batch)
-    runner.tree_backend.tree_rows(runner.tree_step, tables)
+    runner.tree_backend.tree_rows(runner.step.trees, tables)
     assert reads_the_device(lambda: _sample(runner, step.batch)) is None
     (layers, *paths, table), (others, *again, another) = moved[-2:]
     assert layers is first and table is tables[0]

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_v2.penalty_processor import ContextualPenalty, draft_penalty
-from vllm_specplug.vllm_v2.tree_params import TreeParams
+from vllm_specplug.vllm_v2.tree_params import put_on_trees
 from vllm_specplug.vllm_v2.tree_paths import tree_paths
 
 VOCAB, TOKENS, SLOTS, NODES = 40, 5, 5, 9
@@ -161,7 +161,7 @@ def all_rows(requests: list[Request]) -> list[list[int]]:
 
 def as_trees(requests: list[Request], logits: torch.Tensor, longest: int = NODES) -> Any:
     sampler = make_sampler(requests)
-    TreeParams(sampler, lambda: step_parents(requests), longest)
+    put_on_trees(sampler, SimpleNamespace(trees=step_parents(requests)), longest)
     return sample(sampler, begin(sampler, requests), requests, all_rows(requests), logits.clone())
 
 
@@ -261,7 +261,7 @@ def test_another_parent_changes_what_a_row_sees(name: str) -> None:
             above = int(parents.parent_rows[row])
             if above >= 0 and parents.parent_rows[above] >= 0:
                 parents.parent_rows[row] = parents.parent_rows[above]
-        TreeParams(sampler, lambda parents=parents: parents, NODES)
+        put_on_trees(sampler, SimpleNamespace(trees=parents), NODES)
         slots = begin(sampler, requests)
         _, processed = sample(sampler, slots, requests, all_rows(requests), logits.clone())
         differ += not torch.equal(processed, as_chains(requests, logits)[1])
@@ -276,7 +276,7 @@ def test_a_step_without_drafts_is_vllms(seed: int) -> None:
         request.token_ids, request.parents = [], []
     logits = torch.randn(len(requests), VOCAB)
     sampler = make_sampler(requests)
-    TreeParams(sampler, lambda: None, NODES)
+    put_on_trees(sampler, SimpleNamespace(trees=None), NODES)
     drawn = sample(sampler, begin(sampler, requests), requests, all_rows(requests), logits.clone())
     expected = as_chains(requests, logits)
     assert torch.equal(drawn[0], expected[0]) and torch.equal(drawn[1], expected[1])
@@ -295,7 +295,7 @@ def test_rows_that_are_no_nodes_harm_no_others(seed: int) -> None:
     parents.parent_rows[leaves] = -2
     parents.depths[leaves] = 77
     sampler = make_sampler(requests)
-    TreeParams(sampler, lambda: parents, NODES)
+    put_on_trees(sampler, SimpleNamespace(trees=parents), NODES)
     drawn, _ = sample(
         sampler, begin(sampler, requests), requests, all_rows(requests), logits.clone()
     )
@@ -379,7 +379,7 @@ def read_in_trees(requests: list[Request], logits: torch.Tensor, read: Any) -> A
     reader = Reader(read)
     sampler = make_sampler(requests, (reader,))
     reader.states = sampler.req_states
-    TreeParams(sampler, lambda: step_parents(requests), NODES)
+    put_on_trees(sampler, SimpleNamespace(trees=step_parents(requests)), NODES)
     slots = begin(sampler, requests)
     return sample(sampler, slots, requests, all_rows(requests), logits.clone()), reader.states
 
@@ -437,7 +437,7 @@ def test_a_processor_that_fails_leaves_the_tokens_as_they_were() -> None:
     requests, logits = reading(1)
     reader = Reader(fail)
     sampler = make_sampler(requests, (reader,))
-    TreeParams(sampler, lambda: step_parents(requests), NODES)
+    put_on_trees(sampler, SimpleNamespace(trees=step_parents(requests)), NODES)
     slots = begin(sampler, requests)
     lengths = sampler.req_states.total_len.gpu.clone()
     with pytest.raises(RuntimeError, match="broken"):
@@ -461,7 +461,7 @@ def penalised(requests: list[Request], logits: torch.Tensor, in_trees: bool = Tr
     sampler = make_sampler(requests)
     sampler.logits_processors.append(ContextualPenalty(None, sampler.req_states))
     if in_trees:
-        TreeParams(sampler, lambda: step_parents(requests), NODES)
+        put_on_trees(sampler, SimpleNamespace(trees=step_parents(requests)), NODES)
     slots = begin(sampler, requests)
     return sample(sampler, slots, requests, all_rows(requests), logits.clone())[1]
 
@@ -549,7 +549,7 @@ def test_nothing_is_read_on_the_host(name: str) -> None:
     sampler = make_sampler(requests)
     parents = step_parents(requests)
     parents.parent_rows, parents.depths = parents.parent_rows.to("meta"), parents.depths.to("meta")
-    TreeParams(sampler, lambda: parents, NODES)
+    put_on_trees(sampler, SimpleNamespace(trees=parents), NODES)
     slots = np.array(begin(sampler, requests), dtype=np.int32)
     counts = torch.tensor([request.rows for request in requests])
     on_pretended_device(sampler.req_states)

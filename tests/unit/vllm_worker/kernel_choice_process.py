@@ -13,7 +13,8 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 
 from vllm_specplug.kernels import cuda_dispatch
 from vllm_specplug.kernels.cuda_dispatch import KernelShape, choose_cuda_kernel
-from vllm_specplug.vllm_worker.cuda_backend import CudaKernels, StepLimits
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 SHAPE = KernelShape(head_dim=64, dtype=torch.float16, block_size=16, num_heads=2, num_kv_heads=1)
 LIMITS = StepLimits(num_requests=2, num_rows=16, tree_rows=5, context=64)
@@ -21,7 +22,7 @@ LIMITS = StepLimits(num_requests=2, num_rows=16, tree_rows=5, context=64)
 TIMES = {"cute": (10.0, 90.0), "triton": (20.0, 20.0)}
 
 
-class Kernels(CudaKernels):
+class Kernels(CudaTreeBackend):
     def capability(self) -> tuple[int, int]:
         return 9, 0
 

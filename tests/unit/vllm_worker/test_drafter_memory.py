@@ -11,7 +11,8 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specplug.drafting.drafter import PartialCacheSpec, WindowSpec
-from vllm_specplug.vllm_worker.cuda_backend import CudaKernels, StepLimits
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft
 from vllm_specplug.vllm_worker.drafter_memory import drafter_memory
 from vllm_specplug.vllm_worker.runner_view import RunnerView
@@ -47,10 +48,10 @@ class State(RunnerView):
         return torch.zeros(REQUESTS, 9, dtype=torch.int32)
 
 
-def backend_of(pages: int, monkeypatch: pytest.MonkeyPatch) -> CudaKernels:
+def backend_of(pages: int, monkeypatch: pytest.MonkeyPatch) -> CudaTreeBackend:
     """One whose bound caches have `pages` tokens in a page."""
-    monkeypatch.setattr(CudaKernels, "cache_writer", lambda self: lambda *args: None)
-    backend = CudaKernels("auto", HEADS, StepLimits(REQUESTS, 64, 11, CONTEXT), CPU)
+    monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
+    backend = CudaTreeBackend("auto", HEADS, StepLimits(REQUESTS, 64, 11, CONTEXT), CPU)
     backend.block_size = pages
     return backend
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from vllm_specplug.drafting.drafter import WindowSpec
-from vllm_specplug.vllm_worker.cuda_backend import CudaDraftCache, CudaKernels, StepLimits
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
+from vllm_specplug.vllm_worker.device_draft_cache import CudaDraftCache
 from vllm_specplug.vllm_worker.device_window import DeviceWindowCache
 from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache
 from vllm_specplug.vllm_worker.window_cache import WindowCache
@@ -30,8 +32,8 @@ def layers(dtype: torch.dtype) -> Any:
     ]
 
 
-def device() -> CudaKernels:
-    return CudaKernels("auto", HEADS, StepLimits(1, 8, 5, 64), torch.device("cpu"))
+def device() -> CudaTreeBackend:
+    return CudaTreeBackend("auto", HEADS, StepLimits(1, 8, 5, 64), torch.device("cpu"))
 
 
 def table() -> torch.Tensor:
@@ -68,7 +70,7 @@ def test_keys_and_values_of_a_head_are_finite_where_they_are_stored(
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
-    monkeypatch.setattr(CudaKernels, "cache_writer", lambda self: store)
+    monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: store)
     cache = MAKERS[name](dtype)
     # As heads hand them over: parts of a joint projection.
     joint = torch.ones(TOKENS, 2, LAYERS, HEADS, DIM, dtype=dtype)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.tree.contextual_penalty import penalise
 from vllm_specplug.drafting.drafter import (
     CommittedTokens,
     DrafterOptions,
@@ -21,6 +20,7 @@ from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads, save_heads
 from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
+from vllm_specplug.tree.contextual_penalty import penalise
 
 HIDDEN, VOCAB = 16, 40
 DRAFT_IDS = torch.arange(0, VOCAB, 2)
