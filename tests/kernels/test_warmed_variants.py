@@ -15,6 +15,7 @@ import torch
 from tests.e2e.tiny import HIDDEN, make_eagle3_head, make_head
 from tests.kernels.paged import random_parents
 from tests.kernels.step_trees import Drafted, request_states
+from tests.unit.vllm_v2.steps import input_batch, stored
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches
@@ -42,18 +43,25 @@ from vllm_specplug.kernels.finite_values_triton import (
     isolate_token_scales_triton,
 )
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
-from vllm_specplug.vllm_v1.cuda_trees import CudaTreeBackend
-from vllm_specplug.vllm_v1.runner_state import RunnerState
 from vllm_specplug.vllm_v2 import device_trees, draft_inputs, host_step
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams
-from vllm_specplug.vllm_v2.device_trees import Walk, committed_rows, set_positions, walk_trees
+from vllm_specplug.vllm_v2.device_trees import (
+    TreeStore,
+    Walk,
+    attach_trees,
+    committed_rows,
+    set_positions,
+    walk_trees,
+)
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees
+from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_worker import rehearsal
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_self_draft import Contexts, DevicePartialCache
-from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
+from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -191,7 +199,7 @@ class Served:
         self.drafter.bind_cache(self.backend.draft_cache(draft_layers, lambda: self.table, 1.0))
         self.runner = SimpleNamespace(
             drafter=SimpleNamespace(drafter=self.drafter, options=options),
-            max_model_len=CONTEXT, _sync_device=lambda: None,
+            max_model_len=CONTEXT, device=CPU, speculator=None,
         )  # fmt: skip
 
     def head(self, folder: Path) -> tuple[Any, Path, Any]:
@@ -200,27 +208,28 @@ class Served:
 
     def warm_up(self) -> None:
         self.backend.run_every_variant(lambda: None)
-        rehearsal.warm_up_draft(RunnerState(self.runner))
+        rehearsal.warm_up_draft(RunnerView(self.runner))
 
     def step(self, sizes: list[int], contexts: list[int], beside_chunk: bool) -> None:
         """Verifies trees of `sizes` nodes, beside a prompt chunk or not, moves accepted paths,
         drafts."""
-        requests, row = [], 0
+        count = len(sizes)
+        trees = [
+            DraftTree(np.arange(n), random_parents(n, self.rng), np.ones(n, np.int32),
+                      np.zeros(n, np.float32))
+            for n in sizes
+        ]  # fmt: skip
+        rows_before = [0] * count
         if beside_chunk:
-            requests, row = [StepRequest(0, 2, 3, 9, DraftTree.empty())], 3
-        for size, context in zip(sizes, contexts, strict=True):
-            parents = random_parents(size, self.rng)
-            tree = DraftTree(
-                np.arange(size), parents, np.ones(size, np.int32),
-                np.zeros(size, np.float32),
-            )  # fmt: skip
-            request = StepRequest(row, row, row + 1 + size, context, tree)
-            request.accepted_path = [size - 1]
-            requests.append(request)
-            row += 1 + size
-        members = [(i, r) for i, r in enumerate(requests) if i or not beside_chunk]
-        common = SimpleNamespace(block_table_tensor=self.table[: len(requests)])
-        rows = self.backend.tree_rows(members, False, common)
+            trees.append(DraftTree.empty())
+            rows_before.append(2)
+        slots, starts = list(range(len(trees))), [*contexts, 9][: len(trees)]
+        store = TreeStore(REQUESTS, self.nodes, self.nodes, CPU)
+        stored(store, trees, slots, starts)
+        batch = input_batch(slots, starts, [tree.num_nodes for tree in trees], rows_before)
+        attached, row = attach_trees(store, step_rows(batch, self.nodes)), batch.num_tokens
+        tables = [self.table[: len(trees)]] * LAYERS
+        rows = self.backend.tree_rows(attached, tables)
         # Queries are a part of the joint projection, as in vLLM's models.
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
         joint = torch.zeros(row, width, dtype=torch.bfloat16)
@@ -239,12 +248,12 @@ class Served:
             if features.query_scales is not None:
                 # vLLM quantises a query into rows of its own.
                 asked = query.contiguous().to(torch.float8_e4m3fn)
-            rows.attend(asked, cache, output, 0.1, features, self.table[: len(requests)])
-        self.backend.compact(
-            TreeStep(requests),
-            SimpleNamespace(block_table=lambda group: self.table[: len(requests)]),
-        )
-        count = len(sizes)
+            rows.attend(asked, cache, output, 0.1, features, tables[0])
+        # Of each tree the last node is accepted.
+        lengths = torch.tensor([min(1, tree.num_nodes) for tree in trees], dtype=torch.int32)
+        nodes = torch.full((len(trees), self.nodes), -1, dtype=torch.int32)
+        nodes[:, 0] = torch.tensor([tree.num_nodes - 1 for tree in trees])
+        self.backend.compact(attached, Walk(nodes, nodes, lengths, nodes), nodes)
         self.drafter.propose(
             DraftRequests(
                 req_ids=[str(i) for i in range(count)], token_ids=[np.arange(3)] * count,
@@ -336,7 +345,7 @@ def test_lookups_launch_what_was_warmed_up(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 15, 40])
-def test_trees_of_v2_launch_what_was_warmed_up(
+def test_trees_launch_what_was_warmed_up(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
     graph = GraphTrees(StepLimits(9, 999, nodes + 1, CONTEXT), CPU)
