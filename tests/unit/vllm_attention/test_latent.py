@@ -22,7 +22,6 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
-from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.latent import (
     LatentRequest,
     TreeCPUMLABackend,
@@ -33,11 +32,9 @@ from vllm_specplug.vllm_attention.latent import (
 )
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_attention.tree_rows import tree_rows_of
-from vllm_specplug.vllm_v1.latent_backend import LatentTreeBackend
 from vllm_specplug.vllm_v2.device_trees import StepTrees
 from vllm_specplug.vllm_v2.latent_backend import latent_requests
 from vllm_specplug.vllm_worker.latent_layers import check_compiled_routing, check_latent_rotary
-from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 HEADS, NOPE, ROTARY = 3, 8, 4
 
@@ -236,23 +233,12 @@ def test_rehearsed_rows_are_trees_over_the_context(counts: list[int], num_decode
 BATCH: list[tuple[int, int, list[int]]] = [(0, 9, [-1, -1, 1]), (0, 4, []), (2, 7, [-1, 0, 0, -1])]
 
 
-def test_both_runners_see_the_same_spans() -> None:
-    ends, starts, above, made, row = [0], [0], [], [], 0
-    for before, computed, parents in BATCH:
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        count = len(parents)
-        tree = DraftTree(np.arange(count), np.array(parents, np.int32),
-                         np.array(depths, np.int32), np.zeros(count, np.float32))  # fmt: skip
-        made.append(StepRequest(row, row + before, row + before + 1 + count, computed, tree))
-        row += before + 1 + count
+def test_spans_of_a_step() -> None:
+    ends, starts, above = [0], [0], []
+    for before, _, parents in BATCH:
         above += [starts[-1], *(starts[-1] + 1 + p for p in parents)]
-        starts.append(starts[-1] + 1 + count)
-        ends.append(row)
-    step = metadata([4, 1, 7], 0)
-    LatentTreeBackend().attach({"a": step}, TreeStep(made), None)
-    v1: Any = tree_rows_of(step)
+        starts.append(starts[-1] + 1 + len(parents))
+        ends.append(ends[-1] + before + 1 + len(parents))
     places = torch.cat([torch.arange(b - a) for a, b in zip(starts, starts[1:], strict=False)])
     rows: Any = SimpleNamespace(
         starts=torch.tensor(starts), places=places, max_rows=9,
@@ -260,8 +246,25 @@ def test_both_runners_see_the_same_spans() -> None:
     )  # fmt: skip
     trees: Any = StepTrees(rows, None, None, torch.tensor(above))  # type: ignore[arg-type]
     batch = SimpleNamespace(query_start_loc_np=np.array(ends))
-    v2 = spans_of(enumerate(latent_requests(batch, trees)))
-    assert len(v1.spans) == len(v2) == 4
-    for a, b in zip(v1.spans, v2, strict=True):
-        assert (a.request, a.first_row, a.context) == (b.request, b.first_row, b.context)
-        assert torch.equal(a.mask, b.mask)
+    spans = spans_of(enumerate(latent_requests(batch, trees)))
+    # Rows of a prompt stand before their root; a request of one row is a span, too.
+    expected = [
+        (0, 0, 9, path_mask([-1, -1, 1])),
+        (1, 4, 4, None),
+        (2, 5, 7, None),
+        (2, 7, 9, path_mask([-1, 0, 0, -1])),
+    ]
+    assert len(spans) == len(expected)
+    for span, (request, first, context, mask) in zip(spans, expected, strict=True):
+        assert (span.request, span.first_row, span.context) == (request, first, context)
+        if mask is not None:
+            assert torch.equal(span.mask, mask)
+
+
+def path_mask(parents: list[int]) -> torch.Tensor:
+    """Which rows each row of a tree attends: the root, its ancestors and itself."""
+    mask = torch.eye(1 + len(parents), dtype=torch.bool)
+    mask[:, 0] = True
+    for node, parent in enumerate(parents):
+        mask[node + 1] |= mask[parent + 1]
+    return mask

@@ -14,15 +14,10 @@ pytest.importorskip("vllm")
 _LATENT_ONLY = (
     "vllm.v1.attention.backends.mla.cpu_mla",
     "vllm_specplug.vllm_attention.latent",
-    "vllm_specplug.vllm_v1.latent_backend",
     "vllm_specplug.vllm_v2.latent_backend",
     "vllm_specplug.vllm_worker.latent_layers",
 )
-_SHARED = (
-    "vllm_specplug.vllm_v1.worker_cpu",
-    "vllm_specplug.vllm_v2.worker_cpu",
-    "vllm_specplug.vllm_worker.proposer",
-)
+_SHARED = ("vllm_specplug.vllm_v2.worker_cpu", "vllm_specplug.vllm_worker.proposer")
 
 
 def _imported_by(*modules: str) -> set[str]:

@@ -50,9 +50,9 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def config(**changes: Any) -> Any:
-    """An engine on V2 whose trees become graphs by default."""
+    """An engine whose trees become graphs by default."""
     made = SimpleNamespace(
-        speculative_config=SimpleNamespace(uses_v2=True, tree_kernel="auto"),
+        speculative_config=SimpleNamespace(tree_kernel="auto"),
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
         model_config=SimpleNamespace(is_hybrid=False),
         lora_config=None,
@@ -66,7 +66,6 @@ def config(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"speculative_config__uses_v2": False},
         {"speculative_config__tree_kernel": "reference"},
         # A method of vLLM's.
         {"speculative_config": SimpleNamespace()},

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from vllm_specplug.kernels import DeltaUpdates, StateTrees, commit_states
-from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.device_states import DeviceStateStep
 from vllm_specplug.vllm_attention.state_rows import (
     PendingLayer,
@@ -20,15 +19,13 @@ from vllm_specplug.vllm_attention.state_rows import (
     StateStep,
     rehearsed_step,
 )
-from vllm_specplug.vllm_v1 import state_trees as v1
-from vllm_specplug.vllm_v2 import state_trees as v2
 from vllm_specplug.vllm_v2.device_trees import NO_NODE, ROOT, StepTrees
+from vllm_specplug.vllm_v2.state_trees import accepted_lengths, last_state_rows, state_step
 from vllm_specplug.vllm_worker.state_layers import (
     StateLayers,
     check_state_blocks,
     prepare_state_layers,
 )
-from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 
 def test_layers_are_served_by_their_class() -> None:
@@ -139,15 +136,6 @@ def _depth(parents: torch.Tensor, row: int) -> int:
     return 0 if above < 0 else 1 + _depth(parents, above)
 
 
-def tree_of(parents: list[int]) -> DraftTree:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    count = len(parents)
-    return DraftTree(np.arange(count), np.array(parents, np.int32), np.array(depths, np.int32),
-                     np.zeros(count, np.float32))  # fmt: skip
-
-
 # Of four requests: (rows before the root, tokens before, parents, accepted nodes). A prompt that
 # goes on, a tree behind the end of a prompt, a request without drafts, a tree.
 BATCH: list[tuple[int, int, list[int], list[int]]] = [
@@ -157,20 +145,6 @@ BATCH: list[tuple[int, int, list[int], list[int]]] = [
     (0, 4, [-1, 0, 0, -1], []),
 ]
 PARENTS = [-1, 0, 0, 2, -1, 4, 5, 5, 4]
-
-
-def expect(step: Any, last: torch.Tensor) -> None:
-    assert step.starts.tolist() == [0, 4, 9]
-    assert step.parents.tolist() == PARENTS
-    assert last.tolist() == [3, 4]
-    assert step.requests.tolist() == [1, 3]
-    assert step.rows.tolist() == [8, 9, 10, 11, 13, 14, 15, 16, 17]
-    linear = step.linear
-    # The single row that continues a state first, then the prompts.
-    assert linear.rows.tolist() == [12, 0, 1, 2, 3, 4, 5, 6, 7]
-    assert (linear.requests.tolist(), linear.num_decodes) == ([2, 0, 1], 1)
-    assert linear.starts.tolist() == [0, 1, 7, 9]
-    assert linear.has_state.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -186,23 +160,7 @@ def test_rehearsed_rows_are_trees(rows: int, requests: int, sizes: list[int]) ->
         assert children.max() <= 2 and children.sum() == size - 1
 
 
-def test_v1_rows() -> None:
-    requests, row = [], 0
-    for before, computed, parents, accepted in BATCH:
-        root = row + before
-        end = root + 1 + len(parents)
-        requests.append(StepRequest(row, root, end, computed, tree_of(parents), accepted))
-        row = end
-    step = TreeStep(requests)
-    expect(v1.state_step(step), v1.last_state_rows(step))
-    # Drafts of nobody: a line, of which the root alone is committed.
-    step = TreeStep([StepRequest(0, 0, 3, 4, None)])
-    assert v1.state_step(step).parents.tolist() == [-1, 0, 1]
-    assert [x.tolist() for x in v1.accepted_lengths(step)] == [[4], [0]]
-    assert v1.last_state_rows(step).tolist() == [0]
-
-
-def test_v2_rows() -> None:
+def test_a_steps_trees_are_those_of_requests_with_drafts() -> None:
     starts, ends, parents, above, lengths, paths = [0], [0], [], [], [], []
     for before, _, tree, accepted in BATCH:
         root = starts[-1]
@@ -218,6 +176,21 @@ def test_v2_rows() -> None:
         num_reqs=4, query_start_loc_np=np.array(ends), cu_num_logits_np=np.array(starts),
         num_computed_tokens_np=np.array([computed for _, computed, _, _ in BATCH]),
     )  # fmt: skip
-    trees: Any = StepTrees(None, torch.tensor(parents), None, torch.tensor(above))  # type: ignore[arg-type]
+    contexts = torch.tensor([before + computed for before, computed, _, _ in BATCH])
+    rows: Any = SimpleNamespace(contexts=contexts)
+    trees: Any = StepTrees(rows, torch.tensor(parents), None, torch.tensor(above))  # type: ignore[arg-type]
     walk: Any = SimpleNamespace(path_rows=torch.tensor(paths), lengths=torch.tensor(lengths))
-    expect(v2.state_step(batch, trees), v2.last_state_rows(batch, walk))
+    step = state_step(batch, trees)
+    assert step.starts.tolist() == [0, 4, 9]
+    assert step.parents.tolist() == PARENTS
+    assert step.requests.tolist() == [1, 3]
+    assert step.rows.tolist() == [8, 9, 10, 11, 13, 14, 15, 16, 17]
+    assert last_state_rows(batch, walk).tolist() == [3, 4]
+    assert [x.tolist() for x in accepted_lengths(batch, trees, walk)] == [[9, 4], [2, 0]]
+    linear = step.linear
+    assert linear is not None
+    # The single row that continues a state first, then the prompts.
+    assert linear.rows.tolist() == [12, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert (linear.requests.tolist(), linear.num_decodes) == ([2, 0, 1], 1)
+    assert linear.starts.tolist() == [0, 1, 7, 9]
+    assert linear.has_state.tolist() == [True, False, True]

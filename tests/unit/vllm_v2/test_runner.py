@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runner keeps between steps, and what it must not keep."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
+
+from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
+
+
+def test_a_sessions_block_of_states_comes_along_to_its_new_slot() -> None:
+    """Its next turn finds its recurrent state in the block of its last step's last row."""
+    blocks, slots = torch.tensor([4, 7, 0]), {"other": 0, "session": 1}
+    runner: Any = SimpleNamespace(
+        _moves_states=True,
+        model_state=SimpleNamespace(_mamba_state_idx_gpu=blocks),
+        req_states=SimpleNamespace(req_id_to_index=slots),
+    )
+    with TreeRunnerMixin._sessions_keep_their_states(runner, ["session", "new"]):
+        # vLLM adds both, with blocks that follow from their numbers of tokens.
+        slots |= {"session": 2, "new": 1}
+        blocks[1:] = torch.tensor([5, 3])
+    assert blocks.tolist() == [4, 5, 7]
+
+
+class _Stock:
+    def execute_model(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return self.tree_step, self.tree_walk, self.tree_states  # type: ignore[attr-defined]
+
+
+class _Runner(TreeRunnerMixin, _Stock):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.begun = 0
+        self.planner: Any = SimpleNamespace(begin_step=self._begin)
+        self.tree_step = self.tree_walk = self.tree_states = "of the last step"  # type: ignore[assignment]
+
+    def _begin(self) -> None:
+        self.begun += 1
+
+
+def test_dummy_batches_carry_no_trees() -> None:
+    """A replica without requests runs one beside the others; its last step's trees are over."""
+    runner: Any = _Runner()
+    assert runner.execute_model(None, dummy_run=True) == (None, None, None)
+    assert runner.begun == 0
+    runner.execute_model(None)
+    assert runner.begun == 1
