@@ -17,7 +17,8 @@ pytest.importorskip("vllm")
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import DraftRequests
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
-from vllm_specplug.vllm_worker.cuda_backend import CudaKernels, StepLimits
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -44,8 +45,8 @@ def draft_cache(monkeypatch, target: str = "triton"):
     """A cache of two layers with random contexts, and their keys and values of each request,
     [layers, context, Hkv, Dh]."""
     torch.manual_seed(0)
-    monkeypatch.setattr(CudaKernels, "cache_writer", lambda self: print)
-    backend = CudaKernels("auto", HEADS, StepLimits(4, 64, 9, 512), torch.device("cpu"))
+    monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: print)
+    backend = CudaTreeBackend("auto", HEADS, StepLimits(4, 64, 9, 512), torch.device("cpu"))
     # What serves the target says nothing of what serves the head.
     backend.kernel = ChosenKernel(target, print, "")
     triton_kernel = ChosenKernel("triton", load_kernel("triton"), "")

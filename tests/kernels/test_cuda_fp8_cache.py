@@ -18,8 +18,9 @@ from vllm_specplug.kernels import AttnFeatures, FeatureKind
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.vllm_attention.gpu import TreeFlashAttentionImpl, TreeTritonAttentionImpl
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, attach_tree_rows
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cache_groups import target_groups
-from vllm_specplug.vllm_worker.cuda_backend import CudaKernels, StepLimits
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -43,7 +44,7 @@ class Layer:
         vars(self.impl).update(scale=made.scale, kv_cache_dtype=cache_dtype)
 
 
-def attend(made: DeviceTrees, layer: Layer, backend: CudaKernels) -> float:
+def attend(made: DeviceTrees, layer: Layer, backend: CudaTreeBackend) -> float:
     """How far the tree rows are from the oracle."""
     output = torch.full(made.query.shape, float("nan"), dtype=made.dtype)
     metadata = SimpleNamespace(block_table=made.block_table)
@@ -57,11 +58,11 @@ def attend(made: DeviceTrees, layer: Layer, backend: CudaKernels) -> float:
     )
 
 
-def bound(layers: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch) -> CudaKernels:
+def bound(layers: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch) -> CudaTreeBackend:
     kernel = ChosenKernel("triton", load_kernel("triton"), "")
-    monkeypatch.setattr(CudaKernels, "choose", lambda *args, **use: kernel)
+    monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **use: kernel)
     group = SimpleNamespace(layer_names=list(layers))
-    backend = CudaKernels("triton", heads, StepLimits(3, 64, 13, 128), CPU)
+    backend = CudaTreeBackend("triton", heads, StepLimits(3, 64, 13, 128), CPU)
     backend.bind(target_groups(SimpleNamespace(kv_cache_groups=[group]), layers))
     return backend
 

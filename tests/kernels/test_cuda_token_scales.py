@@ -32,8 +32,9 @@ from vllm_specplug.kernels.features import FeatureKind
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches, compact_paths_triton
 from vllm_specplug.vllm_attention.gpu import TreeTritonAttentionImpl
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, attach_tree_rows
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cache_groups import target_groups
-from vllm_specplug.vllm_worker.cuda_backend import CudaKernels, StepLimits
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 pytestmark = pytest.mark.usefixtures("interpreter", "stores")
 
@@ -113,17 +114,17 @@ class Layer:
                 part.copy_(read)
 
 
-def bound(layers: dict[str, Layer], monkeypatch: pytest.MonkeyPatch) -> CudaKernels:
+def bound(layers: dict[str, Layer], monkeypatch: pytest.MonkeyPatch) -> CudaTreeBackend:
     kernel = ChosenKernel("triton", load_kernel("triton"), "")
-    monkeypatch.setattr(CudaKernels, "choose", lambda *args, **use: kernel)
+    monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **use: kernel)
     group = SimpleNamespace(layer_names=list(layers))
     heads = next(iter(layers.values())).num_heads
-    backend = CudaKernels("triton", heads, StepLimits(4, 64, 13, 400), CPU)
+    backend = CudaTreeBackend("triton", heads, StepLimits(4, 64, 13, 400), CPU)
     backend.bind(target_groups(SimpleNamespace(kv_cache_groups=[group]), layers))
     return backend
 
 
-def answer(layer: Layer, backend: CudaKernels) -> torch.Tensor:
+def answer(layer: Layer, backend: CudaTreeBackend) -> torch.Tensor:
     made = layer.made
     output = torch.full(made.query.shape, NAN, dtype=made.dtype)
     metadata = SimpleNamespace(block_table=made.block_table)
@@ -135,7 +136,7 @@ def answer(layer: Layer, backend: CudaKernels) -> torch.Tensor:
     return output
 
 
-def error(layer: Layer, backend: CudaKernels) -> float:
+def error(layer: Layer, backend: CudaTreeBackend) -> float:
     made, output = layer.made, answer(layer, backend)
     return max(
         (output[start : start + n].double() - expected).abs().max().item()
@@ -202,7 +203,7 @@ def test_scales_move_with_their_tokens(cache_dtype: str, monkeypatch: pytest.Mon
     assert not torch.equal(layer.kv_cache.view(torch.uint8), expected)
 
 
-def spoilt(layer: Layer, backend: CudaKernels, number: float) -> list[tuple[Any, Any]]:
+def spoilt(layer: Layer, backend: CudaTreeBackend, number: float) -> list[tuple[Any, Any]]:
     """Rows of each tree without and with two rows that hold `number`."""
     clean, made = answer(layer, backend), layer.made
     for r, context in enumerate(made.contexts):

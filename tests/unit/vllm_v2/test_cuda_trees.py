@@ -19,9 +19,9 @@ from vllm_specplug.vllm_attention.tree_rows import tree_rows_of
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend, parent_rows
 from vllm_specplug.vllm_v2.device_trees import StepTrees, TreeStore, attach_trees, walk_trees
 from vllm_specplug.vllm_v2.step_input import step_rows
-from vllm_specplug.vllm_worker import cuda_backend
+from vllm_specplug.vllm_worker import cuda_kernels
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
-from vllm_specplug.vllm_worker.cuda_backend import StepLimits
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(num_requests=4, num_rows=64, tree_rows=5, context=512)
@@ -105,7 +105,7 @@ def test_layers_attend_by_the_block_table_of_their_group(
         chosen.append(shape.kinds)
         return ChosenKernel("triton", lambda *args, **more: ran.append((args, more)), "")
 
-    monkeypatch.setattr(cuda_backend, "choose_cuda_kernel", choose)
+    monkeypatch.setattr(cuda_kernels, "choose_cuda_kernel", choose)
     monkeypatch.setattr(CudaTreeBackend, "capability", lambda self: (9, 0))
     monkeypatch.setattr(CudaTreeBackend, "fill_words", lambda *args: None)
     backend.bind(groups)

@@ -15,9 +15,9 @@ from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views
-from vllm_specplug.vllm_worker import cuda_backend
+from vllm_specplug.vllm_worker import cuda_kernels
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
-from vllm_specplug.vllm_worker.cuda_backend import (
+from vllm_specplug.vllm_worker.cuda_kernels import (
     CudaKernels,
     LayerSample,
     StepLimits,
@@ -190,7 +190,7 @@ def test_full_graphs_need_a_kernel_that_can_be_captured(backend, monkeypatch, na
 
 def test_the_server_logs_which_kernel_serves_and_why(backend, monkeypatch):
     lines = []
-    monkeypatch.setattr(cuda_backend.logger, "info", lambda text, *more: lines.append(text % more))
+    monkeypatch.setattr(cuda_kernels.logger, "info", lambda text, *more: lines.append(text % more))
     reasons = iter(["fastest of flash 9 us, triton 12 us", "the only one that runs"])
     monkeypatch.setattr(
         backend, "choose", lambda shape: ChosenKernel("flash", print, next(reasons))
@@ -218,7 +218,7 @@ def test_a_quantised_cache_takes_a_kernel_for_the_models_dtype(monkeypatch):
         chosen.append((shape.dtype, shape.kinds))
         return ChosenKernel("triton", print, "")
 
-    monkeypatch.setattr(cuda_backend, "choose_cuda_kernel", choose)
+    monkeypatch.setattr(cuda_kernels, "choose_cuda_kernel", choose)
     monkeypatch.setattr(CudaKernels, "capability", lambda self: (9, 0))
     cache = torch.zeros(2, 1, 16, 8, dtype=torch.uint8)
     backend.bind([CacheGroup(0, {"a": cache}, torch.float16, "fp8", {"a": features})])
