@@ -262,8 +262,7 @@ def test_parameters_that_follow_a_path_read_nothing(name: str) -> None:
         "bad_words": TreeBadWords,
         "thinking_budget": TreeThinkingBudget,
     }[name]
-    params: Any = SimpleNamespace(parents=lambda: step.trees, longest_path=N)
-    processor: Any = kind(_stock_params(name), params)
+    processor: Any = kind(_stock_params(name), SimpleNamespace(trees=step.trees), N)
     if name == "bad_words":
         processor.longest[:] = 2
     rows = len(step.trees.depths)

@@ -10,6 +10,7 @@ import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 
 from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
+from vllm_specplug.vllm_v2.step_context import StepContext
 
 
 def test_a_sessions_block_of_states_comes_along_to_its_new_slot() -> None:
@@ -29,14 +30,16 @@ def test_a_sessions_block_of_states_comes_along_to_its_new_slot() -> None:
 
 class _Stock:
     def execute_model(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return self.tree_step, self.tree_walk, self.tree_states  # type: ignore[attr-defined]
+        return self.step.trees, self.step.walk, self.step.states  # type: ignore[attr-defined]
 
 
 class _Runner(TreeRunnerMixin, _Stock):  # type: ignore[misc]
     def __init__(self) -> None:
         self.begun = 0
         self.planner: Any = SimpleNamespace(begin_step=self._begin)
-        self.tree_step = self.tree_walk = self.tree_states = "of the last step"  # type: ignore[assignment]
+        self.step = StepContext()
+        last: Any = "of the last step"
+        self.step.trees = self.step.walk = self.step.states = last
 
     def _begin(self) -> None:
         self.begun += 1

@@ -23,6 +23,7 @@ from vllm_specplug.vllm_worker.cuda_kernels import (
     StepLimits,
     TreeBuffers,
 )
+from vllm_specplug.vllm_worker.device_draft_cache import CudaDraftCache
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(num_requests=4, num_rows=64, tree_rows=5, context=512)
@@ -161,7 +162,8 @@ def test_a_draft_of_another_kernel_than_the_targets_has_its_words(monkeypatch):
     monkeypatch.setattr(backend, "choose", lambda *args, **use: ChosenKernel("triton", print, ""))
     monkeypatch.setattr(backend, "cache_writer", lambda: None)
     layer = SimpleNamespace(kv_cache=torch.zeros(2, 1, 16, 8))
-    drafts = backend.draft_cache([layer, layer], lambda: TABLE, 1.0)
+    layers: Any = [layer, layer]
+    drafts = CudaDraftCache(backend, layers, lambda: TABLE, 1.0)
     requests = DraftRequests(token_ids=[np.array([1])], context_lens=[0], req_indices=[0])
     rows = torch.zeros(3, 1, 4)
     for causal, expected in ((True, ["triton"]), (False, [])):

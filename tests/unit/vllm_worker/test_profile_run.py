@@ -32,7 +32,7 @@ from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
-from vllm_specplug.seams import V2_CPU_KERNELS
+from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_worker.state_layers import StateLayers
 
 CPU = torch.device("cpu")
@@ -145,9 +145,9 @@ def sampler() -> Iterator[Any]:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
-    was_applied = HAS_TRITON or V2_CPU_KERNELS.is_applied
+    was_applied = HAS_TRITON or CPU_KERNELS.is_applied
     if not was_applied:
-        V2_CPU_KERNELS.apply()
+        CPU_KERNELS.apply()
     states = RequestState(REQUESTS, 64, TOKENS, NODES, VOCAB, CPU)
     config: Any = SimpleNamespace(reasoning_config=None)
     made = Sampler(config, REQUESTS, VOCAB, CPU, states)
@@ -159,7 +159,7 @@ def sampler() -> Iterator[Any]:
     made.apply_staged_writes()
     yield made
     if not was_applied:
-        V2_CPU_KERNELS.undo()
+        CPU_KERNELS.undo()
 
 
 def _largest_step(runner: Any, sampler: Any) -> None:
