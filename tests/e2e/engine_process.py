@@ -77,7 +77,7 @@ def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     if "speculative_config" not in job["engine"] and not job.get("stock"):
         # On the runner that trees have.
-        from tests.e2e.v2_setup import use_v2
+        from vllm_specplug.vllm_v2.plain_engine import use_v2
 
         use_v2()
     if job.get("float32_states"):

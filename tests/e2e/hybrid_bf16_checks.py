@@ -18,7 +18,7 @@ from tests.e2e.pair import generate, pair, sequences_of
 from tests.e2e.target_checks import WINDOW_PROMPTS
 
 if os.environ.get("SPECPLUG_HYBRIDS_V1") != "1":
-    from tests.e2e.v2_setup import use_v2
+    from vllm_specplug.vllm_v2.plain_engine import use_v2
 
     use_v2()
 

@@ -21,7 +21,7 @@ from tests.e2e.tiny import make_tokenswift_heads
 
 V2 = os.environ.get("SPECPLUG_LATENT_V1") != "1"
 if V2:
-    from tests.e2e.v2_setup import use_v2
+    from vllm_specplug.vllm_v2.plain_engine import use_v2
 
     use_v2()
 

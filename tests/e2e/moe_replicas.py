@@ -138,7 +138,7 @@ def main(folder: str, job_text: str) -> None:
     job = json.loads(job_text)
     if job["options"] is None:
         # On the runner that trees have.
-        from tests.e2e.v2_setup import use_v2
+        from vllm_specplug.vllm_v2.plain_engine import use_v2
 
         use_v2()
     parts: dict[str, Callable[[], Any]] = (

@@ -20,7 +20,7 @@ from tests.e2e.vision_checks import compare_answers, vision_engines, with_image
 
 V2 = os.environ.get("SPECPLUG_HEADS_V1") != "1"
 if V2:
-    from tests.e2e.v2_setup import use_v2
+    from vllm_specplug.vllm_v2.plain_engine import use_v2
 
     use_v2()
 

@@ -54,7 +54,7 @@ from tests.e2e.target_checks import (
     moved_for_each_layer,
     windows_from_slots,
 )
-from tests.e2e.v2_setup import use_v2
+from vllm_specplug.vllm_v2.plain_engine import use_v2
 from vllm_specplug.vllm_worker.calibration import start_budget
 
 use_v2()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tests.e2e.mistral3_checks import compare, engines, images_matter, prompts
 from tests.e2e.pair import watch_preemptions, watch_prefix_hits
-from tests.e2e.v2_setup import use_v2
+from vllm_specplug.vllm_v2.plain_engine import use_v2
 
 use_v2()
 

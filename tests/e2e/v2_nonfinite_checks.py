@@ -13,7 +13,7 @@ from tests.e2e.nonfinite_checks import (
     with_overflowing_head,
 )
 from tests.e2e.pair import Pair, pair
-from tests.e2e.v2_setup import use_v2
+from vllm_specplug.vllm_v2.plain_engine import use_v2
 
 use_v2()
 

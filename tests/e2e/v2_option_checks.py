@@ -17,7 +17,7 @@ from tests.e2e.grammar_checks import KINDS, constrained
 from tests.e2e.option_checks import PROMPTS, THINK_END, THINK_START, greedy, seeded
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Counts, Pair, core_of, pair
-from tests.e2e.v2_setup import use_v2
+from vllm_specplug.vllm_v2.plain_engine import use_v2
 from vllm_specplug.vllm_v2.tree_params import TreeParams
 from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 

@@ -11,7 +11,7 @@ from tests.e2e.put_off_checks import (
     compare_outputs,
     compare_requests_that_ask,
 )
-from tests.e2e.v2_setup import use_v2
+from vllm_specplug.vllm_v2.plain_engine import use_v2
 
 use_v2()
 # Many engines in one process: small caches.

@@ -15,7 +15,7 @@ from tests.e2e.option_checks import PROMPTS, greedy, seeded
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair, generate, pair
 from tests.e2e.sessions import NEXT, Session, compare, compare_constrained
-from tests.e2e.v2_setup import use_v2
+from vllm_specplug.vllm_v2.plain_engine import use_v2
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 
 use_v2()

@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 
 from tests.e2e.pair import Pair, core_of, watch_preemptions, watch_prefix_hits
-from tests.e2e.v2_setup import use_v2
 from tests.e2e.vision_checks import compare, prompts, two_images, vision_engines
 from vllm_specplug.vllm_v2 import runner as runner_module
+from vllm_specplug.vllm_v2.plain_engine import use_v2
 
 use_v2()
 

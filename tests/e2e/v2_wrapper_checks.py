@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 
 from tests.e2e.target_checks import around_windows
-from tests.e2e.v2_setup import use_v2
 from tests.e2e.wrapper_checks import engines
 from vllm_specplug.vllm_v2 import runner as runner_module
+from vllm_specplug.vllm_v2.plain_engine import use_v2
 
 use_v2()
 

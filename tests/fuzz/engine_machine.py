@@ -38,8 +38,8 @@ from tests.e2e.pair import (
     pair,
     watch_prefix_hits,
 )
-from tests.e2e.v2_setup import use_v2
 from tests.kept_state import RequestNames, engine_roots, places_of
+from vllm_specplug.vllm_v2.plain_engine import use_v2
 
 VOCABULARY = range(6, 340)
 # A pool this small preempts; blocks of 32 tokens.

@@ -131,9 +131,9 @@ def acceptance(samples: list[Sample]) -> float:
 
 def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any]]:
     from tests.e2e.pair import Pair, core_of, make_engine, watch_prefix_hits
-    from tests.e2e.v2_setup import use_v2
     from tests.fuzz.engine_machine import TREE_ENGINE
     from tests.kept_state import RequestNames, engine_roots, places_of
+    from vllm_specplug.vllm_v2.plain_engine import use_v2
 
     trees = method != "none"
     # Plain vLLM on the runner that trees have.

@@ -7,6 +7,7 @@ that it is compared with.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ def main(job_path: str, result_path: str) -> None:
     """Runs the calls of a job on one engine and writes outputs and counters as JSON."""
     from vllm import LLM, SamplingParams
 
+    importlib.import_module("vllm_specplug.vllm_v2.plain_engine").use_v2()
     job = json.loads(Path(job_path).read_text())
     llm = LLM(disable_log_stats=False, **job["engine"])
     results, before = [], _counters(llm)
