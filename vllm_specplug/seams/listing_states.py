@@ -42,8 +42,14 @@ STATE_SEAMS = SeamSet(
             _WHY_BLOCKS,
             _HAS_STATES,
             "vllm.v1.kv_cache_interface:MambaSpec",
-            f"{_MODEL_STATE}.preprocess_state",
-            f"{_MODEL_STATE}.postprocess_state",
+        ),
+        *overrides(
+            "state_blocks",
+            _WHY_BLOCKS,
+            _HAS_STATES,
+            _MODEL_STATE,
+            "preprocess_state",
+            "postprocess_state",
         ),
         InstanceAttribute(
             "state_blocks", f"{_MODEL_STATE}._mamba_state_idx_gpu", _WHY_BLOCKS, _HAS_STATES

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from functools import cache
 
@@ -15,13 +16,13 @@ def use_v2() -> None:
     of this package. Without it, seeded answers of trees and of plain vLLM differ on such a CPU.
     """
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    import vllm.v1.worker.gpu_worker
     from vllm.triton_utils import HAS_TRITON
 
-    from vllm_specplug.seams import CPU_ADMISSION, CPU_KERNELS
+    from vllm_specplug.seams import CPU_ADMISSION, CPU_KERNELS, CPU_WORKER_ADMISSION
 
     if not HAS_TRITON:
         CPU_ADMISSION.apply()
         CPU_KERNELS.apply()
-        # From 0.33 on; as the seam does it, which a worker of a tree method applies by itself.
-        setattr(vllm.v1.worker.gpu_worker, "HAS_TRITON", True)  # noqa: B010 - 0.32 has none
+        # From 0.33 on. Not by the seam itself, which workers of tree methods apply for a moment.
+        module = importlib.import_module(CPU_WORKER_ADMISSION.target.partition(":")[0])
+        setattr(module, "HAS_TRITON", True)  # noqa: B010 - vLLM 0.32 declares none
