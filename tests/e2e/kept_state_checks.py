@@ -57,7 +57,7 @@ def _idle_after_everything(method: str) -> None:
     engine.add_request("here", {"prompt_token_ids": PROMPTS[0]}, greedy(extra_args=own[1]))
     for _ in range(4):
         engine.step()
-    (here,) = engines.runner.requests
+    (here,) = engines.runner.req_states.req_id_to_index
     roots = engine_roots(core, engines.runner)
     places = places_of(roots, {here})
     assert any("planner" in path for path in places), places

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs of small engines, plain and with trees, in one process; checks that compare them.
 
+Both engines run on vLLM's V2 model runner, so that they differ in speculation alone.
+
 A pair costs seconds, so a check file builds few of them and asks many things of each:
 `python -m tests.e2e.pair MODULE RESULT.json` runs every function `check_*` of a module and
 notes what failed. Tests call `run_checks(MODULE)` and look their check up.
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,6 +29,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.fork_server import ENVIRONMENT, run_forked
+from tests.e2e.v2_setup import use_v2
 
 TIMEOUT_S = 900
 ENGINE: dict[str, Any] = {
@@ -74,12 +77,10 @@ class Counts:
     """Trees of which two nodes or more were accepted, one below the other."""
     branching: int = 0
     """Trees that were not a line."""
-    pruned: int = 0
-    """Nodes a grammar took away before verification."""
     skipping: int = 0
     """Accepted paths that skip nodes, so that their caches must move."""
     stale: int = 0
-    """Steps that were prepared before the host knew the one before them; counted on V2."""
+    """Steps that were prepared before the host knew the one before them."""
 
 
 @dataclass
@@ -94,6 +95,11 @@ class Pair:
     def runner(self) -> Any:
         return core_of(self.tree).model_executor.driver_worker.worker.model_runner
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the tree engine schedules a step before the one before it has ended."""
+        return type(core_of(self.tree).scheduler).__name__ == "AsyncScheduler"
+
     def take_counts(self) -> Counts:
         counts, self.counts = self.counts, Counts()
         return counts
@@ -101,29 +107,6 @@ class Pair:
     def watch(self) -> None:
         """Counts what the tree engine verifies."""
         runner = self.runner
-        if not hasattr(runner, "proposed_trees"):
-            self._watch_v2(runner)
-            return
-        record, tree_for = runner._record_verification, runner._tree_for
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            for request in runner.tree_step.requests:
-                if request.tree is not None and request.tree.num_nodes:
-                    self.counts.drafts += 1
-                    self.counts.nodes += request.tree.num_nodes
-                    self.counts.accepted += len(request.accepted_path)
-                    self.counts.deep += len(request.accepted_path) > 1
-                    self.counts.branching += not request.is_linear
-            return record(*args, **kwargs)
-
-        def noted(req_id: str, tokens: Any, kept_nodes: Any) -> Any:
-            if kept_nodes is not None:
-                self.counts.pruned += runner.proposed_trees[req_id].num_nodes - len(kept_nodes)
-            return tree_for(req_id, tokens, kept_nodes)
-
-        runner._record_verification, runner._tree_for = recorded, noted
-
-    def _watch_v2(self, runner: Any) -> None:
         record = runner._record_verification
 
         def recorded(input_batch: Any, walk: Any, seq_lens: Any, trees: Any, *args: Any) -> None:
@@ -372,6 +355,19 @@ def pair(method: str = "oracle", **engine: Any) -> Pair:
     return _pairs[full_key]
 
 
+def scheduled(ahead: bool, method: str = "oracle", **engine: Any) -> Pair:
+    """A pair whose tree engine schedules steps ahead, or waits for each of them."""
+    made = pair(method, **{**engine, "tree": {**engine.get("tree", {}), "async_scheduling": ahead}})
+    assert made.is_ahead == ahead
+    return made
+
+
+def both_schedulers(method: str = "oracle", **engine: Any) -> Iterator[Pair]:
+    """A pair whose tree engine waits for every step, then one that schedules steps ahead."""
+    for ahead in (False, True):
+        yield scheduled(ahead, method, **engine)
+
+
 # -- running the checks of a module ---------------------------------------------------------
 
 
@@ -381,8 +377,7 @@ def check_names(module: Any) -> list[str]:
 
 
 def written_checks(module: str) -> list[str]:
-    """`check_names` of a module of this folder that is not to be imported here, as doing so puts
-    kernels in place."""
+    """`check_names` of a module of this folder that is not to be imported here."""
     source = Path(__file__).with_name(f"{module}.py").read_text()
     return re.findall(r"^def (check_\w+)", source, re.MULTILINE)
 
@@ -419,7 +414,9 @@ def assert_check(module: str, name: str, timeout_s: float = TIMEOUT_S) -> None:
 def main(module: str, result: str, *only: str) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # First: some modules choose Triton's interpreter, which vLLM asks for when it is imported.
     checks = importlib.import_module(module)
+    use_v2()
     failures: dict[str, str | None] = {}
     for name in only or check_names(checks):
         start = time.perf_counter()

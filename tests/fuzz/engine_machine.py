@@ -348,7 +348,6 @@ class EngineMachine(RuleBasedStateMachine):
             self.totals["drafts"] += counts.drafts
             self.totals["verified"] += counts.nodes
             self.totals["accepted"] += counts.accepted
-            self.totals["pruned"] += counts.pruned
             self.totals["stale"] += counts.stale
             self.totals["preempted"] += self.watch.preempted
             self.totals["cached"] += sum(self.watch.prefix_hits.values())

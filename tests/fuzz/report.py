@@ -19,7 +19,6 @@ COLUMNS = {
     "cached": "prompt tokens from the prefix cache",
     "drafts": "trees verified",
     "verified": "nodes verified",
-    "pruned": "nodes pruned by grammars",
     "accepted": "nodes accepted",
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions whose input goes on after an answer, on trees of the V2 runner; see test_v2_inputs.py.
+"""Sessions whose input goes on after an answer, against plain decoding; see test_sessions.py.
 
 The trees hold what the target would say after the token that ends an answer, so that a walk which
 went on there would find it.
@@ -13,16 +13,9 @@ import pytest
 
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
 from tests.e2e.oracle import OracleDrafter
-from tests.e2e.pair import Pair, generate, pair
+from tests.e2e.pair import Pair, both_schedulers, generate, scheduled
 from tests.e2e.sessions import NEXT, Session, compare, compare_constrained
-from vllm_specplug.vllm_v2.plain_engine import use_v2
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
-
-use_v2()
-
-
-def engines(*, ahead: bool) -> Pair:
-    return pair(tree={"async_scheduling": ahead})
 
 
 def sessions(made: Pair) -> list[Session]:
@@ -39,15 +32,14 @@ def sessions(made: Pair) -> list[Session]:
 
 
 def check_turns_after_an_answer_ended_inside_a_tree() -> None:
-    for ahead in (False, True):
-        made = engines(ahead=ahead)
+    for made in both_schedulers():
         OracleDrafter.sequences = []
         counts = compare(made, sessions(made))
-        assert (counts.stale > 0) == ahead, counts
+        assert (counts.stale > 0) == made.is_ahead, counts
 
 
 def check_walks_past_the_end_of_an_answer_differ() -> None:
-    made = engines(ahead=False)
+    made = scheduled(False)
     OracleDrafter.sequences = []
     with (
         patch.object(StopTokens, "mask_after_stop", lambda self, trees, token_ids: trees),
@@ -57,5 +49,6 @@ def check_walks_past_the_end_of_an_answer_differ() -> None:
 
 
 def check_a_grammar_outlives_the_turn_that_asked_for_it() -> None:
-    for ahead in (False, True):
-        compare_constrained(engines(ahead=ahead))
+    """vLLM follows the grammar of a session's first turn to its end."""
+    for made in both_schedulers():
+        compare_constrained(made)
