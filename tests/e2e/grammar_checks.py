@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
+
+import pytest
 
 from tests.e2e.option_checks import PROMPTS, THINK_END, THINK_START, greedy, seeded
-from tests.e2e.pair import Counts, Pair, pair
-from tests.e2e.sessions import compare_constrained
+from tests.e2e.oracle import OracleDrafter
+from tests.e2e.pair import Counts, Pair, both_schedulers, scheduled, watch_preemptions
+from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 
 SCHEMA = {
     "type": "object",
@@ -52,9 +58,43 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def every_kind(
-    engines: Pair, kinds: dict[str, dict[str, Any]], *, prunes: bool = True, **options: Any
-) -> Counts:
+@contextmanager
+def masked_drafts(made: Pair) -> Iterator[list[int]]:
+    """Tokens of the nodes that a grammar forbids below the path to their parent; grows."""
+    runner, found = made.runner, []
+    worker = runner.structured_outputs_worker
+    stock = worker.apply_grammar_bitmask
+
+    def noted(logits: Any, input_batch: Any, req_ids: list[str], bitmask: Any) -> None:
+        stock(logits, input_batch, req_ids, bitmask)
+        starts = input_batch.cu_num_logits_np.tolist()
+        for i, req_id in enumerate(input_batch.req_ids):
+            tree = runner.speculator.trees.get(req_id)
+            if req_id in req_ids and tree is not None:
+                tree = tree.prefix(starts[i + 1] - starts[i] - 1)
+                rows = starts[i] + 1 + tree.parent_indices
+                forbidden = logits[rows, tree.token_ids].isneginf().numpy()
+                found.extend(tree.token_ids[forbidden].tolist())
+
+    worker.apply_grammar_bitmask = noted
+    try:
+        yield found
+    finally:
+        del worker.apply_grammar_bitmask
+
+
+def compare(made: Pair, prompts: list[list[int]], params: list[Any]) -> tuple[list[Any], Counts]:
+    """Every prompt with every one of `params`, in one batch; a grammar forbids some drafts."""
+    with masked_drafts(made) as masked:
+        outputs, counts = made.compare(
+            [p for p in prompts for _ in params], [one.clone() for _ in prompts for one in params]
+        )
+    assert masked, "no draft was against a grammar"
+    assert (counts.stale > 0) == made.is_ahead, counts
+    return outputs, counts
+
+
+def every_kind(made: Pair, kinds: dict[str, dict[str, Any]], **options: Any) -> Counts:
     """All kinds, greedily and by chance, in one batch with free requests."""
     params = []
     for k, how in enumerate(kinds.values()):
@@ -65,17 +105,14 @@ def every_kind(
             constrained(how, presence_penalty=1.0, repetition_penalty=1.2, **options),
         ]
     params.append(greedy())
-    outputs, counts = engines.compare(
-        [p for p in PROMPTS for _ in params],
-        [param.clone() for _ in PROMPTS for param in params],
-    )
-    assert (counts.pruned > 0) == prunes, counts
+    outputs, counts = compare(made, PROMPTS, params)
     assert len({o.outputs[0].text for o in outputs}) > len(kinds)
     return counts
 
 
 def check_all_kinds_beside_free_requests() -> None:
-    every_kind(pair(), KINDS)
+    for made in both_schedulers():
+        every_kind(made, KINDS)
 
 
 def check_json_is_valid_and_trees_reach_into_it() -> None:
@@ -88,40 +125,73 @@ def check_json_is_valid_and_trees_reach_into_it() -> None:
         "additionalProperties": False,
     }
     params = [constrained({"json": schema}, seed=k, max_tokens=120) for k in range(5)]
-    # No other requests in the engine: every counted tree is one of these.
-    outputs, counts = pair().compare(PROMPTS[:1] * 5, params, least_accepted=10)
-    complete = [o.outputs[0].text for o in outputs if o.outputs[0].finish_reason == "stop"]
-    assert complete
-    for text in complete:
-        assert set(json.loads(text)) == {"tags", "ok"}
-    assert counts.branching > 0 and counts.pruned > 0, counts
+    for made in both_schedulers():
+        # No other requests in the engine: every counted tree is one of these.
+        outputs, counts = compare(made, PROMPTS[:1], params)
+        complete = [o.outputs[0].text for o in outputs if o.outputs[0].finish_reason == "stop"]
+        assert complete
+        for text in complete:
+            assert set(json.loads(text)) == {"tags", "ok"}
+        assert counts.accepted >= 10 and counts.branching > 0, counts
+
+
+@contextmanager
+def decoys_from_answers() -> Iterator[None]:
+    """Drafts hold tokens of the answer at other depths: a mask of a wrong row allows them."""
+    with patch.object(OracleDrafter, "decoys_from_answer", True):
+        yield
+
+
+def lengths() -> list[Any]:
+    """Texts of a certain length: the end is where a chain of all nodes would not have it."""
+    return [
+        constrained({"regex": "[a-z ]{14,16}"}), constrained({"regex": "[a-z ]{14,16}"}, seed=4),
+        constrained({"regex": "[a-z ]{6}(yes|no) [0-9]{3}"}),
+    ]  # fmt: skip
+
+
+def check_grammars_reach_into_trees() -> None:
+    """No other requests: every counted tree has a grammar."""
+    for made in both_schedulers():
+        with decoys_from_answers():
+            _, counts = compare(made, PROMPTS, lengths())
+        assert counts.branching > 5 and counts.skipping > 0 and counts.accepted > 10, counts
+
+
+def check_masks_along_a_line_would_not_do() -> None:
+    """The negative control: where the runner keeps the parents, vLLM fills its own masks."""
+    for made in both_schedulers():
+        with (
+            decoys_from_answers(),
+            patch.object(ConstrainedRequests, "__contains__", lambda *_: False),
+            pytest.raises(AssertionError, match="differs"),
+        ):
+            compare(made, PROMPTS, lengths())
 
 
 def check_guidance_backend() -> None:
     kinds = {**KINDS, "ebnf": {"grammar": LARK}}
-    every_kind(pair(structured_outputs_config={"backend": "guidance"}), kinds)
+    every_kind(scheduled(True, structured_outputs_config={"backend": "guidance"}), kinds)
 
 
 def check_outlines_backend() -> None:
     kinds = {k: KINDS[k] for k in ("regex", "choice")}
-    every_kind(pair(structured_outputs_config={"backend": "outlines"}), kinds)
+    every_kind(scheduled(False, structured_outputs_config={"backend": "outlines"}), kinds)
 
 
 def check_with_other_options() -> None:
-    engines = pair()
     regex = {"regex": "[a-z ]*"}
     params = [
         constrained(regex, min_tokens=12),
         constrained(regex, stop=["a", "e"]),
         constrained(regex, logit_bias={81: 5.0, 300: 3.0}),
         constrained(regex, seed=3, min_p=0.1, logprobs=2),
-        constrained(regex, bad_words=["the", " the"]),
+        constrained(regex, bad_words=["the", " the"], repetition_penalty=1.3),
         constrained(regex, seed=4, n=2),
     ]
-    outputs, _ = engines.compare(
-        [p for p in PROMPTS for _ in params], [p.clone() for _ in PROMPTS for p in params]
-    )
-    assert len(outputs[0].outputs[0].token_ids) >= 12
+    for made in both_schedulers():
+        outputs, _ = compare(made, PROMPTS, params)
+        assert len(outputs[0].outputs[0].token_ids) >= 12
 
 
 def check_drafted_by_a_head_and_ngrams() -> None:
@@ -131,14 +201,10 @@ def check_drafted_by_a_head_and_ngrams() -> None:
         constrained(regex, seed=1, temperature=0.3, max_tokens=80),
         greedy(),
     ]
-    engines = pair("jetspec", speculative={"ngram_topk": 4})
-    engines.compare(
-        [p for p in PROMPTS for _ in params], [p.clone() for _ in PROMPTS for p in params]
-    )
+    compare(scheduled(True, "jetspec", speculative={"ngram_topk": 4}), PROMPTS, params)
 
 
 def check_grammar_that_starts_inside_a_tree() -> None:
-    engines = pair(reasoning_parser="deepseek_r1")
     prompts = [[*p, THINK_START] for p in PROMPTS]
     params = [
         constrained(how, thinking_token_budget=budget, seed=budget)
@@ -148,12 +214,10 @@ def check_grammar_that_starts_inside_a_tree() -> None:
     # Thinking that ends by itself, at a place that chance decides.
     params += [constrained(KINDS["ebnf"], seed=k, logit_bias={THINK_END: 4.0}) for k in range(4)]
     params.append(greedy())
-    outputs, counts = engines.compare(
-        [p for p in prompts for _ in params], [p.clone() for _ in prompts for p in params]
-    )
-    assert counts.pruned > 0
-    answered = [o for o in outputs if THINK_END in o.outputs[0].token_ids[:-4]]
-    assert len(answered) > len(prompts)
+    for made in both_schedulers(reasoning_parser="deepseek_r1"):
+        outputs, _ = compare(made, prompts, params)
+        answered = [o for o in outputs if THINK_END in o.outputs[0].token_ids[:-4]]
+        assert len(answered) > len(prompts)
 
 
 def check_tool_calls() -> None:
@@ -177,54 +241,20 @@ def check_tool_calls() -> None:
     }
     how = {"structural_tag": json.dumps(tag)}
     params = [constrained(how, seed=k, logit_bias={4: 5.0}, max_tokens=64) for k in range(3)]
-    outputs, counts = pair().compare(
-        [p for p in PROMPTS for _ in params], [p.clone() for _ in PROMPTS for p in params]
-    )
-    assert counts.pruned > 0
-    assert any(4 in o.outputs[0].token_ids for o in outputs)
+    for made in both_schedulers():
+        outputs, _ = compare(made, PROMPTS, params)
+        assert any(4 in o.outputs[0].token_ids for o in outputs)
 
 
 def check_prefix_cache_and_preemption() -> None:
-    engines = pair(num_gpu_blocks_override=9, enable_prefix_caching=True)
     params = [
         constrained({"regex": "[a-z ]{60,90}"}, max_tokens=70),
         constrained({"json": SCHEMA}, max_tokens=70),
         greedy(max_tokens=70),
     ]
-    prompts = [[*p, *range(50, 70)] for p in PROMPTS for _ in params]
-    for _ in range(2):
-        engines.compare(prompts, [p.clone() for _ in PROMPTS for p in params])
-
-
-def check_masks_along_a_line_would_not_do() -> None:
-    """The negative control: with vLLM's own masks these comparisons fail."""
-    import pytest
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    # An engine of its own: what it is left with is nobody's business.
-    engines = pair(speculative={"num_speculative_tokens": 12, "tree_budget": 12})
-    ours = StructuredOutputManager.grammar_bitmask
-    StructuredOutputManager.grammar_bitmask = ours.__wrapped__
-    try:
-        with pytest.raises((AssertionError, RuntimeError)):
-            every_kind(engines, KINDS)
-    finally:
-        StructuredOutputManager.grammar_bitmask = ours
-
-
-def check_drafts_whose_parents_got_lost() -> None:
-    """vLLM then walks the flat list and fills its own masks, which no branching tree may use."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    engines = pair()
-    ours = Scheduler.update_draft_token_ids
-    Scheduler.update_draft_token_ids = ours.__wrapped__
-    try:
-        every_kind(engines, KINDS, prunes=False)
-    finally:
-        Scheduler.update_draft_token_ids = ours
-
-
-def check_a_grammar_outlives_the_turn_that_asked_for_it() -> None:
-    """vLLM follows the grammar of a session's first turn to its end."""
-    compare_constrained(pair())
+    prompts = [[*p, *range(50, 70)] for p in PROMPTS]
+    for made in both_schedulers(num_gpu_blocks_override=9, enable_prefix_caching=True):
+        preempted = watch_preemptions(made.tree)
+        for _ in range(2):
+            compare(made, prompts, params)
+        assert preempted

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling and output options on trees against plain decoding; see test_options.py."""
+"""Sampling and output options on trees against plain decoding; see test_options.py.
+
+Options that depend on what a request has generated are in path_checks.py as well.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.pair import Counts, Pair, core_of, generate, pair
+from tests.e2e.oracle import OracleDrafter
+from tests.e2e.pair import both_schedulers, core_of, generate, pair, sequences_of
 
 PROMPTS = [[7, 40, 41], [60, 61, 62, 63], [100, 9], [270, 280, 290, 11, 12]]
-CUSTOM = ["tests.e2e.processors:ForceTokenAt", "tests.e2e.processors:AlternateHalves"]
+CUSTOM = ["tests.e2e.processors:AlternateRows", "tests.e2e.processors:ForbidHistory"]
 EOS = 1
 THINK_START, THINK_END = 2, 3
 
@@ -23,17 +27,24 @@ def seeded(seed: int, **options: Any) -> Any:
     return greedy(**{"temperature": 0.9, "seed": seed, **options})
 
 
-def each_prompt(engines: Pair, *params: Any) -> tuple[list[Any], Counts]:
+def compare(prompts: list[list[int]], params: Any, **engine: Any) -> list[Any]:
+    """The plain outputs; raises unless trees give them, waiting for every step and ahead of it."""
+    for made in both_schedulers(**engine):
+        given = [one.clone() for one in params] if isinstance(params, list) else params
+        outputs, counts = made.compare(prompts, given)
+        assert (counts.stale > 0) == made.is_ahead, counts
+    return outputs
+
+
+def each_prompt(*params: Any, **engine: Any) -> list[Any]:
     """Every prompt with every one of `params`, in one batch."""
-    return engines.compare(
-        [p for p in PROMPTS for _ in params], [param.clone() for _ in PROMPTS for param in params]
-    )
+    return compare([p for p in PROMPTS for _ in params], [*params] * len(PROMPTS), **engine)
 
 
 def check_min_p() -> None:
-    outputs, _ = each_prompt(pair(), *(seeded(i, min_p=p) for i, p in enumerate((0.05, 0.4, 0.9))))
+    outputs = each_prompt(*(seeded(i, min_p=p) for i, p in enumerate((0.05, 0.4, 0.9))))
     # Had min_p no effect the samples would be those without it.
-    without, _ = each_prompt(pair(), *(seeded(i) for i in range(3)))
+    without = each_prompt(*(seeded(i) for i in range(3)))
     assert any(
         a.outputs[0].token_ids != b.outputs[0].token_ids
         for a, b in zip(outputs, without, strict=True)
@@ -41,39 +52,26 @@ def check_min_p() -> None:
 
 
 def check_logit_bias() -> None:
-    outputs, _ = each_prompt(
-        pair(), greedy(logit_bias={50: 100.0}), greedy(logit_bias={81: -100.0, 11: -100.0}),
+    outputs = each_prompt(
+        greedy(logit_bias={50: 100.0}), greedy(logit_bias={81: -100.0, 11: -100.0}),
         seeded(3, logit_bias={60: 5.0}), greedy(),
     )  # fmt: skip
     assert set(outputs[0].outputs[0].token_ids) == {50}
     assert not {81, 11} & set(outputs[1].outputs[0].token_ids)
 
 
-def check_custom_processors() -> None:
-    engines = pair(logits_processors=CUSTOM)
-    outputs, _ = each_prompt(
-        engines, greedy(extra_args={"alternate": True}), greedy(),
-        seeded(5, extra_args={"alternate": True}, presence_penalty=1.0),
-    )  # fmt: skip
-    ids = outputs[0].outputs[0].token_ids
-    assert all((a + b) % 2 for a, b in zip(ids, ids[1:], strict=False))
-
-
 def check_end_of_text_at_every_offset() -> None:
-    engines = pair(logits_processors=CUSTOM)
     params = [greedy(ignore_eos=False, extra_args={"force": [k, EOS]}) for k in range(24)]
-    outputs, _ = engines.compare([PROMPTS[0]] * len(params), params)
+    outputs = compare([PROMPTS[0]] * len(params), params, logits_processors=CUSTOM)
     for k, output in enumerate(outputs):
         assert len(output.outputs[0].token_ids) <= k + 1
 
 
 def check_stop_token_at_every_offset() -> None:
-    engines = pair()
-    full, _ = engines.compare(PROMPTS, greedy())
-    for output in full:
+    for output in compare(PROMPTS, greedy()):
         ids = list(output.outputs[0].token_ids)
         params = [greedy(stop_token_ids=[token]) for token in ids[:24]]
-        outputs, _ = engines.compare([output.prompt_token_ids] * len(params), params)
+        outputs = compare([output.prompt_token_ids] * len(params), params)
         for token, stopped in zip(ids, outputs, strict=False):
             expected = ids[: ids.index(token) + 1]
             assert list(stopped.outputs[0].token_ids) == expected
@@ -81,40 +79,35 @@ def check_stop_token_at_every_offset() -> None:
 
 
 def check_stop_string_at_every_offset() -> None:
-    engines = pair()
-    full, _ = engines.compare(PROMPTS[:2], greedy())
-    for output in full:
+    for output in compare(PROMPTS[:2], greedy()):
         text = output.outputs[0].text
         params = [
             greedy(stop=[text[k : k + 1 + k % 3]], include_stop_str_in_output=k % 2 == 0)
             for k in range(0, min(len(text), 40), 2)
         ]
-        outputs, _ = engines.compare([output.prompt_token_ids] * len(params), params)
+        outputs = compare([output.prompt_token_ids] * len(params), params)
         assert {o.outputs[0].finish_reason for o in outputs} == {"stop"}
 
 
 def check_length_at_every_offset() -> None:
     params = [greedy(max_tokens=k) for k in range(1, 25)]
-    outputs, _ = pair().compare([PROMPTS[1]] * len(params), params)
+    outputs = compare([PROMPTS[1]] * len(params), params)
     assert [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, 25))
 
 
 def check_min_tokens_at_every_offset() -> None:
-    engines = pair()
-    full, _ = engines.compare(PROMPTS[:1], greedy())
+    full = generate(pair().plain, PROMPTS[:1], greedy())
     stop = [full[0].outputs[0].token_ids[0]]
     params = [greedy(stop_token_ids=stop, min_tokens=k) for k in range(20)]
-    outputs, _ = engines.compare([PROMPTS[0]] * len(params), params)
+    outputs = compare([PROMPTS[0]] * len(params), params)
     assert all(len(o.outputs[0].token_ids) >= k for k, o in enumerate(outputs))
 
 
 def check_penalties_and_words() -> None:
-    engines = pair()
-    full, _ = engines.compare(PROMPTS[:1], greedy())
+    full = generate(pair().plain, PROMPTS[:1], greedy())
     first = full[0].outputs[0].token_ids
     allowed = list(range(6, 300, 3))
-    outputs, _ = each_prompt(
-        engines,
+    outputs = each_prompt(
         greedy(repetition_penalty=1.4),
         greedy(presence_penalty=1.2, frequency_penalty=0.7),
         greedy(allowed_token_ids=allowed),
@@ -127,15 +120,15 @@ def check_penalties_and_words() -> None:
 
 
 def check_seeds_and_several_samples() -> None:
-    outputs, _ = each_prompt(
-        pair(), seeded(1, n=3), seeded(2, n=2, top_p=0.8), greedy(), seeded(9, logprobs=2)
+    outputs = each_prompt(
+        seeded(1, n=3), seeded(2, n=2, top_p=0.8), greedy(), seeded(9, logprobs=2)
     )
     assert len({tuple(c.token_ids) for c in outputs[0].outputs}) > 1
 
 
 def check_logprobs() -> None:
-    outputs, _ = each_prompt(
-        pair(),
+    """With those of an accepted token from the row above it."""
+    outputs = each_prompt(
         greedy(logprobs=3),
         greedy(logprobs=0),
         greedy(prompt_logprobs=4),
@@ -147,71 +140,64 @@ def check_logprobs() -> None:
 
 
 def check_all_logprobs() -> None:
-    outputs, _ = pair(max_logprobs=-1).compare(PROMPTS, greedy(logprobs=-1, max_tokens=12))
+    outputs = compare(PROMPTS, greedy(logprobs=-1, max_tokens=12), max_logprobs=-1)
     vocabulary = core_of(pair().plain).vllm_config.model_config.get_vocab_size()
     assert len(outputs[0].outputs[0].logprobs[0]) == vocabulary
 
 
+THINKING = {"reasoning_config": {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}}
+
+
 def check_thinking_budget() -> None:
-    engines = pair(
-        reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
-    )
     thinking = [[*p, THINK_START] for p in PROMPTS]
     params = [greedy(thinking_token_budget=budget) for budget in (0, 1, 3, 7, 12, 20)]
     params.append(greedy())
     params.append(seeded(4, thinking_token_budget=5))
-    prompts = [p for p in thinking for _ in params]
-    outputs, _ = engines.compare(prompts, [p.clone() for _ in thinking for p in params])
+    outputs = compare([p for p in thinking for _ in params], params * len(thinking), **THINKING)
     for i, output in enumerate(outputs):
         budget = params[i % len(params)].thinking_token_budget
         if budget is not None:
             assert THINK_END in output.outputs[0].token_ids[: budget + 2], (i, budget)
     # Thinking that starts in the output: forced in, and then counted.
     starts = [greedy(thinking_token_budget=k, logit_bias={THINK_START: 8.0}) for k in range(1, 6)]
-    engines.compare([PROMPTS[1]] * len(starts), starts)
-
-
-def check_thinking_budget_of_several_tokens() -> None:
-    engines = pair(
-        reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": " ok</think>"}
-    )
-    thinking = [[*p, THINK_START] for p in PROMPTS]
-    params = [greedy(thinking_token_budget=budget) for budget in (0, 2, 5, 9, 14)]
-    prompts = [p for p in thinking for _ in params]
-    engines.compare(prompts, [p.clone() for _ in thinking for p in params])
+    compare([PROMPTS[1]] * len(starts), starts, **THINKING)
 
 
 def check_thinking_budgets_end_with_their_request() -> None:
-    engines = pair(
-        reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
-    )
     thinking = [[*p, THINK_START] for p in PROMPTS]
-    (alone,) = generate(engines.plain, thinking[1:2], greedy())
-    # The first request ends, and the second one moves into its slot.
-    params = [greedy(thinking_token_budget=16, max_tokens=4), greedy()]
-    _, moved = generate(engines.tree, thinking[:2], params)
-    assert moved.outputs[0].token_ids == alone.outputs[0].token_ids
+    for engines in both_schedulers(**THINKING):
+        (alone,) = generate(engines.plain, thinking[1:2], greedy())
+        OracleDrafter.sequences = sequences_of([alone])
+        engines.take_counts()
+        # The first request ends, and another one has its place.
+        params = [greedy(thinking_token_budget=16, max_tokens=4), greedy()]
+        _, moved = generate(engines.tree, thinking[:2], params)
+        assert moved.outputs[0].token_ids == alone.outputs[0].token_ids
+        (later,) = generate(engines.tree, thinking[1:2], greedy())
+        assert later.outputs[0].token_ids == alone.outputs[0].token_ids
+        counts = engines.take_counts()
+        assert counts.accepted > 10 and counts.branching > 3, counts
 
 
 def check_everything_at_once() -> None:
-    engines = pair(logits_processors=CUSTOM)
-    for method in (engines, pair("jetspec", logits_processors=CUSTOM)):
+    for method in ("oracle", "jetspec"):
         each_prompt(
-            method,
             greedy(),
             greedy(logit_bias={44: 3.0}, presence_penalty=0.6),
-            seeded(7, min_p=0.2, repetition_penalty=1.1),
+            seeded(7, min_p=0.2, repetition_penalty=1.1, top_k=30, top_p=0.9),
             greedy(extra_args={"alternate": True}, logprobs=1),
-            seeded(8, min_tokens=9, stop_token_ids=[81, 11, 340]),
-            greedy(bad_words=["cat", " over"], frequency_penalty=0.9),
+            seeded(8, min_tokens=9, stop_token_ids=[81, 11, 340], frequency_penalty=0.9),
+            greedy(bad_words=["cat", " over"], allowed_token_ids=list(range(6, 200)), logprobs=3),
+            method=method,
+            logits_processors=CUSTOM,
         )
 
 
 def check_drafted_by_ngrams_alone() -> None:
-    engines = pair("ngram_tree")
     prompt = [40, 41, 42, 43, 44, 45] * 4
-    engines.compare(
-        [prompt, prompt[2:]],
-        [greedy(logit_bias={81: 6.0}, max_tokens=48), greedy(min_tokens=20, max_tokens=48)],
-        branching=False,
-    )
+    for engines in both_schedulers("ngram_tree"):
+        engines.compare(
+            [prompt, prompt[2:]],
+            [greedy(logit_bias={81: 6.0}, max_tokens=48), greedy(min_tokens=20, max_tokens=48)],
+            branching=False,
+        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured output on trees: pruned by the grammar, masked per node, equal to plain decoding."""
+"""Structured output on trees: masked per node by the grammar, equal to plain decoding."""
 
 from __future__ import annotations
 

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e import option_checks
-from tests.e2e.pair import assert_check, check_names
+from tests.e2e.pair import assert_check, written_checks
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("option_checks")]
+pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("name", check_names(option_checks))
-def test_output_equals_plain_decoding(name: str) -> None:
-    assert_check("tests.e2e.option_checks", name)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        pytest.param(module, name, marks=pytest.mark.xdist_group(module))
+        for module in ("option_checks", "path_checks")
+        for name in written_checks(module)
+    ],
+)
+def test_output_equals_plain_decoding(module: str, name: str) -> None:
+    assert_check(f"tests.e2e.{module}", name)

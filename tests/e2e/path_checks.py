@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that depend on a row's past, and grammars, on trees of the V2 runner; see
-test_v2_options.py.
+"""Options that depend on what a row's path holds, against plain decoding; see test_options.py.
 
 Decoys are tokens of the answer at other depths: what reads the wrong rows finds likely tokens
 there.
@@ -11,28 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
-from tests.e2e.grammar_checks import KINDS, constrained
-from tests.e2e.option_checks import PROMPTS, THINK_END, THINK_START, greedy, seeded
+from tests.e2e.option_checks import CUSTOM, PROMPTS, THINK_END, THINK_START, greedy, seeded
 from tests.e2e.oracle import OracleDrafter
-from tests.e2e.pair import Counts, Pair, core_of, pair
-from vllm_specplug.vllm_v2.plain_engine import use_v2
+from tests.e2e.pair import Counts, Pair, both_schedulers, generate, scheduled
 from vllm_specplug.vllm_v2.tree_params import TreeParams
-from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 
-use_v2()
 OracleDrafter.decoys_from_answer = True
 
 Params = Callable[[], list[Any]]
-
-
-def engines(*, ahead: bool, **engine: Any) -> Pair:
-    """A pair whose tree engine schedules ahead or does not."""
-    made = pair(**engine, tree={"async_scheduling": ahead})
-    name = type(core_of(made.tree).scheduler).__name__
-    assert name == ("AsyncScheduler" if ahead else "Scheduler")
-    return made
 
 
 def each(made: Pair, prompts: list[list[int]], params: list[Any]) -> tuple[list[Any], Counts]:
@@ -46,9 +32,9 @@ def each(made: Pair, prompts: list[list[int]], params: list[Any]) -> tuple[list[
 
 def both(prompts: list[list[int]], params: Params, **engine: Any) -> list[Any]:
     outputs: list[Any] = []
-    for ahead in (False, True):
-        outputs, counts = each(engines(ahead=ahead, **engine), prompts, params())
-        assert (counts.stale > 0) == ahead, counts
+    for made in both_schedulers(**engine):
+        outputs, counts = each(made, prompts, params())
+        assert (counts.stale > 0) == made.is_ahead, counts
     return outputs
 
 
@@ -106,15 +92,13 @@ def check_contextual_penalties() -> None:
 
 
 def check_contextual_penalties_without_paths_differ() -> None:
-    for ahead in (False, True):
-        made = engines(ahead=ahead)
+    for made in both_schedulers():
         with vllms_own_rows(made):
             diverges(made, PROMPTS, contextual_penalties())
 
 
 def check_vllms_own_penalties_differ() -> None:
-    for ahead in (False, True):
-        made = engines(ahead=ahead)
+    for made in both_schedulers():
         with vllms_own_rows(made):
             diverges(made, PROMPTS, penalties())
 
@@ -134,8 +118,7 @@ def bad_words(made: Pair) -> list[Any]:
 
 
 def check_bad_words() -> None:
-    for ahead in (False, True):
-        made = engines(ahead=ahead)
+    for made in both_schedulers():
         params = bad_words(made)
         words = [len(param.bad_words_token_ids) for param in params]
         assert min(words) > 10, words
@@ -143,7 +126,7 @@ def check_bad_words() -> None:
 
 
 def check_vllms_own_bad_words_differ() -> None:
-    made = engines(ahead=False)
+    made = scheduled(False)
     params = bad_words(made)
     with vllms_own_rows(made):
         diverges(made, PROMPTS, params)
@@ -165,28 +148,9 @@ def check_thinking_budget() -> None:
 
 
 def check_vllms_own_thinking_budget_differs() -> None:
-    made = engines(ahead=False, reasoning_config=THINKING)
+    made = scheduled(False, reasoning_config=THINKING)
     with vllms_own_rows(made):
         diverges(made, [[*p, THINK_START] for p in PROMPTS], budgets())
-
-
-def check_everything_at_once() -> None:
-    def params() -> list[Any]:
-        return [
-            greedy(logit_bias={44: 3.0}, presence_penalty=0.6),
-            seeded(7, min_p=0.2, repetition_penalty=1.1, top_k=30, top_p=0.9),
-            seeded(8, min_tokens=9, stop_token_ids=[81, 11, 340], frequency_penalty=0.9),
-            greedy(bad_words=["cat", " over"], allowed_token_ids=list(range(6, 200)), logprobs=3),
-        ]
-
-    both(PROMPTS, params)
-
-
-CUSTOM = {
-    "logits_processors": [
-        "tests.e2e.processors_v2:AlternateRows", "tests.e2e.processors_v2:ForbidHistory",
-    ]
-}  # fmt: skip
 
 
 def processed() -> list[Any]:
@@ -199,10 +163,7 @@ def processed() -> list[Any]:
 
 
 def check_processors_of_others() -> None:
-    from tests.e2e.pair import generate
-
-    for ahead in (False, True):
-        made = engines(ahead=ahead, **CUSTOM)
+    for made in both_schedulers(logits_processors=CUSTOM):
         outputs, _ = each(made, PROMPTS, processed())
         ids = outputs[0].outputs[0].token_ids
         assert all((a + b) % 2 for a, b in zip(ids, ids[1:], strict=False))
@@ -216,68 +177,10 @@ def check_processors_of_others() -> None:
 
 
 def check_processors_of_others_shown_vllms_own_rows_differ() -> None:
-    for ahead in (False, True):
-        made = engines(ahead=ahead, **CUSTOM)
+    for made in both_schedulers(logits_processors=CUSTOM):
         with vllms_own_rows(made):
             diverges(made, PROMPTS, processed())
 
 
-def grammars(**options: Any) -> list[Any]:
-    params = []
-    for k, how in enumerate(KINDS.values()):
-        params += [
-            constrained(how, **options), constrained(how, seed=k, **options),
-            constrained(how, presence_penalty=1.0, repetition_penalty=1.2, **options),
-        ]  # fmt: skip
-    return [*params, greedy()]
-
-
-def check_grammars() -> None:
-    for ahead in (False, True):
-        made = engines(ahead=ahead)
-        outputs, _ = made.compare(
-            [p for p in PROMPTS for _ in grammars()], [one for _ in PROMPTS for one in grammars()]
-        )
-        assert len({o.outputs[0].text for o in outputs}) > len(KINDS)
-
-
-def lengths() -> list[Any]:
-    """Texts of a certain length: the end is where a chain of all nodes would not have it."""
-    return [
-        constrained({"regex": "[a-z ]{14,16}"}), constrained({"regex": "[a-z ]{14,16}"}, seed=4),
-        constrained({"regex": "[a-z ]{6}(yes|no) [0-9]{3}"}),
-    ]  # fmt: skip
-
-
-def check_grammars_reach_into_trees() -> None:
-    """No other requests: every counted tree has a grammar."""
-    for ahead in (False, True):
-        made = engines(ahead=ahead)
-        _, counts = each(made, PROMPTS, lengths())
-        assert counts.branching > 5 and (counts.stale > 0) == ahead, counts
-
-
-def check_vllms_own_masks_differ() -> None:
-    """The runner keeps the parents to itself."""
-    for ahead in (False, True):
-        made = engines(ahead=ahead)
-        with patch.object(ConstrainedRequests, "__contains__", lambda *_: False):
-            diverges(made, PROMPTS, lengths())
-
-
-def check_grammars_with_options() -> None:
-    regex = {"regex": "[a-z ]*"}
-
-    def params() -> list[Any]:
-        return [
-            constrained(regex, min_tokens=12), constrained(regex, stop=["a", "e"]),
-            constrained(regex, logit_bias={81: 5.0, 300: 3.0}),
-            constrained(regex, seed=3, min_p=0.1, logprobs=2),
-            constrained(regex, bad_words=["the", " the"], repetition_penalty=1.3),
-        ]  # fmt: skip
-
-    both(PROMPTS, params)
-
-
 def check_params_are_installed() -> None:
-    assert isinstance(engines(ahead=False).runner.tree_params, TreeParams)
+    assert isinstance(scheduled(False).runner.tree_params, TreeParams)
