@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.e2e.pair import Pair, pair
+from tests.e2e.pair import Pair, pair, watch_preemptions, watch_prefix_hits
 from tests.e2e.vision_checks import TEXTS, compare, have_torchvision
 from tests.e2e.wrapper_checks import MERGE, PATCH, mistral3_target
 
@@ -81,19 +82,28 @@ def prompts() -> list[Any]:
     ]
 
 
-def images_matter(expected: list[Any]) -> bool:
-    """The same text around another image has another answer."""
-    return expected[4].outputs[0].token_ids != expected[7].outputs[0].token_ids
-
-
 def check_images_of_any_shape() -> None:
-    made = engines()
-    expected, _ = compare(made, prompts())
-    assert images_matter(expected)
-    backend = made.runner.tree_backend
-    backend.compact = lambda *args: None
-    try:
-        with pytest.raises(AssertionError, match="differs"):
-            compare(made, prompts())
-    finally:
-        del backend.compact
+    for ahead in (False, True):
+        made = engines(async_scheduling=ahead)
+        expected, counts = compare(made, prompts())
+        # The same text around another image.
+        assert expected[4].outputs[0].token_ids != expected[7].outputs[0].token_ids
+        assert (counts.stale > 0) == ahead and counts.skipping > 0, counts
+    with (
+        patch.object(made.runner.tree_backend, "compact", lambda *args: None),
+        pytest.raises(AssertionError, match="differs"),
+    ):
+        compare(made, prompts())
+
+
+def check_prefix_hits_chunks_and_preemption_with_images() -> None:
+    made = engines(
+        async_scheduling=True, enable_prefix_caching=True, max_num_batched_tokens=144,
+        num_gpu_blocks_override=14,
+    )  # fmt: skip
+    preempted, hits = watch_preemptions(made.tree), watch_prefix_hits(made.tree)
+    for _ in range(2):
+        hits.clear()
+        compare(made, prompts())
+    assert max(hits.values()) >= 32, hits
+    assert preempted

@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.oracle import OracleDrafter
-from tests.e2e.pair import Pair, pair
+from tests.e2e.pair import Pair, pair, scheduled
 from tests.e2e.target_checks import SIZES, VOCAB, WINDOW_PROMPTS, engine_of
 from tests.e2e.tiny import make_head, make_other_target
 from vllm_specplug.testing.target import make_target
@@ -81,8 +81,8 @@ def differs_as_they_are(made: Pair, *, branching: bool = True) -> None:
         compare(made, branching=branching)
 
 
-def siblings() -> Pair:
-    return pair("oracle", model=llama(), skip_tokenizer_init=True)
+def siblings(*, ahead: bool = False) -> Pair:
+    return scheduled(ahead, model=llama(), skip_tokenizer_init=True)
 
 
 def lines() -> Pair:
@@ -96,6 +96,10 @@ def zeros() -> Pair:
 
 def check_siblings() -> None:
     compare(siblings())
+
+
+def check_siblings_scheduled_ahead() -> None:
+    compare(siblings(ahead=True))
 
 
 def check_lines() -> None:
@@ -142,5 +146,6 @@ def check_keys_where_another_group_has_values() -> None:
 # Last: see `differs_as_they_are`.
 def check_stored_as_they_are_they_change_answers() -> None:
     differs_as_they_are(siblings())
+    differs_as_they_are(siblings(ahead=True))
     differs_as_they_are(lines(), branching=False)
     differs_as_they_are(zeros())

@@ -18,7 +18,7 @@ from tests.e2e.pair import (
     core_of,
     generate,
     make_engine,
-    pair,
+    scheduled,
     sequences_of,
     watch_preemptions,
     watch_prefix_hits,
@@ -65,9 +65,7 @@ class Watched:
     def __init__(self, llm: Any, shut: int) -> None:
         self.llm = llm
         self.runner = core_of(llm).model_executor.driver_worker.worker.model_runner
-        owner = getattr(self.runner, "speculator", None)
-        proposer = self.runner.drafter if owner is None else owner.proposer
-        self.drafter = proposer.drafter
+        self.drafter = self.runner.drafter.drafter
         if self.runner.planner.is_adaptive:
             freeze_costs(Pair(None, llm), FLAT)
             self.restart(shut)
@@ -119,10 +117,10 @@ def _differences(ours: Watched, always: Watched, least: int) -> list[int]:
     return found
 
 
-def compare_drafts(method: str, **engine: Any) -> None:
+def compare_drafts(method: str) -> None:
     """Through chunks, preemption, prefix hits and the gate's opening and closing."""
-    always = _engine(method, 0, **engine)
-    ours = _engine(method, SHUT, num_gpu_blocks_override=9, **engine)
+    always = _engine(method, 0)
+    ours = _engine(method, SHUT, num_gpu_blocks_override=9)
     preempted, hits = watch_preemptions(ours.llm), watch_prefix_hits(ours.llm)
     batches = ([LONG, *PROMPTS], [LONG], [AGAIN])
 
@@ -143,13 +141,13 @@ def compare_drafts(method: str, **engine: Any) -> None:
     assert _differences(ours, always, 12)
 
 
-def compare_dropped_prefixes(method: str, **engine: Any) -> None:
+def compare_dropped_prefixes(method: str) -> None:
     """Blocks whose target states are in the prefix cache, and whose draft context is not."""
-    always = _engine(method, 0, **engine)
+    always = _engine(method, 0)
     always.generate([LONG]), always.generate([AGAIN])
     found = []
     for checks in (True, False):
-        ours = _engine(method, 1000, **engine)
+        ours = _engine(method, 1000)
         ours.restart(1000, probes=False)
         waiting = ours.backlog._waiting
         assert waiting is not None
@@ -188,11 +186,11 @@ def _reasons(ours: Watched) -> list[str]:
     return reasons
 
 
-def compare_requests_that_ask(method: str, **engine: Any) -> None:
+def compare_requests_that_ask(method: str) -> None:
     """With no drafts unless a request asks, contexts wait; who asks gets what it would have got."""
     # With lookups: of random heads nothing is accepted.
-    always = _engine(method, 0, {**AUTO, "tree_budget": 4}, **engine)
-    ours = _engine(method, 0, {**AUTO, "tree_budget": 0, "max_request_budget": 4}, **engine)
+    always = _engine(method, 0, {**AUTO, "tree_budget": 4})
+    ours = _engine(method, 0, {**AUTO, "tree_budget": 0, "max_request_budget": 4})
     assert always.generate(PROMPTS) == ours.generate(PROMPTS)
     assert always.generate([LONG]) == ours.generate([LONG])
     assert always.seen and not ours.seen
@@ -213,9 +211,9 @@ def compare_requests_that_ask(method: str, **engine: Any) -> None:
     assert _differences(ours, always, 12)
 
 
-def compare_outputs(method: str, **engine: Any) -> None:
+def compare_outputs(method: str, ahead: bool) -> None:
     """Lookups, the head and a gate that opens and closes, with default trees."""
-    engines = pair(method, speculative=AUTO, enable_prefix_caching=True, **engine)
+    engines = scheduled(ahead, method, speculative=AUTO, enable_prefix_caching=True)
     ours = Watched(engines.tree, SHUT)
     repeated = [[*p, *([5, 6, 7, 8] * 12)] for p in PROMPTS]
     for prompts in (repeated, [*PROMPTS, repeated[0]], [LONG]):
@@ -249,4 +247,5 @@ def check_eagle3_drafts_for_whom_asks() -> None:
 
 
 def check_outputs_are_plain_ones() -> None:
-    compare_outputs("jetspec")
+    compare_outputs("jetspec", ahead=False)
+    compare_outputs("eagle3_tree", ahead=True)

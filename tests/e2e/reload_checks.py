@@ -184,8 +184,7 @@ Drafts = dict[str, tuple[list[int], list[int], list[float]]]
 def drafts_of(llm: Any) -> Drafts:
     """What is drafted after each text of a run."""
     runner = core_of(llm).model_executor.driver_worker.worker.model_runner
-    owner = getattr(runner, "speculator", None)
-    drafter = (runner.drafter if owner is None else owner.proposer).drafter
+    drafter = runner.drafter.drafter
     propose, seen = drafter.propose, {}
 
     def noted(requests: Any) -> Any:

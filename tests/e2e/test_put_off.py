@@ -7,11 +7,9 @@ import pytest
 
 from tests.e2e.pair import assert_check, written_checks
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("put_off_checks")]
 
 
-@pytest.mark.parametrize("module", ["put_off_checks", "v2_put_off_checks"])
-@pytest.mark.xdist_group("set_deferred")
-def test_put_off(module: str) -> None:
-    for name in written_checks(module):
-        assert_check(f"tests.e2e.{module}", name)
+@pytest.mark.parametrize("name", written_checks("put_off_checks"))
+def test_put_off(name: str) -> None:
+    assert_check("tests.e2e.put_off_checks", name)

@@ -20,9 +20,3 @@ def test_new_weights_are_served(name: str) -> None:
 @pytest.mark.parametrize("name", written_checks("reload_compiled_checks"))
 def test_new_weights_are_served_by_a_compiled_engine(name: str) -> None:
     assert_check("tests.e2e.reload_compiled_checks", name)
-
-
-@pytest.mark.xdist_group("reload_v2_checks")
-@pytest.mark.parametrize("name", written_checks("reload_checks"))
-def test_new_weights_are_served_on_v2(name: str) -> None:
-    assert_check("tests.e2e.reload_v2_checks", name)

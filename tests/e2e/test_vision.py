@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e import vision_checks
-from tests.e2e.pair import assert_check, check_names, written_checks
+from tests.e2e.pair import assert_check, check_names
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("vision_checks")]
 
@@ -21,13 +21,12 @@ def test_mistral_small_3() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", written_checks("v2_mistral3_checks"))
-def test_mistral_small_3_on_v2(name: str) -> None:
-    assert_check("tests.e2e.v2_mistral3_checks", name)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("module", ["wrapper_checks", "v2_wrapper_checks"])
-def test_wrappers_with_positions_on_one_axis(module: str) -> None:
-    for name in written_checks(module):
-        assert_check(f"tests.e2e.{module}", name)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("mistral3_checks", "check_prefix_hits_chunks_and_preemption_with_images"),
+        ("wrapper_checks", "check_text_behind_a_wrapper"),
+    ],
+)
+def test_wrappers_with_positions_on_one_axis(module: str, name: str) -> None:
+    assert_check(f"tests.e2e.{module}", name)

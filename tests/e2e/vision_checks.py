@@ -18,6 +18,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -207,37 +208,42 @@ def compare_answers(made: Pair, inputs: list[Any], **options: Any) -> tuple[list
 
 
 def check_images_and_positions_on_three_axes() -> None:
-    made = vision_engines()
-    expected, _ = compare(made, [*prompts(), two_images()])
-    # The same text around another image.
-    assert expected[4].outputs[0].token_ids != expected[7].outputs[0].token_ids
-    positions = made.runner.state.positions
-    assert positions.shape[0] == 3
-    stock = made.runner.tree_backend.set_positions
+    for ahead in (False, True):
+        made = vision_engines(tree={"async_scheduling": ahead})
+        expected, counts = compare(made, [*prompts(), two_images()])
+        # The same text around another image.
+        assert expected[4].outputs[0].token_ids != expected[7].outputs[0].token_ids
+        assert (counts.stale > 0) == made.is_ahead == ahead and counts.skipping > 0, counts
+
+
+def check_positions_on_wrong_axes_differ() -> None:
+    from vllm_specplug.vllm_v2 import runner
+
+    made, stock = vision_engines(tree={"async_scheduling": False}), runner.set_axes
     for wrong in (
         # Linear, as vLLM gives them.
-        lambda positions, step: None,
+        lambda trees, positions: None,
         # On one axis alone.
-        lambda positions, step: stock(positions[0], step),
+        lambda trees, positions: stock(trees, positions[:1]),
     ):
-        made.runner.tree_backend.set_positions = wrong
-        try:
-            with pytest.raises(AssertionError, match="differs"):
-                compare(made, prompts())
-        finally:
-            made.runner.tree_backend.set_positions = stock
+        with (
+            patch.object(runner, "set_axes", wrong),
+            pytest.raises(AssertionError, match="differs"),
+        ):
+            compare(made, prompts())
 
 
 def check_prefix_hits_chunks_and_preemption_with_images() -> None:
-    tree = {"enable_prefix_caching": True, "max_num_batched_tokens": 144,
-            "num_gpu_blocks_override": 14}  # fmt: skip
-    made = vision_engines(tree=tree)
-    preempted, hits = watch_preemptions(made.tree), watch_prefix_hits(made.tree)
-    for _ in range(2):
-        hits.clear()
-        compare(made, prompts())
-    assert max(hits.values()) >= 32, hits
-    assert preempted
+    for ahead in (False, True):
+        tree = {"enable_prefix_caching": True, "max_num_batched_tokens": 144,
+                "num_gpu_blocks_override": 14, "async_scheduling": ahead}  # fmt: skip
+        made = vision_engines(tree=tree)
+        preempted, hits = watch_preemptions(made.tree), watch_prefix_hits(made.tree)
+        for _ in range(2):
+            hits.clear()
+            compare(made, prompts())
+        assert max(hits.values()) >= 32, hits
+        assert preempted
 
 
 def check_layers_that_see_the_image_again() -> None:
