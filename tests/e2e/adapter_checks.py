@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,16 @@ import pytest
 
 from tests.e2e.event_checks import LONG
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
-from tests.e2e.pair import Pair, core_of, pair, sequences_of, target, watch_prefix_hits
+from tests.e2e.pair import (
+    Pair,
+    both_schedulers,
+    core_of,
+    generate,
+    pair,
+    sequences_of,
+    target,
+    watch_prefix_hits,
+)
 from tests.e2e.tiny import make_adapter
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2.step_input import verified_step
@@ -50,11 +59,8 @@ def by_adapter(made: Pair) -> tuple[Counter[int], Counter[int]]:
     record = runner._record_verification
 
     def recorded(*args: Any) -> Any:
-        if hasattr(runner, "input_batch"):
-            ids, requests = runner.input_batch.request_lora_mapping, runner.tree_step.requests
-        else:
-            ids = runner.lora_state.lora_ids[args[0].idx_mapping_np]
-            requests = verified_step(args[0], runner.speculator.trees, runner.tree_walk).requests
+        ids = runner.lora_state.lora_ids[args[0].idx_mapping_np]
+        requests = verified_step(args[0], runner.speculator.trees, runner.tree_walk).requests
         for i, request in enumerate(requests):
             nodes[int(ids[i])] += 0 if request.tree is None else request.tree.num_nodes
             accepted[int(ids[i])] += len(request.accepted_path)
@@ -144,16 +150,16 @@ def diverges(made: Pair, prompts: list[list[int]]) -> None:
 
 def check_adapters_of_requests() -> None:
     """Three adapters and the bare target in one batch, greedy and sampled."""
-    compare_adapters(pair("oracle", **LORA, **CACHED), PROMPTS)
+    for made in both_schedulers(**LORA, **CACHED):
+        compare_adapters(made, PROMPTS)
 
 
 def check_rows_of_another_adapter_show() -> None:
-    made = pair("oracle", **LORA, **CACHED)
-    with mapped(made, index_mapping=of_the_next_row):
-        diverges(made, PROMPTS)
-    with mapped(made, prompt_mapping=of_the_next_row):
-        diverges(made, PROMPTS)
-    made.compare(**batch(PROMPTS, adapters()))
+    for made in both_schedulers(**LORA, **CACHED):
+        for name in ("index_mapping", "prompt_mapping"):
+            with mapped(made, **{name: of_the_next_row}):
+                diverges(made, PROMPTS)
+        made.compare(**batch(PROMPTS, adapters()))
 
 
 def check_prefix_hits_are_of_the_same_adapter() -> None:
@@ -198,6 +204,17 @@ def check_more_adapters_than_slots_preempted_and_in_chunks() -> None:
     # A request without an adapter would read the last slot: see LORA.
     made.compare(**batch(LONG[:4], adapters()[1:], max_tokens=90))
     assert len({*preempted}) > 1, preempted
+
+
+def check_one_row_with_logits_per_request_is_not_enough() -> None:
+    """As vLLM maps adapters. The engine does not survive it."""
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    made = pair("oracle", **LORA)
+    made.compare(**batch(PROMPTS, adapters()))
+    made.runner._set_active_loras = partial(LoRAModelRunnerMixin._set_active_loras, made.runner)
+    with pytest.raises(RuntimeError):
+        generate(made.tree, PROMPTS, greedy(), list(adapters()))
 
 
 def assert_costs_are_measured_with_adapters(made: Pair) -> None:

@@ -7,14 +7,18 @@ busy the machine is; only acceptance is learnt.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.e2e.option_checks import PROMPTS, greedy, seeded
 from tests.e2e.oracle import OracleDrafter
-from tests.e2e.pair import Pair, assert_same_output, generate, pair, sequences_of
+from tests.e2e.pair import Pair, assert_same_output, generate, pair, scheduled, sequences_of
 from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel
+from vllm_specplug.vllm_worker.calibration import start_budget
 
 AUTO = {"tree_budget": "auto"}
 
@@ -48,14 +52,65 @@ def _engines(
 def freeze_costs(engines: Pair, costs: tuple[tuple[float, ...], tuple[float, ...]]) -> None:
     """A budget that has learnt nothing, with costs that stay as they are."""
     runner = engines.runner
-    proposer = runner.drafter if hasattr(runner, "drafter") else runner.speculator.proposer
     runner.planner.adaptive = AdaptiveBudget(
-        _FrozenCosts(*costs), runner.planner.row_budget, proposer.drafter.forward_depth
+        _FrozenCosts(*costs), runner.planner.row_budget, runner.drafter.drafter.forward_depth
     )
 
 
 def _prompts(count: int) -> list[list[int]]:
     return [[6 + i, *PROMPTS[i % len(PROMPTS)]] for i in range(count)]
+
+
+def small_trees(
+    costs: tuple[tuple[float, ...], tuple[float, ...]],
+    method: str = "oracle",
+    *,
+    ahead: bool,
+    ngram_topk: int = 3,
+) -> Pair:
+    """Engines with six nodes per tree at most."""
+    options = {**AUTO, "num_speculative_tokens": 6, "ngram_topk": ngram_topk}
+    made = scheduled(ahead, method, speculative=options)
+    # Measured at start, or read from what an engine before it measured.
+    assert made.runner.planner.adaptive is not None
+    freeze_costs(made, costs)
+    return made
+
+
+def _mixed() -> list[Any]:
+    return [greedy(max_tokens=24), *(seeded(i, max_tokens=24) for i in range(3))]
+
+
+@contextmanager
+def verified_steps(made: Pair) -> Iterator[list[dict[str, tuple[int, int]]]]:
+    """Of each step, the rows of its requests and the nodes of their trees."""
+    planner = made.runner.planner
+    steps: list[dict[str, tuple[int, int]]] = []
+    original = planner.observe
+
+    def noted(step: Any, req_ids: list[str], *args: Any) -> None:
+        found = [(r.end_row - r.root_row, r.tree.num_nodes) for r in step.requests]
+        steps.append(dict(zip(req_ids, found, strict=True)))
+        original(step, req_ids, *args)
+
+    planner.observe = noted
+    try:
+        yield steps
+    finally:
+        del planner.observe
+
+
+def _full_steps(made: Pair) -> list[dict[str, tuple[int, int]]]:
+    """Compares four requests; the steps with all of them, but for the first three. Where steps are
+    prepared ahead, those are before anything was decided."""
+    with verified_steps(made) as steps:
+        _, counts = made.compare(PROMPTS, _mixed())
+    assert counts.skipping > 3, counts
+    return [step for step in steps if len(step) == 4][3:]
+
+
+def _most_rows(steps: list[dict[str, tuple[int, int]]]) -> int:
+    return max(sum(rows for rows, _ in step.values()) for step in steps)
 
 
 def check_budget_follows_an_oscillating_load() -> None:
@@ -90,19 +145,80 @@ def check_costs_decide_and_outputs_do_not_depend_on_them() -> None:
     assert used[0] > 2 * used[1], used
 
 
+def check_adaptive_budgets() -> None:
+    """Costs allow twelve rows, of 28 that four requests could have."""
+    for ahead in (False, True):
+        made = small_trees(STEEP, ahead=ahead)
+        steps = _full_steps(made)
+        speculator = made.runner.speculator
+        assert (speculator.reserved is not None) == ahead
+        # The next step drops what ended.
+        generate(made.tree, PROMPTS[:1], greedy(max_tokens=2))
+        assert len(speculator.trees) == 1
+        assert not ahead or len(speculator.reserved.by_request) == 1
+        nodes = [tuple(nodes for _, nodes in step.values()) for step in steps]
+        assert any(len(set(of_requests)) > 1 for of_requests in nodes), nodes
+        assert len(set(nodes)) > 2, nodes
+        assert 4 < _most_rows(steps) <= 12, steps
+
+
+def check_it_would_notice_rows_that_stay_reserved() -> None:
+    with patch("vllm_specplug.vllm_process.metrics_bridge.keep_reserved_rows", lambda *args: None):
+        assert _most_rows(_full_steps(small_trees(STEEP, ahead=True))) == 28
+
+
+def check_adaptive_budgets_of_a_head() -> None:
+    for ahead in (False, True):
+        made = small_trees(FLAT, "jetspec", ahead=ahead)
+        with verified_steps(made) as steps:
+            made.compare(PROMPTS, _mixed())
+        nodes = {tuple(nodes for _, nodes in step.values()) for step in steps}
+        assert len(nodes) > 2, steps
+
+
 def check_random_drafts_are_given_up() -> None:
-    """The head is random: with rows that cost, the engine ends in the plain path."""
-    engines = _engines(((1.0, 500.0), (30.0, 2000.0)), "jetspec", ngram_topk=0)
+    """With rows that cost, engines end in the plain path: a scheduler that works ahead reserves no
+    rows either."""
     params = greedy(max_tokens=60, ignore_eos=True)
-    expected = generate(engines.plain, _prompts(4), params)
-    sent = []
-    for _ in range(3):
-        engines.take_counts()
-        actual = generate(engines.tree, _prompts(4), params)
-        for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
-            assert_same_output(a, b, f"request {i}")
-        sent.append(engines.take_counts().nodes)
-    assert sent[-1] < 60, sent
+    for ahead in (False, True):
+        made = small_trees(((1.0, 500.0), (30.0, 2000.0)), "jetspec", ahead=ahead, ngram_topk=0)
+        expected = generate(made.plain, PROMPTS, params)
+        for _ in range(2):
+            with verified_steps(made) as steps:
+                actual = generate(made.tree, PROMPTS, params)
+            for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
+                assert_same_output(a, b, f"request {i}")
+        rows = [sum(rows for rows, _ in step.values()) for step in steps if len(step) == 4]
+        assert len(rows) > 40 and sum(rows[5:]) < 4.5 * len(rows), rows
+
+
+def check_requests_that_fix_their_budget_among_adaptive_ones() -> None:
+    for ahead in (False, True):
+        made = small_trees(STEEP, ahead=ahead)
+        params = [
+            greedy(max_tokens=20, extra_args={"specplug_tree_budget": budget})
+            for budget in (0, 2, 5, "auto")
+        ]
+        with verified_steps(made) as steps:
+            made.compare(PROMPTS, params)
+        full = [step for step in steps if len(step) == 4][3:]
+        most = {name: max(step[name][1] for step in full) for name in full[0]}
+        assert sorted(most.values())[0] == 0 and {2, 5} <= set(most.values()), full
+
+
+def check_step_costs_are_measured_and_learnt() -> None:
+    for ahead in (False, True):
+        made = small_trees(FLAT, ahead=ahead)
+        planner = made.runner.planner
+        start_budget(planner, made.runner.state)
+        with patch.object(planner.adaptive.costs, "observe_verify") as observe:
+            generate(made.tree, PROMPTS, greedy(max_tokens=12, ignore_eos=True))
+        # Steps of only decoding rows: rows, logits, tokens that roots attended, milliseconds, and
+        # tokens that nodes attended.
+        assert observe.call_count >= 3
+        for (rows, sampled, context, milliseconds, more_context), _ in observe.call_args_list:
+            assert 1 <= rows == sampled <= 28 and 0 < milliseconds < 1e4
+            assert context > 0 and context + more_context > rows * 4
 
 
 def check_requests_choose_their_own_budget() -> None:
@@ -113,8 +229,8 @@ def check_requests_choose_their_own_budget() -> None:
     most: dict[str, int] = {}
     draft = runner.planner.draft
 
-    def noted(drafter: Any, requests: Any, batch: Any, **given: Any) -> Any:
-        trees = draft(drafter, requests, batch, **given)
+    def noted(drafter: Any, requests: Any, *args: Any) -> Any:
+        trees = draft(drafter, requests, *args)
         for req_id, tree in zip(requests.req_ids, trees, strict=True):
             most[req_id] = max(most.get(req_id, 0), tree.num_nodes)
         return trees
@@ -142,21 +258,13 @@ def check_requests_choose_their_own_budget() -> None:
 
 
 def check_prefix_hits_bring_no_placeholder_rows() -> None:
+    """vLLM would pad them with drafts that nobody proposed."""
     engines = pair("oracle", enable_prefix_caching=True, speculative=AUTO)
-    runner = engines.runner
-    strangers = []
-    prepare = runner._prepare_inputs
-
-    def noted(scheduler_output: Any, *args: Any) -> Any:
-        for tokens in scheduler_output.scheduled_spec_decode_tokens.values():
-            strangers.extend(token for token in tokens if token < 0)
-        return prepare(scheduler_output, *args)
-
-    runner._prepare_inputs = noted
     # A prompt of whole blocks and one token more hits everything but its last token.
     prompts = [list(range(6, 6 + 65)), list(range(7, 7 + 65))]
-    for _ in range(2):
-        engines.compare(prompts, greedy(max_tokens=16, ignore_eos=True))
-    params = [greedy(max_tokens=n, ignore_eos=True) for n in (40, 4, 8, 12)]
-    engines.compare([prompts[0], *[prompts[1]] * 3], params)
-    assert not strangers
+    with verified_steps(engines) as steps:
+        for _ in range(2):
+            engines.compare(prompts, greedy(max_tokens=16, ignore_eos=True))
+        params = [greedy(max_tokens=n, ignore_eos=True) for n in (40, 4, 8, 12)]
+        engines.compare([prompts[0], *[prompts[1]] * 3], params)
+    assert all(rows == 1 + nodes for step in steps for rows, nodes in step.values()), steps
