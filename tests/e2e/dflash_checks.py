@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.eagle3_checks import CHAIN, DEPTH, LONG, PROMPTS, compare_drafts
+from tests.e2e.eagle3_checks import CHAIN, DEPTH, LONG, PROMPTS, compare_drafts, own_engine
 from tests.e2e.pair import make_engine, target
 from tests.e2e.tiny import make_block_head
 from vllm_specplug.methods.block.checkpoint import save_block_head
@@ -48,9 +48,8 @@ def check_chains_are_those_of_vllms_own_method() -> None:
     """In a batch and after prefix hits."""
     ours, whole = heads()
     engine: dict[str, Any] = {"async_scheduling": False, "enable_prefix_caching": True}
-    own = {"method": "dflash", "num_speculative_tokens": DEPTH, "model": str(whole)}
     engines = (
-        make_engine(None, speculative_config=own, **engine),
+        own_engine("dflash", speculative={"model": str(whole)}, **engine),
         make_engine("ddtree", speculative={**CHAIN, "model": str(ours)}, **engine),
     )
     assert compare_drafts(engines, PROMPTS) > 20

@@ -7,7 +7,9 @@ from __future__ import annotations
 import json
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
+from tests.e2e.option_checks import greedy
 from tests.e2e.pair import (
     core_of,
     generate,
@@ -27,11 +29,52 @@ PROMPTS = [[3 + (5 * i * i + k) % 60 for i in range(8 + 9 * k)] for k in range(4
 LONG = [3 + (7 * i * i + 3 * i) % 60 for i in range(101)]
 
 
-def drafts_of(llm: Any, prompts: list[list[int]]) -> tuple[dict[Any, list[int]], list[Any]]:
-    """Drafts of each step by the tokens before them, as they are scheduled, and the outputs."""
-    from vllm import SamplingParams
+class Drafts:
+    """What an engine's drafter drafts in every `every`th step while entered, by the tokens before
+    it, and how many tokens' keys and values it computed at once."""
 
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    def __init__(self, llm: Any, every: int = 1) -> None:
+        runner = core_of(llm).model_executor.driver_worker.worker.model_runner
+        self.drafter, self.every = runner.drafter.drafter, every
+        self.seen: dict[tuple[int, ...], list[int]] = {}
+        self.written: list[int] = []
+
+    def __enter__(self) -> Drafts:
+        drafter, steps = self.drafter, count()
+        self.stock = propose, write = drafter.propose, drafter.backlog._write
+
+        def draft(requests: Any) -> list[DraftTree]:
+            if next(steps) % self.every:
+                return [DraftTree.empty()] * len(requests)
+            trees: list[DraftTree] = propose(requests)
+            for tokens, tree in zip(requests.token_ids, trees, strict=True):
+                self.seen[tuple(tokens.tolist())] = tree.token_ids.tolist()
+            return trees
+
+        def noted(outputs: Any, *columns: Any) -> None:
+            self.written.append(len(outputs))
+            write(outputs, *columns)
+
+        drafter.propose, drafter.backlog._write = draft, noted
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self.drafter.propose, self.drafter.backlog._write = self.stock
+
+
+def own_engine(method: str, **engine: Any) -> Any:
+    """One with vLLM's own `method`, on vLLM's V1 model runner: on a CPU without Triton its V2 has
+    no kernels to draft with."""
+    from vllm import envs
+
+    own = {"method": method, "num_speculative_tokens": DEPTH, **engine.pop("speculative", {})}
+    # Not in os.environ, which vLLM reads once.
+    with patch.object(envs, "VLLM_USE_V2_MODEL_RUNNER", False):
+        return make_engine(None, speculative_config=own, **engine)
+
+
+def own_drafts(llm: Any, prompts: list[list[int]]) -> tuple[dict[Any, list[int]], list[Any]]:
+    """Drafts of `own_engine` by the tokens before them, as they are scheduled, and the outputs."""
     scheduler = core_of(llm).scheduler
     seen: dict[Any, list[int]] = {}
     original = scheduler.schedule
@@ -46,22 +89,33 @@ def drafts_of(llm: Any, prompts: list[list[int]]) -> tuple[dict[Any, list[int]],
 
     scheduler.schedule = schedule
     try:
-        outputs = generate(llm, prompts, params)
+        outputs = generate(llm, prompts, greedy(max_tokens=24))
     finally:
         scheduler.schedule = original
     return seen, outputs
 
 
+def drafts_of(llm: Any, prompts: list[list[int]]) -> tuple[dict[Any, list[int]], list[Any]]:
+    """Drafts of a tree engine by the tokens before them, and the outputs."""
+    with Drafts(llm) as drafts:
+        outputs = generate(llm, prompts, greedy(max_tokens=24))
+    return drafts.seen, outputs
+
+
 def _engines(**engine: Any) -> tuple[Any, Any]:
-    own = {"method": "eagle3", "num_speculative_tokens": DEPTH, **head_options("eagle3_tree")}
     engine = {"async_scheduling": False, **engine}
-    chains = make_engine(None, speculative_config=own, **engine)
+    chains = own_engine("eagle3", speculative=head_options("eagle3_tree"), **engine)
     return chains, make_engine("eagle3_tree", speculative=CHAIN, **engine)
 
 
 def compare_drafts(engines: tuple[Any, Any], prompts: list[list[int]]) -> int:
-    """Fails unless the drafts are the same at every place; returns how many there were."""
-    (own, plain), (ours, drafted) = (drafts_of(llm, prompts) for llm in engines)
+    """Fails unless the drafts are the same at every place; returns how many there were.
+
+    Args:
+        engines: one of `own_engine` and one with trees.
+    """
+    own, plain = own_drafts(engines[0], prompts)
+    ours, drafted = drafts_of(engines[1], prompts)
     assert sequences_of(plain) == sequences_of(drafted)
     common = set(own) & set(ours)
     assert len(common) > len(ours) / 2, (len(common), len(own), len(ours))
@@ -96,13 +150,7 @@ def check_chunks_and_preemption_leave_the_drafts() -> None:
     alone: dict[Any, list[int]] = {}
     for prompt in PROMPTS:
         alone.update(drafts_of(llm, [prompt])[0])
-    scheduler = core_of(llm).scheduler
-    preempted = []
-    original = scheduler._preempt_request
-    scheduler._preempt_request = lambda *args, **kwargs: (
-        preempted.append(args[0].request_id),
-        original(*args, **kwargs),
-    )[1]
+    preempted = watch_preemptions(llm)
     mixed, _ = drafts_of(llm, [LONG, *PROMPTS])
     assert preempted
     common = set(alone) & set(mixed)
@@ -112,50 +160,21 @@ def check_chunks_and_preemption_leave_the_drafts() -> None:
         assert alone[known][:count] == mixed[known][:count], len(known)
 
 
-class Drafts:
-    """What an engine's drafter drafts in every `every`th step, by the tokens before it, and how
-    many tokens' keys and values it computed at once."""
-
-    def __init__(self, llm: Any, every: int = 1) -> None:
-        runner = core_of(llm).model_executor.driver_worker.worker.model_runner
-        owner = getattr(runner, "speculator", None)
-        drafter = runner.drafter.drafter if owner is None else owner.proposer.drafter
-        self.seen: dict[tuple[int, ...], list[int]] = {}
-        self.written: list[int] = []
-        propose, write, steps = drafter.propose, drafter.backlog._write, count()
-
-        def draft(requests: Any) -> list[DraftTree]:
-            if next(steps) % every:
-                return [DraftTree.empty()] * len(requests)
-            trees: list[DraftTree] = propose(requests)
-            for tokens, tree in zip(requests.token_ids, trees, strict=True):
-                self.seen[tuple(tokens.tolist())] = tree.token_ids.tolist()
-            return trees
-
-        def noted(outputs: Any, *columns: Any) -> None:
-            self.written.append(len(outputs))
-            write(outputs, *columns)
-
-        drafter.propose, drafter.backlog._write = draft, noted
-
-
-def compare_drafts_after_steps_without_any(**engine: Any) -> None:
+def check_drafts_after_steps_without_any() -> None:
     """What waits while nothing is drafted, through chunks, prefix hits and preemption: drafts are
     those of an engine that drafts in every step."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    engine = {"max_num_batched_tokens": 40, "enable_prefix_caching": True, **engine}
+    params = greedy(max_tokens=40)
+    engine = {"max_num_batched_tokens": 40, "enable_prefix_caching": True}
     llms = [
         make_engine("eagle3_tree", speculative=CHAIN, **engine, **more)
         for more in ({}, {"num_gpu_blocks_override": 9})
     ]
-    always, seldom = Drafts(llms[0]), Drafts(llms[1], every=6)
     preempted, hits = watch_preemptions(llms[1]), watch_prefix_hits(llms[1])
-    # The last two alone, so that what they share is still there.
-    for prompts in ([LONG, *PROMPTS], [LONG], [[*LONG[:96], 62, 3]]):
-        expected, found = (sequences_of(generate(llm, prompts, params)) for llm in llms)
-        assert expected == found
+    with Drafts(llms[0]) as always, Drafts(llms[1], every=6) as seldom:
+        # The last two alone, so that what they share is still there.
+        for prompts in ([LONG, *PROMPTS], [LONG], [[*LONG[:96], 62, 3]]):
+            expected, found = (sequences_of(generate(llm, prompts, params)) for llm in llms)
+            assert expected == found
     assert preempted and any(hits.values()), (preempted, hits)
     common = set(always.seen) & set(seldom.seen)
     assert len(common) > 5, (len(common), len(seldom.seen))
@@ -163,10 +182,6 @@ def compare_drafts_after_steps_without_any(**engine: Any) -> None:
         assert always.seen[known] == seldom.seen[known], len(known)
     # Tokens of several steps went together.
     assert sum(1 for n in seldom.written if n > 2 * len(PROMPTS)) > 2, seldom.written
-
-
-def check_drafts_after_steps_without_any() -> None:
-    compare_drafts_after_steps_without_any()
 
 
 def check_a_head_of_other_heads_than_the_targets() -> None:
@@ -181,9 +196,8 @@ def check_a_head_of_other_heads_than_the_targets() -> None:
     )
     options = {"model": str(head)}
     engine = {"async_scheduling": False, "enable_prefix_caching": True}
-    own = {"method": "eagle3", "num_speculative_tokens": DEPTH, **options}
     engines = (
-        make_engine(None, speculative_config=own, **engine),
+        own_engine("eagle3", speculative=options, **engine),
         make_engine("eagle3_tree", speculative={**CHAIN, **options}, **engine),
     )
     assert compare_drafts(engines, PROMPTS) > 20

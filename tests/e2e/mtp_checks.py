@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.eagle3_checks import CHAIN, DEPTH, compare_drafts
+from tests.e2e.eagle3_checks import CHAIN, compare_drafts, own_engine
 from tests.e2e.mimo import make_mimo_target
 from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import make_engine, pair
@@ -27,10 +27,9 @@ def _engine() -> dict[str, Any]:
 def check_chains_are_those_of_vllms_own_method() -> None:
     """Found by the target itself, with prompts in a batch and after prefix hits."""
     engine = {**_engine(), "enable_prefix_caching": True, "async_scheduling": False}
-    own = {"method": "mtp", "num_speculative_tokens": DEPTH}
     ours = {**CHAIN, "method": "tree", "model": engine["model"]}
     engines = (
-        make_engine(None, speculative_config=own, **engine),
+        own_engine("mtp", **engine),
         make_engine("mtp_tree", speculative=ours, **engine),
     )
     assert compare_drafts(engines, PROMPTS) > 20
