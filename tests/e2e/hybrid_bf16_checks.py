@@ -6,7 +6,6 @@ Tokens are compared until the two best are so close that rounding decides, score
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,6 @@ from tests.e2e.option_checks import greedy
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import generate, pair, sequences_of
 from tests.e2e.target_checks import WINDOW_PROMPTS
-
-if os.environ.get("SPECPLUG_HYBRIDS_V1") != "1":
-    from vllm_specplug.vllm_v2.plain_engine import use_v2
-
-    use_v2()
 
 # Of natural logarithms, between scores of one token; twice that between two tokens.
 ROUNDING = 0.25

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,18 +18,12 @@ from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import Counts, Pair, core_of, pair, watch_preemptions
 from tests.e2e.target_checks import WINDOW_PROMPTS
 
-V2 = os.environ.get("SPECPLUG_HYBRIDS_V1") != "1"
-if V2:
-    from vllm_specplug.vllm_v2.plain_engine import use_v2
-
-    use_v2()
 use_float32_states()
 
 VOCAB = 300
 # Prompts come in chunks, and there are fewer rows than all trees want.
 CHUNKS = {"max_num_batched_tokens": 64}
-# vLLM's V1 raises at a seeded prompt in chunks on a CPU, with or without trees.
-ENGINE: dict[str, Any] = {"skip_tokenizer_init": True, **(CHUNKS if V2 else {})}
+ENGINE: dict[str, Any] = {"skip_tokenizer_init": True, **CHUNKS}
 SPECULATIVE = {"num_speculative_tokens": 8, "tree_budget": 8}
 
 
@@ -89,7 +82,7 @@ WRONG: list[tuple[str, Callable[..., Any]]] = [("__init__", _is_a_line), ("commi
 
 def check_greedy_and_seeded() -> None:
     counts = compared(engines(), least_accepted=60)
-    assert counts.skipping > 20 or not V2, counts
+    assert counts.skipping > 20, counts
 
 
 def check_wrong_parents_and_wrong_commits_show() -> None:
@@ -134,7 +127,7 @@ def check_one_state_per_sequence() -> None:
 
 def check_preemption() -> None:
     """A request that lost its state is computed again from its first token."""
-    made = engines(num_gpu_blocks_override=24, **CHUNKS)
+    made = engines(num_gpu_blocks_override=24)
     preempted = watch_preemptions(made.tree)
     made.compare(WINDOW_PROMPTS[1:], greedy(max_tokens=90, detokenize=False))
     assert preempted

@@ -90,10 +90,9 @@ def check_trained_heads() -> None:
 
 
 def check_a_scheduler_that_works_ahead() -> None:
-    if hybrid_checks.V2:
-        made = hybrid_checks.engines(tree={"async_scheduling": True})
-        counts = compared(made, least_accepted=60)
-        assert counts.stale > 0, counts
+    made = hybrid_checks.engines(tree={"async_scheduling": True})
+    counts = compared(made, least_accepted=60)
+    assert counts.stale > 0, counts
 
 
 def check_grammars() -> None:
@@ -106,7 +105,7 @@ def check_grammars() -> None:
     make_hybrid_target(folder, FAMILY, make_tokenizer(folder))
     kinds = {name: KINDS[name] for name in ("regex", "choice", "ebnf")}
     made = pair("oracle", model=str(folder), speculative=hybrid_checks.SPECULATIVE)
-    every_kind(made, kinds, prunes=not hybrid_checks.V2)
+    every_kind(made, kinds)
 
 
 def _number(hit: tuple[str, int]) -> int:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +17,6 @@ from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import Counts, Pair, pair
 from tests.e2e.target_checks import WINDOW_PROMPTS
 from tests.e2e.tiny import make_tokenswift_heads
-
-V2 = os.environ.get("SPECPLUG_LATENT_V1") != "1"
-if V2:
-    from vllm_specplug.vllm_v2.plain_engine import use_v2
-
-    use_v2()
 
 ENGINE: dict[str, Any] = {"skip_tokenizer_init": True, **BACKEND}
 # More than there is room for: prompts come in beside trees.
@@ -65,10 +58,8 @@ def lines_for_trees() -> Any:
 
 
 def nothing_moves() -> Any:
-    if V2:
-        from vllm_specplug.vllm_v2 import latent_backend as backend
-    else:
-        from vllm_specplug.vllm_v1 import latent_backend as backend
+    from vllm_specplug.vllm_v2 import latent_backend as backend
+
     return changed(backend, "move_latents", lambda stock, *args: None)
 
 
@@ -82,7 +73,7 @@ def check_greedy_and_seeded() -> None:
     made = engines()
     with changed(MLACommonBaseImpl, "_compute_prefill_context", unexpected):
         counts = compared(made, least_accepted=100)
-    assert counts.skipping > 20 or not V2, counts
+    assert counts.skipping > 20, counts
 
 
 def check_lines_for_trees_and_lost_compaction_show() -> None:

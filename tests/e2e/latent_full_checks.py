@@ -142,10 +142,9 @@ def check_costs_are_measured_with_trees() -> None:
 
 
 def check_a_scheduler_that_works_ahead() -> None:
-    if latent_checks.V2:
-        made = engines(tree={"async_scheduling": True})
-        counts = compared(made, least_accepted=100)
-        assert counts.stale > 0, counts
+    made = engines(tree={"async_scheduling": True})
+    counts = compared(made, least_accepted=100)
+    assert counts.stale > 0, counts
 
 
 def check_grammars() -> None:
@@ -156,7 +155,7 @@ def check_grammars() -> None:
     folder.mkdir()
     make_latent_target(folder, "DeepseekV2", vocab_size=make_tokenizer(folder))
     kinds = {name: KINDS[name] for name in ("regex", "choice", "ebnf")}
-    every_kind(pair("oracle", model=str(folder), **BACKEND), kinds, prunes=not latent_checks.V2)
+    every_kind(pair("oracle", model=str(folder), **BACKEND), kinds)
 
 
 def check_sessions_of_generated_text() -> None:

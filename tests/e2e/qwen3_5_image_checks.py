@@ -7,7 +7,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.e2e import hybrid_checks, vision_checks
-from tests.e2e.hybrid_checks import V2, WRONG, changed
+from tests.e2e.hybrid_checks import WRONG, changed
 from tests.e2e.hybrids import wrapped_hybrid
 from tests.e2e.pair import Pair, core_of, pair, watch_preemptions, watch_prefix_hits
 from tests.e2e.qwen3_5_module import add_module
@@ -33,19 +32,6 @@ def engines(
         )  # fmt: skip
 
 
-@contextmanager
-def linear_positions(made: Pair) -> Iterator[None]:
-    """A tree's rows keep, on every axis, the positions that vLLM gives a chain."""
-    if V2:
-        with patch("vllm_specplug.vllm_v2.runner.set_axes", lambda trees, positions: None):
-            yield
-        return
-    assert made.runner.state.positions.shape[0] == 3
-    backend = made.runner.tree_backend
-    with patch.object(backend, "set_positions", lambda positions, step: None):
-        yield
-
-
 def check_text_and_images() -> None:
     made = engines("Qwen3_5")
     expected, _ = compare(made, prompts())
@@ -54,7 +40,9 @@ def check_text_and_images() -> None:
     for name, change in WRONG:
         with changed(name, change), pytest.raises(AssertionError, match="differs"):
             compare(made, prompts())
-    with linear_positions(made), pytest.raises(AssertionError, match="differs"):
+    # A tree's rows keep, on every axis, the positions that vLLM gives a chain.
+    linear = patch("vllm_specplug.vllm_v2.runner.set_axes", lambda trees, positions: None)
+    with linear, pytest.raises(AssertionError, match="differs"):
         compare(made, prompts())
     # Nothing of it is left behind.
     compare(made, prompts())
@@ -77,9 +65,9 @@ def check_text_and_images_with_experts() -> None:
 
 
 def schedulers(**tree: Any) -> Iterator[tuple[Pair, bool]]:
-    """Engines with blocks of 32 tokens, which end inside an image, whose prompts come in chunks;
-    on V2 also with a scheduler that works ahead, and whether it does."""
-    for ahead in (False, True) if V2 else (False,):
+    """Engines with blocks of 32 tokens, which end inside an image, whose prompts come in chunks,
+    with a scheduler that waits for every step and one that works ahead; and whether it does."""
+    for ahead in (False, True):
         common = {"enable_prefix_caching": True, "max_num_batched_tokens": 96}
         made = engines("Qwen3_5", size=16, tree={**common, "async_scheduling": ahead, **tree})
         assert core_of(made.tree).scheduler.block_size == 32

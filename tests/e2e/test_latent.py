@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets with multi-head latent attention: trees on V2 give what plain decoding gives."""
+"""Targets with multi-head latent attention: trees give what plain decoding gives."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("latent_checks")]
 
 
 @pytest.mark.parametrize("name", written_checks("latent_checks"))
-def test_on_v2(name: str) -> None:
+def test_equals_plain_decoding(name: str) -> None:
     assert_check("tests.e2e.latent_checks", name)

@@ -4,7 +4,6 @@ to plain decoding, float32; see test_trained_heads.py."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,6 @@ from tests.e2e.pair import Counts, Pair
 from tests.e2e.tiny import make_adapter
 from tests.e2e.trained import PROMPTS, is_accepted_as_learnt, trained
 from tests.e2e.vision_checks import compare_answers, vision_engines, with_image
-
-V2 = os.environ.get("SPECPLUG_HEADS_V1") != "1"
-if V2:
-    from vllm_specplug.vllm_v2.plain_engine import use_v2
-
-    use_v2()
 
 
 # vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
