@@ -27,7 +27,7 @@ help:
 	@echo "make demo    serve a real model with draft trees and plainly, and compare"
 	@echo "make test    set up, then run the tests (TIER=fast: without real engines)"
 	@echo "make test-full   every row: all block sizes, long fuzz, the demo's real servers"
-	@echo "make test-033    V1 and V2 on vLLM 0.33's Python tree (docs/compatibility.md, vLLM releases)"
+	@echo "make test-033    trees on vLLM 0.33's Python tree (docs/compatibility.md, vLLM releases)"
 	@echo "make lint    style, types and the import table"
 	@echo "make docs    the documentation as a site in out/site, links checked"
 	@echo "make bench   servers under load, beside plain vLLM (DATA=folder with prompts)"
@@ -54,9 +54,9 @@ test-full:
 	@$(MAKE) test TIER=full
 
 # vLLM 0.33 has no CPU wheel: its Python tree over 0.32's compiled library, in .venv-033. Of the
-# tests those that compare engines on both runners, and what 0.33 changed below them.
+# tests those that compare engines, and what 0.33 changed below them.
 TESTS_033 := tests/unit/vllm_process/test_structured_output.py tests/unit/vllm_process/test_versions.py \
-  tests/unit/seams/test_seam.py tests/unit/vllm_v2 tests/kernels/test_v2_cpu_kernels.py \
+  tests/unit/seams/test_seam.py tests/unit/vllm_v2 tests/kernels/test_cpu_kernels.py \
   tests/fuzz tests/e2e/test_v2.py tests/e2e/test_v2_options.py tests/e2e/test_grammar.py \
   tests/e2e/test_lossless.py
 

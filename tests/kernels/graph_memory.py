@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small device for tests of V2's graphs: its sizes, and what is left in memory between steps."""
+"""A small device for tests of graphs: its sizes, and what is left in memory between steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of the V2 runner made of host trees, for tests."""
+"""Steps made of host trees, for tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting of a block head on V2 reads nothing of the device: it runs on a pretended one."""
+"""Drafting of a block head reads nothing of the device: it runs on a pretended one."""
 
 from __future__ import annotations
 

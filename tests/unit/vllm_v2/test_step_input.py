@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafters are told of a step of the V2 runner."""
+"""What drafters are told of a step."""
 
 from __future__ import annotations
 

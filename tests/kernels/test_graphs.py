@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs on V2: what was captured for a number of rows and of requests serves every ragged step
-that fits. Replays of pretended graphs, over memory that is overwritten between steps, against the
-same operations without a graph; Triton runs in the interpreter."""
+"""Graphs of forwards: what was captured for a number of rows and of requests serves every ragged
+step that fits. Replays of pretended graphs, over memory that is overwritten between steps, against
+the same operations without a graph; Triton runs in the interpreter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of V2 from graphs against the same drafts without one: of all requests, of some, and of
+"""Drafts from graphs against the same drafts without one: of all requests, of some, and of
 every depth, over memory that is overwritten between steps; Triton runs in the interpreter."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The V2 runner's kernels for CPUs against vLLM's own, run by Triton's interpreter."""
+"""The kernels for CPUs against vLLM's own, run by Triton's interpreter."""
 
 from __future__ import annotations
 
