@@ -56,17 +56,17 @@ def adapters() -> tuple[Any, ...]:
 def by_adapter(made: Pair) -> tuple[Counter[int], Counter[int]]:
     """Nodes and accepted drafts by LoRA id; grow as the pair runs."""
     runner, nodes, accepted = made.runner, Counter[int](), Counter[int]()
-    record = runner._record_verification
+    record = runner.speculator.learn
 
     def recorded(*args: Any) -> Any:
         ids = runner.lora_state.lora_ids[args[0].idx_mapping_np]
-        requests = verified_step(args[0], runner.speculator.trees, runner.tree_walk).requests
+        requests = verified_step(args[0], runner.speculator.trees, args[1]).requests
         for i, request in enumerate(requests):
             nodes[int(ids[i])] += 0 if request.tree is None else request.tree.num_nodes
             accepted[int(ids[i])] += len(request.accepted_path)
         return record(*args)
 
-    runner._record_verification = recorded
+    runner.speculator.learn = recorded
     return nodes, accepted
 
 

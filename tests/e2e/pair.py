@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.fork_server import ENVIRONMENT, run_forked
-from tests.e2e.v2_setup import use_v2
+from vllm_specplug.vllm_v2.plain_engine import use_v2
 
 TIMEOUT_S = 900
 ENGINE: dict[str, Any] = {
@@ -106,8 +106,8 @@ class Pair:
 
     def watch(self) -> None:
         """Counts what the tree engine verifies."""
-        runner = self.runner
-        record = runner._record_verification
+        speculator = self.runner.speculator
+        record = speculator.learn
 
         def recorded(input_batch: Any, walk: Any, seq_lens: Any, trees: Any, *args: Any) -> None:
             trees = dict(trees)
@@ -131,7 +131,7 @@ class Pair:
             bound = input_batch.seq_lens_cpu_upper_bound[: len(input_batch.req_ids)]
             counts.stale += bool((bound.numpy() > np.asarray(seq_lens[: len(bound)])).any())
 
-        runner._record_verification = recorded
+        speculator.learn = recorded
 
     def compare(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 from tests.e2e.option_checks import CUSTOM, PROMPTS, THINK_END, THINK_START, greedy, seeded
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Counts, Pair, both_schedulers, generate, scheduled
-from vllm_specplug.vllm_v2.tree_params import TreeParams
+from vllm_specplug.vllm_v2.tree_params import TreeThinkingBudget
 
 OracleDrafter.decoys_from_answer = True
 
@@ -183,4 +183,4 @@ def check_processors_of_others_shown_vllms_own_rows_differ() -> None:
 
 
 def check_params_are_installed() -> None:
-    assert isinstance(scheduled(False).runner.tree_params, TreeParams)
+    assert isinstance(scheduled(False).runner.sampler.thinking_budget_state, TreeThinkingBudget)
