@@ -5,24 +5,20 @@ What stands here keeps its meaning while `API_VERSION` stays the same; everythin
 package may change with any release.
 """
 
-from vllm_specplug.drafting.drafter import (
+from vllm_specplug.drafting.caches import (
     BlockAttention,
-    CommittedTokens,
     DraftCache,
     DraftCacheSpec,
-    Drafter,
-    DrafterOptions,
-    DraftPenalty,
-    DraftRequests,
     DraftWindow,
     PartialCacheSpec,
     RowAttention,
     TargetCache,
     TargetForward,
-    TargetWeights,
     WindowSpec,
     WindowTokens,
 )
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.drafter import Drafter, DrafterOptions, TargetWeights
 from vllm_specplug.drafting.head_files import HeadFiles, read_head_files
 from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.drafting.late_context import LateContextDrafter
@@ -36,6 +32,7 @@ from vllm_specplug.drafting.method import (
     TargetInfo,
 )
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
+from vllm_specplug.drafting.requests import DraftPenalty, DraftRequests
 from vllm_specplug.options import option_error
 from vllm_specplug.registry import get_method, method_names, register
 from vllm_specplug.tree import DraftTree, build_tree, merge_trees

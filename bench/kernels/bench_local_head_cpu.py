@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 import vllm_specplug.methods.dels.drafter as dels
-from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
 from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig

@@ -28,7 +28,7 @@ from tests.e2e.pair import target
 from tests.e2e.tiny import make_dspark_head
 from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels, StateDrafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import DraftTree

@@ -43,7 +43,7 @@ from tests.e2e.pair import (
 from tests.e2e.tiny import make_eagle3_head, make_head
 from tests.e2e.vision_checks import TEXTS, VOCAB, compare_answers
 from tests.e2e.wrapper_checks import mistral3_target
-from vllm_specplug.drafting.drafter import CommittedTokens
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.vllm_v2 import runner as runner_module
 
 cuda_states.use_device_core()

@@ -16,13 +16,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DraftCacheSpec,
-    Drafter,
-    DraftRequests,
-    TargetWeights,
-)
+from vllm_specplug.drafting.caches import DraftCacheSpec
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.drafter import Drafter, TargetWeights
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.tree import DraftTree
 
 MAX_BRANCHES = 3

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
 from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits

@@ -39,7 +39,8 @@ pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings

@@ -32,13 +32,14 @@ from tests.pretended_graph import CaptureError, PretendedGraph, pretended_graphs
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
+from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.device_requests import (
     DevicePenalties,
     DeviceRequests,
     DeviceTrees,
     TokenHistory,
 )
-from vllm_specplug.drafting.drafter import DrafterOptions, PartialCacheSpec, TargetWeights
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter

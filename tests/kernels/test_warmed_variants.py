@@ -17,8 +17,9 @@ from tests.kernels.paged import random_parents
 from tests.kernels.step_trees import Drafted, request_states
 from tests.unit.vllm_v2.steps import input_batch, stored
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings

@@ -9,8 +9,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from vllm_specplug.drafting.drafter import Drafter, DraftRequests
+from vllm_specplug.drafting.drafter import Drafter
 from vllm_specplug.drafting.ngram import NgramBranches
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import Expand, Frontier
 

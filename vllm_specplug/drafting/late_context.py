@@ -9,8 +9,10 @@ from typing import ClassVar, cast
 
 import torch
 
+from vllm_specplug.drafting.caches import DraftCache, HostCache
 from vllm_specplug.drafting.context_backlog import ContextBacklog, WriteContext
-from vllm_specplug.drafting.drafter import DraftCache, Drafter, DraftRequests, HostCache
+from vllm_specplug.drafting.drafter import Drafter
+from vllm_specplug.drafting.requests import DraftRequests
 
 
 class LateContextDrafter(Drafter):

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_specplug.drafting.drafter import (
-    DrafterOptions,
-    DraftRequests,
-)
+from vllm_specplug.drafting.drafter import DrafterOptions
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.tree import DraftTree, merge_trees
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
-from vllm_specplug.drafting.drafter import DRAFT_LAYERS
+from vllm_specplug.drafting.caches import DRAFT_LAYERS
 from vllm_specplug.vllm_process.spec_config import tree_config
 
 

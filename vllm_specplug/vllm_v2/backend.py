@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.drafter import (
+from vllm_specplug.drafting.caches import (
     DeviceTargetCache,
     DeviceWindow,
     DraftCache,

@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.drafting.drafter import (
-    DraftCache,
-    PartialCacheSpec,
-    TargetForward,
-    WindowSpec,
-)
+from vllm_specplug.drafting.caches import DraftCache, PartialCacheSpec, TargetForward, WindowSpec
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.vllm_attention.device_states import DeviceStateStep
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, TreeRows

@@ -27,9 +27,9 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vllm_specplug.budget import Plan
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import packed_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees, TokenHistory
-from vllm_specplug.drafting.drafter import CommittedTokens
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree

@@ -21,7 +21,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import Drafter, DraftRequests
+from vllm_specplug.drafting.drafter import Drafter
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import pinned, to_device
 
 

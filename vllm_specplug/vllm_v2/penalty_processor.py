@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from vllm_specplug.drafting.device_requests import DevicePenalties
-from vllm_specplug.drafting.drafter import DraftPenalty
+from vllm_specplug.drafting.requests import DraftPenalty
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree.contextual_penalty import penalise, recent_tokens
 from vllm_specplug.vllm_v2.tree_paths import TreePaths, output_tail

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_specplug.drafting.drafter import device_tensor
+from vllm_specplug.drafting.requests import device_tensor
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics import STATS_ATTRIBUTE
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE

@@ -18,7 +18,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplug.drafting.committed_tokens import CommittedSteps, CommittedTokens
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree

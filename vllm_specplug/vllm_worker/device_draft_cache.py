@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.drafter import DraftRequests, device_tensor
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape

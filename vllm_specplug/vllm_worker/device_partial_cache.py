@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.drafter import DraftRequests, device_tensor
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import TreeAttnMetadata, to_device
 from vllm_specplug.vllm_worker.partial_cache import RECENT
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
+from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.drafter import DraftRequests, PartialCacheSpec, device_tensor
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels

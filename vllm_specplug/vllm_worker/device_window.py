@@ -13,14 +13,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from vllm_specplug.drafting.caches import RowAttention, WindowSpec, WindowTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.drafter import (
-    DraftRequests,
-    RowAttention,
-    WindowSpec,
-    WindowTokens,
-    device_tensor,
-)
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
 from vllm_specplug.vllm_worker.device_draft_cache import CudaDraftRows, table_rows

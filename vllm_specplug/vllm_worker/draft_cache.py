@@ -18,7 +18,8 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
-from vllm_specplug.drafting.drafter import BlockAttention, DraftCacheSpec, DraftRequests
+from vllm_specplug.drafting.caches import BlockAttention, DraftCacheSpec
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import (
     TreeAttnMetadata,
     block_metadata,

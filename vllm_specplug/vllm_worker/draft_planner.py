@@ -23,7 +23,8 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
 if TYPE_CHECKING:
-    from vllm_specplug.drafting.drafter import Drafter, DraftRequests
+    from vllm_specplug.drafting.drafter import Drafter
+    from vllm_specplug.drafting.requests import DraftRequests
     from vllm_specplug.metrics import StepStats
     from vllm_specplug.vllm_worker.step import TreeStep
 

@@ -15,7 +15,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from vllm_specplug.drafting.drafter import DRAFT_LAYERS, DrafterOptions, TargetWeights
+from vllm_specplug.drafting.caches import DRAFT_LAYERS
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.target_head import TargetHead
 from vllm_specplug.registry import get_method, headless_methods
 from vllm_specplug.vllm_attention.layer_support import check_target_layers

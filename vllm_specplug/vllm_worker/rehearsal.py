@@ -12,12 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DraftRequests,
-    WindowSpec,
-    WindowTokens,
-)
+from vllm_specplug.drafting.caches import WindowSpec, WindowTokens
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.registry import headless_methods
 from vllm_specplug.vllm_worker.ranks import any_failed
 from vllm_specplug.vllm_worker.runner_view import RunnerView

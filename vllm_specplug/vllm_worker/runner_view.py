@@ -25,7 +25,8 @@ from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_groups
 from vllm_specplug.vllm_worker.state_layers import StateLayers
 
 if TYPE_CHECKING:
-    from vllm_specplug.drafting.drafter import Drafter, DraftRequests
+    from vllm_specplug.drafting.drafter import Drafter
+    from vllm_specplug.drafting.requests import DraftRequests
 
 
 class RunnerView:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.drafter import DraftRequests, PartialCacheSpec
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import TreeAttnMetadata, causal_words, tree_attn
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention

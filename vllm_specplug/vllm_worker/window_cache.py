@@ -15,11 +15,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.drafter import (
-    DraftRequests,
-    WindowSpec,
-    WindowTokens,
-)
+from vllm_specplug.drafting.caches import WindowSpec, WindowTokens
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import (
     TreeAttnMetadata,
     prefix_attn,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import CpuKvLayout, block_metadata, prefix_attn
 from vllm_specplug.kernels.reference import dense_attention
 

@@ -11,7 +11,7 @@ import torch
 
 from vllm_specplug.drafting.device_levels import read_trees, static_levels
 from vllm_specplug.drafting.device_requests import DevicePenalties
-from vllm_specplug.drafting.drafter import DraftPenalty
+from vllm_specplug.drafting.requests import DraftPenalty
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.contextual_penalty import penalise
 from vllm_specplug.tree.static_tree import build_static

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_specplug.drafting.drafter import DRAFT_LAYERS
+from vllm_specplug.drafting.caches import DRAFT_LAYERS
 from vllm_specplug.vllm_process import zeroed_pages
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from tests.unit.budget.calibrations import calibration
 from vllm_specplug.budget import AdaptiveBudget, RowBudget, StepCostModel
-from vllm_specplug.drafting.drafter import Drafter, DraftRequests
+from vllm_specplug.drafting.drafter import Drafter
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner

@@ -24,7 +24,9 @@ from vllm.distributed import (
 from vllm.platforms import current_platform
 
 from vllm_specplug.budget import RowBudget
-from vllm_specplug.drafting.drafter import CommittedTokens, Drafter, DraftRequests
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.drafter import Drafter
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.metrics import StepStats

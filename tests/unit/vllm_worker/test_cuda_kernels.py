@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import AttnFeatures, FeatureKind
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache

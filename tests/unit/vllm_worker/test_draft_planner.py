@@ -16,7 +16,7 @@ from tests.unit.vllm_worker.planning import (
     planner_of,
     requests_of,
 )
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.options import (
     check_request_limit,
     parse_request_budget,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_specplug.drafting.drafter import PartialCacheSpec, WindowSpec
+from vllm_specplug.drafting.caches import PartialCacheSpec, WindowSpec
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft

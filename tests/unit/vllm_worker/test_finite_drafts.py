@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_specplug.drafting.drafter import WindowSpec
+from vllm_specplug.drafting.caches import WindowSpec
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_draft_cache import CudaDraftCache

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.unit.vllm_worker.planning import ChainDrafter, planner_of, requests_of
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.tree import DraftTree
 
 

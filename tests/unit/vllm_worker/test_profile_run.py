@@ -22,12 +22,9 @@ from vllm import SamplingParams
 from vllm.triton_utils import HAS_TRITON
 
 from tests.e2e.tiny import HIDDEN, make_head
-from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DrafterOptions,
-    DraftRequests,
-    TargetWeights,
-)
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.paged import layout_of, write_slots
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache
 from vllm_specplug.vllm_worker.windowed_blocks import WindowedBlocks
 

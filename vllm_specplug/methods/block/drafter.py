@@ -14,18 +14,14 @@ from typing import cast
 
 import torch
 
+from vllm_specplug.drafting.caches import DeviceCache, DraftCacheSpec
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DeviceCache,
-    DraftCacheSpec,
-    DraftRequests,
-    TargetWeights,
-    device_tensor,
-)
+from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.drafting.head_drafter import BranchDrafter
 from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import build_best_first, can_build_best_first, top_candidates
 from vllm_specplug.kernels.draft_rows import block_inputs
 from vllm_specplug.kernels.local_tree import copies_no_logits

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.drafter import DraftRequests, TargetWeights
+from vllm_specplug.drafting.drafter import TargetWeights
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.checkpoint import BlockHeadExtras
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.dspark_tree.checkpoint import ConfidenceHead, load_dspark_head

@@ -16,6 +16,8 @@ from typing import cast
 import numpy as np
 import torch
 
+from vllm_specplug.drafting.caches import BranchCache, DeviceCache, DraftCache, DraftCacheSpec
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import (
     DeviceFrontier,
     LevelRows,
@@ -25,19 +27,11 @@ from vllm_specplug.drafting.device_levels import (
     read_trees,
 )
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import (
-    BranchCache,
-    CommittedTokens,
-    DeviceCache,
-    DraftCache,
-    DraftCacheSpec,
-    DraftRequests,
-    TargetWeights,
-    device_tensor,
-)
+from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.drafting.head_drafter import HeadDrafter
 from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
 from vllm_specplug.methods.eagle3_tree.head import Attend, FusedDraftLayer, FusedEagle3Head

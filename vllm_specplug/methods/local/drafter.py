@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import DraftRequests, TargetWeights
+from vllm_specplug.drafting.drafter import TargetWeights
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import DraftTree

@@ -36,7 +36,7 @@ from vllm_specplug.drafting.device_levels import (
     read_trees,
 )
 from vllm_specplug.drafting.device_requests import DeviceTrees
-from vllm_specplug.drafting.drafter import device_tensor
+from vllm_specplug.drafting.requests import device_tensor
 from vllm_specplug.kernels import (
     LocalTreeWeights,
     build_local_trees,

@@ -17,6 +17,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from vllm_specplug.drafting.caches import (
+    DeviceTargetCache,
+    DeviceWindow,
+    DraftCacheSpec,
+    DraftWindow,
+    TargetCache,
+    WindowSpec,
+)
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import (
     DeviceFrontier,
     LevelRows,
@@ -26,21 +35,10 @@ from vllm_specplug.drafting.device_levels import (
     read_trees,
 )
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DeviceTargetCache,
-    DeviceWindow,
-    DraftCacheSpec,
-    DraftRequests,
-    DraftWindow,
-    LinearFactory,
-    TargetCache,
-    TargetWeights,
-    WindowSpec,
-    device_tensor,
-)
+from vllm_specplug.drafting.drafter import LinearFactory, TargetWeights
 from vllm_specplug.drafting.head_drafter import HeadDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplug.drafting.drafter import CommittedTokens, TargetWeights
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.methods.eagle3_tree.drafter import StateDrafter
 from vllm_specplug.methods.mtp_tree.checkpoint import load_mtp_module

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from vllm_specplug.drafting.caches import DraftCacheSpec
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DraftCacheSpec,
-    Drafter,
-    DraftRequests,
-    TargetWeights,
-)
+from vllm_specplug.drafting.drafter import Drafter, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.tree import DraftTree, merge_trees
 
 

@@ -25,18 +25,13 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from vllm_specplug.drafting.caches import DraftCacheSpec, PartialCacheSpec
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import MOST_LOGITS, static_levels
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DraftCacheSpec,
-    Drafter,
-    DraftRequests,
-    PartialCacheSpec,
-    TargetWeights,
-    device_tensor,
-)
+from vllm_specplug.drafting.drafter import Drafter, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.tokenswift.draft_source import SourceChooser
 from vllm_specplug.methods.tokenswift.head import load_heads

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.drafter import DraftRequests
+from vllm_specplug.drafting.requests import DraftRequests
 
 VOCAB = 20
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.drafting.drafter import CommittedTokens, DraftRequests
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.requests import DraftRequests
 
 
 class DenseCache:

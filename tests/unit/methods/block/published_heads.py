@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from tests.unit.methods.block.dense_cache import DenseCache, committed
 from tests.unit.methods.block.published import MODELOPT_NAMES, TINY_TARGET
 from tests.unit.methods.block.reference import block_hidden, layer_config
-from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.method import Method, TargetInfo
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.fused_head import plain_linear
 
 CONTEXT = 9

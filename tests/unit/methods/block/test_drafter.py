@@ -13,13 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.e2e.tiny import HIDDEN, make_head
-from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DrafterOptions,
-    DraftRequests,
-    TargetWeights,
-    device_tensor,
-)
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.unit.methods.eagle3_tree.world import LENGTHS, VOCAB, World
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.drafter import CommittedTokens
 from vllm_specplug.tree import DraftTree
 
 

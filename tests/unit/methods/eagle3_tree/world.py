@@ -14,12 +14,9 @@ import torch
 from tests.unit.methods.eagle3_tree.heads import write_head
 from tests.unit.methods.eagle3_tree.published import SMALL
 from tests.unit.methods.eagle3_tree.reference import ReferenceHead
-from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DrafterOptions,
-    DraftRequests,
-    TargetWeights,
-)
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.block.fused_head import plain_linear

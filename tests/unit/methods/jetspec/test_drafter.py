@@ -12,7 +12,8 @@ import torch
 
 from tests.e2e.tiny import HIDDEN, make_head
 from tests.unit.methods.block.block_requests import VOCAB, NoContext, draft_requests
-from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter

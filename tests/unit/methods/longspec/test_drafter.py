@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.e2e.tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, make_longspec_head
-from vllm_specplug.drafting.drafter import DrafterOptions, DraftRequests, TargetWeights
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.block.fused_head import plain_linear

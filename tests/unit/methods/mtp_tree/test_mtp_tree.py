@@ -18,12 +18,9 @@ from tests.e2e import qwen3_5_module
 from tests.e2e.mimo import PREFIX, module_tensors
 from tests.unit.methods.eagle3_tree.reference import rms, rotate
 from tests.unit.methods.eagle3_tree.world import HIDDEN, LENGTHS, VOCAB, DenseCache
-from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DrafterOptions,
-    DraftRequests,
-    TargetWeights,
-)
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module, load_mtp_module

@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.drafting.drafter import (
-    CommittedTokens,
-    DrafterOptions,
-    DraftPenalty,
-    DraftRequests,
-    TargetWeights,
-)
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
+from vllm_specplug.drafting.requests import DraftPenalty, DraftRequests
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads, save_heads
