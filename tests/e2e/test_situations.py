@@ -35,8 +35,6 @@ class Situation:
     engine: dict[str, Any]
     calls: list[dict[str, Any]]
     speculative: dict[str, Any] = field(default_factory=dict)
-    tree_engine: dict[str, Any] = field(default_factory=dict)
-    """Engine arguments that differ for the engine with trees."""
     preempts: bool = False
 
 
@@ -135,12 +133,7 @@ def _seeded_sampling() -> Situation:
         {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": i, "max_tokens": 32}
         for i in range(16)
     ]
-    # Plain vLLM cannot cut a seeded prompt into chunks on CPU; with trees it can be.
-    return Situation(
-        engine_args(max_num_batched_tokens=8192),
-        _calls(16, params),
-        tree_engine={"max_num_batched_tokens": 512},
-    )
+    return Situation(engine_args(max_num_batched_tokens=512), _calls(16, params))
 
 
 def _json_schema() -> Situation:
@@ -189,7 +182,7 @@ def _plain(name: str) -> EngineResult:
 def _compare(name: str, method: str) -> tuple[Situation, EngineResult, EngineResult]:
     situation = SITUATIONS[name]()
     tree = run_engine(
-        {**situation.engine, **situation.tree_engine},
+        situation.engine,
         situation.calls,
         speculative={**METHODS[method], **situation.speculative},
     )
