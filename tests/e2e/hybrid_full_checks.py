@@ -75,7 +75,7 @@ def check_costs_are_measured_with_trees() -> None:
     layers = len(runner.state.state_layers.names)
     assert len(run) == layers * len(commits)
     # Once it serves, its dummies are vLLM's again, and so are its outputs.
-    assert runner.step.rehearsed_states is None
+    assert runner.step.warmup_states is None
     compared(made, least_accepted=0, branching=False)
 
 

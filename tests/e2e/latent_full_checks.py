@@ -137,7 +137,7 @@ def check_costs_are_measured_with_trees() -> None:
     measured = made.runner.planner.adaptive.costs.forward.rows.tolist()
     assert len(measured) > 2 and measured[0] == 1, measured
     assert {float(count) for count in rows} == {*measured[1:]}
-    assert made.runner.tree_backend.rehearsed_rows == 0
+    assert made.runner.tree_backend.warmup_rows == 0
     compared(made, least_accepted=0, branching=False)
 
 

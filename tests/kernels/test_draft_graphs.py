@@ -311,17 +311,17 @@ def test_drafts_that_no_graph_was_captured_for(
     assert PretendedGraph.replays == before + 1
 
 
-def test_a_rehearsal_comes_from_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warmup_comes_from_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafts = Drafts(draft_layer, tmp_path, monkeypatch)
     requests = DraftRequests(
         req_ids=["a", "b"], token_ids=[np.arange(8)] * 2, context_lens=[7, 7],
         req_indices=[0, 1], budgets=[NODES] * 2, widths=[3, 3], depths=[2, 2],
     )  # fmt: skip
     drafts.table[:2] = drafts.pages[:2]
-    assert not drafts.graphs.rehearse(requests)
+    assert not drafts.graphs.warmup(requests)
     drafts.graphs.capture_drafts()
     before = PretendedGraph.replays
-    assert drafts.graphs.rehearse(requests)
+    assert drafts.graphs.warmup(requests)
     assert PretendedGraph.replays == before + 1
     assert drafts.graphs.trees.counts[:2].tolist() == [NODES] * 2
 

@@ -287,7 +287,7 @@ def test_penalties_ranks_and_adapters_are_launched(
     before = PretendedGraph.replays
     assert drafts.graphs(given) is None
     assert drafts.drafter.propose_on_device(given) is not None
-    # A rehearsal has no history.
+    # Dummy requests have no history.
     assert drafts.graphs(replace(requests, history=None)) is None
     assert PretendedGraph.replays == before
     assert drafts.drafter.steps_from == {"self": 2}

@@ -58,7 +58,6 @@ from vllm_specplug.vllm_v2.device_trees import (
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees
 from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
-from vllm_specplug.vllm_worker import rehearsal
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_self_draft import Contexts, DevicePartialCache
@@ -118,7 +117,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: record.run(self, *a, **k))
     # An H100's, so that contexts are split as there.
     monkeypatch.setitem(tree_attn_triton._LIMITS, CPU, (132, 227 * 1024, 9))
-    monkeypatch.setattr(rehearsal, "any_failed", bool)
+    monkeypatch.setattr(warmup, "any_failed", bool)
     return record
 
 
@@ -209,7 +208,7 @@ class Served:
 
     def warm_up(self) -> None:
         self.backend.run_every_variant(lambda: None)
-        rehearsal.warm_up_draft(RunnerView(self.runner))
+        warmup.warm_up_draft(RunnerView(self.runner))
 
     def step(self, sizes: list[int], contexts: list[int], beside_chunk: bool) -> None:
         """Verifies trees of `sizes` nodes, beside a prompt chunk or not, moves accepted paths,

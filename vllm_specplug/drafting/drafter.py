@@ -155,13 +155,13 @@ class Drafter(
         """One tree per request, within its budget, width and depth."""
 
     @property
-    def rehearsed_depth(self) -> int:
-        """Deepest node of drafts that are rehearsed at start, to compile what they compile and to
-        take the memory they take."""
+    def warmup_depth(self) -> int:
+        """Deepest node of the drafts that are made once at start, on a device: to compile kernels,
+        and for vLLM's memory profile."""
         return self.forward_depth
 
-    def rehearse(self, requests: DraftRequests) -> None:
-        """Drafts for dummies as deep as their depths say, on a device: from every source."""
+    def warmup(self, requests: DraftRequests) -> None:
+        """Drafts for dummy requests as deep as their depths say, from every source."""
         self.propose(requests)
 
     def forget(self, req_ids: Iterable[str]) -> None:

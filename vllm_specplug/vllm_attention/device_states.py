@@ -224,7 +224,7 @@ def device_states(layer: Any) -> torch.Tensor:
     return states.transpose(2, 3)
 
 
-def rehearse(layer: Any, num_rows: int, dtype: torch.dtype) -> None:
+def warmup(layer: Any, num_rows: int, dtype: torch.dtype) -> None:
     """Runs each kernel of a layer over a tree of zeros, so that a first one compiles nothing.
 
     Its state is that of vLLM's null block, whose contents nobody reads.

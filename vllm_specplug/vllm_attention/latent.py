@@ -138,7 +138,7 @@ def attach_latent_rows(attn_metadata: dict[str, Any], requests: Sequence[LatentR
             attach_tree_rows(metadata, rows)
 
 
-def attach_rehearsed_rows(
+def attach_warmup_rows(
     attn_metadata: dict[str, Any], num_rows: int, tree_rows: int, context: int, block_size: int
 ) -> None:
     """Makes the rows of a forward of dummies trees of `tree_rows` rows behind `context` tokens."""

@@ -353,7 +353,7 @@ class StateStep:
         return is_full, slots, depths
 
 
-def rehearsed_step(
+def warmup_step(
     num_rows: int, max_requests: int, tree_rows: int, make: Callable[..., StateStep] = StateStep
 ) -> StateStep:
     """Trees for a forward of dummies, in which every node has two children.

@@ -258,7 +258,7 @@ def tree_rows_of(attn_metadata: Any) -> TreeRows | None:
     return getattr(attn_metadata, TREE_ROWS_ATTRIBUTE, None)
 
 
-def rehearsed_rows(
+def warmup_rows(
     num_rows: int, tree_rows: int, longest: int, block_table: torch.Tensor
 ) -> TreeAttnMetadata:
     """The rows of a forward of dummies as chains of `tree_rows` rows.

@@ -31,7 +31,7 @@ from vllm_specplug.vllm_attention.tree_rows import (
     TreeRows,
     layout_key,
     put_rows,
-    rehearsed_rows,
+    warmup_rows,
 )
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, path_moves
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
@@ -53,7 +53,7 @@ class TreeBackend(ABC):
     """Trees of a step in layers with a recurrent state."""
     reads_fp8 = True
     """Whether its kernels read KV caches of 8 bits."""
-    rehearsed_rows = 0
+    warmup_rows = 0
     """Rows of the trees that the rows of a forward of dummies are; 0 where they are vLLM's."""
 
     @abstractmethod
@@ -176,14 +176,14 @@ class CpuTreeBackend(TreeBackend):
         trees: StepTrees | None,
         block_tables: Sequence[torch.Tensor],
     ) -> None:
-        """As the others; rows of dummies where a forward rehearses trees, and plain rows."""
+        """As the others; rows of dummies where dummies stand for trees, and plain rows."""
         rows: TreeRows | None = None
         if trees is not None:
             rows = self._without_prompts(self.tree_rows(trees, block_tables), input_batch)
-        elif self.rehearsed_rows:
+        elif self.warmup_rows:
             longest = int(input_batch.seq_lens.max())
-            metadata = rehearsed_rows(
-                input_batch.num_tokens, self.rehearsed_rows, longest, block_tables[0]
+            metadata = warmup_rows(
+                input_batch.num_tokens, self.warmup_rows, longest, block_tables[0]
             )
             rows = CpuTreeRows(metadata, self.layouts, True, self.layers)
         elif self.plain_rows:

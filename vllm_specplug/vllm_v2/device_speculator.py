@@ -140,7 +140,7 @@ class DeviceSpeculator(TreeSpeculator):
         is_late = self.schedules_ahead or not self.planner.is_adaptive
         if drafter.drafts_from_graphs and is_late:
             # Where there is no forward depth, drafts are always as deep as they may be.
-            deepest = drafter.forward_depth or drafter.rehearsed_depth
+            deepest = drafter.forward_depth or drafter.warmup_depth
             has_depths = self.planner.is_adaptive and drafter.forward_depth > 0
             self.draft_graphs = DraftGraphs(
                 self.vllm_config,

@@ -142,7 +142,7 @@ class DraftGraphs(CudaGraphManager):
         self.run_fullgraph(desc)
         return DeviceTrees(*(tensor[: len(requests)] for tensor in vars(self.trees).values()))
 
-    def rehearse(self, requests: DraftRequests) -> bool:
+    def warmup(self, requests: DraftRequests) -> bool:
         """Drafts for requests of no batch; False where no graph serves."""
         columns = requests.anchors, requests.context_lens, requests.budgets, requests.depths
         anchors, contexts, budgets, depths = to_device(np.array(columns), self.device)

@@ -16,7 +16,7 @@ from vllm_specplug.kernels.masks import words_to_bool
 from vllm_specplug.vllm_attention.latent import (
     LatentRequest,
     attach_latent_rows,
-    attach_rehearsed_rows,
+    attach_warmup_rows,
 )
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend
 from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, path_moves
@@ -41,10 +41,10 @@ class LatentTreeBackend(CpuTreeBackend):
     ) -> None:
         if trees is not None:
             attach_latent_rows(attn_metadata, latent_requests(input_batch, trees))
-        elif self.rehearsed_rows:
+        elif self.warmup_rows:
             rows, context = input_batch.num_tokens, int(input_batch.seq_lens.max()) - 1
-            attach_rehearsed_rows(
-                attn_metadata, rows, self.rehearsed_rows, context, self.block_size
+            attach_warmup_rows(
+                attn_metadata, rows, self.warmup_rows, context, self.block_size
             )  # fmt: skip
 
     def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:

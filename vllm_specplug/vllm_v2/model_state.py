@@ -85,7 +85,7 @@ class TreeModelState(_State):
             put_rows(metadata, rows)
         if step.trees is not None and self.tree_state_layers:
             step.states = state_step(input_batch, step.trees, backend.state_step)
-        states = step.states or step.rehearsed_states
+        states = step.states or step.warmup_states
         if states is not None:
             attach_state_step(metadata, self.tree_state_layers, states)
         return metadata

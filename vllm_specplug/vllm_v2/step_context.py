@@ -32,7 +32,7 @@ class StepContext:
     def __init__(self) -> None:
         self.draft_group = 0
         """KV cache group of the drafter's own layers."""
-        self.rehearsed_states: StateStep | None = None
+        self.warmup_states: StateStep | None = None
         """What trees of a forward of dummies would do to recurrent states; calibration sets it."""
         self.begin()
 

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.seams import DEVICE_SPECULATOR, GRAPHS_OF_TREES
-from vllm_specplug.vllm_attention.device_states import rehearse
+from vllm_specplug.vllm_attention.device_states import warmup
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
@@ -20,8 +20,8 @@ from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
 from vllm_specplug.vllm_worker.attention_backend import claim_attention_backend
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.drafter_memory import drafter_memory, most_tree_rows
-from vllm_specplug.vllm_worker.rehearsal import profile_largest_step, warm_up_draft
 from vllm_specplug.vllm_worker.start_up import require_seams
+from vllm_specplug.vllm_worker.warmup import profile_largest_step, warm_up_draft
 from vllm_specplug.vllm_worker.weight_updates import FollowsTarget
 
 
@@ -69,7 +69,7 @@ class DeviceRunnerMixin(TreeRunnerMixin):
         for group in self.kv_cache_config.kv_cache_groups:
             name = next((name for name in group.layer_names if name in names), None)
             if name is not None:
-                rehearse(self.state.layers[name], self.num_speculative_steps + 1, self.state.dtype)
+                warmup(self.state.layers[name], self.num_speculative_steps + 1, self.state.dtype)
 
     def _tree_state_memory(self) -> torch.Tensor:
         """As many bytes as the rows of trees keep in layers with a state until the walk, and what

@@ -35,8 +35,8 @@ from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.ranks import any_failed as any_failed_worker
 from vllm_specplug.vllm_worker.ranks import first_worker_values
-from vllm_specplug.vllm_worker.rehearsal import rehearsal
 from vllm_specplug.vllm_worker.runner_view import RunnerView
+from vllm_specplug.vllm_worker.warmup import dummy_requests
 
 logger = init_logger("vllm.specplug.calibration")
 
@@ -123,7 +123,7 @@ class Calibrator:
                 break
             self._time_forward("rows", rows, min(max(context, rows), longest))
             sizes.append(rows)
-        rehearsals = self._rehearsals()
+        warmups = self._warmups()
         most = min(longest, 2048)
         span = most - context if most - context >= _MIN_ATTENTION_SPAN else 0
         probe_rows = min(_CONTEXT_ROWS, self.state.max_rows)
@@ -141,7 +141,7 @@ class Calibrator:
             if passes:
                 for rows in sizes:
                     self._time_forward("rows", rows, min(max(context, rows), longest))
-            for count, reach in rehearsals:
+            for count, reach in warmups:
                 self._time_draft(count, reach)
             if span:
                 self._time_forward("near", probe_rows, context)
@@ -257,7 +257,7 @@ class Calibrator:
         forward = partial(self.state.trees_forward, trees, context)
         self._note(part, float(trees), self._together_on_target(forward))
 
-    def _rehearsals(self) -> list[tuple[int, int]]:
+    def _warmups(self) -> list[tuple[int, int]]:
         """Requests and depth of the draft forwards to time; empty when the method has none."""
         depth = self.state.drafter.forward_depth
         if not depth:
@@ -277,7 +277,7 @@ class Calibrator:
         # Heads that draft by levels expand a few nodes in each where the budget is adaptive.
         nodes = 2 * reach if drafter.drafts_by_level else None
         rows = float(draft_rows(count, reach, drafter.drafts_by_level))
-        with rehearsal(self.state, count, reach, nodes=nodes) as requests:
+        with dummy_requests(self.state, count, reach, nodes=nodes) as requests:
             draft_ms = self.together(lambda: self.state.draft(requests), self._calls)
             self._note("draft", rows, draft_ms)
 

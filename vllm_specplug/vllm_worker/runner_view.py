@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specplug.drafting.drafter import DrafterOptions
 from vllm_specplug.kernels import to_device
-from vllm_specplug.vllm_attention.state_rows import StateStep, rehearsed_step
+from vllm_specplug.vllm_attention.state_rows import StateStep, warmup_step
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_groups
 from vllm_specplug.vllm_worker.state_layers import StateLayers
 
@@ -118,11 +118,11 @@ class RunnerView:
         if rows == 1:
             return self.dummy_forward(rows, context)
         backend = self.runner.tree_backend
-        backend.rehearsed_rows = self.drafter_options.num_nodes + 1
+        backend.warmup_rows = self.drafter_options.num_nodes + 1
         try:
             return self._state_forward(rows, context)
         finally:
-            backend.rehearsed_rows = 0
+            backend.warmup_rows = 0
 
     @property
     def is_host(self) -> bool:
@@ -141,19 +141,19 @@ class RunnerView:
         if not self.state_layers.names:
             return self.dummy_forward(rows, context)
         most = self.drafter_options.num_nodes + 1
-        step = rehearsed_step(rows, self.max_requests, most, self.state_step)
-        self.runner.step.rehearsed_states = step
+        step = warmup_step(rows, self.max_requests, most, self.state_step)
+        self.runner.step.warmup_states = step
         try:
             hidden = self.dummy_forward(rows, context)
         finally:
-            self.runner.step.rehearsed_states = None
+            self.runner.step.warmup_states = None
         step.commit(step.starts[1:] - 1)
         return hidden
 
     def draft(self, requests: DraftRequests) -> None:
         """A draft forward for requests of no batch, as steps have it."""
         graphs = getattr(self.runner.speculator, "draft_graphs", None)
-        if graphs is None or not graphs.rehearse(requests):
+        if graphs is None or not graphs.warmup(requests):
             self.drafter.propose(requests)
 
     def wait_for_device(self) -> None:
@@ -194,7 +194,7 @@ class RunnerView:
     def adapters(self, req_indices: Sequence[int]) -> tuple[list[int], set[Any]]:
         """LoRA ids of requests of the batch, 0 for none, and vLLM's requests for those adapters."""
         ids, requests = self.runner.step.adapters
-        # A rehearsal's requests are in no batch.
+        # Dummy requests are in no batch.
         return [ids[i] if i < len(ids) else 0 for i in req_indices], requests
 
     def forward(

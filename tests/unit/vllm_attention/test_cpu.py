@@ -20,8 +20,8 @@ from vllm_specplug.vllm_attention.tree_rows import (  # noqa: E402
     CpuTreeRows,
     attach_tree_rows,
     layout_key,
-    rehearsed_rows,
     tree_rows_of,
+    warmup_rows,
 )
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend  # noqa: E402
 
@@ -89,7 +89,7 @@ def test_a_cache_ends_before_its_layer(impl: Any) -> None:
 def test_rows_of_dummies_are_chains_behind_their_context(
     num_rows: int, tree_rows: int, longest: int, counts: list[int], contexts: list[int]
 ) -> None:
-    made = rehearsed_rows(num_rows, tree_rows, longest, torch.zeros(2, 4, dtype=torch.int32))
+    made = warmup_rows(num_rows, tree_rows, longest, torch.zeros(2, 4, dtype=torch.int32))
     requests, starts, rows, before, _ = made.plan.tolist()
     assert (rows, before) == (counts, contexts)
     assert requests == [i % 2 for i in range(len(counts))]

@@ -27,7 +27,7 @@ from vllm_specplug.vllm_attention.latent import (
     TreeCPUMLABackend,
     TreeCPUMLAImpl,
     attach_latent_rows,
-    attach_rehearsed_rows,
+    attach_warmup_rows,
     spans_of,
 )
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
@@ -219,9 +219,9 @@ def test_single_rows_and_prompts_alone_are_vllms(sizes: Any, num_decodes: int) -
 
 
 @pytest.mark.parametrize(("counts", "num_decodes"), [([1] * 7, 7), ([4, 3], 0)])
-def test_rehearsed_rows_are_trees_over_the_context(counts: list[int], num_decodes: int) -> None:
+def test_warmup_rows_are_trees_over_the_context(counts: list[int], num_decodes: int) -> None:
     step = metadata(counts, num_decodes)
-    attach_rehearsed_rows({"a": step}, 7, 5, context=30, block_size=8)
+    attach_warmup_rows({"a": step}, 7, 5, context=30, block_size=8)
     rows: Any = tree_rows_of(step)
     # The table has room for 32 tokens.
     spans = [(s.request, s.first_row, s.num_rows, s.context) for s in rows.spans]

@@ -254,7 +254,7 @@ def test_drafts_that_become_graphs(
         drafter=SimpleNamespace(
             drafts_from_graphs=from_graphs,
             forward_depth=0 if budget == "adaptive, one depth" else 8,
-            rehearsed_depth=5,
+            warmup_depth=5,
         ),
         options=SimpleNamespace(tree_width=3),
     )

@@ -16,18 +16,18 @@ from vllm_specplug.vllm_worker.state_layers import StateLayers
 
 
 class SleepingDrafter:
-    forward_depth = rehearsed_depth = 3
+    forward_depth = warmup_depth = 3
     drafts_by_level = False
 
     def __init__(self) -> None:
-        self.rehearsed: list[tuple[int, list[int]]] = []
+        self.warmed_up: list[tuple[int, list[int]]] = []
         self.forgotten: set[str] = set()
 
     def propose(self, requests: Any) -> list[DraftTree]:
-        self.rehearsed.append((len(requests), requests.forward_depths))
+        self.warmed_up.append((len(requests), requests.forward_depths))
         return [DraftTree.empty()] * len(requests)
 
-    def rehearse(self, requests: Any) -> None:
+    def warmup(self, requests: Any) -> None:
         self.propose(requests)
 
     def forget(self, req_ids: list[str]) -> None:
@@ -48,7 +48,7 @@ class SleepingRunner:
         self.row_ms = row_ms
         self.rows: list[int] = []
         self.state = RunnerView(self)
-        self.tree_backend = SimpleNamespace(rehearsed_rows=0)
+        self.tree_backend = SimpleNamespace(warmup_rows=0)
         self.model = SimpleNamespace(compute_logits=lambda hidden: time.sleep(1e-4))
         self.drafter = SimpleNamespace(
             drafter=SleepingDrafter(),

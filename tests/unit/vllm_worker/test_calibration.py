@@ -37,7 +37,7 @@ def test_measures_rows_context_and_drafts() -> None:
     assert measured.forward_ms[-1] > measured.forward_ms[0] + 5
     assert all(time_ms >= 0.1 for time_ms in measured.logits_ms)
     assert measured.attention_ms > 0
-    assert [(n, depths) for n, depths in runner.drafter.drafter.rehearsed[:1]] == [(1, [3])]
+    assert [(n, depths) for n, depths in runner.drafter.drafter.warmed_up[:1]] == [(1, [3])]
     assert measured.draft_rows == (2.0, 4.0, 16.0, 64.0)
     assert len(runner.drafter.drafter.forgotten) == 16
 

@@ -17,7 +17,7 @@ from vllm_specplug.vllm_attention.state_rows import (
     RequestRows,
     StateBlocks,
     StateStep,
-    rehearsed_step,
+    warmup_step,
 )
 from vllm_specplug.vllm_v2.device_trees import NO_NODE, ROOT, StepTrees
 from vllm_specplug.vllm_v2.state_trees import accepted_lengths, last_state_rows, state_step
@@ -150,8 +150,8 @@ PARENTS = [-1, 0, 0, 2, -1, 4, 5, 5, 4]
 @pytest.mark.parametrize(
     ("rows", "requests", "sizes"), [(2, 8, [2]), (9, 8, [9]), (24, 8, [8, 8, 8]), (40, 2, [20, 20])]
 )
-def test_rehearsed_rows_are_trees(rows: int, requests: int, sizes: list[int]) -> None:
-    step = rehearsed_step(rows, requests, tree_rows=9)
+def test_warmup_rows_are_trees(rows: int, requests: int, sizes: list[int]) -> None:
+    step = warmup_step(rows, requests, tree_rows=9)
     assert step.starts.diff().tolist() == sizes and step.linear is None
     assert step.rows.tolist() == list(range(rows)) and not step.fresh.any()
     for start, size in zip(step.starts.tolist(), sizes, strict=False):

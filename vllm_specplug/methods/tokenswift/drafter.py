@@ -145,10 +145,10 @@ class TokenSwiftDrafter(Drafter):
         return None if is_chain else self.ngrams
 
     @property
-    def rehearsed_depth(self) -> int:
+    def warmup_depth(self) -> int:
         return self.options.tree_depth
 
-    def rehearse(self, requests: DraftRequests) -> None:
+    def warmup(self, requests: DraftRequests) -> None:
         for source in self.chooser.sources:
             # There are no caches while vLLM measures memory; its own forward takes more.
             if source == HEADS or (source == SELF and self.target_forward is not None):

@@ -25,7 +25,7 @@ LONG_CONTEXT = 8192
 
 
 @contextmanager
-def rehearsal(
+def dummy_requests(
     state: RunnerView,
     count: int,
     depth: int,
@@ -37,7 +37,7 @@ def rehearsal(
     tokens = 1 + np.arange(context + 1) % 7  # ids that the smallest vocabularies have
     options = state.drafter_options
     requests = DraftRequests(
-        req_ids=[f"specplug-rehearsal-{i}" for i in range(count)],
+        req_ids=[f"specplug-warmup-{i}" for i in range(count)],
         token_ids=[tokens] * count,
         context_lens=[len(tokens) - 1] * count,
         req_indices=list(range(count)),
@@ -77,12 +77,12 @@ def warm_up_draft(state: RunnerView) -> None:
 
 
 def _draft_every_depth(state: RunnerView) -> None:
-    deepest = state.drafter.rehearsed_depth
+    deepest = state.drafter.warmup_depth
     longest = min(LONG_CONTEXT, state.max_model_len - deepest - 1)
     for context in (SHORT_CONTEXT, longest) if longest > SHORT_CONTEXT else (SHORT_CONTEXT,):
         for depth in range(1, deepest + 1):
-            with rehearsal(state, 1, depth, context) as requests:
-                state.drafter.rehearse(requests)
+            with dummy_requests(state, 1, depth, context) as requests:
+                state.drafter.warmup(requests)
 
 
 class _NoCache:
@@ -142,7 +142,7 @@ def profile_largest_step(
     sample_hidden = hidden[:rows].clone()
     logits = state.logits(sample_hidden)
     sample(logits)
-    if not drafter.rehearsed_depth:
+    if not drafter.warmup_depth:
         return
     drafter.bind_cache(_NoCache())
     if (window := drafter.window_spec()) is not None:
@@ -151,5 +151,5 @@ def profile_largest_step(
     every = torch.arange(tokens, device=device)
     positions = every % state.max_model_len
     drafter.observe(CommittedTokens(aux, every, positions, every, output_states=hidden))
-    with rehearsal(state, num_reqs, drafter.rehearsed_depth) as requests:
-        drafter.rehearse(requests)
+    with dummy_requests(state, num_reqs, drafter.warmup_depth) as requests:
+        drafter.warmup(requests)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_specplug.vllm_worker import rehearsal as module
-from vllm_specplug.vllm_worker.rehearsal import rehearsal, warm_up_draft
+from vllm_specplug.vllm_worker import warmup as module
 from vllm_specplug.vllm_worker.runner_view import RunnerView
+from vllm_specplug.vllm_worker.warmup import dummy_requests, warm_up_draft
 
 
 class _Drafter:
-    rehearsed_depth = 3
+    warmup_depth = 3
 
     def __init__(self) -> None:
         self.seen: list[tuple[list[int], list[int]]] = []
@@ -26,7 +26,7 @@ class _Drafter:
         assert len(tokens) == requests.context_lens[0] + 1 and tokens.min() > 0
         self.seen.append((requests.context_lens, requests.forward_depths))
 
-    def rehearse(self, requests: Any) -> None:
+    def warmup(self, requests: Any) -> None:
         self.propose(requests)
 
     def forget(self, req_ids: list[str]) -> None:
@@ -56,22 +56,22 @@ def test_warm_up_drafts_every_depth(state: Any) -> None:
     warm_up_draft(state)
     depths = (1, 2, 3)
     assert state.drafter.seen == [([context], [d]) for context in (7, 996) for d in depths]
-    assert set(state.drafter.forgotten) == {"specplug-rehearsal-0"}
+    assert set(state.drafter.forgotten) == {"specplug-warmup-0"}
     assert state.runner.waits == 1
 
 
 def test_a_method_without_a_forward_has_nothing_to_warm_up(state: Any) -> None:
-    state.drafter.rehearsed_depth = 0
+    state.drafter.warmup_depth = 0
     warm_up_draft(state)
     assert not state.drafter.seen
 
 
 def test_a_draft_that_fails_is_forgotten_too(state: Any) -> None:
     state.drafter.propose = lambda requests: 1 // 0
-    with pytest.raises(ZeroDivisionError), rehearsal(state, 2, 3) as requests:
+    with pytest.raises(ZeroDivisionError), dummy_requests(state, 2, 3) as requests:
         state.drafter.propose(requests)
     assert [len(tokens) for tokens in requests.token_ids] == [8, 8]
-    assert state.drafter.forgotten == ["specplug-rehearsal-0", "specplug-rehearsal-1"]
+    assert state.drafter.forgotten == ["specplug-warmup-0", "specplug-warmup-1"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
