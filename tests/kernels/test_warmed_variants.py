@@ -58,6 +58,7 @@ from vllm_specplug.vllm_v2.device_trees import (
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees
 from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
+from vllm_specplug.vllm_worker import warmup
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_self_draft import Contexts, DevicePartialCache

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PLAIN_REASONS = (
-    "batch", "budget", "opted_out", "context", "grammar", "near_max_len", "no_draft",
-    "invalid_tree", "embeds", "unmatched", "no_context",
+    "batch", "budget", "opted_out", "context", "near_max_len", "no_draft", "invalid_tree",
+    "embeds", "no_context",
 )  # fmt: skip
 """Why a request decoded a step without a tree: the row limit left none for a fixed budget, no node
-paid for its row, the request does not want one, its context is past the limit for drafts, its
-grammar cannot follow one, no position is left for one, the drafter had nothing, its tree broke a
-rule of trees and was dropped, its prompt holds embeddings, no tree is known for its drafts, or the
-draft's context of a prefix it shares was dropped under load."""
+paid for its row, the request does not want one, its context is past the limit for drafts, no
+position is left for one, the drafter had nothing, its tree broke a rule of trees and was dropped,
+its prompt holds embeddings, or the draft's context of a prefix it shares was dropped under load."""
 
 PHASES = ("draft", "verify", "compact")
 """Timed parts of a step: drafting and building trees; the target's forward and the walk; moving the

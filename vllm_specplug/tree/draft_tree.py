@@ -104,13 +104,6 @@ class DraftTree:
         """Depth of the deepest node, 0 for the empty tree."""
         return int(self.depths.max()) if len(self.depths) else 0
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether every node is the child of the one before it."""
-        # Only then does the last one have all others above it.
-        num_nodes = len(self.token_ids)
-        return num_nodes == 0 or int(self.depths[-1]) == num_nodes
-
     def prefix(self, num_nodes: int) -> DraftTree:
         """The tree of the first `num_nodes` nodes (views, no copy), or the whole, smaller tree."""
         assert num_nodes >= 0, num_nodes

@@ -103,8 +103,7 @@ class _DeviceAttentionMixin(TreeAttentionMixin):
 
 
 class _GraphSupport:
-    """Graphs for batches in which all requests bring equally many rows, on V2 for ragged ones as
-    well (`vllm_v2.graph_trees`); else piecewise."""
+    """Full graphs where `wants_full_graphs`, also of ragged batches (`vllm_v2.graph_trees`)."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resumed and prefix-hit requests come without placeholder drafts; on V2, no request has more rows
+"""Resumed and prefix-hit requests come without placeholder drafts, and no request has more rows
 than a tree may have nodes.
 
 Seam: placeholders.
@@ -10,11 +10,10 @@ set to a table of drafts per request by batch size.
 Why: where it is unset, the scheduler pads a request that starts with a single row to
 1 + num_speculative_tokens rows of drafts -1, so that all requests of a step have as many rows and
 full CUDA graphs fit. Trees differ in size anyway, none of those drafts can be accepted, and every
-row costs a forward's share. On V1 the table changes nothing else: it gives the number that the
-scheduler would use without it. On V2 a scheduler that works ahead reserves that many rows before
-it knows the trees, so the table has what the budget leaves a request of such a batch. A request
-only starts with that: `keep_reserved_rows` then cuts the reservation to what the worker asked for,
-which arrives with each step's output.
+row costs a forward's share. A scheduler that works ahead reserves as many rows as the table has
+before it knows the trees, so the table has what the budget leaves a request of such a batch. A
+request only starts with that: `keep_reserved_rows` then cuts the reservation to what the worker
+asked for, which arrives with each step's output.
 
 Remove when: a proposer can say that it does not want the padding, and how many rows it wants.
 """

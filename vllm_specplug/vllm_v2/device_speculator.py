@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting on V2 where memory is the device's.
+"""Drafting where memory is the device's.
 
 Where the drafter can (`Drafter.drafts_on_device`), trees are built on the device from what lies
 there, n-gram branches included, and nothing is read: what the host wants to know of a step and of

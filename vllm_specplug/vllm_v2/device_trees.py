@@ -2,10 +2,9 @@
 """Trees as tensors: kept by request slot, attached to a step's rows, walked, moved together.
 
 Everything here is tensor code of fixed shapes: no operation waits for the device, so a step can
-be launched before the one before it is known on the host. `DraftTree`, `accept.walk` and
-`kvcache.path_moves` are the same on the host. What every step does is dozens of small launches,
-which take the host longer than a GPU: there one kernel of `kernels.step_trees_triton` does the
-same.
+be launched before the one before it is known on the host. What every step does is dozens of small
+launches, which take the host longer than a GPU: there one kernel of `kernels.step_trees_triton`
+does the same.
 
 Chains of parents are followed by doubling: after k rounds a row knows its 2 ** k nearest
 ancestors, so the rounds grow with the logarithm of a tree's depth.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance on V2: every row sampled at once, then a walk down each tree.
+"""Acceptance: every row sampled at once, then a walk down each tree.
 
 V2 keys its random numbers by seed and position. A node's position is its depth behind the root, so
 each row's sample is the one plain decoding would draw there, and those of rows that no walk

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU worker on V2: vLLM's, with the tree runner."""
+"""The CPU worker: vLLM's, with the tree runner."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tree_runner_class(stock: type) -> type:
 
 
 class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
-    """vLLM's CPU worker; it names its runner class as a module global.
+    """vLLM's CPU worker, which names its runner class in its code.
 
     Seams: cpu_runner, speculator, cpu_backend, cpu_admission, cpu_kernels, cpu_products,
     cpu_worker, weight_updates.

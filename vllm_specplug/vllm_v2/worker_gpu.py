@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA worker on V2: vLLM's, with the tree runner."""
+"""The CUDA worker: vLLM's, with the tree runner."""
 
 from __future__ import annotations
 

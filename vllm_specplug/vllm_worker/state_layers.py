@@ -9,7 +9,6 @@ Seams: state_layers, state_blocks.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,18 +97,6 @@ def check_state_blocks(kv_cache_config: Any, num_nodes: int, method: str) -> Non
                     f"{spec.block_size} tokens. Lower num_speculative_tokens, raise block_size or "
                     "set enable_prefix_caching=False (--no-enable-prefix-caching)."
                 )
-
-
-def host_copies(stock: Callable[..., None]) -> Callable[..., None]:
-    """`batch_memcpy` of states, which is a Triton kernel, on a CPU. Seam: state_blocks."""
-
-    def batch_memcpy(sources: Any, targets: Any, sizes: Any) -> None:
-        for source, target, size in zip(
-            sources.tolist(), targets.tolist(), sizes.tolist(), strict=True
-        ):
-            ctypes.memmove(target, source, size)
-
-    return batch_memcpy
 
 
 def _refuse(layers: Mapping[str, Any], method: str, why: str, remedy: str) -> None:

@@ -27,7 +27,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="2"} 0.0
 # TYPE specplug:plain_steps_total counter
 specplug:plain_steps_total{engine="0",reason="batch"} 5.0
 specplug:plain_steps_total{engine="1",reason="batch"} 3.0
-specplug:plain_steps_total{engine="0",reason="grammar"} 0.0
+specplug:plain_steps_total{engine="0",reason="context"} 0.0
 # HELP specplug:step_nodes Nodes.
 # TYPE specplug:step_nodes histogram
 specplug:step_nodes_bucket{engine="0",le="+Inf"} 20.0
@@ -48,7 +48,7 @@ def test_sums_engines_and_leaves_look_alikes_out() -> None:
         draft_tokens=640.0,
         accepted_tokens=24.0,
         accepted_by_depth={1: 20.0, 2: 4.0, 3: 0.0},
-        plain_steps={"batch": 8.0, "grammar": 0.0},
+        plain_steps={"batch": 8.0, "context": 0.0},
         draft_steps=20.0,
         draft_step_nodes=640.0,
         milliseconds={"draft": 90.5},

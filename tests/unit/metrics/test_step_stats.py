@@ -55,7 +55,7 @@ def test_payload_is_plain_data_and_drain_starts_over():
     stats = StepStats()
     stats.observe_draft(8, 2)
     stats.observe_step_nodes(8)
-    stats.observe_plain("grammar")
+    stats.observe_plain("context")
     stats.observe_ms("draft", 1.25)
     stats.tree_budget = 16
     stats.observe_prediction(1.75, 2)
@@ -64,7 +64,7 @@ def test_payload_is_plain_data_and_drain_starts_over():
         "drafts": 1,
         "nodes": 8,
         "by_depth": [1, 1],
-        "plain": {"grammar": 1},
+        "plain": {"context": 1},
         "step_nodes": [8],
         "ms": {"draft": [1.25]},
         "budget": 16,
@@ -74,9 +74,9 @@ def test_payload_is_plain_data_and_drain_starts_over():
     assert stats == StepStats()
     # What was handed out is not written to again.
     stats.observe_draft(4, 4)
-    stats.observe_plain("grammar")
+    stats.observe_plain("context")
     assert payload["by_depth"] == [1, 1]
-    assert payload["plain"] == {"grammar": 1}
+    assert payload["plain"] == {"context": 1}
 
 
 def test_nothing_to_tell_is_no_payload():

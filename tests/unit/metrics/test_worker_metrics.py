@@ -88,7 +88,7 @@ def test_format_interval():
             "drafts": 100,
             "nodes": 1520,
             "by_depth": [71, 38, 15, 7],
-            "plain": {"grammar": 2, "batch": 10},
+            "plain": {"context": 2, "batch": 10},
             "ms": {"draft": [3.0, 3.2], "verify": [30.6, 31.4], "compact": [0.2]},
             "step_nodes": [30, 32],
             "budget": 16,
