@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from itertools import count
 from typing import Any
-from unittest.mock import patch
 
 from tests.e2e.option_checks import greedy
 from tests.e2e.pair import (
@@ -17,6 +16,7 @@ from tests.e2e.pair import (
     make_engine,
     sequences_of,
     target,
+    vllms_v1,
     watch_preemptions,
     watch_prefix_hits,
 )
@@ -65,11 +65,8 @@ class Drafts:
 def own_engine(method: str, **engine: Any) -> Any:
     """One with vLLM's own `method`, on vLLM's V1 model runner: on a CPU without Triton its V2 has
     no kernels to draft with."""
-    from vllm import envs
-
     own = {"method": method, "num_speculative_tokens": DEPTH, **engine.pop("speculative", {})}
-    # Not in os.environ, which vLLM reads once.
-    with patch.object(envs, "VLLM_USE_V2_MODEL_RUNNER", False):
+    with vllms_v1():
         return make_engine(None, speculative_config=own, **engine)
 
 

@@ -20,10 +20,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -306,6 +308,16 @@ def head_options(method: str) -> dict[str, Any]:
     if method == "tokenswift":
         return {"model": str(tiny.make_tokenswift_heads(folder, vocab))}
     return {}
+
+
+@contextmanager
+def vllms_v1() -> Iterator[None]:
+    """Plain engines that are built inside run on vLLM's V1 model runner."""
+    from vllm import envs
+
+    # Not in os.environ, which vLLM has read once an engine was built.
+    with patch.object(envs, "VLLM_USE_V2_MODEL_RUNNER", False):
+        yield
 
 
 def make_engine(method: str | None, **engine: Any) -> Any:

@@ -6,7 +6,6 @@ To be run with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,32 +14,31 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tests.e2e.pair import assert_same_output, generate, make_engine
-from vllm_specplug.seams import CPU_ADMISSION, CPU_KERNELS
+from tests.e2e.pair import assert_same_output, core_of, generate, make_engine, vllms_v1
+from vllm_specplug.seams import V2_CPU_KERNELS
 
 _PROMPTS = [np.random.default_rng(i).integers(6, 350, 5 + 9 * i).tolist() for i in range(4)]
 _LENGTH = {"max_tokens": 10, "ignore_eos": True}
 
 
-@contextmanager
-def runner(version: int) -> Iterator[None]:
-    """vLLM asks for the model runner while an engine is built, and again by request."""
-    with patch.dict(os.environ, {"VLLM_USE_V2_MODEL_RUNNER": str(version - 1)}):
-        yield
+def runner_of(llm: Any) -> str:
+    """The module of an engine's model runner."""
+    return type(core_of(llm).model_executor.driver_worker.worker.model_runner).__module__
 
 
 @cache
 def v1() -> Any:
-    with runner(1):
-        return make_engine(None, max_num_batched_tokens=24)
+    with vllms_v1():
+        made = make_engine(None, max_num_batched_tokens=24)
+    assert runner_of(made) == "vllm.v1.worker.cpu_model_runner"
+    return made
 
 
 @cache
 def v2() -> Any:
-    CPU_ADMISSION.apply()
-    CPU_KERNELS.apply()
-    with runner(2):
-        return make_engine(None, max_num_batched_tokens=24)
+    made = make_engine(None, max_num_batched_tokens=24)
+    assert runner_of(made) == "vllm.v1.worker.cpu.model_runner"
+    return made
 
 
 @contextmanager
@@ -81,14 +79,13 @@ def compare(sampling: list[dict[str, Any]], *, with_v1: bool = True) -> set[str]
     from vllm import SamplingParams
 
     params = [SamplingParams(**{**_LENGTH, **one}) for one in sampling]
-    with runner(2):
-        ours = generate(v2(), _PROMPTS, params)
-        with interpreted_kernels() as launched, np.errstate(over="ignore"):
-            stock = generate(v2(), _PROMPTS, params)
+    ours = generate(v2(), _PROMPTS, params)
+    with interpreted_kernels() as launched, np.errstate(over="ignore"):
+        stock = generate(v2(), _PROMPTS, params)
     for i, (a, b) in enumerate(zip(ours, stock, strict=True)):
         assert_same_output(a, b, f"request {i}, interpreted")
     if with_v1:
-        with runner(1):
+        with vllms_v1():
             expected = generate(v1(), _PROMPTS, params)
         for i, (a, b) in enumerate(zip(expected, ours, strict=True)):
             assert_same_output(a, b, f"request {i}, V1")
